@@ -1,0 +1,31 @@
+"""Everything autopar raises on purpose derives from :class:`AutoparError`."""
+
+from __future__ import annotations
+
+
+class AutoparError(Exception):
+    """Base of every error autopar raises on purpose."""
+
+
+class GraphError(AutoparError):
+    """A graph that is not well formed, or text that does not parse as one."""
+
+
+class TraceError(AutoparError):
+    """The model could not be captured as one graph; the message names module and source line."""
+
+
+class InfeasibleError(AutoparError):
+    """No plan satisfies the limits; the message names the smallest change that does."""
+
+
+class PlanMismatchError(AutoparError):
+    """A plan does not fit the model, mesh or batch it is applied to."""
+
+
+class OptionsError(AutoparError):
+    """An option, pin or mesh that cannot be honoured."""
+
+
+class WorkerError(AutoparError):
+    """A local process died or did not finish in time; carries that rank's traceback."""

@@ -1,0 +1,149 @@
+"""The text form of a :class:`~autopar.graph.Graph`: printing and parsing, inverse to each other."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+import sympy
+import torch
+
+from .errors import GraphError
+from .graph import PLACEHOLDERS, SHORT_DTYPES, Arg, Dim, Graph, Node, Output, TensorType, Value, symbol
+
+_TORCH = {
+    **{str(d).removeprefix("torch."): d for d in SHORT_DTYPES.values()},
+    "strided": torch.strided,
+    "sparse_coo": torch.sparse_coo,
+    "contiguous_format": torch.contiguous_format,
+    "preserve_format": torch.preserve_format,
+    "channels_last": torch.channels_last,
+    "channels_last_3d": torch.channels_last_3d,
+}
+_VALUE = re.compile(r"%(\w+)(?:\.(\d+))?")
+_MODULE = re.compile(r"  @(\S+)$")
+_NODE = re.compile(r"^(?P<results>%.*?) = (?P<op>[\w.]+)\((?P<args>.*)\)$")
+
+
+def print_arg(arg: Arg) -> str:
+    """``arg`` as in the text form: values as ``%name``, tuples in brackets, torch constants as ``torch.name``."""
+    if isinstance(arg, tuple):
+        return f"[{', '.join(map(print_arg, arg))}]"
+    if isinstance(arg, str):
+        return repr(arg).replace("'", '"') if '"' not in arg else repr(arg)
+    if isinstance(arg, torch.device):
+        return f'device("{arg}")'
+    if isinstance(arg, float) and not isinstance(arg, bool):
+        return repr(arg) if arg == arg and abs(arg) != float("inf") else f'float("{arg}")'
+    return str(arg)
+
+
+def print_node(node: Node) -> str:
+    names = [str(Value(node.name, i)) for i in range(len(node.types))] or [f"%{node.name}"]
+    types = [str(t) if t is not None else "none" for t in node.types] or ["none"]
+    args = [print_arg(a) for a in node.args] + [f"{k}={print_arg(a)}" for k, a in node.kwargs]
+    results = ", ".join(f"{n}: {t}" for n, t in zip(names, types, strict=True))
+    phase = "backward " if node.phase == "backward" else ""
+    module = f"  @{node.module}" if node.module else ""
+    return f"{phase}{results} = {node.op}({', '.join(args)}){module}"
+
+
+def print_graph(graph: Graph) -> str:
+    """The text form of ``graph``; constants print by name only."""
+    lines = [f"graph({', '.join(f'{k}={v}' for k, v in graph.symbols)})"]
+    lines += [print_node(node) for node in graph.nodes]
+    lines += [f'return {o.kind} "{o.name}" = {o.value if o.value is not None else "none"}' for o in graph.outputs]
+    return "\n".join(lines) + "\n"
+
+
+def _parse_expression(tree: ast.expr, symbols: dict[str, sympy.Symbol]) -> Arg:
+    match tree:
+        case ast.Constant(value=value):
+            return value
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return tuple(_parse_expression(item, symbols) for item in items)
+        case ast.Name(id=name) if name.startswith("VALUE_"):
+            index, _, rest = name.removeprefix("VALUE_").partition("_")
+            return Value(rest, int(index))
+        case ast.Name(id=name) if name in symbols:
+            return symbols[name]
+        case ast.Attribute(value=ast.Name(id="torch"), attr=name) if name in _TORCH:
+            return _TORCH[name]
+        case ast.Call(func=ast.Name(id="device"), args=[ast.Constant(value=name)]):
+            return torch.device(str(name))
+        case ast.Call(func=ast.Name(id="float"), args=[ast.Constant(value=name)]):
+            return float(str(name))
+        case ast.UnaryOp() | ast.BinOp() | ast.Call():
+            return _parse_arithmetic(tree, symbols)
+    raise GraphError(f"cannot read the argument {ast.unparse(tree)}")
+
+
+def _parse_arithmetic(tree: ast.expr, symbols: dict[str, sympy.Symbol]) -> int | float | sympy.Expr:
+    names: dict[str, Any] = {**symbols, "floor": sympy.floor, "Max": sympy.Max, "Min": sympy.Min}
+    value = sympy.sympify(ast.unparse(tree), locals=names)
+    if value.is_Integer:
+        return int(value)
+    return float(value) if value.is_Float else value
+
+
+def _parse_args(text: str, symbols: dict[str, sympy.Symbol]) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
+    python = _VALUE.sub(lambda m: f"VALUE_{m[2] or 0}_{m[1]}", text)
+    try:
+        call = ast.parse(f"f({python})", mode="eval").body
+    except SyntaxError as error:
+        raise GraphError(f"cannot read the arguments ({text}): {error.msg}") from error
+    assert isinstance(call, ast.Call)
+    args = tuple(_parse_expression(a, symbols) for a in call.args)
+    return args, tuple((str(k.arg), _parse_expression(k.value, symbols)) for k in call.keywords)
+
+
+def parse_type(text: str, symbols: dict[str, sympy.Symbol]) -> TensorType | None:
+    """``f32[b, 4]`` as a type, ``none`` as None."""
+    if text == "none":
+        return None
+    dtype, _, shape = text.removesuffix("]").partition("[")
+    if dtype not in SHORT_DTYPES:
+        raise GraphError(f"unknown dtype {dtype!r} in {text!r}; one of {', '.join(SHORT_DTYPES)}")
+    dims: tuple[Dim, ...] = _parse_args(shape, symbols)[0]
+    return TensorType(dims, SHORT_DTYPES[dtype])
+
+
+def _parse_node(line: str, symbols: dict[str, sympy.Symbol]) -> Node:
+    module = _MODULE.search(line)
+    body = _MODULE.sub("", line)
+    backward = body.startswith("backward ")
+    match = _NODE.match(body.removeprefix("backward "))
+    if match is None:
+        raise GraphError(f"cannot read the line {line!r}")
+    results = re.findall(r"%(\w+)(?:\.\d+)?: (none|\w+\[[^\]]*\])", match["results"])
+    if not results:
+        raise GraphError(f"no typed result in the line {line!r}")
+    args, kwargs = _parse_args(match["args"], symbols)
+    if match["op"] in PLACEHOLDERS and len(args) != 1:
+        raise GraphError(f"a placeholder takes one name: {line!r}")
+    types = tuple(parse_type(t, symbols) for _, t in results)
+    path = module[1] if module else ""
+    return Node(results[0][0], match["op"], args, kwargs, types, path, "", "backward" if backward else "forward")
+
+
+def _parse_output(line: str) -> Output:
+    match = re.match(r'^return (\w+) "([^"]*)" = (?:none|%(\w+)(?:\.(\d+))?)$', line)
+    if match is None:
+        raise GraphError(f"cannot read the line {line!r}")
+    value = Value(match[3], int(match[4] or 0)) if match[3] else None
+    return Output(match[1], match[2], value)  # type: ignore[arg-type]
+
+
+def parse_graph(text: str) -> Graph:
+    """The graph that :func:`print_graph` printed. Raises :class:`GraphError` naming the line."""
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    header = re.match(r"^graph\((.*)\)$", lines[0]) if lines else None
+    if header is None:
+        raise GraphError('a graph starts with a line such as "graph(b=8)"')
+    pairs = [part.split("=") for part in header[1].replace(" ", "").split(",") if part]
+    hints = tuple((name, int(size)) for name, size in pairs)
+    symbols = {name: symbol(name) for name, _ in hints}
+    nodes = tuple(_parse_node(line, symbols) for line in lines[1:] if not line.startswith("return "))
+    outputs = tuple(_parse_output(line) for line in lines[1:] if line.startswith("return "))
+    return Graph(nodes, outputs, hints).verify()
