@@ -22,8 +22,11 @@ runtime to the largest. ``axes`` are mesh axes, outermost first: the devices tha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
+
+import torch
 
 from .graph import Arg, Value
 from .spec import Placements
@@ -82,20 +85,29 @@ class TensorSlot:
 class Program:
     """What the rank at ``coordinate`` of the mesh runs for one step.
 
-    ``forward`` takes ``placeholders`` in order and returns ``results`` (model outputs and buffer mutations), then the values
-    ``saved`` for backward. ``backward`` takes the saved values, then one gradient per entry of ``tangents`` (placed as
-    ``tangents`` says), and returns ``gradients``. A weight that works in another placement than it is stored in is gathered inside.
+    ``parameters`` says how each parameter is *stored*: the DTensor that the user and the optimizer see, whose gradient has the same
+    placements. Some work in another placement for the whole step (their optimizer state is sharded, the
+    weight is not: ZeRO-1 and 2): ``refresh`` takes their stored local tensors and returns the working ones; it need run only after
+    stored values changed. (A weight gathered at each use, ZeRO-3, is gathered inside ``forward`` and ``backward``.)
+
+    ``forward`` takes ``placeholders`` (params as working tensors, buffers, inputs, constants) in order and returns ``results`` (model
+    outputs and buffer mutations), then the values saved for backward. ``backward`` takes the saved values, then
+    one gradient per entry of ``tangents``, placed as that says, and returns one local tensor per entry of ``gradients`` (None: the
+    parameter or input has no gradient), placed as stored. A forward-only program has an empty ``backward``.
     """
 
     mesh: tuple[int, ...]
     coordinate: tuple[int, ...]
+    parameters: tuple[TensorSlot, ...]
     placeholders: tuple[TensorSlot, ...]
     results: tuple[TensorSlot, ...]
     tangents: tuple[TensorSlot, ...]
-    gradients: tuple[TensorSlot | None, ...]
+    gradients: tuple[TensorSlot, ...]
+    refresh: Section
     forward: Section
     backward: Section
-    constants: dict[str, object] = field(default_factory=dict, compare=False)
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
 
     def __str__(self) -> str:
-        return f"# rank at {self.coordinate} of mesh {self.mesh}\n{self.forward}\n{self.backward}\n"
+        head = f"# rank at {self.coordinate} of mesh {self.mesh}"
+        return "\n".join([head, str(self.refresh), str(self.forward), str(self.backward)]) + "\n"

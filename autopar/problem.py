@@ -1,0 +1,93 @@
+"""The placement problem as arrays: what :mod:`autopar.solve` minimises, free of graphs and torch.
+
+There are groups ``i`` with choices ``k``; ``x[i,k]`` is 1 for the one choice made in group i. A transfer ``t`` links one producer
+group to consumer groups: the producer's choice leaves the tensor in row ``source[k]``, consumer c's choice needs it in
+column ``target[c][k]``, and moving row p to column q costs ``cost[p, q]`` (infinite: forbidden), **once** however many consumers need column q.
+
+    minimise    sum_i sum_k cost_i[k] x[i,k]  +  sum_t sum_{p,q} cost_t[p,q] max_c e[t,c,p,q]
+    subject to  sum_k x[i,k] = 1                                            for every group                  (one_choice)
+                sum_q e[t,c,p,q] = sum_{k: source[k]=p} x[producer,k]       for every t, c, p                (leaves_row)
+                sum_p e[t,c,p,q] = sum_{k: target_c[k]=q} x[consumer,k]     for every t, c, q                (enters_column)
+                fixed + sum_i sum_k memory_i[k] x[i,k] + T <= memory_limit                                   (memory)
+                T >= sum_k temporary_i[k] x[i,k]                            for every group                  (temporary)
+                x binary, e >= 0
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """A one-of-K decision. ``cost`` in seconds (infinite: forbidden), ``memory`` (adds up) and ``temporary`` (only the largest
+    counts) in bytes, each of shape [K]. Multiplicities of folded layers are multiplied in already."""
+
+    name: str
+    cost: Floats
+    memory: Floats
+    temporary: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class Transfer:
+    """A tensor on its way: ``source`` [K of producer] gives rows, ``targets[c]`` [K of consumer c] columns of ``cost`` [P, Q]
+    (seconds, multiplicity included)."""
+
+    name: str
+    producer: int
+    source: Ints
+    consumers: tuple[int, ...]
+    targets: tuple[Ints, ...]
+    cost: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """See the module docstring. ``memory_limit`` may be infinite; ``memory_fixed`` is what no choice changes."""
+
+    groups: tuple[Group, ...]
+    transfers: tuple[Transfer, ...]
+    memory_limit: float = float("inf")
+    memory_fixed: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """``choices[i]`` per group; ``status`` is "optimal" (gap proven within the asked one), "feasible" or "infeasible" (``choices`` is
+    then empty). ``gap`` is (objective - bound) / objective."""
+
+    choices: Ints
+    objective: float
+    bound: float
+    status: str
+    seconds: float
+
+    @property
+    def gap(self) -> float:
+        if not np.isfinite(self.objective) or self.objective <= 0:
+            return 0.0 if self.objective == self.bound else float("inf")
+        return max(0.0, (self.objective - self.bound) / self.objective)
+
+
+def evaluate(problem: Problem, choices: Ints) -> float:
+    """The objective of a full assignment in seconds, by definition (no memory check)."""
+    total = sum(float(group.cost[k]) for group, k in zip(problem.groups, choices, strict=True))
+    for transfer in problem.transfers:
+        row = transfer.source[choices[transfer.producer]]
+        columns = {int(t[choices[c]]) for c, t in zip(transfer.consumers, transfer.targets, strict=True)}
+        total += sum(float(transfer.cost[row, column]) for column in sorted(columns))
+    return total
+
+
+def memory_of(problem: Problem, choices: Ints) -> float:
+    """Peak bytes of a full assignment as the problem counts them."""
+    pairs = list(zip(problem.groups, choices, strict=True))
+    largest = max((float(group.temporary[k]) for group, k in pairs), default=0.0)
+    return problem.memory_fixed + sum(float(group.memory[k]) for group, k in pairs) + largest
