@@ -27,5 +27,9 @@ class OptionsError(AutoparError):
     """An option, pin or mesh that cannot be honoured."""
 
 
+class ExecutionError(AutoparError):
+    """An instruction of a program failed; the message names it, its module and its operands."""
+
+
 class WorkerError(AutoparError):
     """A local process died or did not finish in time; carries that rank's traceback."""

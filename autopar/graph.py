@@ -29,6 +29,7 @@ import sympy
 import torch
 
 from .errors import GraphError
+from .spec import Strategy
 
 Dim = int | sympy.Expr
 Phase = Literal["forward", "backward"]
@@ -174,12 +175,18 @@ class Output:
 
 @dataclass(frozen=True)
 class Graph:
-    """See the module docstring. ``constants`` maps the names of ``constant`` nodes to tensors."""
+    """See the module docstring. ``constants`` maps the names of ``constant`` nodes to tensors.
+
+    Annotations, filled in by passes and not part of the text: ``strategies`` lists the ways to run each node on a mesh,
+    ``classes`` maps each node to a representative of the nodes that must choose the same.
+    """
 
     nodes: tuple[Node, ...]
     outputs: tuple[Output, ...]
     symbols: tuple[tuple[str, int], ...] = ()
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
+    strategies: Mapping[str, tuple[Strategy, ...]] = field(default_factory=dict, compare=False)
+    classes: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self.nodes)

@@ -70,7 +70,9 @@ def _kind(source: Placement, target: Placement) -> str | None:
     if isinstance(source, Replicate):
         return "slice" if is_shard(target) else "partial" if target == PARTIAL_SUM else None
     if isinstance(source, Partial):
-        return "reduce_scatter" if is_shard(target) else "all_reduce" if isinstance(target, Replicate) else None
+        return (
+            "reduce_scatter" if is_shard(target) else "all_reduce" if isinstance(target, Replicate) else None
+        )
     if isinstance(target, Replicate):
         return "all_gather"
     return "all_to_all" if is_shard(target) and shard_dim(source) != shard_dim(target) else None
@@ -86,9 +88,13 @@ def _is_innermost(placements: Placements, axes: tuple[int, ...]) -> bool:
     )
 
 
-def _bytes(tensor: TensorType, hop_kind: str, source: Placements, target: Placements, mesh: tuple[int, ...]) -> int:
+def _bytes(
+    tensor: TensorType, hop_kind: str, source: Placements, target: Placements, mesh: tuple[int, ...]
+) -> int:
     shape: Shape = tuple(int(s) for s in tensor.shape)
-    whole = {"all_gather": target, "all_reduce": source, "reduce_scatter": source, "all_to_all": source}[hop_kind]
+    whole = {"all_gather": target, "all_reduce": source, "reduce_scatter": source, "all_to_all": source}[
+        hop_kind
+    ]
     count = math.prod(largest_local_shape(shape, whole, mesh))
     axes = [a for a in range(len(mesh)) if source[a] != target[a]]
     degree = math.prod(mesh[a] for a in axes)
@@ -132,8 +138,9 @@ def make_hop(tensor: TensorType, source: Placements, target: Placements, mesh: t
     return Hop(kind, axes, source, target, Collective(kind, axes, size))  # type: ignore[arg-type]
 
 
-def neighbours(tensor: TensorType, source: Placements, options: tuple[tuple[Placement, ...], ...],
-               mesh: tuple[int, ...]) -> Iterator[Hop]:
+def neighbours(
+    tensor: TensorType, source: Placements, options: tuple[tuple[Placement, ...], ...], mesh: tuple[int, ...]
+) -> Iterator[Hop]:
     """Every hop from ``source`` to placements drawn from ``options[axis]``, over axes of more than one device."""
     live = [a for a in range(len(mesh)) if mesh[a] > 1]
     for count in range(1, len(live) + 1):

@@ -129,7 +129,8 @@ def is_even(placements: Placements, shape: Shape, mesh: Sequence[int]) -> bool:
     """Whether every device holds equally much, on every sharded dim."""
     dims = {d for d in map(shard_dim, placements) if d is not None}
     return all(
-        shape[d] % math.prod(mesh[a] for a, p in enumerate(placements) if shard_dim(p) == d) == 0 for d in dims
+        shape[d] % math.prod(mesh[a] for a, p in enumerate(placements) if shard_dim(p) == d) == 0
+        for d in dims
     )
 
 
@@ -150,7 +151,9 @@ def local_before(placements: Placements, axis: int, mesh: Sequence[int]) -> int:
 
 
 @lru_cache(maxsize=1 << 18)
-def local_shape(shape: Shape, placements: Placements, mesh: tuple[int, ...], coordinate: tuple[int, ...]) -> Shape:
+def local_shape(
+    shape: Shape, placements: Placements, mesh: tuple[int, ...], coordinate: tuple[int, ...]
+) -> Shape:
     """Shape of what the device at ``coordinate`` of the mesh holds."""
     sizes = list(shape)
     for axis, placement in enumerate(placements):
@@ -158,9 +161,13 @@ def local_shape(shape: Shape, placements: Placements, mesh: tuple[int, ...], coo
         if isinstance(placement, StridedShard):
             sizes[placement.dim] //= mesh[axis]
         elif dim is not None:
-            strided = math.prod(p.before for p in placements if isinstance(p, StridedShard) and p.dim == dim) > 1
+            strided = (
+                math.prod(p.before for p in placements if isinstance(p, StridedShard) and p.dim == dim) > 1
+            )
             size = sizes[dim]
-            sizes[dim] = size // mesh[axis] if strided else chunk_bounds(size, mesh[axis], coordinate[axis])[1]
+            sizes[dim] = (
+                size // mesh[axis] if strided else chunk_bounds(size, mesh[axis], coordinate[axis])[1]
+            )
     return tuple(sizes)
 
 
@@ -169,7 +176,9 @@ def largest_local_shape(shape: Shape, placements: Placements, mesh: tuple[int, .
     return local_shape(shape, placements, mesh, (0,) * len(mesh))
 
 
-def local_offset(shape: Shape, placements: Placements, mesh: Sequence[int], coordinate: Sequence[int], dim: int) -> int:
+def local_offset(
+    shape: Shape, placements: Placements, mesh: Sequence[int], coordinate: Sequence[int], dim: int
+) -> int:
     """Global index along ``dim`` of the first element the device holds; needs plain shards on that dim."""
     offset, size = 0, shape[dim]
     for axis, placement in enumerate(placements):
@@ -202,7 +211,8 @@ def take_local(
             before *= math.prod(
                 mesh[other]
                 for other in range(axis + 1, len(placements))
-                if shard_dim(placements[other]) == dim and shard_before(placements[other]) < shard_before(placement)
+                if shard_dim(placements[other]) == dim
+                and shard_before(placements[other]) < shard_before(placement)
             )
             tensor = take_shard(tensor, dim, before, mesh[axis], coordinate[axis])
     return tensor

@@ -1,1 +1,41 @@
-"""TODO."""
+"""Prices: seconds of computing and communicating, FLOPs and bytes, and what lives in memory, for a described
+cluster.
+
+Formulas, their sources and what they leave out: ``docs/cost-model.md``.
+"""
+
+from .collective import bucketed_seconds, check_mesh, collective_seconds, fan_out
+from .compute import bytes_moved, compute_seconds, flops, node_seconds, total_bytes, total_flops
+from .memory import (
+    OPTIMIZERS,
+    ParameterBytes,
+    optimizer_bytes,
+    parameter_bytes,
+    reserve,
+    state_bytes_per_element,
+    usable_bytes,
+)
+from .operations import FAMILIES, Family, family_of
+
+__all__ = [
+    "FAMILIES",
+    "OPTIMIZERS",
+    "Family",
+    "ParameterBytes",
+    "bucketed_seconds",
+    "bytes_moved",
+    "check_mesh",
+    "collective_seconds",
+    "compute_seconds",
+    "family_of",
+    "fan_out",
+    "flops",
+    "node_seconds",
+    "optimizer_bytes",
+    "parameter_bytes",
+    "reserve",
+    "state_bytes_per_element",
+    "total_bytes",
+    "total_flops",
+    "usable_bytes",
+]

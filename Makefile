@@ -1,0 +1,64 @@
+# `make demo` and `make test` need nothing but Python 3.11: they set up .venv first, once.
+#
+#   make demo          trains an unmodified Llama on 4 local processes
+#   make test          the tests          (make test-slow: the slow ones)
+#   make check         style and types, as CI does
+#   make bench         the figures under benchmarks/results
+#
+# On a machine without a CPU wheel of torch at hand, PyPI's default build for Linux carries gigabytes of CUDA; choose with
+#   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+
+PYTHON ?= python3.11
+TORCH_INDEX ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+JOBS ?= 2
+
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-slow check format bench bench-step bench-planning clean
+
+help:
+	@sed -n 's/^#  *make/make/p' Makefile
+
+install: $(STAMP)
+
+# torch goes first and pinned: resolved on its own, the build at hand wins before anything else asks for another.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) setuptools torch
+	$(PIP) --no-build-isolation --editable '.[dev]'
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/autopar calibrate --if-missing
+	$(BIN)/autopar run --nproc 4 examples/demo.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n $(JOBS)
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -n $(JOBS) -m slow
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: bench-planning bench-step
+
+bench-planning: $(STAMP)
+	$(BIN)/python -m benchmarks.planning --output benchmarks/results/planning.json
+
+bench-step: $(STAMP)
+	$(BIN)/python -m benchmarks.step_time --output benchmarks/results/step_time.json
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,160 @@
+"""The bill of an assignment: what a step costs, line by line. The solver's objective is the sum of the same lines.
+
+Lines come from walking the whole graph, not from the solver's arrays, so that
+objective == sum of lines is a check and not a tautology.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from .assignment import Assignment, ParameterPlacement, parameter_node, uses
+from .graph import Graph, Node, Phase, TensorType
+from .options import OPTIMIZER_STATES
+from .prices import Prices, local_bytes
+from .reshard import Collective, Hop
+from .spec import Strategy
+
+LineKind = Literal["compute", "reshard", "weight", "gradient", "refresh", "optimizer"]
+REST = "autopar.rest"
+VIEWS = ("aten.reshape.default", "aten.permute.default", "aten.transpose.int", "aten.t.default", "aten.expand.default", REST)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One priced item: ``name`` is the node computed, or the value moved by ``hops``."""
+
+    kind: LineKind
+    name: str
+    module: str
+    phase: Phase
+    seconds: float
+    hops: tuple[Hop, ...] = ()
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        return tuple(hop.collective for hop in self.hops if hop.collective is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Peak bytes on the device that holds most, by part."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    temporary: int
+    inputs: int
+
+    @property
+    def peak(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.temporary + self.inputs
+
+
+@dataclass(frozen=True)
+class Account:
+    """All lines of a step, and its memory."""
+
+    lines: tuple[Line, ...]
+    memory: Memory
+
+    @cached_property
+    def seconds(self) -> float:
+        return sum(line.seconds for line in self.lines)
+
+    def seconds_of(self, *kinds: LineKind) -> float:
+        return sum(line.seconds for line in self.lines if line.kind in kinds)
+
+
+def optimizer_seconds(prices: Prices, kind: TensorType, place: ParameterPlacement, optimizer: str) -> float:
+    """One update of a parameter: reads value, gradient and states, writes value and states, at memory bandwidth."""
+    moved = (3 + 2 * OPTIMIZER_STATES[optimizer]) * local_bytes(kind, place.optimizer, prices.mesh)
+    return moved / prices.cluster.device.memory_bandwidth
+
+
+def parameter_bytes(prices: Prices, kind: TensorType, place: ParameterPlacement, optimizer: str) -> tuple[int, int, int]:
+    """Bytes on a device of (weights, gradients, optimizer state) of one trained parameter. A working weight kept beside the
+    stored shard counts as weight."""
+    stored = local_bytes(kind, place.optimizer, prices.mesh)
+    working = local_bytes(kind, place.weight, prices.mesh) if place.weight != place.optimizer else 0
+    return stored + working, local_bytes(kind, place.gradient, prices.mesh), OPTIMIZER_STATES[optimizer] * stored
+
+
+def temporary_bytes(prices: Prices, node: Node, inputs: tuple[TensorType, ...], strategy: Strategy) -> int:
+    """What one operation holds at once: its operands and results, as placed by the strategy."""
+    if node.is_placeholder or node.op in VIEWS:
+        return 0
+    taken = sum(local_bytes(t, p, prices.mesh) for t, p in zip(inputs, strategy.inputs, strict=True))
+    made = zip(node.types, strategy.outputs, strict=True)
+    return taken + sum(local_bytes(t, p, prices.mesh) for t, p in made if t is not None)
+
+
+def account(graph: Graph, assignment: Assignment, prices: Prices, optimizer: str) -> Account:
+    """The bill of ``assignment``."""
+    lines = (*_compute_lines(graph, assignment, prices), *_use_lines(graph, assignment, prices))
+    return Account((*lines, *_optimizer_lines(graph, assignment, prices, optimizer)), memory(graph, assignment, prices, optimizer))
+
+
+def _compute_lines(graph: Graph, assignment: Assignment, prices: Prices) -> Iterator[Line]:
+    for node in graph.nodes:
+        if not node.is_placeholder and node.op != REST:
+            inputs = tuple(graph.type_of(value) for value in node.operands)
+            seconds = prices.node(node, inputs, assignment.strategies[node.name])
+            yield Line("compute", node.name, node.module, node.phase, seconds)
+
+
+def _use_lines(graph: Graph, assignment: Assignment, prices: Prices) -> Iterator[Line]:
+    for use in uses(graph, assignment):
+        if use.source == use.target:
+            continue
+        bucketed = use.role in ("gradient", "refresh")
+        table = prices.table(use.kind, bucketed=bucketed)
+        hops = table.path(use.source, use.target)
+        kind: LineKind = "reshard"
+        if bucketed:
+            kind = use.role  # type: ignore[assignment]
+        elif use.value.node in assignment.parameters:
+            kind = "weight"
+        module = graph[use.value.node].module or graph[use.consumer].module if use.consumer in graph else ""
+        seconds = table.cost(use.source, use.target)
+        yield Line(kind, use.value.node, module, use.phase, seconds, hops)
+
+
+def _optimizer_lines(graph: Graph, assignment: Assignment, prices: Prices, optimizer: str) -> Iterator[Line]:
+    for path in trained(graph):
+        node = parameter_node(graph, path)
+        seconds = optimizer_seconds(prices, node.type, assignment.parameters[node.name], optimizer)
+        yield Line("optimizer", node.name, node.target.rpartition(".")[0], "backward", seconds)
+
+
+def trained(graph: Graph) -> tuple[str, ...]:
+    """Paths of the parameters that get a gradient."""
+    return tuple(output.name for output in graph.outputs if output.kind == "gradient" and output.value is not None)
+
+
+def memory(graph: Graph, assignment: Assignment, prices: Prices, optimizer: str) -> Memory:
+    """Peak bytes by part: everything that rests on the device through the step, and the largest operation's operands and results."""
+    weights = gradients = states = activations = inputs = temporary = 0
+    has_gradient = set(trained(graph))
+    for node in graph.nodes:
+        if node.op == "param":
+            place = assignment.parameters[node.name]
+            parts = parameter_bytes(prices, node.type, place, optimizer)
+            learns = node.target in has_gradient
+            weights, gradients, states = (
+                weights + parts[0],
+                gradients + learns * parts[1],
+                states + learns * parts[2],
+            )
+        elif node.is_placeholder:
+            inputs += local_bytes(node.type, assignment.strategies[node.name].outputs[0], prices.mesh)
+        elif node.op == REST:
+            activations += local_bytes(node.type, assignment.strategies[node.name].outputs[0], prices.mesh)
+        else:
+            kinds = tuple(graph.type_of(value) for value in node.operands)
+            temporary = max(temporary, temporary_bytes(prices, node, kinds, assignment.strategies[node.name]))
+    return Memory(weights, gradients, states, activations, temporary, inputs)

@@ -1,0 +1,89 @@
+"""A complete choice of placements for a graph: what the solver decides and lowering carries out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from .graph import Graph, Node, Phase, TensorType, Value
+from .spec import REPLICATE, Placements, Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterPlacement:
+    """The three resting places of a parameter.
+
+    ``weight``: how its value lies while a step runs; a use that needs more gathers it each time. ``gradient``: what its gradient is
+    reduced to. ``optimizer``: how its optimizer state lies, and the DTensor that the user sees and the optimizer updates; if it
+    shards more than ``weight``, the updated value is gathered once a step (ZeRO-1 and 2).
+    """
+
+    weight: Placements
+    gradient: Placements
+    optimizer: Placements
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """``strategies[node]`` for every operation, input and buffer; ``parameters[node]`` for every parameter; by node name."""
+
+    mesh: tuple[int, ...]
+    strategies: Mapping[str, Strategy]
+    parameters: Mapping[str, ParameterPlacement]
+
+    def placements_of(self, value: Value) -> Placements:
+        """How the result ``value`` lies when its node has run."""
+        if value.node in self.parameters:
+            return self.parameters[value.node].weight
+        return self.strategies[value.node].outputs[value.index]
+
+    @property
+    def replicated(self) -> Placements:
+        return (REPLICATE,) * len(self.mesh)
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """``value`` is needed as ``target``: paid once per value, phase and target, however many nodes need it so. ``role`` tells
+    what for: ``operand`` of nodes, ``gradient`` of a parameter, model ``output`` or ``refresh`` of a working weight."""
+
+    value: Value
+    kind: TensorType
+    phase: Phase
+    role: str
+    source: Placements
+    target: Placements
+    consumer: str
+
+
+def uses(graph: Graph, assignment: Assignment) -> Iterator[Use]:
+    """Every reshard the assignment implies, those that change nothing included, in order of need."""
+    seen: set[tuple[Value, Phase, Placements]] = set()
+    for node in graph.nodes:
+        for index, value in enumerate(node.operands):
+            target = assignment.strategies[node.name].inputs[index]
+            if (value, node.phase, target) not in seen:
+                seen.add((value, node.phase, target))
+                source = assignment.placements_of(value)
+                yield Use(value, graph.type_of(value), node.phase, "operand", source, target, node.name)
+    for output in graph.outputs:
+        if output.value is not None:
+            yield _output_use(graph, assignment, output.kind, output.name, output.value)
+    for node in graph.placeholders("param"):
+        place = assignment.parameters[node.name]
+        if place.optimizer != place.weight:
+            value = Value(node.name)
+            yield Use(value, node.type, "forward", "refresh", place.optimizer, place.weight, node.name)
+
+
+def _output_use(graph: Graph, assignment: Assignment, kind: str, name: str, value: Value) -> Use:
+    source, target, role, consumer = assignment.placements_of(value), assignment.replicated, "output", name
+    if kind == "gradient":
+        consumer = parameter_node(graph, name).name
+        role, target = "gradient", assignment.parameters[consumer].gradient
+    return Use(value, graph.type_of(value), graph[value.node].phase, role, source, target, consumer)
+
+
+def parameter_node(graph: Graph, path: str) -> Node:
+    """The placeholder of the parameter at ``path``."""
+    return next(node for node in graph.placeholders("param") if node.target == path)

@@ -1,0 +1,243 @@
+"""Measures this machine: a :class:`~autopar.cluster.Cluster` called ``local`` from a minute of work of local processes.
+
+All processes work at once while each figure is taken: on a machine with fewer cores than processes what matters is the rate each
+gets. The rates of collectives are fitted per kind by least squares of relative errors over message and group sizes, to the very
+formula plans are priced with (:mod:`autopar.cost.collective`), with one line, or two where the
+measurements bend; the relative error that remains is part of the cluster's ``source``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from autopar.cost.collective import steps, traffic
+
+from .cluster import Cluster, Device, Link, Rate, local_file, machine_memory
+from .errors import OptionsError, WorkerError
+from .measure import CollectiveSample, DeviceSamples, MatrixSample, Samples, measure_device
+from .program import COLLECTIVES
+
+Floats = NDArray[np.float64]
+STARTUP_SECONDS = 12.0
+_WORKER = "import sys; from autopar.measure import measure_process as m; a = sys.argv; m(a[1], int(a[2]), int(a[3]), float(a[4]))"
+
+
+# ---- fitting --------------------------------------------------------------------------
+
+
+def _nonnegative_fit(features: Floats, seconds: Floats) -> Floats:
+    """Weights >= 0 of ``features`` [samples, 2] with the least sum of squared relative errors."""
+    scaled = features / seconds[:, None]
+    ones = np.ones(len(seconds))
+    best = np.linalg.lstsq(scaled, ones, rcond=None)[0]
+    if (best >= 0).all():
+        return np.asarray(best)
+    candidates = []
+    for column in range(features.shape[1]):
+        only = np.zeros(features.shape[1])
+        only[column] = max(0.0, float(scaled[:, column] @ ones / (scaled[:, column] @ scaled[:, column])))
+        candidates.append((float(np.square(scaled @ only - 1).sum()), only))
+    return min(candidates, key=lambda pair: pair[0])[1]
+
+
+def relative_error(predicted: Floats, seconds: Floats) -> float:
+    """Root mean square of the relative errors."""
+    return float(np.sqrt(np.mean(np.square(predicted / seconds - 1.0))))
+
+
+def fit_rates(samples: Sequence[CollectiveSample]) -> tuple[tuple[Rate, ...], float]:
+    """Rates of one kind of collective, and the relative error that remains.
+
+    One line (latency, bandwidth); two if a bend between two message sizes lessens the error by a quarter.
+    """
+    features = np.array([[steps(s.kind, s.members), traffic(s.kind, s.members) * s.nbytes] for s in samples])
+    seconds, nbytes = np.array([s.seconds for s in samples]), np.array([s.nbytes for s in samples])
+    single = [_nonnegative_fit(features, seconds)]
+    lines, error = single, relative_error(features @ single[0], seconds)
+    for knee in sorted(set(nbytes))[2:-1]:
+        pair = [_nonnegative_fit(features[side], seconds[side]) for side in (nbytes < knee, nbytes >= knee)]
+        found = relative_error(np.max([features @ line for line in pair], axis=0), seconds)
+        if found < 0.75 * error:
+            lines, error = pair, found
+    return tuple(Rate(float(a), 1.0 / float(b) if b > 0 else math.inf) for a, b in lines), error
+
+
+def fit_matrices(samples: Sequence[MatrixSample], launch: float) -> tuple[float, float, float]:
+    """FLOP/s, padding of each dim (see :class:`~autopar.cluster.Device`), and the relative error that remains."""
+    seconds = np.array([s.seconds for s in samples])
+    shapes = np.array([[s.m, s.n, s.k] for s in samples], dtype=np.float64)
+    best = (0.0, 0.0, math.inf)
+    for padding in (0.0, *np.geomspace(1, 256, 33)):
+        work = 2.0 * np.prod(shapes + padding, axis=1)[:, None]
+        slope = float(_nonnegative_fit(work, np.maximum(seconds - launch, 0.1 * seconds))[0])
+        error = relative_error(launch + slope * work[:, 0], seconds)
+        if error < best[2]:
+            best = (1.0 / slope, float(padding), error)
+    return best
+
+
+def fit_bandwidth(pointwise: Sequence[tuple[int, float]], launch: float) -> float:
+    """Bytes per second of elementwise operations."""
+    nbytes, seconds = np.array(pointwise, dtype=np.float64).T
+    slope = _nonnegative_fit(nbytes[:, None], np.maximum(seconds - launch, 0.1 * seconds))
+    return float(1.0 / slope[0])
+
+
+def fit_device(samples: DeviceSamples, name: str, memory_bytes: int) -> tuple[Device, float]:
+    """The device behind ``samples``, and the relative error of its matrix products in f32."""
+    rates, padding, error = {}, 0.0, 0.0
+    f32 = [s for s in samples.matrices if s.dtype == "f32"]
+    rates["f32"], padding, error = fit_matrices(f32, samples.launch)
+    for dtype in sorted({s.dtype for s in samples.matrices} - {"f32"}):
+        largest = max((s for s in samples.matrices if s.dtype == dtype), key=lambda s: s.m * s.n * s.k)
+        work = 2.0 * math.prod(size + padding for size in (largest.m, largest.n, largest.k))
+        rates[dtype] = work / max(largest.seconds - samples.launch, 0.1 * largest.seconds)
+    bandwidth = fit_bandwidth(samples.pointwise, samples.launch)
+    device = Device(
+        name,
+        rates,
+        memory_bytes,
+        bandwidth,
+        launch_seconds=samples.launch,
+        view_seconds=samples.view,
+        matmul_padding=padding,
+        reserve_fraction=0.1,
+    )
+    return device, error
+
+
+def fit_cluster(samples: Sequence[Samples], threads: int) -> Cluster:
+    """The cluster ``local`` from what each of several processes measured (their times are averaged)."""
+    device, matrix_error = fit_device(_mean_device(samples), _processor(), machine_memory() // len(samples))
+    measured = _mean_collectives(samples)
+    fits = {kind: fit_rates([s for s in measured if s.kind == kind]) for kind in COLLECTIVES}
+    errors = {"matmul": matrix_error, **{kind: error for kind, (_, error) in fits.items()}}
+    rates = {kind: lines for kind, (lines, _) in fits.items()}
+    usual = rates["all_reduce"][-1]
+    link = Link("gloo", None, usual.bandwidth, usual.latency, rates)
+    told = ", ".join(f"{kind} {error:.0%}" for kind, error in errors.items())
+    source = (
+        f"measured on this machine {time.strftime('%Y-%m-%d %H:%M')}: {len(samples)} gloo processes of "
+        f"{threads} threads on {_cores()} cores; fit errors {told}"
+    )
+    facts = {"processes": float(len(samples)), "threads": float(threads), "cores": float(_cores())}
+    facts |= {f"fit_error_{kind}": error for kind, error in errors.items()}
+    return Cluster("local", source, device, (link,), 0.0, facts)
+
+
+def _mean_device(samples: Sequence[Samples]) -> DeviceSamples:
+    devices = [s.device for s in samples]
+    matrices = zip(*(d.matrices for d in devices), strict=True)
+    pointwise = zip(*(d.pointwise for d in devices), strict=True)
+    return DeviceSamples(
+        statistics.fmean(d.launch for d in devices),
+        statistics.fmean(d.view for d in devices),
+        tuple(replace(same[0], seconds=statistics.fmean(s.seconds for s in same)) for same in matrices),
+        tuple((same[0][0], statistics.fmean(seconds for _, seconds in same)) for same in pointwise),
+    )
+
+
+def _mean_collectives(samples: Sequence[Samples]) -> list[CollectiveSample]:
+    together = zip(*(s.collectives for s in samples), strict=True)
+    return [replace(same[0], seconds=statistics.fmean(s.seconds for s in same)) for same in together]
+
+
+# ---- measuring ------------------------------------------------------------------------
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _processor() -> str:
+    return platform.processor() or platform.machine() or "cpu"
+
+
+def _run_processes(processes: int, seconds: float, threads: int, folder: Path) -> tuple[Samples, ...]:
+    """Starts the processes, waits at most twice ``seconds`` (and the startup), and ends them whatever happens."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    if sys.platform == "linux":
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    running = []
+    try:
+        for rank in range(processes):
+            command = [sys.executable, "-c", _WORKER, str(folder), str(rank), str(processes), str(seconds)]
+            with open(folder / f"{rank}.log", "w") as log:
+                running.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+        _wait(running, time.monotonic() + STARTUP_SECONDS + 2 * seconds + 30, folder)
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    return tuple(Samples.from_json((folder / f"{rank}.json").read_text()) for rank in range(processes))
+
+
+def _wait(running: Sequence[subprocess.Popen[bytes]], deadline: float, folder: Path) -> None:
+    while any(process.poll() is None for process in running):
+        failed = [rank for rank, process in enumerate(running) if process.poll() not in (None, 0)]
+        if failed or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    for rank, process in enumerate(running):
+        code = process.poll()
+        if code not in (None, 0):
+            log = (folder / f"{rank}.log").read_text()[-4000:]
+            raise WorkerError(f"rank {rank} of {len(running)} failed while measuring (exit code {code}):\n{log}")
+    late = [rank for rank, process in enumerate(running) if process.poll() is None]
+    if late:
+        raise WorkerError(f"measuring did not end in time; ranks {late} of {len(running)} were still at work")
+
+
+def calibrate(
+    processes: int = 4, seconds: float = 40.0, path: str | os.PathLike[str] | None = None
+) -> Cluster:
+    """Measures ``processes`` gloo processes on this machine in about ``seconds`` and writes the cluster to ``path``.
+
+    By default it goes where ``Cluster.get("local")`` looks (:func:`autopar.cluster.local_file`). Where there is a GPU, it is
+    measured too and described beside it as ``local-gpu``. Raises :class:`WorkerError` if a process fails or hangs.
+    """
+    if processes < 2:
+        raise OptionsError(f"calibrating collectives takes at least 2 processes, not {processes}")
+    threads = max(1, _cores() // processes)
+    with tempfile.TemporaryDirectory(prefix="autopar-calibrate-") as folder:
+        work = max(1.0, seconds - STARTUP_SECONDS)
+        samples = _run_processes(processes, work, threads, Path(folder))
+    cluster = fit_cluster(samples, threads)
+    target = Path(path).expanduser() if path is not None else local_file()
+    _write(target, cluster)
+    if torch.cuda.is_available():
+        _write(target.with_name("local-gpu.toml"), measure_gpu())
+    return cluster
+
+
+def _write(path: Path, cluster: Cluster) -> None:
+    """Writes beside, then renames: another process may be reading."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(cluster.to_toml())
+    unfinished.replace(path)
+
+
+def measure_gpu(seconds: float = 10.0) -> Cluster:
+    """One GPU of this machine as a cluster of one device called ``local-gpu``."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    about = torch.cuda.get_device_properties(device)
+    samples = measure_device(device, seconds)
+    found, error = fit_device(samples, about.name, int(about.total_memory))
+    source = f"measured on this machine {time.strftime('%Y-%m-%d %H:%M')}: one {about.name}; fit error matmul {error:.0%}"
+    # One device has no links: the numbers below are never used.
+    return Cluster("local-gpu", source, replace(found, reserve_bytes=3 << 29), (Link("none", 1, 1.0, 0.0),))

@@ -1,0 +1,206 @@
+"""What each command does: takes parsed arguments, prints through :class:`Output`, returns the exit status.
+
+Every function here is a thin shell over the library call of the same name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import api
+from .cli_output import Output
+from .cli_target import load_target, parse_pins
+from .cluster import Cluster, local_file
+from .doctor import examine
+from .errors import OptionsError
+from .options import Options
+from .plan import Plan
+
+if TYPE_CHECKING:
+    from torch import nn
+
+OK, FAILED, USAGE = 0, 1, 2
+BENCHMARKS = ("planning", "step_time")
+
+Command = Callable[[argparse.Namespace, Output], int]
+
+
+def options_from(arguments: argparse.Namespace) -> Options:
+    """The :class:`Options` a command line asks for; what it leaves out keeps its default."""
+    names = ("memory_limit", "precision", "zero", "recompute", "microbatches", "stages", "schedule")
+    names += ("time_limit", "gap", "seed", "optimizer")
+    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    return Options(**given, pins=parse_pins(arguments.pin), mesh_search=arguments.mesh_search)
+
+
+def _read_plan(path: str) -> Plan:
+    try:
+        return Plan.from_json(Path(path).read_text())
+    except OSError as error:
+        raise OptionsError(f"cannot read the plan {path!r}: {error.strerror}") from error
+    except (OptionsError, UnicodeDecodeError) as error:
+        raise OptionsError(f"{path!r}: {error}; `autopar plan --output` writes one") from error
+
+
+def _make_plan(arguments: argparse.Namespace, output: Output) -> Plan:
+    options = options_from(arguments)
+    model, batch = load_target(arguments.target, meta=arguments.meta)
+    with output.progress(f"planning {_describe(model)} on {arguments.mesh}"):
+        return api.plan(model, arguments.mesh, batch, cluster=arguments.cluster, options=options)
+
+
+def _describe(model: nn.Module) -> str:
+    count = sum(parameter.numel() for parameter in model.parameters())
+    return f"{type(model).__name__} ({count / 1e6:,.1f}M parameters)"
+
+
+def plan(arguments: argparse.Namespace, output: Output) -> int:
+    """Plans a model; no processes and no devices needed."""
+    made = _make_plan(arguments, output)
+    if arguments.output:
+        _write(Path(arguments.output), made.to_json())
+    if arguments.html:
+        made.to_html(arguments.html)
+    output.result(made, made)
+    return OK
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise OptionsError(f"cannot write {str(path)!r}: {error.strerror}") from error
+
+
+def explain(arguments: argparse.Namespace, output: Output) -> int:
+    """Why the plan places a tensor or module as it does."""
+    if arguments.target.endswith(".json"):
+        found = _read_plan(arguments.target)
+    elif arguments.mesh is None:
+        raise OptionsError(
+            "to plan the model first, give --mesh (or name a plan written by `autopar plan --output`)"
+        )
+    else:
+        found = _make_plan(arguments, output)
+    reason = found.why(arguments.name)
+    output.result(reason, {"name": arguments.name, "why": reason, "text": str(reason)})
+    return OK
+
+
+def diff(arguments: argparse.Namespace, output: Output) -> int:
+    """What differs between two plans; 1 if anything does, as diff(1)."""
+    first, second = _read_plan(arguments.first), _read_plan(arguments.second)
+    found = first.diff(second)
+    same = all(getattr(first, name) == getattr(second, name) for name in ("mesh", "parameters", "strategies"))
+    output.result(found, {"same": same, "diff": found, "text": str(found)})
+    return OK if same else FAILED
+
+
+def verify(arguments: argparse.Namespace, output: Output) -> int:
+    """Compares loss and every gradient on local processes with one process."""
+    options = options_from(arguments)
+    model, batch = load_target(arguments.target)
+    with output.progress(f"verifying {_describe(model)} on {arguments.mesh}"):
+        report = api.verify(
+            model,
+            arguments.mesh,
+            batch,
+            options=options,
+            cluster=arguments.cluster,
+            timeout=arguments.timeout,
+        )
+    data = {
+        "ok": report.ok,
+        "loss_error": report.loss_error,
+        "max_error": report.max_error,
+        "gradient_errors": report.gradient_errors,
+        "seconds": report.seconds,
+        "plan": report.plan,
+    }
+    output.result(report, data)
+    return OK if report.ok else FAILED
+
+
+def run(arguments: argparse.Namespace, output: Output) -> int:
+    """Starts a training script on several processes through torch's elastic launcher."""
+    if not arguments.module and not Path(arguments.script).is_file():
+        raise OptionsError(f"there is no script {arguments.script!r} in {os.getcwd()}")
+    command = [sys.executable, "-m", "torch.distributed.run", *_launcher_options(arguments)]
+    command += [*(["--module"] if arguments.module else []), arguments.script, *arguments.arguments]
+    start = time.perf_counter()
+    status = subprocess.run(command, env=_launch_environment(), check=False).returncode
+    if output.json:
+        seconds = time.perf_counter() - start
+        output.result("", {"ok": status == 0, "returncode": status, "seconds": seconds, "command": command})
+    return OK if status == 0 else FAILED
+
+
+def _launcher_options(arguments: argparse.Namespace) -> list[str]:
+    """Options of ``torch.distributed.run``; several hosts meet at ``--rendezvous``."""
+    options = [f"--nproc-per-node={arguments.nproc}", f"--max-restarts={arguments.max_restarts}"]
+    if arguments.rendezvous is None:
+        if arguments.nnodes != "1":
+            raise OptionsError(
+                f"--nnodes {arguments.nnodes} needs --rendezvous HOST:PORT, the same on every host"
+            )
+        return [*options, "--standalone"]
+    return [
+        *options,
+        f"--nnodes={arguments.nnodes}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={arguments.rendezvous}",
+        f"--rdzv-id={arguments.rendezvous_id}",
+    ]
+
+
+def _launch_environment() -> dict[str, str]:
+    """One thread per process unless asked otherwise, and a store of its own for every restart: gloo
+    reconnects badly on the launcher's."""
+    defaults = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return {**defaults, **os.environ}
+
+
+def calibrate(arguments: argparse.Namespace, output: Output) -> int:
+    """Measures this machine as the cluster ``local``."""
+    if arguments.if_missing and local_file().is_file():
+        output.note(f"calibrated already, in {local_file()}; leave out --if-missing to measure again")
+        found = Cluster.get("local")
+    else:
+        with output.progress(f"measuring compute and collectives on {arguments.nproc} processes"):
+            found = api.calibrate(arguments.nproc)
+    output.result(found, found)
+    return OK
+
+
+def doctor(arguments: argparse.Namespace, output: Output) -> int:
+    """Whether this machine has what autopar needs."""
+    report = examine()
+    output.result(report, report.data())
+    return OK if report.ok else FAILED
+
+
+def bench(arguments: argparse.Namespace, output: Output) -> int:
+    """Runs the benchmarks of a checkout: ``python -m benchmarks.<name>``."""
+    sys.path.insert(0, os.getcwd())
+    names = BENCHMARKS if arguments.name == "all" else (arguments.name,)
+    if importlib.util.find_spec("benchmarks") is None:
+        raise OptionsError(
+            "the benchmarks are not part of the installed package; run this in a checkout of autopar"
+        )
+    statuses = [_run_benchmark(name, arguments.arguments, output) for name in names]
+    return OK if not any(statuses) else FAILED
+
+
+def _run_benchmark(name: str, arguments: list[str], output: Output) -> int:
+    extra: list[Any] = ["--json"] if output.json else []
+    return subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}", *extra, *arguments], check=False
+    ).returncode

@@ -1,0 +1,217 @@
+"""The placement problem of one graph on one mesh: from an annotated, folded graph to arrays, and from choices back.
+
+Each class of nodes is a group of the :class:`~autopar.problem.Problem`; its choices are the strategies of its nodes, or, for
+parameters, :class:`~autopar.assignment.ParameterPlacement` s. Each value is a transfer from its producer to the nodes that use it, one
+per phase. Equal groups and transfers of folded layers are one, their cost times their number.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+
+import numpy as np
+
+from .account import (
+    REST,
+    optimizer_seconds,
+    parameter_bytes,
+    temporary_bytes,
+    trained,
+)
+from .assignment import Assignment, ParameterPlacement, parameter_node
+from .graph import Graph, Node, Value
+from .prices import Prices, ReshardTable, local_bytes
+from .problem import Group, Ints, Problem, Transfer
+from .spec import REPLICATE, Placements, Strategy, is_shard
+
+Choice = Strategy | ParameterPlacement
+OUTPUTS = "(outputs)"
+
+
+@dataclass(frozen=True, eq=False)
+class Instance:
+    """``choices[i]`` of group i of ``problem``, whose node is ``names[i]``; see the module docstring."""
+
+    graph: Graph
+    prices: Prices
+    optimizer: str
+    names: tuple[str, ...]
+    choices: tuple[tuple[Choice, ...], ...]
+    problem: Problem
+
+    @cached_property
+    def index(self) -> Mapping[str, int]:
+        return {name: i for i, name in enumerate(self.names)}
+
+    def group_of(self, node: str) -> int:
+        return self.index[self.graph.classes.get(node, node)]
+
+    def assignment(self, chosen: Ints) -> Assignment:
+        """The choices unfolded: every node takes that of its class."""
+        strategies: dict[str, Strategy] = {}
+        parameters: dict[str, ParameterPlacement] = {}
+        for node in self.graph.nodes:
+            group = self.group_of(node.name)
+            choice = self.choices[group][int(chosen[group])]
+            if isinstance(choice, Strategy):
+                strategies[node.name] = choice
+            else:
+                parameters[node.name] = choice
+        return Assignment(self.prices.mesh, strategies, parameters)
+
+    def chosen(self, assignment: Assignment) -> Ints:
+        """The inverse of :meth:`assignment`."""
+        picked = []
+        for name, choices in zip(self.names, self.choices, strict=True):
+            found = assignment.parameters.get(name) or assignment.strategies.get(name)
+            picked.append(choices.index(found) if found is not None else 0)
+        return np.array(picked, dtype=np.int64)
+
+    def restricted(self, allowed: Callable[[Node, Choice], bool]) -> Problem:
+        """The problem with every choice forbidden that is not ``allowed``; a group left with none keeps all its choices."""
+        groups = []
+        for name, choices, group in zip(self.names, self.choices, self.problem.groups, strict=True):
+            keep = np.array([name == OUTPUTS or allowed(self.graph[name], choice) for choice in choices])
+            keep = keep if keep.any() else np.ones_like(keep)
+            groups.append(replace(group, cost=np.where(keep, group.cost, np.inf)))
+        return replace(self.problem, groups=tuple(groups))
+
+
+def parameter_choices(strategies: tuple[Strategy, ...], trainable: bool) -> tuple[ParameterPlacement, ...]:
+    """Every sensible triple of resting places. The optimizer state either lies as the weight does or shards further what the weight
+    replicates, all of it along one dim; the gradient lies as one of the two."""
+    found: dict[ParameterPlacement, None] = {}
+    places = [strategy.outputs[0] for strategy in strategies]
+    for weight in places:
+        found[ParameterPlacement(weight, weight, weight)] = None
+    for weight, state in product(places, places) if trainable else ():
+        if state != weight and _refines(weight, state):
+            found[ParameterPlacement(weight, state, state)] = None
+            found[ParameterPlacement(weight, weight, state)] = None
+    return tuple(found)
+
+
+def _refines(weight: Placements, state: Placements) -> bool:
+    added = {s for w, s in zip(weight, state, strict=True) if w != s}
+    kept = all(w in (s, REPLICATE) for w, s in zip(weight, state, strict=True))
+    return kept and len(added) == 1 and all(map(is_shard, added))
+
+
+def build_instance(graph: Graph, prices: Prices, *, optimizer: str, memory_limit: float) -> Instance:
+    """The instance of an annotated graph; without ``graph.classes`` every node is its own class."""
+    return _Builder(graph, prices, optimizer).build(memory_limit)
+
+
+class _Builder:
+    """Collects groups and transfers; lives only while an instance is built."""
+
+    def __init__(self, graph: Graph, prices: Prices, optimizer: str) -> None:
+        self.graph, self.prices, self.optimizer = graph, prices, optimizer
+        self.trained = set(trained(graph))
+        self.counts = Counter(graph.classes.get(node.name, node.name) for node in graph.nodes)
+        self.names = (*self.counts, OUTPUTS)
+        self.index = {name: i for i, name in enumerate(self.names)}
+        self.choices = tuple(self._choices(name) for name in self.names)
+
+    def build(self, memory_limit: float) -> Instance:
+        groups = tuple(self._group(name, choices) for name, choices in zip(self.names, self.choices, strict=True))
+        problem = Problem(groups, self._transfers(), memory_limit)
+        return Instance(self.graph, self.prices, self.optimizer, self.names, self.choices, problem)
+
+    def _choices(self, name: str) -> tuple[Choice, ...]:
+        if name == OUTPUTS:
+            return (Strategy(((REPLICATE,) * len(self.prices.mesh),), ()),)
+        strategies = self.graph.strategies[name]
+        if self.graph[name].op == "param":
+            return parameter_choices(strategies, self.graph[name].target in self.trained)
+        return strategies
+
+    def _group(self, name: str, choices: tuple[Choice, ...]) -> Group:
+        if name == OUTPUTS:
+            return Group(name, np.zeros(1), np.zeros(1), np.zeros(1))
+        count, node = self.counts[name], self.graph[name]
+        rows = np.array([self._charges(node, choice) for choice in choices], dtype=np.float64)
+        return Group(name, rows[:, 0] * count, rows[:, 1] * count, rows[:, 2])
+
+    def _charges(self, node: Node, choice: Choice) -> tuple[float, float, float]:
+        """Seconds, resting bytes and temporary bytes of one node."""
+        if isinstance(choice, ParameterPlacement):
+            return self._parameter_charges(node, choice)
+        if node.is_placeholder or node.op == REST:
+            return 0.0, float(local_bytes(node.type, choice.outputs[0], self.prices.mesh)), 0.0
+        kinds = tuple(self.graph.type_of(value) for value in node.operands)
+        return self.prices.node(node, kinds, choice), 0.0, float(temporary_bytes(self.prices, node, kinds, choice))
+
+    def _parameter_charges(self, node: Node, place: ParameterPlacement) -> tuple[float, float, float]:
+        parts = parameter_bytes(self.prices, node.type, place, self.optimizer)
+        if node.target not in self.trained:
+            return 0.0, float(parts[0]), 0.0
+        seconds = optimizer_seconds(self.prices, node.type, place, self.optimizer)
+        if place.weight != place.optimizer:
+            seconds += self.prices.table(node.type, bucketed=True).cost(place.optimizer, place.weight)
+        return seconds, float(sum(parts)), 0.0
+
+    def _transfers(self) -> tuple[Transfer, ...]:
+        found: Counter[Hashable] = Counter()
+        for node in self.graph.nodes:
+            for index, kind in enumerate(node.types):
+                if kind is not None:
+                    for key in self._transfer_keys(Value(node.name, index)):
+                        found[key] += 1
+        for output in self.graph.outputs:
+            if output.value is not None:
+                found[self._output_key(output.kind, output.name, output.value)] += 1
+        return tuple(self._transfer(key, count) for key, count in found.items())
+
+    def _transfer_keys(self, value: Value) -> list[tuple[object, ...]]:
+        """``(producer, result, phase or role, ((consumer, operand), ...))`` for each phase the value is used in."""
+        producer = self.graph.classes.get(value.node, value.node)
+        by_phase: dict[str, dict[tuple[str, int], None]] = {}
+        for user, operand in self.graph.users.get(value, ()):
+            consumer = self.graph.classes.get(user.name, user.name)
+            by_phase.setdefault(user.phase, {})[consumer, operand] = None
+        return [(producer, value.index, phase, tuple(found)) for phase, found in by_phase.items()]
+
+    def _output_key(self, kind: str, name: str, value: Value) -> tuple[object, ...]:
+        producer = self.graph.classes.get(value.node, value.node)
+        if kind != "gradient":
+            return producer, value.index, f"{kind} {name}", ((OUTPUTS, 0),)
+        parameter = parameter_node(self.graph, name).name
+        return producer, value.index, "gradient", ((self.graph.classes.get(parameter, parameter), -1),)
+
+    def _transfer(self, key: object, count: int) -> Transfer:
+        producer, result, role, consumers = key  # type: ignore[misc]
+        kind = self.graph.type_of(Value(producer, result))
+        table = self.prices.table(kind, bucketed=role == "gradient")
+        rows = [_result_place(choice, result) for choice in self.choices[self.index[producer]]]
+        needs = [[_operand_place(c, operand) for c in self.choices[self.index[name]]] for name, operand in consumers]
+        row_places, column_places = list(dict.fromkeys(rows)), list(dict.fromkeys(p for n in needs for p in n))
+        return Transfer(
+            f"{producer}.{result} {role}",
+            self.index[producer],
+            _positions(rows, row_places),
+            tuple(self.index[name] for name, _ in consumers),
+            tuple(_positions(need, column_places) for need in needs),
+            count * _submatrix(table, row_places, column_places),
+        )
+
+
+def _result_place(choice: Choice, result: int) -> Placements:
+    return choice.weight if isinstance(choice, ParameterPlacement) else choice.outputs[result]
+
+
+def _operand_place(choice: Choice, operand: int) -> Placements:
+    return choice.gradient if isinstance(choice, ParameterPlacement) else choice.inputs[operand]
+
+
+def _positions(places: list[Placements], among: list[Placements]) -> Ints:
+    index = {place: i for i, place in enumerate(among)}
+    return np.array([index[place] for place in places], dtype=np.int64)
+
+
+def _submatrix(table: ReshardTable, rows: list[Placements], columns: list[Placements]) -> np.ndarray:
+    return table.seconds[np.ix_([table.index[p] for p in rows], [table.index[p] for p in columns])]

@@ -1,0 +1,207 @@
+"""What one process measures of its device and of the links to the others, all of them working at once.
+
+Run by :mod:`autopar.calibrate` in processes of its own; results are plain numbers in JSON, one file per rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from .program import COLLECTIVES
+
+MESSAGE_BYTES = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20)
+# (m, n, k): square ones, and the skinny ones that sharding makes.
+CPU_MATRICES = ((64, 64, 64), (128, 128, 128), (256, 256, 256), (512, 512, 512), (32, 512, 512), (512, 64, 512))
+GPU_MATRICES = ((512, 512, 512), (1024, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192), (8192, 64, 4096))
+CPU_ELEMENTS = (1 << 14, 1 << 17, 1 << 20)
+GPU_ELEMENTS = (1 << 20, 1 << 24, 1 << 27)
+
+
+@dataclass(frozen=True)
+class CollectiveSample:
+    """One collective among ``members`` processes took ``seconds``; ``nbytes`` is the full tensor, as in
+    :mod:`autopar.cost.collective`."""
+
+    kind: str
+    members: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class MatrixSample:
+    """One product [m, k] @ [k, n] took ``seconds``."""
+
+    dtype: str
+    m: int
+    n: int
+    k: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class DeviceSamples:
+    """Seconds of one small operation, one view, matrix products, and elementwise operations moving so many bytes."""
+
+    launch: float
+    view: float
+    matrices: tuple[MatrixSample, ...]
+    pointwise: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """All one rank measured."""
+
+    device: DeviceSamples
+    collectives: tuple[CollectiveSample, ...]
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Samples:
+        table = json.loads(text)
+        device = table["device"]
+        matrices = tuple(MatrixSample(**sample) for sample in device.pop("matrices"))
+        pointwise = tuple((int(nbytes), float(seconds)) for nbytes, seconds in device.pop("pointwise"))
+        collectives = tuple(CollectiveSample(**sample) for sample in table["collectives"])
+        return Samples(DeviceSamples(matrices=matrices, pointwise=pointwise, **device), collectives)
+
+
+def mean_seconds(function: Callable[[], object], device: torch.device, budget: float) -> float:
+    """Mean time of ``function`` called back to back for about ``budget`` seconds.
+
+    The mean, not the median: processes that share a core are suspended for whole time slices, and what counts
+    is the rate each gets.
+    """
+
+    def run(count: int) -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(count):
+            function()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    run(2)
+    count, spent, calls = 1, 0.0, 0
+    while spent < budget:
+        taken = run(count)
+        spent, calls = spent + taken, calls + count
+        count = max(1, min(2 * count, int((budget - spent) / max(taken / count, 1e-9))))
+    return spent / calls
+
+
+def _matrix_sample(
+    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, budget: float
+) -> MatrixSample:
+    m, n, k = shape
+    left, right = torch.ones(m, k, dtype=dtype, device=device), torch.ones(k, n, dtype=dtype, device=device)
+    name = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
+    return MatrixSample(name, m, n, k, mean_seconds(lambda: torch.mm(left, right), device, budget))
+
+
+def measure_device(device: torch.device, seconds: float, meet: Callable[[], object] = lambda: None) -> DeviceSamples:
+    """Measures one device for about ``seconds``; ``meet`` is called before each figure, for all processes to be at work."""
+    on_gpu = device.type == "cuda"
+    shapes, elements = (GPU_MATRICES, GPU_ELEMENTS) if on_gpu else (CPU_MATRICES, CPU_ELEMENTS)
+    # The low-precision rate of a processor without matrix units is far below, so one product tells enough.
+    jobs = [(shape, torch.float32) for shape in shapes]
+    for dtype in (torch.bfloat16, torch.float16) if on_gpu else (torch.bfloat16,):
+        jobs += [(shape, dtype) for shape in (shapes if on_gpu else shapes[2:3])]
+    budget = seconds / (len(jobs) + len(elements) + 2)
+    matrices = []
+    for shape, dtype in jobs:
+        meet()
+        matrices.append(_matrix_sample(shape, dtype, device, budget))
+    pointwise = []
+    for count in elements:
+        left, right = torch.ones(count, device=device), torch.ones(count, device=device)
+        meet()
+        pointwise.append((12 * count, mean_seconds(lambda a=left, b=right: a + b, device, budget)))  # type: ignore[misc]
+    small = torch.ones(8, device=device)
+    meet()
+    launch = mean_seconds(lambda: small + small, device, budget)
+    meet()
+    view = mean_seconds(lambda: small.view(2, 4), device, budget)
+    return DeviceSamples(launch, view, tuple(matrices), tuple(pointwise))
+
+
+def _call(kind: str, members: int, nbytes: int, group: dist.ProcessGroup) -> Callable[[], object]:
+    """A collective whose full tensor has about ``nbytes`` bytes."""
+    part = torch.ones(max(1, nbytes // 4 // members))
+    full = torch.ones(part.numel() * members)
+    if kind == "all_reduce":
+        return lambda: dist.all_reduce(full, group=group)
+    if kind == "all_gather":
+        return lambda: dist.all_gather_single(full, part, group=group)
+    if kind == "reduce_scatter":
+        return lambda: dist.reduce_scatter_single(part, full, group=group)
+    # Each of n devices holds 1/n of what counts as the full tensor, itself in n pieces.
+    piece = torch.ones(-(-part.numel() // members) * members)
+    received = torch.empty_like(piece)
+    return lambda: dist.all_to_all_single(received, piece, group=group)
+
+
+def _agree(seconds: float) -> float:
+    """The largest value of any process, so that all repeat equally often."""
+    value = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return float(value)
+
+
+def _timed(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def measure_collectives(processes: int, seconds: float) -> tuple[CollectiveSample, ...]:
+    """Every kind at every message size, among all processes and in pairs, every group busy at once."""
+    rank, samples = dist.get_rank(), []
+    sizes = sorted({size for size in (2, processes) if processes % size == 0})
+    groups = {}
+    for size in sizes:
+        for start in range(0, processes, size):
+            group = dist.new_group(list(range(start, start + size)))
+            if start <= rank < start + size:
+                groups[size] = group
+    budget = seconds / (len(sizes) * len(COLLECTIVES) * len(MESSAGE_BYTES))
+    for size in sizes:
+        for kind in COLLECTIVES:
+            for nbytes in MESSAGE_BYTES:
+                function = _call(kind, size, nbytes, groups[size])
+                function()
+                pilot = _agree(_timed(function))
+                times = [_timed(function) for _ in range(min(200, max(3, math.ceil(budget / pilot))))]
+                samples.append(CollectiveSample(kind, size, nbytes, statistics.median(times)))
+                if pilot > 2.0 + 4.0 * budget:  # a slow link: larger messages would take too long
+                    break
+    return tuple(samples)
+
+
+def measure_process(folder: str, rank: int, processes: int, seconds: float) -> None:
+    """What a process started by :func:`autopar.calibrate.calibrate` does: measures, and writes ``folder/<rank>.json``."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    store = f"file://{Path(folder).absolute()}/rendezvous"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=processes)
+    try:
+        device = measure_device(torch.device("cpu"), 0.25 * seconds, dist.barrier)
+        collectives = measure_collectives(processes, 0.75 * seconds)
+    finally:
+        dist.destroy_process_group()
+    Path(folder, f"{rank}.json").write_text(Samples(device, collectives).to_json())

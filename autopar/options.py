@@ -1,0 +1,76 @@
+"""What a user may fix; everything left at None is searched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .errors import OptionsError
+
+OPTIMIZER_STATES: Mapping[str, int] = {
+    "adamw": 2,
+    "adam": 2,
+    "sgd": 0,
+    "momentum": 1,
+    "lion": 1,
+    "adagrad": 1,
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of :func:`autopar.plan`, :func:`autopar.parallelize` and :func:`autopar.verify`.
+
+    Args:
+        memory_limit: bytes per device that a plan may use; default the device's memory less the allocator's reserve.
+        zero: 0 keeps weights, gradients and optimizer state where computation needs them; 1 shards the optimizer state over
+            every axis; 2 gradients too; 3 weights too (fully sharded).
+        optimizer: decides the bytes of optimizer state: ``"adamw"``, ``"sgd"``, ``"momentum"``, ...
+        pins: placements by module path or parameter name, globs allowed: ``{"lm_head.weight": "S(0),R"}``. A path
+            that names a parameter fixes how it is stored; one that names a module fixes its output.
+        mesh_search: whether the planner may split and regroup the axes of the mesh; only a mesh given without axis
+            names is regrouped.
+        time_limit: seconds the solver may use; gap: relative distance from the proven bound at which it may stop.
+        microbatches, stages, schedule, precision, recompute: fixed at 1, 1, None, "fp32" and "none" for now: a plan has
+            no pipeline stages yet, other values raise :class:`OptionsError`.
+    """
+
+    memory_limit: int | None = None
+    microbatches: int | None = None
+    stages: int | None = None
+    schedule: str | None = None
+    precision: Literal["fp32", "bf16", "fp16"] | None = None
+    recompute: str | None = None
+    zero: Literal[0, 1, 2, 3] | None = None
+    pins: Mapping[str, str] = field(default_factory=dict)
+    time_limit: float = 60.0
+    gap: float = 0.01
+    seed: int = 0
+    mesh_search: bool = True
+    optimizer: str = "adamw"
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZER_STATES:
+            known = ", ".join(sorted(OPTIMIZER_STATES))
+            raise OptionsError(
+                f"unknown optimizer {self.optimizer!r}: its bytes of state are not known; one of {known}"
+            )
+        if self.zero not in (None, 0, 1, 2, 3):
+            raise OptionsError(
+                f"zero={self.zero!r} is not a ZeRO stage; one of 0, 1, 2, 3, or None to search"
+            )
+        if self.memory_limit is not None and self.memory_limit <= 0:
+            raise OptionsError(f"memory_limit={self.memory_limit!r} is not a positive number of bytes")
+        self._refuse("microbatches", self.microbatches, (None, 1))
+        self._refuse("stages", self.stages, (None, 1))
+        self._refuse("schedule", self.schedule, (None,))
+        self._refuse("precision", self.precision, (None, "fp32"))
+        self._refuse("recompute", self.recompute, (None, "none"))
+
+    @staticmethod
+    def _refuse(name: str, value: object, supported: tuple[object, ...]) -> None:
+        if value not in supported:
+            raise OptionsError(
+                f"{name}={value!r} is not supported yet; leave it out or use {supported[-1]!r}"
+            )

@@ -1,0 +1,325 @@
+"""From a traced model to a plan: annotate, price, solve, and read the answer."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from autopar.cost import total_flops, usable_bytes
+from autopar.passes.annotate import annotate, is_fallback
+from autopar.passes.fold import fold_layers
+from autopar.passes.rest import insert_rests
+
+from .account import Account, account
+from .assignment import Assignment, parameter_node
+from .cluster import Cluster
+from .errors import InfeasibleError
+from .graph import Graph
+from .instance import Instance, build_instance
+from .options import Options
+from .plan import Plan, PlanLine, Predicted, Step
+from .prices import Prices, placement_options
+from .problem import Ints, Solution, evaluate, memory_of
+from .restrict import baselines, live_axes, module_outputs, pin_instance, with_choices, zero_allows
+from .solve import smallest_memory, solve
+from .spec import short
+
+STRETCHES = 3
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a plan is asked for: the normalised ``graph`` (symbolic in the batch), its ``loss`` output, the ``batch`` size, the hardware
+    and the options. ``model`` describes it for people."""
+
+    graph: Graph
+    loss: str | None
+    batch: int
+    mesh: tuple[int, ...]
+    cluster: Cluster
+    options: Options
+    model: str = "model"
+    axis_names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One solved mesh: the instance, the solution, and its bill."""
+
+    instance: Instance
+    solution: Solution
+    assignment: Assignment
+    account: Account
+
+
+@dataclass
+class Timings:
+    """CPU seconds by phase."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.process_time()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.process_time() - start
+
+
+def step_graph(graph: Graph, loss: str | None, batch: int) -> Graph:
+    """What one training step computes: the loss (or, without one, every output), gradients and new buffers; at a batch size,
+    with rests for saved values."""
+    kept = tuple(o for o in graph.outputs if o.kind != "output" or loss is None or o.name == loss)
+    concrete = replace(graph, outputs=kept).without_dead()
+    return insert_rests(concrete.at(**{name: batch for name, _ in graph.symbols}))
+
+
+def graph_hash(graph: Graph) -> str:
+    """Identifies a graph by its text."""
+    return hashlib.sha256(graph.to_text().encode()).hexdigest()[:16]
+
+
+def answer(question: Question, timings: Timings) -> Plan:
+    """The best plan for ``question``. Raises :class:`InfeasibleError` if nothing fits into memory, and
+    :class:`~autopar.errors.OptionsError` for pins that cannot be met."""
+    graph = step_graph(question.graph, question.loss, question.batch)
+    found: list[tuple[Answer, dict[str, Predicted | None], Question]] = []
+    failure: InfeasibleError | None = None
+    for mesh in mesh_candidates(question):
+        asked = replace(question, mesh=mesh)
+        try:
+            solved, priced = solve_mesh(asked, graph, timings)
+        except InfeasibleError as error:
+            failure = failure or error
+            continue
+        found.append((solved, priced, asked))
+    if not found:
+        assert failure is not None
+        raise failure
+    best = min(found, key=lambda item: item[0].account.seconds)
+    with timings.phase("report"):
+        return make_plan(best[2], graph, best[0], best[1], timings)
+
+
+def mesh_candidates(question: Question) -> list[tuple[int, ...]]:
+    """The mesh as given and, if it may be regrouped, its devices split into two axes every way: placements that coincide on
+    both axes make them one, so that a single axis is among them."""
+    given, devices = question.mesh, math.prod(question.mesh)
+    if not question.options.mesh_search or question.options.pins or question.axis_names or len(given) > 2:
+        return [given]
+    if len(given) == 2 and 1 in given:
+        return [given]
+    splits = [(k, devices // k) for k in range(2, devices) if devices % k == 0]
+    if len(given) == 2:
+        return [given]
+    return [given] if not splits else splits
+
+
+def memory_limit_of(question: Question) -> int:
+    """Bytes a device may use: as asked, or what the cluster's device leaves after its reserve."""
+    return question.options.memory_limit or usable_bytes(question.cluster)
+
+
+def solve_mesh(
+    question: Question, graph: Graph, timings: Timings
+) -> tuple[Answer, dict[str, Predicted | None]]:
+    """The best answer on just this mesh, and the baselines priced on it."""
+    with timings.phase("annotate"):
+        annotated = annotate(graph, question.mesh)
+        prices = Prices(question.cluster, question.mesh, placement_options(annotated, question.mesh))
+    with timings.phase("price"):
+        instance = _instance(question, fold_layers(annotated), prices)
+    with timings.phase("solve"):
+        others = {line.name: _solve(question, line.instance, unlimited=True) for line in baselines(instance)}
+        fitting = [s.choices for s in others.values() if _fits(instance, s)]
+        solution = _solve(question, instance, fitting)
+        if solution.status == "infeasible":
+            raise _infeasible(question, instance)
+        solution = _best(instance, solution, [s for s in others.values() if _fits(instance, s)])
+    with timings.phase("report"):
+        best = _read(instance, solution)
+        priced = {name: _priced(instance, other, question) for name, other in others.items()}
+    if _memory_binds(instance, solution):
+        best = _finer(question, annotated, prices, best, timings)
+    return best, priced
+
+
+def _instance(question: Question, graph: Graph, prices: Prices) -> Instance:
+    instance = build_instance(
+        graph, prices, optimizer=question.options.optimizer, memory_limit=float(memory_limit_of(question))
+    )
+    stage = question.options.zero
+    if stage is not None:
+        instance = with_choices(instance, zero_allows(instance, stage), gathers=stage == 3)
+    return pin_instance(instance, question.options.pins)
+
+
+def _solve(question: Question, instance: Instance, incumbents: list[Ints] = [], unlimited: bool = False) -> Solution:  # noqa: B006
+    options = question.options
+    problem = replace(instance.problem, memory_limit=math.inf) if unlimited else instance.problem
+    return solve(problem, time_limit=options.time_limit, gap=options.gap, seed=options.seed, incumbents=incumbents)
+
+
+def _fits(instance: Instance, solution: Solution) -> bool:
+    """Whether a solution of a restricted instance is one of ``instance``."""
+    return (
+        solution.status != "infeasible"
+        and memory_of(instance.problem, solution.choices) <= instance.problem.memory_limit
+        and math.isfinite(evaluate(instance.problem, solution.choices))
+    )
+
+
+def _best(instance: Instance, solution: Solution, others: list[Solution]) -> Solution:
+    """The cheapest: a baseline that beats what the solver found in its time is the answer, with the solver's bound."""
+    cheapest = min([solution, *others], key=lambda s: s.objective)
+    if cheapest is solution:
+        return solution
+    return replace(cheapest, bound=solution.bound, status="feasible", seconds=solution.seconds)
+
+
+def _memory_binds(instance: Instance, solution: Solution) -> bool:
+    folded = len(instance.names) < len(instance.graph.nodes)
+    return folded and memory_of(instance.problem, solution.choices) > 0.8 * instance.problem.memory_limit
+
+
+def _finer(question: Question, annotated: Graph, prices: Prices, best: Answer, timings: Timings) -> Answer:
+    """Solves again with layers tied only within stretches of depth: where memory is short equal layers may differ."""
+    with timings.phase("price"):
+        instance = _instance(question, fold_layers(annotated, STRETCHES), prices)
+    with timings.phase("solve"):
+        solution = _solve(question, instance, [instance.chosen(best.assignment)])
+    if solution.status == "infeasible" or solution.objective >= best.solution.objective:
+        return best
+    return _read(instance, solution)
+
+
+def _read(instance: Instance, solution: Solution) -> Answer:
+    assignment = instance.assignment(solution.choices)
+    return Answer(instance, solution, assignment, account(instance.graph, assignment, instance.prices, instance.optimizer))
+
+
+def _priced(instance: Instance, solution: Solution, question: Question) -> Predicted | None:
+    if solution.status == "infeasible":
+        return None
+    found = _read(instance, solution)
+    return predicted(found.account, instance, question.cluster)
+
+
+def predicted(bill: Account, instance: Instance, cluster: Cluster) -> Predicted:
+    """The figures of a bill."""
+    compute, seconds, memory = bill.seconds_of("compute", "optimizer"), bill.seconds, bill.memory
+    dtype = next((n.type.dtype for n in instance.graph.placeholders("param")), torch.float32)
+    possible = instance.prices.devices * cluster.device.flops(dtype) * seconds
+    return Predicted(
+        step_seconds=seconds,
+        compute_seconds=compute,
+        comm_seconds=seconds - compute,
+        bubble_seconds=0.0,
+        peak_bytes=memory.peak,
+        weight_bytes=memory.weights,
+        gradient_bytes=memory.gradients,
+        optimizer_bytes=memory.optimizer,
+        activation_bytes=memory.activations,
+        temporary_bytes=memory.temporary,
+        input_bytes=memory.inputs,
+        mfu=float(total_flops(instance.graph)) / possible if possible else 0.0,
+    )
+
+
+def _infeasible(question: Question, instance: Instance) -> InfeasibleError:
+    limit, least = instance.problem.memory_limit, smallest_memory(instance.problem)
+    values = [n for n in instance.graph.nodes if n.op in ("param", "autopar.rest")]
+    largest = sorted(values, key=lambda n: -int(n.type.bytes))[:5]
+    named = "; ".join(
+        f"{n.target if n.op == 'param' else 'activation of ' + (n.module or n.name)} {n.type}, {_size(int(n.type.bytes))}"
+        for n in largest
+    )
+    return InfeasibleError(
+        f"no plan on mesh {question.mesh} fits into {_size(limit)} per device. The smallest limit that would fit is "
+        f"{math.ceil(least)} bytes ({_size(least)}): Options(memory_limit={math.ceil(least)}). Largest tensors: {named}. "
+        "More devices, a smaller batch or an optimizer with less state also lower it."
+    )
+
+
+def _size(count: float) -> str:
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= scale:
+            return f"{count / scale:.2f} {unit}"
+    return f"{count:.0f} B"
+
+
+def make_plan(
+    question: Question, graph: Graph, best: Answer, priced: Mapping[str, Predicted | None], timings: Timings
+) -> Plan:
+    """The answer as a plan."""
+    instance, assignment, solution = best.instance, best.assignment, best.solution
+    named = {node.name: node.target for node in graph.placeholders("param")}
+    fallbacks = tuple(dict.fromkeys(node.op for node in graph.nodes if is_fallback(node, instance.graph)))
+    return Plan(
+        model=question.model,
+        batch=question.batch,
+        mesh=question.mesh,
+        axis_names=question.axis_names or default_names(question.mesh, assignment, graph),
+        cluster=question.cluster.name,
+        cluster_source=question.cluster.source,
+        status="optimal" if solution.status == "optimal" else "feasible",
+        objective=solution.objective,
+        bound=solution.bound,
+        gap=solution.gap,
+        solve_seconds=solution.seconds,
+        memory_limit=memory_limit_of(question),
+        graph_hash=graph_hash(graph),
+        predicted=predicted(best.account, instance, question.cluster),
+        lines=tuple(map(_plan_line, best.account.lines)),
+        strategies=assignment.strategies,
+        parameters={named[name]: place for name, place in assignment.parameters.items()},
+        outputs={
+            path: assignment.strategies[name].outputs[0] for path, name in module_outputs(graph).items()
+        },
+        baselines=priced,
+        alternatives={},
+        pinned=dict(question.options.pins),
+        fallbacks=fallbacks,
+        warnings=tuple(_warnings(best, graph, fallbacks)),
+        timings=dict(timings.seconds),
+    )
+
+
+def _plan_line(line: object) -> PlanLine:
+    from .account import Line
+
+    assert isinstance(line, Line)
+    steps = tuple(
+        Step(hop.kind, hop.axes, short(hop.source), short(hop.target), hop.collective.bytes if hop.collective else 0)
+        for hop in line.hops
+    )
+    return PlanLine(line.kind, line.name, line.module, line.phase, line.seconds, steps)
+
+
+def _warnings(best: Answer, graph: Graph, fallbacks: tuple[str, ...]) -> Iterator[str]:
+    for op in fallbacks:
+        seconds = sum(
+            line.seconds for line in best.account.lines if line.kind == "compute" and graph[line.name].op == op
+        )
+        yield f"{op} has no sharding rule: it runs whole on every device, {seconds * 1e3:.3g} ms a step"
+
+
+def default_names(mesh: tuple[int, ...], assignment: Assignment, graph: Graph) -> tuple[str, ...]:
+    """Names for axes by what they do: ``dp`` where the inputs are sharded on their dim 0, ``sp`` on a later dim, ``tp`` otherwise."""
+    names: list[str] = []
+    for axis in range(len(mesh)):
+        places = [assignment.strategies[node.name].outputs[0][axis] for node in graph.placeholders("input")]
+        dims = {getattr(place, "dim", None) for place in places} - {None}
+        kind = "dp" if 0 in dims else "sp" if dims else "tp"
+        names.append(kind if kind not in names else f"{kind}{names.count(kind) + 1 + axis}")
+    return tuple(names)
+
+
+__all__ = ["Question", "answer", "live_axes", "parameter_node", "step_graph"]

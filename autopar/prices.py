@@ -1,0 +1,164 @@
+"""What each choice costs on a mesh of a cluster: seconds of a strategy, seconds and path of a reshard, bytes on one device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost import bucketed_seconds, collective_seconds, node_seconds
+
+from .cluster import Cluster
+from .graph import Graph, Node, TensorType
+from .reshard import Hop, neighbours
+from .spec import PARTIAL_SUM, REPLICATE, Placement, Placements, Strategy, is_valid, largest_local_shape, shard_dim
+
+BUCKET_BYTES = 25 << 20
+Options = tuple[tuple[Placement, ...], ...]
+
+
+def placement_options(graph: Graph, mesh: tuple[int, ...]) -> dict[TensorType, Options]:
+    """For each tensor type of an annotated graph and each axis, the placements some strategy has for it. A reshard may go by
+    any of them, so that its price depends on the type alone and not on who asks."""
+    seen: dict[TensorType, list[set[Placement]]] = {}
+
+    def add(kind: TensorType | None, place: Placements) -> None:
+        if kind is not None:
+            base: set[Placement] = {REPLICATE, PARTIAL_SUM}
+            found = seen.setdefault(kind, [set(base) if devices > 1 else {REPLICATE} for devices in mesh])
+            for axis, placement in enumerate(place):
+                found[axis].add(placement)
+
+    for node in graph.nodes:
+        kinds = tuple(graph.type_of(value) for value in node.operands)
+        for strategy in dict.fromkeys(graph.strategies[node.name]):
+            for kind, place in zip((*kinds, *node.types), (*strategy.inputs, *strategy.outputs), strict=True):
+                add(kind, place)
+    return {kind: tuple(tuple(sorted(p, key=str)) for p in per_axis) for kind, per_axis in seen.items()}
+
+
+def local_type(kind: TensorType, placements: Placements, mesh: tuple[int, ...]) -> TensorType:
+    """The type of the largest shard of a tensor of global type ``kind``."""
+    return TensorType(largest_local_shape(tuple(map(int, kind.shape)), placements, mesh), kind.dtype)
+
+
+def local_bytes(kind: TensorType, placements: Placements, mesh: tuple[int, ...]) -> int:
+    """Bytes of the largest shard."""
+    return int(local_type(kind, placements, mesh).bytes)
+
+
+@dataclass(frozen=True, eq=False)
+class ReshardTable:
+    """Cheapest ways between placements of one tensor: ``seconds[i, j]`` from ``states[i]`` to ``states[j]``, infinite if there is none,
+    and the hops (:class:`autopar.reshard.Hop`) that do it."""
+
+    states: tuple[Placements, ...]
+    seconds: NDArray[np.float64]
+    hops: dict[tuple[int, int], Hop]
+    next_state: NDArray[np.int64]
+
+    @cached_property
+    def index(self) -> dict[Placements, int]:
+        return {state: i for i, state in enumerate(self.states)}
+
+    def cost(self, source: Placements, target: Placements) -> float:
+        return float(self.seconds[self.index[source], self.index[target]])
+
+    def path(self, source: Placements, target: Placements) -> tuple[Hop, ...]:
+        """The hops from ``source`` to ``target``, none if they are equal."""
+        here, there, found = self.index[source], self.index[target], []
+        while here != there:
+            onward = int(self.next_state[here, there])
+            found.append(self.hops[here, onward])
+            here = onward
+        return tuple(found)
+
+
+def _shortest_paths(seconds: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Floyd-Warshall: least cost between all pairs, and the first step of the way."""
+    best = seconds.copy()
+    count = len(best)
+    onward = np.tile(np.arange(count), (count, 1))
+    for middle in range(count):
+        through = best[:, middle, None] + best[None, middle, :]
+        better = through < best - 1e-18
+        best = np.where(better, through, best)
+        onward = np.where(better, onward[:, middle, None], onward)
+    return best, onward
+
+
+@dataclass(frozen=True, eq=False)
+class Prices:
+    """Prices on ``mesh`` (a shape) of ``cluster``; remembers what it has computed.
+
+    ``options[type][axis]`` are the placements that tensors of a type may have on the way (see :func:`placement_options`).
+    """
+
+    cluster: Cluster
+    mesh: tuple[int, ...]
+    options: Mapping[TensorType, Options]
+    _nodes: dict[object, float] = field(default_factory=dict)
+    _tables: dict[object, ReshardTable] = field(default_factory=dict)
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.mesh)
+
+    def node(self, node: Node, inputs: tuple[TensorType, ...], strategy: Strategy) -> float:
+        """Seconds of one run of ``node`` under ``strategy`` on the device with the largest shards."""
+        local_in = tuple(local_type(t, p, self.mesh) for t, p in zip(inputs, strategy.inputs, strict=True))
+        outputs = zip(node.types, strategy.outputs, strict=True)
+        local_out = tuple(t and local_type(t, p, self.mesh) for t, p in outputs)
+        key = (node.op, node.args if not node.operands else repr(node.args), local_in, local_out, strategy.local)
+        if key not in self._nodes:
+            self._nodes[key] = node_seconds(self.cluster, node, local_in, local_out)
+        return self._nodes[key]
+
+    def hop(self, kind: TensorType, hop: Hop, *, bucketed: bool = False) -> float:
+        """Seconds of one hop, the copies that make its shards contiguous included."""
+        if hop.collective is None:
+            return self.cluster.device.launch_seconds
+        price = bucketed_seconds if bucketed else collective_seconds
+        wire = hop.collective
+        extra = (BUCKET_BYTES,) if bucketed else ()
+        seconds = price(self.cluster, self.mesh, wire.kind, wire.axes, wire.bytes, *extra)
+        return seconds + self._copies(kind, hop)
+
+    def _copies(self, kind: TensorType, hop: Hop) -> float:
+        """Collectives work on dim 0 of contiguous buffers: any other dim is read and written once more."""
+        axis = hop.axes[0]
+        dims = {shard_dim(hop.source[axis]), shard_dim(hop.target[axis])} - {None}
+        if dims <= {0}:
+            return 0.0
+        whole = max(local_bytes(kind, hop.source, self.mesh), local_bytes(kind, hop.target, self.mesh))
+        return 2.0 * whole / self.cluster.device.memory_bandwidth
+
+    def table(self, kind: TensorType, *, bucketed: bool = False) -> ReshardTable:
+        """The reshard table of tensors of that type, between all placements that occur in the graph."""
+        key = (kind, bucketed)
+        if key not in self._tables:
+            self._tables[key] = self._make_table(kind, self.options[kind], bucketed)
+        return self._tables[key]
+
+    def _make_table(
+        self, kind: TensorType, options: tuple[tuple[Placement, ...], ...], bucketed: bool
+    ) -> ReshardTable:
+        shape = tuple(map(int, kind.shape))
+        states = tuple(p for p in product(*options) if is_valid(p, shape, self.mesh))
+        index = {state: i for i, state in enumerate(states)}
+        seconds = np.full((len(states), len(states)), np.inf)
+        np.fill_diagonal(seconds, 0.0)
+        hops: dict[tuple[int, int], Hop] = {}
+        for i, state in enumerate(states):
+            for hop in neighbours(kind, state, options, self.mesh):
+                j = index.get(hop.target)
+                if j is not None:
+                    seconds[i, j] = self.hop(kind, hop, bucketed=bucketed)
+                    hops[i, j] = hop
+        best, onward = _shortest_paths(seconds)
+        return ReshardTable(states, best, hops, onward)

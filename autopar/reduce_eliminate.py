@@ -1,0 +1,140 @@
+"""Min-plus elimination of groups that at most two other groups see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from .problem import Floats, Ints, Problem, Transfer
+
+
+@dataclass(frozen=True, eq=False)
+class Fold:
+    """How an eliminated group chooses: ``tables[n][label of neighbour n, k]`` plus its own cost, least over k."""
+
+    group: int
+    cost: Floats
+    neighbours: tuple[int, ...]
+    labels: tuple[Ints, ...]
+    tables: tuple[Floats, ...]
+
+    def best(self, choices: Ints) -> int:
+        total = self.cost.copy()
+        for neighbour, label, table in zip(self.neighbours, self.labels, self.tables, strict=True):
+            total += table[label[choices[neighbour]]]
+        return int(np.argmin(total))
+
+
+@dataclass
+class _Work:
+    costs: list[Floats]
+    movable: list[bool]
+    transfers: dict[int, Transfer]
+    incident: list[set[int]]
+    fresh: int
+    folds: list[Fold] = field(default_factory=list)
+    offset: float = 0.0
+
+
+def eliminate(problem: Problem) -> tuple[Problem, Ints, list[Fold], float]:
+    """The smaller problem, the old indices of its groups, the folds in order, and what the objective lost."""
+    work = _start(problem)
+    waiting = sorted(range(len(problem.groups)), key=lambda g: (len(work.incident[g]), g), reverse=True)
+    gone = set()
+    while waiting:
+        group = waiting.pop()
+        if group in gone or not work.movable[group]:
+            continue
+        fold = _fold(work, group)
+        if fold is None:
+            continue
+        gone.add(group)
+        work.folds.append(fold)
+        _replace(work, fold)
+        waiting.extend(n for n in reversed(fold.neighbours) if n not in gone)
+    return _finish(problem, work, gone)
+
+
+def _start(problem: Problem) -> _Work:
+    incident: list[set[int]] = [set() for _ in problem.groups]
+    for t, transfer in enumerate(problem.transfers):
+        for group in (transfer.producer, *transfer.consumers):
+            incident[group].add(t)
+    movable = [not group.memory.any() and not group.temporary.any() for group in problem.groups]
+    costs = [group.cost.copy() for group in problem.groups]
+    return _Work(costs, movable, dict(enumerate(problem.transfers)), incident, len(problem.transfers))
+
+
+def _ends(transfer: Transfer, group: int) -> tuple[int, Ints, Ints, Floats]:
+    """The other end of a pair, its labels, the labels of ``group``, and the cost [other's label, group's label]."""
+    if transfer.producer == group:
+        return transfer.consumers[0], transfer.targets[0], transfer.source, transfer.cost.T
+    return transfer.producer, transfer.source, transfer.targets[0], transfer.cost
+
+
+def _fold(work: _Work, group: int) -> Fold | None:
+    """The fold of ``group``, or None if it must stay."""
+    transfers = [work.transfers[t] for t in sorted(work.incident[group])]
+    if any(len(t.consumers) != 1 or t.consumers[0] == t.producer for t in transfers):
+        return None
+    ends: dict[int, list[tuple[int, Ints, Ints, Floats]]] = {}
+    for transfer in transfers:
+        end = _ends(transfer, group)
+        ends.setdefault(end[0], []).append(end)
+    if len(ends) > 2 and len(work.costs[group]) > 1:
+        return None
+    labels, tables = [], []
+    for parallel in ends.values():
+        distinct, label = np.unique(np.stack([end[1] for end in parallel]), axis=1, return_inverse=True)
+        labels.append(label.reshape(-1))
+        tables.append(sum((e[3][rows][:, e[2]] for e, rows in zip(parallel, distinct, strict=True)), np.zeros(())))
+    before = sum(transfer.cost.size for transfer in transfers)
+    # A pair of neighbours whose labels multiply to far more than what they replace would make the program larger.
+    if len(tables) == 2 and len(tables[0]) * len(tables[1]) > 2 * before + 64:
+        return None
+    return Fold(group, work.costs[group], tuple(ends), tuple(labels), tuple(tables))
+
+
+def _replace(work: _Work, fold: Fold) -> None:
+    for t in sorted(work.incident[fold.group]):
+        transfer = work.transfers.pop(t)
+        for end in (transfer.producer, *transfer.consumers):
+            work.incident[end].discard(t)
+    if not fold.tables:
+        work.offset += float(fold.cost.min())
+    elif len(fold.tables) == 2 and len(fold.cost) > 1:
+        _join(work, fold)
+    else:
+        # With a single choice the neighbours do not see each other through this group.
+        work.offset += 0.0 if len(fold.tables) == 1 else float(fold.cost[0])
+        own = fold.cost if len(fold.tables) == 1 else np.zeros(1)
+        for neighbour, label, table in zip(fold.neighbours, fold.labels, fold.tables, strict=True):
+            work.costs[neighbour] = work.costs[neighbour] + (table + own).min(axis=1)[label]
+
+
+def _join(work: _Work, fold: Fold) -> None:
+    left, right = fold.tables
+    cost = np.full((len(left), len(right)), np.inf)
+    for k, own in enumerate(fold.cost):
+        np.minimum(cost, (left[:, k, None] + own) + right[None, :, k], out=cost)
+    base = float(cost.min())
+    if np.isfinite(base):
+        work.offset += base
+        cost -= base
+    a, b = fold.neighbours
+    work.transfers[work.fresh] = Transfer(f"fold{fold.group}", a, fold.labels[0], (b,), (fold.labels[1],), cost)
+    work.incident[a].add(work.fresh)
+    work.incident[b].add(work.fresh)
+    work.fresh += 1
+
+
+def _finish(problem: Problem, work: _Work, gone: set[int]) -> tuple[Problem, Ints, list[Fold], float]:
+    remaining = np.array([g for g in range(len(problem.groups)) if g not in gone], dtype=np.int64)
+    position = {int(g): n for n, g in enumerate(remaining)}
+    groups = tuple(replace(problem.groups[g], cost=work.costs[g]) for g in remaining)
+    transfers = tuple(
+        replace(t, producer=position[t.producer], consumers=tuple(position[c] for c in t.consumers))
+        for _, t in sorted(work.transfers.items())
+    )
+    return replace(problem, groups=groups, transfers=transfers), remaining, work.folds, work.offset

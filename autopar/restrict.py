@@ -1,0 +1,193 @@
+"""Choices taken away from the planner: pins, ZeRO stages, and the layouts people use by hand (the baselines)."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch.distributed.tensor import Shard
+
+from .assignment import ParameterPlacement
+from .errors import OptionsError
+from .graph import Graph, Node
+from .instance import Choice, Instance
+from .problem import Problem, Transfer
+from .spec import REPLICATE, Placement, Placements, is_shard, parse_placements, short
+
+Allowed = Callable[[Node, Choice], bool]
+
+
+def live_axes(mesh: tuple[int, ...]) -> tuple[int, ...]:
+    """The axes of more than one device."""
+    return tuple(axis for axis, size in enumerate(mesh) if size > 1)
+
+
+def degree(placements: Placements, mesh: tuple[int, ...]) -> int:
+    """Into how many shards a tensor is cut."""
+    return math.prod(mesh[axis] for axis, placement in enumerate(placements) if is_shard(placement))
+
+
+def with_choices(instance: Instance, allowed: Allowed, *, gathers: bool = True, strict: str = "") -> Instance:
+    """The instance with every choice forbidden that is not ``allowed`` and, unless ``gathers``, every collective on a weight
+    forbidden. A group that would be left with none keeps all, or, given ``strict``, raises :class:`OptionsError` starting with it."""
+    groups = []
+    for name, choices, group in zip(instance.names, instance.choices, instance.problem.groups, strict=True):
+        node = instance.graph[name] if name in instance.graph else None
+        keep = np.array([node is None or allowed(node, choice) for choice in choices])
+        keep &= np.isfinite(group.cost)
+        if not keep.any():
+            if strict and node is not None:
+                raise OptionsError(_nothing_left(strict, node, choices))
+            keep = np.isfinite(group.cost)
+        groups.append(replace(group, cost=np.where(keep, group.cost, np.inf)))
+    transfers = instance.problem.transfers
+    if not gathers:
+        transfers = tuple(_without_gathers(instance, transfer) for transfer in transfers)
+    return replace(instance, problem=replace(instance.problem, groups=tuple(groups), transfers=transfers))
+
+
+def _nothing_left(reason: str, node: Node, choices: tuple[Choice, ...]) -> str:
+    places = dict.fromkeys(short(_place(choice)) for choice in choices)
+    offered = ", ".join(list(places)[:12])
+    where = node.target if node.is_placeholder else f"{node.module} ({node.op})"
+    return f"{reason}: no strategy of {where}, {node.type}, meets it; possible are {offered}"
+
+
+def _place(choice: Choice) -> Placements:
+    return choice.weight if isinstance(choice, ParameterPlacement) else choice.outputs[0]
+
+
+def _without_gathers(instance: Instance, transfer: Transfer) -> Transfer:
+    """Forbids communication on the way from a parameter to its uses."""
+    producer = instance.names[transfer.producer]
+    if producer not in instance.graph or instance.graph[producer].op != "param":
+        return transfer
+    local = instance.prices.devices * 4 * instance.prices.cluster.device.launch_seconds
+    return replace(transfer, cost=np.where(transfer.cost > local, np.inf, transfer.cost))
+
+
+def zero_allows(instance: Instance, stage: int) -> Allowed:
+    """The choices of ZeRO ``stage`` for parameters: 1 and up shard the optimizer state over as many devices as the tensor
+    allows, 2 and up the gradient likewise, 3 the weight; below 3 the weight rests as it is used."""
+    mesh = instance.prices.mesh
+    most = {
+        name: max(degree(c.optimizer, mesh) for c in choices if isinstance(c, ParameterPlacement))
+        for name, choices in zip(instance.names, instance.choices, strict=True)
+        if isinstance(choices[0], ParameterPlacement)
+    }
+
+    def allowed(node: Node, choice: Choice) -> bool:
+        if not isinstance(choice, ParameterPlacement):
+            return True
+        if stage == 0:
+            return choice.optimizer == choice.weight
+        full = degree(choice.optimizer, mesh) == most[instance.graph.classes.get(node.name, node.name)]
+        if stage == 3:
+            return full and choice.weight == choice.optimizer
+        return full and choice.gradient == (choice.weight if stage == 1 else choice.optimizer)
+
+    return allowed
+
+
+def pin_instance(instance: Instance, pins: Mapping[str, str]) -> Instance:
+    """The instance with ``pins`` honoured. Raises :class:`OptionsError` for a pin that matches nothing or that no strategy meets."""
+    for pattern, text in pins.items():
+        wanted = parse_placements(text)
+        mesh = instance.prices.mesh
+        if len(wanted) != len(mesh):
+            raise OptionsError(
+                f"the pin {pattern!r}: {text!r} has {len(wanted)} placements, but the mesh {mesh} has {len(mesh)} axes; "
+                f"write one for each, for example {','.join(['S(0)', *['R'] * (len(mesh) - 1)])!r}"
+            )
+        names = set(_pinned_nodes(instance.graph, pattern))
+        if not names:
+            raise OptionsError(f"the pin {pattern!r} matches no parameter and no module of the model")
+        groups = {instance.graph.classes.get(name, name) for name in names}
+        reason = f"the pin {pattern!r}: {text!r} cannot be met"
+        instance = with_choices(
+            instance,
+            lambda node, choice, groups=groups, wanted=wanted: node.name not in groups or _place(choice) == wanted,  # type: ignore[misc]
+            strict=reason,
+        )
+    return instance
+
+
+def _pinned_nodes(graph: Graph, pattern: str) -> Iterator[str]:
+    """The parameters a pattern names, or else the nodes that make the outputs of the modules it names."""
+    parameters = [n.name for n in graph.placeholders("param") if fnmatch.fnmatchcase(n.target, pattern)]
+    if parameters:
+        yield from parameters
+        return
+    for path, name in module_outputs(graph).items():
+        if fnmatch.fnmatchcase(path, pattern):
+            yield name
+
+
+def module_outputs(graph: Graph) -> dict[str, str]:
+    """For each module path the last forward node that ran in it or below it: the one that makes its output."""
+    found: dict[str, str] = {}
+    for node in graph.nodes:
+        if node.phase == "forward" and not node.is_placeholder and node.op != "autopar.rest" and node.module:
+            parts = node.module.split(".")
+            for length in range(1, len(parts) + 1):
+                found[".".join(parts[:length])] = node.name
+    return found
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A layout people choose by hand, as a restriction of the search: it is priced at the best that is possible within it."""
+
+    name: str
+    instance: Instance
+
+
+def baselines(instance: Instance) -> Iterator[Baseline]:
+    """Pure data parallel, fully sharded data parallel, and tensor parallel on the innermost axis with data parallel outside."""
+    mesh = instance.prices.mesh
+    live = live_axes(mesh)
+    if not live:
+        return
+    everywhere = dict.fromkeys(live, Shard(0))
+    outer: dict[int, Placement] = {axis: Shard(0) for axis in live[:-1]}
+    whole = (REPLICATE,) * len(mesh)
+
+    def replicated(node: Node, choice: Choice) -> bool:
+        if isinstance(choice, ParameterPlacement):
+            return choice.optimizer == whole
+        return _is_fed(node, choice, mesh, everywhere) and _takes_whole_weights(instance.graph, node, choice)
+
+    def sharded(node: Node, choice: Choice) -> bool:
+        if isinstance(choice, ParameterPlacement):
+            return zero_allows(instance, 3)(node, choice)
+        return _is_fed(node, choice, mesh, everywhere) and _takes_whole_weights(instance.graph, node, choice)
+
+    def tensor(node: Node, choice: Choice) -> bool:
+        if isinstance(choice, ParameterPlacement):
+            return choice.optimizer == choice.weight and all(choice.weight[axis] == REPLICATE for axis in outer)
+        return _is_fed(node, choice, mesh, outer)
+
+    yield Baseline("data parallel", with_choices(instance, replicated, gathers=False))
+    yield Baseline("FSDP", with_choices(instance, sharded))
+    label = f"tensor parallel {mesh[live[-1]]}" + (" x data parallel" if outer else "")
+    yield Baseline(label, with_choices(instance, tensor, gathers=False))
+
+
+def _is_fed(node: Node, choice: Choice, mesh: tuple[int, ...], fed: Mapping[int, Placement]) -> bool:
+    """Whether an input of the model is sharded over the batch on just the axes ``fed``."""
+    if node.op != "input" or isinstance(choice, ParameterPlacement):
+        return True
+    return choice.outputs[0] == tuple(fed.get(axis, REPLICATE) for axis in range(len(mesh)))
+
+
+def _takes_whole_weights(graph: Graph, node: Node, choice: Choice) -> bool:
+    if isinstance(choice, ParameterPlacement):
+        return True
+    return all(
+        place == (REPLICATE,) * len(place)
+        for value, place in zip(node.operands, choice.inputs, strict=True)
+        if graph[value.node].op == "param"
+    )

@@ -1,0 +1,168 @@
+"""Good assignments without a solver: coordinate descent (iterated conditional modes) that honours the memory limit.
+
+``price`` is a Lagrange multiplier: seconds per byte. With a high one the descent finds small assignments, with none cheap ones; between
+them :func:`repair` looks for the cheapest assignment that fits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .problem import Floats, Ints, Problem, Transfer, evaluate, memory_of
+
+
+@dataclass(frozen=True, eq=False)
+class Neighbourhood:
+    """A problem with the transfers at every group at hand."""
+
+    problem: Problem
+    produced: tuple[tuple[Transfer, ...], ...]
+    consumed: tuple[tuple[Transfer, ...], ...]
+
+    @staticmethod
+    def of(problem: Problem) -> Neighbourhood:
+        produced: list[list[Transfer]] = [[] for _ in problem.groups]
+        consumed: list[list[Transfer]] = [[] for _ in problem.groups]
+        for transfer in problem.transfers:
+            produced[transfer.producer].append(transfer)
+            for group in dict.fromkeys(transfer.consumers):
+                if group != transfer.producer:
+                    consumed[group].append(transfer)
+        return Neighbourhood(problem, tuple(map(tuple, produced)), tuple(map(tuple, consumed)))
+
+    def costs(self, choices: Ints, index: int) -> Floats:
+        """[K] what group ``index`` and the transfers at it cost for each of its choices, the others as they are."""
+        total = self.problem.groups[index].cost.copy()
+        for transfer in self.produced[index]:
+            total += self._producing(transfer, choices, index)
+        for transfer in self.consumed[index]:
+            total += _consuming(transfer, choices, index)
+        return total
+
+    def _producing(self, transfer: Transfer, choices: Ints, index: int) -> Floats:
+        if index not in transfer.consumers:
+            columns = {int(t[choices[c]]) for c, t in zip(transfer.consumers, transfer.targets, strict=True)}
+            found: Floats = transfer.cost[:, sorted(columns)].sum(axis=1)[transfer.source]
+            return found
+        total = np.empty(len(transfer.source))
+        for k, row in enumerate(transfer.source):
+            pairs = zip(transfer.consumers, transfer.targets, strict=True)
+            total[k] = transfer.cost[row, sorted({int(t[k if c == index else choices[c]]) for c, t in pairs})].sum()
+        return total
+
+
+def _consuming(transfer: Transfer, choices: Ints, index: int) -> Floats:
+    cost = transfer.cost[transfer.source[choices[transfer.producer]]]
+    pairs = list(zip(transfer.consumers, transfer.targets, strict=True))
+    mine = [t for c, t in pairs if c == index]
+    paid = {int(t[choices[c]]) for c, t in pairs if c != index}
+    if paid:
+        # Columns others need anyway are paid; a forbidden one stays forbidden.
+        columns = [q for q in sorted(paid) if np.isfinite(cost[q])]
+        cost = cost.copy()
+        cost[columns] = 0.0
+    if len(mine) == 1:
+        found: Floats = cost[mine[0]]
+        return found
+    return np.array([cost[np.unique(columns)].sum() for columns in np.stack(mine, axis=1)])
+
+
+def descend(near: Neighbourhood, choices: Ints, price: float = 0.0, cap: float = np.inf, sweeps: int = 12) -> Ints:
+    """Coordinate descent on cost + ``price`` * memory over choices with ``temporary`` <= ``cap``; the limit is not looked at."""
+    groups = near.problem.groups
+    own = [np.where(g.temporary <= cap, price * g.memory, np.inf) for g in groups]
+    found = choices.copy()
+    for _ in range(sweeps):
+        changed = False
+        for index in range(len(groups)):
+            total = near.costs(found, index) + own[index]
+            best = int(np.argmin(total))
+            if total[best] < total[found[index]]:
+                found[index] = best
+                changed = True
+        if not changed:
+            break
+    return found
+
+
+def polish(near: Neighbourhood, choices: Ints, sweeps: int = 12) -> Ints:
+    """Coordinate descent on cost among assignments within the memory limit; ``choices`` must be one."""
+    problem = near.problem
+    if np.isinf(problem.memory_limit):
+        return descend(near, choices, sweeps=sweeps)
+    found = choices.copy()
+    used = problem.memory_fixed + sum(float(g.memory[k]) for g, k in zip(problem.groups, found, strict=True))
+    temporary = np.array([g.temporary[k] for g, k in zip(problem.groups, found, strict=True)])
+    for _ in range(sweeps):
+        changed = False
+        for index, group in enumerate(problem.groups):
+            others = max(0.0, float(np.delete(temporary, index).max(initial=0.0)))
+            peak = used - group.memory[found[index]] + group.memory + np.maximum(group.temporary, others)
+            total = np.where(peak <= problem.memory_limit, near.costs(found, index), np.inf)
+            best = int(np.argmin(total))
+            if total[best] < total[found[index]]:
+                used += float(group.memory[best] - group.memory[found[index]])
+                found[index], temporary[index] = best, group.temporary[best]
+                changed = True
+        if not changed:
+            break
+    return found
+
+
+def smallest(problem: Problem) -> Ints:
+    """Choices of least peak memory, transfers not looked at: for every cap on the temporary the sum is separable."""
+    caps = np.unique(np.concatenate([np.maximum(g.temporary, 0.0) for g in problem.groups]))
+    floor = max(float(g.temporary.min()) for g in problem.groups)
+    peaks = np.zeros(len(caps))
+    for group in problem.groups:
+        order = np.argsort(group.temporary, kind="stable")
+        least = np.minimum.accumulate(group.memory[order])
+        position = np.searchsorted(group.temporary[order], caps, side="right") - 1
+        peaks += np.where(position >= 0, least[np.maximum(position, 0)], np.inf)
+    peaks[caps < floor] = np.inf
+    cap = float(caps[np.argmin(peaks + caps)])
+    return np.array([np.argmin(np.where(g.temporary <= cap, g.memory, np.inf)) for g in problem.groups], dtype=np.int64)
+
+
+def fits(problem: Problem, choices: Ints) -> bool:
+    """Within the memory limit and of finite cost."""
+    return memory_of(problem, choices) <= problem.memory_limit and bool(np.isfinite(evaluate(problem, choices)))
+
+
+def repair(near: Neighbourhood, choices: Ints, rounds: int = 10) -> Ints | None:
+    """An assignment near ``choices`` that fits: bisects the price of memory, from ``choices`` down; None if none was found."""
+    problem = near.problem
+    if fits(problem, choices):
+        return polish(near, choices)
+    if np.isinf(problem.memory_limit):
+        moved = descend(near, choices)
+        return moved if fits(problem, moved) else None
+    memory = max(float(np.ptp(g.memory)) for g in problem.groups)
+    costs = [float(np.ptp(g.cost[np.isfinite(g.cost)])) for g in problem.groups]
+    high = 1e3 * (max(costs) + sum(evaluate(problem, choices) for _ in range(1) if np.isfinite(evaluate(problem, choices)))) / max(memory, 1.0)
+    low, best = high * 1e-9, None
+    for _ in range(rounds):
+        price = float(np.sqrt(low * high))
+        found = _fitting(near, choices, price)
+        if found is None:
+            low = price
+            continue
+        high = price
+        if best is None or evaluate(problem, found) < evaluate(problem, best):
+            best = found
+    return best
+
+
+def _fitting(near: Neighbourhood, choices: Ints, price: float) -> Ints | None:
+    """The descent at one price, polished if it fits, tried for a few caps on the temporary."""
+    problem = near.problem
+    used = [g.temporary[k] for g, k in zip(problem.groups, choices, strict=True)]
+    floor = max(float(g.temporary.min()) for g in problem.groups)
+    spread = max(float(max(used)), floor) - floor
+    for share in (1.0, 0.25, 0.0):
+        moved = descend(near, choices, price, cap=floor + share * spread)
+        if fits(problem, moved):
+            return polish(near, moved)
+    return None

@@ -1,0 +1,297 @@
+"""The integer program of a problem as arrays, and its way through ``ortools.math_opt``.
+
+The model is filled as one protocol buffer from arrays: adding variables one by one in Python takes longer than solving. Rows have no
+names while solving; :func:`row_names` makes them for an export (:func:`export`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import numpy as np
+from numpy.typing import NDArray
+from ortools.math_opt import model_parameters_pb2, model_pb2, result_pb2
+from ortools.math_opt.core.python import solver as math_opt_solver
+from ortools.math_opt.python import mathopt
+
+from .problem import Floats, Ints, Problem, Transfer
+
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """minimise ``cost`` v  subject to  ``lower`` <= A v <= ``upper``, v >= 0, and v binary where ``binary``.
+
+    A has entries ``value`` at (``row``, ``column``). x[i,k] is variable ``first[i] + k``; ``families`` are (name, transfer or
+    group, consumer slot, labels) of successive rows. ``unit`` seconds are 1 in ``cost``.
+    """
+
+    cost: Floats
+    binary: Mask
+    lower: Floats
+    upper: Floats
+    row: Ints
+    column: Ints
+    value: Floats
+    first: Ints
+    families: tuple[tuple[str, Ints], ...]
+    unit: float
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What the solver said: ``values`` of all variables (empty: none found), a proven ``bound`` in seconds, and the reduced costs of x
+    (linear program only). ``status``: "optimal", "feasible", "infeasible" or "unknown"."""
+
+    status: str
+    values: Floats
+    bound: float
+    reduced: Floats
+
+
+class _Builder:
+    """Collects variables, rows and entries block by block."""
+
+    def __init__(self) -> None:
+        self.costs: list[Floats] = []
+        self.variables = 0
+        self.rows = 0
+        self.lower: list[Floats] = []
+        self.upper: list[Floats] = []
+        self.entries: list[tuple[Ints, Ints, Floats]] = []
+        self.families: list[tuple[str, Ints]] = []
+
+    def add_variables(self, cost: Floats) -> int:
+        self.costs.append(cost)
+        self.variables += len(cost)
+        return self.variables - len(cost)
+
+    def add_rows(self, name: str, labels: Ints, lower: float, upper: float) -> int:
+        self.lower.append(np.full(len(labels), lower))
+        self.upper.append(np.full(len(labels), upper))
+        self.families.append((name, labels))
+        self.rows += len(labels)
+        return self.rows - len(labels)
+
+    def add_entries(self, rows: Ints, columns: Ints, values: Floats | float) -> None:
+        self.entries.append((rows, columns, np.broadcast_to(np.asarray(values, dtype=np.float64), rows.shape)))
+
+
+def build(problem: Problem, objective: str = "cost") -> Program:
+    """The program in the docstring of :mod:`autopar.problem`; ``objective`` "memory" minimises peak bytes instead of seconds."""
+    builder = _Builder()
+    sizes = np.array([len(group.cost) for group in problem.groups], dtype=np.int64)
+    first = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
+    by_memory = objective == "memory"
+    own = np.concatenate([g.memory if by_memory else g.cost for g in problem.groups])
+    builder.add_variables(own)
+    count = int(sizes.sum())
+    one = builder.add_rows("one_choice", np.arange(len(sizes)), 1.0, 1.0)
+    builder.add_entries(one + np.repeat(np.arange(len(sizes)), sizes), np.arange(count), 1.0)
+    for t, transfer in enumerate(problem.transfers):
+        _add_transfer(builder, t, transfer, first, priced=not by_memory)
+    _add_memory(builder, problem, first, by_memory)
+    return _finish(builder, first, count)
+
+
+def _add_transfer(builder: _Builder, t: int, transfer: Transfer, first: Ints, priced: bool) -> None:
+    users = _users(transfer)
+    # One consumer alone pays its columns itself; a column with several users is paid by z >= e of every user.
+    shared = (users > 1) & (transfer.cost > 0).any(axis=0) if priced else np.zeros(len(users), dtype=bool)
+    z = np.full(transfer.cost.shape, -1, dtype=np.int64)
+    rows_used = np.zeros(len(transfer.cost), dtype=bool)
+    rows_used[transfer.source] = True
+    pays = shared[None, :] & rows_used[:, None] & (transfer.cost > 0) & np.isfinite(transfer.cost)
+    z[pays] = builder.add_variables(transfer.cost[pays]) + np.arange(int(pays.sum()))
+    for c, target in enumerate(transfer.targets):
+        used = np.zeros(len(users), dtype=bool)
+        used[target] = True
+        p, q = np.nonzero(np.isfinite(transfer.cost) & rows_used[:, None] & used[None, :])
+        cost = np.where(shared[q], 0.0, transfer.cost[p, q]) if priced else np.zeros(len(p))
+        e = builder.add_variables(cost) + np.arange(len(p))
+        _add_ends(builder, t, c, transfer, first, (p, q, e))
+        paid = pays[p, q]
+        row = builder.add_rows("shared", _labels(t, c, p[paid]), 0.0, np.inf) + np.arange(int(paid.sum()))
+        builder.add_entries(row, z[p[paid], q[paid]], 1.0)
+        builder.add_entries(row, e[paid], -1.0)
+
+
+def _users(transfer: Transfer) -> Ints:
+    users = np.zeros(transfer.cost.shape[1], dtype=np.int64)
+    for target in transfer.targets:
+        users[np.unique(target)] += 1
+    return users
+
+
+def _labels(t: int, c: int, ends: Ints) -> Ints:
+    return np.stack([np.full(len(ends), t), np.full(len(ends), c), ends], axis=1)
+
+
+def _add_ends(
+    builder: _Builder, t: int, c: int, transfer: Transfer, first: Ints, edge: tuple[Ints, Ints, Ints]
+) -> None:
+    """Row sums of e are the producer's choice, column sums the consumer's."""
+    p, q, e = edge
+    consumer = transfer.consumers[c]
+    ends = (
+        ("leaves_row", p, transfer.source, first[transfer.producer]),
+        ("enters_column", q, transfer.targets[c], first[consumer]),
+    )
+    for name, end, labels, start in ends:
+        distinct, position = np.unique(labels, return_inverse=True)
+        row = builder.add_rows(name, _labels(t, c, distinct), 0.0, 0.0)
+        builder.add_entries(row + position, start + np.arange(len(labels)), -1.0)
+        builder.add_entries(row + np.searchsorted(distinct, end), e, 1.0)
+
+
+def _add_memory(builder: _Builder, problem: Problem, first: Ints, by_memory: bool) -> None:
+    """``memory`` and ``temporary`` rows, in units of what is left of the limit."""
+    limited = bool(np.isfinite(problem.memory_limit))
+    if not (limited or by_memory):
+        return
+    total = np.concatenate([g.memory for g in problem.groups])
+    spare = problem.memory_limit - problem.memory_fixed
+    scale = sum(float(g.memory.max() + g.temporary.max()) for g in problem.groups) if by_memory else spare
+    unit = max(scale, 1.0) / 100
+    peak = builder.add_variables(np.array([unit if by_memory else 0.0]))
+    if limited:
+        row = builder.add_rows("memory", np.zeros(1, dtype=np.int64), -np.inf, spare / unit)
+        used = np.flatnonzero(total)
+        builder.add_entries(np.full(len(used), row), used, total[used] / unit)
+        builder.add_entries(np.array([row]), np.array([peak]), 1.0)
+    binding = np.array([g for g, group in enumerate(problem.groups) if group.temporary.max() > 0], dtype=np.int64)
+    rows = builder.add_rows("temporary", binding, 0.0, np.inf) + np.arange(len(binding))
+    builder.add_entries(rows, np.full(len(rows), peak), 1.0)
+    for row, g in zip(rows, binding, strict=True):
+        temporary = problem.groups[g].temporary
+        k = np.flatnonzero(temporary)
+        builder.add_entries(np.full(len(k), row), first[g] + k, -temporary[k] / unit)
+
+
+def _finish(builder: _Builder, first: Ints, count: int) -> Program:
+    row = np.concatenate([entry[0] for entry in builder.entries])
+    column = np.concatenate([entry[1] for entry in builder.entries])
+    value = np.concatenate([entry[2] for entry in builder.entries])
+    order = np.lexsort((column, row))
+    cost = np.concatenate(builder.costs)
+    # Tolerances of solvers are absolute: bring the prices to the order of 1 to 1000.
+    unit = max(float(np.abs(cost).max(initial=0.0)) / 1e3, 1e-300)
+    binary = np.zeros(builder.variables, dtype=bool)
+    binary[:count] = True
+    return Program(
+        cost / unit, binary, np.concatenate(builder.lower), np.concatenate(builder.upper),
+        row[order], column[order], value[order], first, tuple(builder.families), unit,
+    )  # fmt: skip
+
+
+def to_proto(program: Program, relaxed: bool, names: bool = False, problem: Problem | None = None) -> model_pb2.ModelProto:
+    """The program for math_opt; ``relaxed`` drops integrality."""
+    model = model_pb2.ModelProto()
+    size = len(program.cost)
+    model.variables.ids.extend(range(size))
+    model.variables.lower_bounds.extend([0.0] * size)
+    model.variables.upper_bounds.extend(np.where(program.binary, 1.0, np.inf).tolist())
+    model.variables.integers.extend(([False] * size) if relaxed else program.binary.tolist())
+    priced = np.flatnonzero(program.cost)
+    model.objective.linear_coefficients.ids.extend(priced.tolist())
+    model.objective.linear_coefficients.values.extend(program.cost[priced].tolist())
+    model.linear_constraints.ids.extend(range(len(program.lower)))
+    model.linear_constraints.lower_bounds.extend(program.lower.tolist())
+    model.linear_constraints.upper_bounds.extend(program.upper.tolist())
+    model.linear_constraint_matrix.row_ids.extend(program.row.tolist())
+    model.linear_constraint_matrix.column_ids.extend(program.column.tolist())
+    model.linear_constraint_matrix.coefficients.extend(program.value.tolist())
+    if names and problem is not None:
+        model.linear_constraints.names.extend(row_names(program, problem))
+    return model
+
+
+def row_names(program: Program, problem: Problem) -> Iterator[str]:
+    """``one_choice[group]``, ``leaves_row[transfer,consumer,row]``, ``enters_column[...]``, ``memory``, ``temporary[group]``."""
+    for family, labels in program.families:
+        for n, label in enumerate(labels):
+            if family in ("one_choice", "temporary"):
+                yield f"{family}[{problem.groups[label].name}]"
+            elif family == "memory":
+                yield family
+            else:
+                t, c, end = (int(v) for v in label)
+                transfer = problem.transfers[t]
+                suffix = f",{n}" if family == "shared" else ""
+                yield f"{family}[{transfer.name},{problem.groups[transfer.consumers[c]].name}#{c},{end}{suffix}]"
+
+
+def export(problem: Problem) -> model_pb2.ModelProto:
+    """The whole integer program with named rows, to look at or to hand to another solver."""
+    return to_proto(build(problem), relaxed=False, names=True, problem=problem)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How hard and how long to try. ``algorithm`` is math_opt's name of a linear program algorithm ("" leaves it to the solver)."""
+
+    time_limit: float
+    gap: float = 0.0
+    seed: int = 0
+    algorithm: str = ""
+    solver: str = "HIGHS"
+    crossover: bool = True
+
+
+def run(program: Program, relaxed: bool, effort: Effort, hint: Floats | None = None) -> Answer:
+    """Solves the program, or with ``relaxed`` its linear relaxation."""
+    parameters = mathopt.SolveParameters(
+        time_limit=timedelta(seconds=max(effort.time_limit, 0.01)),
+        random_seed=effort.seed,
+        relative_gap_tolerance=None if relaxed else effort.gap,
+        lp_algorithm=mathopt.LPAlgorithm[effort.algorithm] if effort.algorithm else None,
+    )
+    if not effort.crossover:
+        parameters.highs.string_options["run_crossover"] = "off"
+    kind = mathopt.SolverType[effort.solver]
+    result = math_opt_solver.solve(
+        to_proto(program, relaxed), kind.value, mathopt.StreamableSolverInitArguments().to_proto(),
+        parameters.to_proto(), _hinted(hint), None, mathopt.CallbackRegistration().to_proto(), None, None,
+    )  # fmt: skip
+    return _read(program, result)
+
+
+def _hinted(hint: Floats | None) -> model_parameters_pb2.ModelSolveParametersProto:
+    parameters = model_parameters_pb2.ModelSolveParametersProto()
+    if hint is not None:
+        vector = parameters.solution_hints.add().variable_values
+        vector.ids.extend(range(len(hint)))
+        vector.values.extend(hint.tolist())
+    return parameters
+
+
+_STATUS = {
+    result_pb2.TERMINATION_REASON_OPTIMAL: "optimal",
+    result_pb2.TERMINATION_REASON_FEASIBLE: "feasible",
+    result_pb2.TERMINATION_REASON_INFEASIBLE: "infeasible",
+    result_pb2.TERMINATION_REASON_INFEASIBLE_OR_UNBOUNDED: "infeasible",
+}
+
+
+def _read(program: Program, result: result_pb2.SolveResultProto) -> Answer:
+    status = _STATUS.get(result.termination.reason, "unknown")
+    bound = result.termination.objective_bounds.dual_bound * program.unit
+    values, reduced = np.zeros(0), np.zeros(0)
+    for solution in result.solutions:
+        if solution.HasField("primal_solution") and not len(values):
+            values = _dense(solution.primal_solution.variable_values, len(program.cost))
+        if solution.HasField("dual_solution") and not len(reduced):
+            reduced = _dense(solution.dual_solution.reduced_costs, len(program.cost)) * program.unit
+    return Answer(status, values, float(bound), reduced[: int(program.binary.sum())])
+
+
+def _dense(vector: object, size: int) -> Floats:
+    dense = np.zeros(size)
+    dense[np.array(vector.ids, dtype=np.int64)] = np.array(vector.values)  # type: ignore[attr-defined]
+    return dense
+
+
+__all__ = ["Answer", "Effort", "Program", "build", "export", "replace", "row_names", "run", "to_proto"]

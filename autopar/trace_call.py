@@ -1,0 +1,163 @@
+"""The two ends of a traced call: what the model is called with, and what it returns, as flat lists of leaves."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any, Literal
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .errors import TraceError
+
+Differentiate = Literal["loss", "all"]
+LossFunction = Callable[..., torch.Tensor]
+
+CONSTANT_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum, slice)
+
+
+@dataclass(frozen=True)
+class Call:
+    """``model(*args, **kwargs)`` as leaves of a pytree. ``names[i]`` is None where leaf i is no tensor; ``batch`` is the size of dim 0 that
+    most tensor leaves share (0: none worth a symbol)."""
+
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+    names: tuple[str | None, ...]
+    batch: int
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensor leaves by name, in order."""
+        return {name: leaf for name, leaf in zip(self.names, self.leaves, strict=True) if name is not None}
+
+    @property
+    def constants(self) -> dict[int, Any]:
+        """The leaves that are no tensors, by position."""
+        return {i: leaf for i, leaf in enumerate(self.leaves) if self.names[i] is None}
+
+    def rebuild(self, tensors: Iterable[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """``(args, kwargs)`` with the given tensors in place of the tensor leaves."""
+        source = iter(tensors)
+        leaves = [leaf if name is None else next(source) for name, leaf in zip(self.names, self.leaves, strict=True)]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+
+def describe_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    """Flattens the inputs. Raises :class:`TraceError` for a leaf that is neither a tensor nor a plain constant."""
+    paths, spec = pytree.tree_flatten_with_path((args, dict(kwargs)))
+    names = tuple(_leaf_name(path) if isinstance(leaf, torch.Tensor) else None for path, leaf in paths)
+    for path, leaf in paths:
+        if not isinstance(leaf, (torch.Tensor, *CONSTANT_TYPES)):
+            raise TraceError(_bad_input(_leaf_name(path), leaf))
+    leaves = tuple(leaf for _, leaf in paths)
+    return Call(spec, leaves, names, _batch_size(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
+
+
+def _leaf_name(path: tuple[Any, ...]) -> str:
+    """``labels.1`` for ``kwargs["labels"][1]``; positional inputs are named by position."""
+    keys = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))) for key in path[1:]]
+    return ".".join(map(str, keys))
+
+
+def _bad_input(name: str, leaf: Any) -> str:
+    kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+    advice = "pass torch.from_numpy(...) instead" if kind.startswith("numpy.") else "pass tensors, or build it in forward"
+    return (
+        f"input {name!r} is a {kind}, which a graph cannot take: inputs are tensors (traced) and None, numbers, strings "
+        f"and the like (fixed by the trace), in tuples, lists and dicts; {advice}"
+    )
+
+
+def _batch_size(tensors: Iterable[torch.Tensor]) -> int:
+    sizes = Counter(int(tensor.shape[0]) for tensor in tensors if tensor.dim() > 0)
+    common = [(count, -order, size) for order, (size, count) in enumerate(sizes.items()) if size >= 2]
+    return max(common)[2] if common else 0
+
+
+@dataclass
+class Returned:
+    """What the traced call returned, noted while it is traced: the tree, and per leaf its graph output or its constant."""
+
+    spec: pytree.TreeSpec | None = None
+    names: tuple[str | None, ...] = ()
+    constants: dict[int, Any] = field(default_factory=dict)
+    loss: str | None = None
+    differentiable: tuple[str, ...] = ()
+    order: tuple[str, ...] = ()
+
+
+def collect_outputs(
+    output: Any, batch: Any, loss_fn: LossFunction | None, differentiate: Differentiate, returned: Returned
+) -> tuple[torch.Tensor, ...]:
+    """The graph outputs of one call, in the order of ``returned.order``; fills in ``returned``.
+
+    An output leaf that is neither tensor nor constant (a key-value cache object) becomes None. Every result is a
+    copy, so that no two alias each other or an input; outputs that are not differentiated are detached.
+    """
+    loss = None if loss_fn is None else _call_loss(loss_fn, output, batch)
+    leaves, returned.spec = _flatten_output(output)
+    named = {str(i): leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+    returned.names = tuple(str(i) if str(i) in named else None for i in range(len(leaves)))
+    returned.constants = {i: _constant(leaf) for i, leaf in enumerate(leaves) if str(i) not in named}
+    if loss is not None:
+        named["loss"] = loss
+    returned.loss = "loss" if loss is not None else _find_loss(output, named)
+    wanted = named if differentiate == "all" or returned.loss is None else {returned.loss}
+    returned.differentiable = tuple(name for name in named if name in wanted and _is_differentiable(named[name]))
+    returned.order = tuple(named)
+    return tuple(leaf.clone() if name in returned.differentiable else leaf.detach().clone() for name, leaf in named.items())
+
+
+def _flatten_output(output: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """Leaves and tree of ``output``; dataclasses met for the first time become trees of their fields."""
+    leaves, spec = pytree.tree_flatten(output)
+    fresh = {type(leaf) for leaf in leaves if is_dataclass(leaf) and not isinstance(leaf, type)}
+    if not fresh:
+        return leaves, spec
+    for kind in sorted(fresh, key=lambda kind: kind.__qualname__):
+        pytree.register_dataclass(kind, serialized_type_name=f"{kind.__module__}.{kind.__qualname__}")
+    return _flatten_output(output)
+
+
+def _constant(leaf: Any) -> Any:
+    if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return leaf.node.expr if leaf.node.constant is None else leaf.node.constant
+    return leaf if isinstance(leaf, CONSTANT_TYPES) else None
+
+
+def _call_loss(loss_fn: LossFunction, output: Any, batch: Any) -> torch.Tensor:
+    loss = loss_fn(output, batch) if _takes_batch(loss_fn) else loss_fn(output)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise TraceError(f"loss_fn returned {found}; it must return a tensor with one element")
+    return loss
+
+
+def _takes_batch(loss_fn: LossFunction) -> bool:
+    """Whether ``loss_fn`` must be given the batch as a second positional argument."""
+    try:
+        parameters = inspect.signature(loss_fn).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return sum(p.default is p.empty for p in positional) >= 2 or any(p.name == "batch" for p in positional[1:])
+
+
+def _find_loss(output: Any, named: Mapping[str, torch.Tensor]) -> str | None:
+    """The name of the output called ``loss``, or of the only differentiable scalar."""
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    for name, leaf in named.items():
+        if leaf is found and leaf.numel() == 1:
+            return name
+    scalars = [name for name, leaf in named.items() if leaf.dim() == 0 and _is_differentiable(leaf)]
+    return scalars[0] if len(scalars) == 1 else None
+
+
+def _is_differentiable(leaf: torch.Tensor) -> bool:
+    return leaf.requires_grad and (leaf.is_floating_point() or leaf.is_complex())

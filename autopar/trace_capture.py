@@ -1,0 +1,208 @@
+"""Runs a model on fake tensors and captures its joint forward and backward as one torch.fx graph.
+
+All of torch's private machinery that tracing needs is in this file: fake tensors, the symbolic batch size, the two flags
+that make models take their traceable paths, module paths on nodes, and the joint export.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import nn
+from torch._dynamo.source import ConstantSource
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.nn.modules import module as module_hooks
+
+from .decompositions import decomposition_table
+from .trace_call import Call, Differentiate, LossFunction, Returned, collect_outputs
+from .trace_model import State, exchanged, module_paths
+
+_PATH = "autopar_module"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to trace: see :func:`autopar.trace.trace`."""
+
+    model: nn.Module
+    state: tuple[State, ...]
+    call: Call
+    device: torch.device
+    loss_fn: LossFunction | None
+    training: bool
+    grad: bool
+    differentiate: Differentiate
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A joint graph as torch.fx has it. ``symbol`` is torch's symbol for the batch size, or None; ``guards`` must hold of it."""
+
+    graph_module: torch.fx.GraphModule
+    returned: Returned
+    symbol: sympy.Symbol | None
+    guards: tuple[sympy.Basic, ...]
+
+
+class ModuleTracker:
+    """Knows which module runs; writes its path on the nodes traced meanwhile, from where torch carries it to their backward nodes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._paths = module_paths(model)
+        self._running: list[tuple[nn.Module, Any]] = []
+
+    @property
+    def path(self) -> str:
+        """The innermost module that runs, or that ran when an exception left it."""
+        return self._paths[id(self._running[-1][0])] if self._running else ""
+
+    def _enter(self, module: nn.Module, _args: Any) -> None:
+        if id(module) in self._paths:
+            meta = fx_traceback.current_meta
+            self._running.append((module, meta.get("custom")))
+            meta["custom"] = {**meta.get("custom", {}), _PATH: self._paths[id(module)]}
+
+    def _leave(self, module: nn.Module, _args: Any, _output: Any) -> None:
+        # Modules whose exception was caught by a caller are still listed above this one.
+        while any(module is entry for entry, _ in self._running):
+            entry, custom = self._running.pop()
+            if custom is None:
+                fx_traceback.current_meta.pop("custom", None)
+            else:
+                fx_traceback.current_meta["custom"] = custom
+            if entry is module:
+                break
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Follows the modules through hooks on all modules, so that the model itself is left alone."""
+        before = module_hooks.register_module_forward_pre_hook(self._enter)
+        after = module_hooks.register_module_forward_hook(self._leave)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    def restart(self) -> None:
+        """Forgets what ran; torch runs the model more than once."""
+        self._running.clear()
+
+
+class Step(nn.Module):
+    """One call of the model as a function of flat tensors; its own parameters and buffers ``t0, t1, ...`` are the model's state."""
+
+    def __init__(self, request: Request, tensors: Sequence[torch.Tensor], tracker: ModuleTracker) -> None:
+        super().__init__()
+        self.returned = Returned()
+        # Past nn.Module's bookkeeping: the model must not become a submodule, whose parameters would be lifted as well.
+        self.__dict__["request"], self.__dict__["tracker"] = request, tracker
+        for index, (entry, tensor) in enumerate(zip(request.state, tensors, strict=True)):
+            members = self._parameters if entry.role == "param" else self._buffers
+            members[f"t{index}"] = tensor  # type: ignore[assignment]
+
+    def _state(self, index: int) -> torch.Tensor:
+        name = f"t{index}"
+        tensor = self._parameters[name] if name in self._parameters else self._buffers[name]
+        assert tensor is not None
+        return tensor
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The model's outputs, and the loss, as :class:`Returned` orders them."""
+        request: Request = self.__dict__["request"]
+        self.__dict__["tracker"].restart()
+        args, kwargs = request.call.rebuild(inputs)
+        batch = kwargs if kwargs and not args else args
+        tensors = [self._state(index) for index in range(len(request.state))]
+        with exchanged(request.model, request.state, tensors), torch.set_grad_enabled(request.grad):
+            request.model.train(request.training)
+            output = request.model(*args, **kwargs)
+            return collect_outputs(output, batch, request.loss_fn, request.differentiate, self.returned)
+
+
+def fresh_prime(sizes: set[int]) -> int:
+    """The smallest prime from 11 on that is none of ``sizes`` and divides none, so that a size of it or a multiple is the batch's."""
+    candidate = 11
+    while not sympy.isprime(candidate) or any(size % candidate == 0 for size in sizes if size):
+        candidate += 2
+    return candidate
+
+
+def _sizes(request: Request) -> set[int]:
+    tensors = [*(entry.tensor for entry in request.state), *request.call.tensors.values()]
+    return {int(size) for tensor in tensors for size in tensor.shape} | {request.call.batch}
+
+
+def _fake(tensor: torch.Tensor, shape: Sequence[Any], request: Request) -> torch.Tensor:
+    fake = torch.empty(tuple(shape), dtype=tensor.dtype, device=request.device)
+    if tensor.requires_grad and request.grad:
+        fake.requires_grad_()
+    return nn.Parameter(fake, fake.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+
+def _fake_inputs(request: Request, batch: Any) -> tuple[torch.Tensor, ...]:
+    def shape(tensor: torch.Tensor) -> tuple[Any, ...]:
+        replaced = batch is not None and tensor.dim() > 0 and tensor.shape[0] == request.call.batch
+        return (batch, *tensor.shape[1:]) if replaced else tuple(tensor.shape)
+
+    return tuple(_fake(tensor, shape(tensor), request) for tensor in request.call.tensors.values())
+
+
+@contextmanager
+def _traceable() -> Iterator[None]:
+    """Models, transformers' above all, take paths free of data-dependent checks when told that they are being exported."""
+    flags = ("_is_compiling_flag", "_is_exporting_flag")
+    saved = [getattr(torch.compiler, flag) for flag in flags]
+    try:
+        for flag in flags:
+            setattr(torch.compiler, flag, True)
+        yield
+    finally:
+        for flag, value in zip(flags, saved, strict=True):
+            setattr(torch.compiler, flag, value)
+
+
+def _shape_env() -> ShapeEnv:
+    return ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+
+
+def _batch_symbol(environment: ShapeEnv, hint: int) -> Any:
+    source = ConstantSource("batch")
+    created = environment.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
+    return environment.create_symintnode(created, hint=hint, source=source)
+
+
+def capture(request: Request, tracker: ModuleTracker, *, symbolic: bool) -> Captured:
+    """The joint graph, with a symbol for the batch size or with the real sizes. Raises whatever the model or torch raise."""
+    environment = _shape_env() if symbolic else None
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment)
+    batch = _batch_symbol(environment, fresh_prime(_sizes(request))) if environment is not None else None
+    with mode:
+        inputs = _fake_inputs(request, batch)
+        tensors = [_fake(entry.tensor, entry.tensor.shape, request) for entry in request.state]
+    step = Step(request, tensors, tracker)
+    with ExitStack() as stack:
+        for context in (_traceable(), fx_traceback.preserve_node_meta(), tracker.listening()):
+            stack.enter_context(context)
+        stack.enter_context(torch.set_grad_enabled(request.grad))
+        stack.enter_context(tracing(TracingContext(mode)))
+        table = decomposition_table()
+        joint = aot_export_joint_with_descriptors(stack, step, inputs, decompositions=table)
+        graph_module = joint.graph_module
+    guards = tuple(guard.expr for guard in environment.guards) if environment is not None else ()
+    return Captured(graph_module, step.returned, batch.node.expr if batch is not None else None, guards)
+
+
+def module_path_of(node: torch.fx.Node) -> str | None:
+    """The path noted by :class:`ModuleTracker`, or None."""
+    found: str | None = node.meta.get("custom", {}).get(_PATH)
+    return found

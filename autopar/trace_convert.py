@@ -1,0 +1,253 @@
+"""The captured torch.fx graph as a :class:`~autopar.graph.Graph`: names, types, phases and module paths."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+
+from .errors import TraceError
+from .graph import DTYPE_NAMES, Arg, Graph, Node, Output, TensorType, Value, symbol
+from .trace_capture import Captured, Request, module_path_of
+from .trace_expressions import Expressions
+from .trace_model import State
+
+BATCH = "b"
+
+
+def convert(captured: Captured, request: Request) -> Graph:
+    """The graph of ``captured``. Raises :class:`TraceError` for a size that only running would tell."""
+    converter = _Converter(captured, request)
+    converter.convert_nodes()
+    symbols = ((BATCH, request.call.batch),) if captured.symbol is not None else ()
+    graph = Graph(tuple(converter.nodes), tuple(converter.outputs()), symbols, converter.constants)
+    return with_modules(with_phases(graph.without_dead()), converter.unplaced).verify()
+
+
+class _Converter:
+    """Walks the fx nodes in order; ``values`` says what each one became."""
+
+    def __init__(self, captured: Captured, request: Request) -> None:
+        self.captured, self.request = captured, request
+        self.expressions = Expressions(captured.symbol, symbol(BATCH))
+        self.values: dict[fx.Node, Any] = {}
+        self.nodes: list[Node] = []
+        self.constants: dict[str, torch.Tensor] = {}
+        self.names: set[str] = set()
+        self.unplaced: set[str] = set()
+        self.input_names = tuple(request.call.tensors)
+
+    def convert_nodes(self) -> None:
+        for node in self.captured.graph_module.graph.nodes:
+            if node.op == "placeholder":
+                self.values[node] = self._placeholder(node)
+            elif node.op == "get_attr":
+                self.values[node] = self._constant(node)
+            elif node.op == "call_function":
+                self.values[node] = self._call(node)
+
+    def _name(self, wanted: str) -> str:
+        base = re.sub(r"\W+", "_", wanted)
+        name, count = base, 0
+        while name in self.names:
+            count += 1
+            name = f"{base}_{count}"
+        self.names.add(name)
+        return name
+
+    def _add(self, name: str, op: str, args: tuple[Arg, ...], value: Any, module: str | None, **kwargs: Any) -> Value:
+        types = tuple(self._type(item) for item in (value if isinstance(value, (tuple, list)) else (value,)))
+        node = Node(self._name(name), op, args, types=types, module=module or "", **kwargs)
+        self.nodes.append(node)
+        if module is None:
+            self.unplaced.add(node.name)
+        return Value(node.name)
+
+    def _type(self, value: Any) -> TensorType | None:
+        if not isinstance(value, torch.Tensor):
+            return None
+        if value.dtype not in DTYPE_NAMES:
+            raise TraceError(f"a tensor of dtype {value.dtype}: graphs know {', '.join(map(str, DTYPE_NAMES))}")
+        return TensorType(tuple(map(self.expressions.size, value.shape)), value.dtype)
+
+    def _placeholder(self, node: fx.Node) -> Value:
+        described, value = node.meta["desc"], node.meta["val"]
+        match described:
+            case ParamAOTInput(target=target) | BufferAOTInput(target=target):
+                return self._state(self.request.state[int(target[1:])], value)
+            case PlainAOTInput(idx=index):
+                name = self.input_names[index]
+                return self._add(_placeholder_name("input", name), "input", (name,), value, "")
+            case TangentAOTInput(output=PlainAOTOutput(idx=index)):
+                name = self.captured.returned.order[index]
+                return self._add(f"tangent_{name}", "tangent", (name,), value, "", phase="backward")
+        raise TraceError(f"torch's tracer added an input that autopar does not know: {described.expr()}")
+
+    def _state(self, entry: State, value: torch.Tensor) -> Value:
+        owner = entry.name.rpartition(".")[0]
+        found = self._add(entry.name, entry.role, (entry.name,), value, owner)
+        if entry.role == "constant":
+            self.nodes[-1] = replace(self.nodes[-1], args=(found.node,))
+            self.constants[found.node] = entry.tensor
+        return found
+
+    def _constant(self, node: fx.Node) -> Value:
+        tensor = _real(_attribute(self.captured.graph_module, str(node.target)))
+        value = node.meta.get("val", tensor)
+        if tensor.dim() == 0 and not tensor.is_meta and type(tensor) is torch.Tensor:
+            options = (("dtype", tensor.dtype), ("device", self._device()))
+            return self._add("full", "aten.full.default", ((), tensor.item()), value, module_path_of(node), kwargs=options)
+        name = self._name("constant")
+        self.names.discard(name)
+        found = self._add(name, "constant", (name,), value, module_path_of(node))
+        self.constants[found.node] = tensor
+        return found
+
+    def _call(self, node: fx.Node) -> Any:
+        value = node.meta.get("val")
+        if node.target is operator.getitem:
+            source, index = node.args
+            found = self.values[source]  # type: ignore[index]
+            return Value(found.node, int(index)) if isinstance(found, Value) else found[index]  # type: ignore[call-overload, arg-type]
+        if isinstance(value, (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return self.expressions.number(value)
+        if not isinstance(node.target, torch._ops.OpOverload):
+            raise TraceError(f"the trace contains {node.target}, which is no operator of a graph")
+        args = self._arg(node.args)
+        kwargs = tuple((key, self._arg(arg)) for key, arg in node.kwargs.items())
+        path, source = module_path_of(node), _source(node)
+        return self._add(node.name, str(node.target), args, value, path, kwargs=kwargs, source=source)
+
+    def _arg(self, arg: Any) -> Arg:
+        match arg:
+            case fx.Node():
+                return self.values[arg]
+            case tuple() | list():
+                return tuple(self._arg(item) for item in arg)
+            case torch.SymInt() | torch.SymFloat() | torch.SymBool():
+                return self.expressions.number(arg)
+            case torch.device():
+                return self._device()
+        return arg
+
+    def _device(self) -> torch.device:
+        """One kind of device for the whole graph: that of the tensors it was traced on; which one, a rank knows."""
+        return torch.device(self.request.device.type)
+
+    def outputs(self) -> Iterator[Output]:
+        """Model outputs, mutations, then one gradient per parameter and per input that requires one."""
+        found: dict[tuple[str, str], Value | None] = {}
+        output = next(iter(reversed(self.captured.graph_module.graph.nodes)))
+        for node, described in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
+            key = self._output_key(described)
+            if key is not None:
+                found[key] = self.values[node] if isinstance(node, fx.Node) else None
+        for kind, name in [("output", name) for name in self.captured.returned.order]:
+            yield Output("output", name, found.get((kind, name)))
+        for (kind, name), value in found.items():
+            if kind == "mutation":
+                yield Output("mutation", name, value)
+        yield from self._gradients(found)
+
+    def _gradients(self, found: dict[tuple[str, str], Value | None]) -> Iterator[Output]:
+        if not self.request.grad:
+            return
+        for entry in self.request.state:
+            if entry.role == "param":
+                yield Output("gradient", entry.name, found.get(("gradient", entry.name)))
+        for name, tensor in self.request.call.tensors.items():
+            if tensor.requires_grad:
+                yield Output("input_gradient", name, found.get(("input_gradient", name)))
+
+    def _output_key(self, described: Any) -> tuple[str, str] | None:
+        match described:
+            case PlainAOTOutput(idx=index):
+                return "output", self.captured.returned.order[index]
+            case InputMutationAOTOutput(mutated_input=ParamAOTInput(target=target) | BufferAOTInput(target=target)):
+                return "mutation", self._mutated(self.request.state[int(target[1:])])
+            case InputMutationAOTOutput(mutated_input=PlainAOTInput()):
+                return None  # The model has its own copy of its inputs, which nobody sees afterwards.
+            case GradAOTOutput(grad_of=ParamAOTInput(target=target)):
+                return "gradient", self.request.state[int(target[1:])].name
+            case GradAOTOutput(grad_of=PlainAOTInput(idx=index)):
+                return "input_gradient", self.input_names[index]
+            case GradAOTOutput() | None:
+                return None
+        raise TraceError(f"torch's tracer added an output that autopar does not know: {described.expr()}")
+
+    @staticmethod
+    def _mutated(entry: State) -> str:
+        if entry.role == "constant":
+            raise TraceError(
+                f"forward changes the tensor {entry.name!r} in place, but it is a plain attribute; make it a buffer: "
+                f'self.register_buffer("{entry.name.rpartition(".")[2]}", ...)'
+            )
+        return entry.name
+
+
+def _placeholder_name(prefix: str, name: str) -> str:
+    return f"{prefix}_{name}" if name[:1].isdigit() else name
+
+
+def _attribute(module: Any, path: str) -> torch.Tensor:
+    for part in path.split("."):
+        module = getattr(module, part)
+    assert isinstance(module, torch.Tensor)
+    return module
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """The value of a constant; torch keeps that of a small fake tensor beside it."""
+    value = getattr(tensor, "constant", None)
+    return value if isinstance(value, torch.Tensor) else tensor.detach()
+
+
+def _source(node: fx.Node) -> str:
+    """``file:line`` of the innermost recorded frame, if torch recorded any."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return ":".join(frames[-1]) if frames else ""
+
+
+def with_phases(graph: Graph) -> Graph:
+    """Forward is what an output or a mutation needs; everything else, needed by gradients only, is backward."""
+    needed = {o.value.node for o in graph.outputs if o.value is not None and o.kind in ("output", "mutation")}
+    for node in reversed(graph.nodes):
+        if node.name in needed:
+            needed.update(value.node for value in node.operands)
+
+    def phased(node: Node) -> Node:
+        if node.is_placeholder:
+            return node
+        return replace(node, phase="forward" if node.name in needed else "backward")
+
+    return replace(graph, nodes=tuple(map(phased, graph.nodes)))
+
+
+def with_modules(graph: Graph, unknown: set[str]) -> Graph:
+    """The ``unknown`` nodes (torch has no path for sums of gradients) take the path of the latest producer, else of a consumer."""
+    paths = {node.name: node.module for node in graph.nodes if node.name not in unknown}
+    placeholders = {node.name for node in graph.nodes if node.is_placeholder}
+    order = {node.name: position for position, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        known = [v.node for v in node.operands if v.node in paths and v.node not in placeholders]
+        if node.name not in paths and known:
+            paths[node.name] = paths[max(known, key=order.__getitem__)]
+    for node in reversed(graph.nodes):
+        for value in node.operands:
+            if node.name in paths:
+                paths.setdefault(value.node, paths[node.name])
+    return replace(graph, nodes=tuple(replace(node, module=paths.get(node.name, "")) for node in graph.nodes))

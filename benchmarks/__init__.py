@@ -1,0 +1,1 @@
+"""Figures to commit: each module is a command that prints a table, or JSON with ``--json``."""

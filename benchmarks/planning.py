@@ -1,0 +1,194 @@
+"""What planning costs: CPU-seconds from model to plan, by phase, and peak memory.
+
+    python -m benchmarks.planning [--json] [--output FILE] [--cases gpt2 llama3-8b]
+
+Models and batches are on the meta device and no devices are needed. Each case runs in a process of its own,
+so that peak memory is its own; imports and building the model are measured apart from planning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .report import describe_machine, emit, make_table
+
+CLUSTER = "dgx-a100-80gb"
+MESH = (8, 8)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and what planning it may cost; ``peer`` has what is known of another planner of placements."""
+
+    build: Callable[[], tuple[nn.Module, dict[str, torch.Tensor]]]
+    description: str
+    limit_seconds: float
+    peer: Mapping[str, float]
+
+
+def token_batch(size: int, sequence: int) -> dict[str, torch.Tensor]:
+    """Token ids and labels, int64 [size, sequence], without storage."""
+    tokens = torch.empty((size, sequence), dtype=torch.int64, device="meta")
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def build_gpt2() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """GPT-2 small as published, dropout off."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
+    with torch.device("meta"):
+        return GPT2LMHeadModel(config), token_batch(64, 128)
+
+
+def build_llama3_8b() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The shape of Llama 3 8B."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        return LlamaForCausalLM(config), token_batch(64, 8192)
+
+
+CASES: Mapping[str, Case] = {
+    "gpt2": Case(
+        build_gpt2,
+        "GPT-2, 12 layers, vocabulary 50257, batch 64 x 128",
+        limit_seconds=15.0,
+        peer={"cpu_seconds": 171.0, "peak_gib": 1.87, "variables": 340_000},
+    ),
+    "llama3-8b": Case(
+        build_llama3_8b,
+        "Llama 3 8B, 32 layers, vocabulary 128256, batch 64 x 8192",
+        limit_seconds=30.0,
+        peer={"wall_seconds": 878.0},
+    ),
+}
+
+
+def cpu_seconds() -> float:
+    """User and system time of this process, all its threads, and its finished children."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def peak_gib() -> float:
+    """Largest resident memory so far, GiB (Linux counts KiB)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def measure(name: str) -> dict[str, Any]:
+    """Plans one case in this process and returns its figures."""
+    case = CASES[name]
+    model, batch = case.build()
+    import autopar
+
+    before = {"cpu_seconds": cpu_seconds(), "peak_gib": peak_gib()}
+    start = time.perf_counter()
+    plan = autopar.plan(model, MESH, batch, cluster=CLUSTER)
+    wall = time.perf_counter() - start
+    return {
+        "model": case.description,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "mesh": list(MESH),
+        "cluster": CLUSTER,
+        "cpu_seconds": cpu_seconds() - before["cpu_seconds"],
+        "wall_seconds": wall,
+        "peak_gib": peak_gib(),
+        "before_planning": before,
+        "phases_cpu_seconds": {phase: float(seconds) for phase, seconds in plan.timings.items()},
+        "limit_cpu_seconds": case.limit_seconds,
+        "status": plan.status,
+        "gap": plan.gap if math.isfinite(plan.gap) else None,
+        "predicted_step_seconds": plan.predicted.step_seconds,
+        "peer": dict(case.peer),
+    }
+
+
+def measure_apart(name: str) -> dict[str, Any]:
+    """The figures of one case from a fresh process.
+
+    Raises:
+        RuntimeError: with that process's own message, if it fails.
+    """
+    command = [sys.executable, "-m", "benchmarks.planning", "--measure", name]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(
+            f"planning {name} failed with status {done.returncode}; its traceback stands above"
+        )
+    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
+def rows_of(name: str, figures: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """The table rows of a case: itself, its phases, and the peer."""
+    rows = [
+        (
+            figures["model"],
+            f"{figures['cpu_seconds']:.1f}",
+            f"{figures['wall_seconds']:.1f}",
+            f"{figures['peak_gib']:.2f}",
+            f"{figures['limit_cpu_seconds']:.0f}",
+        )
+    ]
+    rows += [
+        (f"  {phase}", f"{value:.1f}", "", "", "") for phase, value in figures["phases_cpu_seconds"].items()
+    ]
+    peer = figures["peer"]
+    cells = (f"{peer[key]:g}" if key in peer else "" for key in ("cpu_seconds", "wall_seconds", "peak_gib"))
+    return [*rows, ("  peer", *cells, "")]
+
+
+def main(words: Sequence[str]) -> int:
+    """Measures the cases; 1 if one takes more CPU-seconds than it may."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.planning", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--output", metavar="FILE", help="write the JSON there as well")
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--measure", choices=list(CASES), help=argparse.SUPPRESS)
+    arguments = parser.parse_args(words)
+    if arguments.measure:
+        print(json.dumps(measure(arguments.measure)))
+        return 0
+    cases = {name: measure_apart(name) for name in arguments.cases}
+    rows = [row for name, figures in cases.items() for row in rows_of(name, figures)]
+    columns = ("from model to plan", "CPU s", "wall s", "peak GiB", "limit CPU s")
+    table = make_table(f"planning on mesh {MESH}, {CLUSTER}", columns, rows)
+    emit(
+        {"benchmark": "planning", "machine": describe_machine(), "cases": cases},
+        table,
+        arguments.json,
+        arguments.output,
+    )
+    return 0 if all(f["cpu_seconds"] <= f["limit_cpu_seconds"] for f in cases.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,245 @@
+"""Carries out an assignment: the graph becomes the program of one rank.
+
+Every operation becomes its local form on the rank's shards; every reshard the assignment implies becomes the hops it was priced
+with, once per (value, phase, target placements). Nothing else communicates, so the collectives of the program
+are those of the bill. Gradient reductions and weight refreshes are coalesced into buckets: many small collectives cost their latency
+many times over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from autopar.assignment import Assignment, parameter_node
+from autopar.graph import Arg, Graph, Node, Output, Phase, TensorType, Value, map_arg
+from autopar.program import Program, Section, TensorSlot
+from autopar.reshard import Hop
+from autopar.spec import Placements, Strategy
+
+from .compose import op_call
+from .emit import Buckets, Emitter
+from .rest import REST
+from .rules import LocalContext, Operand, local_call
+
+Path = Callable[[TensorType, Placements, Placements, bool], tuple[Hop, ...]]
+VIEWS = ("aten.reshape.default", "aten.view.default", "aten.transpose.int", "aten.t.default", "aten.permute.default")
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """What to lower: ``assignment`` of ``graph`` (rests inserted, concrete sizes) for the rank at ``coordinate``.
+
+    ``path(type, source, target, bucketed)`` gives the hops a reshard was priced with; gradients and refreshed weights are sent in
+    buckets of about ``bucket_bytes``. Nodes the assignment does not know (outputs that were not planned for) run replicated.
+    """
+
+    graph: Graph
+    assignment: Assignment
+    coordinate: tuple[int, ...]
+    path: Path
+    bucket_bytes: int
+
+    @property
+    def mesh(self) -> tuple[int, ...]:
+        return self.assignment.mesh
+
+    def strategy(self, node: Node) -> Strategy:
+        found = self.assignment.strategies.get(node.name)
+        everywhere = self.assignment.replicated
+        return found or Strategy((everywhere,) * len(node.operands), (everywhere,) * len(node.types))
+
+    def home(self, value: Value) -> Placements:
+        """How a value lies where it is produced."""
+        if value.node in self.assignment.parameters:
+            return self.assignment.parameters[value.node].weight
+        return self.strategy(self.graph[value.node]).outputs[value.index]
+
+    def slot(self, node: Node, placements: Placements | None = None) -> TensorSlot:
+        shape = tuple(int(size) for size in node.type.shape)
+        return TensorSlot(node.name, node.op, node.target, shape, placements or self.home(Value(node.name)))
+
+    def output_slot(self, output: Output, placements: Placements) -> TensorSlot:
+        assert output.value is not None
+        shape = tuple(int(size) for size in self.graph.type_of(output.value).shape)
+        return TensorSlot(output.name, output.kind, output.name, shape, placements)
+
+
+@dataclass
+class _Lowerer:
+    """Lowers the nodes of one phase into one section."""
+
+    job: Lowering
+    phase: Phase
+    emitter: Emitter
+    local: dict[Value, Value] = field(default_factory=dict)
+    moved: dict[tuple[Value, Placements], Value] = field(default_factory=dict)
+
+    def take(self, value: Value, target: Placements, module: str = "") -> Value:
+        """The local value of ``value`` placed as ``target``; resharded at its first use in this phase."""
+        home = self.job.home(value)
+        if home == target:
+            return self.local[value]
+        if (value, target) not in self.moved:
+            kind = self.job.graph.type_of(value)
+            path = self.job.path(kind, home, target, False)
+            self.moved[value, target] = self.emitter.hops(self.local[value], path, kind, module)
+        return self.moved[value, target]
+
+    def lower(self, node: Node) -> None:
+        strategy = self.job.strategy(node)
+        operands = [
+            self.take(value, place, node.module)
+            for value, place in zip(node.operands, strategy.inputs, strict=True)
+        ]
+        if node.op == REST:
+            self.local[Value(node.name)] = operands[0]
+            return
+        call = op_call(self.job.graph, node)
+        context = LocalContext(call, strategy.inputs, strategy.outputs, self.job.mesh, self.job.coordinate)
+        op, args, kwargs = local_call(context, strategy.local)
+
+        def leaf(arg: Arg) -> Arg:
+            return operands[arg.index] if isinstance(arg, Operand) else arg
+
+        kwargs = tuple((key, map_arg(arg, leaf)) for key, arg in kwargs)
+        first = self.emitter.emit(node.name, op, map_arg(args, leaf), kwargs, len(node.types), node.module)
+        for index in range(len(node.types)):
+            self.local[Value(node.name, index)] = Value(first.node, index)
+
+
+def lower(job: Lowering, outputs: Iterable[Output]) -> Program:
+    """The program that computes ``outputs`` (those without a value are left out), as one rank runs it."""
+    wanted = [output for output in outputs if output.value is not None]
+    graph = job.graph
+    needed = _needed(graph, wanted)
+    results = [o for o in wanted if o.kind in ("output", "mutation")]
+    gradients = [o for o in wanted if o.kind in ("gradient", "input_gradient")]
+    forward, saved = _forward(job, needed, results)
+    backward = _backward(job, needed, saved, gradients)
+    everywhere = job.assignment.replicated
+    return Program(
+        mesh=job.mesh,
+        coordinate=job.coordinate,
+        parameters=tuple(_stored(job, node) for node in graph.placeholders("param")),
+        placeholders=tuple(job.slot(node) for node in graph.nodes if node.is_placeholder and node.op != "tangent"),
+        results=tuple(job.output_slot(o, everywhere) for o in results),
+        tangents=tuple(job.slot(node) for node in graph.placeholders("tangent")) if gradients else (),
+        gradients=tuple(job.output_slot(o, _gradient_place(job, o)[1]) for o in gradients),
+        refresh=_refresh(job),
+        forward=forward,
+        backward=backward,
+        constants=graph.constants,
+    )
+
+
+def _needed(graph: Graph, outputs: list[Output]) -> set[str]:
+    needed = {output.value.node for output in outputs if output.value is not None}
+    for node in reversed(graph.nodes):
+        if node.name in needed:
+            needed.update(value.node for value in node.operands)
+    return needed
+
+
+def _stored(job: Lowering, node: Node) -> TensorSlot:
+    return job.slot(node, job.assignment.parameters[node.name].optimizer)
+
+
+def _forward(job: Lowering, needed: set[str], results: list[Output]) -> tuple[Section, list[Value]]:
+    """The forward section and the graph values it hands to backward."""
+    lowerer = _Lowerer(job, "forward", Emitter(job.mesh, job.coordinate))
+    inputs = [node.name for node in job.graph.nodes if node.is_placeholder and node.op != "tangent"]
+    lowerer.emitter.taken.update(inputs)
+    lowerer.local.update({Value(name): Value(name) for name in inputs})
+    nodes = [n for n in job.graph.nodes if n.name in needed and n.phase == "forward" and not n.is_placeholder]
+    for node in nodes:
+        lowerer.lower(node)
+    saved = _saved(job.graph, needed)
+    places = job.assignment.replicated
+    outputs = [lowerer.take(o.value, places) for o in results if o.value is not None]
+    outputs += [lowerer.local[value] for value in saved]
+    return lowerer.emitter.section("forward", tuple(inputs), tuple(outputs)), saved
+
+
+def _saved(graph: Graph, needed: set[str]) -> list[Value]:
+    """Values of forward (rests and placeholders) that needed nodes of backward use, each once."""
+    uses = (v for n in graph.nodes if n.name in needed and n.phase == "backward" for v in n.operands)
+    return [
+        value
+        for value in dict.fromkeys(uses)
+        if graph[value.node].phase == "forward" and graph[value.node].op != "tangent"
+    ]
+
+
+def _gradient_place(job: Lowering, output: Output) -> tuple[Placements, Placements]:
+    """Where a gradient is reduced to, and where it finally lies."""
+    if output.kind == "input_gradient":
+        return job.assignment.replicated, job.assignment.replicated
+    place = job.assignment.parameters[parameter_node(job.graph, output.name).name]
+    return place.gradient, place.optimizer
+
+
+def _backward(job: Lowering, needed: set[str], saved: list[Value], gradients: list[Output]) -> Section:
+    lowerer = _Lowerer(job, "backward", Emitter(job.mesh, job.coordinate))
+    emitter = lowerer.emitter
+    tangents = [Value(node.name) for node in job.graph.placeholders("tangent")] if gradients else []
+    for value in (*saved, *tangents):
+        lowerer.local[value] = Value(emitter.fresh(value.node if value.index == 0 else f"{value.node}_{value.index}"))
+    inputs = tuple(lowerer.local[value].node for value in (*saved, *tangents))
+    buckets = Buckets(emitter, job.bucket_bytes, "gradients")
+    made_by: dict[str, list[int]] = {}
+    for position, output in enumerate(gradients):
+        assert output.value is not None
+        made_by.setdefault(output.value.node, []).append(position)
+    for position in [p for value in (*saved, *tangents) for p in made_by.get(value.node, ())]:
+        _send(job, lowerer, buckets, position, gradients[position])
+    for node in job.graph.nodes:
+        if node.name in needed and node.phase == "backward" and not node.is_placeholder:
+            lowerer.lower(node)
+            for position in made_by.get(node.name, ()):
+                _send(job, lowerer, buckets, position, gradients[position])
+    done = buckets.finish()
+    outputs = _without_aliases(emitter, [done[position] for position in range(len(gradients))], set(inputs))
+    return emitter.section("backward", inputs, outputs)
+
+
+def _send(job: Lowering, lowerer: _Lowerer, buckets: Buckets, position: int, output: Output) -> None:
+    """Puts a gradient on its way to where it rests, in two legs: reduced, then cut down to where the optimizer wants it."""
+    assert output.value is not None
+    kind = job.graph.type_of(output.value)
+    reduced, final = _gradient_place(job, output)
+    path = job.path(kind, job.home(output.value), reduced, True)
+    path += job.path(kind, reduced, final, True) if final != reduced else ()
+    buckets.add(position, lowerer.local[output.value], kind, path)
+
+
+def _without_aliases(emitter: Emitter, values: list[Value], inputs: set[str]) -> tuple[Value, ...]:
+    """``values`` with a copy of each that shares memory with an earlier one or with an input: gradients are updated in place."""
+    root: dict[Value, Value] = {}
+    for instruction in emitter.instructions:
+        operand = instruction.args[0] if instruction.args else None
+        if instruction.op in VIEWS and isinstance(operand, Value):
+            root[Value(instruction.name)] = root.get(operand, operand)
+    seen: set[Value] = set()
+    found: list[Value] = []
+    for value in values:
+        base = root.get(value, value)
+        if base in seen or base.node in inputs:
+            value = emitter.emit(f"{value.node}_copy", "aten.clone.default", (value,))
+        seen.add(base)
+        found.append(value)
+    return tuple(found)
+
+
+def _refresh(job: Lowering) -> Section:
+    """Gathers the weights whose updated value lies sharded further than they work."""
+    emitter = Emitter(job.mesh, job.coordinate)
+    places = job.assignment.parameters
+    nodes = [n for n in job.graph.placeholders("param") if places[n.name].optimizer != places[n.name].weight]
+    inputs = tuple(emitter.fresh(node.name) for node in nodes)
+    buckets = Buckets(emitter, job.bucket_bytes, "weights")
+    for node in nodes:
+        path = job.path(node.type, places[node.name].optimizer, places[node.name].weight, True)
+        buckets.add(node.name, Value(node.name), node.type, path)
+    done = buckets.finish()
+    return emitter.section("refresh", inputs, tuple(done[node.name] for node in nodes))

@@ -1,0 +1,28 @@
+"""The standard pipeline from a traced graph to the one that rules, prices and solver see."""
+
+from __future__ import annotations
+
+from autopar.graph import Graph
+
+from .base import Pass, run
+from .canonical_views import CanonicalViews
+from .drop_noops import DropNoops
+from .merge_common import MergeCommon
+from .remove_dead import RemoveDead
+from .sink_views import SinkViews
+
+# No-ops go first, so that chains of views become adjacent; their composition may leave further no-ops.
+STANDARD: tuple[Pass, ...] = (
+    DropNoops(),
+    CanonicalViews(),
+    DropNoops(),
+    MergeCommon(),
+    RemoveDead(),
+    SinkViews(),
+    RemoveDead(),
+)
+
+
+def normalise(graph: Graph) -> Graph:
+    """The graph with one spelling per operation, nothing superfluous, and no view saved for backward."""
+    return run(STANDARD, graph)

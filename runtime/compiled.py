@@ -1,0 +1,38 @@
+"""What a parallel module asks of its compiler, and what it gets back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from autopar.program import Program
+from autopar.signature import Signature
+
+OutputsWanted = Literal["all", "loss"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A call to be compiled: the model's own ``args`` and ``kwargs`` (global tensors or DTensors), whether its modules are in
+    ``training`` mode, whether gradients are wanted, and whether every output is used or only the loss."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    training: bool
+    grad: bool
+    outputs: OutputsWanted
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The answer: this rank's ``program``, how the model is called, and the ``plan`` shown to the user. ``fingerprint`` identifies
+    plan and graph; all ranks must have the same."""
+
+    program: Program
+    signature: Signature
+    plan: object
+    fingerprint: str = field(default="")
+
+
+Compile = Callable[[Request], Compiled]

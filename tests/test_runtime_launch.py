@@ -1,0 +1,154 @@
+"""Local ranks: results come back, and a rank that raises, dies or hangs ends the run with its traceback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autopar.errors import OptionsError, PlanMismatchError, WorkerError
+from autopar.runtime.launch import run_local
+
+
+def no_children_left() -> bool:
+    """Whether this process has no child at all, zombies included."""
+    path = Path(f"/proc/self/task/{os.getpid()}/children")
+    return not path.read_text().split()
+
+
+def test_results_by_rank_with_closures_and_tensors() -> None:
+    base = torch.arange(3.0)
+
+    def work(rank: int, world: int, factor: int) -> tuple[int, torch.Tensor]:
+        total = base * rank * factor
+        dist.all_reduce(total)
+        return world, total
+
+    results = run_local(work, 3, timeout=30, args=(10,))
+    assert [world for world, _ in results] == [3, 3, 3]
+    assert all(torch.equal(total, base * 30) for _, total in results)
+    assert no_children_left()
+
+
+def test_large_results_do_not_block() -> None:
+    results = run_local(lambda rank, world: torch.full((1 << 19,), float(rank)), 2, timeout=30)
+    assert [float(tensor.mean()) for tensor in results] == [0.0, 1.0]
+
+
+def test_ranks_see_torchrun_variables() -> None:
+    def work(rank: int, world: int) -> tuple[str, ...]:
+        dist.init_process_group("gloo")
+        return tuple(os.environ[k] for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+
+    assert run_local(work, 2, timeout=30, backend=None) == [("0", "0", "2", "2"), ("1", "1", "2", "2")]
+
+
+def test_exception_carries_the_traceback_of_its_rank() -> None:
+    def helpless(rank: int) -> None:
+        if rank == 1:
+            raise ValueError("the number was seven")
+
+    def work(rank: int, world: int) -> None:
+        helpless(rank)
+        dist.barrier()
+
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match=r"(?s)rank 1 of 2 raised.*in helpless.*the number was seven"):
+        run_local(work, 2, timeout=30)
+    assert time.monotonic() - started < 10
+    assert no_children_left()
+
+
+def test_own_errors_keep_their_type() -> None:
+    def work(rank: int, world: int) -> None:
+        raise PlanMismatchError("batch 7 does not divide by 4")
+
+    with pytest.raises(PlanMismatchError, match="batch 7 does not divide by 4") as caught:
+        run_local(work, 2, timeout=30)
+    assert "raised" in caught.value.__notes__[0] and "in work" in caught.value.__notes__[0]
+
+
+def test_exception_that_cannot_be_sent() -> None:
+    class Stubborn(Exception):
+        def __init__(self, one: int, two: int) -> None:
+            super().__init__(f"{one} and {two}")
+
+    def work(rank: int, world: int) -> None:
+        raise Stubborn(1, 2)
+
+    with pytest.raises(WorkerError, match="Stubborn: 1 and 2"):
+        run_local(work, 1, timeout=30)
+
+
+def test_result_that_cannot_be_sent() -> None:
+    with pytest.raises(WorkerError, match="cannot be sent"):
+        run_local(lambda rank, world: (n for n in range(3)), 1, timeout=30)
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_killed_rank(start: str) -> None:
+    def work(rank: int, world: int) -> None:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match="rank 1 of 2 was killed by SIGKILL"):
+        run_local(work, 2, timeout=60, start=start)  # type: ignore[arg-type]
+    assert time.monotonic() - started < 30
+    assert no_children_left()
+
+
+def test_crash_shows_the_stack() -> None:
+    def crash_here(rank: int, world: int) -> None:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    with pytest.raises(WorkerError, match=r"(?s)SIGSEGV.*crash_here"):
+        run_local(crash_here, 1, timeout=30)
+
+
+def test_early_exit() -> None:
+    with pytest.raises(WorkerError, match="exited with status 3 without a result"):
+        run_local(lambda rank, world: os._exit(3), 1, timeout=30)
+
+
+def test_hang_shows_where() -> None:
+    def stuck_here(rank: int) -> None:
+        if rank == 1:
+            time.sleep(600)
+
+    def work(rank: int, world: int) -> int:
+        stuck_here(rank)
+        return rank
+
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match=r"(?s)no result from rank 1 of 2 within 2 s.*in stuck_here"):
+        run_local(work, 2, timeout=2)
+    assert time.monotonic() - started < 8
+    assert no_children_left()
+
+
+def test_fresh_processes() -> None:
+    offset = 5
+    assert run_local(lambda rank, world: rank + offset, 2, timeout=60, start="spawn") == [5, 6]
+
+
+def test_backward_after_the_parent_ran_backward() -> None:
+    def train() -> float:
+        weight = torch.ones(64, 64, requires_grad=True)
+        (weight @ weight).sum().backward()
+        assert weight.grad is not None
+        return float(weight.grad.sum())
+
+    expected = train()
+    assert run_local(lambda rank, world: train(), 2, timeout=30) == [expected, expected]
+
+
+def test_needs_a_process() -> None:
+    with pytest.raises(OptionsError, match="at least one process, got 0"):
+        run_local(lambda rank, world: None, 0, timeout=1)
