@@ -1,9 +1,11 @@
-"""Measures this machine: a :class:`~autopar.cluster.Cluster` called ``local`` from a minute of work of local processes.
+"""Measures this machine: a :class:`~autopar.cluster.Cluster` called ``local`` from a minute of work of local
+processes.
 
-All processes work at once while each figure is taken: on a machine with fewer cores than processes what matters is the rate each
-gets. The rates of collectives are fitted per kind by least squares of relative errors over message and group sizes, to the very
-formula plans are priced with (:mod:`autopar.cost.collective`), with one line, or two where the
-measurements bend; the relative error that remains is part of the cluster's ``source``.
+All processes work at once while each figure is taken: on a machine with fewer cores than processes what
+matters is the rate each gets. The rates of collectives are fitted per kind by least squares of relative
+errors over message and group sizes, to the very formula plans are priced with
+(:mod:`autopar.cost.collective`), with one line, or two where the measurements bend; the relative error that
+remains is part of the cluster's ``source``.
 """
 
 from __future__ import annotations
@@ -33,7 +35,12 @@ from .program import COLLECTIVES
 
 Floats = NDArray[np.float64]
 STARTUP_SECONDS = 12.0
-_WORKER = "import sys; from autopar.measure import measure_process as m; a = sys.argv; m(a[1], int(a[2]), int(a[3]), float(a[4]))"
+# A richer model must lessen the relative error by more than this, or it fits rounding.
+TOLERANCE = 0.005
+_WORKER = (
+    "import sys; from autopar.measure import measure_process; "
+    "measure_process(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))"
+)
 
 
 # ---- fitting --------------------------------------------------------------------------
@@ -59,25 +66,37 @@ def relative_error(predicted: Floats, seconds: Floats) -> float:
     return float(np.sqrt(np.mean(np.square(predicted / seconds - 1.0))))
 
 
-def fit_rates(samples: Sequence[CollectiveSample]) -> tuple[tuple[Rate, ...], float]:
-    """Rates of one kind of collective, and the relative error that remains.
-
-    One line (latency, bandwidth); two if a bend between two message sizes lessens the error by a quarter.
-    """
-    features = np.array([[steps(s.kind, s.members), traffic(s.kind, s.members) * s.nbytes] for s in samples])
+def _fit_lines(samples: Sequence[CollectiveSample], growth: float) -> tuple[tuple[Rate, ...], float]:
+    """Rates of that growth: one line, or two if a bend between message sizes lessens the error by a
+    quarter."""
+    moved = [traffic(s.kind, s.members) * s.nbytes for s in samples]
+    features = np.array([[steps(s.kind, s.members, growth) for s in samples], moved]).T
     seconds, nbytes = np.array([s.seconds for s in samples]), np.array([s.nbytes for s in samples])
-    single = [_nonnegative_fit(features, seconds)]
-    lines, error = single, relative_error(features @ single[0], seconds)
+    lines = [_nonnegative_fit(features, seconds)]
+    error = relative_error(features @ lines[0], seconds)
     for knee in sorted(set(nbytes))[2:-1]:
         pair = [_nonnegative_fit(features[side], seconds[side]) for side in (nbytes < knee, nbytes >= knee)]
         found = relative_error(np.max([features @ line for line in pair], axis=0), seconds)
-        if found < 0.75 * error:
+        if found < 0.75 * error - TOLERANCE:
             lines, error = pair, found
-    return tuple(Rate(float(a), 1.0 / float(b) if b > 0 else math.inf) for a, b in lines), error
+    return tuple(Rate(float(a), 1.0 / float(b) if b > 0 else math.inf, growth) for a, b in lines), error
+
+
+def fit_rates(samples: Sequence[CollectiveSample]) -> tuple[tuple[Rate, ...], float]:
+    """Rates of one kind of collective, and the relative error that remains; a growth above 1 must lessen it
+    by a tenth per step of a half."""
+    rates, error = _fit_lines(samples, 1.0)
+    threshold = 0.9 * error - TOLERANCE
+    for growth in np.arange(1.5, 5.0, 0.5):
+        found, left = _fit_lines(samples, float(growth))
+        if left < threshold:
+            rates, error, threshold = found, left, 0.9 * left - TOLERANCE
+    return rates, error
 
 
 def fit_matrices(samples: Sequence[MatrixSample], launch: float) -> tuple[float, float, float]:
-    """FLOP/s, padding of each dim (see :class:`~autopar.cluster.Device`), and the relative error that remains."""
+    """FLOP/s, padding of each dim (see :class:`~autopar.cluster.Device`), and the relative error that
+    remains."""
     seconds = np.array([s.seconds for s in samples])
     shapes = np.array([[s.m, s.n, s.k] for s in samples], dtype=np.float64)
     best = (0.0, 0.0, math.inf)
@@ -125,8 +144,9 @@ def fit_cluster(samples: Sequence[Samples], threads: int) -> Cluster:
     device, matrix_error = fit_device(_mean_device(samples), _processor(), machine_memory() // len(samples))
     measured = _mean_collectives(samples)
     fits = {kind: fit_rates([s for s in measured if s.kind == kind]) for kind in COLLECTIVES}
-    errors = {"matmul": matrix_error, **{kind: error for kind, (_, error) in fits.items()}}
-    rates = {kind: lines for kind, (lines, _) in fits.items()}
+    errors: dict[str, float] = {"matmul": matrix_error}
+    errors |= {kind: error for kind, (_, error) in fits.items()}
+    rates: dict[str, tuple[Rate, ...]] = {kind: lines for kind, (lines, _) in fits.items()}
     usual = rates["all_reduce"][-1]
     link = Link("gloo", None, usual.bandwidth, usual.latency, rates)
     told = ", ".join(f"{kind} {error:.0%}" for kind, error in errors.items())
@@ -168,7 +188,8 @@ def _processor() -> str:
 
 
 def _run_processes(processes: int, seconds: float, threads: int, folder: Path) -> tuple[Samples, ...]:
-    """Starts the processes, waits at most twice ``seconds`` (and the startup), and ends them whatever happens."""
+    """Starts the processes, waits at most twice ``seconds`` (and the startup), and ends them whatever
+    happens."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -196,7 +217,9 @@ def _wait(running: Sequence[subprocess.Popen[bytes]], deadline: float, folder: P
         code = process.poll()
         if code not in (None, 0):
             log = (folder / f"{rank}.log").read_text()[-4000:]
-            raise WorkerError(f"rank {rank} of {len(running)} failed while measuring (exit code {code}):\n{log}")
+            raise WorkerError(
+                f"rank {rank} of {len(running)} failed while measuring (exit code {code}):\n{log}"
+            )
     late = [rank for rank, process in enumerate(running) if process.poll() is None]
     if late:
         raise WorkerError(f"measuring did not end in time; ranks {late} of {len(running)} were still at work")
@@ -205,10 +228,12 @@ def _wait(running: Sequence[subprocess.Popen[bytes]], deadline: float, folder: P
 def calibrate(
     processes: int = 4, seconds: float = 40.0, path: str | os.PathLike[str] | None = None
 ) -> Cluster:
-    """Measures ``processes`` gloo processes on this machine in about ``seconds`` and writes the cluster to ``path``.
+    """Measures ``processes`` gloo processes on this machine in about ``seconds`` and writes the cluster to
+    ``path``.
 
-    By default it goes where ``Cluster.get("local")`` looks (:func:`autopar.cluster.local_file`). Where there is a GPU, it is
-    measured too and described beside it as ``local-gpu``. Raises :class:`WorkerError` if a process fails or hangs.
+    By default it goes where ``Cluster.get("local")`` looks (:func:`autopar.cluster.local_file`). Where there
+    is a GPU, it is measured too and described beside it as ``local-gpu``. Raises :class:`WorkerError` if a
+    process fails or hangs.
     """
     if processes < 2:
         raise OptionsError(f"calibrating collectives takes at least 2 processes, not {processes}")
@@ -238,6 +263,7 @@ def measure_gpu(seconds: float = 10.0) -> Cluster:
     about = torch.cuda.get_device_properties(device)
     samples = measure_device(device, seconds)
     found, error = fit_device(samples, about.name, int(about.total_memory))
-    source = f"measured on this machine {time.strftime('%Y-%m-%d %H:%M')}: one {about.name}; fit error matmul {error:.0%}"
+    when = time.strftime("%Y-%m-%d %H:%M")
+    source = f"measured on this machine {when}: one {about.name}; fit error matmul {error:.0%}"
     # One device has no links: the numbers below are never used.
     return Cluster("local-gpu", source, replace(found, reserve_bytes=3 << 29), (Link("none", 1, 1.0, 0.0),))

@@ -31,7 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output = Output(json=parsed.json)
     command: commands.Command = parsed.command
     try:
-        return command(parsed, output)
+        status = command(parsed, output)
+        sys.stdout.flush()
+        return status
     except AutoparError as error:
         output.error(str(error), type(error).__name__)
         return commands.USAGE
@@ -192,6 +194,7 @@ def _add_run(subparsers: Any) -> None:
 def _add_calibrate(subparsers: Any) -> None:
     parser = _add(subparsers, commands.calibrate)
     parser.add_argument("--nproc", type=_checked(_positive), default=4, help="processes to measure with (4)")
+    parser.add_argument("--seconds", type=float, default=40.0, help="how long to measure, about (40)")
     parser.add_argument("--if-missing", action="store_true", help="do nothing where it was measured before")
 
 

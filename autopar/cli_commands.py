@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import api
+from .api import plan as plan_model
+from .calibrate import calibrate as calibrate_machine
 from .cli_output import Output
 from .cli_target import load_target, parse_pins
 from .cluster import Cluster, local_file
@@ -23,11 +24,17 @@ from .doctor import examine
 from .errors import OptionsError
 from .options import Options
 from .plan import Plan
+from .verify import verify as verify_model
 
 if TYPE_CHECKING:
     from torch import nn
 
 OK, FAILED, USAGE = 0, 1, 2
+# Fields of Options that a command line may leave out.
+GIVEN = (
+    *("memory_limit", "precision", "zero", "recompute", "microbatches", "stages", "schedule"),
+    *("time_limit", "gap", "seed", "optimizer"),
+)
 BENCHMARKS = ("planning", "step_time")
 
 Command = Callable[[argparse.Namespace, Output], int]
@@ -35,9 +42,7 @@ Command = Callable[[argparse.Namespace, Output], int]
 
 def options_from(arguments: argparse.Namespace) -> Options:
     """The :class:`Options` a command line asks for; what it leaves out keeps its default."""
-    names = ("memory_limit", "precision", "zero", "recompute", "microbatches", "stages", "schedule")
-    names += ("time_limit", "gap", "seed", "optimizer")
-    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    given = {name: getattr(arguments, name) for name in GIVEN if getattr(arguments, name) is not None}
     return Options(**given, pins=parse_pins(arguments.pin), mesh_search=arguments.mesh_search)
 
 
@@ -54,7 +59,7 @@ def _make_plan(arguments: argparse.Namespace, output: Output) -> Plan:
     options = options_from(arguments)
     model, batch = load_target(arguments.target, meta=arguments.meta)
     with output.progress(f"planning {_describe(model)} on {arguments.mesh}"):
-        return api.plan(model, arguments.mesh, batch, cluster=arguments.cluster, options=options)
+        return plan_model(model, arguments.mesh, batch, cluster=arguments.cluster, options=options)
 
 
 def _describe(model: nn.Module) -> str:
@@ -109,7 +114,7 @@ def verify(arguments: argparse.Namespace, output: Output) -> int:
     options = options_from(arguments)
     model, batch = load_target(arguments.target)
     with output.progress(f"verifying {_describe(model)} on {arguments.mesh}"):
-        report = api.verify(
+        report = verify_model(
             model,
             arguments.mesh,
             batch,
@@ -175,7 +180,7 @@ def calibrate(arguments: argparse.Namespace, output: Output) -> int:
         found = Cluster.get("local")
     else:
         with output.progress(f"measuring compute and collectives on {arguments.nproc} processes"):
-            found = api.calibrate(arguments.nproc)
+            found = calibrate_machine(arguments.nproc, arguments.seconds)
     output.result(found, found)
     return OK
 

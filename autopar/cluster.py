@@ -41,11 +41,15 @@ def _require(holds: bool, message: str) -> None:
 @dataclass(frozen=True, slots=True)
 class Rate:
     """A straight line of the alpha-beta model: a collective takes ``latency`` seconds per step plus its
-    traffic over ``bandwidth`` (bytes per second, per device and direction). Steps and traffic:
-    :mod:`autopar.cost.collective`."""
+    traffic over ``bandwidth`` (bytes per second, per device and direction).
+
+    Steps and traffic are defined in :mod:`autopar.cost.collective`. With ``growth`` above 1 the latency grows
+    faster than the logarithm of the group: processes that share cores wait for each other's time slices.
+    """
 
     latency: float
     bandwidth: float
+    growth: float = 1.0
 
     def __post_init__(self) -> None:
         _require(
@@ -55,6 +59,7 @@ class Rate:
         _require(
             self.bandwidth > 0, f"bandwidth {self.bandwidth!r} is not a positive number of bytes per second"
         )
+        _require(self.growth > 0, f"growth {self.growth!r} of a latency is not positive")
 
 
 @dataclass(frozen=True)
@@ -225,10 +230,11 @@ class Cluster:
         path = Path(name).expanduser()
         if path.is_file():
             return Cluster.from_toml(path.read_text(), str(path))
+        known = ", ".join(sorted(PRESETS))
         raise OptionsError(
-            f"no cluster called {name!r} and no such file; known are {', '.join(sorted(PRESETS))}. To describe "
-            "your own, run `autopar calibrate`, or save Cluster.get('dgx-a100-80gb').to_toml() as a .toml "
-            "file, edit it and give its path"
+            f"no cluster called {name!r} and no such file; known are {known}. To describe your own, run "
+            "`autopar calibrate`, or save Cluster.get('dgx-a100-80gb').to_toml() as a .toml file, edit it, "
+            "and give its path"
         )
 
 

@@ -2,10 +2,12 @@
 
 Taken apart are
 
-- reductions that are not linear (means, variances, norms, losses with an average, batch norm): as sums and pointwise operations they stay
-  exact when a reduced dim is sharded, unequal shards included, because only sums cross devices. A mean over tokens with
-  ``ignore_index`` becomes one sum of losses over one count of tokens, both global;
-- the log-softmax of a loss: as ``amax``, ``sum`` and pointwise, sharded vocabularies exchange two small reductions;
+- reductions that are not linear (means, variances, norms, losses with an average, batch norm): as sums and
+  pointwise operations they stay exact when a reduced dim is sharded, unequal shards included, because only
+  sums cross devices. A mean over tokens with ``ignore_index`` becomes one sum of losses over one count of
+  tokens, both global;
+- the log-softmax of a loss: as ``amax``, ``sum`` and pointwise, a sharded vocabulary exchanges two small
+  reductions;
 - operations fused only for speed on one device (``addmm``), whose parts have simpler rules;
 - the many ways of writing a constant tensor: all become ``aten.full``.
 
@@ -24,7 +26,7 @@ from torch import Tensor
 from torch._decomp import get_decompositions
 from torch._ops import OpOverload
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 Decomposition = Callable[..., Any]
 _OURS: dict[OpOverload, Decomposition] = {}
@@ -70,7 +72,7 @@ _TORCHS = (
 @lru_cache(maxsize=1)
 def decomposition_table() -> dict[OpOverload, Decomposition]:
     """The table for the tracer."""
-    table = get_decompositions(_TORCHS)  # type: ignore[no-untyped-call]
+    table: dict[Any, Decomposition] = get_decompositions(_TORCHS)
     return {**{op: how for op, how in table.items() if "out" not in op._overloadname}, **_OURS}
 
 
@@ -102,7 +104,8 @@ def _count(tensor: Tensor, dims: Sequence[int]) -> Any:
 def _sum(tensor: Tensor, dims: Sequence[int], keepdim: bool = False) -> Tensor:
     if tensor.dim() == 0:
         return tensor
-    return aten.sum.dim_IntList(tensor, dims, keepdim)
+    total: Tensor = aten.sum.dim_IntList(tensor, dims, keepdim)
+    return total
 
 
 @_for(aten.mean.default, aten.mean.dim)
@@ -142,12 +145,16 @@ def std(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim:
 
 
 @_for(aten.var_mean.correction)
-def var_mean(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+def var_mean(
+    x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
     return _variance(x, dim, correction, keepdim)
 
 
 @_for(aten.std_mean.correction)
-def std_mean(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+def std_mean(
+    x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
     spread, average = _variance(x, dim, correction, keepdim)
     return spread.sqrt(), average
 
@@ -177,7 +184,9 @@ def logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
 
 
 @_for(aten.linalg_vector_norm.default)
-def vector_norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+def vector_norm(
+    x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
     """The norms that are a function of one sum; others stay as they are."""
     if x.is_complex() or ord in (math.inf, -math.inf, 0) or x.dim() == 0:
         return NotImplemented
@@ -219,12 +228,12 @@ def addmv(x: Tensor, a: Tensor, vector: Tensor, *, beta: float = 1, alpha: float
 
 
 @_for(aten.mv.default)
-def mv(a: Tensor, vector: Tensor) -> Tensor:
+def mv(a: Tensor, vector: Tensor) -> Any:
     return aten.mm.default(a, vector.unsqueeze(1)).squeeze(1)
 
 
 @_for(aten.dot.default)
-def dot(a: Tensor, b: Tensor) -> Tensor:
+def dot(a: Tensor, b: Tensor) -> Any:
     return NotImplemented if a.is_complex() else _sum(a * b, [0])
 
 
@@ -235,7 +244,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 @_for(aten.native_dropout.default)
-def native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+def native_dropout(x: Tensor, p: float, train: bool | None) -> Any:
     """Nothing to drop: the tensor itself."""
     if train and p != 0:
         return NotImplemented
@@ -249,14 +258,18 @@ def unbind(x: Tensor, dim: int = 0) -> list[Tensor]:
 
 @_for(aten.copy.default)
 def copy(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """What is left of ``copy_`` in a graph without mutation: the source in the destination's shape and dtype."""
+    """What is left of ``copy_`` in a graph without mutation: the source in the destination's shape and
+    dtype.
+    """
     return source.to(destination.dtype).expand(destination.shape).clone()
 
 
-def _full(size: Any, value: Any, like: Tensor | None, dtype: Any, device: Any) -> Tensor:
+def _full(size: Any, value: Any, like: Tensor | None, dtype: Any, device: Any) -> Any:
     if like is not None:
         dtype, device = dtype or like.dtype, device or like.device
-    return aten.full.default(size, value, dtype=dtype or torch.get_default_dtype(), device=device or torch.device("cpu"))
+    return aten.full.default(
+        size, value, dtype=dtype or torch.get_default_dtype(), device=device or torch.device("cpu")
+    )
 
 
 def _is_strided(options: dict[str, Any]) -> bool:
@@ -264,56 +277,58 @@ def _is_strided(options: dict[str, Any]) -> bool:
 
 
 @_for(aten.zeros.default, aten.empty.memory_format)
-def zeros(size: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:
+def zeros(size: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Any:
     """Uninitialised memory is zero in a graph: the same result on every run."""
     return _full(size, 0, None, dtype, device) if _is_strided(options) else NotImplemented
 
 
 @_for(aten.ones.default)
-def ones(size: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:
+def ones(size: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Any:
     return _full(size, 1, None, dtype, device) if _is_strided(options) else NotImplemented
 
 
 @_for(aten.zeros_like.default, aten.empty_like.default)
-def zeros_like(x: Tensor, *, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:
+def zeros_like(x: Tensor, *, dtype: Any = None, device: Any = None, **options: Any) -> Any:
     return _full(x.shape, 0, x, dtype, device) if _is_strided(options) else NotImplemented
 
 
 @_for(aten.ones_like.default)
-def ones_like(x: Tensor, *, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:
+def ones_like(x: Tensor, *, dtype: Any = None, device: Any = None, **options: Any) -> Any:
     return _full(x.shape, 1, x, dtype, device) if _is_strided(options) else NotImplemented
 
 
 @_for(aten.full_like.default)
-def full_like(x: Tensor, value: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:
+def full_like(x: Tensor, value: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Any:
     return _full(x.shape, value, x, dtype, device) if _is_strided(options) else NotImplemented
 
 
 @_for(aten.new_zeros.default, aten.new_empty.default)
-def new_zeros(x: Tensor, size: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:
+def new_zeros(x: Tensor, size: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Any:
     return _full(size, 0, x, dtype, device) if _is_strided(options) else NotImplemented
 
 
 @_for(aten.new_ones.default)
-def new_ones(x: Tensor, size: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:
+def new_ones(x: Tensor, size: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Any:
     return _full(size, 1, x, dtype, device) if _is_strided(options) else NotImplemented
 
 
 @_for(aten.new_full.default)
-def new_full(x: Tensor, size: Any, value: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:
+def new_full(
+    x: Tensor, size: Any, value: Any, *, dtype: Any = None, device: Any = None, **options: Any
+) -> Any:
     return _full(size, value, x, dtype, device) if _is_strided(options) else NotImplemented
 
 
 @_for(aten.scalar_tensor.default)
-def scalar_tensor(value: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:
+def scalar_tensor(value: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Any:
     return _full([], value, None, dtype, device) if _is_strided(options) else NotImplemented
 
 
 @_for(aten.fill.Scalar)
-def fill(x: Tensor, value: Any) -> Tensor:
+def fill(x: Tensor, value: Any) -> Any:
     return _full(x.shape, value, x, None, None)
 
 
 @_for(aten.zero.default)
-def zero(x: Tensor) -> Tensor:
+def zero(x: Tensor) -> Any:
     return _full(x.shape, 0, x, None, None)

@@ -1,21 +1,22 @@
 """Local operations with no ATen equivalent: what a device computes on its shard of an indexed dim.
 
-Each handles a dim that is *indexed by values* (the vocabulary of an embedding, the classes of a cross-entropy) of which the device
-holds the positions ``offset <= p < offset + local length``. Reads give zero for positions another device holds, so that the sum over
-devices is the whole result; writes skip them. All are pure and take any local length of at least one.
+Each handles a dim that is *indexed by values* (the vocabulary of an embedding, the classes of a
+cross-entropy) of which the device holds the positions ``offset <= p < offset + local length``. Reads give
+zero for positions another device holds, so that the sum over devices is the whole result; writes skip them.
+All are pure and take any local length of at least one.
 
-=================================== ====================================================================================
-``autopar.masked_embedding``         rows of a shard of the table -> Partial(sum)
-``autopar.masked_embedding_backward``  gradient of one shard of the table
-``autopar.masked_gather``            ``gather`` along a sharded dim -> Partial(sum)
-``autopar.masked_index_select``      ``index_select`` along a sharded dim -> Partial(sum)
-``autopar.masked_index``             ``x[..., indices, ...]`` with one indexed dim sharded -> Partial(sum)
-``autopar.masked_scatter_value``     ``scatter(x, dim, index, number)`` into a shard
-``autopar.masked_scatter``           ``scatter(x, dim, index, source)`` into a shard
-``autopar.masked_scatter_add``       ``scatter_add`` into a shard
-``autopar.masked_index_add``         ``index_add`` into a shard
-``autopar.masked_index_put``         ``index_put`` into a shard
-=================================== ====================================================================================
+======================================  ====================================================
+``autopar.masked_embedding``            rows of a shard of the table -> Partial(sum)
+``autopar.masked_embedding_backward``   gradient of one shard of the table
+``autopar.masked_gather``               ``gather`` along a sharded dim -> Partial(sum)
+``autopar.masked_index_select``         ``index_select`` along a sharded dim -> Partial(sum)
+``autopar.masked_index``                ``x[i, :, j]``, indexed dims sharded -> Partial(sum)
+``autopar.masked_scatter_value``        ``scatter(x, dim, index, number)`` into a shard
+``autopar.masked_scatter``              ``scatter(x, dim, index, source)`` into a shard
+``autopar.masked_scatter_add``          ``scatter_add`` into a shard
+``autopar.masked_index_add``            ``index_add`` into a shard
+``autopar.masked_index_put``            ``x[i, :, j] = values`` into a shard
+======================================  ====================================================
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ Indices = Sequence[torch.Tensor | None]
 
 
 def _to_local(index: torch.Tensor, offset: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(local, inside)``: positions counted from ``offset``, 0 where another device holds them, and whether this one does."""
+    """``(local, inside)``: positions counted from ``offset``, 0 where another device holds them, and whether
+    this one does."""
     local = index - offset
     inside = (local >= 0) & (local < length)
     return local.masked_fill(~inside, 0), inside
@@ -50,7 +52,8 @@ def masked_embedding(weight: torch.Tensor, indices: torch.Tensor, offset: int) -
 def masked_embedding_backward(
     grad: torch.Tensor, indices: torch.Tensor, local_rows: int, padding_idx: int, offset: int
 ) -> torch.Tensor:
-    """``grad`` [..., width], ``indices`` [...] -> [local rows, width]; ``padding_idx`` (global, negative: none) gets no gradient."""
+    """``grad`` [..., width], ``indices`` [...] -> [local rows, width]; ``padding_idx`` (global, negative:
+    none) gets no gradient."""
     local = indices - offset
     skipped = (local < 0) | (local >= local_rows)
     if padding_idx >= 0:
@@ -64,7 +67,8 @@ def masked_embedding_backward(
 
 
 def masked_gather(x: torch.Tensor, dim: int, index: torch.Tensor, offset: int) -> torch.Tensor:
-    """``gather`` along a dim of which ``x`` holds a shard: the shape of ``index``, zero where the position is not here."""
+    """``gather`` along a dim of which ``x`` holds a shard: the shape of ``index``, zero where the position is
+    not here."""
     local, inside = _to_local(index, offset, x.shape[dim])
     return torch.gather(x, dim, local).masked_fill_(~inside, 0)
 
@@ -79,7 +83,8 @@ def masked_index_select(x: torch.Tensor, dim: int, index: torch.Tensor, offset: 
 def _localised(
     x: torch.Tensor, indices: Indices, offsets: Sequence[int], global_shape: Sequence[int]
 ) -> tuple[list[torch.Tensor | None], torch.Tensor]:
-    """``indices`` counted from ``offsets`` in the dims of which ``x`` holds a part, and where all of them were inside."""
+    """``indices`` counted from ``offsets`` in the dims of which ``x`` holds a part, and where all of them
+    were inside."""
     local, inside = list(indices), torch.ones((), dtype=torch.bool, device=x.device)
     for dim, index in enumerate(indices):
         if index is not None and x.shape[dim] != global_shape[dim]:
@@ -91,8 +96,8 @@ def _localised(
 
 
 def _inside_result(inside: torch.Tensor, indices: Indices, rank: int) -> torch.Tensor:
-    """``inside``, shaped to broadcast against ``x[indices]`` of ``x`` with that rank: indexed dims together become one block,
-    in place if adjacent, in front otherwise."""
+    """``inside``, shaped to broadcast against ``x[indices]`` of ``x`` with that rank: indexed dims together
+    become one block, in place if adjacent, in front otherwise."""
     dims = [d for d, index in enumerate(indices) if index is not None]
     block = len(torch.broadcast_shapes(*(index.shape for index in indices if index is not None)))
     adjacent = dims == list(range(dims[0], dims[-1] + 1))
@@ -103,7 +108,8 @@ def _inside_result(inside: torch.Tensor, indices: Indices, rank: int) -> torch.T
 def masked_index(
     x: torch.Tensor, indices: Indices, offsets: Sequence[int], global_shape: Sequence[int]
 ) -> torch.Tensor:
-    """``x[indices]`` where ``x`` is a part, from ``offsets`` on, of a tensor of ``global_shape``; integer indices only.
+    """``x[indices]`` where ``x`` is a part, from ``offsets`` on, of a tensor of ``global_shape``; integer
+    indices only.
 
     Both have one entry per dim of ``x``; only those of indexed dims are read.
     """
@@ -115,7 +121,8 @@ def masked_index(
 def masked_scatter(
     x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, offset: int
 ) -> torch.Tensor:
-    """``scatter`` of ``source`` into a dim of which ``x`` holds a shard: positions held elsewhere are not written."""
+    """``scatter`` of ``source`` into a dim of which ``x`` holds a shard: positions held elsewhere are not
+    written."""
     dim %= max(x.dim(), 1)
     length = x.shape[dim]
     local, inside = _to_local(index, offset, length)
@@ -162,11 +169,12 @@ def masked_index_put(
     offsets: Sequence[int],
     global_shape: Sequence[int],
 ) -> torch.Tensor:
-    """``x[indices] = values`` (or ``+=``) where ``x`` is a part, from ``offsets`` on, of a tensor of ``global_shape``."""
+    """``x[indices] = values`` (or ``+=``) where ``x`` is a part, from ``offsets`` on, of a tensor of
+    ``global_shape``."""
     local, inside = _localised(x, indices, offsets, global_shape)
     dim = next((d for d, i in enumerate(indices) if i is not None and x.shape[d] != global_shape[d]), None)
     if dim is None:
-        return torch.index_put(x, tuple(indices), values, accumulate)  # type: ignore[arg-type]
+        return torch.index_put(x, tuple(indices), values, accumulate)
     index, length = local[dim], x.shape[dim]
     assert index is not None
     # Everything that is not ours goes to a spare position, cut off afterwards.

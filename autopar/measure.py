@@ -6,6 +6,7 @@ Run by :mod:`autopar.calibrate` in processes of its own; results are plain numbe
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -22,7 +23,14 @@ from .program import COLLECTIVES
 
 MESSAGE_BYTES = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20)
 # (m, n, k): square ones, and the skinny ones that sharding makes.
-CPU_MATRICES = ((64, 64, 64), (128, 128, 128), (256, 256, 256), (512, 512, 512), (32, 512, 512), (512, 64, 512))
+CPU_MATRICES = (
+    (64, 64, 64),
+    (128, 128, 128),
+    (256, 256, 256),
+    (512, 512, 512),
+    (32, 512, 512),
+    (512, 64, 512),
+)
 GPU_MATRICES = ((512, 512, 512), (1024, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192), (8192, 64, 4096))
 CPU_ELEMENTS = (1 << 14, 1 << 17, 1 << 20)
 GPU_ELEMENTS = (1 << 20, 1 << 24, 1 << 27)
@@ -52,7 +60,8 @@ class MatrixSample:
 
 @dataclass(frozen=True)
 class DeviceSamples:
-    """Seconds of one small operation, one view, matrix products, and elementwise operations moving so many bytes."""
+    """Seconds of one small operation, one view, matrix products, and elementwise operations moving so many
+    bytes."""
 
     launch: float
     view: float
@@ -115,8 +124,11 @@ def _matrix_sample(
     return MatrixSample(name, m, n, k, mean_seconds(lambda: torch.mm(left, right), device, budget))
 
 
-def measure_device(device: torch.device, seconds: float, meet: Callable[[], object] = lambda: None) -> DeviceSamples:
-    """Measures one device for about ``seconds``; ``meet`` is called before each figure, for all processes to be at work."""
+def measure_device(
+    device: torch.device, seconds: float, meet: Callable[[], object] = lambda: None
+) -> DeviceSamples:
+    """Measures one device for about ``seconds``; ``meet`` is called before each figure, for all processes to
+    be at work."""
     on_gpu = device.type == "cuda"
     shapes, elements = (GPU_MATRICES, GPU_ELEMENTS) if on_gpu else (CPU_MATRICES, CPU_ELEMENTS)
     # The low-precision rate of a processor without matrix units is far below, so one product tells enough.
@@ -132,7 +144,8 @@ def measure_device(device: torch.device, seconds: float, meet: Callable[[], obje
     for count in elements:
         left, right = torch.ones(count, device=device), torch.ones(count, device=device)
         meet()
-        pointwise.append((12 * count, mean_seconds(lambda a=left, b=right: a + b, device, budget)))  # type: ignore[misc]
+        add = functools.partial(torch.add, left, right)
+        pointwise.append((12 * count, mean_seconds(add, device, budget)))
     small = torch.ones(8, device=device)
     meet()
     launch = mean_seconds(lambda: small + small, device, budget)
@@ -157,11 +170,11 @@ def _call(kind: str, members: int, nbytes: int, group: dist.ProcessGroup) -> Cal
     return lambda: dist.all_to_all_single(received, piece, group=group)
 
 
-def _agree(seconds: float) -> float:
-    """The largest value of any process, so that all repeat equally often."""
-    value = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    return float(value)
+def _agree(*seconds: float) -> list[float]:
+    """The largest values of any process, so that all repeat equally often."""
+    values = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return [float(value) for value in values]
 
 
 def _timed(function: Callable[[], object]) -> float:
@@ -172,30 +185,39 @@ def _timed(function: Callable[[], object]) -> float:
 
 def measure_collectives(processes: int, seconds: float) -> tuple[CollectiveSample, ...]:
     """Every kind at every message size, among all processes and in pairs, every group busy at once."""
-    rank, samples = dist.get_rank(), []
-    sizes = sorted({size for size in (2, processes) if processes % size == 0})
-    groups = {}
-    for size in sizes:
-        for start in range(0, processes, size):
-            group = dist.new_group(list(range(start, start + size)))
-            if start <= rank < start + size:
-                groups[size] = group
-    budget = seconds / (len(sizes) * len(COLLECTIVES) * len(MESSAGE_BYTES))
-    for size in sizes:
-        for kind in COLLECTIVES:
-            for nbytes in MESSAGE_BYTES:
-                function = _call(kind, size, nbytes, groups[size])
-                function()
-                pilot = _agree(_timed(function))
-                times = [_timed(function) for _ in range(min(200, max(3, math.ceil(budget / pilot))))]
-                samples.append(CollectiveSample(kind, size, nbytes, statistics.median(times)))
-                if pilot > 2.0 + 4.0 * budget:  # a slow link: larger messages would take too long
-                    break
+    started, samples = time.perf_counter(), list[CollectiveSample]()
+    groups = _groups(processes)
+    jobs = [(size, kind, nbytes) for size in groups for kind in COLLECTIVES for nbytes in MESSAGE_BYTES]
+    too_slow: set[tuple[int, str]] = set()
+    for index, (size, kind, nbytes) in enumerate(jobs):
+        if (size, kind) in too_slow:
+            continue
+        function = _call(kind, size, nbytes, groups[size])
+        function()
+        pilot, elapsed = _agree(_timed(function), time.perf_counter() - started)
+        budget = max(0.0, seconds - elapsed) / (len(jobs) - index)
+        repeats = min(200, max(2, math.ceil(budget / pilot)))
+        times = [_timed(function) for _ in range(repeats)]
+        samples.append(CollectiveSample(kind, size, nbytes, statistics.median(times)))
+        if pilot > 2.0 + 4.0 * budget:  # a slow link: larger messages would take too long
+            too_slow.add((size, kind))
     return tuple(samples)
 
 
+def _groups(processes: int) -> dict[int, dist.ProcessGroup]:
+    """This rank's group of each size: pairs where they divide the processes, and all."""
+    rank, found = dist.get_rank(), {}
+    for size in sorted({size for size in (2, processes) if processes % size == 0}):
+        for start in range(0, processes, size):
+            group = dist.new_group(list(range(start, start + size)))
+            if start <= rank < start + size:
+                found[size] = group
+    return found
+
+
 def measure_process(folder: str, rank: int, processes: int, seconds: float) -> None:
-    """What a process started by :func:`autopar.calibrate.calibrate` does: measures, and writes ``folder/<rank>.json``."""
+    """What a process started by :func:`autopar.calibrate.calibrate` does: measures, and writes
+    ``folder/<rank>.json``."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     store = f"file://{Path(folder).absolute()}/rendezvous"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=processes)

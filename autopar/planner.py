@@ -14,19 +14,19 @@ import torch
 from autopar.cost import total_flops, usable_bytes
 from autopar.passes.annotate import annotate, is_fallback
 from autopar.passes.fold import fold_layers
-from autopar.passes.rest import insert_rests
+from autopar.passes.rest import InsertRests
 
 from .account import Account, account
-from .assignment import Assignment, parameter_node
+from .assignment import Assignment, ParameterPlacement
 from .cluster import Cluster
 from .errors import InfeasibleError
-from .graph import Graph
-from .instance import Instance, build_instance
+from .graph import Graph, Node
+from .instance import Choice, Instance, build_instance
 from .options import Options
 from .plan import Plan, PlanLine, Predicted, Step
 from .prices import Prices, placement_options
 from .problem import Ints, Solution, evaluate, memory_of
-from .restrict import baselines, live_axes, module_outputs, pin_instance, with_choices, zero_allows
+from .restrict import baselines, module_outputs, pin_instance, with_choices, zero_allows
 from .solve import smallest_memory, solve
 from .spec import short
 
@@ -78,7 +78,7 @@ def step_graph(graph: Graph, loss: str | None, batch: int) -> Graph:
     with rests for saved values."""
     kept = tuple(o for o in graph.outputs if o.kind != "output" or loss is None or o.name == loss)
     concrete = replace(graph, outputs=kept).without_dead()
-    return insert_rests(concrete.at(**{name: batch for name, _ in graph.symbols}))
+    return InsertRests()(concrete.at(**{name: batch for name, _ in graph.symbols}))
 
 
 def graph_hash(graph: Graph) -> str:
@@ -149,6 +149,28 @@ def solve_mesh(
     if _memory_binds(instance, solution):
         best = _finer(question, annotated, prices, best, timings)
     return best, priced
+
+
+def fixed_assignment(
+    question: Question, graph: Graph, parameters: Mapping[str, ParameterPlacement]
+) -> Assignment:
+    """The best assignment of an annotated graph whose parameters rest where ``parameters`` says (those it does not name: anywhere)."""
+    prices = Prices(question.cluster, question.mesh, placement_options(graph, question.mesh))
+    instance = build_instance(
+        fold_layers(graph), prices, optimizer=question.options.optimizer, memory_limit=math.inf
+    )
+
+    def allowed(node: Node, choice: Choice) -> bool:
+        if not isinstance(choice, ParameterPlacement) or node.target not in parameters:
+            return True
+        return choice.weight == parameters[node.target].weight
+
+    solution = _solve(question, with_choices(instance, allowed))
+    chosen = instance.assignment(solution.choices)
+    places = {
+        node.name: parameters.get(node.target, chosen.parameters[node.name]) for node in graph.placeholders("param")
+    }
+    return replace(chosen, parameters=places)
 
 
 def _instance(question: Question, graph: Graph, prices: Prices) -> Instance:
@@ -321,5 +343,3 @@ def default_names(mesh: tuple[int, ...], assignment: Assignment, graph: Graph) -
         names.append(kind if kind not in names else f"{kind}{names.count(kind) + 1 + axis}")
     return tuple(names)
 
-
-__all__ = ["Question", "answer", "live_axes", "parameter_node", "step_graph"]

@@ -145,6 +145,12 @@ class Prices:
             self._tables[key] = self._make_table(kind, self.options[kind], bucketed)
         return self._tables[key]
 
+    def path(
+        self, kind: TensorType, source: Placements, target: Placements, bucketed: bool = False
+    ) -> tuple[Hop, ...]:
+        """The hops a reshard is priced with."""
+        return self.table(kind, bucketed=bucketed).path(source, target)
+
     def _make_table(
         self, kind: TensorType, options: tuple[tuple[Placement, ...], ...], bucketed: bool
     ) -> ReshardTable:

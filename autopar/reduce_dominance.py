@@ -37,7 +37,9 @@ def undominated(problem: Problem) -> tuple[list[Mask], list[Ints]]:
 
 def _own(group: Group) -> Floats:
     """[k, j] change of cost when j replaces k; infinite where j needs more memory."""
-    more = (group.memory[None, :] > group.memory[:, None]) | (group.temporary[None, :] > group.temporary[:, None])
+    more = (group.memory[None, :] > group.memory[:, None]) | (
+        group.temporary[None, :] > group.temporary[:, None]
+    )
     return np.where(more, np.inf, _difference(group.cost[None, :], group.cost[:, None]))
 
 
@@ -62,7 +64,10 @@ def _worst_change(transfer: Transfer, index: int, masks: list[Mask]) -> Floats:
     """[k, j] bound on how much dearer the transfer gets when group ``index`` takes j instead of k."""
     if transfer.producer == index:
         columns = _used(transfer, range(len(transfer.consumers)), masks)
-        return _by_label(transfer.source, lambda rows: _row_change(transfer.cost[np.ix_(rows, columns)], len(transfer.consumers)))
+        return _by_label(
+            transfer.source,
+            lambda rows: _row_change(transfer.cost[np.ix_(rows, columns)], len(transfer.consumers)),
+        )
     rows = np.unique(transfer.source[masks[transfer.producer]])
     cost = transfer.cost[rows]
     slots = [c for c, consumer in enumerate(transfer.consumers) if consumer == index]
@@ -73,7 +78,9 @@ def _worst_change(transfer: Transfer, index: int, masks: list[Mask]) -> Floats:
         shared[:] = True
     total: Floats = np.zeros((len(masks[index]),) * 2)
     for slot in slots:
-        total += _by_label(transfer.targets[slot], lambda columns: _column_change(cost[:, columns], shared[columns]))
+        total += _by_label(
+            transfer.targets[slot], lambda columns: _column_change(cost[:, columns], shared[columns])
+        )
     return total
 
 
@@ -103,7 +110,9 @@ def _row_change(cost: Floats, consumers: int) -> Floats:
         if consumers == 1:
             change[p] = each.max(axis=1)
             continue
-        most = -np.partition(-each, min(consumers, each.shape[1]) - 1, axis=1)[:, : min(consumers, each.shape[1])]
+        most = -np.partition(-each, min(consumers, each.shape[1]) - 1, axis=1)[
+            :, : min(consumers, each.shape[1])
+        ]
         most.sort(axis=1)
         change[p] = most[:, -1] + np.maximum(most[:, :-1], 0.0).sum(axis=1)
     return change

@@ -29,7 +29,6 @@ from .graph import TensorType
 from .program import CollectiveKind
 from .spec import (
     PARTIAL_SUM,
-    REPLICATE,
     Placement,
     Placements,
     Shape,
@@ -37,7 +36,6 @@ from .spec import (
     is_shard,
     is_valid,
     largest_local_shape,
-    shard_before,
     shard_dim,
     short,
 )
@@ -88,30 +86,30 @@ def _is_innermost(placements: Placements, axes: tuple[int, ...]) -> bool:
     )
 
 
-def _bytes(
-    tensor: TensorType, hop_kind: str, source: Placements, target: Placements, mesh: tuple[int, ...]
-) -> int:
+def _bytes(tensor: TensorType, kind: str, source: Placements, target: Placements, mesh: tuple[int, ...]) -> int:
+    """Bytes of the full tensor of a group, uneven shards padded to the largest."""
     shape: Shape = tuple(int(s) for s in tensor.shape)
-    whole = {"all_gather": target, "all_reduce": source, "reduce_scatter": source, "all_to_all": source}[
-        hop_kind
-    ]
-    count = math.prod(largest_local_shape(shape, whole, mesh))
-    axes = [a for a in range(len(mesh)) if source[a] != target[a]]
-    degree = math.prod(mesh[a] for a in axes)
-    if hop_kind == "all_gather":
-        count = degree * math.prod(largest_local_shape(shape, source, mesh))
-    elif hop_kind == "reduce_scatter":
-        count = degree * math.prod(largest_local_shape(shape, target, mesh))
-    elif hop_kind == "all_to_all":
-        both = tuple(t if a in axes else s for a, (s, t) in enumerate(zip(source, target, strict=True)))
-        dim = shard_dim(target[axes[0]])
+    changed = [axis for axis in range(len(mesh)) if source[axis] != target[axis]]
+    group = math.prod(mesh[axis] for axis in changed)
+    held = list(largest_local_shape(shape, source, mesh))
+    if kind == "all_reduce":
+        group = 1
+    elif kind == "reduce_scatter":
+        held = list(largest_local_shape(shape, target, mesh))
+    elif kind == "all_to_all":
+        dim = shard_dim(target[changed[0]])
         assert dim is not None
-        pad = -(-largest_local_shape(shape, source, mesh)[dim] // degree) * degree
-        local = list(largest_local_shape(shape, source, mesh))
-        local[dim] = pad
-        count = degree * math.prod(local)
-        del both
-    return count * tensor.dtype.itemsize
+        held[dim] = -(-held[dim] // group) * group
+    return group * math.prod(held) * tensor.dtype.itemsize
+
+
+def _together(
+    kind: str, source: Placements, target: Placements, axes: tuple[int, ...], shape: Shape, mesh: tuple[int, ...]
+) -> bool:
+    """Whether one collective over all of ``axes`` does it: the same change on each, and flat chunks equal to nested ones."""
+    if kind in ("slice", "partial", "all_to_all") or len({(source[a], target[a]) for a in axes}) > 1:
+        return False
+    return kind == "all_reduce" or is_even(target if kind == "reduce_scatter" else source, shape, mesh)
 
 
 def make_hop(tensor: TensorType, source: Placements, target: Placements, mesh: tuple[int, ...]) -> Hop | None:
@@ -122,15 +120,11 @@ def make_hop(tensor: TensorType, source: Placements, target: Placements, mesh: t
         return None
     kind = str(kinds.pop())
     shape: Shape = tuple(int(s) for s in tensor.shape)
-    if len(axes) > 1:
-        same = len({(source[a], target[a]) for a in axes}) == 1
-        sharded = target if kind == "reduce_scatter" else source
-        even = kind == "all_reduce" or is_even(sharded, shape, mesh)
-        if kind in ("slice", "partial", "all_to_all") or not same or not even:
-            return None
+    if not (is_valid(source, shape, mesh) and is_valid(target, shape, mesh)):
+        return None
     if not (_is_innermost(source, axes) and _is_innermost(target, axes)):
         return None
-    if not (is_valid(source, shape, mesh) and is_valid(target, shape, mesh)):
+    if len(axes) > 1 and not _together(kind, source, target, axes, shape, mesh):
         return None
     if kind in ("slice", "partial"):
         return Hop(kind, axes, source, target, None)
@@ -150,6 +144,3 @@ def neighbours(
                 hop = make_hop(tensor, source, target, mesh)
                 if hop is not None and hop.axes == axes:
                     yield hop
-
-
-__all__ = ["REPLICATE", "Collective", "Hop", "make_hop", "neighbours", "shard_before"]

@@ -25,8 +25,9 @@ Mask = NDArray[np.bool_]
 class Program:
     """minimise ``cost`` v  subject to  ``lower`` <= A v <= ``upper``, v >= 0, and v binary where ``binary``.
 
-    A has entries ``value`` at (``row``, ``column``). x[i,k] is variable ``first[i] + k``; ``families`` are (name, transfer or
-    group, consumer slot, labels) of successive rows. ``unit`` seconds are 1 in ``cost``.
+    A has entries ``value`` at (``row``, ``column``). x[i,k] is variable ``first[i] + k``. ``families`` are (name, labels) of successive
+    rows, the labels being indices into the problem: group, or (transfer, slot, row or column), or (transfer, slot, row, column) for
+    ``shared``. ``unit`` seconds are 1 in ``cost``, ``memory_unit`` bytes are 1 in the memory rows.
     """
 
     cost: Floats
@@ -39,17 +40,18 @@ class Program:
     first: Ints
     families: tuple[tuple[str, Ints], ...]
     unit: float
+    memory_unit: float
 
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What the solver said: ``values`` of all variables (empty: none found), a proven ``bound`` in seconds, and the reduced costs of x
-    (linear program only). ``status``: "optimal", "feasible", "infeasible" or "unknown"."""
+    """What the solver said: ``values`` of all variables (empty: none found), a proven ``bound`` in seconds, and the ``duals`` of all rows in
+    units of the program (linear program only). ``status``: "optimal", "feasible", "infeasible" or "unknown"."""
 
     status: str
     values: Floats
     bound: float
-    reduced: Floats
+    duals: Floats
 
 
 class _Builder:
@@ -63,6 +65,7 @@ class _Builder:
         self.upper: list[Floats] = []
         self.entries: list[tuple[Ints, Ints, Floats]] = []
         self.families: list[tuple[str, Ints]] = []
+        self.memory_unit = 1.0
 
     def add_variables(self, cost: Floats) -> int:
         self.costs.append(cost)
@@ -77,7 +80,9 @@ class _Builder:
         return self.rows - len(labels)
 
     def add_entries(self, rows: Ints, columns: Ints, values: Floats | float) -> None:
-        self.entries.append((rows, columns, np.broadcast_to(np.asarray(values, dtype=np.float64), rows.shape)))
+        self.entries.append(
+            (rows, columns, np.broadcast_to(np.asarray(values, dtype=np.float64), rows.shape))
+        )
 
 
 def build(problem: Problem, objective: str = "cost") -> Program:
@@ -114,7 +119,8 @@ def _add_transfer(builder: _Builder, t: int, transfer: Transfer, first: Ints, pr
         e = builder.add_variables(cost) + np.arange(len(p))
         _add_ends(builder, t, c, transfer, first, (p, q, e))
         paid = pays[p, q]
-        row = builder.add_rows("shared", _labels(t, c, p[paid]), 0.0, np.inf) + np.arange(int(paid.sum()))
+        labels = np.concatenate([_labels(t, c, p[paid]), q[paid, None]], axis=1)
+        row = builder.add_rows("shared", labels, 0.0, np.inf) + np.arange(len(labels))
         builder.add_entries(row, z[p[paid], q[paid]], 1.0)
         builder.add_entries(row, e[paid], -1.0)
 
@@ -155,14 +161,16 @@ def _add_memory(builder: _Builder, problem: Problem, first: Ints, by_memory: boo
     total = np.concatenate([g.memory for g in problem.groups])
     spare = problem.memory_limit - problem.memory_fixed
     scale = sum(float(g.memory.max() + g.temporary.max()) for g in problem.groups) if by_memory else spare
-    unit = max(scale, 1.0) / 100
+    builder.memory_unit = unit = max(scale, 1.0) / 100
     peak = builder.add_variables(np.array([unit if by_memory else 0.0]))
     if limited:
         row = builder.add_rows("memory", np.zeros(1, dtype=np.int64), -np.inf, spare / unit)
         used = np.flatnonzero(total)
         builder.add_entries(np.full(len(used), row), used, total[used] / unit)
         builder.add_entries(np.array([row]), np.array([peak]), 1.0)
-    binding = np.array([g for g, group in enumerate(problem.groups) if group.temporary.max() > 0], dtype=np.int64)
+    binding = np.array(
+        [g for g, group in enumerate(problem.groups) if group.temporary.max() > 0], dtype=np.int64
+    )
     rows = builder.add_rows("temporary", binding, 0.0, np.inf) + np.arange(len(binding))
     builder.add_entries(rows, np.full(len(rows), peak), 1.0)
     for row, g in zip(rows, binding, strict=True):
@@ -183,11 +191,13 @@ def _finish(builder: _Builder, first: Ints, count: int) -> Program:
     binary[:count] = True
     return Program(
         cost / unit, binary, np.concatenate(builder.lower), np.concatenate(builder.upper),
-        row[order], column[order], value[order], first, tuple(builder.families), unit,
+        row[order], column[order], value[order], first, tuple(builder.families), unit, builder.memory_unit,
     )  # fmt: skip
 
 
-def to_proto(program: Program, relaxed: bool, names: bool = False, problem: Problem | None = None) -> model_pb2.ModelProto:
+def to_proto(
+    program: Program, relaxed: bool, names: bool = False, problem: Problem | None = None
+) -> model_pb2.ModelProto:
     """The program for math_opt; ``relaxed`` drops integrality."""
     model = model_pb2.ModelProto()
     size = len(program.cost)
@@ -212,16 +222,16 @@ def to_proto(program: Program, relaxed: bool, names: bool = False, problem: Prob
 def row_names(program: Program, problem: Problem) -> Iterator[str]:
     """``one_choice[group]``, ``leaves_row[transfer,consumer,row]``, ``enters_column[...]``, ``memory``, ``temporary[group]``."""
     for family, labels in program.families:
-        for n, label in enumerate(labels):
+        for label in labels:
             if family in ("one_choice", "temporary"):
                 yield f"{family}[{problem.groups[label].name}]"
             elif family == "memory":
                 yield family
             else:
-                t, c, end = (int(v) for v in label)
+                t, c, *ends = (int(v) for v in label)
                 transfer = problem.transfers[t]
-                suffix = f",{n}" if family == "shared" else ""
-                yield f"{family}[{transfer.name},{problem.groups[transfer.consumers[c]].name}#{c},{end}{suffix}]"
+                consumer = problem.groups[transfer.consumers[c]].name
+                yield f"{family}[{transfer.name},{consumer}#{c},{','.join(map(str, ends))}]"
 
 
 def export(problem: Problem) -> model_pb2.ModelProto:
@@ -279,13 +289,13 @@ _STATUS = {
 def _read(program: Program, result: result_pb2.SolveResultProto) -> Answer:
     status = _STATUS.get(result.termination.reason, "unknown")
     bound = result.termination.objective_bounds.dual_bound * program.unit
-    values, reduced = np.zeros(0), np.zeros(0)
+    values, duals = np.zeros(0), np.zeros(0)
     for solution in result.solutions:
         if solution.HasField("primal_solution") and not len(values):
             values = _dense(solution.primal_solution.variable_values, len(program.cost))
-        if solution.HasField("dual_solution") and not len(reduced):
-            reduced = _dense(solution.dual_solution.reduced_costs, len(program.cost)) * program.unit
-    return Answer(status, values, float(bound), reduced[: int(program.binary.sum())])
+        if solution.HasField("dual_solution") and not len(duals):
+            duals = _dense(solution.dual_solution.dual_values, len(program.lower))
+    return Answer(status, values, float(bound), duals)
 
 
 def _dense(vector: object, size: int) -> Floats:

@@ -1,14 +1,14 @@
 """Model to graph: runs a model once on fake tensors and returns its joint forward and backward graph.
 
-Nothing is computed and nothing allocated: parameters, buffers and inputs (real, meta or fake) are exchanged for fake tensors on the
-device asked for, and the model is as before afterwards, whatever happens.
+Nothing is computed and nothing allocated: parameters, buffers and inputs (real, meta or fake) are exchanged
+for fake tensors on the device asked for, and the model is as before afterwards, whatever happens.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -22,7 +22,6 @@ from .trace_call import Call, Differentiate, LossFunction, Returned, describe_ca
 from .trace_capture import Captured, ModuleTracker, Request, capture
 from .trace_convert import BATCH, convert
 from .trace_errors import explain
-from .trace_expressions import Expressions
 from .trace_model import State, model_state, unchanged
 
 
@@ -30,9 +29,9 @@ from .trace_model import State, model_state, unchanged
 class Traced:
     """A traced model.
 
-    ``parameters`` maps the canonical path of each parameter to whether it requires a gradient, ``buffers`` that of each buffer to
-    whether it belongs to the ``state_dict``; both in the model's order. ``guards`` are conditions on the batch size under which
-    the model runs the same operations (``b > 4``).
+    ``parameters`` maps the canonical path of each parameter to whether it requires a gradient, ``buffers``
+    that of each buffer to whether it belongs to the ``state_dict``; both in the model's order. ``guards``
+    are conditions on the batch size under which the model runs the same operations (``b > 4``).
     """
 
     graph: Graph
@@ -59,33 +58,39 @@ def trace(
 ) -> Traced:
     """Captures ``model(*args, **kwargs)`` and its backward as one graph.
 
-    Inputs are any tree of tensors and constants; the constants are fixed by the trace. If the tensors share their dim 0 (its
-    most common size is 2 or more), that size becomes the symbol ``b`` of the graph; where the model cannot be captured so, every
-    size is the real one and ``graph.symbols`` is empty. Outputs are any tree, rebuilt as the same types; a leaf that is
-    neither a tensor nor a constant, such as a key-value cache, comes back as None. The model may write into its
-    inputs: it has its own copy of them.
+    Inputs are any tree of tensors and constants; the constants are fixed by the trace. If the tensors share
+    their dim 0 (its most common size is 2 or more), that size becomes the symbol ``b`` of the graph; where
+    the model cannot be captured so, every size is the real one and ``graph.symbols`` is empty. Outputs are
+    any tree, rebuilt as the same types; a leaf that is neither a tensor nor a constant, such as a key-value
+    cache, comes back as None. The model may write into its inputs: it has its own copy of them.
 
-    ``loss_fn(output)`` or ``loss_fn(output, batch)`` (batch: the keyword inputs if there are only such, else the positional
-    ones) adds the graph output ``loss``. Without one the loss is the output called ``loss``, or else the only scalar output that
-    requires a gradient. ``differentiate="loss"`` gives only the loss a tangent if there is one, ``"all"`` every output that
-    requires a gradient. ``training`` sets the mode of the model meanwhile (None: as it is); ``grad=False`` captures
-    the forward alone.
+    ``loss_fn(output)`` or ``loss_fn(output, batch)`` (batch: the keyword inputs if there are only such,
+    else the positional ones) adds the graph output ``loss``. Without one the loss is the output called
+    ``loss``, or else the only scalar output that requires a gradient. ``differentiate="loss"`` gives only
+    the loss a tangent if there is one, ``"all"`` every output that requires a gradient. ``training`` sets
+    the mode of the model meanwhile (None: as it is); ``grad=False`` captures the forward alone.
 
     Raises:
         TraceError: names the module, the line of the model's code, and what to do.
     """
     if not isinstance(model, nn.Module):
-        raise TraceError(f"a {type(model).__name__} is no torch.nn.Module; wrap the function in a module with a forward")
+        raise TraceError(
+            f"a {type(model).__name__} is no torch.nn.Module; wrap the function in a module with a forward"
+        )
     mode = model.training if training is None else training
     call = describe_call(tuple(args), kwargs or {})
-    request = Request(model, model_state(model), call, torch.device(device), loss_fn, mode, grad, differentiate)
+    request = Request(
+        model, model_state(model), call, torch.device(device), loss_fn, mode, grad, differentiate
+    )
     with unchanged(model):
         captured, graph = _captured(request)
     return _traced(request, captured, graph)
 
 
 def _captured(request: Request) -> tuple[Captured, Graph]:
-    """Symbolically if the batch size has a symbol and nothing in the model fixes it, else with the real sizes."""
+    """Symbolically if the batch size has a symbol and nothing in the model fixes it, else with the real
+    sizes.
+    """
     if request.call.batch:
         # Any failure: the static trace may succeed, and if it fails too, says why in plain numbers.
         with contextlib.suppress(Exception):
@@ -106,9 +111,11 @@ def _captured(request: Request) -> tuple[Captured, Graph]:
 def _is_specialised(captured: Captured, graph: Graph, call: Call) -> bool:
     """Whether the symbolic trace holds only for its own hint, or not for the real batch size."""
     assert captured.symbol is not None
-    with_batch = [n for n in graph.placeholders("input") if call.tensors[n.target].dim() > 0]
-    lost = [n for n in with_batch if n.type.shape[0] != symbol(BATCH) and call.tensors[n.target].shape[0] == call.batch]
-    return bool(lost) or not _all_hold(captured.guards, captured.symbol, call.batch)
+    inputs = [node for node in graph.placeholders("input") if node.type.rank]
+    with_batch = [node for node in inputs if call.tensors[node.target].shape[0] == call.batch]
+    fixed = any(node.type.shape[0] != symbol(BATCH) for node in with_batch)
+    returned = any(isinstance(constant, sympy.Basic) for constant in captured.returned.constants.values())
+    return fixed or returned or not _all_hold(captured.guards, captured.symbol, call.batch)
 
 
 def _all_hold(guards: tuple[sympy.Basic, ...], name: sympy.Symbol, batch: int) -> bool:
@@ -121,7 +128,7 @@ def _traced(request: Request, captured: Captured, graph: Graph) -> Traced:
     guards: tuple[sympy.Basic, ...] = ()
     if captured.symbol is not None:
         guards = tuple(guard.subs(captured.symbol, symbol(BATCH)) for guard in captured.guards)
-    return Traced(graph, _signature(request, captured, captured.returned), parameters, buffers, guards)
+    return Traced(graph, _signature(request, captured.returned), parameters, buffers, guards)
 
 
 def _is_persistent(entry: State) -> bool:
@@ -129,10 +136,8 @@ def _is_persistent(entry: State) -> bool:
     return slot.key not in slot.module._non_persistent_buffers_set
 
 
-def _signature(request: Request, captured: Captured, returned: Returned) -> Signature:
+def _signature(request: Request, returned: Returned) -> Signature:
     assert returned.spec is not None
-    expressions = Expressions(captured.symbol, symbol(BATCH))
-    constants = {i: expressions.number(c) if isinstance(c, sympy.Basic) else c for i, c in returned.constants.items()}
     return Signature(
         input_spec=request.call.spec,
         input_names=request.call.names,
@@ -141,7 +146,7 @@ def _signature(request: Request, captured: Captured, returned: Returned) -> Sign
         loss=returned.loss,
         differentiable=returned.differentiable,
         constants=request.call.constants,
-        output_constants=constants,
+        output_constants=returned.constants,
         tied={alias: s.name for s in request.state for alias in s.aliases if s.role != "constant"},
         training=request.training,
     )

@@ -1,4 +1,6 @@
-"""The two ends of a traced call: what the model is called with, and what it returns, as flat lists of leaves."""
+"""The two ends of a traced call: what the model is called with, and what it returns, as flat lists of
+leaves.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,27 @@ from torch.utils import _pytree as pytree
 from .errors import TraceError
 
 Differentiate = Literal["loss", "all"]
-LossFunction = Callable[..., torch.Tensor]
+LossFunction = Callable[..., Any]
 
-CONSTANT_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum, slice)
+CONSTANT_TYPES = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    enum.Enum,
+    slice,
+)
 
 
 @dataclass(frozen=True)
 class Call:
-    """``model(*args, **kwargs)`` as leaves of a pytree. ``names[i]`` is None where leaf i is no tensor; ``batch`` is the size of dim 0 that
-    most tensor leaves share (0: none worth a symbol)."""
+    """``model(*args, **kwargs)`` as leaves of a pytree. ``names[i]`` is None where leaf i is no tensor;
+    ``batch`` is the size of dim 0 that most tensor leaves share (0: none worth a symbol)."""
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
@@ -43,13 +57,17 @@ class Call:
     def rebuild(self, tensors: Iterable[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """``(args, kwargs)`` with the given tensors in place of the tensor leaves."""
         source = iter(tensors)
-        leaves = [leaf if name is None else next(source) for name, leaf in zip(self.names, self.leaves, strict=True)]
+        leaves = [
+            leaf if name is None else next(source) for name, leaf in zip(self.names, self.leaves, strict=True)
+        ]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs
 
 
 def describe_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-    """Flattens the inputs. Raises :class:`TraceError` for a leaf that is neither a tensor nor a plain constant."""
+    """Flattens the inputs. Raises :class:`TraceError` for a leaf that is neither a tensor nor a plain
+    constant.
+    """
     paths, spec = pytree.tree_flatten_with_path((args, dict(kwargs)))
     names = tuple(_leaf_name(path) if isinstance(leaf, torch.Tensor) else None for path, leaf in paths)
     for path, leaf in paths:
@@ -67,10 +85,14 @@ def _leaf_name(path: tuple[Any, ...]) -> str:
 
 def _bad_input(name: str, leaf: Any) -> str:
     kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
-    advice = "pass torch.from_numpy(...) instead" if kind.startswith("numpy.") else "pass tensors, or build it in forward"
+    advice = (
+        "pass torch.from_numpy(...) instead"
+        if kind.startswith("numpy.")
+        else "pass tensors, or build it in forward"
+    )
     return (
-        f"input {name!r} is a {kind}, which a graph cannot take: inputs are tensors (traced) and None, numbers, strings "
-        f"and the like (fixed by the trace), in tuples, lists and dicts; {advice}"
+        f"input {name!r} is a {kind}, which a graph cannot take: inputs are tensors (traced) and None, numbers, "
+        f"strings and the like (fixed by the trace), in tuples, lists and dicts; {advice}"
     )
 
 
@@ -82,7 +104,9 @@ def _batch_size(tensors: Iterable[torch.Tensor]) -> int:
 
 @dataclass
 class Returned:
-    """What the traced call returned, noted while it is traced: the tree, and per leaf its graph output or its constant."""
+    """What the traced call returned, noted while it is traced: the tree, and per leaf its graph output or
+    its constant.
+    """
 
     spec: pytree.TreeSpec | None = None
     names: tuple[str | None, ...] = ()
@@ -97,8 +121,9 @@ def collect_outputs(
 ) -> tuple[torch.Tensor, ...]:
     """The graph outputs of one call, in the order of ``returned.order``; fills in ``returned``.
 
-    An output leaf that is neither tensor nor constant (a key-value cache object) becomes None. Every result is a
-    copy, so that no two alias each other or an input; outputs that are not differentiated are detached.
+    An output leaf that is neither tensor nor constant (a key-value cache object) becomes None. Every result
+    is a copy, so that no two alias each other or an input; outputs that are not differentiated are
+    detached.
     """
     loss = None if loss_fn is None else _call_loss(loss_fn, output, batch)
     leaves, returned.spec = _flatten_output(output)
@@ -109,9 +134,14 @@ def collect_outputs(
         named["loss"] = loss
     returned.loss = "loss" if loss is not None else _find_loss(output, named)
     wanted = named if differentiate == "all" or returned.loss is None else {returned.loss}
-    returned.differentiable = tuple(name for name in named if name in wanted and _is_differentiable(named[name]))
+    returned.differentiable = tuple(
+        name for name in named if name in wanted and _is_differentiable(named[name])
+    )
     returned.order = tuple(named)
-    return tuple(leaf.clone() if name in returned.differentiable else leaf.detach().clone() for name, leaf in named.items())
+    return tuple(
+        leaf.clone() if name in returned.differentiable else leaf.detach().clone()
+        for name, leaf in named.items()
+    )
 
 
 def _flatten_output(output: Any) -> tuple[list[Any], pytree.TreeSpec]:
@@ -127,14 +157,18 @@ def _flatten_output(output: Any) -> tuple[list[Any], pytree.TreeSpec]:
 
 def _constant(leaf: Any) -> Any:
     if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return leaf.node.expr if leaf.node.constant is None else leaf.node.constant
+        return leaf.node.expr
     return leaf if isinstance(leaf, CONSTANT_TYPES) else None
 
 
 def _call_loss(loss_fn: LossFunction, output: Any, batch: Any) -> torch.Tensor:
-    loss = loss_fn(output, batch) if _takes_batch(loss_fn) else loss_fn(output)
+    loss: Any = loss_fn(output, batch) if _takes_batch(loss_fn) else loss_fn(output)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        found = (
+            f"a tensor of shape {tuple(loss.shape)}"
+            if isinstance(loss, torch.Tensor)
+            else type(loss).__name__
+        )
         raise TraceError(f"loss_fn returned {found}; it must return a tensor with one element")
     return loss
 
@@ -146,7 +180,9 @@ def _takes_batch(loss_fn: LossFunction) -> bool:
     except (TypeError, ValueError):
         return False
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return sum(p.default is p.empty for p in positional) >= 2 or any(p.name == "batch" for p in positional[1:])
+    return sum(p.default is p.empty for p in positional) >= 2 or any(
+        p.name == "batch" for p in positional[1:]
+    )
 
 
 def _find_loss(output: Any, named: Mapping[str, torch.Tensor]) -> str | None:

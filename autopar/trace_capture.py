@@ -1,11 +1,13 @@
 """Runs a model on fake tensors and captures its joint forward and backward as one torch.fx graph.
 
-All of torch's private machinery that tracing needs is in this file: fake tensors, the symbolic batch size, the two flags
-that make models take their traceable paths, module paths on nodes, and the joint export.
+All of torch's private machinery that tracing needs is in this file: fake tensors, the symbolic batch size,
+the two flags that make models take their traceable paths, module paths on nodes, and the joint export.
 """
 
 from __future__ import annotations
 
+import gc
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -45,7 +47,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Captured:
-    """A joint graph as torch.fx has it. ``symbol`` is torch's symbol for the batch size, or None; ``guards`` must hold of it."""
+    """A joint graph as torch.fx has it. ``symbol`` is torch's symbol for the batch size, or None;
+    ``guards`` must hold of it.
+    """
 
     graph_module: torch.fx.GraphModule
     returned: Returned
@@ -54,7 +58,9 @@ class Captured:
 
 
 class ModuleTracker:
-    """Knows which module runs; writes its path on the nodes traced meanwhile, from where torch carries it to their backward nodes."""
+    """Knows which module runs; writes its path on the nodes traced meanwhile, from where torch carries it
+    to their backward nodes.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._paths = module_paths(model)
@@ -99,12 +105,14 @@ class ModuleTracker:
 
 
 class Step(nn.Module):
-    """One call of the model as a function of flat tensors; its own parameters and buffers ``t0, t1, ...`` are the model's state."""
+    """One call of the model as a function of flat tensors; its own parameters and buffers ``t0, t1, ...``
+    are the model's state.
+    """
 
     def __init__(self, request: Request, tensors: Sequence[torch.Tensor], tracker: ModuleTracker) -> None:
         super().__init__()
         self.returned = Returned()
-        # Past nn.Module's bookkeeping: the model must not become a submodule, whose parameters would be lifted as well.
+        # Past nn.Module's bookkeeping: as a submodule, the model would have its own parameters lifted as well.
         self.__dict__["request"], self.__dict__["tracker"] = request, tracker
         for index, (entry, tensor) in enumerate(zip(request.state, tensors, strict=True)):
             members = self._parameters if entry.role == "param" else self._buffers
@@ -129,9 +137,10 @@ class Step(nn.Module):
             return collect_outputs(output, batch, request.loss_fn, request.differentiate, self.returned)
 
 
-def fresh_prime(sizes: set[int]) -> int:
-    """The smallest prime from 11 on that is none of ``sizes`` and divides none, so that a size of it or a multiple is the batch's."""
-    candidate = 11
+def fresh_prime(sizes: set[int], batch: int) -> int:
+    """A prime that divides none of ``sizes``, so that no size equals the batch's by chance; the smallest
+    above the real ``batch``, so that comparisons with fixed numbers turn out as for that."""
+    candidate = max(11, batch + 1) | 1
     while not sympy.isprime(candidate) or any(size % candidate == 0 for size in sizes if size):
         candidate += 2
     return candidate
@@ -159,9 +168,14 @@ def _fake_inputs(request: Request, batch: Any) -> tuple[torch.Tensor, ...]:
 
 @contextmanager
 def _traceable() -> Iterator[None]:
-    """Models, transformers' above all, take paths free of data-dependent checks when told that they are being exported."""
+    """Models, transformers' above all, take paths free of data-dependent checks when told that they are
+    being exported.
+    """
     flags = ("_is_compiling_flag", "_is_exporting_flag")
     saved = [getattr(torch.compiler, flag) for flag in flags]
+    # What torch logs about an error in a model arrives as an exception as well.
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, log.disabled = log.disabled, True
     try:
         for flag in flags:
             setattr(torch.compiler, flag, True)
@@ -169,6 +183,18 @@ def _traceable() -> Iterator[None]:
     finally:
         for flag, value in zip(flags, saved, strict=True):
             setattr(torch.compiler, flag, value)
+        log.disabled = was_disabled
+
+
+@contextmanager
+def _collecting_rarely() -> Iterator[None]:
+    """Tracing makes many objects that live on; looking for garbage among them costs an eighth of the time."""
+    saved = gc.get_threshold()
+    gc.set_threshold(max(saved[0], 200_000), *saved[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*saved)
 
 
 def _shape_env() -> ShapeEnv:
@@ -181,24 +207,42 @@ def _batch_symbol(environment: ShapeEnv, hint: int) -> Any:
     return environment.create_symintnode(created, hint=hint, source=source)
 
 
+def _guards(environment: ShapeEnv) -> tuple[sympy.Basic, ...]:
+    """Conditions that the model's code, or the validity of an operation, put on the batch size. Those from
+    torch's fake tensors are none: there a threshold picks the kernel of a convolution, which the graph does
+    not show."""
+    return tuple(guard.expr for guard in environment.guards if "_subclasses/" not in str(guard.sloc))
+
+
 def capture(request: Request, tracker: ModuleTracker, *, symbolic: bool) -> Captured:
-    """The joint graph, with a symbol for the batch size or with the real sizes. Raises whatever the model or torch raise."""
+    """The joint graph, with a symbol for the batch size or with the real sizes. Raises whatever the model
+    or torch raise.
+    """
     environment = _shape_env() if symbolic else None
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment)
-    batch = _batch_symbol(environment, fresh_prime(_sizes(request))) if environment is not None else None
+    batch = (
+        _batch_symbol(environment, fresh_prime(_sizes(request), request.call.batch))
+        if environment is not None
+        else None
+    )
     with mode:
         inputs = _fake_inputs(request, batch)
         tensors = [_fake(entry.tensor, entry.tensor.shape, request) for entry in request.state]
     step = Step(request, tensors, tracker)
     with ExitStack() as stack:
-        for context in (_traceable(), fx_traceback.preserve_node_meta(), tracker.listening()):
+        for context in (
+            _collecting_rarely(),
+            _traceable(),
+            fx_traceback.preserve_node_meta(),
+            tracker.listening(),
+        ):
             stack.enter_context(context)
         stack.enter_context(torch.set_grad_enabled(request.grad))
         stack.enter_context(tracing(TracingContext(mode)))
         table = decomposition_table()
         joint = aot_export_joint_with_descriptors(stack, step, inputs, decompositions=table)
         graph_module = joint.graph_module
-    guards = tuple(guard.expr for guard in environment.guards) if environment is not None else ()
+    guards = _guards(environment) if environment is not None else ()
     return Captured(graph_module, step.returned, batch.node.expr if batch is not None else None, guards)
 
 

@@ -20,6 +20,8 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 
+from autopar.passes.base import with_phases
+
 from .errors import TraceError
 from .graph import DTYPE_NAMES, Arg, Graph, Node, Output, TensorType, Value, symbol
 from .trace_capture import Captured, Request, module_path_of
@@ -69,7 +71,9 @@ class _Converter:
         self.names.add(name)
         return name
 
-    def _add(self, name: str, op: str, args: tuple[Arg, ...], value: Any, module: str | None, **kwargs: Any) -> Value:
+    def _add(
+        self, name: str, op: str, args: tuple[Arg, ...], value: Any, module: str | None, **kwargs: Any
+    ) -> Value:
         types = tuple(self._type(item) for item in (value if isinstance(value, (tuple, list)) else (value,)))
         node = Node(self._name(name), op, args, types=types, module=module or "", **kwargs)
         self.nodes.append(node)
@@ -81,7 +85,9 @@ class _Converter:
         if not isinstance(value, torch.Tensor):
             return None
         if value.dtype not in DTYPE_NAMES:
-            raise TraceError(f"a tensor of dtype {value.dtype}: graphs know {', '.join(map(str, DTYPE_NAMES))}")
+            raise TraceError(
+                f"a tensor of dtype {value.dtype}: graphs know {', '.join(map(str, DTYPE_NAMES))}"
+            )
         return TensorType(tuple(map(self.expressions.size, value.shape)), value.dtype)
 
     def _placeholder(self, node: fx.Node) -> Value:
@@ -110,7 +116,9 @@ class _Converter:
         value = node.meta.get("val", tensor)
         if tensor.dim() == 0 and not tensor.is_meta and type(tensor) is torch.Tensor:
             options = (("dtype", tensor.dtype), ("device", self._device()))
-            return self._add("full", "aten.full.default", ((), tensor.item()), value, module_path_of(node), kwargs=options)
+            return self._add(
+                "full", "aten.full.default", ((), tensor.item()), value, module_path_of(node), kwargs=options
+            )
         name = self._name("constant")
         self.names.discard(name)
         found = self._add(name, "constant", (name,), value, module_path_of(node))
@@ -121,8 +129,8 @@ class _Converter:
         value = node.meta.get("val")
         if node.target is operator.getitem:
             source, index = node.args
-            found = self.values[source]  # type: ignore[index]
-            return Value(found.node, int(index)) if isinstance(found, Value) else found[index]  # type: ignore[call-overload, arg-type]
+            found = self.values[source]
+            return Value(found.node, int(index)) if isinstance(found, Value) else found[index]
         if isinstance(value, (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
             return self.expressions.number(value)
         if not isinstance(node.target, torch._ops.OpOverload):
@@ -145,14 +153,16 @@ class _Converter:
         return arg
 
     def _device(self) -> torch.device:
-        """One kind of device for the whole graph: that of the tensors it was traced on; which one, a rank knows."""
+        """One kind of device for the whole graph: that of the tensors it was traced on; which one, a rank
+        knows.
+        """
         return torch.device(self.request.device.type)
 
     def outputs(self) -> Iterator[Output]:
         """Model outputs, mutations, then one gradient per parameter and per input that requires one."""
         found: dict[tuple[str, str], Value | None] = {}
         output = next(iter(reversed(self.captured.graph_module.graph.nodes)))
-        for node, described in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
+        for node, described in zip(output.args[0], output.meta["desc"], strict=True):
             key = self._output_key(described)
             if key is not None:
                 found[key] = self.values[node] if isinstance(node, fx.Node) else None
@@ -177,7 +187,9 @@ class _Converter:
         match described:
             case PlainAOTOutput(idx=index):
                 return "output", self.captured.returned.order[index]
-            case InputMutationAOTOutput(mutated_input=ParamAOTInput(target=target) | BufferAOTInput(target=target)):
+            case InputMutationAOTOutput(
+                mutated_input=ParamAOTInput(target=target) | BufferAOTInput(target=target)
+            ):
                 return "mutation", self._mutated(self.request.state[int(target[1:])])
             case InputMutationAOTOutput(mutated_input=PlainAOTInput()):
                 return None  # The model has its own copy of its inputs, which nobody sees afterwards.
@@ -193,8 +205,8 @@ class _Converter:
     def _mutated(entry: State) -> str:
         if entry.role == "constant":
             raise TraceError(
-                f"forward changes the tensor {entry.name!r} in place, but it is a plain attribute; make it a buffer: "
-                f'self.register_buffer("{entry.name.rpartition(".")[2]}", ...)'
+                f"forward changes the tensor {entry.name!r} in place, but it is a plain attribute; make it "
+                f'a buffer: self.register_buffer("{entry.name.rpartition(".")[2]}", ...)'
             )
         return entry.name
 
@@ -222,23 +234,10 @@ def _source(node: fx.Node) -> str:
     return ":".join(frames[-1]) if frames else ""
 
 
-def with_phases(graph: Graph) -> Graph:
-    """Forward is what an output or a mutation needs; everything else, needed by gradients only, is backward."""
-    needed = {o.value.node for o in graph.outputs if o.value is not None and o.kind in ("output", "mutation")}
-    for node in reversed(graph.nodes):
-        if node.name in needed:
-            needed.update(value.node for value in node.operands)
-
-    def phased(node: Node) -> Node:
-        if node.is_placeholder:
-            return node
-        return replace(node, phase="forward" if node.name in needed else "backward")
-
-    return replace(graph, nodes=tuple(map(phased, graph.nodes)))
-
-
 def with_modules(graph: Graph, unknown: set[str]) -> Graph:
-    """The ``unknown`` nodes (torch has no path for sums of gradients) take the path of the latest producer, else of a consumer."""
+    """The ``unknown`` nodes (torch has no path for sums of gradients) take the path of the latest producer,
+    else of a consumer.
+    """
     paths = {node.name: node.module for node in graph.nodes if node.name not in unknown}
     placeholders = {node.name for node in graph.nodes if node.is_placeholder}
     order = {node.name: position for position, node in enumerate(graph.nodes)}

@@ -1,4 +1,6 @@
-"""Why a model could not be captured, said so that its author can act: module, line, reason, smallest change."""
+"""Why a model could not be captured, said so that its author can act: module, line, reason, smallest
+change.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +22,22 @@ _OWN = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 
 _BRANCH = (
-    "the value of a tensor decides what runs next (.item(), int(), bool(), `if tensor:`, .tolist() or a Python loop over values), but "
-    "a graph is captured without values; use torch.where or a mask instead, or compute the number outside the model"
+    "the value of a tensor decides what runs next (.item(), int(), bool(), `if tensor:`, .tolist() or a Python "
+    "loop over values), but a graph is captured without values; use torch.where or a mask instead, or compute "
+    "the number outside the model"
 )
 _SHAPE = (
-    "the shape of a result depends on the values of a tensor (nonzero, boolean indexing, unique, masked_select, a loop over "
-    "experts), but a graph has fixed shapes; use torch.where or a mask; for mixture-of-experts models of transformers pass "
-    'experts_implementation="batched_mm" (or "grouped_mm") to the config'
+    "the shape of a result depends on the values of a tensor (nonzero, boolean indexing, unique, masked_select, "
+    "a loop over experts), but a graph has fixed shapes; use torch.where or a mask; for mixture-of-experts models "
+    'of transformers pass experts_implementation="batched_mm" (or "grouped_mm") to the config'
 )
 _OPERATOR = (
     "this operator has no shape function, so it cannot be traced without data; register one with "
     "torch.library.register_fake, or replace the operator"
 )
 _DATA = (
-    "a tensor with real values is needed here; keep tensors that the model reads in parameters or buffers, and read no "
-    "values from inputs"
+    "a tensor with real values is needed here; keep tensors that the model reads in parameters or buffers, "
+    "and read no values from inputs"
 )
 
 
@@ -48,9 +51,15 @@ def is_data_dependent(error: BaseException) -> bool:
 def explain(error: BaseException, module: str, model: torch.nn.Module) -> TraceError:
     """A :class:`TraceError` for ``error``, raised while the module at path ``module`` ran."""
     location = user_location(error)
-    where = f"in module {module!r} ({type(model.get_submodule(module)).__name__})" if module else f"in {type(model).__name__}"
+    where = (
+        f"in module {module!r} ({type(model.get_submodule(module)).__name__})"
+        if module
+        else f"in {type(model).__name__}"
+    )
     at = f" at {location[0]}\n    {location[1]}" if location else ""
-    return TraceError(f"{type(model).__name__} could not be captured as one graph: {where}{at}\n{_reason(error)}")
+    return TraceError(
+        f"{type(model).__name__} could not be captured as one graph: {where}{at}\n{_reason(error)}"
+    )
 
 
 def _reason(error: BaseException) -> str:
@@ -60,7 +69,7 @@ def _reason(error: BaseException) -> str:
         return _BRANCH
     if isinstance(error, UnsupportedOperatorException):
         return f"{_operator_of(error)}{_OPERATOR}"
-    if isinstance(error, UnsupportedFakeTensorException):
+    if isinstance(error, UnsupportedFakeTensorException) or ".numpy()" in str(error):
         return f"{_DATA}\n{error}"
     return f"{type(error).__name__}: {error}"
 
@@ -71,7 +80,9 @@ def _operator_of(error: BaseException) -> str:
 
 
 def user_location(error: BaseException) -> tuple[str, str] | None:
-    """``("file:line", source line)`` of the innermost frame that is neither torch's, nor ours, nor the standard library's."""
+    """``("file:line", source line)`` of the innermost frame that is neither torch's, nor ours, nor the
+    standard library's.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not f.filename.startswith((*_OWN, "<")) and not _is_standard(f.filename)]
     return (f"{own[-1].filename}:{own[-1].lineno}", own[-1].line or "") if own else None

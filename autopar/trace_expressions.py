@@ -1,4 +1,6 @@
-"""Sizes as torch's tracer writes them (its own sympy functions and symbols) to plain sympy in the graph's symbol."""
+"""Sizes as torch's tracer writes them (its own sympy functions and symbols) to plain sympy in the graph's
+symbol.
+"""
 
 from __future__ import annotations
 
@@ -34,17 +36,23 @@ _PLAIN: dict[type, Callable[..., sympy.Expr]] = {
 
 
 class Expressions:
-    """Rewrites expressions of torch's batch symbol ``old`` into expressions of ``new``; remembers what it has seen."""
+    """Rewrites expressions of torch's batch symbol ``old`` into expressions of ``new``; remembers what it
+    has seen.
+    """
 
     def __init__(self, old: sympy.Symbol | None, new: sympy.Symbol) -> None:
         self._names: dict[sympy.Basic, sympy.Basic] = {} if old is None else {old: new}
         self._seen: dict[sympy.Basic, Dim | float] = {}
 
     def number(self, value: Any) -> Dim | float:
-        """``value`` (a number, a torch symbolic number or an expression) as an int, a float or plain sympy."""
+        """``value`` (a number, a torch symbolic number or an expression) as an int, a float or plain
+        sympy.
+        """
         if isinstance(value, (bool, int, float)):
             return value
-        expression = value.node.expr if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
+        expression = (
+            value.node.expr if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
+        )
         if expression not in self._seen:
             self._seen[expression] = _settled(self._plain(expression))
         return self._seen[expression]
@@ -58,13 +66,17 @@ class Expressions:
         if expression in self._names:
             return self._names[expression]
         if isinstance(expression, sympy.Symbol):
-            raise TraceError(f"the size {expression} is known only when the model runs; a graph has fixed shapes")
+            raise TraceError(
+                f"the size {expression} is known only when the model runs; a graph has fixed shapes"
+            )
         if not expression.args:
             return expression
         args = [self._plain(arg) for arg in expression.args]
         rebuild = _PLAIN.get(type(expression))
         if rebuild is None and type(expression).__module__ == theirs.__name__:
-            raise TraceError(f"the size {expression} cannot be written as a plain expression of the batch size")
+            raise TraceError(
+                f"the size {expression} cannot be written as a plain expression of the batch size"
+            )
         return (rebuild or expression.func)(*args)
 
 
@@ -72,7 +84,7 @@ def _settled(expression: Any) -> Dim | float:
     if not isinstance(expression, sympy.Basic):
         return int(expression)
     if expression.is_Integer:
-        return int(expression)  # type: ignore[call-overload]
+        return int(expression)
     if expression.is_number:
-        return float(expression)  # type: ignore[arg-type]
-    return expression  # type: ignore[return-value]
+        return float(expression)
+    return expression

@@ -1,4 +1,6 @@
-"""A model whose tensors are exchanged for stand-ins while it is traced, and put back afterwards whatever happens."""
+"""A model whose tensors are exchanged for stand-ins while it is traced, and put back afterwards whatever
+happens.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ class Slot:
     key: str
 
     def _members(self) -> dict[str, Any]:
-        return self.module.__dict__ if self.role == "constant" else self.module.__dict__[f"_{self.role}{_PLURAL[self.role]}"]
+        return (
+            self.module.__dict__
+            if self.role == "constant"
+            else self.module.__dict__[f"_{self.role}{_PLURAL[self.role]}"]
+        )
 
     def get(self) -> torch.Tensor | None:
         """What the place holds now."""
@@ -40,8 +46,8 @@ _PLURAL = {"param": "eters", "buffer": "s"}
 
 @dataclass(frozen=True)
 class State:
-    """One tensor of a model: a parameter, a buffer, or a plain tensor attribute (``constant``), under its first name, with every place
-    that refers to it."""
+    """One tensor of a model: a parameter, a buffer, or a plain tensor attribute (``constant``), under its
+    first name, with every place that refers to it."""
 
     role: Role
     name: str
@@ -64,7 +70,9 @@ def _members_of(path: str, module: nn.Module) -> Iterator[tuple[str, Slot, torch
 
 
 def model_state(model: nn.Module) -> tuple[State, ...]:
-    """Every distinct tensor of the model: parameters first, then buffers, then constants, each in order of first appearance."""
+    """Every distinct tensor of the model: parameters first, then buffers, then constants, each in order of
+    first appearance.
+    """
     found: dict[int, tuple[Slot, torch.Tensor, list[str], list[Slot]]] = {}
     for role in ("param", "buffer", "constant"):
         for path, module in model.named_modules(remove_duplicate=False):
@@ -99,8 +107,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def exchanged(model: nn.Module, state: Sequence[State], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """The model with ``tensors`` in the places of ``state``. A buffer that forward *re-assigns* (``self.step = self.step + 1``) counts
-    as updated in place, so that the graph returns its new value."""
+    """The model with ``tensors`` in the places of ``state``. A buffer that forward *re-assigns*
+    (``self.step = self.step + 1``) counts as updated in place, so that the graph returns its new value."""
     with unchanged(model):
         for entry, tensor in zip(state, tensors, strict=True):
             for slot in entry.slots:

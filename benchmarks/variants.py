@@ -15,7 +15,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM
 
@@ -85,7 +90,7 @@ def hsdp(model: LlamaForCausalLM, batch: Batch, device: str) -> Step:
 
 def shard_heads(model: LlamaForCausalLM, mesh: DeviceMesh) -> LlamaForCausalLM:
     """Megatron's plan: column then row in attention and in the feed-forward, vocabulary split at the end."""
-    plan = {
+    plan: dict[str, ParallelStyle] = {
         "lm_head": ColwiseParallel(output_layouts=Replicate()),
     }
     for index in range(len(model.model.layers)):

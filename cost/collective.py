@@ -22,7 +22,8 @@ and the price is ``collective_seconds + sum_l max over rates of (latency x steps
 
 Steps are counted log2 (trees, recursive halving and doubling) and rates combine by max: this makes one
 collective over two axes never dearer than two over one axis each, and one of two tensors together never
-dearer than two, so the solver finds no gain in splitting that the hardware would not show.
+dearer than one for each, so that a solver finds no gain in splitting that the hardware would not show. A rate
+with ``growth`` g above 1 counts (log2 f_l)^g steps; it describes links where splitting does pay.
 """
 
 from __future__ import annotations
@@ -86,9 +87,9 @@ def _most_blocks(blocks: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> int
     return int((np.diff(rows, axis=1) != 0).sum(axis=1).max(initial=0)) + 1
 
 
-def steps(kind: str, fan: float) -> float:
+def steps(kind: str, fan: float, growth: float = 1.0) -> float:
     """How many latencies a collective of that kind takes among ``fan`` devices."""
-    return math.log2(fan) * (2.0 if kind == "all_reduce" else 1.0)
+    return math.pow(math.log2(fan), growth) * (2.0 if kind == "all_reduce" else 1.0)
 
 
 def traffic(kind: str, fan: float, inner: float = 1.0, members: float | None = None) -> float:
@@ -102,8 +103,10 @@ def traffic(kind: str, fan: float, inner: float = 1.0, members: float | None = N
 
 
 def _level_lines(link: Link, kind: str, fan: float, inner: float, members: float) -> Lines:
-    count, share = steps(kind, fan), traffic(kind, fan, inner, members)
-    return tuple((rate.latency * count, share / rate.bandwidth) for rate in link.lines(kind))
+    share = traffic(kind, fan, inner, members)
+    return tuple(
+        (rate.latency * steps(kind, fan, rate.growth), share / rate.bandwidth) for rate in link.lines(kind)
+    )
 
 
 @lru_cache(maxsize=1 << 14)

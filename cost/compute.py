@@ -10,7 +10,6 @@ placeholders nothing.
 
 from __future__ import annotations
 
-
 import sympy
 import torch
 
@@ -72,7 +71,7 @@ def node_seconds(
     found = _outputs(node, outputs)
     work, nbytes = family.flops(node, inputs, found), family.bytes(node, inputs, found)
     matrix = family.matrix(inputs, found) if family.matrix is not None else None
-    return compute_seconds(cluster, work, nbytes, _dtype(inputs, found), matrix)  # type: ignore[arg-type]
+    return compute_seconds(cluster, work, nbytes, _dtype(inputs, found), matrix)
 
 
 def _dtype(inputs: Inputs, outputs: Outputs) -> torch.dtype:

@@ -112,6 +112,7 @@ def usable_bytes(cluster: Cluster) -> int:
     left = cluster.device.memory_bytes - reserve(cluster)
     if left <= 0:
         raise OptionsError(
-            f"cluster {cluster.name!r} reserves {reserve(cluster)} of {cluster.device.memory_bytes} bytes; lower its reserve_bytes"
+            f"cluster {cluster.name!r} reserves {reserve(cluster)} of {cluster.device.memory_bytes} bytes; "
+            "lower its reserve_bytes"
         )
     return left

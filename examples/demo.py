@@ -9,6 +9,7 @@ finally computes one step in a single process too, to see that the loss and ever
 
 from __future__ import annotations
 
+import math
 import statistics
 import sysconfig
 import time
@@ -26,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import autopar
 
 MESH = (2, 2)
-BATCH, SEQUENCE, STEPS = 16, 128, 80
+BATCH, SEQUENCE, STEPS = 16, 128, 120
 LEARNING_RATE = 1e-3
 TOLERANCE = 1e-5
 
@@ -63,7 +64,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def compare_with_one_process(
-    model: torch.nn.Module, batch: dict[str, torch.Tensor]
+    model: autopar.ParallelModule, batch: dict[str, torch.Tensor]
 ) -> tuple[float, float, int]:
     """One step of ``model`` beside the same step of the original in a single process.
 
@@ -86,7 +87,9 @@ def compare_with_one_process(
     return float((loss - expected).abs() / expected.abs()), max(errors), len(errors)
 
 
-def train(model: torch.nn.Module, data: Iterator[dict[str, torch.Tensor]], console: Console) -> list[float]:
+def train(
+    model: autopar.ParallelModule, data: Iterator[dict[str, torch.Tensor]], console: Console
+) -> list[float]:
     """Trains for STEPS steps and returns how many seconds each took."""
     optimizer = model.optimizer(torch.optim.AdamW, lr=LEARNING_RATE)
     seconds: list[float] = []
@@ -112,7 +115,7 @@ def train(model: torch.nn.Module, data: Iterator[dict[str, torch.Tensor]], conso
 
 
 def main() -> int:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if torch.cuda.device_count() >= math.prod(MESH) else "cpu"
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     mesh = init_device_mesh(device, MESH)
     console = Console(quiet=dist.get_rank() != 0)

@@ -3,11 +3,13 @@
     torchrun --nproc-per-node 4 examples/train_plain.py
 
 The planner traces the model at the first batch it sees, so ``parallelize`` needs the model and the mesh,
-nothing else. The loop is ordinary PyTorch: the parameters are DTensors, which every torch optimizer and
-``clip_grad_norm_`` understand.
+nothing else. The loop is ordinary PyTorch: from that batch on the parameters are DTensors, which every torch
+optimizer and ``clip_grad_norm_`` understand.
 """
 
 from __future__ import annotations
+
+import os
 
 import torch
 import torch.distributed as dist
@@ -39,21 +41,18 @@ def make_batch(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def main() -> None:
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    device_type = "cuda" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
     dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
     mesh = init_device_mesh(device_type, (dist.get_world_size(),))
 
     torch.manual_seed(0)  # the same weights on every process
     model = autopar.parallelize(Classifier(), mesh)
-    optimizer: torch.optim.Optimizer | None = None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
     generator = torch.Generator().manual_seed(1)
     for step in range(STEPS):
         features, labels = make_batch(generator)
         loss = model(features.to(device_type), labels.to(device_type))
-        # The first call has planned and placed the parameters: these are what the optimizer steps.
-        if optimizer is None:
-            optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)

@@ -7,27 +7,31 @@ neither, replication alone, which the plan reports as a fallback with its price.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import ClassVar
 
-from autopar.graph import Graph, Node, TensorType
+from autopar.graph import Graph, Node, TensorType, Value
 from autopar.spec import (
     PARTIAL_SUM,
     REPLICATE,
     AxisStrategy,
+    Placement,
     Placements,
     Shard,
     StridedShard,
     Strategy,
+    is_shard,
     is_valid,
+    shard_dim,
 )
 
 from .base import Pass
 from .compose import compose, op_call, shardable
 from .dimension_strings import strided_variants
+from .prune import Live, is_live, live_placements
 from .rest import REST
 from .rule_table import RULES
 from .rules import OpCall
@@ -58,9 +62,10 @@ def axis_strategies(call: OpCall, factors: Factors) -> tuple[AxisStrategy, ...]:
     return tuple(dict.fromkeys([*found, *variants]))
 
 
-def is_fallback(node: Node) -> bool:
-    """Whether the node can only be replicated because nobody has a rule for its operation."""
-    return not node.is_placeholder and node.op != REST and node.op not in RULES
+def is_fallback(node: Node, graph: Graph) -> bool:
+    """Whether ``node`` of an annotated graph can only be replicated because nobody has a rule for its operation."""
+    ruled = node.is_placeholder or node.op == REST or node.op in RULES
+    return not ruled and len(graph.strategies[node.name]) == 1
 
 
 def reshape_factors(graph: Graph, mesh: tuple[int, ...]) -> Factors:
@@ -78,7 +83,7 @@ def reshape_factors(graph: Graph, mesh: tuple[int, ...]) -> Factors:
                     factors[int(tensor.shape[placement.dim])].add(placement.before)
         return found
 
-    for call in {op_call(graph, node) for node in graph.nodes if node.op in FACTORING}:
+    for call in {op_call(graph, node) for node in graph.nodes if node.op in FACTORING and node.op in RULES}:
         compose(call, mesh, offer)
     return {size: frozenset(befores) for size, befores in factors.items()}
 
@@ -87,8 +92,61 @@ FACTORING = (RESHAPE, "aten.split.Tensor", "aten.split_with_sizes.default", "ate
 
 
 def annotate(graph: Graph, mesh: tuple[int, ...]) -> Graph:
-    """The graph with ``strategies`` for a mesh of that shape."""
-    offer = partial(axis_strategies, factors=reshape_factors(graph, mesh))
+    """The graph with ``strategies`` for a mesh of that shape; those that lead nowhere (:mod:`.prune`) left out."""
+    factors = reshape_factors(graph, mesh)
+    sizes = sorted({size for size in mesh if size > 1})
+    single = [_strategies(graph, (size,), partial(axis_strategies, factors=factors)) for size in sizes]
+    joined = {node.name: tuple(dict.fromkeys(s for one in single for s in one[node.name])) for node in graph.nodes}
+    live = live_placements(graph, joined)
+    wanted = _wanted(graph, live)
+    found = _strategies(graph, mesh, partial(_live_offers, factors=factors, wanted=wanted))
+    kept = {node.name: tuple(s for s in found[node.name] if _is_kept(node, s, live)) for node in graph.nodes}
+    return replace(graph, strategies=kept)
+
+
+Wanted = Mapping[OpCall, tuple[frozenset[Placement], ...]]
+
+
+def _wanted(graph: Graph, live: Live) -> Wanted:
+    """For each operation the live placements of its operands and results, all nodes that are the same call taken together."""
+    found: dict[OpCall, list[set[Placement]]] = {}
+    for node in graph.nodes:
+        if not node.is_placeholder and node.op != REST:
+            values = [*node.operands, *(Value(node.name, i) for i in range(len(node.types)))]
+            sets = found.setdefault(_key(op_call(graph, node)), [set() for _ in values])
+            for known, value in zip(sets, values, strict=True):
+                known.update(live.get(value, ()))
+    return {call: tuple(map(frozenset, sets)) for call, sets in found.items()}
+
+
+def _key(call: OpCall) -> OpCall:
+    """The call without what sharding changes: its sizes."""
+    inputs = tuple(TensorType((0,) * t.rank, t.dtype) for t in call.inputs)
+    outputs = tuple(t and TensorType((0,) * t.rank, t.dtype) for t in call.outputs)
+    return replace(call, inputs=inputs, outputs=outputs, size=1)
+
+
+def _live_offers(call: OpCall, factors: Factors, wanted: Wanted) -> tuple[AxisStrategy, ...]:
+    """One-axis strategies whose plain shards somebody wants; strided ones count by their dim, for inside another axis they are
+    counted differently."""
+    sets = wanted[_key(call)]
+    dims = [{shard_dim(p) for p in found if is_shard(p)} for found in sets]
+
+    def is_wanted(strategy: AxisStrategy) -> bool:
+        places = zip((*strategy.inputs, *strategy.outputs), sets, dims, strict=True)
+        return all(p == REPLICATE or p in found or shard_dim(p) in of_dims - {None} for p, found, of_dims in places)
+
+    return tuple(strategy for strategy in axis_strategies(call, factors) if is_wanted(strategy))
+
+
+def _is_kept(node: Node, strategy: Strategy, live: Live) -> bool:
+    return node.is_placeholder or is_live(node, strategy, live)
+
+
+def _strategies(
+    graph: Graph, mesh: tuple[int, ...], offer: Callable[[OpCall], tuple[AxisStrategy, ...]]
+) -> dict[str, tuple[Strategy, ...]]:
+    """All strategies of every node; equal calls are composed once."""
     known: dict[OpCall, tuple[Strategy, ...]] = {}
     strategies: dict[str, tuple[Strategy, ...]] = {}
     for node in graph.nodes:
@@ -102,7 +160,7 @@ def annotate(graph: Graph, mesh: tuple[int, ...]) -> Graph:
     for node in graph.nodes:
         if node.op == REST:
             strategies[node.name] = _rest_strategies(graph, node, strategies)
-    return replace(graph, strategies=strategies)
+    return strategies
 
 
 def placeholder_strategies(node: Node, mesh: tuple[int, ...]) -> tuple[Strategy, ...]:

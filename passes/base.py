@@ -1,20 +1,29 @@
-"""What a pass is: a frozen dataclass whose fields are its options, called on a graph, and valid graphs on both sides."""
+"""What a pass is: a frozen dataclass whose fields are its options, called on a graph, and valid graphs on
+both sides.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from typing import ClassVar
 
 import torch
+
 from autopar.errors import GraphError
-from autopar.graph import Graph, Node, Output, Value
+from autopar.graph import Graph, Node, Output, Phase, Value
+
+# Results of these depend on strides, which a graph does not show and dropping a copy may change.
+LAYOUT_SENSITIVE = frozenset(
+    ("aten.as_strided.default", "aten.view.dtype", "aten.as_strided_scatter.default")
+)
 
 
 class Pass(ABC):
-    """Graph to graph. Subclasses are frozen dataclasses with a kebab-case ``name`` and an ``apply``; calling one also verifies.
+    """Graph to graph. Subclasses are frozen dataclasses with a kebab-case ``name`` and an ``apply``;
+    calling one also verifies.
 
     >>> from autopar.passes.remove_dead import RemoveDead
     >>> RemoveDead().name
@@ -28,7 +37,9 @@ class Pass(ABC):
         """The new graph; ``graph`` itself cannot change."""
 
     def __call__(self, graph: Graph) -> Graph:
-        """``apply``, with the graph verified before and after. Raises :class:`GraphError` carrying the printed graph."""
+        """``apply``, with the graph verified before and after. Raises :class:`GraphError` carrying the
+        printed graph.
+        """
         self._verified(graph, "before")
         return self._verified(self.apply(graph), "after")
 
@@ -47,7 +58,8 @@ def run(passes: Iterable[Pass], graph: Graph) -> Graph:
 
 
 def rewrite(graph: Graph, visit: Callable[[Node], Node | Value]) -> Graph:
-    """Replaces each node by what ``visit`` makes of it: a node of the same name, or an older value that is its (first) result.
+    """Replaces each node by what ``visit`` makes of it: a node of the same name, or an older value that is
+    its (first) result.
 
     ``visit`` sees nodes in order, with operands already replaced; placeholders are left alone.
     """
@@ -58,7 +70,9 @@ def rewrite(graph: Graph, visit: Callable[[Node], Node | Value]) -> Graph:
             node = node.map_values(lambda value: renamed.get(value, value))
         found = node if node.is_placeholder else visit(node)
         if isinstance(found, Value):
-            renamed.update((Value(node.name, i), Value(found.node, found.index + i)) for i in range(len(node.types)))
+            renamed.update(
+                (Value(node.name, i), Value(found.node, found.index + i)) for i in range(len(node.types))
+            )
         else:
             nodes.append(found)
     outputs = tuple(_renamed(output, renamed) for output in graph.outputs)
@@ -71,10 +85,10 @@ def _renamed(output: Output, renamed: dict[Value, Value]) -> Output:
     return replace(output, value=renamed[output.value])
 
 
-@lru_cache(maxsize=None)
+@cache
 def is_pure(op: str) -> bool:
-    """Whether equal operands give equal results and nothing else happens: an ATen operation that neither draws random numbers nor
-    writes. Unknown operations are not."""
+    """Whether equal operands give equal results and nothing else happens: an ATen operation that neither
+    draws random numbers nor writes. Unknown operations are not."""
     namespace, _, rest = op.partition(".")
     name, _, overload = rest.rpartition(".")
     packet = getattr(torch.ops.aten, name, None) if namespace == "aten" and name else None
@@ -85,14 +99,16 @@ def is_pure(op: str) -> bool:
 
 
 def with_phases(graph: Graph) -> Graph:
-    """Phases by their definition: forward is what an output or a mutation needs, backward what only gradients need."""
+    """Phases by their definition: forward is what an output or a mutation needs, backward what only
+    gradients need.
+    """
     needed = {o.value.node for o in graph.outputs if o.value is not None and o.kind in ("output", "mutation")}
     for node in reversed(graph.nodes):
         if node.name in needed:
             needed.update(value.node for value in node.operands)
 
     def phased(node: Node) -> Node:
-        phase = "forward" if node.name in needed else "backward"
+        phase: Phase = "forward" if node.name in needed else "backward"
         return node if node.is_placeholder or node.phase == phase else replace(node, phase=phase)
 
     return replace(graph, nodes=tuple(map(phased, graph.nodes)))

@@ -1,4 +1,6 @@
-"""One way to write each change of shape: ``reshape``, ``permute``, ``expand``, ``slice``, with nothing left implicit."""
+"""One way to write each change of shape: ``reshape``, ``permute``, ``expand``, ``slice``, with nothing left
+implicit.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import ClassVar
 
 from autopar.graph import Arg, Dim, Graph, Node, Value
 
-from .base import Pass, rewrite
+from .base import LAYOUT_SENSITIVE, Pass, rewrite
 
 RESHAPE, PERMUTE, EXPAND = "aten.reshape.default", "aten.permute.default", "aten.expand.default"
 
@@ -41,10 +43,11 @@ class CanonicalViews(Pass):
         %x: f32[b, 4] = aten.view.default(%a, [-1, 4])   becomes   aten.reshape.default(%a, [b, 4])
         %y: f32[4, b] = aten.t.default(%x)               becomes   aten.permute.default(%x, [1, 0])
 
-    ``view``, ``_unsafe_view``, ``squeeze``, ``unsqueeze``, ``flatten`` become ``reshape`` (which, unlike ``view``, also takes the
-    transposed tensors that sharding leaves), with the full target shape; ``t`` and ``transpose`` become ``permute``;
-    ``expand`` and ``slice`` say every size. A chain of the same kind becomes one step. Arguments about memory layout,
-    which has no meaning in a graph, are dropped, unless an operation of the graph reads the layout.
+    ``view``, ``_unsafe_view``, ``squeeze``, ``unsqueeze``, ``flatten`` become ``reshape`` (which, unlike
+    ``view``, also takes the transposed tensors that sharding leaves), with the full target shape; ``t`` and
+    ``transpose`` become ``permute``; ``expand`` and ``slice`` say every size. A chain of the same kind
+    becomes one step. Arguments about memory layout, which has no meaning in a graph, are dropped, unless an
+    operation of the graph reads the layout.
     """
 
     name: ClassVar[str] = "canonical-views"
@@ -56,18 +59,23 @@ class CanonicalViews(Pass):
 def canonical_views(graph: Graph) -> Graph:
     """See :class:`CanonicalViews`."""
     latest: dict[str, Node] = {}
+    silent = _SILENT - {"memory_format"} if any(n.op in LAYOUT_SENSITIVE for n in graph.nodes) else _SILENT
 
     def visit(node: Node) -> Node:
-        found = _composed(_canonical(node, graph), latest)
+        found = _composed(_canonical(_without(node, silent), graph), latest)
         latest[node.name] = found
         return found
 
     return rewrite(graph, visit)
 
 
+def _without(node: Node, silent: frozenset[str]) -> Node:
+    if not any(key in silent for key, _ in node.kwargs):
+        return node
+    return replace(node, kwargs=tuple((key, arg) for key, arg in node.kwargs if key not in silent))
+
+
 def _canonical(node: Node, graph: Graph) -> Node:
-    if any(key in _SILENT for key, _ in node.kwargs):
-        node = replace(node, kwargs=tuple((key, arg) for key, arg in node.kwargs if key not in _SILENT))
     if node.op in _RESHAPES:
         return replace(node, op=RESHAPE, args=(node.args[0], node.type.shape), kwargs=())
     if node.op in _PERMUTES:
@@ -93,7 +101,10 @@ def _order(node: Node, graph: Graph) -> tuple[int, ...]:
 def _slice_args(node: Node, graph: Graph) -> tuple[Arg, ...]:
     """``(x, dim, start, end, step)`` with bounds inside the dim where they can be compared."""
     given = dict(zip(("dim", "start", "end", "step"), node.args[1:], strict=False))
-    value, options = node.args[0], {"dim": 0, "start": None, "end": None, "step": 1, **given, **dict(node.kwargs)}
+    value, options = (
+        node.args[0],
+        {"dim": 0, "start": None, "end": None, "step": 1, **given, **dict(node.kwargs)},
+    )
     shape = graph.type_of(value).shape
     dim = options["dim"] % len(shape)
     start, end = options["start"], options["end"]

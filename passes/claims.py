@@ -38,8 +38,8 @@ def shape_of(call: OpCall, index: int) -> tuple[int, ...]:
 def claim(
     call: OpCall, inputs: Mapping[int | None, Placement], outputs: Sequence[Placement], local: str = ""
 ) -> AxisStrategy:
-    """A strategy with ``inputs`` by operand index, replicated where not given; the key None (an absent operand) is
-    ignored. Results that are no tensors are replicated."""
+    """A strategy with ``inputs`` by operand index, replicated where not given; the key None (an absent
+    operand) is ignored. Results that are no tensors are replicated."""
     placed = tuple(inputs.get(index, R) for index in range(len(call.inputs)))
     results = tuple(R if t is None else p for t, p in zip(call.outputs, outputs, strict=True))
     return AxisStrategy(placed, results, local)
@@ -60,9 +60,11 @@ def leaves_none_empty(call: OpCall, strategy: AxisStrategy) -> bool:
 
 
 def claim_rule(*ops: str, agnostic: bool = True) -> Callable[[Rule], Rule]:
-    """Registers a rule without those of its strategies that leave a device without anything, and without repeats.
+    """Registers a rule without those of its strategies that leave a device without anything, and without
+    repeats.
 
-    ``agnostic``: see :mod:`autopar.passes.dimension_strings`; strategies with a local operation are none of these in any case.
+    ``agnostic``: see :mod:`autopar.passes.dimension_strings`; strategies with a local operation are none of
+    these in any case.
     """
 
     def register(function: Callable[[OpCall], Iterable[AxisStrategy]]) -> Rule:
@@ -78,6 +80,7 @@ def claim_rule(*ops: str, agnostic: bool = True) -> Callable[[Rule], Rule]:
 
 
 def shards_align(groups: int, lengths: Sequence[int], devices: int) -> bool:
-    """Whether dims of ``lengths``, each made of ``groups`` equal runs, are all cut between the same runs by ``torch.chunk``."""
+    """Whether dims of ``lengths``, each made of ``groups`` equal runs, are all cut between the same runs by
+    ``torch.chunk``."""
     per_device = -(-groups // devices)
     return all(-(-length // devices) == per_device * (length // groups) for length in lengths)

@@ -2,21 +2,23 @@
 
 A formula names the dims of every tensor operand and of every result, one character per dim:
 
-- a **letter** is an index: the operation treats all its values alike, so it may be sharded. Tensors that have it are ``Shard`` there,
-  all others ``Replicate``. A letter that no result has is summed over: the results are ``Partial(sum)``;
+- a **letter** is an index: the operation treats all its values alike, so it may be sharded. Tensors that have
+  it are ``Shard`` there, all others ``Replicate``. A letter that no result has is summed over: the results
+  are ``Partial(sum)``;
 - ``_`` is a dim that stays whole;
-- ``,`` multiplies operands and ``+`` adds them, which tells where a Partial passes through: one operand of each
-  product, in every summand. ``"mn+mk,kn->mn"`` (addmm) takes ``P P R -> P`` and ``P R P -> P``, and sharding ``k`` needs the first
-  operand Partial too;
+- ``,`` multiplies operands and ``+`` adds them, which tells where a Partial passes through: one operand of
+  each product, in every summand. ``"mn+mk,kn->mn"`` (addmm) takes ``P P R -> P`` and ``P R P -> P``, and
+  sharding ``k`` needs the first operand Partial too;
 - ``...`` stands for any number of leading dims, the same in every tensor that has it.
 
-Operands broadcast as in torch: one of lower rank than written lacks the first dims, and a dim of length 1 against n is replicated.
+Operands broadcast as in torch: one of lower rank than written lacks the first dims, and a dim of length 1
+against n is replicated.
 
 Invariants: a strategy leaves no device without anything (:func:`shardable`); no Partial of booleans.
 
 An operation is *agnostic* if it commutes with any permutation of the indices along a sharded dim. For those
-:func:`strided_variants` turns a strategy with ``Shard(d)`` into ones with ``StridedShard(d, before)``; the rules themselves offer plain
-shards only.
+:func:`strided_variants` turns a strategy with ``Shard(d)`` into ones with ``StridedShard(d, before)``; the
+rules themselves offer plain shards only.
 """
 
 from __future__ import annotations
@@ -60,9 +62,13 @@ def shardable(size: int, devices: int) -> bool:
 
 
 def agnostic(*ops: str) -> Callable[[Rule], Rule]:
-    """Marks the operations of the rule it decorates as agnostic; goes with :func:`autopar.passes.rules.rule`."""
-    AGNOSTIC.update(ops)
-    return lambda function: function
+    """Marks operations as agnostic; stands beside ``@rule`` on the same function."""
+
+    def register(function: Rule) -> Rule:
+        AGNOSTIC.update(ops)
+        return function
+
+    return register
 
 
 def variants(*ops: str) -> Callable[[Variants], Variants]:
@@ -76,7 +82,7 @@ def variants(*ops: str) -> Callable[[Variants], Variants]:
 
 
 def letters(rank: int, whole: Iterable[int] = ()) -> str:
-    """``abc...`` for ``rank`` dims, with ``_`` for the dims that stay whole (negative ones count from the end).
+    """``abc...`` for ``rank`` dims, with ``_`` for the dims that stay whole (negative: from the end).
 
     >>> letters(4, [-3])
     'a_cd'
@@ -103,9 +109,9 @@ def strategies(
 ) -> Iterator[AxisStrategy]:
     """The strategies a formula stands for; see the module docstring.
 
-    ``linear`` lists sets of operands (by index) that may be Partial(sum) together, where that does not follow from the
-    formula's ``,`` and ``+``; a set with None, an absent operand, does not count. ``contracted`` is where a sharded letter that no
-    result has leaves the results; None: such letters stay whole.
+    ``linear`` lists sets of operands (by index) that may be Partial(sum) together, where that does not follow
+    from the formula's ``,`` and ``+``; a set with None, an absent operand, does not count. ``contracted`` is
+    where a sharded letter that no result has leaves the results; None: such letters stay whole.
 
     Raises :class:`AutoparError` for a formula that does not fit the call.
     """
@@ -117,7 +123,10 @@ def strategies(
 
 
 class _Spelled:
-    """A formula split into one string per operand and result, as long as the tensor's rank; ``terms`` groups operands by product."""
+    """A formula split into one string per operand and result, each as long as the tensor's rank.
+
+    ``terms`` are the summands: the indices of the operands each multiplies.
+    """
 
     def __init__(self, operands: list[str], results: list[str], terms: list[tuple[int, ...]]) -> None:
         self.operands, self.results, self.terms = operands, results, terms
@@ -137,11 +146,10 @@ class _Spelled:
             )
         results *= len(call.outputs) // len(results)
         written, types = [*operands, *results], [*call.inputs, *call.outputs]
-        extra = [
-            t.rank - len(w) + 3 for w, t in zip(written, types, strict=True) if t is not None and "..." in w
-        ]
+        pairs = list(zip(written, types, strict=True))
+        extra = (t.rank - len(w) + len("...") for w, t in pairs if t is not None and "..." in w)
         dots = string.ascii_uppercase[: max(extra, default=0)]
-        fitted = [_fit(w.replace("...", dots), t, formula) for w, t in zip(written, types, strict=True)]
+        fitted = [_fit(w.replace("...", dots), t, formula) for w, t in pairs]
         count = iter(range(len(operands)))
         terms = [tuple(next(count) for _ in summand) for summand in summands]
         return _Spelled(fitted[: len(operands)], fitted[len(operands) :], terms)
@@ -183,7 +191,7 @@ def _shard_letter(
     sizes = _sharded_sizes(call, [*inputs, *outputs])
     if len(sizes) != 1 or not shardable(sizes.pop(), call.size):
         return
-    if all(isinstance(placement, Shard) for placement in outputs):
+    if all(isinstance(p, Shard) for t, p in zip(call.outputs, outputs, strict=True) if t is not None):
         yield AxisStrategy(tuple(inputs), tuple(outputs))
     elif contracted is not None and not any(letter in s for s in spelled.results):
         yield from _contract(call, spelled, letter, inputs, contracted)
@@ -222,8 +230,9 @@ def _partials_make_sense(call: OpCall, strategy: AxisStrategy) -> bool:
 def strided_variants(call: OpCall, strategy: AxisStrategy, factors: Factors) -> Iterator[AxisStrategy]:
     """``strategy`` with its plain shards replaced by strided ones, the same on all tensors.
 
-    ``factors`` maps a dim size to the ``before`` values worth offering for dims of that size. Only for operations in
-    :data:`AGNOSTIC` or :data:`VARIANTS`, and strategies whose sharded dims all have one size; uneven factors are left out.
+    ``factors`` maps a dim size to the ``before`` values worth offering for dims of that size. Only for
+    operations in :data:`AGNOSTIC` or :data:`VARIANTS`, and strategies whose sharded dims all have one size;
+    factors that do not divide evenly are left out.
     """
     if call.op in VARIANTS:
         yield from VARIANTS[call.op](call, strategy, factors)

@@ -8,14 +8,15 @@ from functools import reduce
 from typing import ClassVar
 
 import torch
+
 from autopar.graph import Arg, Graph, Node, Value
 
-from .base import Pass, rewrite
+from .base import LAYOUT_SENSITIVE, Pass, rewrite
 
-# Results of these depend on strides, which a graph does not show and a dropped copy may change.
-LAYOUT_SENSITIVE = frozenset(("aten.as_strided.default", "aten.view.dtype", "aten.as_strided_scatter.default"))
 _COPIES = frozenset(("aten.clone.default", "aten.contiguous.default", "aten.lift_fresh_copy.default"))
-_IDENTITIES = frozenset(("aten.detach.default", "aten.alias.default", "aten.lift_fresh.default", "aten.detach_copy.default"))
+_IDENTITIES = frozenset(
+    ("aten.detach.default", "aten.alias.default", "aten.lift_fresh.default", "aten.detach_copy.default")
+)
 _IF_SAME_TYPE = frozenset(
     f"aten.{name}"
     for name in (
@@ -33,14 +34,24 @@ _IF_SAME_TYPE = frozenset(
 )
 _NEUTRAL = {
     **dict.fromkeys(("aten.add.Tensor", "aten.add.Scalar", "aten.sub.Tensor", "aten.sub.Scalar"), 0),
-    **dict.fromkeys(("aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor", "aten.div.Scalar", "aten.pow.Tensor_Scalar"), 1),
+    **dict.fromkeys(
+        (
+            "aten.mul.Tensor",
+            "aten.mul.Scalar",
+            "aten.div.Tensor",
+            "aten.div.Scalar",
+            "aten.pow.Tensor_Scalar",
+        ),
+        1,
+    ),
 }
 
 
 @dataclass(frozen=True)
 class DropNoops(Pass):
-    """Drops copies, views and casts that change nothing, sums with the number 0, products with 1, conjunctions with True, and empty or
-    single operands of ``cat``. Nothing that draws random numbers is touched."""
+    """Drops copies, views and casts that change nothing, sums with the number 0, products with 1,
+    conjunctions with True, and empty or single operands of ``cat``. Nothing that draws random numbers is
+    touched."""
 
     name: ClassVar[str] = "drop-noops"
 

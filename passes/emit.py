@@ -137,6 +137,12 @@ class Buckets:
 
     def _start(self, members: list[_Member]) -> None:
         mesh, coordinate = self.emitter.mesh, self.emitter.coordinate
+        if len(members) == 1:
+            (only,) = members
+            arguments = hop_arguments(only.path[0], only.kind, mesh, coordinate)
+            handle = self.emitter.emit(self.name, f"collective.{only.path[0].kind}", (only.value,), arguments)
+            self.started.append((handle, members))
+            return
         each = [dict(hop_arguments(m.path[0], m.kind, mesh, coordinate)) for m in members]
         shared = {k: v for k, v in each[0].items() if k in ("axes", "op")}
         listed = {f"{k}s": tuple(a[k] for a in each) for k in each[0] if k not in shared}

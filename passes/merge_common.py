@@ -12,7 +12,9 @@ from .base import Pass, is_pure, rewrite, with_phases
 
 @dataclass(frozen=True)
 class MergeCommon(Pass):
-    """Merges pure operations with equal arguments (common subexpressions). A node that forward and backward share is forward."""
+    """Merges pure operations with equal arguments (common subexpressions). A node that forward and backward
+    share is forward.
+    """
 
     name: ClassVar[str] = "merge-common"
 
@@ -35,4 +37,6 @@ def merge_common(graph: Graph) -> Graph:
 
 def _exact(arg: Arg) -> Arg:
     """``arg`` such that only equal text compares equal: 1, 1.0 and True differ, as do 0.0 and -0.0."""
-    return map_arg(arg, lambda leaf: (type(leaf).__name__, repr(leaf)) if isinstance(leaf, (bool, float)) else leaf)
+    return map_arg(
+        arg, lambda leaf: (type(leaf).__name__, repr(leaf)) if isinstance(leaf, (bool, float)) else leaf
+    )

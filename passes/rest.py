@@ -59,4 +59,4 @@ def insert_rests(graph: Graph) -> Graph:
 
 
 def _rest_name(value: Value) -> str:
-    return f"{value.node}_rest" if value.index == 0 else f"{value.node}_{value.index}_rest"
+    return f"{value.node}_rest" if value.index == 0 else f"{value.node}_result{value.index}_rest"

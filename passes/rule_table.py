@@ -1,4 +1,4 @@
-"""Every rule there is: importing this module imports each ``rules_*`` file of the folder, so that none can be forgotten."""
+"""All rules: importing this imports each ``rules_*`` file of the folder, so that none can be forgotten."""
 
 from __future__ import annotations
 

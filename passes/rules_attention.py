@@ -1,6 +1,7 @@
 """Scaled dot-product attention in every ATen form: batch and head dims can be sharded.
 
-Each row of the table names the operands, in order of the schema, and the results by how they follow the heads:
+Each row of the table names the operands, in order of the schema, and the results by how they follow the
+heads:
 
 =========  ============================================================================
 ``q``      [B, H, L, ...]: query, output, log-sum-exp and their gradients
@@ -27,7 +28,8 @@ from .rules import OpCall, Operand
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """``arguments[i]`` is the kind of schema argument i (``-``: no tensor), ``results[i]`` that of result i."""
+    """``arguments[i]`` is the kind of schema argument i (``-``: no tensor), ``results[i]`` that of result
+    i."""
 
     arguments: str
     results: str
@@ -67,7 +69,8 @@ def _kinds(call: OpCall, form: Attention) -> list[str]:
 
 
 def _place(tensor: TensorType | None, kind: str, dim: int, rank: int, broadcast: Placement) -> Placement:
-    """``tensor`` sharded along batch or head dim ``dim`` of the ``rank`` dims of the query; ``broadcast`` if it has length 1 there."""
+    """``tensor`` sharded along batch or head dim ``dim`` of the ``rank`` dims of the query; ``broadcast`` if
+    it has length 1 there."""
     if tensor is None or kind == ".":
         return R
     own = dim if kind in "qk" else dim - rank + tensor.rank

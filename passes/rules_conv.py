@@ -1,7 +1,7 @@
 """Convolutions of any rank, transposed and grouped ones included.
 
-Sizes are read from the types: input [N, Cin, ...], output [N, Cout, ...], weight [Cout, Cin/groups, ...] or, transposed,
-[Cin, Cout/groups, ...]. Spatial dims stay whole.
+Sizes are read from the types: input [N, Cin, ...], output [N, Cout, ...], weight [Cout, Cin/groups, ...] or,
+transposed, [Cin, Cout/groups, ...]. Spatial dims stay whole.
 
 ===========  =====  ======  ============  =======
 sharded      input  weight  bias          output
@@ -53,7 +53,8 @@ def convolution(call: OpCall) -> Iterator[AxisStrategy]:
 
 @claim_rule("aten.convolution_backward.default", agnostic=False)
 def convolution_backward(call: OpCall) -> Iterator[AxisStrategy]:
-    """``convolution_backward(grad, input, weight, bias_sizes?, ..., groups, output_mask)`` -> gradients of input, weight, bias"""
+    """``convolution_backward(grad, input, weight, bias_sizes?, ..., groups, output_mask)`` -> gradients of
+    input, weight, bias"""
     transposed = bool(call.arg(7, "transposed"))
     channels = shape_of(call, 1)[1], shape_of(call, 0)[1]
     groups = _groups(*channels, shape_of(call, 2), transposed)

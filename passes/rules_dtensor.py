@@ -1,14 +1,16 @@
-"""What torch's own DTensor knows about operations we have no rule for, trusted only where execution proves it.
+"""What torch's own DTensor knows about operations we have no rule for, trusted only where execution proves
+it.
 
-Besides :mod:`autopar.trace` this is the one place that touches private parts of torch: DTensor keeps its sharding rules in three
-registries of its ``sharding_propagator``, all asked here on a mesh of one axis that needs no process group and
-leaves an initialised one alone.
+Besides :mod:`autopar.trace` this is the one place that touches private parts of torch: DTensor keeps its
+sharding rules in three registries of its ``sharding_propagator``, all asked here on a mesh of one axis that
+needs no process group and leaves an initialised one alone.
 
 - ``op_single_dim_strategy_funcs``: a function of the operand types that lists strategies of one axis;
 - ``op_strategy_funcs``: a function of operand placements that lists strategies near these;
 - ``op_to_rules``: a function of operand placements that gives the placement of the results.
 
-The latter two drop strategies no operand is sharded for, so they are asked once for each way to shard an operand.
+The latter two drop strategies no operand is sharded for, so they are asked once for each way to shard an
+operand.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,12 +26,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, OutputSharding
 from torch.distributed.tensor._ops.single_dim_strategy import _ShardingPlaceholder
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from autopar.graph import Arg, TensorType
 from autopar.spec import REPLICATE, AxisStrategy, Placement
 
 from .claims import leaves_none_empty
-from .proof import find_operation, prove
+from .proof import find_operation, guesses, prove
 from .rules import OpCall, Operand
 
 _PLAIN = (Replicate, Shard, Partial)
@@ -38,7 +41,7 @@ _PLAIN = (Replicate, Shard, Partial)
 @lru_cache(maxsize=64)
 def _mesh(size: int) -> DeviceMesh:
     """A mesh of one axis that exists on paper only: no process group is made or asked."""
-    return DeviceMesh("cpu", torch.arange(size), _init_backend=False, _rank=0)
+    return DeviceMesh("cpu", torch.arange(size, device="cpu"), _init_backend=False, _rank=0)
 
 
 def _meta(tensor: TensorType) -> TensorMeta:
@@ -55,7 +58,10 @@ def _fill(arg: Arg, operands: Sequence[Any]) -> Any:
 
 def _schema(call: OpCall, operation: Any, placements: Sequence[Placement]) -> OpSchema:
     mesh = _mesh(call.size)
-    specs = [DTensorSpec(mesh, (p,), _meta(t)) for p, t in zip(placements, call.inputs, strict=True)]
+    specs = [
+        DTensorSpec(mesh, (cast(TorchPlacement, p),), _meta(t))
+        for p, t in zip(placements, call.inputs, strict=True)
+    ]
     args = tuple(_fill(arg, specs) for arg in call.args)
     info = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info.get(operation)
     return OpSchema(operation, args, {key: _fill(arg, specs) for key, arg in call.kwargs}, info)
@@ -147,7 +153,8 @@ def _collected(proposals: Iterable[AxisStrategy | None]) -> list[AxisStrategy]:
 
 @lru_cache(maxsize=4096)
 def dtensor_strategies(call: OpCall) -> tuple[AxisStrategy, ...]:
-    """What DTensor's registries propose for one axis of ``call.size`` devices, unproven; without the replicated strategy."""
+    """What DTensor's registries propose for one axis of ``call.size`` devices, unproven; without the
+    replicated strategy."""
     operation = find_operation(call.op)
     if operation is None or not call.inputs:
         return ()
@@ -158,7 +165,8 @@ def dtensor_strategies(call: OpCall) -> tuple[AxisStrategy, ...]:
 
 @lru_cache(maxsize=4096)
 def proven_strategies(call: OpCall) -> tuple[AxisStrategy, ...]:
-    """What DTensor proposes for one axis and execution on shards bears out (see :mod:`autopar.passes.proof`).
+    """What DTensor proposes, or is a fair guess, for one axis and execution on shards bears out (see
+    :mod:`autopar.passes.proof`).
 
     Example:
         >>> from autopar.graph import TensorType
@@ -166,6 +174,6 @@ def proven_strategies(call: OpCall) -> tuple[AxisStrategy, ...]:
         >>> x = TensorType((8, 6), torch.float32)
         >>> call = OpCall("aten.cumsum.default", (x,), (x,), (Operand(0), 1), (), 2)
         >>> print(*proven_strategies(call), sep="; ")
-        S(0) -> S(0); P(sum) -> P(sum)
+        S(0) -> S(0)
     """
-    return prove(call, dtensor_strategies(call))
+    return prove(call, [*dtensor_strategies(call), *guesses(call)])

@@ -1,7 +1,8 @@
 """Advanced indexing, ``x[i, :, j]`` and ``x[i, :, j] = values``.
 
-The index tensors broadcast to one *block* of dims, which stands in place of the indexed dims if these are adjacent, else in front.
-A dim that is not indexed, a dim of the block, and (by local operations) an indexed dim can each be sharded.
+The index tensors broadcast to one *block* of dims, which stands in place of the indexed dims if these are
+adjacent, else in front. A dim that is not indexed, a dim of the block, and (by local operations) an indexed
+dim can each be sharded.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _INTEGERS = (torch.int64, torch.int32)
 
 @dataclass(frozen=True)
 class Indexing:
-    """Which dims of ``x`` are indexed by which operand, and where dims of ``x`` and of the block lie in ``x[indices]``."""
+    """Which dims of ``x`` are indexed by which operand, and where dims of ``x`` and of the block lie in
+    ``x[indices]``."""
 
     call: OpCall
     rank: int
@@ -69,7 +71,7 @@ def _indexing(call: OpCall) -> Indexing | None:
     return Indexing(call, call.inputs[0].rank, operands, tuple(block))
 
 
-@claim_rule("aten.index.Tensor")
+@claim_rule("aten.index.Tensor", "aten._unsafe_index.Tensor")
 def index(call: OpCall) -> Iterator[AxisStrategy]:
     """``(x, [index?, ...])``"""
     indexing = _indexing(call)
@@ -99,7 +101,7 @@ def _masked_fill(call: OpCall) -> Iterator[AxisStrategy]:
         yield claim(call, {0: S(dim), **covered}, [S(dim)])
 
 
-@claim_rule("aten.index_put.default")
+@claim_rule("aten.index_put.default", "aten._unsafe_index_put.default")
 def index_put(call: OpCall) -> Iterator[AxisStrategy]:
     """``(x, [index?, ...], values, accumulate)`` -> shape of ``x``"""
     indexing = _indexing(call)
@@ -123,7 +125,8 @@ def index_put(call: OpCall) -> Iterator[AxisStrategy]:
 
 
 def _offsets(context: LocalContext) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where the local ``x`` begins in its indexed dims (0 in the others, which nobody reads), and its global shape."""
+    """Where the local ``x`` begins in its indexed dims (0 in the others, which nobody reads), and its global
+    shape."""
     whole, indexing = shape_of(context.call, 0), _indexing(context.call)
     assert indexing is not None
     offsets = (context.input_offset(0, dim) if dim in indexing.operands else 0 for dim in range(len(whole)))

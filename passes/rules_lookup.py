@@ -1,7 +1,8 @@
 """Lookups: reading and writing at positions given by an integer tensor.
 
-A dim that is indexed *by values* can be sharded too: each device serves the positions it holds (:mod:`autopar.local_ops`), which
-gives a Partial(sum) for reads and a shard for writes. This is what vocabulary-parallel embedding and cross-entropy are made of.
+A dim that is indexed *by values* can be sharded too: each device serves the positions it holds
+(:mod:`autopar.local_ops`), which gives a Partial(sum) for reads and a shard for writes. This is what
+vocabulary-parallel embedding and cross-entropy are made of.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def _dim(call: OpCall) -> int:
 
 
 def _matching_dims(call: OpCall, dim: int) -> Iterator[int]:
-    """Dims other than ``dim`` in which all operands of a gather or scatter have the same length: position i meets position i."""
+    """Dims other than ``dim`` in which all operands of a gather or scatter have the same length: position i
+    meets position i."""
     for other in range(call.inputs[0].rank):
         lengths = {tensor.shape[other] if tensor.rank else 1 for tensor in call.inputs}
         if other != dim and len(lengths) == 1:

@@ -1,4 +1,5 @@
-"""Normalisations: the dims not normalised over can be sharded; group norm also by whole groups of channels."""
+"""Normalisations: the dims not normalised over can be sharded; group norm also by whole groups of
+channels."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def layer_norm(call: OpCall) -> Iterator[AxisStrategy]:
 
 @claim_rule("aten.native_layer_norm_backward.default")
 def layer_norm_backward(call: OpCall) -> Iterator[AxisStrategy]:
-    """``(grad, input, normalized_shape, mean, rstd, weight?, bias?, mask)`` -> gradients of input, weight, bias"""
+    """``(grad, input, normalized_shape, mean, rstd, weight?, bias?, mask)`` -> gradients of input, weight,
+    bias"""
     for dim in _rows(call, 1):
         yield claim(call, {0: S(dim), 1: S(dim), 2: S(dim), 3: S(dim)}, [S(dim), P, P])
 
@@ -56,11 +58,10 @@ def group_norm(call: OpCall) -> Iterator[AxisStrategy]:
 @claim_rule("aten.native_group_norm_backward.default", agnostic=False)
 def group_norm_backward(call: OpCall) -> Iterator[AxisStrategy]:
     """``(grad, input, mean, rstd, weight?, N, C, HxW, group, mask)`` -> gradients of input, weight, bias"""
-    weight, rows = operand(call, 4, "weight"), {0: S(0), 1: S(0), 2: S(0), 3: S(0)}
-    yield claim(call, rows, [S(0), P, P])
+    weight = operand(call, 4, "weight")
+    yield claim(call, {0: S(0), 1: S(0), 2: S(0), 3: S(0)}, [S(0), P, P])
     if shards_align(shape_of(call, 2)[1], [shape_of(call, 0)[1]], call.size):
-        channels = {0: S(1), 1: S(1), 2: S(1), 3: S(1), weight: S(0)}
-        yield claim(call, channels, [S(1), S(0), S(0)])
+        yield claim(call, {0: S(1), 1: S(1), 2: S(1), 3: S(1), weight: S(0)}, [S(1), S(0), S(0)])
 
 
 def _local_sizes(x: tuple[int, ...], groups: int) -> tuple[int, int, int, int]:

@@ -1,7 +1,7 @@
 """Pooling and resampling: batch and channel dims can be sharded, spatial dims stay whole.
 
-The table gives the number of spatial dims; every operand and result has the batch and channel dims in front of them. Operations that
-are linear in their first operand also take a Partial one.
+The table gives the number of spatial dims; every operand and result has the batch and channel dims in front
+of them. Operations that are linear in their first operand also take a Partial one.
 """
 
 from __future__ import annotations

@@ -14,15 +14,20 @@ _VIEWS = frozenset(("aten.reshape.default", "aten.permute.default", "aten.expand
 
 @dataclass(frozen=True)
 class SinkViews(Pass):
-    """Example: what backward saves is ``%x``, not its transpose::
+    """Example: backward saves ``%x`` rather than its transpose. From ::
 
-        %y: f32[4, b] = aten.permute.default(%x, [1, 0])            %y: f32[4, b] = aten.permute.default(%x, [1, 0])
-        ...                                                   ->    ...
-        backward %g: f32[4, 8] = aten.mm.default(%y, %dz)           backward %y_again: f32[4, b] = aten.permute.default(%x, [1, 0])
-                                                                    backward %g: f32[4, 8] = aten.mm.default(%y_again, %dz)
+        %y: f32[4, b] = aten.permute.default(%x, [1, 0])
+        backward %g: f32[4, 8] = aten.mm.default(%y, %dz)
 
-    A ``reshape``, ``permute`` or ``expand`` of forward that backward reads is repeated in backward, and its operand likewise, so that no
-    saved value is a view of another. So is whatever is computed from no tensors or from lifted constants alone.
+    it makes ::
+
+        %y: f32[4, b] = aten.permute.default(%x, [1, 0])
+        backward %y_again: f32[4, b] = aten.permute.default(%x, [1, 0])
+        backward %g: f32[4, 8] = aten.mm.default(%y_again, %dz)
+
+    A ``reshape``, ``permute`` or ``expand`` of forward that backward reads is repeated in backward, and its
+    operand likewise, so that no saved value is a view of another. So is whatever is computed from no
+    tensors or from lifted constants alone.
     """
 
     name: ClassVar[str] = "sink-views"

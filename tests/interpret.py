@@ -7,21 +7,30 @@ from typing import Any
 
 import sympy
 import torch
+
 from autopar.graph import Arg, Graph, Node, TensorType, Value, map_arg
 
 Results = dict[tuple[str, str], torch.Tensor | None]
 
 
-def interpret(graph: Graph, tensors: Mapping[str, torch.Tensor], tangents: Mapping[str, torch.Tensor] | None = None) -> Results:
+def interpret(
+    graph: Graph, tensors: Mapping[str, torch.Tensor], tangents: Mapping[str, torch.Tensor] | None = None
+) -> Results:
     """``(kind, name) -> tensor`` of every output of a concrete ``graph``.
 
-    ``tensors`` has every parameter, buffer and input by its target; a tangent that is not given is ones. Checks the type of every
-    result on the way.
+    ``tensors`` has every parameter, buffer and input by its target; a tangent that is not given is ones.
+    Checks the type of every result on the way.
     """
     values: dict[Value, Any] = {}
     for node in graph.nodes:
-        results = (_placeholder(node, graph, tensors, tangents or {}),) if node.is_placeholder else _call(node, values)
-        assert len(results) == len(node.types), f"{node.op} returned {len(results)} results, typed {len(node.types)}"
+        results = (
+            (_placeholder(node, graph, tensors, tangents or {}),)
+            if node.is_placeholder
+            else _call(node, values)
+        )
+        assert len(results) == len(node.types), (
+            f"{node.op} returned {len(results)} results, typed {len(node.types)}"
+        )
         for index, (result, expected) in enumerate(zip(results, node.types, strict=True)):
             _check(node, result, expected)
             values[Value(node.name, index)] = result

@@ -1,4 +1,4 @@
-"""The commands, from words to exit status: 0 well, 1 a check failed, 2 bad usage or an error with one message."""
+"""The commands, from words to exit status: 0 well, 1 a check failed, 2 bad usage or one error message."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from autopar import api, cli_commands
+from autopar import cli_commands
 from autopar.cli import main, make_parser
 from autopar.cluster import Cluster, local_file
 from autopar.errors import InfeasibleError, WorkerError
@@ -88,8 +88,19 @@ def test_bad_words_are_bad_usage(words: list[str], capsys: pytest.CaptureFixture
 
 
 def test_options_reach_the_planner() -> None:
-    words = "plan m:f --mesh 2,2 --memory-limit 10GiB --zero 3 --gap 0.02 --seed 7 --optimizer sgd --no-mesh-search"
-    arguments = make_parser().parse_args([*words.split(), "--pin", "a.*=S(0),R", "--pin", "b=R,R"])
+    words = ["plan", "m:f", "--mesh", "2,2", "--memory-limit", "10GiB", "--zero", "3", "--gap", "0.02"]
+    words += [
+        "--seed",
+        "7",
+        "--optimizer",
+        "sgd",
+        "--no-mesh-search",
+        "--pin",
+        "a.*=S(0),R",
+        "--pin",
+        "b=R,R",
+    ]
+    arguments = make_parser().parse_args(words)
     options = cli_commands.options_from(arguments)
     assert (options.memory_limit, options.zero, options.gap, options.seed) == (10 * 2**30, 3, 0.02, 7)
     assert (options.optimizer, options.mesh_search) == ("sgd", False)
@@ -138,7 +149,7 @@ def test_errors_are_one_message_and_status_2(
     def refuse(*_: object, **__: object) -> None:
         raise InfeasibleError("nothing fits into 1 KiB; 3 KiB would")
 
-    monkeypatch.setattr(api, "plan", refuse)
+    monkeypatch.setattr(cli_commands, "plan_model", refuse)
     assert main(["plan", target, "--mesh", "2", "--json"]) == 2
     captured = capsys.readouterr()
     assert captured.err == "autopar: nothing fits into 1 KiB; 3 KiB would\n"
@@ -168,7 +179,7 @@ def test_verify_status_and_arguments(
         seen.update(keywords, mesh=mesh, batch=batch)
         return fake_report(ok)
 
-    monkeypatch.setattr(api, "verify", verify)
+    monkeypatch.setattr(cli_commands, "verify_model", verify)
     words = [
         "verify",
         target,
@@ -201,7 +212,7 @@ def test_a_dead_worker_is_an_error(
     def die(*_: object, **__: object) -> None:
         raise WorkerError("rank 1 died: Traceback ...")
 
-    monkeypatch.setattr(api, "verify", die)
+    monkeypatch.setattr(cli_commands, "verify_model", die)
     assert main(["verify", target, "--mesh", "2"]) == 2
     assert "rank 1 died" in capsys.readouterr().err
 
@@ -217,7 +228,8 @@ def test_run_starts_processes_with_arguments(tmp_path: Path, capfd: pytest.Captu
     script = tmp_path / "script.py"
     script.write_text(
         "import os, pathlib, sys\n"
-        "name = os.environ['RANK'] + ' of ' + os.environ['WORLD_SIZE'] + ' threads ' + os.environ['OMP_NUM_THREADS']\n"
+        "rank, size, threads = (os.environ[k] for k in ('RANK', 'WORLD_SIZE', 'OMP_NUM_THREADS'))\n"
+        "name = f'{rank} of {size} threads {threads}'\n"
         "(pathlib.Path(sys.argv[1]) / name).write_text(' '.join(sys.argv[2:]))\n"
     )
     out = tmp_path / "out"
@@ -244,14 +256,14 @@ def test_calibrate_only_if_missing(
 ) -> None:
     calls: list[int] = []
 
-    def calibrate(processes: int) -> Cluster:
+    def calibrate(processes: int, seconds: float) -> Cluster:
         calls.append(processes)
         found = Cluster.get("local")
         local_file().parent.mkdir(parents=True)
         local_file().write_text(found.to_toml())
         return found
 
-    monkeypatch.setattr(api, "calibrate", calibrate)
+    monkeypatch.setattr(cli_commands, "calibrate_machine", calibrate)
     assert main(["calibrate", "--nproc", "2", "--if-missing"]) == 0
     assert main(["calibrate", "--nproc", "2", "--if-missing", "--json"]) == 0
     assert calls == [2]

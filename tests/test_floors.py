@@ -108,10 +108,9 @@ def is_ours(module: str) -> bool:
 
 def is_face(module: str) -> bool:
     """Whether it composes the floors (tracing, solving, the public calls), so that no floor may know it."""
-    name = module.removeprefix("autopar").removeprefix(".")
-    return folder_of(module) == "autopar" and name.startswith(
-        ("api", "cli", "doctor", "trace", "solve", "search")
-    )
+    name = module.removeprefix("autopar.")
+    parts = ("api", "cli", "doctor", "trace", "solve", "search")
+    return module == "autopar" or (folder_of(module) == "autopar" and name.startswith(parts))
 
 
 def vocabulary(imports: list[Import]) -> frozenset[str]:

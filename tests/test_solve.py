@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from autopar.problem import Group, Ints, Problem, Transfer, evaluate, memory_of
 from autopar.solve import smallest_memory, solve
-from autopar.solve_program import build, export, row_names
 
 
 def random_problem(seed: int, groups: int = 5, choices: int = 3, limited: bool = True) -> Problem:
@@ -20,8 +19,12 @@ def random_problem(seed: int, groups: int = 5, choices: int = 3, limited: bool =
     sizes = random.integers(1, choices + 1, groups)
     scale = random.choice([1.0, 1e-5])
 
-    def prices(*shape: int, forbid: float = 0.1) -> np.ndarray:
-        drawn = random.integers(0, 6, shape) * scale if random.random() < 0.5 else random.random(shape) * scale
+    forbid = random.choice([0.0, 0.0, 0.1])
+
+    def prices(*shape: int) -> np.ndarray:
+        drawn = (
+            random.integers(0, 6, shape) * scale if random.random() < 0.5 else random.random(shape) * scale
+        )
         return np.where(random.random(shape) < forbid, np.inf, drawn.astype(float))
 
     def make(i: int, size: int) -> Group:
@@ -33,18 +36,24 @@ def random_problem(seed: int, groups: int = 5, choices: int = 3, limited: bool =
     made = tuple(make(i, int(size)) for i, size in enumerate(sizes))
     transfers = []
     for t in range(int(random.integers(0, 2 * groups))):
-        producer, rows, columns = int(random.integers(groups)), int(random.integers(1, 4)), int(random.integers(1, 4))
+        producer, rows, columns = (
+            int(random.integers(groups)),
+            int(random.integers(1, 4)),
+            int(random.integers(1, 4)),
+        )
         consumers = tuple(int(c) for c in random.integers(0, groups, random.integers(1, 4)))
         source = random.integers(0, rows, sizes[producer])
         targets = tuple(random.integers(0, columns, sizes[c]) for c in consumers)
         cost = prices(rows, columns)
         transfers.append(Transfer(f"t{t}", producer, source, consumers, targets, cost))
-    limit = float(random.integers(0, 4 * groups)) if limited else float("inf")
+    limit = float(random.integers(groups, 5 * groups)) if limited else float("inf")
     return Problem(made, tuple(transfers), limit, float(random.integers(0, 3)))
 
 
 def assignments(problem: Problem) -> list[Ints]:
-    return [np.array(c, dtype=np.int64) for c in itertools.product(*(range(len(g.cost)) for g in problem.groups))]
+    return [
+        np.array(c, dtype=np.int64) for c in itertools.product(*(range(len(g.cost)) for g in problem.groups))
+    ]
 
 
 def brute_force(problem: Problem) -> float:

@@ -1,4 +1,5 @@
-"""Real calls of scaled dot-product attention on CPU; the forms that only run elsewhere are listed with the reason."""
+"""Real calls of scaled dot-product attention on CPU; the forms that only run elsewhere are listed with the
+reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Real calls of convolutions: 1 to 3 spatial dims, grouped, depthwise, dilated, transposed, with and without bias."""
+"""Real calls of convolutions: 1 to 3 spatial dims, grouped, depthwise, dilated, transposed, with and without
+bias."""
 
 from __future__ import annotations
 

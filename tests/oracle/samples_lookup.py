@@ -1,4 +1,5 @@
-"""Real calls of lookups: embeddings, gathers, scatters and their like; positions repeat, and hit every shard."""
+"""Real calls of lookups: embeddings, gathers, scatters and their like; positions repeat, and hit every
+shard."""
 
 from __future__ import annotations
 

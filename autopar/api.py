@@ -1,0 +1,167 @@
+"""The face of autopar: plan, parallelize, verify."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.runtime.compiled import Request
+from autopar.runtime.module import ParallelModule
+
+from .cluster import Cluster
+from .compiler import Compiler, describe, prepare
+from .errors import OptionsError
+from .options import Options
+from .plan import Plan
+from .planner import Question, Timings, answer
+
+Batch = torch.Tensor | Sequence[Any] | Mapping[str, Any]
+Mesh = DeviceMesh | Sequence[int] | int
+LossFunction = Callable[..., torch.Tensor]
+
+
+def split_batch(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword inputs from a batch: a mapping is keywords, a sequence positional, anything else the only input."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, (tuple, list)):
+        return tuple(batch), {}
+    return (batch,), {}
+
+
+def mesh_shape(mesh: Mesh) -> tuple[int, ...]:
+    """The shape of a mesh, outermost (slowest) axis first. Raises :class:`OptionsError` for what is no mesh."""
+    if isinstance(mesh, DeviceMesh):
+        return tuple(mesh.shape)
+    sizes = (mesh,) if isinstance(mesh, int) else tuple(mesh)
+    if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise OptionsError(f"{mesh!r} is no mesh; give a DeviceMesh, or a shape such as (2, 4), the slowest links first")
+    return sizes
+
+
+def _axis_names(mesh: Mesh) -> tuple[str, ...]:
+    return tuple(mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else ()
+
+
+def plan(
+    model: nn.Module,
+    mesh: Mesh,
+    batch: Batch,
+    *,
+    cluster: str | Cluster | None = None,
+    options: Options | None = None,
+    loss_fn: LossFunction | None = None,
+    device: torch.device | str | None = None,
+) -> Plan:
+    """The plan for training ``model`` on ``mesh`` with global batches like ``batch``; needs no processes, no devices and, if model
+    and batch are on the meta device or fake, no memory.
+
+    Args:
+        mesh: a DeviceMesh or a shape, outermost axis (slowest links) first.
+        batch: a dict of keyword inputs, a tuple of positional ones, or the only input; global sizes.
+        cluster: the hardware to price for: a name, a file or a :class:`Cluster`; default this machine (``"local"``).
+        loss_fn: ``loss_fn(output)`` or ``loss_fn(output, batch)``, for a model that returns no loss.
+        device: the type of device to trace for (operations are chosen by it); default that of the mesh, or cpu.
+
+    Raises:
+        TraceError: the model cannot be captured; names module and line.
+        InfeasibleError: nothing fits into the memory limit; names what would.
+        OptionsError: an option or pin that cannot be honoured.
+    """
+    timings = Timings()
+    args, kwargs = split_batch(batch)
+    where = torch.device(device or (mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"))
+    base = prepare(model, args, kwargs, device=where, loss_fn=loss_fn, training=True, timings=timings)
+    leaves = {
+        node.target: torch.empty(tuple(node.type.shape), device="meta") for node in base.graph.at().placeholders("input")
+    }
+    question = Question(
+        base.graph,
+        base.loss,
+        base.batch,
+        mesh_shape(mesh),
+        Cluster.get(cluster or "local"),
+        options or Options(),
+        describe(model, leaves),
+        _axis_names(mesh),
+    )
+    return answer(question, timings)
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: Mesh,
+    example_inputs: Batch | None = None,
+    options: Options | None = None,
+    plan: Plan | None = None,
+    cluster: str | Cluster | None = None,
+    loss_fn: LossFunction | None = None,
+) -> ParallelModule:
+    """``model`` trained on all devices of ``mesh``: same inputs, outputs, parameter names and ``state_dict`` keys, its parameters
+    DTensors. Called by every rank (``torchrun``), or by the only process for a mesh of one.
+
+    Traced and planned at the first batch it sees, or now if ``example_inputs`` are given. A real model keeps its weights (rank 0's);
+    a meta model is materialised shard by shard. See :class:`~autopar.runtime.ParallelModule` for what it can do.
+
+    Raises:
+        OptionsError: the number of processes is not that of the mesh, or an option cannot be honoured.
+        PlanMismatchError: ``plan`` is for another model, mesh or batch.
+    """
+    devices = device_mesh(mesh)
+    device = local_device(devices)
+    compiler = Compiler(
+        model=model,
+        mesh=tuple(devices.shape),
+        axis_names=_axis_names(mesh),
+        cluster=Cluster.get(cluster or "local"),
+        options=options or Options(),
+        device=device,
+        rank=_rank_in(devices),
+        loss_fn=loss_fn,
+        plan=plan,
+    )
+    parallel = ParallelModule(model, devices, compiler)
+    if example_inputs is not None:
+        args, kwargs = split_batch(example_inputs)
+        parallel.compile_for(Request(args, kwargs, model.training, True, "loss"))
+    return parallel
+
+
+def device_mesh(mesh: Mesh) -> DeviceMesh:
+    """A DeviceMesh for ``mesh``, starting torch.distributed for a mesh of one if need be. Raises :class:`OptionsError` if the
+    number of processes is another."""
+    if isinstance(mesh, DeviceMesh):
+        return mesh
+    shape = mesh_shape(mesh)
+    needed = math.prod(shape)
+    if not dist.is_initialized() and dist.is_torchelastic_launched():
+        dist.init_process_group()
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world != needed:
+        raise OptionsError(
+            f"the mesh {shape} has {needed} devices, but {world} process{'es are' if world > 1 else ' is'} running; start {needed} "
+            f"(torchrun --nproc-per-node {needed} train.py), or give a mesh of {world}"
+        )
+    if not dist.is_initialized():
+        dist.init_process_group("gloo" if not torch.cuda.is_available() else None, store=dist.HashStore(), rank=0, world_size=1)
+    kind = "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
+    return DeviceMesh(kind, torch.arange(needed).reshape(shape))
+
+
+def local_device(mesh: DeviceMesh) -> torch.device:
+    """The device of this rank."""
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
+
+
+def _rank_in(mesh: DeviceMesh) -> int:
+    """This rank's position in the mesh, row-major."""
+    ranks = mesh.mesh.flatten().tolist()
+    return int(ranks.index(mesh.get_rank() if dist.is_initialized() else 0))

@@ -1,0 +1,270 @@
+"""Answers the calls of a parallel module: traces, plans once, lowers for this rank, and carries the plan over to other batch sizes.
+
+The first call decides where parameters rest; every later program (another batch size, evaluation, all outputs) keeps
+them there. Plans are made on rank 0 and sent to all others, so that a solver's whim cannot make ranks disagree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autopar.passes.annotate import annotate
+from autopar.passes.lower import Lowering, lower
+from autopar.passes.normalise import normalise
+from autopar.passes.overlap import overlap
+from autopar.passes.rest import InsertRests
+from autopar.runtime.compiled import Compiled, Request
+
+from .assignment import Assignment
+from .cluster import Cluster
+from .errors import PlanMismatchError
+from .graph import Graph
+from .options import Options
+from .plan import Plan
+from .planner import Question, Timings, answer, fixed_assignment, graph_hash, step_graph
+from .prices import BUCKET_BYTES, Prices, placement_options
+from .refit import refit
+from .trace import Traced, trace
+
+LossFunction = Callable[..., torch.Tensor]
+
+
+def describe(model: nn.Module, leaves: Mapping[str, torch.Tensor]) -> str:
+    """A model and its batch for people: ``LlamaForCausalLM, 6.7M parameters, input_ids 8x128``."""
+    count = float(sum(p.numel() for p in model.parameters()))
+    for unit in ("", "K", "M", "B"):
+        if count < 1000 or unit == "B":
+            break
+        count /= 1000
+    shapes = ", ".join(f"{name} {'x'.join(map(str, t.shape)) or 'scalar'}" for name, t in list(leaves.items())[:3])
+    return f"{type(model).__name__}, {count:.3g}{unit} parameters, {shapes}"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A traced and normalised model, with the batch size it was called with."""
+
+    traced: Traced
+    graph: Graph
+    batch: int
+
+    @property
+    def loss(self) -> str | None:
+        return self.traced.signature.loss
+
+
+def prepare(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    device: torch.device | str,
+    loss_fn: LossFunction | None,
+    training: bool | None = None,
+    grad: bool = True,
+    timings: Timings | None = None,
+) -> Prepared:
+    """Traces a call and normalises the graph."""
+    timings = timings or Timings()
+    with timings.phase("trace"):
+        traced = trace(model, args, kwargs, device=device, loss_fn=loss_fn, training=training, grad=grad)
+    with timings.phase("normalise"):
+        graph = normalise(traced.graph)
+    sizes = dict(graph.symbols)
+    return Prepared(traced, graph, next(iter(sizes.values()), batch_size(args, kwargs)))
+
+
+def batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """The length of dim 0 of the first tensor input that has one; 1 if none has."""
+    tensors = [t for t in pytree.tree_leaves((args, dict(kwargs))) if isinstance(t, torch.Tensor) and t.ndim]
+    return int(tensors[0].shape[0]) if tensors else 1
+
+
+@dataclass
+class Compiler:
+    """Compiles requests for the model on this rank; see the module docstring.
+
+    ``coordinate_of(mesh shape)`` tells where this rank sits; ``share`` sends an object from rank 0 to all.
+    """
+
+    model: nn.Module
+    mesh: tuple[int, ...]
+    axis_names: tuple[str, ...]
+    cluster: Cluster
+    options: Options
+    device: torch.device
+    rank: int = 0
+    loss_fn: LossFunction | None = None
+    plan: Plan | None = None
+    _base: Prepared | None = None
+    _annotated: dict[int, Graph] = field(default_factory=dict)
+
+    def __call__(self, request: Request) -> Compiled:
+        if self.plan is None or self._base is None:
+            self._plan_for(request)
+        if request.grad and request.training == self._training:
+            return self._training_program(request)
+        return self._other_program(request)
+
+    def _plan_for(self, request: Request) -> None:
+        """Plans for this request with gradients, whether or not it asks for them: parameters must rest somewhere for training."""
+        timings = Timings()
+        base = self._prepare(request, grad=True, timings=timings)
+        self._training = request.training
+        given = self.plan
+        question = self._question(base)
+        if given is None:
+            self.plan = self._on_first_rank(lambda: answer(question, timings))
+        else:
+            self.plan = given
+            _check(given, base, self.mesh)
+        self._base = base
+
+    def _question(self, base: Prepared) -> Question:
+        leaves = {n.target: torch.empty(tuple(n.type.shape), device="meta") for n in base.graph.at().placeholders("input")}
+        model = describe(self.model, leaves)
+        return Question(
+            base.graph, base.loss, base.batch, self.mesh, self.cluster, self.options, model, self.axis_names
+        )
+
+    def _on_first_rank(self, make: Callable[[], Plan]) -> Plan:
+        """The plan rank 0 makes, on every rank; its error too."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return make()
+        box: list[Any] = [None]
+        if dist.get_rank() == 0:
+            try:
+                box = [make()]
+            except Exception as error:
+                box = [error]
+        dist.broadcast_object_list(box, src=0)
+        if isinstance(box[0], Exception):
+            raise box[0]
+        assert isinstance(box[0], Plan)
+        return box[0]
+
+    def _prepare(self, request: Request, *, grad: bool, timings: Timings | None = None) -> Prepared:
+        return prepare(
+            self.model,
+            request.args,
+            request.kwargs,
+            device=self.device,
+            loss_fn=self.loss_fn,
+            training=request.training,
+            grad=grad,
+            timings=timings,
+        )
+
+    def _training_program(self, request: Request) -> Compiled:
+        assert self._base is not None and self.plan is not None
+        base, batch = self._base, batch_size(request.args, request.kwargs)
+        if not _same_but_batch(base, request) or (batch != base.batch and not base.traced.holds_for(batch)):
+            base = self._prepare(request, grad=True)
+        known = self._annotate(self._base, self.plan.batch)
+        names = {node.target: node.name for node in known.placeholders("param")}
+        assignment = self.plan.assignment(names)
+        other = known
+        if base is not self._base or batch != self.plan.batch:
+            other = annotate(step_graph(base.graph, base.loss, batch), self.plan.mesh)
+            _check_same_model(known, other)
+            assignment = refit(assignment, known, other)
+        whole = base.graph if request.outputs == "all" else replace(base.graph, outputs=_loss_outputs(base))
+        sizes = {name: batch for name, _ in whole.symbols}
+        return self._lowered(InsertRests()(whole.without_dead().at(**sizes)), assignment, other, base)
+
+    def _other_program(self, request: Request) -> Compiled:
+        """A program in another mode or without gradients: solved anew with every parameter where it is."""
+        assert self.plan is not None
+        base = self._prepare(request, grad=request.grad)
+        graph = step_graph(base.graph, None if request.outputs == "all" else base.loss, base.batch)
+        graph = annotate(graph, self.plan.mesh)
+        question = replace(self._question(base), mesh=self.plan.mesh)
+        assignment = self._on_first_rank_assignment(question, graph)
+        return self._lowered(graph, assignment, graph, base)
+
+    def _on_first_rank_assignment(self, question: Question, graph: Graph) -> Assignment:
+        plan = self.plan
+        assert plan is not None
+        box: list[Any] = [None]
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            box = [fixed_assignment(question, graph, plan.parameters)]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.broadcast_object_list(box, src=0)
+        assert isinstance(box[0], Assignment)
+        return box[0]
+
+    def _annotate(self, base: Prepared, batch: int) -> Graph:
+        assert self.plan is not None
+        if batch not in self._annotated:
+            self._annotated[batch] = annotate(step_graph(base.graph, base.loss, batch), self.plan.mesh)
+        return self._annotated[batch]
+
+    def _lowered(self, graph: Graph, assignment: Assignment, annotated: Graph, base: Prepared) -> Compiled:
+        assert self.plan is not None
+        prices = Prices(self.cluster, self.plan.mesh, placement_options(annotated, self.plan.mesh))
+        job = Lowering(graph, assignment, self._coordinate(), prices.path, BUCKET_BYTES)
+        program = overlap(lower(job, graph.outputs))
+        text = self.plan.to_json() + graph.to_text() + torch.__version__
+        fingerprint = hashlib.sha256(text.encode()).hexdigest()
+        return Compiled(program, base.traced.signature, self.plan, fingerprint)
+
+    def _coordinate(self) -> tuple[int, ...]:
+        assert self.plan is not None
+        left, found = self.rank, []
+        for size in reversed(self.plan.mesh):
+            found.append(left % size)
+            left //= size
+        return tuple(reversed(found))
+
+
+def _loss_outputs(base: Prepared) -> tuple[Any, ...]:
+    return tuple(o for o in base.graph.outputs if o.kind != "output" or base.loss is None or o.name == base.loss)
+
+
+def _same_but_batch(base: Prepared, request: Request) -> bool:
+    """Whether the request's inputs have the shapes of the traced ones at another batch size."""
+    leaves = pytree.tree_leaves((request.args, dict(request.kwargs)))
+    names = base.traced.signature.input_names
+    if len(leaves) != len(names):
+        return False
+    batch = batch_size(request.args, request.kwargs)
+    graph = base.graph.at(**{name: batch for name, _ in base.graph.symbols})
+    types = {node.target: node.type for node in graph.placeholders("input")}
+    pairs = [(leaf, types[name]) for leaf, name in zip(leaves, names, strict=True) if name is not None]
+    return all(tuple(leaf.shape) == tuple(kind.shape) and leaf.dtype == kind.dtype for leaf, kind in pairs)
+
+
+def _check_same_model(known: Graph, other: Graph) -> None:
+    """Two traces must be the same operations for a plan to carry over."""
+    if [(n.name, n.op) for n in known.nodes] != [(n.name, n.op) for n in other.nodes]:
+        old = ", ".join(f"{n.target} {n.type}" for n in known.placeholders("input"))
+        new = ", ".join(f"{n.target} {n.type}" for n in other.placeholders("input"))
+        raise PlanMismatchError(
+            f"the model runs other operations on ({new}) than on ({old}), for which the plan was made; make a plan for "
+            "each shape (a second autopar.parallelize), or pad the inputs to one shape"
+        )
+
+
+def _check(plan: Plan, base: Prepared, mesh: tuple[int, ...]) -> None:
+    """A plan given by the user must be for this model and number of devices."""
+    devices, planned = 1, 1
+    for size in mesh:
+        devices *= size
+    for size in plan.mesh:
+        planned *= size
+    if devices != planned:
+        raise PlanMismatchError(f"the plan is for mesh {plan.mesh} of {planned} devices, but the mesh is {mesh} of {devices}")
+    found = graph_hash(step_graph(base.graph, base.loss, plan.batch))
+    if found != plan.graph_hash:
+        raise PlanMismatchError(
+            f"the plan was made for {plan.model!r} (graph {plan.graph_hash}); this model, at batch {plan.batch}, has graph {found}. Same "
+            "configuration, input shapes, mode (train or eval) and torch version give the same graph"
+        )

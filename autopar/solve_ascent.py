@@ -1,0 +1,162 @@
+"""The search's state, and its first and usually last part: message passing with rounding, until the gap closes or the ascent stalls."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .problem import Floats, Ints, Problem, evaluate, memory_of
+from .reduce import Chain
+from .solve_local import Neighbourhood, fits, polish, repair, smallest
+from .solve_messages import Messages
+
+NONE = np.zeros(0, dtype=np.int64)
+TOLERANCE = 1e-6
+_BATCH = 20
+
+
+@dataclass
+class Search:
+    """The state of one solve: best choices of the original problem so far and the best proven bound."""
+
+    problem: Problem
+    deadline: float
+    gap: float
+    seed: int
+    choices: Ints = field(default_factory=lambda: NONE)
+    objective: float = float("inf")
+    bound: float = float("-inf")
+    # What reduced-cost fixing dropped costs at least this much: bounds of what is left are no better.
+    floor: float = float("inf")
+    # Everything was searched and nothing fits.
+    exhausted: bool = False
+
+    @property
+    def left(self) -> float:
+        """Seconds to the deadline."""
+        return self.deadline - time.monotonic()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the gap is proven (to the tolerance of the solvers)."""
+        return len(self.choices) > 0 and self.objective - self.bound <= max(self.gap, TOLERANCE) * abs(
+            self.objective
+        )
+
+    def offer(self, choices: Ints | None) -> None:
+        """Keeps ``choices`` (of the original problem) if they fit and are the cheapest yet."""
+        if choices is None or memory_of(self.problem, choices) > self.problem.memory_limit:
+            return
+        objective = evaluate(self.problem, choices)
+        if objective < self.objective:
+            self.choices, self.objective = choices, objective
+            self.bound = min(self.bound, objective)
+
+    def prove(self, bound: float) -> None:
+        """Raises the bound, to no more than the incumbent (more is rounding error, or says that nothing beats it) and the floor."""
+        if not np.isnan(bound):
+            self.bound = max(self.bound, min(bound, self.floor, self.objective))
+
+
+@dataclass(frozen=True, eq=False)
+class Ascent:
+    """What message passing proved of a reduced problem: its bound and the slack of every choice above it."""
+
+    bound: float
+    slack: tuple[Floats, ...]
+
+
+@dataclass(eq=False)
+class _Climber:
+    """One ascent; ``chain`` leads back to the original problem."""
+
+    search: Search
+    problem: Problem
+    chain: Chain
+    near: Neighbourhood
+    messages: Messages
+    best: Ascent
+
+    @property
+    def over(self) -> bool:
+        return self.search.closed or self.search.left <= 0
+
+    def record(self) -> None:
+        bound = self.messages.bound
+        self.search.prove(bound + self.chain.offset)
+        if bound > self.best.bound:
+            self.best = Ascent(bound, self.messages.slack())
+
+    def offer(self, choices: Ints | None) -> None:
+        """Polishes what fits; without a memory limit, descends to something that does."""
+        if choices is None:
+            return
+        if fits(self.problem, choices):
+            self.search.offer(self.chain.expand(polish(self.near, choices)))
+        elif np.isinf(self.problem.memory_limit):
+            found = repair(self.near, choices)
+            self.search.offer(None if found is None else self.chain.expand(found))
+
+    def climb(self, sweeps: int) -> Ints:
+        """Sweeps until the bound stalls; the decoded choices."""
+        choices, last = self.messages.decode(), self.messages.bound
+        for _ in range(0, sweeps, _BATCH):
+            self.messages.sweep(_BATCH)
+            choices = self.messages.decode()
+            self.offer(choices)
+            self.record()
+            gained, last = self.messages.bound - last, self.messages.bound
+            distance = self.search.objective - self.chain.offset - last
+            # A stall: at this rate thirty more batches would not close the gap.
+            if self.over or gained * 30 < min(distance, abs(last)):
+                break
+        return choices
+
+    def price_memory(self, choices: Ints, steps: int = 14) -> None:
+        """Searches the price of memory with the highest bound: upwards until the choices fit, then between the two."""
+        groups = self.problem.groups
+        if (
+            self.messages.excess(choices)
+            + max(float(g.temporary[k]) for g, k in zip(groups, choices, strict=True))
+            <= 0
+        ):
+            return
+        low, high = 0.0, float("inf")
+        excess = max(memory_of(self.problem, choices) - self.problem.memory_limit, 1.0)
+        distance = self.search.objective - self.chain.offset - self.messages.bound
+        price = (distance if np.isfinite(distance) else abs(self.messages.bound)) / excess + 1e-300
+        for _ in range(steps):
+            self.messages.set_price(price, choices)
+            choices = self.climb(3 * _BATCH)
+            if self.over:
+                return
+            if not fits(self.problem, choices):
+                self.search.offer(_expanded(self.chain, repair(self.near, choices, rounds=4)))
+            if self.messages.excess(choices) > 0:
+                low = price
+            else:
+                high = price
+            price = low * 2 if np.isinf(high) else high / 4 if low == 0 else float(np.sqrt(low * high))
+            if low > 0 and high < low * 1.02:
+                break
+
+
+def _expanded(chain: Chain, choices: Ints | None) -> Ints | None:
+    return None if choices is None else chain.expand(choices)
+
+
+def ascend(search: Search, problem: Problem, chain: Chain) -> Ascent:
+    """Raises the bound of ``search`` by message passing on the reduced ``problem`` and offers what the messages say."""
+    messages = Messages(problem)
+    nothing = tuple(np.zeros(len(group.cost)) for group in problem.groups)
+    climber = _Climber(search, problem, chain, Neighbourhood.of(problem), messages, Ascent(-np.inf, nothing))
+    climber.record()
+    if np.isfinite(problem.memory_limit):
+        climber.offer(smallest(problem))
+    climber.offer(chain.restrict(search.choices) if len(search.choices) else None)
+    choices = climber.climb(400)
+    if np.isfinite(problem.memory_limit) and not climber.over:
+        climber.price_memory(choices)
+    return climber.best

@@ -1,0 +1,191 @@
+"""Lower bounds by message passing: block coordinate ascent on the dual of the linear relaxation, with certificates.
+
+Per transfer t and consumer slot c there are messages u[p] of its rows and v[q] of its columns, and a share s[p, q] of the price, with
+
+    sum_c s_c[p,q] <= cost[p,q],   s >= 0,   u_c[p] + v_c[q] <= s_c[p,q];      and for memory   mu >= 0,  w_i >= 0,  sum_i w_i = 1.
+
+    theta_i[k] = cost_i[k] + mu (memory_i[k] + w_i temporary_i[k]) + sum u[source[k]] + sum v[target[k]]
+    bound      = sum_i min_k theta_i[k]  -  mu (memory_limit - memory_fixed)
+
+is a lower bound for every choice of u, v, s, mu, w, and its maximum is the value of the linear relaxation. One update maximises over u and v of one
+slot, splitting what it gains evenly (max-product linear programming: Globerson and Jaakkola 2007); between sweeps the unused part of each
+price is pooled and split evenly again among the consumers that share it, which is the ascent for transfers paid once. On placement problems this
+reaches the relaxation's value in a tenth of the time of an interior point method, but it may stop short of it: the bound is then
+still one. mu is a one-dimensional concave search.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .problem import Floats, Ints, Problem, Transfer
+
+Mask = NDArray[np.bool_]
+
+
+@dataclass(eq=False)
+class Slot:
+    """One consumer of one transfer, restricted to rows and columns in use. ``row_order`` sorts the producer's choices by row and
+    ``row_starts`` are where each row starts there; the same for columns."""
+
+    producer: int
+    consumer: int
+    source: Ints
+    target: Ints
+    rows: Ints
+    columns: Ints
+    row_order: Ints
+    row_starts: Ints
+    column_order: Ints
+    column_starts: Ints
+    share: Floats
+    u: Floats
+    v: Floats
+
+    @staticmethod
+    def of(transfer: Transfer, c: int, share: Floats) -> Slot:
+        rows, source = np.unique(transfer.source, return_inverse=True)
+        columns, target = np.unique(transfer.targets[c], return_inverse=True)
+        row_order, column_order = np.argsort(source, kind="stable"), np.argsort(target, kind="stable")
+        return Slot(
+            transfer.producer, transfer.consumers[c], source, target, rows, columns,
+            row_order, np.searchsorted(source[row_order], np.arange(len(rows))),
+            column_order, np.searchsorted(target[column_order], np.arange(len(columns))),
+            np.ascontiguousarray(share[np.ix_(rows, columns)]), np.zeros(len(rows)), np.zeros(len(columns)),
+        )  # fmt: skip
+
+    def least(self, theta: list[Floats]) -> tuple[Floats, Floats]:
+        """Least theta per row of the producer and per column of the consumer."""
+        by_row = np.minimum.reduceat(theta[self.producer][self.row_order], self.row_starts)
+        by_column = np.minimum.reduceat(theta[self.consumer][self.column_order], self.column_starts)
+        return by_row, by_column
+
+    def update(self, theta: list[Floats]) -> None:
+        """The best u and v given everything else."""
+        by_row, by_column = self.least(theta)
+        by_row -= self.u
+        by_column -= self.v
+        u = 0.5 * ((self.share + by_column).min(axis=1) - by_row)
+        v = 0.5 * ((self.share + by_row[:, None]).min(axis=0) - by_column)
+        theta[self.producer] += (u - self.u)[self.source]
+        theta[self.consumer] += (v - self.v)[self.target]
+        self.u, self.v = u, v
+
+
+@dataclass(frozen=True, eq=False)
+class _Shared:
+    """Slots that share the prices of one transfer; ``users[q]`` counts those that can need column q."""
+
+    cost: Floats
+    slots: tuple[Slot, ...]
+    users: Ints
+
+    def pool(self) -> None:
+        """Splits what no slot claims of each price evenly among its users."""
+        claims = []
+        left = self.cost.copy()
+        for slot in self.slots:
+            claim = np.maximum(slot.u[:, None] + slot.v[None, :], 0.0)
+            left[:, slot.columns] -= claim
+            claims.append(claim)
+        left = np.maximum(left, 0.0) / self.users
+        for slot, claim in zip(self.slots, claims, strict=True):
+            slot.share = claim + left[:, slot.columns]
+
+
+@dataclass(eq=False)
+class Messages:
+    """The state of the ascent on ``problem``."""
+
+    problem: Problem
+    slots: list[Slot] = field(default_factory=list)
+    shared: list[_Shared] = field(default_factory=list)
+    theta: list[Floats] = field(default_factory=list)
+    price: float = 0.0
+    weights: Floats = field(default_factory=lambda: np.zeros(0))
+    sweeps: int = 0
+
+    def __post_init__(self) -> None:
+        self.weights = np.zeros(len(self.problem.groups))
+        for transfer in self.problem.transfers:
+            used = np.stack(
+                [np.isin(np.arange(transfer.cost.shape[1]), target) for target in transfer.targets]
+            )
+            users = np.maximum(used.sum(axis=0), 1)
+            slots = [Slot.of(transfer, c, transfer.cost / users) for c in range(len(transfer.consumers))]
+            self.slots += slots
+            if len(slots) > 1:
+                self.shared.append(_Shared(transfer.cost[slots[0].rows], tuple(slots), users))
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Makes messages exactly feasible and theta exactly their sum, whatever rounding did."""
+        pairs = zip(self.problem.groups, self.weights, strict=True)
+        self.theta = [g.cost + self.price * (g.memory + w * g.temporary) for g, w in pairs]
+        for slot in self.slots:
+            slot.u = np.minimum(slot.u, (slot.share - slot.v).min(axis=1))
+            self.theta[slot.producer] += slot.u[slot.source]
+            self.theta[slot.consumer] += slot.v[slot.target]
+
+    def sweep(self, count: int) -> None:
+        """``count`` rounds of updates of all slots, to and fro."""
+        for _ in range(count):
+            for slot in self.slots if self.sweeps % 2 == 0 else reversed(self.slots):
+                slot.update(self.theta)
+            for shared in self.shared:
+                shared.pool()
+            self.sweeps += 1
+        self.refresh()
+
+    @property
+    def bound(self) -> float:
+        """No assignment within the memory limit costs less."""
+        total = float(sum(theta.min() for theta in self.theta))
+        if self.price:
+            total -= self.price * (self.problem.memory_limit - self.problem.memory_fixed)
+        return total
+
+    def decode(self) -> Ints:
+        """The cheapest choice of every group by theta."""
+        return np.array([np.argmin(theta) for theta in self.theta], dtype=np.int64)
+
+    def excess(self, choices: Ints) -> float:
+        """Bytes above the limit as the multipliers see them: the slope of the bound in ``price``."""
+        groups = self.problem.groups
+        used = sum(
+            float(g.memory[k] + w * g.temporary[k])
+            for g, k, w in zip(groups, choices, self.weights, strict=True)
+        )
+        return used + self.problem.memory_fixed - self.problem.memory_limit
+
+    def set_price(self, price: float, choices: Ints) -> None:
+        """Seconds per byte; the weights of the temporaries move towards the group whose temporary is largest in ``choices``."""
+        temporary = np.array([g.temporary[k] for g, k in zip(self.problem.groups, choices, strict=True)])
+        largest = np.zeros(len(temporary))
+        largest[int(np.argmax(temporary))] = 1.0
+        self.weights = 0.5 * (self.weights + largest) if self.weights.any() else largest
+        self.price = price
+        self.refresh()
+
+    def slack(self) -> tuple[Floats, ...]:
+        """[i][k] how much at least an assignment with choice k of group i costs above the bound.
+
+        To a choice's own theta comes the least its neighbours lose: over each slot to a different group, least over q of the
+        unused price of (p, q) and the theta of q's best choice above the group's best.
+        """
+        lost = [theta - theta.min() for theta in self.theta]
+        total = [own.copy() for own in lost]
+        seen: set[tuple[int, int]] = set()
+        for slot in self.slots:
+            a, b = slot.producer, slot.consumer
+            if a == b or (a, b) in seen or (b, a) in seen:
+                continue
+            seen.add((a, b))
+            by_row, by_column = slot.least(lost)
+            spare = np.maximum(slot.share - slot.u[:, None] - slot.v[None, :], 0.0)
+            total[a] += (spare + by_column).min(axis=1)[slot.source]
+            total[b] += (spare + by_row[:, None]).min(axis=0)[slot.target]
+        return tuple(total)

@@ -1,0 +1,242 @@
+"""Checks a plan the only way that counts: runs it on local processes and compares loss and every gradient with one process."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autopar.runtime.launch import run_local
+
+from .api import Batch, LossFunction, Mesh, mesh_shape, parallelize, split_batch
+from .cluster import Cluster
+from .errors import TraceError
+from .options import Options
+from .plan import Plan
+from .trace_call import call_loss
+
+TOLERANCE: Mapping[str, float] = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2}
+NOISE = 1e-6
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of :func:`verify`.
+
+    ``loss_error`` and ``gradient_errors[path]`` are relative: max|a - b| / max|b|, b the value of one process. A gradient that is zero
+    but for rounding has no relative error; where max|b| is less than a million times what b itself is off by in float32 (against
+    float64 on one process), that is the divisor instead; such gradients are listed in ``noisy``. ``seconds`` is the wall time of it all,
+    ``step_seconds`` that of one step under the plan after a first one.
+    """
+
+    plan: Plan
+    tolerance: float
+    loss: float
+    loss_error: float
+    gradient_errors: Mapping[str, float]
+    noisy: tuple[str, ...]
+    seconds: float
+    step_seconds: float
+
+    @property
+    def max_error(self) -> float:
+        return max([self.loss_error, *self.gradient_errors.values()])
+
+    @property
+    def ok(self) -> bool:
+        """Whether the loss and every gradient are within ``tolerance``; a NaN is not."""
+        return all(error <= self.tolerance for error in (self.loss_error, *self.gradient_errors.values()))
+
+    def __str__(self) -> str:
+        worst = sorted(self.gradient_errors.items(), key=lambda item: -item[1])[:8]
+        lines = [
+            f"{'equal' if self.ok else 'NOT EQUAL'} to one process within {self.tolerance:g}: "
+            f"{self.plan.model} on mesh {self.plan.mesh}",
+            f"{'loss':<60} {self.loss_error:10.2e}",
+            *(f"{'gradient of ' + name:<60} {error:10.2e}" for name, error in worst),
+        ]
+        if len(self.gradient_errors) > len(worst):
+            lines.append(f"{len(self.gradient_errors) - len(worst)} more gradients, none worse")
+        return "\n".join([*lines, f"{self.seconds:.1f} s in all, {self.step_seconds * 1e3:.1f} ms a step"])
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What every rank is told."""
+
+    model: nn.Module
+    mesh: tuple[int, ...]
+    batch: Batch
+    options: Options
+    cluster: Cluster
+    loss_fn: LossFunction | None
+    plan: Plan | None
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Loss and gradients of one step, as whole float tensors on the CPU."""
+
+    loss: torch.Tensor
+    gradients: Mapping[str, torch.Tensor]
+    seconds: float = 0.0
+    plan: Plan | None = None
+
+
+def verify(
+    model: nn.Module,
+    mesh: Mesh,
+    batch: Batch,
+    options: Options | None = None,
+    cluster: str | Cluster | None = None,
+    loss_fn: LossFunction | None = None,
+    plan: Plan | None = None,
+    timeout: float = 300.0,
+    tolerance: float | None = None,
+) -> Report:
+    """Runs one training step of ``model`` on prod(mesh) local processes and on one, and compares.
+
+    The model is not changed. Neither meta models nor meta inputs can be verified as they are: a meta model gets small random weights,
+    meta inputs raise.
+
+    Args:
+        plan: the plan to check; default the one for these arguments, priced on ``cluster`` whatever runs here.
+        timeout: seconds after which a rank that hangs ends the run.
+        tolerance: default 1e-5 in fp32.
+
+    Raises:
+        WorkerError: a rank died or did not finish in time; carries its traceback.
+        TraceError: the model returns no loss and no ``loss_fn`` is given.
+        Whatever :func:`autopar.plan` raises.
+    """
+    start = time.perf_counter()
+    settings = options or Options()
+    ready = materialised(model)
+    task = _Task(ready, mesh_shape(mesh), batch, settings, Cluster.get(cluster or "local"), loss_fn, plan)
+    (expected,) = run_local(_reference, 1, timeout=timeout, args=(task, False))
+    exact = _exact(task, timeout)
+    found = run_local(_parallel, math.prod(task.mesh), timeout=timeout, args=(task,))[0]
+    errors, noisy = _compare(found, expected, exact)
+    loss_error = _relative(found.loss, expected.loss, 0.0)[0]
+    limit = TOLERANCE[settings.precision or "fp32"] if tolerance is None else tolerance
+    assert found.plan is not None
+    seconds = time.perf_counter() - start
+    return Report(found.plan, limit, float(expected.loss), loss_error, errors, noisy, seconds, found.seconds)
+
+
+def materialised(model: nn.Module) -> nn.Module:
+    """``model``, or if parts of it are on the meta device a copy with small random values there, the same every time."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if not any(t.is_meta for t in tensors):
+        return model
+    generator = torch.Generator().manual_seed(0)
+    real = copy.deepcopy(model).to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in (*real.parameters(), *real.buffers()):
+            if tensor.is_floating_point():
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.05)
+            else:
+                tensor.zero_()
+    return real
+
+
+def _reference(rank: int, world: int, task: _Task, double: bool) -> _Step:
+    """One plain step of the unmodified model."""
+    model = copy.deepcopy(task.model).train()
+    batch: Any = task.batch
+    if double:
+        model = model.double()
+        batch = pytree.tree_map(lambda t: t.double() if _is_float(t) else t, batch)
+    args, kwargs = split_batch(batch)
+    loss = _loss_of(model(*args, **kwargs), task.loss_fn, args, kwargs)
+    loss.backward()
+    gradients = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
+    return _Step(loss.detach(), gradients)
+
+
+def _is_float(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+
+
+def _loss_of(output: Any, loss_fn: LossFunction | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    if loss_fn is not None:
+        return call_loss(loss_fn, output, args, kwargs)
+    found = getattr(output, "loss", None)
+    if found is None and isinstance(output, Mapping):
+        found = output.get("loss")
+    if found is None:
+        scalars = [t for t in pytree.tree_leaves(output) if _is_float(t) and t.ndim == 0 and t.requires_grad]
+        found = scalars[0] if len(scalars) == 1 else None
+    if found is None:
+        raise TraceError(
+            "the model returns no loss: no output is called loss, and not just one is a differentiable scalar; pass "
+            "loss_fn=lambda output, batch: ... that computes one"
+        )
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def _exact(task: _Task, timeout: float) -> _Step | None:
+    """The step in float64, to know how far float32 itself is off; None if the model does not run in float64."""
+    try:
+        return run_local(_reference, 1, timeout=timeout, args=(task, True))[0]
+    except Exception:
+        return None
+
+
+def _parallel(rank: int, world: int, task: _Task) -> _Step:
+    """The same step under the plan, on this rank; whole gradients on rank 0."""
+    model = copy.deepcopy(task.model).train()
+    parallel = parallelize(
+        model, task.mesh, options=task.options, plan=task.plan, cluster=task.cluster, loss_fn=task.loss_fn
+    )
+    args, kwargs = split_batch(task.batch)
+    loss = parallel.step(*args, **kwargs)
+    gradients: dict[str, torch.Tensor] = {}
+    for name, parameter in parallel.named_parameters():
+        if parameter.grad is not None:
+            whole = parameter.grad.full_tensor()  # type: ignore[attr-defined]
+            gradients |= {name: whole.detach().cpu()} if rank == 0 else {}
+    if world > 1:
+        dist.barrier()
+    begin = time.perf_counter()
+    parallel.step(*args, **kwargs)
+    seconds = time.perf_counter() - begin
+    return _Step(loss.detach().cpu(), gradients, seconds, parallel.plan)
+
+
+def _compare(
+    found: _Step, expected: _Step, exact: _Step | None
+) -> tuple[dict[str, float], tuple[str, ...]]:
+    """The error of every gradient, and the names of those that are zero but for rounding."""
+    errors: dict[str, float] = {}
+    noisy = []
+    for name in sorted({*found.gradients, *expected.gradients}):
+        one, other = found.gradients.get(name), expected.gradients.get(name)
+        if one is None or other is None or one.shape != other.shape:
+            errors[name] = math.inf
+            continue
+        off = float((other.double() - exact.gradients[name]).abs().max()) if exact and other.numel() else 0.0
+        errors[name], is_noise = _relative(one, other, off)
+        noisy += [name] if is_noise else []
+    return errors, tuple(noisy)
+
+
+def _relative(found: torch.Tensor, expected: torch.Tensor, off: float) -> tuple[float, bool]:
+    """max|a - b| / max|b|, or over what rounding warrants if that is more (see :class:`Report`); and whether it was more."""
+    if not expected.numel():
+        return 0.0, False
+    error = float((found.double() - expected.double()).abs().max())
+    size = float(expected.double().abs().max())
+    divisor = max(size, off / NOISE)
+    if error == 0.0:
+        return 0.0, divisor > size
+    return (error / divisor if divisor else math.inf), divisor > size

@@ -1,0 +1,77 @@
+"""Tensors made from nothing: those that are constant throughout can be made in shards.
+
+``full_like`` and its kin look at the shape of their operand only, and ``new_full`` and its kin not even at
+that, so any placement of it serves. Factories whose values depend on the position (``arange``, ``eye``) have no
+rule: everyone makes all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from autopar.graph import Arg, TensorType
+from autopar.spec import PARTIAL_SUM, REPLICATE, AxisStrategy, Placement, Shard
+
+from .dimension_strings import agnostic, letters, shardable, strategies
+from .rules import LocalCall, LocalContext, OpCall, localiser, rule
+
+# Operation -> position of the size argument.
+_SIZED = {
+    "aten.full.default": 0,
+    "aten.zeros.default": 0,
+    "aten.ones.default": 0,
+    "aten.empty.memory_format": 0,
+    "aten.new_full.default": 1,
+    "aten.new_zeros.default": 1,
+    "aten.new_ones.default": 1,
+    "aten.new_empty.default": 1,
+}
+_LIKE = tuple(f"aten.{name}_like.default" for name in ("full", "zeros", "ones", "empty"))
+
+
+def _shards(tensor: TensorType | None, devices: int) -> list[Placement]:
+    if tensor is None:
+        return []
+    return [Shard(dim) for dim, size in enumerate(tensor.shape) if shardable(int(size), devices)]
+
+
+def _partial(call: OpCall) -> list[Placement]:
+    """The ways an operand can be Partial: booleans do not add up."""
+    return [] if call.inputs[0].dtype == torch.bool else [PARTIAL_SUM]
+
+
+@rule(*_SIZED)
+@agnostic(*_SIZED)
+def sized(call: OpCall) -> Iterator[AxisStrategy]:
+    """``(size, ...)`` or ``(x, size, ...)``: the result as one likes, whatever ``x`` is."""
+    results = _shards(call.outputs[0], call.size)
+    if not call.inputs:
+        yield from (AxisStrategy((), (placement,)) for placement in results)
+        return
+    for operand in (REPLICATE, *_partial(call), *_shards(call.inputs[0], call.size)):
+        for result in (REPLICATE, *results):
+            if (operand, result) != (REPLICATE, REPLICATE):
+                yield AxisStrategy((operand,), (result,))
+
+
+@localiser(*_SIZED)
+def local_size(context: LocalContext) -> LocalCall:
+    """The same with the local size."""
+    call = context.call
+    at = _SIZED[call.op]
+    kwargs = tuple((key, context.output_shape() if key == "size" else arg) for key, arg in call.kwargs)
+    args: tuple[Arg, ...] = tuple(
+        context.output_shape() if i == at else arg for i, arg in enumerate(call.args)
+    )
+    return call.op, args, kwargs
+
+
+@rule(*_LIKE)
+@agnostic(*_LIKE)
+def like(call: OpCall) -> Iterator[AxisStrategy]:
+    """``(x, ...)`` -> shape of ``x``; its values do not matter"""
+    spelled = letters(call.inputs[0].rank)
+    yield from strategies(call, f"{spelled}->{spelled}", linear=())
+    yield from (AxisStrategy((placement,), (REPLICATE,)) for placement in _partial(call))

@@ -1,0 +1,231 @@
+"""Values for a model on the meta device, one tensor at a time.
+
+The model's own initialisation (``reset_parameters`` of every module, children first, then Hugging Face's ``initialize_weights``) runs
+once on the meta tensors, where it costs nothing, while every operation on them is recorded. A tensor's values are
+then the replay of just the operations it depends on, on a real device: the largest thing ever held is one whole tensor.
+Each random operation is seeded by its place in the record, so values depend on the seed and the model alone: not
+on the mesh, nor on which tensors a rank asks for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from autopar.errors import AutoparError
+
+# In-place operations that do not read what they overwrite.
+_OVERWRITES = {"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "exponential_", "bernoulli_", "eye_"}
+
+
+@dataclass(frozen=True)
+class _Meta:
+    """Stands for a meta tensor in the record: a view of the storage ``storage``."""
+
+    storage: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    whole: bool
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One recorded operation: what it read, what it wrote, and its place in the record."""
+
+    index: int
+    function: Any
+    args: Any
+    kwargs: Any
+    outputs: tuple[_Meta, ...]
+    reads: frozenset[int]
+    writes: frozenset[int]
+    overwrites: bool
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _is_meta(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "meta"
+
+
+def _note(value: Any) -> Any:
+    """``value`` as it stays in the record: a meta tensor by its storage, a real one by its values now."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if not _is_meta(value):
+        return value.detach().clone()
+    whole = value.untyped_storage().nbytes() == value.numel() * value.dtype.itemsize
+    return _Meta(
+        _storage(value), tuple(value.shape), value.stride(), int(value.storage_offset()), value.dtype, whole
+    )
+
+
+class _Recorder(TorchDispatchMode):
+    """Records what is done to meta tensors. Keeps them alive: their storages are told apart by address."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[_Step] = []
+        self.kept: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if _is_meta(leaf)]
+        made = [leaf for leaf in tree_leaves(result) if _is_meta(leaf)]
+        if given or made:
+            self.kept += given + made
+            self._record(func, args, kwargs, given, made)
+        return result
+
+    def _record(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
+        reads = frozenset(map(_storage, given))
+        if func._schema.is_mutable:
+            writes = frozenset(_storage(t) for t in _mutated(func, args, kwargs) if _is_meta(t))
+        else:
+            writes = frozenset(map(_storage, made)) - reads
+        if not writes:
+            return
+        name = func._schema.name.split("::")[1]
+        target = _note(args[0]) if args else None
+        overwrites = name in _OVERWRITES and isinstance(target, _Meta) and target.whole
+        noted = tree_map(_note, (args, kwargs))
+        outputs = tuple(_note(t) for t in made if _storage(t) not in reads)
+        step = _Step(len(self.steps), func, noted[0], noted[1], outputs, reads, writes, overwrites)
+        self.steps.append(step)
+
+
+def _mutated(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """The tensor arguments that ``func`` writes to."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _initialise(module: nn.Module) -> None:
+    """The model's own initialisation, children first."""
+    for path, part in reversed(list(module.named_modules())):
+        reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
+        if callable(reset):
+            try:
+                reset()
+            except Exception as error:
+                raise AutoparError(
+                    f"the module {path or 'itself'!r} ({type(part).__name__}) cannot be initialised on the meta device: "
+                    f"{type(error).__name__}: {error}; build it on the CPU instead"
+                ) from error
+    covered: set[nn.Module] = set()
+    for part in module.modules():
+        if part not in covered and callable(getattr(part, "initialize_weights", None)) and hasattr(part, "_init_weights"):
+            covered.update(part.modules())
+            part.initialize_weights()
+
+
+@contextmanager
+def _own_random_state(device: torch.device) -> Iterator[None]:
+    devices = [] if device.type in ("cpu", "meta") else [device]
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        yield
+
+
+class Initialiser:
+    """The initial values of the meta tensors of ``module``; see the module docstring. ``seed`` decides the random ones.
+
+    Raises :class:`AutoparError` for a module whose initialisation does not run on the meta device.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, seed: int) -> None:
+        self.device = device
+        self.seed = seed
+        self._recorder = _Recorder()
+        with _own_random_state(torch.device("cpu")), torch.no_grad():
+            torch.manual_seed(seed)
+            with self._recorder:
+                _initialise(module)
+
+    def value(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """The values of the meta ``tensor`` called ``name``, whole, on the device. Raises :class:`AutoparError` if nothing initialises
+        it."""
+        target = _note(tensor)
+        steps = self._needed(target.storage)
+        if not steps:
+            raise AutoparError(
+                f"{name} is on the meta device and nothing initialises it: give its module a reset_parameters() that "
+                "fills it in place, or build the model on the CPU"
+            )
+        storages: dict[int, torch.UntypedStorage] = {}
+        with _own_random_state(self.device), torch.no_grad():
+            for step in steps:
+                self._replay(step, storages)
+        return self._real(target, storages).contiguous()
+
+    def _needed(self, storage: int) -> list[_Step]:
+        """The steps that the final content of ``storage`` depends on, in order."""
+        needed, found = {storage}, []
+        for step in reversed(self._recorder.steps):
+            hit = step.writes & needed
+            if hit:
+                found.append(step)
+                if step.overwrites or not step.function._schema.is_mutable:
+                    needed -= hit
+                needed |= step.reads - (step.writes if step.overwrites else frozenset())
+        return found[::-1]
+
+    def _replay(self, step: _Step, storages: dict[int, torch.UntypedStorage]) -> None:
+        digest = hashlib.sha256(f"{self.seed}:{step.index}".encode()).digest()
+        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+        def leaf(value: Any) -> Any:
+            if isinstance(value, _Meta):
+                return self._real(value, storages)
+            if isinstance(value, torch.device) and value.type == "meta":
+                return self.device
+            return value.to(self.device) if isinstance(value, torch.Tensor) and value.dim() else value
+
+        args, kwargs = tree_map(leaf, (step.args, step.kwargs), is_leaf=lambda v: isinstance(v, _Meta))
+        result = step.function(*args, **kwargs)
+        made = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
+        if step.outputs:
+            for noted, value in zip(step.outputs, made, strict=True):
+                storages[noted.storage] = value.untyped_storage()
+
+    def _real(self, noted: _Meta, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+        """The real tensor for a noted meta one; a storage first seen here starts uninitialised, as ``torch.empty`` does."""
+        if noted.storage not in storages:
+            extent = noted.offset + 1 + sum((n - 1) * s for n, s in zip(noted.shape, noted.stride, strict=True))
+            size = max(extent, 0) * noted.dtype.itemsize
+            storages[noted.storage] = torch.UntypedStorage(size, device=self.device)
+        storage = storages[noted.storage]
+        last = noted.offset + 1 + sum((n - 1) * s for n, s in zip(noted.shape, noted.stride, strict=True))
+        if last * noted.dtype.itemsize > storage.nbytes():
+            storage.resize_(last * noted.dtype.itemsize)
+        empty = torch.empty(0, dtype=noted.dtype, device=self.device)
+        return empty.set_(storage, noted.offset, noted.shape, noted.stride)
+
+
+def materialise(module: nn.Module, device: torch.device, seed: int) -> None:
+    """Gives every meta parameter and buffer of ``module`` its initial values on ``device``, whole: the values a parallel module has
+    for the same ``seed``, in place."""
+    initialiser = Initialiser(module, device, seed)
+    for name, parameter in list(module.named_parameters()):
+        if _is_meta(parameter):
+            real = nn.Parameter(initialiser.value(parameter, name), parameter.requires_grad)
+            real.__dict__.update(parameter.__dict__)
+            torch.utils.swap_tensors(parameter, real)
+    for path, part in module.named_modules():
+        for key, buffer in part._buffers.items():
+            if buffer is not None and _is_meta(buffer):
+                part._buffers[key] = initialiser.value(buffer, f"{path}.{key}" if path else key)

@@ -1,0 +1,185 @@
+"""The model a user holds: the original's face, run as compiled programs on the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from autopar.errors import AutoparError
+
+from .agreement import check_agreement
+from .autograd import differentiate
+from .call import Call
+from .compiled import Compile, OutputsWanted, Request
+from .groups import mesh_groups
+from .parameters import make_dtensor
+from .weights import Weights, accumulate
+
+_SHARED = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+class ParallelModule(nn.Module):
+    """``module`` on ``mesh``: same inputs, outputs, parameter names, tied weights and ``state_dict`` keys.
+
+    ``compile`` turns a :class:`Request` into a program when a call of a new kind arrives (other shapes, training or not, with
+    gradients or not); the first one also places the parameters, as DTensors and in place. Every rank calls with
+    the same global batch, of which it takes its part, or with DTensors. ``seed`` initialises a meta model (default: torch's initial
+    seed on rank 0); a real model keeps rank 0's weights.
+    """
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, compile: Compile, *, seed: int | None = None) -> None:
+        super().__init__()
+        for name in _SHARED:
+            self.__dict__[name] = module.__dict__[name]
+        self.training = module.training
+        self.__dict__["_original"] = module
+        self._groups = mesh_groups(mesh)
+        self._weights = Weights(module, self._groups, seed)
+        self._compile = compile
+        self._calls: dict[object, Call] = {}
+        self._plan: object | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the original returns, of plain global tensors (DTensors where the plan leaves an output distributed); with gradients
+        enabled ``loss.backward()`` leaves ``.grad`` on the parameters."""
+        grad = torch.is_grad_enabled() and self._wants_grad(args, kwargs)
+        call = self.prepare(args, kwargs, "all", grad=grad)
+        leaves = call.leaves(args, kwargs)
+        if grad:
+            return call.rebuild(differentiate(call, leaves))
+        outputs, _ = call.run(leaves)
+        return call.rebuild({name: call.present(name, value) for name, value in outputs.items()})
+
+    def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Forward and backward of the model's loss, added to ``.grad`` of the parameters; returns the detached loss. Raises
+        :class:`AutoparError` if the model returns no loss."""
+        call = self.prepare(args, kwargs, "loss", grad=True)
+        loss_name = call.signature.loss
+        if loss_name is None:
+            raise AutoparError(
+                "step() differentiates the loss that the model returns, but this call returns none: pass labels, or run "
+                "out = model(...), compute a loss from out and call loss.backward()"
+            )
+        outputs, saved = call.run(call.leaves(args, kwargs))
+        loss = call.whole(outputs.pop(loss_name), call.results[loss_name]).detach()
+        tangents = call.tangents({loss_name: torch.ones_like(loss)}, {s.target: loss.dtype for s in call.program.tangents})
+        gradients = call.backward(saved, tangents)
+        with torch.no_grad():
+            for slot, parameter in zip(call.program.parameters, call.parameters, strict=True):
+                gradient = gradients.pop(("gradient", slot.target), None)
+                if gradient is not None:
+                    accumulate(parameter, gradient)
+        return loss
+
+    def prepare(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: OutputsWanted = "all", *, grad: bool = True
+    ) -> Call:
+        """Compiles for a call like this one, if that is not done yet, without running it. Collective over the mesh."""
+        ordered = dict(sorted(kwargs.items()))
+        leaves, spec = tree_flatten((args, ordered))
+        kinds = tuple((v.shape, v.dtype) if isinstance(v, torch.Tensor) else None for v in leaves)
+        key = (kinds, str(spec), self.training, grad, outputs)
+        if key not in self._calls:
+            compiled = self._compile(Request(args, dict(kwargs), self.training, grad, outputs))
+            check_agreement(compiled.fingerprint, self._groups)
+            self._calls[key] = Call(compiled, self._weights, self._groups)
+            self._plan = compiled.plan
+        return self._calls[key]
+
+    def _wants_grad(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        inputs = tree_flatten((args, dict(kwargs)))[0]
+        given = any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs)
+        return given or any(parameter.requires_grad for parameter in self.parameters())
+
+    @property
+    def plan(self) -> Any:
+        """The plan of the latest compiled call. Raises :class:`AutoparError` before there is one."""
+        if self._plan is None:
+            raise AutoparError(
+                "there is no plan yet: the model is planned at its first batch; run one, or pass example_inputs to parallelize"
+            )
+        return self._plan
+
+    def optimizer(self, cls: Callable[..., torch.optim.Optimizer], **kwargs: Any) -> torch.optim.Optimizer:
+        """``cls`` over the named parameters, before or after the first batch; its state rests as the parameters do."""
+        return cls(self.named_parameters(), **kwargs)
+
+    def local_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """The batch with each tensor as a DTensor of which this rank holds its part: a dict for keyword inputs, a tuple for
+        positional ones."""
+        if args and kwargs:
+            raise AutoparError("local_batch takes positional inputs or keyword inputs, not both; call it twice")
+        call = self._any_call(args, kwargs)
+        slots = {slot.target: slot for slot in call.program.placeholders if slot.kind == "input"}
+        leaves = call.leaves(args, kwargs)
+        for index, name in enumerate(call.signature.input_names):
+            if name in slots:
+                local = call.own_input(slots[name], leaves[index])
+                leaves[index] = make_dtensor(local, slots[name], self._groups)
+        positional, keywords = tree_unflatten(leaves, call.signature.input_spec)
+        return positional if args else keywords
+
+    def _any_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        """A compiled call for such a batch, whatever its outputs: they all read the same placements."""
+        leaves, spec = tree_flatten((args, dict(sorted(kwargs.items()))))
+        kinds = tuple((v.shape, v.dtype) if isinstance(v, torch.Tensor) else None for v in leaves)
+        for grad in (True, False):
+            for outputs in ("loss", "all"):
+                key = (kinds, str(spec), self.training, grad, outputs)
+                if key in self._calls:
+                    return self._calls[key]
+        return self.prepare(args, kwargs, "all", grad=torch.is_grad_enabled())
+
+    @contextmanager
+    def held_weights(self) -> Iterator[None]:
+        """Within, parameters must not change: weights that a plan gathers once a step are gathered once in all. For several
+        forward passes between optimizer steps (gradient accumulation, evaluation)."""
+        self._weights.hold(True)
+        try:
+            yield
+        finally:
+            self._weights.hold(False)
+
+    def train(self, mode: bool = True) -> ParallelModule:
+        super().train(mode)
+        self._original.training = mode
+        return self
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As :meth:`torch.nn.Module.load_state_dict`; whole plain tensors may stand for distributed parameters."""
+        own = dict(self.named_parameters(remove_duplicate=False))
+        ready = {
+            key: self._weights.whole_to_own(key, value)
+            if isinstance(own.get(key), DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+            else value
+            for key, value in state_dict.items()
+        }
+        return super().load_state_dict(ready, strict, assign)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            original = self.__dict__.get("_original")
+            if original is None:
+                raise
+            return getattr(original, name)
+
+    def extra_repr(self) -> str:
+        return f"{type(self._original).__name__} on mesh {self._groups.shape}"

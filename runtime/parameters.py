@@ -1,0 +1,200 @@
+"""A module's parameters as DTensors, placed as a program stores them.
+
+Parameters are exchanged in place (``torch.utils.swap_tensors``), so an optimizer built over them earlier goes on working and
+tied weights stay tied. A real model is taken from rank 0: other ranks' weights are overwritten by broadcast, since a script that
+does not seed has different ones. A meta model is initialised shard by shard (:mod:`autopar.runtime.materialise`). Buffers are plain
+tensors, whole on every rank.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from autopar.errors import AutoparError, PlanMismatchError
+from autopar.program import TensorSlot
+from autopar.spec import Placements, StridedShard, local_before, shard_before, shard_dim, short, take_local
+
+from .groups import AxisGroup, MeshGroups
+from .materialise import Initialiser
+
+_BUCKET_BYTES = 32 << 20
+
+
+def torch_placements(placements: Placements, mesh: Sequence[int]) -> tuple[TorchPlacement, ...]:
+    """``placements`` in torch's own classes: a strided shard's ``split_factor`` is ``before`` as torch meets it, from the outermost axis
+    on (see :func:`autopar.spec.take_local`)."""
+    found: list[TorchPlacement] = []
+    for axis, placement in enumerate(placements):
+        if not isinstance(placement, StridedShard):
+            found.append(placement)
+            continue
+        later = math.prod(
+            mesh[other]
+            for other in range(axis + 1, len(placements))
+            if shard_dim(placements[other]) == placement.dim and shard_before(placements[other]) < placement.before
+        )
+        factor = local_before(placements, axis, mesh) * later
+        found.append(Shard(placement.dim) if factor == 1 else _StridedShard(placement.dim, split_factor=factor))
+    return tuple(found)
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """The stride of a contiguous tensor of ``shape``."""
+    return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def make_dtensor(local: torch.Tensor, slot: TensorSlot, groups: MeshGroups) -> DTensor:
+    """The DTensor of global shape ``slot.shape``, placed as ``slot`` says, of which this rank holds ``local``."""
+    return DTensor.from_local(
+        local,
+        groups.mesh,
+        torch_placements(slot.placements, groups.shape),
+        run_check=False,
+        shape=torch.Size(slot.shape),
+        stride=contiguous_stride(slot.shape),
+    )
+
+
+def take_own(whole: torch.Tensor, slot: TensorSlot, groups: MeshGroups) -> torch.Tensor:
+    """This rank's part of the global tensor ``whole``: contiguous, and no view of something larger."""
+    local = take_local(whole, slot.placements, groups.shape, groups.coordinate).contiguous()
+    return local.clone() if local.untyped_storage().nbytes() > local.nbytes else local
+
+
+def broadcast_first(tensors: Sequence[torch.Tensor], groups: MeshGroups) -> Iterator[tuple[int, torch.Tensor]]:
+    """``(index, value)`` of every tensor as the mesh's first rank has it, on the mesh's device; sent in buckets of bytes."""
+    group = groups.over(groups.axes)
+    bucket: list[int] = []
+    for index, tensor in enumerate(tensors):
+        bucket.append(index)
+        if sum(tensors[i].nbytes for i in bucket) >= _BUCKET_BYTES or index + 1 == len(tensors):
+            yield from zip(bucket, _broadcast([tensors[i] for i in bucket], group, groups.device), strict=True)
+            bucket = []
+
+
+def _broadcast(tensors: Sequence[torch.Tensor], group: AxisGroup, device: torch.device) -> list[torch.Tensor]:
+    here = [tensor.detach().to(device).contiguous() for tensor in tensors]
+    if group.group is None:
+        return here
+    sizes = [tensor.nbytes for tensor in here]
+    buffer = torch.cat([tensor.view(-1).view(torch.uint8) for tensor in here])
+    dist.broadcast(buffer, group=group.group, group_src=0)
+    # Cloned, because a dtype may be viewed only at offsets it divides, and so that the bucket can go.
+    return [
+        piece.clone().view(tensor.dtype).view(tensor.shape)
+        for piece, tensor in zip(buffer.split(sizes), here, strict=True)
+    ]
+
+
+def swap_parameter(parameter: torch.Tensor, replacement: torch.Tensor, name: str) -> None:
+    """Makes ``parameter`` be what ``replacement`` is, keeping its identity and its own attributes. Raises :class:`AutoparError` if
+    something else holds its old content."""
+    replacement.__dict__.update(parameter.__dict__)
+    parameter.grad = None
+    try:
+        torch.utils.swap_tensors(parameter, replacement)
+    except RuntimeError:
+        gc.collect()
+        try:
+            torch.utils.swap_tensors(parameter, replacement)
+        except RuntimeError as error:
+            raise AutoparError(
+                f"the parameter {name} cannot become a DTensor in place, because something still refers to its old content "
+                f"(outputs of an earlier call of the plain model?): {error}"
+            ) from error
+
+
+def shared_seed(groups: MeshGroups, seed: int | None = None) -> int:
+    """``seed``, or torch's initial seed, as the mesh's first rank has it."""
+    own = torch.tensor([torch.initial_seed() if seed is None else seed]).view(torch.int64)
+    return int(next(broadcast_first([own], groups))[1])
+
+
+def place_parameters(
+    module: nn.Module, slots: Mapping[str, TensorSlot], groups: MeshGroups, seed: int | None = None
+) -> None:
+    """Turns every parameter of ``module`` into a DTensor, in place: placed by ``slots[name]``, or replicated if it has no slot (the
+    program does not use it). Buffers come to the mesh's device with rank 0's values. ``seed`` is for a
+    meta model; by default torch's initial seed on rank 0.
+
+    Raises :class:`PlanMismatchError` where a slot and its parameter differ in shape.
+    """
+    parameters = dict(module.named_parameters())
+    plain = Replicate()
+    complete = {
+        name: slots.get(name) or TensorSlot(name, "param", name, tuple(p.shape), (plain,) * len(groups.shape))
+        for name, p in parameters.items()
+    }
+    for name, parameter in parameters.items():
+        if tuple(parameter.shape) != complete[name].shape:
+            raise PlanMismatchError(
+                f"the parameter {name} has shape {list(parameter.shape)}, but the plan was made for "
+                f"{list(complete[name].shape)}"
+            )
+    meta = [name for name, parameter in parameters.items() if parameter.is_meta]
+    real = [name for name, p in parameters.items() if not p.is_meta and not isinstance(p, DTensor)]
+    lost = [name for name, buffer in module.named_buffers() if buffer.is_meta]
+    if meta or lost:
+        initialiser = Initialiser(module, groups.device, shared_seed(groups, seed))
+        for name in meta:
+            whole = initialiser.value(parameters[name], f"the parameter {name}")
+            _replace(parameters[name], whole, complete[name], groups)
+        _fill_buffers(module, initialiser)
+    for index, whole in broadcast_first([parameters[name] for name in real], groups):
+        _replace(parameters[real[index]], whole, complete[real[index]], groups)
+    _place_buffers(module, groups)
+
+
+def _replace(parameter: nn.Parameter, whole: torch.Tensor, slot: TensorSlot, groups: MeshGroups) -> None:
+    with torch.no_grad():
+        own = make_dtensor(take_own(whole, slot, groups), slot, groups)
+        replacement = nn.Parameter(own, parameter.requires_grad)
+        if parameter.grad is not None and not parameter.grad.is_meta:
+            gradient = parameter.grad.to(groups.device)
+            replacement.grad = make_dtensor(take_own(gradient, slot, groups), slot, groups)
+    swap_parameter(parameter, replacement, slot.target)
+
+
+def _fill_buffers(module: nn.Module, initialiser: Initialiser) -> None:
+    for path, part in module.named_modules():
+        for key, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                part._buffers[key] = initialiser.value(buffer, f"the buffer {path}.{key}")
+
+
+def _place_buffers(module: nn.Module, groups: MeshGroups) -> None:
+    buffers = [buffer for _, buffer in module.named_buffers()]
+    moved: dict[int, torch.Tensor] = {}
+    for index, value in broadcast_first(buffers, groups):
+        buffer = buffers[index]
+        if buffer.device == groups.device:
+            buffer.copy_(value)
+        else:
+            moved[id(buffer)] = value
+    for part in module.modules():
+        for key, tensor in part._buffers.items():
+            if tensor is not None and id(tensor) in moved:
+                part._buffers[key] = moved[id(tensor)]
+
+
+def check_placed(module: nn.Module, slots: Mapping[str, TensorSlot], groups: MeshGroups) -> None:
+    """Raises :class:`PlanMismatchError` if a parameter rests otherwise than ``slots`` says."""
+    for name, parameter in module.named_parameters():
+        slot = slots.get(name)
+        if slot is None or not isinstance(parameter, DTensor):
+            continue
+        wanted = torch_placements(slot.placements, groups.shape)
+        if tuple(parameter.placements) != wanted:
+            raise PlanMismatchError(
+                f"the parameter {name} rests as {tuple(map(str, parameter.placements))}, but this program stores it as "
+                f"{short(slot.placements)}; all programs of one model must agree"
+            )

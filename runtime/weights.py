@@ -1,0 +1,100 @@
+"""The parameters of one module as its programs see them: stored, working, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import PlanMismatchError
+from autopar.program import Program, TensorSlot
+
+from .executor import Executable
+from .groups import MeshGroups
+from .parameters import check_placed, make_dtensor, place_parameters, take_own
+
+
+class Weights:
+    """Parameters and buffers of ``module``, placed by the first program that is settled.
+
+    A program may know a tied parameter by any of its names; ``names`` maps each to the one that
+    ``named_parameters`` gives.
+    """
+
+    def __init__(self, module: nn.Module, groups: MeshGroups, seed: int | None) -> None:
+        self.module = module
+        self.groups = groups
+        self._seed = seed
+        self._slots: dict[str, TensorSlot] | None = None
+        self._held: dict[str, list[torch.Tensor]] | None = None
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        first = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        return {n: first[id(p)] for n, p in self.module.named_parameters(remove_duplicate=False)}
+
+    def settle(self, program: Program) -> None:
+        """Places the parameters as ``program`` stores them, or checks that they are. Collective the first time."""
+        names = self.names
+        unknown = [slot.target for slot in program.parameters if slot.target not in names]
+        if unknown:
+            raise PlanMismatchError(f"the program has parameters that the model has not: {', '.join(unknown)}")
+        slots = {names[slot.target]: slot for slot in program.parameters}
+        if self._slots is None:
+            place_parameters(self.module, slots, self.groups, self._seed)
+            self._slots = slots
+        else:
+            check_placed(self.module, slots, self.groups)
+
+    def parameters(self, program: Program) -> list[nn.Parameter]:
+        """The parameters in the order of ``program.parameters``."""
+        known = dict(self.module.named_parameters(remove_duplicate=False))
+        return [known[slot.target] for slot in program.parameters]
+
+    def hold(self, on: bool) -> None:
+        """While held, working weights are made once and reused: stored values must not change."""
+        self._held = {} if on else None
+
+    def working(self, executable: Executable, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+        """The working tensors of ``parameters``.
+
+        Made anew each time unless held: no version counter of a DTensor sees every write (``.data``, fused optimizers), and a
+        stale weight would be silent.
+        """
+        stored = [local_of(parameter) for parameter in parameters]
+        if self._held is None:
+            return executable.refresh(stored)
+        key = str(executable.program.refresh)
+        if key not in self._held:
+            self._held[key] = executable.refresh(stored)
+        return self._held[key]
+
+    def whole_to_own(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """A whole ``value`` for the parameter ``name`` (any of its names) as a DTensor placed like it."""
+        assert self._slots is not None
+        slot = self._slots.get(self.names[name])
+        if slot is None or tuple(value.shape) != slot.shape:
+            return value
+        return make_dtensor(take_own(value.to(self.groups.device), slot, self.groups), slot, self.groups)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a DTensor parameter, without the cost or the autograd of ``to_local``."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def gradient_like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
+    """``local`` as the gradient of ``parameter``: placed the same. The bare constructor, because ``from_local`` takes twice as long and
+    there are hundreds a step."""
+    assert isinstance(parameter, DTensor)
+    return DTensor(local, parameter._spec, requires_grad=False)
+
+
+def accumulate(parameter: nn.Parameter, local: torch.Tensor) -> None:
+    """Adds ``local`` to the gradient of ``parameter``."""
+    if parameter.grad is None:
+        parameter.grad = gradient_like(parameter, local)
+    else:
+        local_of(parameter.grad).add_(local)

@@ -1,0 +1,160 @@
+"""Runs the programs of all ranks in one process, instruction by instruction, with collectives done by hand.
+
+The semantics of collectives are written here a second time and in the plainest way, from the definition of placements, so that a test
+of lowering does not rest on the runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from autopar.graph import Arg, Value
+from autopar.local_ops import LOCAL_OPS
+from autopar.program import Instruction, Program, Section, TensorSlot
+from autopar.spec import take_local, take_shard
+
+Tensors = dict[str, Any]
+
+
+def resolve(op: str) -> Any:
+    """The function behind ``aten.mm.default`` or ``autopar.masked_gather``."""
+    if op in LOCAL_OPS:
+        return LOCAL_OPS[op]
+    namespace, name, overload = op.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+
+
+class World:
+    """The ranks of a mesh, with one program each."""
+
+    def __init__(self, programs: Sequence[Program]) -> None:
+        self.programs = list(programs)
+        self.mesh = programs[0].mesh
+        self.coordinates = list(product(*map(range, self.mesh)))
+        assert [p.coordinate for p in programs] == self.coordinates
+
+    def group(self, rank: int, axes: Sequence[int]) -> list[int]:
+        """The ranks that differ from ``rank`` only on ``axes``, row-major."""
+        here = self.coordinates[rank]
+        return [
+            i
+            for i, there in enumerate(self.coordinates)
+            if all(a in axes or x == y for a, (x, y) in enumerate(zip(here, there, strict=True)))
+        ]
+
+    def step(self, values: Mapping[str, torch.Tensor], tangents: Mapping[str, torch.Tensor]) -> tuple[Tensors, Tensors]:
+        """Forward and backward on global ``values`` by placeholder target; results and gradients by name, assembled whole."""
+        inputs = [self._inputs(rank, values) for rank in range(len(self.programs))]
+        forward = self.run([p.forward for p in self.programs], inputs)
+        count = len(self.programs[0].results)
+        results = self._assemble([p.results for p in self.programs], [out[:count] for out in forward])
+        if not self.programs[0].gradients:
+            return results, {}
+        saved = []
+        for rank, program in enumerate(self.programs):
+            given = [take_local(tangents[s.target], s.placements, self.mesh, program.coordinate) for s in program.tangents]
+            saved.append([*forward[rank][count:], *given])
+        backward = self.run([p.backward for p in self.programs], saved)
+        return results, self._assemble([p.gradients for p in self.programs], backward)
+
+    def _inputs(self, rank: int, values: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        program = self.programs[rank]
+        found = []
+        for slot in program.placeholders:
+            whole = program.constants[slot.name] if slot.kind == "constant" else values[slot.target]
+            found.append(take_local(whole, slot.placements, self.mesh, program.coordinate).clone())
+        return found
+
+    def _assemble(self, slots: Sequence[Sequence[TensorSlot]], locals_: Sequence[Sequence[Any]]) -> Tensors:
+        """Whole tensors from shards; every element must be the same wherever it is held."""
+        found: Tensors = {}
+        for position, slot in enumerate(slots[0]):
+            places = torch.arange(max(1, torch.Size(slot.shape).numel())).reshape(slot.shape)
+            first = locals_[0][position]
+            whole = torch.full(slot.shape, float("nan"), dtype=torch.float64)
+            for rank, coordinate in enumerate(self.coordinates):
+                where = take_local(places, slot.placements, self.mesh, coordinate).flatten()
+                mine = locals_[rank][position]
+                assert mine.numel() == where.numel(), (slot, mine.shape)
+                flat = whole.view(-1)
+                known = ~torch.isnan(flat[where])
+                torch.testing.assert_close(flat[where][known], mine.double().flatten()[known], rtol=1e-4, atol=1e-5)
+                flat[where] = mine.double().flatten()
+            found[slot.name] = whole.to(first.dtype)
+        return found
+
+    def run(self, sections: Sequence[Section], inputs: Sequence[Sequence[Any]]) -> list[list[Any]]:
+        """One section on every rank, in lockstep."""
+        known: list[dict[Value, Any]] = [
+            {Value(name): value for name, value in zip(section.inputs, given, strict=True)}
+            for section, given in zip(sections, inputs, strict=True)
+        ]
+        for step in zip(*(section.instructions for section in sections), strict=True):
+            results = self._execute(step, known)
+            for rank, instruction in enumerate(step):
+                several = results[rank] if instruction.results > 1 else [results[rank]]
+                for index, value in enumerate(several):
+                    known[rank][Value(instruction.name, index)] = value
+        return [[None if v is None else known[r][v] for v in s.outputs] for r, s in enumerate(sections)]
+
+    def _execute(self, step: Sequence[Instruction], known: list[dict[Value, Any]]) -> list[Any]:
+        assert len({(i.name, i.op) for i in step}) == 1
+        args = [_fill(i.args, known[r]) for r, i in enumerate(step)]
+        kwargs = [{k: _fill(v, known[r]) for k, v in i.kwargs} for r, i in enumerate(step)]
+        op = step[0].op
+        if op == "collective.wait":
+            return [a[0] for a in args]
+        if op.startswith("collective."):
+            return self._collective(op.removeprefix("collective."), args, kwargs)
+        return [resolve(op)(*a, **k) for a, k in zip(args, kwargs, strict=True)]
+
+    def _collective(self, kind: str, args: list[Any], kwargs: list[dict[str, Any]]) -> list[Any]:
+        if kind.endswith("_bucket"):
+            members = []
+            for position in range(len(args[0][0])):
+                single = [
+                    {k[:-1] if k in ("dims", "sizes", "befores") else k: v[position] if k in ("dims", "sizes", "befores") else v
+                     for k, v in kw.items()}
+                    for kw in kwargs
+                ]
+                members.append(self._collective(kind.removesuffix("_bucket"), [(a[0][position],) for a in args], single))
+            return [[member[rank] for member in members] for rank in range(len(args))]
+        found = []
+        for rank, kw in enumerate(kwargs):
+            group = self.group(rank, kw["axes"])
+            found.append(_one(kind, [args[r][0] for r in group], group.index(rank), kw))
+        return found
+
+
+def _one(kind: str, pieces: list[torch.Tensor], index: int, kw: Mapping[str, Any]) -> torch.Tensor:
+    """What the member at ``index`` of a group gets; ``pieces`` are what its members give."""
+    n = len(pieces)
+    if kind == "slice":
+        return take_shard(pieces[index], kw["dim"], kw["before"], n, index)
+    if kind == "partial":
+        return pieces[index] if index == 0 else torch.zeros_like(pieces[index])
+    if kind == "all_gather":
+        return _join(pieces, kw["dim"], kw["before"], kw["size"])
+    if kind == "all_to_all":
+        whole = _join(pieces, kw["gather_dim"], kw["gather_before"], kw["gather_size"])
+        return take_shard(whole, kw["scatter_dim"], kw["scatter_before"], n, index)
+    stacked = torch.stack([p.clone() for p in pieces])
+    total = {"sum": stacked.sum, "max": stacked.amax, "min": stacked.amin, "avg": stacked.mean}[kw["op"]](0)
+    total = total.to(pieces[0].dtype)
+    return take_shard(total, kw["dim"], kw["before"], n, index) if kind == "reduce_scatter" else total
+
+
+def _join(pieces: list[torch.Tensor], dim: int, before: int, size: int) -> torch.Tensor:
+    split = [p.unflatten(dim, (before, p.shape[dim] // before)) for p in pieces]
+    whole = torch.cat(split, dim + 1).flatten(dim, dim + 1)
+    assert whole.shape[dim] == size, (whole.shape, dim, size)
+    return whole
+
+
+def _fill(arg: Arg, known: Mapping[Value, Any]) -> Any:
+    if isinstance(arg, Value):
+        return known[arg]
+    return [_fill(item, known) for item in arg] if isinstance(arg, tuple) else arg

@@ -1,0 +1,158 @@
+"""Calibration: the fits recover what made the figures; processes that fail or hang end it."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from autopar import calibrate as calibration
+from autopar.calibrate import calibrate, fit_cluster, fit_matrices, fit_rates
+from autopar.cluster import Cluster, Device, Link, Rate
+from autopar.cost import collective_seconds, node_seconds
+from autopar.errors import OptionsError, WorkerError
+from autopar.graph import Node, TensorType, Value
+from autopar.measure import (
+    CPU_MATRICES,
+    MESSAGE_BYTES,
+    CollectiveSample,
+    DeviceSamples,
+    MatrixSample,
+    Samples,
+)
+from autopar.program import COLLECTIVES
+
+DEVICE = Device("cpu", {"f32": 4e10, "bf16": 1e10}, 1 << 30, 8e9, 5e-6, 2e-6, matmul_padding=8)
+
+
+def machine(*rates: Rate) -> Cluster:
+    return Cluster("made up", "", DEVICE, (Link("gloo", None, 1.0, 1.0, dict.fromkeys(COLLECTIVES, rates)),))
+
+
+def collectives(truth: Cluster, noise: float = 0.0) -> tuple[CollectiveSample, ...]:
+    """What a machine exactly like ``truth`` would measure; every other figure ``noise`` too high."""
+    return tuple(
+        CollectiveSample(k, n, size, collective_seconds(truth, (n,), k, (0,), size) * (1 + noise * (i % 2)))
+        for k in COLLECTIVES
+        for n in (2, 4)
+        for i, size in enumerate(MESSAGE_BYTES)
+    )
+
+
+def product(m: int, n: int, k: int, dtype: str) -> MatrixSample:
+    kind = {"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    shapes = [TensorType(shape, kind) for shape in ((m, k), (k, n), (m, n))]
+    node = Node("y", "aten.mm.default", (Value("a"), Value("b")))
+    return MatrixSample(
+        dtype, m, n, k, node_seconds(machine(Rate(0, 1)), node, tuple(shapes[:2]), (shapes[2],))
+    )
+
+
+def samples(truth: Cluster) -> Samples:
+    matrices = (*(product(*shape, "f32") for shape in CPU_MATRICES), product(256, 256, 256, "bf16"))
+    pointwise = tuple(
+        (size, DEVICE.launch_seconds + size / DEVICE.memory_bandwidth) for size in (10**5, 10**7)
+    )
+    return Samples(DeviceSamples(5e-6, 2e-6, matrices, pointwise), collectives(truth))
+
+
+@pytest.mark.parametrize(
+    "truth", [Rate(3e-4, 8e8), Rate(2e-4, 1e9, 3.0), Rate(0.0, 5e8), Rate(1e-3, math.inf)]
+)
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_rates_are_recovered(truth: Rate, kind: str) -> None:
+    (rate,), error = fit_rates([s for s in collectives(machine(truth)) if s.kind == kind])
+    assert error < 1e-9
+    assert rate.growth == truth.growth
+    assert rate.latency == pytest.approx(truth.latency, abs=1e-9)
+    assert min(rate.bandwidth, 1e15) == pytest.approx(min(truth.bandwidth, 1e15), rel=1e-6)
+
+
+def test_a_bend_is_recovered() -> None:
+    truth = (Rate(1e-3, 5e9), Rate(1e-6, 5e8))
+    rates, error = fit_rates([s for s in collectives(machine(*truth)) if s.kind == "all_gather"])
+    assert len(rates) == 2
+    assert error < 0.05
+    assert rates[0].latency == pytest.approx(1e-3, rel=0.05)
+    assert rates[1].bandwidth == pytest.approx(5e8, rel=0.05)
+
+
+def test_the_error_that_remains_is_told() -> None:
+    noisy = collectives(machine(Rate(1e-3, 1e9)), noise=0.4)
+    _, error = fit_rates([s for s in noisy if s.kind == "all_reduce"])
+    assert 0.1 < error < 0.25
+
+
+def test_matrices_are_recovered() -> None:
+    peak, padding, error = fit_matrices([product(*shape, "f32") for shape in CPU_MATRICES], 5e-6)
+    assert error < 0.01
+    assert peak == pytest.approx(4e10, rel=0.02)
+    assert padding == pytest.approx(8, abs=0.5)
+
+
+def test_the_fitted_cluster_prices_as_the_machine_does() -> None:
+    truth = machine(Rate(3e-4, 8e8, 2.0))
+    one = samples(truth)
+    slow = replace(one, collectives=tuple(replace(s, seconds=2 * s.seconds) for s in one.collectives))
+    assert Samples.from_json(one.to_json()) == one
+    cluster = fit_cluster([one, one], threads=1)
+    assert cluster.device.memory_bandwidth == pytest.approx(8e9)
+    assert cluster.device.peak_flops["bf16"] == pytest.approx(1e10, rel=0.02)
+    assert "2 gloo processes of 1 threads" in cluster.source
+    assert "all_gather 0%" in cluster.source
+    assert Cluster.from_toml(cluster.to_toml()) == cluster
+    for kind in COLLECTIVES:
+        ours, theirs = (collective_seconds(c, (2, 4), kind, (0,), 12345) for c in (cluster, truth))
+        assert ours == pytest.approx(theirs)
+        mean = collective_seconds(fit_cluster([one, slow], 1), (2, 4), kind, (0,), 12345)
+        assert mean == pytest.approx(1.5 * theirs)
+
+
+def test_one_process_has_nothing_to_measure() -> None:
+    with pytest.raises(OptionsError, match="at least 2 processes, not 1"):
+        calibrate(processes=1)
+
+
+def test_a_process_that_fails_ends_it_with_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    worker = "import sys, time\nif sys.argv[2] == '1': raise ValueError('no such card')\ntime.sleep(60)"
+    monkeypatch.setattr(calibration, "_WORKER", worker)
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match=r"(?s)rank 1 of 3 failed.*ValueError: no such card"):
+        calibrate(processes=3, path=tmp_path / "x.toml")
+    assert time.monotonic() - started < 30
+    assert not (tmp_path / "x.toml").exists()
+
+
+def test_processes_that_hang_are_ended(tmp_path: Path) -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        with pytest.raises(WorkerError, match=r"did not end in time; ranks \[0\] of 1"):
+            calibration._wait([process], time.monotonic() + 0.2, tmp_path)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_calibrates_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
+    started = time.monotonic()
+    cluster = calibrate(processes=2, seconds=16)
+    assert time.monotonic() - started < 60
+    assert Cluster.get("local").links == cluster.links
+    assert "2 gloo processes" in Cluster.get("local").source
+    assert set(cluster.links[0].rates) == set(COLLECTIVES)
+    assert 1e8 < cluster.device.peak_flops["f32"] < 1e13
+    assert 1e7 < cluster.device.memory_bandwidth < 1e13
+    assert 0 < cluster.device.view_seconds < 1e-3
+    for kind in COLLECTIVES:
+        assert 1e-5 < collective_seconds(cluster, (2,), kind, (0,), 1 << 20) < 1.0

@@ -1,0 +1,187 @@
+"""Prices of collectives on a made-up cluster, worked out by hand, and their order on any."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.cluster import Cluster, Device, Link, Rate
+from autopar.cost import bucketed_seconds, collective_seconds, fan_out
+from autopar.cost.collective import traffic
+from autopar.errors import OptionsError
+from autopar.program import COLLECTIVES
+
+DEVICE = Device("chip", {"f32": 1e9}, 1 << 20, 1e8, 1e-6)
+BOARD = Link("board", 4, 1000.0, 0.01)
+NET = Link("net", None, 100.0, 0.1)
+TOY = Cluster("toy", "made up", DEVICE, (BOARD, NET))
+CLUSTERS = (
+    Cluster.get("dgx-a100-80gb"),
+    replace(TOY, collective_seconds=0.5),
+    replace(TOY, links=(BOARD, replace(NET, rates={"all_gather": (Rate(0.2, 90.0), Rate(0.0, 30.0))}))),
+)
+
+clusters = st.sampled_from(CLUSTERS)
+kinds = st.sampled_from(COLLECTIVES)
+meshes = st.lists(st.sampled_from([1, 2, 4, 8]), min_size=1, max_size=3).map(tuple)
+sizes = st.integers(0, 1 << 34)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axes", "fans"),
+    [
+        ((4,), (0,), (4, 1)),
+        ((8,), (0,), (4, 2)),
+        ((2, 4), (0,), (1, 2)),
+        ((2, 4), (1,), (4, 1)),
+        ((2, 4), (0, 1), (4, 2)),
+        ((2, 4), (1, 0), (4, 2)),
+        ((4, 2), (0,), (2, 2)),  # ranks 0 2 | 4 6
+        ((2, 2, 2), (0, 2), (2, 2)),
+        ((6,), (0,), (3, 2)),  # four and two
+        ((2, 3), (1,), (1.5, 2)),  # 0 1 2, but 3 | 4 5
+        ((1, 4), (0,), (1, 1)),
+        ((4,), (), (1, 1)),
+    ],
+)
+def test_members_per_level(mesh: tuple[int, ...], axes: tuple[int, ...], fans: tuple[float, ...]) -> None:
+    assert fan_out(TOY, mesh, axes) == fans
+
+
+@pytest.mark.parametrize(
+    ("kind", "inside", "across", "both"),
+    [
+        # 4 on a board: 2 latencies, 3/4 of 1000 bytes at 1000 B/s.
+        # 2 over the net: 1 latency, 1/2 of 1000 bytes at 100 B/s.
+        ("all_gather", 0.02 + 0.75, 0.1 + 5.0, 0.02 + 0.75 + 0.1 + 1.25),
+        ("reduce_scatter", 0.02 + 0.75, 0.1 + 5.0, 0.02 + 0.75 + 0.1 + 1.25),
+        ("all_reduce", 0.04 + 1.5, 0.2 + 10.0, 0.04 + 1.5 + 0.2 + 2.5),
+        # Each holds 250 (500, 125) bytes and keeps a quarter (half, eighth).
+        # Of the 125, 3/8 go to others on the board and half leave it.
+        ("all_to_all", 0.02 + 0.1875, 0.1 + 2.5, 0.02 + 0.046875 + 0.1 + 0.625),
+    ],
+)
+def test_prices_by_hand(kind: str, inside: float, across: float, both: float) -> None:
+    assert collective_seconds(TOY, (2, 4), kind, (1,), 1000) == pytest.approx(inside)
+    assert collective_seconds(TOY, (2, 4), kind, (0,), 1000) == pytest.approx(across)
+    assert collective_seconds(TOY, (2, 4), kind, (0, 1), 1000) == pytest.approx(both)
+
+
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_one_device_is_free(kind: str) -> None:
+    assert collective_seconds(CLUSTERS[1], (1, 4), kind, (0,), 1 << 30) == 0.0
+    assert bucketed_seconds(CLUSTERS[1], (1, 4), kind, (0,), 10, 100) == 0.0
+
+
+def test_starting_is_paid_once() -> None:
+    ours, free = (collective_seconds(c, (8,), "all_reduce", (0,), 100) for c in (CLUSTERS[1], TOY))
+    assert ours == pytest.approx(free + 0.5)
+
+
+def test_the_slower_line_counts() -> None:
+    line = Link("l", None, 1.0, 0.0, {"all_gather": (Rate(1.0, 100.0), Rate(0.0, 50.0))})
+    cluster = replace(TOY, links=(line,))
+    assert collective_seconds(cluster, (2,), "all_gather", (0,), 20) == pytest.approx(1.0 + 0.1)
+    assert collective_seconds(cluster, (2,), "all_gather", (0,), 2000) == pytest.approx(20.0)
+    assert collective_seconds(cluster, (2,), "reduce_scatter", (0,), 20) == pytest.approx(10.0)
+
+
+def test_growth_raises_the_steps() -> None:
+    cluster = replace(TOY, links=(Link("l", None, 1.0, 0.0, {"all_reduce": (Rate(1.0, math.inf, 3.0),)}),))
+    assert [collective_seconds(cluster, (n,), "all_reduce", (0,), 9) for n in (2, 4, 8)] == [2.0, 16.0, 54.0]
+
+
+@given(clusters, meshes, kinds, sizes, sizes)
+def test_monotone_in_bytes(cluster: Cluster, mesh: tuple[int, ...], kind: str, one: int, other: int) -> None:
+    axes = tuple(range(len(mesh)))
+    small, large = sorted((one, other))
+    assert collective_seconds(cluster, mesh, kind, axes, small) <= collective_seconds(
+        cluster, mesh, kind, axes, large
+    )
+    bucket = [bucketed_seconds(cluster, mesh, kind, axes, size, 1 << 20) for size in (small, large)]
+    assert bucket[0] <= bucket[1]
+
+
+@given(clusters, meshes, kinds, sizes, sizes)
+def test_together_is_no_dearer_than_apart(
+    cluster: Cluster, mesh: tuple[int, ...], kind: str, one: int, other: int
+) -> None:
+    price = [collective_seconds(cluster, mesh, kind, (0,), size) for size in (one, other, one + other)]
+    assert price[2] <= (price[0] + price[1]) * (1 + 1e-12)
+
+
+@given(clusters, meshes.filter(lambda mesh: len(mesh) > 1), sizes)
+def test_two_axes_at_once_are_no_dearer_than_one_after_the_other(
+    cluster: Cluster, mesh: tuple[int, ...], nbytes: int
+) -> None:
+    for axes in itertools.permutations(range(len(mesh)), 2):
+        first, second = axes
+        degree = mesh[second]
+
+        def price(kind: str, over: tuple[int, ...], size: float) -> float:
+            return collective_seconds(cluster, mesh, kind, over, size)
+
+        apart = price("all_reduce", (first,), nbytes) + price("all_reduce", (second,), nbytes)
+        assert price("all_reduce", axes, nbytes) <= apart * (1 + 1e-9)
+        # The second all-gather puts out the whole tensor, the first only the part its group shares.
+        for kind in ("all_gather", "reduce_scatter"):
+            apart = price(kind, (first,), nbytes / degree) + price(kind, (second,), nbytes)
+            assert price(kind, axes, nbytes) <= apart * (1 + 1e-9)
+        local = nbytes / mesh[first] / mesh[second]
+        apart = sum(price("all_to_all", (axis,), local * mesh[axis]) for axis in axes)
+        assert price("all_to_all", axes, nbytes) <= apart * (1 + 1e-9)
+
+
+@given(clusters, meshes, kinds, sizes, st.integers(1, 1 << 30))
+def test_a_share_of_a_bucket(
+    cluster: Cluster, mesh: tuple[int, ...], kind: str, nbytes: int, bucket: int
+) -> None:
+    alone = collective_seconds(cluster, mesh, kind, (0,), nbytes)
+    share = bucketed_seconds(cluster, mesh, kind, (0,), nbytes, bucket)
+    assert share <= alone * (1 + 1e-12)
+    if nbytes >= bucket:
+        assert share == alone
+
+
+def test_shares_fill_a_bucket() -> None:
+    whole = collective_seconds(TOY, (8,), "all_reduce", (0,), 1000)
+    shares = [bucketed_seconds(TOY, (8,), "all_reduce", (0,), size, 1000) for size in (100, 250, 650)]
+    assert sum(shares) == pytest.approx(whole)
+
+
+@given(st.lists(st.integers(1, 8), min_size=1, max_size=4))
+def test_every_byte_crosses_one_level(fans: list[int]) -> None:
+    """Level by level a device sends what it would in one ring of all: (N-1)/N of the tensor, of its own part
+    in an all-to-all."""
+    members = math.prod(fans)
+    for kind, whole in (("reduce_scatter", 1.0), ("all_reduce", 2.0), ("all_to_all", 1.0 / members)):
+        sent = sum(traffic(kind, fan, math.prod(fans[:level]), members) for level, fan in enumerate(fans))
+        assert sent == pytest.approx(whole * (members - 1) / members)
+
+
+def test_a100_rates_are_those_of_nccl() -> None:
+    """1 GiB over 8 GPUs of a node comes near the 235 GB/s of NCCL, over 8 nodes near a 200 Gb/s adapter."""
+    cluster, size = Cluster.get("dgx-a100-80gb"), 1 << 30
+    inside = collective_seconds(cluster, (8, 8), "all_reduce", (1,), size)
+    across = collective_seconds(cluster, (8, 8), "all_reduce", (0,), size)
+    assert 2 * 7 / 8 * size / inside == pytest.approx(235e9, rel=0.01)
+    assert 2 * 7 / 8 * size / across == pytest.approx(23e9, rel=0.01)
+    assert 15e-6 < collective_seconds(cluster, (8,), "all_reduce", (0,), 4096) < 40e-6
+
+
+def test_errors() -> None:
+    with pytest.raises(OptionsError, match="'broadcast' is not a collective; one of all_reduce"):
+        collective_seconds(TOY, (4,), "broadcast", (0,), 1)
+    with pytest.raises(OptionsError, match=r"axes \(1,\) are not distinct axes of the mesh \(4,\)"):
+        collective_seconds(TOY, (4,), "all_reduce", (1,), 1)
+    with pytest.raises(OptionsError, match=r"axes \(0, 0\)"):
+        collective_seconds(TOY, (4,), "all_reduce", (0, 0), 1)
+    with pytest.raises(OptionsError, match=r"mesh \(2, 4\) needs 8 devices; cluster 'toy' has 4"):
+        collective_seconds(replace(TOY, links=(BOARD,)), (2, 4), "all_reduce", (0,), 1)
+    with pytest.raises(OptionsError, match="without devices"):
+        collective_seconds(TOY, (0, 4), "all_reduce", (0,), 1)
