@@ -1,1 +1,39 @@
-"""TODO."""
+"""autopar: a declarative graph compiler for automatic parallelism in PyTorch.
+
+>>> import autopar
+>>> model = autopar.parallelize(model, mesh)  # doctest: +SKIP
+"""
+
+from .api import parallelize, plan
+from .cluster import Cluster
+from .errors import (
+    AutoparError,
+    GraphError,
+    InfeasibleError,
+    OptionsError,
+    PlanMismatchError,
+    TraceError,
+    WorkerError,
+)
+from .graph import Graph
+from .options import Options
+from .plan import Plan
+from .verify import Report, verify
+
+__all__ = [
+    "AutoparError",
+    "Cluster",
+    "Graph",
+    "GraphError",
+    "InfeasibleError",
+    "Options",
+    "OptionsError",
+    "Plan",
+    "PlanMismatchError",
+    "Report",
+    "TraceError",
+    "WorkerError",
+    "parallelize",
+    "plan",
+    "verify",
+]

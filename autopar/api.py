@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.runtime.compiled import Request
 from autopar.runtime.module import ParallelModule
 
 from .cluster import Cluster
@@ -129,7 +128,7 @@ def parallelize(
     parallel = ParallelModule(model, devices, compiler)
     if example_inputs is not None:
         args, kwargs = split_batch(example_inputs)
-        parallel.compile_for(Request(args, kwargs, model.training, True, "loss"))
+        parallel.prepare(args, kwargs, "loss")
     return parallel
 
 

@@ -114,7 +114,8 @@ def mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtyp
     result = dtype or x.dtype
     dims = _dims(x, dim)
     wide = x.to(_wide(result))
-    return (_sum(wide, dims, keepdim) / _count(x, dims)).to(result)
+    average: Tensor = _sum(wide, dims, keepdim) / _count(x, dims)
+    return average.to(result)
 
 
 def _variance(x: Tensor, dim: Any, correction: float | None, keepdim: bool) -> tuple[Tensor, Tensor]:

@@ -116,7 +116,7 @@ class Prices:
         local_out = tuple(t and local_type(t, p, self.mesh) for t, p in outputs)
         key = (node.op, node.args if not node.operands else repr(node.args), local_in, local_out, strategy.local)
         if key not in self._nodes:
-            self._nodes[key] = node_seconds(self.cluster, node, local_in, local_out)
+            self._nodes[key] = node_seconds(self.cluster, node, local_in, local_out, strategy.local)
         return self._nodes[key]
 
     def hop(self, kind: TensorType, hop: Hop, *, bucketed: bool = False) -> float:

@@ -1,19 +1,21 @@
 """Exact reductions of a :class:`~autopar.problem.Problem`: a smaller one whose optimum is the same.
 
-Each reduction is a frozen dataclass with ``apply(problem) -> (smaller, inverse)``; the inverse maps choices back
-(``expand``), maps known choices forward (``restrict``) and knows by how much the two objectives differ (``offset``).
-In the manner of cvxpy, a chain composes them: :func:`reduce` runs all of them until nothing changes.
+Each reduction is a frozen dataclass with ``apply(problem) -> (smaller, inverse)``; the inverse maps choices
+back (``expand``), maps known choices forward (``restrict``) and knows by how much the two objectives differ
+(``offset``). In the manner of cvxpy, a chain composes them: :func:`reduce` runs all of them until nothing
+changes.
 
-===================== =========================================================================================
-:class:`BoundMemory`      memory that cannot bind disappears; constants move into ``memory_fixed``
-:class:`DropForbidden`    choices of infinite cost, without partner across a transfer (arc consistency), or too large
-:class:`DropDominated`    choices another choice replaces at no loss, whatever the neighbours do
+========================== =================================================================================
+:class:`BoundMemory`       memory that cannot bind disappears; constants move into ``memory_fixed``
+:class:`DropForbidden`     choices of infinite cost, without partner across a transfer, or too large
+:class:`DropDominated`     choices another choice replaces at no loss, whatever the neighbours do
 :class:`SimplifyTransfers` free, fixed, repeated and independent consumers; equal rows and columns
-:class:`EliminateGroups`  groups with at most two neighbours fold into them (min-plus product)
-===================== =========================================================================================
+:class:`EliminateGroups`   groups with at most two neighbours fold into them (min-plus product)
+========================== =================================================================================
 
-Dominance is the Goldstein criterion for pairwise problems (Goldstein 1994, "Efficient rotamer elimination"), extended here to transfers
-that several consumers share; elimination is bucket elimination restricted to width two (Dechter 1999).
+Dominance is the Goldstein criterion for pairwise problems (Goldstein 1994, "Efficient rotamer elimination"),
+extended here to transfers that several consumers share; elimination is bucket elimination restricted to width
+two (Dechter 1999).
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class Inverse(Protocol):
     def offset(self) -> float: ...
 
     def expand(self, choices: Ints) -> Ints:
-        """Choices of the original problem, given those of the reduced one; the objective differs by ``offset``."""
+        """Choices of the original problem, given those of the reduced one; the objective differs by
+        ``offset``."""
 
     def restrict(self, choices: Ints) -> Ints | None:
         """Choices of the reduced problem near those of the original one; None if it lost one of them."""
@@ -69,8 +72,8 @@ class SameChoices:
 
 @dataclass(frozen=True, eq=False)
 class FewerChoices:
-    """Inverse of dropping choices: ``kept[i]`` are the old choices still there, ``image[i]`` maps an old choice to the new one that is or
-    replaces it (-1: nothing does)."""
+    """Inverse of dropping choices: ``kept[i]`` are the old choices still there, ``image[i]`` maps an old
+    choice to the new one that is or replaces it (-1: nothing does)."""
 
     kept: tuple[Ints, ...]
     image: tuple[Ints, ...]
@@ -86,8 +89,8 @@ class FewerChoices:
 
 @dataclass(frozen=True, eq=False)
 class FewerGroups:
-    """Inverse of eliminating groups: ``remaining`` are the old indices of the groups still there; ``folds`` decide the others, in order of
-    elimination, each given groups eliminated later or not at all."""
+    """Inverse of eliminating groups: ``remaining`` are the old indices of the groups still there; ``folds``
+    decide the others, in order of elimination, each given groups eliminated later or not at all."""
 
     remaining: Ints
     folds: tuple[Fold, ...]
@@ -157,8 +160,8 @@ def _fewer(problem: Problem, masks: list[Mask], substitutes: list[Ints]) -> tupl
 
 @dataclass(frozen=True)
 class BoundMemory:
-    """Takes memory out of the problem where no choice can exceed the limit; moves what every choice of a group needs (and the temporary that
-    some group always needs) into ``memory_fixed``."""
+    """Takes memory out of the problem where no choice can exceed the limit; moves what every choice of a
+    group needs (and the temporary that some group always needs) into ``memory_fixed``."""
 
     name: ClassVar[str] = "bound-memory"
 
@@ -201,16 +204,16 @@ def _supported(problem: Problem, masks: list[Mask]) -> bool:
                 (transfer.producer, finite[:, columns].any(axis=1)[transfer.source]),
                 (consumer, finite[rows].any(axis=0)[target]),
             ):
-                if (masks[group] & ~supported).any():
-                    masks[group] &= supported
+                if bool(np.any(masks[group] & ~supported)):
+                    masks[group] = masks[group] & supported
                     changed = True
     return changed
 
 
 @dataclass(frozen=True)
 class DropForbidden:
-    """Drops choices of infinite cost, choices without a finite partner, and choices that exceed the memory limit even if every other group
-    takes its smallest."""
+    """Drops choices of infinite cost, choices without a finite partner, and choices that exceed the memory
+    limit even if every other group takes its smallest."""
 
     name: ClassVar[str] = "drop-forbidden"
 
@@ -234,8 +237,8 @@ def _fit(problem: Problem, masks: list[Mask]) -> None:
     )
     always = max(always, 0.0)
     spare = problem.memory_limit - problem.memory_fixed - float(least.sum())
-    for group, mask, low in zip(problem.groups, masks, least, strict=True):
-        mask &= group.memory - low + np.maximum(group.temporary, always) <= spare
+    for index, (group, low) in enumerate(zip(problem.groups, least, strict=True)):
+        masks[index] &= np.asarray(group.memory - low + np.maximum(group.temporary, always) <= spare)
 
 
 @dataclass(frozen=True)
@@ -253,7 +256,8 @@ class DropDominated:
 
 @dataclass(frozen=True)
 class SimplifyTransfers:
-    """Rewrites every transfer to the least it can say; costs that depend on one group alone move to that group."""
+    """Rewrites every transfer to the least it can say; costs that depend on one group alone move to that
+    group."""
 
     name: ClassVar[str] = "simplify-transfers"
 
@@ -263,8 +267,9 @@ class SimplifyTransfers:
 
 @dataclass(frozen=True)
 class EliminateGroups:
-    """Folds groups without memory whose transfers join them to at most two other groups into those: cost[p, q] of the transfer that
-    replaces group g is min over its choices k of cost_in[p, k] + cost_g[k] + cost_out[k, q]."""
+    """Folds groups without memory whose transfers join them to at most two other groups into those: cost[p,
+    q] of the transfer that replaces group g is min over its choices k of cost_in[p, k] + cost_g[k] +
+    cost_out[k, q]."""
 
     name: ClassVar[str] = "eliminate-groups"
 
@@ -287,7 +292,8 @@ REDUCTIONS: tuple[Reduction, ...] = (
 
 
 def size_of(problem: Problem) -> tuple[int, int, int]:
-    """Groups, choices, and pairs (row, column) of all transfers times consumers: what the integer program grows with."""
+    """Groups, choices, and pairs (row, column) of all transfers times consumers: what the integer program
+    grows with."""
     choices = sum(len(group.cost) for group in problem.groups)
     return len(problem.groups), choices, sum(t.cost.size * len(t.consumers) for t in problem.transfers)
 
@@ -298,7 +304,8 @@ def is_impossible(problem: Problem) -> bool:
 
 
 def reduce(problem: Problem, rounds: int = 8) -> tuple[Problem, Chain]:
-    """The problem after all reductions, repeated while they shrink it; check :func:`is_impossible` on the result."""
+    """The problem after all reductions, repeated while they shrink it; check :func:`is_impossible` on the
+    result."""
     links: list[Inverse] = []
     for _ in range(rounds):
         before = size_of(problem)

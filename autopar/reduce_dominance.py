@@ -15,7 +15,8 @@ Mask = NDArray[np.bool_]
 def undominated(problem: Problem) -> tuple[list[Mask], list[Ints]]:
     """Per group which choices to keep, and for every choice the one that stands for it (itself if kept).
 
-    Groups are treated one after another, each against what is left of the others, so that every single removal is exact.
+    Groups are treated one after another, each against what is left of the others, so that every single
+    removal is exact.
     """
     masks = [np.ones(len(group.cost), dtype=bool) for group in problem.groups]
     incident: list[list[Transfer]] = [[] for _ in problem.groups]
@@ -103,7 +104,8 @@ def _difference(new: Floats, old: Floats) -> Floats:
 
 
 def _row_change(cost: Floats, consumers: int) -> Floats:
-    """[p, r] bound when the tensor starts in row r instead of p: the consumers need between one and ``consumers`` distinct columns."""
+    """[p, r] bound when the tensor starts in row r instead of p: the consumers need between one and
+    ``consumers`` distinct columns."""
     change = np.empty((len(cost), len(cost)))
     for p, old in enumerate(cost):
         each = _difference(cost, old[None, :])
@@ -119,7 +121,8 @@ def _row_change(cost: Floats, consumers: int) -> Floats:
 
 
 def _column_change(cost: Floats, shared: Mask) -> Floats:
-    """[q, r] bound when a consumer needs column r instead of q; a column another consumer may need as well saves nothing."""
+    """[q, r] bound when a consumer needs column r instead of q; a column another consumer may need as well
+    saves nothing."""
     columns = cost.shape[1]
     change = np.empty((columns, columns))
     for q in range(columns):

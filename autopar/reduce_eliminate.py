@@ -11,7 +11,8 @@ from .problem import Floats, Ints, Problem, Transfer
 
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """How an eliminated group chooses: ``tables[n][label of neighbour n, k]`` plus its own cost, least over k."""
+    """How an eliminated group chooses: ``tables[n][label of neighbour n, k]`` plus its own cost, least over
+    k."""
 
     group: int
     cost: Floats
@@ -67,7 +68,8 @@ def _start(problem: Problem) -> _Work:
 
 
 def _ends(transfer: Transfer, group: int) -> tuple[int, Ints, Ints, Floats]:
-    """The other end of a pair, its labels, the labels of ``group``, and the cost [other's label, group's label]."""
+    """The other end of a pair, its labels, the labels of ``group``, and the cost [other's label, group's
+    label]."""
     if transfer.producer == group:
         return transfer.consumers[0], transfer.targets[0], transfer.source, transfer.cost.T
     return transfer.producer, transfer.source, transfer.targets[0], transfer.cost
@@ -92,7 +94,7 @@ def _fold(work: _Work, group: int) -> Fold | None:
             sum((e[3][rows][:, e[2]] for e, rows in zip(parallel, distinct, strict=True)), np.zeros(()))
         )
     before = sum(transfer.cost.size for transfer in transfers)
-    # A pair of neighbours whose labels multiply to far more than what they replace would make the program larger.
+    # Neighbours whose labels multiply to far more than what they replace would make the program larger.
     if len(tables) == 2 and len(tables[0]) * len(tables[1]) > 2 * before + 64:
         return None
     return Fold(group, work.costs[group], tuple(ends), tuple(labels), tuple(tables))

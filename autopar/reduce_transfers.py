@@ -59,7 +59,8 @@ def _without_fixed_consumers(work: _Work, transfer: Transfer) -> Transfer:
 
 
 def _independent_parts(transfer: Transfer) -> list[Transfer]:
-    """Consumers that can share no column with a price need not stay in one transfer; those that need no such column go."""
+    """Consumers that can share no column with a price need not stay in one transfer; those that need no such
+    column go."""
     priced = (transfer.cost[np.unique(transfer.source)] != 0).any(axis=0)
     parts: list[tuple[set[int], list[int]]] = []
     for c, target in enumerate(transfer.targets):
@@ -87,7 +88,8 @@ def _as_pair(transfer: Transfer) -> Transfer:
 
 
 def _finish(work: _Work, transfer: Transfer) -> None:
-    """Moves what only one group decides into its cost, else keeps the transfer with equal rows and columns merged."""
+    """Moves what only one group decides into its cost, else keeps the transfer with equal rows and columns
+    merged."""
     rows = np.unique(transfer.source)
     if len(transfer.consumers) == 1:
         consumer, target = transfer.consumers[0], transfer.targets[0]
@@ -117,7 +119,8 @@ def _merge_rows(transfer: Transfer) -> Transfer:
 
 
 def _merge_columns(transfer: Transfer) -> Transfer:
-    """Equal columns merge if one consumer chooses among them; with several, only free ones do (two equal prices are paid twice)."""
+    """Equal columns merge if one consumer chooses among them; with several, only free ones do (two equal
+    prices are paid twice)."""
     if len(transfer.consumers) == 1:
         cost, merged = np.unique(transfer.cost, axis=1, return_inverse=True)
     else:

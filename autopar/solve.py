@@ -1,6 +1,8 @@
-"""Where price meets choice: the least-cost assignment of a :class:`~autopar.problem.Problem`, with a proof of how good it is.
+"""Where price meets choice: the least-cost assignment of a :class:`~autopar.problem.Problem`, with a proof of
+how good it is.
 
-The program, with its constraints named as the exported model names them (:func:`autopar.solve_program.export`)::
+The program, with its constraints named as the exported model names them
+(:func:`autopar.solve_program.export`)::
 
     minimise    sum_i sum_k cost_i[k] x[i,k]  +  sum_t sum_{p,q} cost_t[p,q] z[t,p,q]
     one_choice[i]         sum_k x[i,k] = 1
@@ -11,14 +13,17 @@ The program, with its constraints named as the exported model names them (:func:
     temporary[i]          T >= sum_k temporary_i[k] x[i,k]
     x binary, e >= 0, z >= 0
 
-The e of one consumer are a transport plan between the two ends' choices, which makes the relaxation the local polytope of
-the pairwise problem (Wainwright and Jordan 2008, section 4.1): nearly integral in practice. z is paid once however many consumers need a column.
+The e of one consumer are a transport plan between the two ends' choices, which makes the relaxation the local
+polytope of the pairwise problem (Wainwright and Jordan 2008, section 4.1): nearly integral in practice. z is
+paid once however many consumers need a column.
 
-Method: (1) exact reductions (:mod:`autopar.reduce`); (2) message passing on the dual of the relaxation bounds the optimum, its decoded choices,
-repaired and polished by coordinate descent, are incumbents (:mod:`autopar.solve_messages`, :mod:`autopar.solve_ascent`, :mod:`autopar.solve_local`);
-(3) choices whose reduced cost exceeds the distance between incumbent and bound cannot improve on it and go (reduced-cost
-fixing, Dantzig, Fulkerson and Johnson 1954), and (1) and (2) again while that shrinks the problem; (4) if the gap is still open, the linear relaxation
-of what is left through ``ortools.math_opt`` and HiGHS (:mod:`autopar.solve_relaxation`), fixing once more, and (5) branch and cut.
+Method: (1) exact reductions (:mod:`autopar.reduce`); (2) message passing on the dual of the relaxation bounds
+the optimum, its decoded choices, repaired and polished by coordinate descent, are incumbents
+(:mod:`autopar.solve_messages`, :mod:`autopar.solve_ascent`, :mod:`autopar.solve_local`); (3) choices whose
+reduced cost exceeds the distance between incumbent and bound cannot improve on it and go (reduced-cost
+fixing, Dantzig, Fulkerson and Johnson 1954), and (1) and (2) again while that shrinks the problem; (4) if the
+gap is still open, the linear relaxation of what is left through ``ortools.math_opt`` and HiGHS
+(:mod:`autopar.solve_relaxation`), fixing once more, and (5) branch and cut.
 """
 
 from __future__ import annotations
@@ -47,9 +52,10 @@ def solve(
 ) -> Solution:
     """The cheapest assignment within the memory limit.
 
-    ``gap``: stop when (objective - bound) / objective is at most this (or 1e-6, the tolerance of the solvers). ``time_limit`` in
-    seconds, kept approximately. ``incumbents``: known assignments, one choice per group, that need not fit; the result is never worse than
-    any that fits. The same input gives the same result unless the time limit cuts the search off.
+    ``gap``: stop when (objective - bound) / objective is at most this (or 1e-6, the tolerance of the
+    solvers). ``time_limit`` in seconds, kept approximately. ``incumbents``: known assignments, one choice per
+    group, that need not fit; the result is never worse than any that fits. The same input gives the same
+    result unless the time limit cuts the search off.
 
     Raises ValueError for a transfer with a negative or undefined price.
     """
@@ -73,9 +79,8 @@ def _check(problem: Problem) -> None:
             )
     for group in problem.groups:
         if np.isnan(group.cost).any():
-            raise ValueError(
-                f"group {group.name}: the cost of choice {int(np.argmax(np.isnan(group.cost)))} is not a number"
-            )
+            choice = int(np.argmax(np.isnan(group.cost)))
+            raise ValueError(f"group {group.name}: the cost of choice {choice} is not a number")
 
 
 def _explore(search: Search) -> str:
@@ -92,7 +97,8 @@ def _explore(search: Search) -> str:
         if is_impossible(reduced):
             search.prove(search.floor)
             return _status(search)
-        if _choices(reduced) > 0.8 * before:
+        # Under a memory limit a second search for its price costs more than the exact relaxation.
+        if np.isfinite(reduced.memory_limit) or _choices(reduced) > 0.8 * before:
             return _finish(search, reduced, chain)
     _settle(search, chain)
     return _status(search)
@@ -103,29 +109,34 @@ def _finish(search: Search, reduced: Problem, chain: Chain) -> str:
     relaxation = relax(reduced, search.left, search.seed)
     if not relaxation.feasible:
         search.prove(search.floor)
-        return _status(search) if len(search.choices) else "infeasible"
+        return _status(search) if search.found else "infeasible"
     search.prove(relaxation.bound + chain.offset)
     if len(relaxation.rounded):
         found = repair(Neighbourhood.of(reduced), relaxation.rounded)
         search.offer(None if found is None else chain.expand(found))
     for share in (0.15, 0.4, 1.0):
-        if search.closed or search.left <= 0 or (share < 1.0 and not len(search.choices)):
+        if search.closed or search.left <= 0 or (share < 1.0 and not search.found):
             continue
         _search_kernel(search, reduced, chain, relaxation, share)
     return _status(search)
 
 
-def _search_kernel(search: Search, problem: Problem, chain: Chain, relaxation: Relaxation, share: float) -> None:
+def _search_kernel(
+    search: Search, problem: Problem, chain: Chain, relaxation: Relaxation, share: float
+) -> None:
     """Branches on the choices whose reduced cost is within ``share`` of the distance from bound to incumbent.
 
-    What is left out costs at least that much, so a searched kernel proves a bound, and a small one finds good incumbents soon.
+    What is left out costs at least that much, so a searched kernel proves a bound, and a small one finds good
+    incumbents soon.
     """
     bound = relaxation.bound + chain.offset
     threshold = search.objective
-    if len(search.choices):
+    if search.found and np.isfinite(bound):
         target = search.objective - max(0.9 * search.gap, 1e-7) * abs(search.objective)
         threshold = bound + share * (target - bound)
-    kernel, links = _within(problem, chain, threshold - bound, relaxation.slack)
+    kernel, links = _within(
+        problem, chain, threshold - bound if np.isfinite(bound) else np.inf, relaxation.slack
+    )
     if is_impossible(kernel):
         search.prove(threshold)
     elif not kernel.groups:
@@ -144,12 +155,12 @@ def _settle(search: Search, chain: Chain) -> None:
 def _status(search: Search) -> str:
     if search.exhausted:
         return "infeasible"
-    if len(search.choices):
+    if search.found:
         return "optimal" if search.closed else "feasible"
     # The time is over and nothing fits yet: the least memory is the last thing worth trying.
     choices = _smallest_choices(search.problem, max(5.0, search.left))
     search.offer(choices)
-    return "feasible" if len(search.choices) else "infeasible"
+    return "feasible" if search.found else "infeasible"
 
 
 def _choices(problem: Problem) -> int:
@@ -165,14 +176,16 @@ def _too_large(problem: Problem) -> bool:
 
 def _fix(search: Search, problem: Problem, chain: Chain, ascent: Ascent) -> tuple[Problem, Chain]:
     """Without the choices that cannot improve the incumbent by more than the gap, and reduced again."""
-    if not len(search.choices) or not np.isfinite(ascent.bound):
+    if not search.found or not np.isfinite(ascent.bound):
         return problem, chain
     threshold = search.objective - max(0.9 * search.gap, 1e-7) * abs(search.objective)
     search.floor = min(search.floor, threshold)
     return _within(problem, chain, threshold - ascent.bound - chain.offset, ascent.slack)
 
 
-def _within(problem: Problem, chain: Chain, distance: float, slack: Sequence[Floats]) -> tuple[Problem, Chain]:
+def _within(
+    problem: Problem, chain: Chain, distance: float, slack: Sequence[Floats]
+) -> tuple[Problem, Chain]:
     """With only the choices whose slack is below ``distance``, reduced again."""
     masks = [above < distance for above in slack]
     kept = tuple(np.flatnonzero(mask) for mask in masks)

@@ -1,4 +1,5 @@
-"""The search's state, and its first and usually last part: message passing with rounding, until the gap closes or the ascent stalls."""
+"""The search's state, and its first and usually last part: message passing with rounding, until the gap
+closes or the ascent stalls."""
 
 from __future__ import annotations
 
@@ -39,11 +40,14 @@ class Search:
         return self.deadline - time.monotonic()
 
     @property
+    def found(self) -> bool:
+        """Whether anything that fits is known."""
+        return bool(np.isfinite(self.objective))
+
+    @property
     def closed(self) -> bool:
         """Whether the gap is proven (to the tolerance of the solvers)."""
-        return len(self.choices) > 0 and self.objective - self.bound <= max(self.gap, TOLERANCE) * abs(
-            self.objective
-        )
+        return self.found and self.objective - self.bound <= max(self.gap, TOLERANCE) * abs(self.objective)
 
     def offer(self, choices: Ints | None) -> None:
         """Keeps ``choices`` (of the original problem) if they fit and are the cheapest yet."""
@@ -55,7 +59,8 @@ class Search:
             self.bound = min(self.bound, objective)
 
     def prove(self, bound: float) -> None:
-        """Raises the bound, to no more than the incumbent (more is rounding error, or says that nothing beats it) and the floor."""
+        """Raises the bound, to no more than the incumbent (more is rounding error, or says that nothing beats
+        it) and the floor."""
         if not np.isnan(bound):
             self.bound = max(self.bound, min(bound, self.floor, self.objective))
 
@@ -115,7 +120,8 @@ class _Climber:
         return choices
 
     def price_memory(self, choices: Ints, steps: int = 14) -> None:
-        """Searches the price of memory with the highest bound: upwards until the choices fit, then between the two."""
+        """Searches the price of memory with the highest bound: upwards until the choices fit, then between
+        the two."""
         groups = self.problem.groups
         if (
             self.messages.excess(choices)
@@ -148,14 +154,15 @@ def _expanded(chain: Chain, choices: Ints | None) -> Ints | None:
 
 
 def ascend(search: Search, problem: Problem, chain: Chain) -> Ascent:
-    """Raises the bound of ``search`` by message passing on the reduced ``problem`` and offers what the messages say."""
+    """Raises the bound of ``search`` by message passing on the reduced ``problem`` and offers what the
+    messages say."""
     messages = Messages(problem)
     nothing = tuple(np.zeros(len(group.cost)) for group in problem.groups)
     climber = _Climber(search, problem, chain, Neighbourhood.of(problem), messages, Ascent(-np.inf, nothing))
     climber.record()
     if np.isfinite(problem.memory_limit):
         climber.offer(smallest(problem))
-    climber.offer(chain.restrict(search.choices) if len(search.choices) else None)
+    climber.offer(chain.restrict(search.choices) if search.found else None)
     choices = climber.climb(400)
     if np.isfinite(problem.memory_limit) and not climber.over:
         climber.price_memory(choices)

@@ -1,7 +1,8 @@
-"""Good assignments without a solver: coordinate descent (iterated conditional modes) that honours the memory limit.
+"""Good assignments without a solver: coordinate descent (iterated conditional modes) that honours the memory
+limit.
 
-``price`` is a Lagrange multiplier: seconds per byte. With a high one the descent finds small assignments, with none cheap ones; between
-them :func:`repair` looks for the cheapest assignment that fits.
+``price`` is a Lagrange multiplier: seconds per byte. With a high one the descent finds small assignments,
+with none cheap ones; between them :func:`repair` looks for the cheapest assignment that fits.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Neighbourhood:
         return Neighbourhood(problem, tuple(map(tuple, produced)), tuple(map(tuple, consumed)))
 
     def costs(self, choices: Ints, index: int) -> Floats:
-        """[K] what group ``index`` and the transfers at it cost for each of its choices, the others as they are."""
+        """[K] what group ``index`` and the transfers at it cost for each of its choices, the others as they
+        are."""
         total = self.problem.groups[index].cost.copy()
         for transfer in self.produced[index]:
             total += self._producing(transfer, choices, index)
@@ -74,7 +76,8 @@ def _consuming(transfer: Transfer, choices: Ints, index: int) -> Floats:
 def descend(
     near: Neighbourhood, choices: Ints, price: float = 0.0, cap: float = np.inf, sweeps: int = 12
 ) -> Ints:
-    """Coordinate descent on cost + ``price`` * memory over choices with ``temporary`` <= ``cap``; the limit is not looked at."""
+    """Coordinate descent on cost + ``price`` * memory over choices with ``temporary`` <= ``cap``; the limit
+    is not looked at."""
     groups = near.problem.groups
     own = [np.where(g.temporary <= cap, price * g.memory, np.inf) for g in groups]
     found = choices.copy()
@@ -116,7 +119,8 @@ def polish(near: Neighbourhood, choices: Ints, sweeps: int = 12) -> Ints:
 
 
 def smallest(problem: Problem) -> Ints:
-    """Choices of least peak memory, transfers not looked at: for every cap on the temporary the sum is separable."""
+    """Choices of least peak memory, transfers not looked at: for every cap on the temporary the sum is
+    separable."""
     caps = np.unique(np.concatenate([np.maximum(g.temporary, 0.0) for g in problem.groups]))
     floor = max(float(g.temporary.min()) for g in problem.groups)
     peaks = np.zeros(len(caps))
@@ -140,7 +144,8 @@ def fits(problem: Problem, choices: Ints) -> bool:
 
 
 def repair(near: Neighbourhood, choices: Ints, rounds: int = 10) -> Ints | None:
-    """An assignment near ``choices`` that fits: bisects the price of memory, from ``choices`` down; None if none was found."""
+    """An assignment near ``choices`` that fits: bisects the price of memory, from ``choices`` down; None if
+    none was found."""
     problem = near.problem
     if fits(problem, choices):
         return polish(near, choices)
@@ -148,15 +153,10 @@ def repair(near: Neighbourhood, choices: Ints, rounds: int = 10) -> Ints | None:
         moved = descend(near, choices)
         return moved if fits(problem, moved) else None
     memory = max(float(np.ptp(g.memory)) for g in problem.groups)
-    costs = [float(np.ptp(g.cost[np.isfinite(g.cost)])) for g in problem.groups]
-    high = (
-        1e3
-        * (
-            max(costs)
-            + sum(evaluate(problem, choices) for _ in range(1) if np.isfinite(evaluate(problem, choices)))
-        )
-        / max(memory, 1.0)
-    )
+    cost = evaluate(problem, choices)
+    # At this price one byte is worth more than any difference in cost.
+    spread = sum(float(np.ptp(g.cost[np.isfinite(g.cost)])) for g in problem.groups)
+    high = 1e3 * (spread + (cost if np.isfinite(cost) else 0.0)) / max(memory, 1.0)
     low, best = high * 1e-9, None
     for _ in range(rounds):
         price = float(np.sqrt(low * high))

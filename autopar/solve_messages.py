@@ -1,17 +1,20 @@
-"""Lower bounds by message passing: block coordinate ascent on the dual of the linear relaxation, with certificates.
+"""Lower bounds by message passing: block coordinate ascent on the dual of the linear relaxation, with
+certificates.
 
-Per transfer t and consumer slot c there are messages u[p] of its rows and v[q] of its columns, and a share s[p, q] of the price, with
+Per transfer t and consumer slot c there are messages u[p] of its rows and v[q] of its columns, and a share
+s[p, q] of the price, with
 
-    sum_c s_c[p,q] <= cost[p,q],   s >= 0,   u_c[p] + v_c[q] <= s_c[p,q];      and for memory   mu >= 0,  w_i >= 0,  sum_i w_i = 1.
+    sum_c s_c[p,q] <= cost[p,q],  s >= 0,  u_c[p] + v_c[q] <= s_c[p,q];   memory: mu, w_i >= 0, sum w_i <= 1.
 
     theta_i[k] = cost_i[k] + mu (memory_i[k] + w_i temporary_i[k]) + sum u[source[k]] + sum v[target[k]]
     bound      = sum_i min_k theta_i[k]  -  mu (memory_limit - memory_fixed)
 
-is a lower bound for every choice of u, v, s, mu, w, and its maximum is the value of the linear relaxation. One update maximises over u and v of one
-slot, splitting what it gains evenly (max-product linear programming: Globerson and Jaakkola 2007); between sweeps the unused part of each
-price is pooled and split evenly again among the consumers that share it, which is the ascent for transfers paid once. On placement problems this
-reaches the relaxation's value in a tenth of the time of an interior point method, but it may stop short of it: the bound is then
-still one. mu is a one-dimensional concave search.
+is a lower bound for every choice of u, v, s, mu, w, and its maximum is the value of the linear relaxation.
+One update maximises over u and v of one slot, splitting what it gains evenly (max-product linear programming:
+Globerson and Jaakkola 2007); between sweeps the unused part of each price is pooled and split evenly again
+among the consumers that share it, which is the ascent for transfers paid once. On placement problems this
+reaches the relaxation's value in a tenth of the time of an interior point method, but it may stop short of
+it: the bound is then still one. mu is a one-dimensional concave search.
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ Mask = NDArray[np.bool_]
 
 @dataclass(eq=False)
 class Slot:
-    """One consumer of one transfer, restricted to rows and columns in use. ``row_order`` sorts the producer's choices by row and
-    ``row_starts`` are where each row starts there; the same for columns."""
+    """One consumer of one transfer, restricted to rows and columns in use. ``row_order`` sorts the producer's
+    choices by row and ``row_starts`` are where each row starts there; the same for columns."""
 
     producer: int
     consumer: int
@@ -91,9 +94,18 @@ class _Shared:
             claim = np.maximum(slot.u[:, None] + slot.v[None, :], 0.0)
             left[:, slot.columns] -= claim
             claims.append(claim)
+        scale = _claimable(self.cost, left)
         left = np.maximum(left, 0.0) / self.users
         for slot, claim in zip(self.slots, claims, strict=True):
-            slot.share = claim + left[:, slot.columns]
+            slot.share = claim * scale[:, slot.columns] + left[:, slot.columns]
+
+
+def _claimable(cost: Floats, left: Floats) -> Floats:
+    """The part of the claims that stays where they exceed the price: a solver's tolerance, or rounding."""
+    over = left < 0
+    scale = np.ones_like(cost)
+    scale[over] = cost[over] / (cost[over] - left[over])
+    return scale
 
 
 @dataclass(eq=False)
@@ -162,7 +174,8 @@ class Messages:
         return used + self.problem.memory_fixed - self.problem.memory_limit
 
     def set_price(self, price: float, choices: Ints) -> None:
-        """Seconds per byte; the weights of the temporaries move towards the group whose temporary is largest in ``choices``."""
+        """Seconds per byte; the weights of the temporaries move towards the group whose temporary is largest
+        in ``choices``."""
         temporary = np.array([g.temporary[k] for g, k in zip(self.problem.groups, choices, strict=True)])
         largest = np.zeros(len(temporary))
         largest[int(np.argmax(temporary))] = 1.0
@@ -173,8 +186,8 @@ class Messages:
     def slack(self) -> tuple[Floats, ...]:
         """[i][k] how much at least an assignment with choice k of group i costs above the bound.
 
-        To a choice's own theta comes the least its neighbours lose: over each slot to a different group, least over q of the
-        unused price of (p, q) and the theta of q's best choice above the group's best.
+        To a choice's own theta comes the least its neighbours lose: over each slot to a different group,
+        least over q of the unused price of (p, q) and the theta of q's best choice above the group's best.
         """
         lost = [theta - theta.min() for theta in self.theta]
         total = [own.copy() for own in lost]

@@ -1,13 +1,13 @@
 """The integer program of a problem as arrays, and its way through ``ortools.math_opt``.
 
-The model is filled as one protocol buffer from arrays: adding variables one by one in Python takes longer than solving. Rows have no
-names while solving; :func:`row_names` makes them for an export (:func:`export`).
+The model is filled as one protocol buffer from arrays: adding variables one by one in Python takes longer
+than solving. Rows have no names while solving; :func:`row_names` makes them for an export (:func:`export`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 
 import numpy as np
@@ -25,9 +25,10 @@ Mask = NDArray[np.bool_]
 class Program:
     """minimise ``cost`` v  subject to  ``lower`` <= A v <= ``upper``, v >= 0, and v binary where ``binary``.
 
-    A has entries ``value`` at (``row``, ``column``). x[i,k] is variable ``first[i] + k``. ``families`` are (name, labels) of successive
-    rows, the labels being indices into the problem: group, or (transfer, slot, row or column), or (transfer, slot, row, column) for
-    ``shared``. ``unit`` seconds are 1 in ``cost``, ``memory_unit`` bytes are 1 in the memory rows.
+    A has entries ``value`` at (``row``, ``column``). x[i,k] is variable ``first[i] + k``. ``families`` are
+    (name, labels) of successive rows, the labels being indices into the problem: group, or (transfer, slot,
+    row or column), or (transfer, slot, row, column) for ``shared``. ``unit`` seconds are 1 in ``cost``,
+    ``memory_unit`` bytes are 1 in the memory rows.
     """
 
     cost: Floats
@@ -45,8 +46,9 @@ class Program:
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What the solver said: ``values`` of all variables (empty: none found), a proven ``bound`` in seconds, and the ``duals`` of all rows in
-    units of the program (linear program only). ``status``: "optimal", "feasible", "infeasible" or "unknown"."""
+    """What the solver said: ``values`` of all variables (empty: none found), a proven ``bound`` in seconds,
+    and the ``duals`` of all rows in units of the program (linear program only). ``status``: "optimal",
+    "feasible", "infeasible" or "unknown"."""
 
     status: str
     values: Floats
@@ -86,7 +88,8 @@ class _Builder:
 
 
 def build(problem: Problem, objective: str = "cost") -> Program:
-    """The program in the docstring of :mod:`autopar.problem`; ``objective`` "memory" minimises peak bytes instead of seconds."""
+    """The program in the docstring of :mod:`autopar.problem`; ``objective`` "memory" minimises peak bytes
+    instead of seconds."""
     builder = _Builder()
     sizes = np.array([len(group.cost) for group in problem.groups], dtype=np.int64)
     first = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
@@ -173,10 +176,10 @@ def _add_memory(builder: _Builder, problem: Problem, first: Ints, by_memory: boo
     )
     rows = builder.add_rows("temporary", binding, 0.0, np.inf) + np.arange(len(binding))
     builder.add_entries(rows, np.full(len(rows), peak), 1.0)
-    for row, g in zip(rows, binding, strict=True):
+    for line, g in zip(rows, binding, strict=True):
         temporary = problem.groups[g].temporary
         k = np.flatnonzero(temporary)
-        builder.add_entries(np.full(len(k), row), first[g] + k, -temporary[k] / unit)
+        builder.add_entries(np.full(len(k), line), first[g] + k, -temporary[k] / unit)
 
 
 def _finish(builder: _Builder, first: Ints, count: int) -> Program:
@@ -220,7 +223,8 @@ def to_proto(
 
 
 def row_names(program: Program, problem: Problem) -> Iterator[str]:
-    """``one_choice[group]``, ``leaves_row[transfer,consumer,row]``, ``enters_column[...]``, ``memory``, ``temporary[group]``."""
+    """``one_choice[group]``, ``leaves_row[transfer,consumer,row]``, ``enters_column[...]``, ``memory``,
+    ``temporary[group]``."""
     for family, labels in program.families:
         for label in labels:
             if family in ("one_choice", "temporary"):
@@ -241,7 +245,8 @@ def export(problem: Problem) -> model_pb2.ModelProto:
 
 @dataclass(frozen=True)
 class Effort:
-    """How hard and how long to try. ``algorithm`` is math_opt's name of a linear program algorithm ("" leaves it to the solver)."""
+    """How hard and how long to try. ``algorithm`` is math_opt's name of a linear program algorithm ("" leaves
+    it to the solver)."""
 
     time_limit: float
     gap: float = 0.0
@@ -302,6 +307,3 @@ def _dense(vector: object, size: int) -> Floats:
     dense = np.zeros(size)
     dense[np.array(vector.ids, dtype=np.int64)] = np.array(vector.values)  # type: ignore[attr-defined]
     return dense
-
-
-__all__ = ["Answer", "Effort", "Program", "build", "export", "replace", "row_names", "run", "to_proto"]

@@ -13,8 +13,9 @@ from .solve_program import Answer, Effort, Program, build, run
 
 @dataclass(frozen=True, eq=False)
 class Relaxation:
-    """``bound``: no assignment costs less. ``slack[i][k]``: no assignment with choice k of group i costs less than bound + slack.
-    ``rounded``: the choices of greatest weight (empty: the solver ran out of time). ``feasible`` is False if nothing satisfies the constraints."""
+    """``bound``: no assignment costs less. ``slack[i][k]``: no assignment with choice k of group i costs less
+    than bound + slack. ``rounded``: the choices of greatest weight (empty: the solver ran out of time).
+    ``feasible`` is False if nothing satisfies the constraints."""
 
     bound: float
     slack: tuple[Floats, ...]
@@ -23,7 +24,8 @@ class Relaxation:
 
 
 def relax(problem: Problem, time_limit: float, seed: int = 0) -> Relaxation:
-    """Solves the linear relaxation by an interior point method: with a memory row that is several times faster than simplex."""
+    """Solves the linear relaxation by an interior point method: with a memory row that is several times
+    faster than simplex."""
     program = build(problem)
     answer = run(program, True, Effort(time_limit, seed=seed, algorithm="BARRIER"))
     nothing = tuple(np.zeros(len(group.cost)) for group in problem.groups)
@@ -46,7 +48,8 @@ def round_up(problem: Problem, program: Program, answer: Answer) -> Ints:
 
 
 def load(problem: Problem, program: Program, answer: Answer) -> Messages:
-    """The solver's dual prices as messages, so that the bound is certified by them and owes nothing to the solver's tolerances."""
+    """The solver's dual prices as messages, so that the bound is certified by them and owes nothing to the
+    solver's tolerances."""
     messages = Messages(problem)
     slots = iter(messages.slots)
     slot_of = {

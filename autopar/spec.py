@@ -20,7 +20,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -76,7 +76,7 @@ def short(placements: Placements | Placement) -> str:
     return str(placements)
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse_placement(text: str) -> Placement:
     """One placement from its short string; ``P`` means ``P(sum)``. Raises :class:`OptionsError`."""
     match = _PATTERN.match(text.strip())
@@ -144,10 +144,8 @@ def chunk_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
 def local_before(placements: Placements, axis: int, mesh: Sequence[int]) -> int:
     """``before`` of the placement of ``axis``, as counted on a device: divided by the degrees of the factors before it."""
     before, dim = shard_before(placements[axis]), shard_dim(placements[axis])
-    for other, placement in enumerate(placements):
-        if shard_dim(placement) == dim and shard_before(placement) < before:
-            before //= mesh[other]
-    return before
+    outer = (i for i, p in enumerate(placements) if shard_dim(p) == dim and shard_before(p) < before)
+    return before // math.prod(mesh[i] for i in outer)
 
 
 @lru_cache(maxsize=1 << 18)

@@ -91,8 +91,8 @@ def _bad_input(name: str, leaf: Any) -> str:
         else "pass tensors, or build it in forward"
     )
     return (
-        f"input {name!r} is a {kind}, which a graph cannot take: inputs are tensors (traced) and None, numbers, "
-        f"strings and the like (fixed by the trace), in tuples, lists and dicts; {advice}"
+        f"input {name!r} is a {kind}, which a graph cannot take: inputs are tensors (traced) and None, "
+        f"numbers, strings and the like (fixed by the trace), in tuples, lists and dicts; {advice}"
     )
 
 
@@ -117,15 +117,14 @@ class Returned:
 
 
 def collect_outputs(
-    output: Any, batch: Any, loss_fn: LossFunction | None, differentiate: Differentiate, returned: Returned
+    output: Any, loss: torch.Tensor | None, differentiate: Differentiate, returned: Returned
 ) -> tuple[torch.Tensor, ...]:
     """The graph outputs of one call, in the order of ``returned.order``; fills in ``returned``.
 
-    An output leaf that is neither tensor nor constant (a key-value cache object) becomes None. Every result
-    is a copy, so that no two alias each other or an input; outputs that are not differentiated are
-    detached.
+    ``loss`` is what a loss function made of ``output``. An output leaf that is neither tensor nor constant (a
+    key-value cache object) becomes None. Every result is a copy, so that no two alias each other or an input;
+    outputs that are not differentiated are detached.
     """
-    loss = None if loss_fn is None else _call_loss(loss_fn, output, batch)
     leaves, returned.spec = _flatten_output(output)
     named = {str(i): leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
     returned.names = tuple(str(i) if str(i) in named else None for i in range(len(leaves)))
@@ -161,7 +160,12 @@ def _constant(leaf: Any) -> Any:
     return leaf if isinstance(leaf, CONSTANT_TYPES) else None
 
 
-def _call_loss(loss_fn: LossFunction, output: Any, batch: Any) -> torch.Tensor:
+def call_loss(
+    loss_fn: LossFunction, output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> torch.Tensor:
+    """``loss_fn(output)``, or ``loss_fn(output, batch)`` if it asks for the batch: what the model was called with,
+    ``kwargs`` if there are only such, else ``args``. Raises :class:`TraceError` if the result is no scalar."""
+    batch = kwargs if kwargs and not args else args
     loss: Any = loss_fn(output, batch) if _takes_batch(loss_fn) else loss_fn(output)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         found = (

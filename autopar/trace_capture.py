@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.nn.modules import module as module_hooks
 
 from .decompositions import decomposition_table
-from .trace_call import Call, Differentiate, LossFunction, Returned, collect_outputs
+from .trace_call import Call, Differentiate, LossFunction, Returned, call_loss, collect_outputs
 from .trace_model import State, exchanged, module_paths
 
 _PATH = "autopar_module"
@@ -112,7 +112,7 @@ class Step(nn.Module):
     def __init__(self, request: Request, tensors: Sequence[torch.Tensor], tracker: ModuleTracker) -> None:
         super().__init__()
         self.returned = Returned()
-        # Past nn.Module's bookkeeping: as a submodule, the model would have its own parameters lifted as well.
+        # Past nn.Module's bookkeeping: as a submodule, the model would have its parameters lifted too.
         self.__dict__["request"], self.__dict__["tracker"] = request, tracker
         for index, (entry, tensor) in enumerate(zip(request.state, tensors, strict=True)):
             members = self._parameters if entry.role == "param" else self._buffers
@@ -129,12 +129,12 @@ class Step(nn.Module):
         request: Request = self.__dict__["request"]
         self.__dict__["tracker"].restart()
         args, kwargs = request.call.rebuild(inputs)
-        batch = kwargs if kwargs and not args else args
         tensors = [self._state(index) for index in range(len(request.state))]
         with exchanged(request.model, request.state, tensors), torch.set_grad_enabled(request.grad):
             request.model.train(request.training)
             output = request.model(*args, **kwargs)
-            return collect_outputs(output, batch, request.loss_fn, request.differentiate, self.returned)
+            loss = None if request.loss_fn is None else call_loss(request.loss_fn, output, args, kwargs)
+            return collect_outputs(output, loss, request.differentiate, self.returned)
 
 
 def fresh_prime(sizes: set[int], batch: int) -> int:

@@ -129,8 +129,9 @@ class _Converter:
         value = node.meta.get("val")
         if node.target is operator.getitem:
             source, index = node.args
+            assert isinstance(source, fx.Node) and isinstance(index, int)
             found = self.values[source]
-            return Value(found.node, int(index)) if isinstance(found, Value) else found[index]
+            return Value(found.node, index) if isinstance(found, Value) else found[index]
         if isinstance(value, (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
             return self.expressions.number(value)
         if not isinstance(node.target, torch._ops.OpOverload):

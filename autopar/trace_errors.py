@@ -23,13 +23,14 @@ _STANDARD = os.path.dirname(os.__file__) + os.sep
 
 _BRANCH = (
     "the value of a tensor decides what runs next (.item(), int(), bool(), `if tensor:`, .tolist() or a Python "
-    "loop over values), but a graph is captured without values; use torch.where or a mask instead, or compute "
-    "the number outside the model"
+    "loop over values), but a graph is captured without values; use torch.where or a mask instead, or "
+    "compute the number outside the model"
 )
 _SHAPE = (
-    "the shape of a result depends on the values of a tensor (nonzero, boolean indexing, unique, masked_select, "
-    "a loop over experts), but a graph has fixed shapes; use torch.where or a mask; for mixture-of-experts models "
-    'of transformers pass experts_implementation="batched_mm" (or "grouped_mm") to the config'
+    "the shape of a result depends on the values of a tensor (nonzero, boolean indexing, unique, "
+    "masked_select, a loop over experts), but a graph has fixed shapes; use torch.where or a mask; for "
+    "mixture-of-experts models of transformers pass "
+    'experts_implementation="batched_mm" (or "grouped_mm") to the config'
 )
 _OPERATOR = (
     "this operator has no shape function, so it cannot be traced without data; register one with "

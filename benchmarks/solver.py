@@ -1,9 +1,11 @@
-"""Synthetic placement problems shaped like transformer layers, and how long :func:`autopar.solve.solve` takes on them.
+"""Synthetic placement problems shaped like transformer layers, and how long :func:`autopar.solve.solve` takes
+on them.
 
     python benchmarks/solver.py [--axes 2] [--layers 2] [--tight 0.5] [--json]
 
-Placements on one axis are R, S(0), S(1), S(2), P; a tensor's placements on the mesh are their products. Resharding costs are shortest paths
-over one-axis hops, so they have a zero diagonal and obey the triangle inequality, as real ones do.
+Placements on one axis are R, S(0), S(1), S(2), P; a tensor's placements on the mesh are their products.
+Resharding costs are shortest paths over one-axis hops, so they have a zero diagonal and obey the triangle
+inequality, as real ones do.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ class Builder:
     def operation(
         self, inputs: list[int], strategies: list[tuple[int, ...]], work: float, size: float, saved: float
     ) -> int:
-        """Adds a group whose one-axis strategies are (input placements..., output placement); returns its output tensor."""
+        """Adds a group whose one-axis strategies are (input placements..., output placement); returns its
+        output tensor."""
         product = list(itertools.product(strategies, repeat=self.axes))
         columns = np.array([[self.index([s[n] for s in k]) for k in product] for n in range(len(inputs) + 1)])
         shards = np.array([np.prod([1.0 if set(s) <= {0} else 1 / 4 for s in k]) for k in product])
@@ -141,7 +144,8 @@ def _backward(b: Builder, gradient: int, tape: list[tuple[str, tuple[int, ...]]]
 def measure(
     axes: int, layers: int, tight: float | None, seed: int, limit: float, gap: float
 ) -> dict[str, object]:
-    """Solves one instance; ``tight`` places the memory limit between the least (0) and what the free optimum needs (1)."""
+    """Solves one instance; ``tight`` places the memory limit between the least (0) and what the free optimum
+    needs (1)."""
     problem = transformer(axes, layers, seed)
     if tight is not None:
         free = memory_of(problem, solve(problem, time_limit=limit, gap=gap).choices)
@@ -153,10 +157,18 @@ def measure(
     start = time.process_time()
     solution = solve(problem, time_limit=limit, gap=gap)
     return {
-        "axes": axes, "layers": layers, "tight": tight, "seed": seed, "size": size_of(problem), "reduced": size_of(reduced),
-        "reduce_seconds": round(reducing, 2), "cpu_seconds": round(time.process_time() - start, 2),
-        "status": solution.status, "gap": solution.gap, "objective": solution.objective,
-    }  # fmt: skip
+        "axes": axes,
+        "layers": layers,
+        "tight": tight,
+        "seed": seed,
+        "size": size_of(problem),
+        "reduced": size_of(reduced),
+        "reduce_seconds": round(reducing, 2),
+        "cpu_seconds": round(time.process_time() - start, 2),
+        "status": solution.status,
+        "gap": solution.gap,
+        "objective": solution.objective,
+    }
 
 
 def main() -> None:

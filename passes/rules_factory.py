@@ -1,8 +1,8 @@
 """Tensors made from nothing: those that are constant throughout can be made in shards.
 
 ``full_like`` and its kin look at the shape of their operand only, and ``new_full`` and its kin not even at
-that, so any placement of it serves. Factories whose values depend on the position (``arange``, ``eye``) have no
-rule: everyone makes all of it.
+that, so any placement of it serves. Factories whose values depend on the position (``arange``, ``eye``) have
+no rule: everyone makes all of it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch.distributed.tensor import Shard
 
 from autopar.graph import Arg, TensorType
-from autopar.spec import PARTIAL_SUM, REPLICATE, AxisStrategy, Placement, Shard
+from autopar.spec import PARTIAL_SUM, REPLICATE, AxisStrategy, Placement
 
 from .dimension_strings import agnostic, letters, shardable, strategies
 from .rules import LocalCall, LocalContext, OpCall, localiser, rule

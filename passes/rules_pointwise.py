@@ -170,7 +170,7 @@ def _sums_survive(call: OpCall, names: list[str], operands: Mapping[str, int]) -
 
 
 def _spell(tensor: TensorType | None, shape: tuple[int, ...]) -> str:
-    """The letters of a tensor that broadcasts to ``shape``; one that does not (a scratch tensor) stays whole."""
+    """The letters of a tensor that broadcasts to ``shape``; one that does not (a scratch tensor) is whole."""
     if tensor is None:
         return ""
     own = tuple(int(size) for size in tensor.shape)

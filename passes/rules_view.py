@@ -2,8 +2,8 @@
 
 A reshape keeps the row-major order of elements. A dim of stride ``s`` and size ``D`` covers the positions
 between ``s`` and ``s D`` of that order, as a digit does in a number. An input and an output dim share the
-digits between ``lcm`` of their strides and ``gcd`` of their upper ends; what shards these in the one shards the
-same elements in the other. Digits below the top of a dim are a :class:`~autopar.spec.StridedShard` of it::
+digits between ``lcm`` of their strides and ``gcd`` of their upper ends; what shards these in the one shards
+the same elements in the other. Digits below the top of a dim are a strided shard of it::
 
     [b, s, h] -> [b s, h]        S(0) -> S(0), S(1) -> S(0/b), S(2) -> S(1)
     [b, 3 n d] -> [b, 3, n, d]   S(0) -> S(0), S(1) -> S(1), S(1/3) -> S(2), S(1/3n) -> S(3)

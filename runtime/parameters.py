@@ -1,7 +1,8 @@
 """A module's parameters as DTensors, placed as a program stores them.
 
-Parameters are exchanged in place (``torch.utils.swap_tensors``), so an optimizer built over them earlier goes on working and
-tied weights stay tied. A real model is taken from rank 0: other ranks' weights are overwritten by broadcast, since a script that
+A plain parameter cannot become a DTensor in place (torch: their slots differ), so :func:`wrap_parameters` makes every one a DTensor at
+once, whole on each rank; :func:`place_parameters` later exchanges its content (``torch.utils.swap_tensors``), so that
+an optimizer built in between goes on working and tied weights stay tied. A real model is taken from rank 0: other ranks' weights are overwritten by broadcast, since a script that
 does not seed has different ones. A meta model is initialised shard by shard (:mod:`autopar.runtime.materialise`). Buffers are plain
 tensors, whole on every rank.
 """
@@ -11,11 +12,13 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -95,6 +98,49 @@ def _broadcast(tensors: Sequence[torch.Tensor], group: AxisGroup, device: torch.
     ]
 
 
+def wrap(tensor: torch.Tensor, groups: MeshGroups) -> DTensor:
+    """``tensor`` as a replicated DTensor of the same memory, wherever that is: ``from_local`` would move it to the mesh's device."""
+    meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+    spec = DTensorSpec(groups.mesh, (Replicate(),) * len(groups.shape), tensor_meta=meta)
+    return DTensor(tensor.detach(), spec, requires_grad=False)
+
+
+def wrap_parameters(module: nn.Module, groups: MeshGroups) -> None:
+    """Replaces every plain parameter of ``module`` by a replicated DTensor of the same memory, on whatever device it is (meta
+    included); tied ones by the same one."""
+    made: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for key, parameter in part._parameters.items():
+            if parameter is None or isinstance(parameter, DTensor):
+                continue
+            if id(parameter) not in made:
+                made[id(parameter)] = nn.Parameter(wrap(parameter, groups), parameter.requires_grad)
+                made[id(parameter)].__dict__.update(parameter.__dict__)
+            part._parameters[key] = made[id(parameter)]
+
+
+@contextmanager
+def unwrapped(module: nn.Module) -> Iterator[None]:
+    """Within, ``module`` has the local tensors of its DTensor parameters, as plain parameters."""
+    plain: dict[int, nn.Parameter] = {}
+    before = [(part, dict(part._parameters)) for part in module.modules()]
+    for part, parameters in before:
+        for key, parameter in parameters.items():
+            if isinstance(parameter, DTensor):
+                local = plain.setdefault(id(parameter), nn.Parameter(parameter._local_tensor, requires_grad=False))
+                part._parameters[key] = local
+    try:
+        yield
+    finally:
+        for part, parameters in before:
+            part._parameters.update(parameters)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor, without the cost or the autograd of ``to_local``."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
 def swap_parameter(parameter: torch.Tensor, replacement: torch.Tensor, name: str) -> None:
     """Makes ``parameter`` be what ``replacement`` is, keeping its identity and its own attributes. Raises :class:`AutoparError` if
     something else holds its old content."""
@@ -122,8 +168,8 @@ def shared_seed(groups: MeshGroups, seed: int | None = None) -> int:
 def place_parameters(
     module: nn.Module, slots: Mapping[str, TensorSlot], groups: MeshGroups, seed: int | None = None
 ) -> None:
-    """Turns every parameter of ``module`` into a DTensor, in place: placed by ``slots[name]``, or replicated if it has no slot (the
-    program does not use it). Buffers come to the mesh's device with rank 0's values. ``seed`` is for a
+    """Gives every wrapped parameter of ``module`` its place: as ``slots[name]`` says, or replicated if it has no slot (the program does
+    not use it). Buffers come to the mesh's device with rank 0's values. ``seed`` is for a
     meta model; by default torch's initial seed on rank 0.
 
     Raises :class:`PlanMismatchError` where a slot and its parameter differ in shape.
@@ -141,15 +187,16 @@ def place_parameters(
                 f"{list(complete[name].shape)}"
             )
     meta = [name for name, parameter in parameters.items() if parameter.is_meta]
-    real = [name for name, p in parameters.items() if not p.is_meta and not isinstance(p, DTensor)]
+    real = [name for name, parameter in parameters.items() if not parameter.is_meta]
     lost = [name for name, buffer in module.named_buffers() if buffer.is_meta]
     if meta or lost:
-        initialiser = Initialiser(module, groups.device, shared_seed(groups, seed))
+        with unwrapped(module):
+            initialiser = Initialiser(module, groups.device, shared_seed(groups, seed))
         for name in meta:
-            whole = initialiser.value(parameters[name], f"the parameter {name}")
+            whole = initialiser.value(local_of(parameters[name]), f"the parameter {name}")
             _replace(parameters[name], whole, complete[name], groups)
         _fill_buffers(module, initialiser)
-    for index, whole in broadcast_first([parameters[name] for name in real], groups):
+    for index, whole in broadcast_first([local_of(parameters[name]) for name in real], groups):
         _replace(parameters[real[index]], whole, complete[real[index]], groups)
     _place_buffers(module, groups)
 
@@ -159,8 +206,8 @@ def _replace(parameter: nn.Parameter, whole: torch.Tensor, slot: TensorSlot, gro
         own = make_dtensor(take_own(whole, slot, groups), slot, groups)
         replacement = nn.Parameter(own, parameter.requires_grad)
         if parameter.grad is not None and not parameter.grad.is_meta:
-            gradient = parameter.grad.to(groups.device)
-            replacement.grad = make_dtensor(take_own(gradient, slot, groups), slot, groups)
+            gradient = take_own(local_of(parameter.grad).to(groups.device), slot, groups)
+            replacement.grad = make_dtensor(gradient, slot, groups)
     swap_parameter(parameter, replacement, slot.target)
 
 

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.errors import PlanMismatchError
 from autopar.program import Program, TensorSlot
 
 from .executor import Executable
 from .groups import MeshGroups
-from .parameters import check_placed, make_dtensor, place_parameters, take_own
+from .parameters import check_placed, local_of, make_dtensor, place_parameters, swap_parameter, take_own, wrap, wrap_parameters
 
 
 class Weights:
@@ -29,6 +29,7 @@ class Weights:
         self._seed = seed
         self._slots: dict[str, TensorSlot] | None = None
         self._held: dict[str, list[torch.Tensor]] | None = None
+        wrap_parameters(module, groups)
 
     @property
     def names(self) -> Mapping[str, str]:
@@ -72,17 +73,23 @@ class Weights:
         return self._held[key]
 
     def whole_to_own(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """A whole ``value`` for the parameter ``name`` (any of its names) as a DTensor placed like it."""
-        assert self._slots is not None
-        slot = self._slots.get(self.names[name])
-        if slot is None or tuple(value.shape) != slot.shape:
+        """A whole ``value`` for the parameter ``name`` (any of its names) as a DTensor placed like it. A meta parameter that has
+        no place yet takes the value at once, since nothing can be copied into it."""
+        parameter = self.module.get_parameter(name)
+        if value.shape != parameter.shape:
             return value
+        if self._slots is None:
+            return self._replicated(name, parameter, value)
+        whole = TensorSlot(name, "param", name, tuple(value.shape), (Replicate(),) * len(self.groups.shape))
+        slot = self._slots.get(self.names[name], whole)
         return make_dtensor(take_own(value.to(self.groups.device), slot, self.groups), slot, self.groups)
 
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a DTensor parameter, without the cost or the autograd of ``to_local``."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+    def _replicated(self, name: str, parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+        local = value.detach().to(parameter.dtype)
+        if not parameter.is_meta:
+            return wrap(local, self.groups)
+        swap_parameter(parameter, nn.Parameter(wrap(local.clone(), self.groups), parameter.requires_grad), name)
+        return parameter.detach()
 
 
 def gradient_like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:

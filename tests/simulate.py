@@ -65,7 +65,7 @@ class World:
         found = []
         for slot in program.placeholders:
             whole = program.constants[slot.name] if slot.kind == "constant" else values[slot.target]
-            found.append(take_local(whole, slot.placements, self.mesh, program.coordinate).clone())
+            found.append(take_local(whole, slot.placements, self.mesh, program.coordinate).clone(memory_format=torch.contiguous_format))
         return found
 
     def _assemble(self, slots: Sequence[Sequence[TensorSlot]], locals_: Sequence[Sequence[Any]]) -> Tensors:
@@ -125,7 +125,8 @@ class World:
         found = []
         for rank, kw in enumerate(kwargs):
             group = self.group(rank, kw["axes"])
-            found.append(_one(kind, [args[r][0] for r in group], group.index(rank), kw))
+            # Kernels may count on what a collective returns being contiguous.
+            found.append(_one(kind, [args[r][0] for r in group], group.index(rank), kw).contiguous())
         return found
 
 
@@ -133,7 +134,7 @@ def _one(kind: str, pieces: list[torch.Tensor], index: int, kw: Mapping[str, Any
     """What the member at ``index`` of a group gets; ``pieces`` are what its members give."""
     n = len(pieces)
     if kind == "slice":
-        return take_shard(pieces[index], kw["dim"], kw["before"], n, index)
+        return take_shard(pieces[index], kw["dim"], kw["before"], n, index).contiguous()
     if kind == "partial":
         return pieces[index] if index == 0 else torch.zeros_like(pieces[index])
     if kind == "all_gather":

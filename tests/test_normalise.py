@@ -15,12 +15,17 @@ from autopar.passes.normalise import STANDARD, normalise
 from autopar.passes.remove_dead import RemoveDead
 from autopar.passes.sink_views import SinkViews
 
+HEAD = """graph(b=8)
+    %x: f32[b, 4] = input("x")
+    %w: f32[4, 4] = param("w")
+    backward %dy: f32[b, 4] = tangent("0")
+    """
+
 
 def check(step: Pass, before: str, after: str) -> None:
     """``step`` turns the body ``before`` into ``after``; both read the same inputs."""
-    head = 'graph(b=8)\n%x: f32[b, 4] = input("x")\n%w: f32[4, 4] = param("w")\nbackward %dy: f32[b, 4] = tangent("0")\n'
-    found = step(Graph.from_text(head + before))
-    assert found.to_text() == Graph.from_text(head + after).to_text()
+    found = step(Graph.from_text(HEAD + before))
+    assert found.to_text() == Graph.from_text(HEAD + after).to_text()
 
 
 def test_drop_noops() -> None:

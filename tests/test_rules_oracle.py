@@ -28,11 +28,8 @@ def executed(request: pytest.FixtureRequest) -> Iterator[Counter[str]]:
     """Counts executed strategies by operation, and says how many there were."""
     counts: Counter[str] = Counter()
     yield counts
-    reporter = request.config.pluginmanager.getplugin("terminalreporter")
-    if reporter is not None:
-        reporter.write_line(
-            f"\nrule oracle: {counts.total()} strategies of {len(counts)} operations executed"
-        )
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print(f"\nrule oracle: {counts.total()} strategies of {len(counts)} operations executed")
 
 
 @pytest.mark.parametrize("op", sorted(RULES))

@@ -61,13 +61,13 @@ def test_product() -> None:
 
 def test_sum_of_products_broadcasts_its_addend() -> None:
     found = offered("mn+mk,kn->mn", [(8,), (4, 6), (6, 8)], [(4, 8)])
-    assert found == [
+    assert set(found) == {
         "R S(0) R -> S(0)",
         "S(0) R S(1) -> S(1)",
         "P(sum) S(1) S(0) -> P(sum)",
         "P(sum) P(sum) R -> P(sum)",
         "P(sum) R P(sum) -> P(sum)",
-    ]
+    }
 
 
 def test_length_one_is_replicated_and_small_dims_are_not_offered() -> None:
@@ -77,8 +77,14 @@ def test_length_one_is_replicated_and_small_dims_are_not_offered() -> None:
 
 def test_ellipsis_stands_for_leading_dims() -> None:
     found = offered("...k,nk->...n", [(4, 6, 8), (2, 8)], [(4, 6, 2)])
-    assert found[:2] == ["S(2) S(1) -> P(sum)", "R S(0) -> S(2)"] or "S(0) R -> S(0)" in found
-    assert {"S(0) R -> S(0)", "S(1) R -> S(1)"} <= set(found)
+    assert set(found) == {
+        "S(0) R -> S(0)",
+        "S(1) R -> S(1)",
+        "S(2) S(1) -> P(sum)",
+        "R S(0) -> S(2)",
+        "P(sum) R -> P(sum)",
+        "R P(sum) -> P(sum)",
+    }
 
 
 @pytest.mark.parametrize("formula", ["a,b->ab", "a->a", "a,a,a->a", "a,a->a,a"])
@@ -110,14 +116,14 @@ def test_shardable_means_nobody_is_left_empty(size: int, devices: int, fits: boo
 
 
 RESHAPES = [
-    ((2, 6, 5), (12, 5), ["S(0) -> S(0)", "S(1) -> S(0/2)"]),
+    ((2, 6, 5), (12, 5), ["S(0) -> S(0)", "S(1) -> S(0/2)", "S(2) -> S(1)"]),
     ((4, 36), (4, 3, 12), ["S(0) -> S(0)", "S(1/3) -> S(2)"]),
     ((4, 36), (4, 3, 4, 3), ["S(0) -> S(0)", "S(1/3) -> S(2)"]),
-    ((5, 8), (8, 5), ["S(1/4) -> S(0/4)"]),
+    ((5, 8), (8, 5), []),
     ((7, 3), (7, 1, 3), ["S(0) -> S(0)", "S(1) -> S(2)"]),
     ((7, 3), (21,), []),
     ((12,), (2, 6), ["S(0) -> S(0)", "S(0/2) -> S(1)"]),
-    ((4, 6), (6, 4), ["S(0) -> S(0)", "S(0/2) -> S(0/2)", "S(1/3) -> S(1/2)"]),
+    ((4, 6), (6, 4), ["S(0) -> S(0)", "S(1/3) -> S(1/2)"]),
 ]
 
 
@@ -205,20 +211,20 @@ def test_random_and_mutating_operations_have_no_pointwise_rule() -> None:
 
 
 def test_strided_variants_follow_the_factors() -> None:
-    agnostic = call([(12, 5), (12, 5)], [(12, 5)], op="aten.mul.Tensor")
-    (plain,) = (s for s in RULES[agnostic.op](agnostic) if s.outputs == (Shard(0),))
-    found = strided_variants(agnostic, plain, {12: frozenset({1, 3, 5, 12}), 5: frozenset({5})})
+    multiply = call([(12, 5), (12, 5)], [(12, 5)], op="aten.mul.Tensor")
+    (plain,) = (s for s in RULES[multiply.op](multiply) if s.outputs == (Shard(0),))
+    found = strided_variants(multiply, plain, {12: frozenset({1, 3, 5, 12}), 5: frozenset({5})})
     assert list(map(str, found)) == ["S(0/3) S(0/3) -> S(0/3)"]
-    assert (
-        list(
-            strided_variants(
-                call([(12,)], [(12,)], op="aten.convolution.default"),
-                AxisStrategy((Shard(0),), (Shard(0),)),
-                {12: frozenset({3})},
-            )
-        )
-        == []
-    )
+
+
+def test_strided_variants_only_where_any_order_will_do() -> None:
+    factors = {12: frozenset({3}), 6: frozenset({3})}
+    shards = AxisStrategy((Shard(0),), (Shard(0),))
+    assert list(strided_variants(call([(12,)], [(12,)], op="unknown"), shards, factors)) == []
+    # A local operation counts positions; dims of two lengths have no common stride.
+    local = AxisStrategy((Shard(0),), (Shard(0),), "autopar.masked_gather")
+    assert list(strided_variants(call([(12,)], [(12,)], op="aten.neg.default"), local, factors)) == []
+    assert list(strided_variants(call([(12,)], [(6,)], op="aten.neg.default"), shards, factors)) == []
 
 
 def test_an_untrue_strategy_is_caught() -> None:
@@ -259,9 +265,12 @@ def test_every_rule_file_is_registered() -> None:
     files = {path.stem for path in PASSES.glob("rules_*.py")}
     assert set(rule_table.RULE_MODULES) == files
     homes = {function.__module__.rpartition(".")[2] for function in RULES.values()}
-    undecorated = files - homes
-    # These two register no rules of their own: one consults DTensor, the other marks rules of other files.
-    assert undecorated <= {"rules_dtensor", "rules_strided", "dimension_strings"}, undecorated
+    # A file of formulas leaves its functions in dimension_strings; one asks DTensor, registering nothing.
+    without_functions = {
+        "rules_dtensor",
+        *(f for f in files if "dimension_rule(" in (PASSES / f"{f}.py").read_text()),
+    }
+    assert files - homes <= without_functions
 
 
 def test_registers_name_operations_that_exist() -> None:

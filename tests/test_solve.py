@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,11 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.problem import Group, Ints, Problem, Transfer, evaluate, memory_of
+from autopar.reduce import DropForbidden, is_impossible
 from autopar.solve import smallest_memory, solve
+from autopar.solve_local import smallest
+from autopar.solve_program import Effort, build, export, run
 
 
 def random_problem(seed: int, groups: int = 5, choices: int = 3, limited: bool = True) -> Problem:
-    """A small problem with shared and parallel transfers, self transfers, forbidden entries, ties and a memory limit."""
+    """A small problem with shared and parallel transfers, self transfers, forbidden entries, ties and a
+    memory limit."""
     random = np.random.default_rng(seed)
     sizes = random.integers(1, choices + 1, groups)
     scale = random.choice([1.0, 1e-5])
@@ -86,7 +91,7 @@ def test_bound_and_gap_are_honest(seed: int, gap: float) -> None:
     solution = solve(problem, gap=gap)
     if np.isfinite(best):
         assert solution.bound <= best * (1 + 1e-6) + 1e-12 <= solution.objective * (1 + 2e-6) + 2e-12
-        assert solution.status == "optimal" and solution.gap <= max(gap, 1e-6) or solution.objective == 0
+        assert (solution.status == "optimal" and solution.gap <= max(gap, 1e-6)) or solution.objective == 0
 
 
 @settings(max_examples=150, deadline=None)
@@ -95,3 +100,103 @@ def test_smallest_memory_is_the_least_of_all_finite_assignments(seed: int) -> No
     problem = random_problem(seed)
     finite = [memory_of(problem, c) for c in assignments(problem) if np.isfinite(evaluate(problem, c))]
     assert smallest_memory(problem) == min(finite, default=float("inf"))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_the_program_as_it_stands_has_the_optimum_of_the_problem(seed: int) -> None:
+    problem = random_problem(seed)
+    program_problem = forbid(problem)
+    if program_problem is None:
+        return
+    answer = run(build(program_problem), False, Effort(10.0))
+    best = brute_force(program_problem)
+    if np.isinf(best):
+        assert answer.status == "infeasible"
+    else:
+        assert answer.bound == pytest.approx(best, rel=1e-4, abs=1e-9)
+
+
+def forbid(problem: Problem) -> Problem | None:
+    """The problem without choices of infinite cost, as the integer program wants it."""
+    smaller, _ = DropForbidden().apply(problem)
+    return None if is_impossible(smaller) else smaller
+
+
+def test_rows_of_the_exported_program_are_named() -> None:
+    model = export(layered(3, 3))
+    names = list(model.linear_constraints.names)
+    assert len(set(names)) == len(names) == len(model.linear_constraints.ids)
+    assert {
+        "one_choice[g0]",
+        "leaves_row[t0,g1#0,0]",
+        "enters_column[t0,g1#0,2]",
+        "memory",
+        "temporary[g0]",
+    } <= set(names)
+
+
+def layered(groups: int, choices: int, seed: int = 0, share: float = 0.5) -> Problem:
+    """A ladder with shared transfers and a memory limit ``share`` of the way between least and most."""
+    random = np.random.default_rng(seed)
+
+    def group(i: int) -> Group:
+        return Group(f"g{i}", random.random(choices), 1 + random.random(choices), 1 + random.random(choices))
+
+    made = tuple(group(i) for i in range(groups))
+    label = np.arange(choices)
+    transfers = []
+    for i in range(groups - 1):
+        consumers = tuple(range(i + 1, min(i + 4, groups)))
+        cost = random.random((choices, choices)) * (1 - np.eye(choices))
+        transfers.append(Transfer(f"t{i}", i, label, consumers, (label,) * len(consumers), cost))
+    low = memory_of(made_of := Problem(made, tuple(transfers)), smallest(made_of))
+    high = memory_of(made_of, np.array([np.argmax(g.memory) for g in made]))
+    return Problem(made, tuple(transfers), low + share * (high - low))
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.9])
+def test_larger_problems_close_the_gap_and_repeat_themselves(share: float) -> None:
+    problem = layered(12, 5, seed=3, share=share)
+    first, second = (solve(problem, gap=0.02, time_limit=30, seed=1) for _ in range(2))
+    assert first.status == "optimal" and first.gap <= 0.02
+    assert (first.choices == second.choices).all() and first.bound == second.bound
+    exact = run(build(problem), False, Effort(30.0, gap=1e-6))
+    assert first.bound <= exact.bound * (1 + 1e-6) <= first.objective * (1 + 2e-6)
+
+
+def test_without_time_something_that_fits_is_returned_with_an_honest_gap() -> None:
+    problem = layered(60, 12, share=0.1)
+    solution = solve(problem, time_limit=0.0, gap=0.0)
+    assert solution.status == "feasible" and solution.gap > 0
+    assert memory_of(problem, solution.choices) <= problem.memory_limit
+    assert solution.bound <= solve(problem, time_limit=2.0, gap=0.05).objective
+
+
+def test_a_known_assignment_is_never_lost() -> None:
+    problem = layered(30, 8, seed=5)
+    good = solve(problem, time_limit=3.0, gap=0.05)
+    again = solve(problem, time_limit=0.0, gap=0.0, incumbents=[good.choices, np.zeros(30, dtype=np.int64)])
+    assert again.objective <= good.objective
+
+
+def test_a_limit_below_the_least_is_infeasible_and_the_least_itself_is_not() -> None:
+    problem = layered(20, 6)
+    least = smallest_memory(problem)
+    assert solve(replace(problem, memory_limit=least * 0.999)).status == "infeasible"
+    tight = solve(replace(problem, memory_limit=least), time_limit=5.0)
+    assert tight.status in ("optimal", "feasible") and memory_of(problem, tight.choices) <= least
+
+
+def test_no_groups_cost_nothing() -> None:
+    solution = solve(Problem((), ()))
+    assert (solution.status, solution.objective, solution.gap) == ("optimal", 0.0, 0.0)
+    assert solve(Problem((), (), memory_limit=1.0, memory_fixed=2.0)).status == "infeasible"
+
+
+def test_a_price_that_is_none_is_refused_by_name() -> None:
+    group = Group("only", np.zeros(1), np.zeros(1), np.zeros(1))
+    zero = np.zeros(1, dtype=np.int64)
+    bad = Transfer("activation", 0, zero, (0,), (zero,), np.array([[-1.0]]))
+    with pytest.raises(ValueError, match=r"transfer activation: cost\[0, 0\] is -1.0"):
+        solve(Problem((group,), (bad,)))

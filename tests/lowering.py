@@ -1,0 +1,16 @@
+"""A graph as one device runs it: without rests."""
+
+from __future__ import annotations
+
+from autopar.graph import Graph, Node, Value
+from autopar.passes.base import rewrite
+from autopar.passes.rest import REST
+
+
+def plain(graph: Graph) -> Graph:
+    """The graph with every rest replaced by what rests."""
+
+    def visit(node: Node) -> Node | Value:
+        return node.operands[0] if node.op == REST else node
+
+    return rewrite(graph, visit)

@@ -1,0 +1,193 @@
+"""Every reduction keeps the optimum, and its inverse says exactly by how much objectives differ."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_solve import assignments, brute_force, random_problem
+
+from autopar.problem import Group, Problem, Transfer, evaluate, memory_of
+from autopar.reduce import (
+    REDUCTIONS,
+    DropDominated,
+    EliminateGroups,
+    Reduction,
+    SimplifyTransfers,
+    is_impossible,
+    reduce,
+)
+from autopar.solve_local import Neighbourhood, fits, polish, repair, smallest
+from autopar.solve_messages import Messages
+from autopar.solve_relaxation import relax
+
+Seeds = st.integers(0, 2**32 - 1)
+DISTINCT = tuple({type(r): r for r in REDUCTIONS}.values())
+
+
+@pytest.mark.parametrize("reduction", DISTINCT, ids=lambda r: r.name)
+@settings(max_examples=150, deadline=None)
+@given(seed=Seeds)
+def test_a_reduction_keeps_the_optimum(reduction: Reduction, seed: int) -> None:
+    problem = random_problem(seed, groups=4)
+    smaller, inverse = reduction.apply(problem)
+    best = brute_force(problem)
+    if is_impossible(smaller):
+        assert np.isinf(best)
+        return
+    assert brute_force(smaller) + inverse.offset == pytest.approx(best, rel=1e-9, abs=1e-12)
+    for choices in assignments(smaller):
+        full = inverse.expand(choices)
+        expected = evaluate(smaller, choices) + inverse.offset
+        assert evaluate(problem, full) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+        over = memory_of(problem, full) > problem.memory_limit
+        assert over == (memory_of(smaller, choices) > smaller.memory_limit)
+
+
+@settings(max_examples=200, deadline=None)
+@given(Seeds)
+def test_the_whole_chain_keeps_the_optimum_and_restricts_known_choices(seed: int) -> None:
+    problem = random_problem(seed)
+    smaller, chain = reduce(problem)
+    best = brute_force(problem)
+    if is_impossible(smaller):
+        assert np.isinf(best)
+        return
+    assert brute_force(smaller) + chain.offset == pytest.approx(best, rel=1e-9, abs=1e-12)
+    for choices in assignments(problem):
+        restricted = chain.restrict(choices)
+        if restricted is not None and memory_of(problem, choices) <= problem.memory_limit:
+            # Dominating choices replace dominated ones, and eliminated groups choose best: never worse.
+            reached = evaluate(smaller, restricted) + chain.offset
+            assert reached <= evaluate(problem, choices) * (1 + 1e-9) + 1e-12
+
+
+def chain_problem(length: int, choices: int = 5, seed: int = 0) -> Problem:
+    random = np.random.default_rng(seed)
+    groups = tuple(
+        Group(f"g{i}", random.random(choices), np.zeros(choices), np.zeros(choices)) for i in range(length)
+    )
+    label = np.arange(choices)
+    transfers = tuple(
+        Transfer(f"t{i}", i, label, (i + 1,), (label,), random.random((choices, choices)))
+        for i in range(length - 1)
+    )
+    return Problem(groups, transfers)
+
+
+def test_chains_fold_away() -> None:
+    problem = chain_problem(6)
+    smaller, inverse = EliminateGroups().apply(problem)
+    assert not smaller.groups
+    assert evaluate(problem, inverse.expand(np.zeros(0, dtype=np.int64))) == pytest.approx(
+        brute_force(problem)
+    )
+    assert inverse.offset == pytest.approx(brute_force(problem))
+
+
+def test_a_group_with_memory_stays() -> None:
+    problem = chain_problem(3)
+    heavy = Group("heavy", problem.groups[1].cost, np.arange(5.0), np.zeros(5))
+    problem = Problem((problem.groups[0], heavy, problem.groups[2]), problem.transfers, memory_limit=2.0)
+    smaller, _ = EliminateGroups().apply(problem)
+    assert [group.name for group in smaller.groups] == ["heavy"]
+
+
+def test_a_dear_choice_goes_only_if_resharding_is_cheaper() -> None:
+    def problem(price: float) -> Problem:
+        groups = tuple(
+            Group(n, np.array(c), np.zeros(2), np.zeros(2)) for n, c in (("a", [0.0, 3.0]), ("b", [0.0, 0.0]))
+        )
+        label = np.arange(2)
+        cost = np.array([[0.0, price], [price, 0.0]])
+        return Problem(groups, (Transfer("t", 0, label, (1,), (label,), cost),))
+
+    cheap, _ = DropDominated().apply(problem(2.0))
+    dear, _ = DropDominated().apply(problem(4.0))
+    assert len(cheap.groups[0].cost) == 1
+    assert len(dear.groups[0].cost) == 2
+
+
+def test_consumers_that_share_no_priced_column_part() -> None:
+    two = np.array([0, 1])
+    groups = tuple(Group(f"g{i}", np.zeros(2), np.zeros(2), np.zeros(2)) for i in range(3))
+    cost = np.array([[0.0, 1.0, 2.0, 3.0], [1.0, 0.0, 3.0, 2.0]])
+    apart = Problem(groups, (Transfer("t", 0, two, (1, 2), (two, two + 2), cost),))
+    together = Problem(groups, (Transfer("t", 0, two, (1, 2), (two, two), cost),))
+    assert [t.consumers for t in SimplifyTransfers().apply(apart)[0].transfers] == [(1,), (2,)]
+    assert [t.consumers for t in SimplifyTransfers().apply(together)[0].transfers] == [(1, 2)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(Seeds)
+def test_message_bounds_and_slacks_hold_for_every_assignment(seed: int) -> None:
+    problem, _ = reduce(random_problem(seed))
+    if is_impossible(problem) or not problem.groups:
+        return
+    messages = Messages(problem)
+    for price in (0.0, 0.5, 0.1):
+        if np.isfinite(problem.memory_limit):
+            messages.set_price(price, messages.decode())
+        messages.sweep(3)
+        check_bound(problem, messages.bound, messages.slack())
+
+
+@settings(max_examples=150, deadline=None)
+@given(Seeds)
+def test_the_relaxation_bounds_every_assignment(seed: int) -> None:
+    problem, _ = reduce(random_problem(seed))
+    if is_impossible(problem) or not problem.groups:
+        return
+    relaxation = relax(problem, 10.0)
+    if not relaxation.feasible:
+        assert np.isinf(brute_force(problem))
+        return
+    check_bound(problem, relaxation.bound, relaxation.slack)
+    free = Messages(problem)
+    free.sweep(50)
+    assert relaxation.bound >= free.bound - 1e-5 * (1 + abs(free.bound)) * max(
+        free.problem.groups[0].cost.max(), 1e-5
+    )
+
+
+def check_bound(problem: Problem, bound: float, slack: tuple[np.ndarray, ...]) -> None:
+    for choices in assignments(problem):
+        if fits(problem, choices):
+            above = max(float(s[k]) for s, k in zip(slack, choices, strict=True))
+            value = evaluate(problem, choices)
+            assert bound + above <= value + 1e-9 * (abs(value) + abs(bound) + above)
+
+
+@settings(max_examples=150, deadline=None)
+@given(Seeds)
+def test_descent_never_worsens_and_stays_within_the_limit(seed: int) -> None:
+    problem, _ = reduce(random_problem(seed))
+    if is_impossible(problem) or not problem.groups:
+        return
+    near = Neighbourhood.of(problem)
+    for choices in assignments(problem)[::7]:
+        for index in range(len(problem.groups)):
+            costs = near.costs(choices, index) - near.costs(choices, index)[choices[index]]
+            for k in range(len(costs)):
+                other = choices.copy()
+                other[index] = k
+                change = evaluate(problem, other) - evaluate(problem, choices)
+                if np.isfinite(change):
+                    assert costs[k] == pytest.approx(change, abs=1e-9)
+        if fits(problem, choices):
+            better = polish(near, choices)
+            assert fits(problem, better) and evaluate(problem, better) <= evaluate(problem, choices) + 1e-12
+        found = repair(near, choices)
+        assert found is None or fits(problem, found)
+    least = min(memory_of(problem, c) for c in assignments(problem))
+    assert memory_of(problem, smallest(problem)) == least
+
+
+def test_a_long_chain_reduces_quickly() -> None:
+    start = time.process_time()
+    smaller, _ = reduce(chain_problem(400, choices=30))
+    assert not smaller.groups
+    assert time.process_time() - start < 10
