@@ -167,12 +167,13 @@ def log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
         return torch.zeros_like(x, dtype=torch.float32 if half_to_float else x.dtype)
     wide = x.to(_wide(x.dtype))
     shifted = wide - aten.amax.default(wide, [dim], True)
-    result = shifted - _sum(shifted.exp(), [dim], True).log()
+    result: Tensor = shifted - _sum(shifted.exp(), [dim], True).log()
     return result if half_to_float else result.to(x.dtype)
 
 
 @_for(aten.logsumexp.default)
 def logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    """``max + log(sum(exp(x - max)))``: one maximum and one sum."""
     if x.dim() == 0:
         return x.clone()
     x = x if x.is_floating_point() else x.to(torch.get_default_dtype())

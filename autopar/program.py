@@ -87,8 +87,8 @@ class Program:
 
     ``parameters`` says how each parameter is *stored*: the DTensor that the user and the optimizer see, whose gradient has the same
     placements. Some work in another placement for the whole step (their optimizer state is sharded, the
-    weight is not: ZeRO-1 and 2): ``refresh`` takes their stored local tensors and returns the working ones; it need run only after
-    stored values changed. (A weight gathered at each use, ZeRO-3, is gathered inside ``forward`` and ``backward``.)
+    weight is not: ZeRO-1 and 2): ``refresh`` takes the stored local tensors of all parameters and returns the working ones; it need
+    run only after stored values changed. (A weight gathered at each use, ZeRO-3, is gathered inside ``forward`` and ``backward``.)
 
     ``forward`` takes ``placeholders`` (params as working tensors, buffers, inputs, constants) in order and returns ``results`` (model
     outputs and buffer mutations), then the values saved for backward. ``backward`` takes the saved values, then

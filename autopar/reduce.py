@@ -192,7 +192,7 @@ def _supported(problem: Problem, masks: list[Mask]) -> bool:
     """Clears choices that no partner across some transfer can meet; True if any was cleared."""
     changed = False
     for transfer in problem.transfers:
-        finite = np.isfinite(transfer.cost)
+        finite: Mask = np.asarray(np.isfinite(transfer.cost))
         if finite.all():
             continue
         for consumer, target in zip(transfer.consumers, transfer.targets, strict=True):
@@ -200,10 +200,11 @@ def _supported(problem: Problem, masks: list[Mask]) -> bool:
             columns = np.zeros(finite.shape[1], dtype=bool)
             rows[transfer.source[masks[transfer.producer]]] = True
             columns[target[masks[consumer]]] = True
-            for group, supported in (
-                (transfer.producer, finite[:, columns].any(axis=1)[transfer.source]),
-                (consumer, finite[rows].any(axis=0)[target]),
-            ):
+            ends: tuple[tuple[int, Mask], ...] = (
+                (transfer.producer, np.asarray(finite[:, columns].any(axis=1))[transfer.source]),
+                (consumer, np.asarray(finite[rows].any(axis=0))[target]),
+            )
+            for group, supported in ends:
                 if bool(np.any(masks[group] & ~supported)):
                     masks[group] = masks[group] & supported
                     changed = True
@@ -236,7 +237,8 @@ def _fit(problem: Problem, masks: list[Mask]) -> None:
         (float(g.temporary[mask].min()) for g, mask in zip(problem.groups, masks, strict=True)), default=0.0
     )
     always = max(always, 0.0)
-    spare = problem.memory_limit - problem.memory_fixed - float(least.sum())
+    # Rounding of byte counts that are no integers must not drop what exactly fits.
+    spare = problem.memory_limit * (1 + 1e-12) - problem.memory_fixed - float(least.sum())
     for index, (group, low) in enumerate(zip(problem.groups, least, strict=True)):
         masks[index] &= np.asarray(group.memory - low + np.maximum(group.temporary, always) <= spare)
 

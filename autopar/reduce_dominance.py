@@ -30,10 +30,16 @@ def undominated(problem: Problem) -> tuple[list[Mask], list[Ints]]:
         if not any(t.producer == index and index in t.consumers for t in incident[index]):
             worst = _own(group)
             for transfer in incident[index]:
-                worst += _worst_change(transfer, index, masks)
+                worst = _plus(worst, _worst_change(transfer, index, masks))
             substitute = _remove(worst, masks[index])
         substitutes.append(substitute)
     return masks, substitutes
+
+
+def _plus(left: Floats, right: Floats) -> Floats:
+    """The sum, where a forbidden change (infinite) stays forbidden whatever else it gains."""
+    with np.errstate(invalid="ignore"):
+        return np.where(np.isposinf(left) | np.isposinf(right), np.inf, left + right)
 
 
 def _own(group: Group) -> Floats:
@@ -79,9 +85,10 @@ def _worst_change(transfer: Transfer, index: int, masks: list[Mask]) -> Floats:
         shared[:] = True
     total: Floats = np.zeros((len(masks[index]),) * 2)
     for slot in slots:
-        total += _by_label(
+        change = _by_label(
             transfer.targets[slot], lambda columns: _column_change(cost[:, columns], shared[columns])
         )
+        total = _plus(total, change)
     return total
 
 

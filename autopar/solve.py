@@ -55,7 +55,8 @@ def solve(
     ``gap``: stop when (objective - bound) / objective is at most this (or 1e-6, the tolerance of the
     solvers). ``time_limit`` in seconds, kept approximately. ``incumbents``: known assignments, one choice per
     group, that need not fit; the result is never worse than any that fits. The same input gives the same
-    result unless the time limit cuts the search off.
+    result unless the time limit cuts the search off. The bound of an "infeasible" solution is infinite if
+    that is proven, finite if time ran out before anything that fits was found.
 
     Raises ValueError for a transfer with a negative or undefined price.
     """
@@ -66,7 +67,8 @@ def solve(
         search.offer(np.asarray(choices, dtype=np.int64))
     status = _explore(search)
     if status == "infeasible":
-        return Solution(NONE, float("inf"), float("inf"), status, time.monotonic() - start)
+        bound = float("inf") if search.exhausted else search.bound
+        return Solution(NONE, float("inf"), bound, status, time.monotonic() - start)
     return Solution(search.choices, search.objective, search.bound, status, time.monotonic() - start)
 
 
@@ -87,7 +89,8 @@ def _explore(search: Search) -> str:
     """Solves into ``search``; the status."""
     reduced, chain = reduce(search.problem)
     if is_impossible(reduced) or _too_large(reduced):
-        return "infeasible"
+        search.exhausted = True
+        return _status(search)
     while reduced.groups:
         before = _choices(reduced)
         ascent = ascend(search, reduced, chain)
@@ -98,7 +101,7 @@ def _explore(search: Search) -> str:
             search.prove(search.floor)
             return _status(search)
         # Under a memory limit a second search for its price costs more than the exact relaxation.
-        if np.isfinite(reduced.memory_limit) or _choices(reduced) > 0.8 * before:
+        if reduced.groups and (np.isfinite(reduced.memory_limit) or _choices(reduced) > 0.8 * before):
             return _finish(search, reduced, chain)
     _settle(search, chain)
     return _status(search)
@@ -109,7 +112,8 @@ def _finish(search: Search, reduced: Problem, chain: Chain) -> str:
     relaxation = relax(reduced, search.left, search.seed)
     if not relaxation.feasible:
         search.prove(search.floor)
-        return _status(search) if search.found else "infeasible"
+        search.exhausted = not search.found
+        return _status(search)
     search.prove(relaxation.bound + chain.offset)
     if len(relaxation.rounded):
         found = repair(Neighbourhood.of(reduced), relaxation.rounded)
@@ -149,7 +153,11 @@ def _search_kernel(
 def _settle(search: Search, chain: Chain) -> None:
     """Takes the one assignment that the reductions left."""
     search.offer(chain.expand(NONE))
+    search.exhausted = not search.found
     search.prove(chain.offset)
+
+
+_STATUS = {True: "feasible", False: "infeasible"}
 
 
 def _status(search: Search) -> str:
@@ -158,9 +166,8 @@ def _status(search: Search) -> str:
     if search.found:
         return "optimal" if search.closed else "feasible"
     # The time is over and nothing fits yet: the least memory is the last thing worth trying.
-    choices = _smallest_choices(search.problem, max(5.0, search.left))
-    search.offer(choices)
-    return "feasible" if search.found else "infeasible"
+    search.offer(_smallest_choices(search.problem, max(5.0, search.left)))
+    return _STATUS[search.found]
 
 
 def _choices(problem: Problem) -> int:
@@ -171,7 +178,8 @@ def _too_large(problem: Problem) -> bool:
     """Whether even the smallest choices, transfers not looked at, exceed the memory limit."""
     if not problem.groups or np.isinf(problem.memory_limit):
         return problem.memory_fixed > problem.memory_limit
-    return memory_of(problem, smallest(problem)) > problem.memory_limit
+    # Rounding of byte counts that are no integers must not reject what exactly fits.
+    return memory_of(problem, smallest(problem)) > problem.memory_limit * (1 + 1e-12)
 
 
 def _fix(search: Search, problem: Problem, chain: Chain, ascent: Ascent) -> tuple[Problem, Chain]:
@@ -205,7 +213,7 @@ def _branch(search: Search, problem: Problem, chain: Chain, floor: float, time_l
     gap = search.gap * abs(search.objective / value) if np.isfinite(value) and value else search.gap
     answer = run(program, False, Effort(time_limit, gap=min(gap, 1.0), seed=search.seed))
     if answer.status == "infeasible":
-        search.exhausted = floor == np.inf
+        search.exhausted = floor == np.inf and not search.found
         search.prove(floor)
         return
     found = round_up(problem, program, answer)

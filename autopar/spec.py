@@ -20,7 +20,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -76,7 +76,7 @@ def short(placements: Placements | Placement) -> str:
     return str(placements)
 
 
-@cache
+@lru_cache(maxsize=None)
 def parse_placement(text: str) -> Placement:
     """One placement from its short string; ``P`` means ``P(sum)``. Raises :class:`OptionsError`."""
     match = _PATTERN.match(text.strip())

@@ -77,6 +77,7 @@ def trace(
         raise TraceError(
             f"a {type(model).__name__} is no torch.nn.Module; wrap the function in a module with a forward"
         )
+    _check_device(torch.device(device))
     mode = model.training if training is None else training
     call = describe_call(tuple(args), kwargs or {})
     request = Request(
@@ -85,6 +86,16 @@ def trace(
     with unchanged(model):
         captured, graph = _captured(request)
     return _traced(request, captured, graph)
+
+
+def _check_device(device: torch.device) -> None:
+    """Fake tensors need no device, but autograd, run on them, ends the process if torch was built without."""
+    kind = device.type
+    built = torch.backends.cuda.is_built() if kind == "cuda" else torch.get_device_module(kind).is_available()
+    if not built:
+        raise TraceError(
+            f"torch was built without {kind}, so it cannot trace for it; trace for the cpu instead"
+        )
 
 
 def _captured(request: Request) -> tuple[Captured, Graph]:

@@ -163,8 +163,12 @@ def _constant(leaf: Any) -> Any:
 def call_loss(
     loss_fn: LossFunction, output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> torch.Tensor:
-    """``loss_fn(output)``, or ``loss_fn(output, batch)`` if it asks for the batch: what the model was called with,
-    ``kwargs`` if there are only such, else ``args``. Raises :class:`TraceError` if the result is no scalar."""
+    """``loss_fn(output)``, or ``loss_fn(output, batch)`` if it asks for the batch: what the model was called
+    with, ``kwargs`` if there are only such, else ``args``.
+
+    Raises:
+        TraceError: the result is no tensor with one element.
+    """
     batch = kwargs if kwargs and not args else args
     loss: Any = loss_fn(output, batch) if _takes_batch(loss_fn) else loss_fn(output)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:

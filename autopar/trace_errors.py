@@ -22,8 +22,8 @@ _OWN = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 
 _BRANCH = (
-    "the value of a tensor decides what runs next (.item(), int(), bool(), `if tensor:`, .tolist() or a Python "
-    "loop over values), but a graph is captured without values; use torch.where or a mask instead, or "
+    "the value of a tensor decides what runs next (.item(), int(), bool(), `if tensor:`, .tolist() or a "
+    "Python loop over values), but a graph is captured without values; use torch.where or a mask instead, or "
     "compute the number outside the model"
 )
 _SHAPE = (

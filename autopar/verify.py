@@ -204,7 +204,9 @@ def _parallel(rank: int, world: int, task: _Task) -> _Step:
     for name, parameter in parallel.named_parameters():
         if parameter.grad is not None:
             whole = parameter.grad.full_tensor()  # type: ignore[attr-defined]
-            gradients |= {name: whole.detach().cpu()} if rank == 0 else {}
+            # A replicated gradient is returned as it is, and the next step adds to it.
+            gradients |= {name: whole.detach().cpu().clone()} if rank == 0 else {}
+    parallel.zero_grad()
     if world > 1:
         dist.barrier()
     begin = time.perf_counter()

@@ -232,14 +232,14 @@ def _without_aliases(emitter: Emitter, values: list[Value], inputs: set[str]) ->
 
 
 def _refresh(job: Lowering) -> Section:
-    """Gathers the weights whose updated value lies sharded further than they work."""
+    """Takes every stored parameter and returns what works in a step; gathers those whose updated value is sharded further."""
     emitter = Emitter(job.mesh, job.coordinate)
-    places = job.assignment.parameters
-    nodes = [n for n in job.graph.placeholders("param") if places[n.name].optimizer != places[n.name].weight]
+    nodes = job.graph.placeholders("param")
     inputs = tuple(emitter.fresh(node.name) for node in nodes)
     buckets = Buckets(emitter, job.bucket_bytes, "weights")
     for node in nodes:
-        path = job.path(node.type, places[node.name].optimizer, places[node.name].weight, True)
+        place = job.assignment.parameters[node.name]
+        path = job.path(node.type, place.optimizer, place.weight, True) if place.optimizer != place.weight else ()
         buckets.add(node.name, Value(node.name), node.type, path)
     done = buckets.finish()
     return emitter.section("refresh", inputs, tuple(done[node.name] for node in nodes))

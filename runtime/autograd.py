@@ -19,7 +19,9 @@ class _Tie(torch.autograd.Function):
     tensors of ``call.results``, as presented."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, leaves: Sequence[Any], wanted: list[str], *tensors: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, call: Call, leaves: Sequence[Any], wanted: list[str], *tensors: torch.Tensor
+    ) -> Any:
         outputs, ctx.saved = call.run(leaves)
         ctx.call, ctx.wanted = call, wanted
         ctx.inputs = [tensor for tensor in tensors[len(call.parameters) :]]
@@ -31,7 +33,9 @@ class _Tie(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         call: Call = ctx.call
         if torch.is_grad_enabled():
-            raise AutoparError("a compiled model has no second derivatives: call backward() without create_graph=True")
+            raise AutoparError(
+                "a compiled model has no second derivatives: call backward() without create_graph=True"
+            )
         if ctx.saved is None:
             raise AutoparError(
                 "the values saved for backward are gone after the first backward(), with retain_graph=True as well: add the losses "
@@ -46,7 +50,9 @@ class _Tie(torch.autograd.Function):
 def _parameter_gradients(call: Call, found: dict[tuple[str, str], torch.Tensor]) -> list[torch.Tensor | None]:
     pairs = zip(call.program.parameters, call.parameters, strict=True)
     local = [(parameter, found.pop(("gradient", slot.target), None)) for slot, parameter in pairs]
-    return [gradient if gradient is None else gradient_like(parameter, gradient) for parameter, gradient in local]
+    return [
+        gradient if gradient is None else gradient_like(parameter, gradient) for parameter, gradient in local
+    ]
 
 
 def _input_gradients(ctx: Any, found: dict[tuple[str, str], torch.Tensor]) -> list[torch.Tensor | None]:
@@ -58,7 +64,9 @@ def _input_gradients(ctx: Any, found: dict[tuple[str, str], torch.Tensor]) -> li
             continue
         whole = whole_tensor(local, ctx.call.input_gradients[name], ctx.call.groups)
         if isinstance(given, DTensor):
-            whole = DTensor.from_local(whole, given.device_mesh, run_check=False).redistribute(placements=given.placements)
+            whole = DTensor.from_local(whole, given.device_mesh, run_check=False).redistribute(
+                placements=given.placements
+            )
         results.append(whole)
     return results
 

@@ -89,7 +89,9 @@ class Call:
             )
         if isinstance(value, DTensor):
             wanted = torch_placements(slot.placements, self.groups.shape)
-            return (value if tuple(value.placements) == wanted else value.redistribute(placements=wanted)).to_local()
+            return (
+                value if tuple(value.placements) == wanted else value.redistribute(placements=wanted)
+            ).to_local()
         here = take_local(value.detach(), slot.placements, self.groups.shape, self.groups.coordinate)
         return here.to(self.groups.device, non_blocking=True).contiguous()
 
@@ -98,7 +100,9 @@ class Call:
         with torch.no_grad():
             working = self.weights.working(self.executable, self.parameters)
             module = self.weights.module
-            results, saved = self.executable.forward([self._bind(s, leaves, working, module) for s in self.program.placeholders])
+            results, saved = self.executable.forward(
+                [self._bind(s, leaves, working, module) for s in self.program.placeholders]
+            )
             outputs: dict[str, torch.Tensor] = {}
             for slot, value in zip(self.program.results, results, strict=True):
                 if slot.kind == "mutation":
@@ -107,7 +111,9 @@ class Call:
                     outputs[slot.target] = value
         return outputs, saved
 
-    def _bind(self, slot: TensorSlot, leaves: Sequence[Any], working: list[torch.Tensor], module: nn.Module) -> torch.Tensor:
+    def _bind(
+        self, slot: TensorSlot, leaves: Sequence[Any], working: list[torch.Tensor], module: nn.Module
+    ) -> torch.Tensor:
         match slot.kind:
             case "param":
                 return working[self._parameter_index[slot.target]]
@@ -120,16 +126,18 @@ class Call:
                 return mine.clone() if self._is_mutated(slot.target) else mine
             case "constant":
                 return self.executable.constants[slot.target]
-        raise PlanMismatchError(f"the program takes a placeholder of kind {slot.kind!r} ({slot.target}) that a call has not")
+        raise PlanMismatchError(
+            f"the program takes a placeholder of kind {slot.kind!r} ({slot.target}) that a call has not"
+        )
 
     def _is_mutated(self, buffer: str) -> bool:
         return any(slot.kind == "mutation" and slot.target == buffer for slot in self.program.results)
 
     def whole(self, local: torch.Tensor, slot: TensorSlot) -> torch.Tensor:
         """The global tensor of which this rank has ``local``; communicates unless it is replicated."""
-        if all(placement.is_replicate() for placement in slot.placements if not is_shard(placement)) and not any(
-            map(is_shard, slot.placements)
-        ):
+        if all(
+            placement.is_replicate() for placement in slot.placements if not is_shard(placement)
+        ) and not any(map(is_shard, slot.placements)):
             return local
         return whole_tensor(local, slot, self.groups)
 
@@ -148,7 +156,9 @@ class Call:
         ]
         return tree_unflatten(leaves, signature.output_spec)
 
-    def own_tangent(self, slot: TensorSlot, gradient: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    def own_tangent(
+        self, slot: TensorSlot, gradient: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
         """This rank's part of the gradient of an output: zeros if none arrived."""
         if gradient is None:
             shape = local_shape(slot.shape, slot.placements, self.groups.shape, self.groups.coordinate)
@@ -159,7 +169,9 @@ class Call:
         axes = tuple(a for a, p in enumerate(slot.placements) if not is_shard(p) and p.is_partial("sum"))
         return (self._partial(own, axes) if axes else own).contiguous()
 
-    def tangents(self, gradients: Mapping[str, torch.Tensor | None], dtypes: Mapping[str, torch.dtype]) -> list[torch.Tensor]:
+    def tangents(
+        self, gradients: Mapping[str, torch.Tensor | None], dtypes: Mapping[str, torch.dtype]
+    ) -> list[torch.Tensor]:
         """One local tangent per entry of ``program.tangents``. Raises :class:`AutoparError` if a gradient arrived for an output that has
         none."""
         known = {slot.target for slot in self.program.tangents}
@@ -181,7 +193,9 @@ class Call:
                 return torch.utils._pytree.keystr(path) or name
         return name
 
-    def backward(self, saved: list[torch.Tensor], tangents: list[torch.Tensor]) -> dict[tuple[str, str], torch.Tensor]:
+    def backward(
+        self, saved: list[torch.Tensor], tangents: list[torch.Tensor]
+    ) -> dict[tuple[str, str], torch.Tensor]:
         """Local gradients by (kind, name); those that are None are absent."""
         values = self.executable.backward(saved, tangents)
         pairs = zip(self.program.gradients, values, strict=True)

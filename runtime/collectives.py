@@ -75,7 +75,9 @@ def _exchange(group: AxisGroup) -> ModuleType:
     return gloo if group.backend == "gloo" else native
 
 
-def _bucket(tensors: Sequence[torch.Tensor], exchange: Callable[[torch.Tensor], Finish], first: int) -> Callable[[], list[torch.Tensor]]:
+def _bucket(
+    tensors: Sequence[torch.Tensor], exchange: Callable[[torch.Tensor], Finish], first: int
+) -> Callable[[], list[torch.Tensor]]:
     """Sends ``tensors`` through ``exchange`` together, flat from dim ``first`` on, one message per dtype, and gives results of the
     shape [whatever the exchange puts first, *tensor.shape[first:]]."""
     places: dict[torch.dtype, list[int]] = {}
@@ -207,7 +209,9 @@ class Collectives:
         pieces = [split_pieces(t, d, b, group.size) for t, (d, b) in zip(tensors, where, strict=True)]
         received = _bucket(pieces, lambda flat: _exchange(group).reduce_scatter(flat, op, group), 1)
         return Handle(
-            lambda: [p.narrow(d, 0, n).contiguous() for p, d, n in zip(received(), dims, lengths, strict=True)]
+            lambda: [
+                p.narrow(d, 0, n).contiguous() for p, d, n in zip(received(), dims, lengths, strict=True)
+            ]
         )
 
     def slice(self, tensor: torch.Tensor, axes: Axes, dim: int, before: int = 1) -> torch.Tensor:

@@ -20,7 +20,15 @@ Finish = Callable[[], torch.Tensor]
 # Below this many bytes in all, latency decides: one all-to-all of copies beats a broadcast per rank.
 SMALL_BYTES = 1 << 20
 
-_ON_THE_WIRE = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8)
+_ON_THE_WIRE = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+)
 
 
 def wire(tensor: torch.Tensor) -> torch.Tensor:

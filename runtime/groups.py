@@ -39,7 +39,9 @@ class MeshGroups:
     def __init__(self, mesh: DeviceMesh) -> None:
         coordinate = mesh.get_coordinate()
         if coordinate is None:
-            raise OptionsError(f"rank {dist.get_rank()} is not on the mesh {mesh}; only its ranks may run the model")
+            raise OptionsError(
+                f"rank {dist.get_rank()} is not on the mesh {mesh}; only its ranks may run the model"
+            )
         ranks = mesh.mesh
         for axis in range(ranks.ndim):
             if bool((ranks.diff(dim=axis) <= 0).any()):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import os
 import selectors
 import signal
@@ -164,6 +165,8 @@ def _fork(task: _Task) -> _Worker:
         warnings.filterwarnings("ignore", r".*multi-threaded, use of fork\(\)", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
+        # Collecting the parent's garbage here could wait for threads that only the parent has (stores, process groups).
+        gc.freeze()
         os.close(reading)
         _work(task, writing, forked=True)
     os.close(writing)

@@ -23,7 +23,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 from autopar.errors import AutoparError
 
 # In-place operations that do not read what they overwrite.
-_OVERWRITES = {"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "exponential_", "bernoulli_", "eye_"}
+_OVERWRITES = {
+    "normal_",
+    "uniform_",
+    "zero_",
+    "fill_",
+    "copy_",
+    "random_",
+    "exponential_",
+    "bernoulli_",
+    "eye_",
+}
 
 
 @dataclass(frozen=True)
@@ -73,12 +83,13 @@ def _note(value: Any) -> Any:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records what is done to meta tensors. Keeps them alive: their storages are told apart by address."""
+    """Records what is done to meta tensors. Keeps their storages alive, which are told apart by address (not the tensors: a view
+    would hold its base, which could then not be swapped)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[_Step] = []
-        self.kept: list[torch.Tensor] = []
+        self.kept: dict[int, torch.UntypedStorage] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -86,11 +97,13 @@ class _Recorder(TorchDispatchMode):
         given = [leaf for leaf in tree_leaves((args, kwargs)) if _is_meta(leaf)]
         made = [leaf for leaf in tree_leaves(result) if _is_meta(leaf)]
         if given or made:
-            self.kept += given + made
+            self.kept.update((_storage(tensor), tensor.untyped_storage()) for tensor in given + made)
             self._record(func, args, kwargs, given, made)
         return result
 
-    def _record(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
+    def _record(
+        self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], made: list[torch.Tensor]
+    ) -> None:
         reads = frozenset(map(_storage, given))
         if func._schema.is_mutable:
             writes = frozenset(_storage(t) for t in _mutated(func, args, kwargs) if _is_meta(t))
@@ -129,7 +142,11 @@ def _initialise(module: nn.Module) -> None:
                 ) from error
     covered: set[nn.Module] = set()
     for part in module.modules():
-        if part not in covered and callable(getattr(part, "initialize_weights", None)) and hasattr(part, "_init_weights"):
+        if (
+            part not in covered
+            and callable(getattr(part, "initialize_weights", None))
+            and hasattr(part, "_init_weights")
+        ):
             covered.update(part.modules())
             part.initialize_weights()
 
@@ -205,7 +222,9 @@ class Initialiser:
     def _real(self, noted: _Meta, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
         """The real tensor for a noted meta one; a storage first seen here starts uninitialised, as ``torch.empty`` does."""
         if noted.storage not in storages:
-            extent = noted.offset + 1 + sum((n - 1) * s for n, s in zip(noted.shape, noted.stride, strict=True))
+            extent = (
+                noted.offset + 1 + sum((n - 1) * s for n, s in zip(noted.shape, noted.stride, strict=True))
+            )
             size = max(extent, 0) * noted.dtype.itemsize
             storages[noted.storage] = torch.UntypedStorage(size, device=self.device)
         storage = storages[noted.storage]

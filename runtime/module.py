@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -43,7 +44,9 @@ class ParallelModule(nn.Module):
     seed on rank 0); a real model keeps rank 0's weights.
     """
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, compile: Compile, *, seed: int | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, mesh: DeviceMesh, compile: Compile, *, seed: int | None = None
+    ) -> None:
         super().__init__()
         for name in _SHARED:
             self.__dict__[name] = module.__dict__[name]
@@ -78,7 +81,9 @@ class ParallelModule(nn.Module):
             )
         outputs, saved = call.run(call.leaves(args, kwargs))
         loss = call.whole(outputs.pop(loss_name), call.results[loss_name]).detach()
-        tangents = call.tangents({loss_name: torch.ones_like(loss)}, {s.target: loss.dtype for s in call.program.tangents})
+        tangents = call.tangents(
+            {loss_name: torch.ones_like(loss)}, {s.target: loss.dtype for s in call.program.tangents}
+        )
         gradients = call.backward(saved, tangents)
         with torch.no_grad():
             for slot, parameter in zip(call.program.parameters, call.parameters, strict=True):
@@ -88,7 +93,12 @@ class ParallelModule(nn.Module):
         return loss
 
     def prepare(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: OutputsWanted = "all", *, grad: bool = True
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        outputs: OutputsWanted = "all",
+        *,
+        grad: bool = True,
     ) -> Call:
         """Compiles for a call like this one, if that is not done yet, without running it. Collective over the mesh."""
         ordered = dict(sorted(kwargs.items()))
@@ -117,14 +127,27 @@ class ParallelModule(nn.Module):
         return self._plan
 
     def optimizer(self, cls: Callable[..., torch.optim.Optimizer], **kwargs: Any) -> torch.optim.Optimizer:
-        """``cls`` over the named parameters, before or after the first batch; its state rests as the parameters do."""
+        """``cls`` over the named parameters, before or after the first batch; its state rests as the parameters do.
+
+        Fused if ``cls`` can and nothing else is asked for: one call for all local tensors instead of DTensor's dispatch for
+        each operation on each.
+        """
+        can = "fused" in inspect.signature(cls).parameters and not kwargs.keys() & {
+            "fused",
+            "foreach",
+            "differentiable",
+        }
+        if can and all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in self.parameters()):
+            kwargs["fused"] = True
         return cls(self.named_parameters(), **kwargs)
 
     def local_batch(self, *args: Any, **kwargs: Any) -> Any:
         """The batch with each tensor as a DTensor of which this rank holds its part: a dict for keyword inputs, a tuple for
         positional ones."""
         if args and kwargs:
-            raise AutoparError("local_batch takes positional inputs or keyword inputs, not both; call it twice")
+            raise AutoparError(
+                "local_batch takes positional inputs or keyword inputs, not both; call it twice"
+            )
         call = self._any_call(args, kwargs)
         slots = {slot.target: slot for slot in call.program.placeholders if slot.kind == "input"}
         leaves = call.leaves(args, kwargs)
@@ -161,12 +184,16 @@ class ParallelModule(nn.Module):
         self._original.training = mode
         return self
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
         """As :meth:`torch.nn.Module.load_state_dict`; whole plain tensors may stand for distributed parameters."""
         own = dict(self.named_parameters(remove_duplicate=False))
         ready = {
             key: self._weights.whole_to_own(key, value)
-            if isinstance(own.get(key), DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+            if isinstance(own.get(key), DTensor)
+            and isinstance(value, torch.Tensor)
+            and not isinstance(value, DTensor)
             else value
             for key, value in state_dict.items()
         }

@@ -43,10 +43,13 @@ def torch_placements(placements: Placements, mesh: Sequence[int]) -> tuple[Torch
         later = math.prod(
             mesh[other]
             for other in range(axis + 1, len(placements))
-            if shard_dim(placements[other]) == placement.dim and shard_before(placements[other]) < placement.before
+            if shard_dim(placements[other]) == placement.dim
+            and shard_before(placements[other]) < placement.before
         )
         factor = local_before(placements, axis, mesh) * later
-        found.append(Shard(placement.dim) if factor == 1 else _StridedShard(placement.dim, split_factor=factor))
+        found.append(
+            Shard(placement.dim) if factor == 1 else _StridedShard(placement.dim, split_factor=factor)
+        )
     return tuple(found)
 
 
@@ -73,14 +76,18 @@ def take_own(whole: torch.Tensor, slot: TensorSlot, groups: MeshGroups) -> torch
     return local.clone() if local.untyped_storage().nbytes() > local.nbytes else local
 
 
-def broadcast_first(tensors: Sequence[torch.Tensor], groups: MeshGroups) -> Iterator[tuple[int, torch.Tensor]]:
+def broadcast_first(
+    tensors: Sequence[torch.Tensor], groups: MeshGroups
+) -> Iterator[tuple[int, torch.Tensor]]:
     """``(index, value)`` of every tensor as the mesh's first rank has it, on the mesh's device; sent in buckets of bytes."""
     group = groups.over(groups.axes)
     bucket: list[int] = []
     for index, tensor in enumerate(tensors):
         bucket.append(index)
         if sum(tensors[i].nbytes for i in bucket) >= _BUCKET_BYTES or index + 1 == len(tensors):
-            yield from zip(bucket, _broadcast([tensors[i] for i in bucket], group, groups.device), strict=True)
+            yield from zip(
+                bucket, _broadcast([tensors[i] for i in bucket], group, groups.device), strict=True
+            )
             bucket = []
 
 
@@ -127,7 +134,9 @@ def unwrapped(module: nn.Module) -> Iterator[None]:
     for part, parameters in before:
         for key, parameter in parameters.items():
             if isinstance(parameter, DTensor):
-                local = plain.setdefault(id(parameter), nn.Parameter(parameter._local_tensor, requires_grad=False))
+                local = plain.setdefault(
+                    id(parameter), nn.Parameter(parameter._local_tensor, requires_grad=False)
+                )
                 part._parameters[key] = local
     try:
         yield

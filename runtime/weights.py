@@ -13,7 +13,16 @@ from autopar.program import Program, TensorSlot
 
 from .executor import Executable
 from .groups import MeshGroups
-from .parameters import check_placed, local_of, make_dtensor, place_parameters, swap_parameter, take_own, wrap, wrap_parameters
+from .parameters import (
+    check_placed,
+    local_of,
+    make_dtensor,
+    place_parameters,
+    swap_parameter,
+    take_own,
+    wrap,
+    wrap_parameters,
+)
 
 
 class Weights:
@@ -41,7 +50,9 @@ class Weights:
         names = self.names
         unknown = [slot.target for slot in program.parameters if slot.target not in names]
         if unknown:
-            raise PlanMismatchError(f"the program has parameters that the model has not: {', '.join(unknown)}")
+            raise PlanMismatchError(
+                f"the program has parameters that the model has not: {', '.join(unknown)}"
+            )
         slots = {names[slot.target]: slot for slot in program.parameters}
         if self._slots is None:
             place_parameters(self.module, slots, self.groups, self._seed)
@@ -88,7 +99,9 @@ class Weights:
         local = value.detach().to(parameter.dtype)
         if not parameter.is_meta:
             return wrap(local, self.groups)
-        swap_parameter(parameter, nn.Parameter(wrap(local.clone(), self.groups), parameter.requires_grad), name)
+        swap_parameter(
+            parameter, nn.Parameter(wrap(local.clone(), self.groups), parameter.requires_grad), name
+        )
         return parameter.detach()
 
 

@@ -20,7 +20,12 @@ from autopar.spec import parse_placements
 FEATURES, HIDDEN, BATCH = 5, 7, 5
 
 STORED = {"up.weight": "S(1),S(0)", "up.bias": "R,S(0)", "down.weight": "R,S(1)", "down.bias": "R,R"}
-SHAPES = {"up.weight": (HIDDEN, FEATURES), "up.bias": (HIDDEN,), "down.weight": (FEATURES, HIDDEN), "down.bias": (FEATURES,)}
+SHAPES = {
+    "up.weight": (HIDDEN, FEATURES),
+    "up.bias": (HIDDEN,),
+    "down.weight": (FEATURES, HIDDEN),
+    "down.bias": (FEATURES,),
+}
 
 
 class Tiny(nn.Module):
@@ -53,7 +58,9 @@ class Builder:
     instructions: list[Instruction]
 
     def __call__(self, name: str, op: str, *args: object, module: str = "") -> V:
-        given = tuple(V(a) if isinstance(a, str) and a[:1].islower() and len(a) < 8 and a != "sum" else a for a in args)
+        given = tuple(
+            V(a) if isinstance(a, str) and a[:1].islower() and len(a) < 8 and a != "sum" else a for a in args
+        )
         self.instructions.append(Instruction(name, op, given, module=module))
         return V(name)
 
@@ -128,7 +135,10 @@ def tiny_program(mesh: tuple[int, int], coordinate: tuple[int, ...], request: Re
     tangents = (slot("tl", "tangent", "0", (), "R,R"),)
     if everything:
         tangents = (*tangents, slot("to", "tangent", "1", (batch, FEATURES), "S(0),R"))
-    wants_input = any(isinstance(v, torch.Tensor) and v.requires_grad for v in tree_flatten((request.args, request.kwargs))[0])
+    wants_input = any(
+        isinstance(v, torch.Tensor) and v.requires_grad
+        for v in tree_flatten((request.args, request.kwargs))[0]
+    )
     gradients = tuple(slot(f"d{s.name}", "gradient", s.target, s.shape, STORED[s.target]) for s in parameters)
     if wants_input:
         gradients = (*gradients, slot("dx", "input_gradient", "x", (batch, FEATURES), "S(0),R"))

@@ -11,7 +11,7 @@ import math
 import pytest
 import torch
 from oracle.harness import Case, Sample, close, execute, split
-from torch.distributed.tensor import Partial
+from torch.distributed.tensor import Partial, Shard
 
 from autopar.passes.annotate import axis_strategies
 from autopar.passes.compose import compose
@@ -114,3 +114,16 @@ def test_strided_factors_meet_on_one_dim() -> None:
     found = compose(Case.of(SAMPLES["merge"], 2).call, (2, 2), offer)
     assert "(S(0),S(1)) -> (S(0),S(0/4))" in map(str, found)
     assert any(isinstance(p, StridedShard) for s in found for placed in s.inputs for p in placed)
+
+
+def test_three_factors_of_one_dim() -> None:
+    """The factor of an axis may lie between those of two others, in whatever order the axes are listed."""
+    x = torch.arange(16)
+    placements = (StridedShard(0, 8), StridedShard(0, 4), Shard(0))
+    held_by = [
+        take_local(x, placements, (2, 2, 2), at).tolist() for at in itertools.product(range(2), repeat=3)
+    ]
+    # Digits of 16 = 2 (axis 2) x 2 (nobody) x 2 (axis 1) x 2 (axis 0).
+    assert held_by == [
+        [8 * c + 2 * b + a, 8 * c + 4 + 2 * b + a] for a in (0, 1) for b in (0, 1) for c in (0, 1)
+    ]

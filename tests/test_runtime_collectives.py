@@ -15,9 +15,27 @@ from autopar.runtime import gloo
 from autopar.runtime.collectives import Collectives, join_pieces, split_pieces
 from autopar.runtime.groups import mesh_groups, mesh_of_one
 from autopar.runtime.launch import run_local
-from autopar.spec import Placements, Shard, chunk_bounds, is_valid, local_before, parse_placements, shard, take_local
+from autopar.spec import (
+    Placements,
+    Shard,
+    chunk_bounds,
+    is_valid,
+    local_before,
+    parse_placements,
+    shard,
+    take_local,
+)
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
 
 
 def on_mesh(shape: tuple[int, ...], work: Callable[[Collectives], object]) -> list[object]:
@@ -45,7 +63,15 @@ def expect(found: torch.Tensor, wanted: torch.Tensor, what: object) -> None:
 
 
 # (shape, dim, before): even, uneven, fewer than ranks, empty, inner dims and strided factors.
-CUTS = [((8, 3), 0, 1), ((5, 3), 0, 1), ((2, 3), 0, 1), ((2, 7), 1, 1), ((3, 9, 2), 1, 1), ((0, 3), 0, 1), ((3, 0), 0, 1)]
+CUTS = [
+    ((8, 3), 0, 1),
+    ((5, 3), 0, 1),
+    ((2, 3), 0, 1),
+    ((2, 7), 1, 1),
+    ((3, 9, 2), 1, 1),
+    ((0, 3), 0, 1),
+    ((3, 0), 0, 1),
+]
 STRIDED = [((36,), 0, 3), ((2, 24, 3), 1, 2)]
 
 
@@ -57,7 +83,9 @@ def test_split_and_join_are_inverse(shape: tuple[int, ...], dim: int, before: in
     for index in range(parts):
         length = before * chunk_bounds(shape[dim] // before, parts, index)[1]
         placements = (shard(dim, before),)
-        assert torch.equal(pieces[index].narrow(dim, 0, length), take_local(tensor, placements, (parts,), (index,)))
+        assert torch.equal(
+            pieces[index].narrow(dim, 0, length), take_local(tensor, placements, (parts,), (index,))
+        )
     expect(join_pieces(pieces, dim, before, shape[dim]), tensor, (shape, dim))
 
 
@@ -82,24 +110,39 @@ def reductions(collectives: Collectives) -> None:
             found = collectives.wait(collectives.all_reduce(mine, (0,), op))
             expect(found, total, ("all_reduce", op, shape, dtype))
             found = collectives.wait(collectives.reduce_scatter(mine, (0,), op, dim, before))
-            expect(found, own(collectives, total, (shard(dim, before),)), ("reduce_scatter", op, shape, dim, before, dtype))
+            expect(
+                found,
+                own(collectives, total, (shard(dim, before),)),
+                ("reduce_scatter", op, shape, dim, before, dtype),
+            )
             assert torch.equal(mine, parts[group.index]), "an operand was overwritten"
 
 
 def exchanges(collectives: Collectives) -> None:
-    cuts = [(shape, a, b) for shape in ((4, 8), (5, 7), (2, 3, 9), (1, 6)) for a in range(len(shape)) for b in range(len(shape))]
+    cuts = [
+        (shape, a, b)
+        for shape in ((4, 8), (5, 7), (2, 3, 9), (1, 6))
+        for a in range(len(shape))
+        for b in range(len(shape))
+    ]
     for shape, source, target in cuts:
         if source == target:
             continue
         tensor = whole(shape, torch.float32)
         local = own(collectives, tensor, (Shard(source),))
         handle = collectives.all_to_all(local, (0,), source, shape[source], 1, target, 1)
-        expect(collectives.wait(handle), own(collectives, tensor, (Shard(target),)), ("all_to_all", shape, source, target))
+        expect(
+            collectives.wait(handle),
+            own(collectives, tensor, (Shard(target),)),
+            ("all_to_all", shape, source, target),
+        )
     for a, b in ((3, 1), (1, 2), (3, 2)):
         tensor = whole((12 * a, 12 * b), torch.bool)
         local = own(collectives, tensor, (shard(0, a),))
         handle = collectives.all_to_all(local, (0,), 0, 12 * a, a, 1, b)
-        expect(collectives.wait(handle), own(collectives, tensor, (shard(1, b),)), ("strided all_to_all", a, b))
+        expect(
+            collectives.wait(handle), own(collectives, tensor, (shard(1, b),)), ("strided all_to_all", a, b)
+        )
 
 
 def buckets(collectives: Collectives) -> None:
@@ -109,11 +152,15 @@ def buckets(collectives: Collectives) -> None:
     kinds = [torch.float32, torch.bfloat16]
     parts = [[whole(shape, kinds[i % 2]) for i, (shape, _, _) in enumerate(cuts)] for _ in range(group.size)]
     totals = [sum(column[1:], column[0]) for column in zip(*parts, strict=True)]
-    found = collectives.wait(collectives.all_reduce_bucket([*parts[group.index], torch.ones(())], (0,), "sum"))
+    found = collectives.wait(
+        collectives.all_reduce_bucket([*parts[group.index], torch.ones(())], (0,), "sum")
+    )
     for value, total in zip(found, [*totals, torch.tensor(float(group.size))], strict=True):
         expect(value.contiguous(), total, "all_reduce_bucket")
     mine = [own(collectives, t, (shard(d, b),)) for t, d, b in zip(totals, dims, befores, strict=True)]
-    found = collectives.wait(collectives.reduce_scatter_bucket(parts[group.index], (0,), "sum", dims, befores))
+    found = collectives.wait(
+        collectives.reduce_scatter_bucket(parts[group.index], (0,), "sum", dims, befores)
+    )
     for value, wanted in zip(found, mine, strict=True):
         expect(value, wanted, "reduce_scatter_bucket")
     found = collectives.wait(collectives.all_gather_bucket(mine, (0,), dims, sizes, befores))
@@ -159,7 +206,13 @@ def test_axes_that_share_a_dim() -> None:
 
     def work(collectives: Collectives) -> None:
         mesh = collectives.groups.shape
-        for text, size in (("S(0),S(0)", 7), ("S(0),S(0)", 5), ("S(0),S(0/2)", 8), ("S(0),S(0/6)", 24), ("S(0/3),S(0/3)", 24)):
+        for text, size in (
+            ("S(0),S(0)", 7),
+            ("S(0),S(0)", 5),
+            ("S(0),S(0/2)", 8),
+            ("S(0),S(0/6)", 24),
+            ("S(0/3),S(0/3)", 24),
+        ):
             placements = parse_placements(text)
             assert is_valid(placements, (size, 2), mesh)
             tensor = torch.arange(2.0 * size).reshape(size, 2)
@@ -179,7 +232,8 @@ def test_axes_that_share_a_dim() -> None:
 def test_many_at_once_are_awaited_in_any_order() -> None:
     def work(collectives: Collectives) -> None:
         handles = [
-            collectives.all_reduce(torch.full((n * 3000,), float(n)), ((0,), (1,), (0, 1))[n % 3]) for n in range(1, 24)
+            collectives.all_reduce(torch.full((n * 3000,), float(n)), ((0,), (1,), (0, 1))[n % 3])
+            for n in range(1, 24)
         ]
         for number, handle in reversed(list(enumerate(handles, 1))):
             size = collectives.groups.over(((0,), (1,), (0, 1))[number % 3]).size

@@ -33,7 +33,12 @@ def test_arguments_of_every_kind() -> None:
     part = section(
         "x",
         [
-            Instruction("full", "aten.full.default", ((2, 3), float("-inf")), (("dtype", torch.float64), ("device", CPU))),
+            Instruction(
+                "full",
+                "aten.full.default",
+                ((2, 3), float("-inf")),
+                (("dtype", torch.float64), ("device", CPU)),
+            ),
             Instruction("cat", "aten.cat.default", ((V("x"), V("full")), 0)),
             Instruction("clamp", "aten.clamp.default", (V("cat"), None, 1e30)),
             Instruction("lambda", "aten.view.default", (V("clamp"), (-1,))),
@@ -62,7 +67,9 @@ def test_several_results_and_lists() -> None:
 
 
 def test_keyword_that_python_reserves() -> None:
-    part = section("x", [Instruction("y", "aten.uniform.default", (V("x"),), (("from", 2.0), ("to", 2.0)))], V("y"))
+    part = section(
+        "x", [Instruction("y", "aten.uniform.default", (V("x"),), (("from", 2.0), ("to", 2.0)))], V("y")
+    )
     assert run(part, torch.zeros(2)).pop().tolist() == [2.0, 2.0]
 
 
@@ -129,7 +136,10 @@ def test_error_names_instruction_module_and_operands() -> None:
     ("instruction", "message"),
     [
         (Instruction("y", "aten.no_such.default", (V("x"),)), "'aten.no_such.default' is no operation"),
-        (Instruction("y", "collective.shout", (V("x"),)), "'collective.shout' is no operation of this runtime"),
+        (
+            Instruction("y", "collective.shout", (V("x"),)),
+            "'collective.shout' is no operation of this runtime",
+        ),
         (Instruction("y", "aten.neg.default", (V("z"),)), "%z is used before its definition"),
         (Instruction("x", "aten.neg.default", (V("x"),)), "%x is defined twice"),
     ],
@@ -170,7 +180,10 @@ def test_executable_on_one_device() -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             (result,), saved = executable.forward([working, executable.constants["two"]])
         assert result.tolist() == [0, 2, 4, 6] and len(saved) == 1
-        assert [g if g is None else g.tolist() for g in executable.backward(saved, [])] == [[0, -2, -4, -6], None]
+        assert [g if g is None else g.tolist() for g in executable.backward(saved, [])] == [
+            [0, -2, -4, -6],
+            None,
+        ]
         assert saved == []
 
     run_local(work, 1, timeout=30, backend=None)
