@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -31,6 +31,7 @@ from .solve import smallest_memory, solve
 from .spec import short
 
 STRETCHES = 3
+BASELINE_GAP = 0.05
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def solve_mesh(
     with timings.phase("price"):
         instance = _instance(question, fold_layers(annotated), prices)
     with timings.phase("solve"):
-        others = {line.name: _solve(question, line.instance, unlimited=True) for line in baselines(instance)}
+        others = {line.name: _solve_baseline(question, line.instance) for line in baselines(instance)}
         fitting = [s.choices for s in others.values() if _fits(instance, s)]
         solution = _solve(question, instance, fitting)
         if solution.status == "infeasible":
@@ -183,10 +184,17 @@ def _instance(question: Question, graph: Graph, prices: Prices) -> Instance:
     return pin_instance(instance, question.options.pins)
 
 
-def _solve(question: Question, instance: Instance, incumbents: list[Ints] = [], unlimited: bool = False) -> Solution:  # noqa: B006
+def _solve(question: Question, instance: Instance, incumbents: Sequence[Ints] = ()) -> Solution:
     options = question.options
-    problem = replace(instance.problem, memory_limit=math.inf) if unlimited else instance.problem
-    return solve(problem, time_limit=options.time_limit, gap=options.gap, seed=options.seed, incumbents=incumbents)
+    limits = {"time_limit": options.time_limit, "gap": options.gap}
+    return solve(instance.problem, **limits, seed=options.seed, incumbents=incumbents)
+
+
+def _solve_baseline(question: Question, instance: Instance) -> Solution:
+    """A baseline is a comparison, not the answer: priced without a memory limit, and to a coarser gap than a plan."""
+    options = question.options
+    problem = replace(instance.problem, memory_limit=math.inf)
+    return solve(problem, time_limit=options.time_limit, gap=max(options.gap, BASELINE_GAP), seed=options.seed)
 
 
 def _fits(instance: Instance, solution: Solution) -> bool:

@@ -168,7 +168,7 @@ def _is_float(leaf: object) -> bool:
 
 def _loss_of(output: Any, loss_fn: LossFunction | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
     if loss_fn is not None:
-        return call_loss(loss_fn, output, kwargs if kwargs and not args else args)
+        return call_loss(loss_fn, output, args, kwargs)
     found = getattr(output, "loss", None)
     if found is None and isinstance(output, Mapping):
         found = output.get("loss")

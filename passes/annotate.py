@@ -13,6 +13,8 @@ from functools import partial
 from itertools import product
 from typing import ClassVar
 
+from torch.distributed.tensor import Partial
+
 from autopar.graph import Graph, Node, TensorType, Value
 from autopar.spec import (
     PARTIAL_SUM,
@@ -100,8 +102,21 @@ def annotate(graph: Graph, mesh: tuple[int, ...]) -> Graph:
     live = live_placements(graph, joined)
     wanted = _wanted(graph, live)
     found = _strategies(graph, mesh, partial(_live_offers, factors=factors, wanted=wanted))
-    kept = {node.name: tuple(s for s in found[node.name] if _is_kept(node, s, live)) for node in graph.nodes}
-    return replace(graph, strategies=kept)
+    return replace(graph, strategies=_kept(graph, found, live))
+
+
+def _kept(graph: Graph, found: Mapping[str, tuple[Strategy, ...]], live: Live) -> dict[str, tuple[Strategy, ...]]:
+    """The live strategies of each node; nodes of repeated layers, alike in everything that counts, are looked at once."""
+    known: dict[object, tuple[Strategy, ...]] = {}
+    kept: dict[str, tuple[Strategy, ...]] = {}
+    for node in graph.nodes:
+        values = (*node.operands, *(Value(node.name, index) for index in range(len(node.types))))
+        # Equal calls share one list, so that its identity says enough and spares hashing hundreds of strategies.
+        key = (node.op, id(found[node.name]), tuple(live.get(value) for value in values), node.types)
+        if key not in known:
+            known[key] = tuple(s for s in found[node.name] if node.is_placeholder or is_live(node, s, live))
+        kept[node.name] = known[key]
+    return kept
 
 
 Wanted = Mapping[OpCall, tuple[frozenset[Placement], ...]]
@@ -139,10 +154,6 @@ def _live_offers(call: OpCall, factors: Factors, wanted: Wanted) -> tuple[AxisSt
     return tuple(strategy for strategy in axis_strategies(call, factors) if is_wanted(strategy))
 
 
-def _is_kept(node: Node, strategy: Strategy, live: Live) -> bool:
-    return node.is_placeholder or is_live(node, strategy, live)
-
-
 def _strategies(
     graph: Graph, mesh: tuple[int, ...], offer: Callable[[OpCall], tuple[AxisStrategy, ...]]
 ) -> dict[str, tuple[Strategy, ...]]:
@@ -157,9 +168,10 @@ def _strategies(
             if call not in known:
                 known[call] = compose(call, mesh, offer)
             strategies[node.name] = known[call]
+    seen: dict[object, tuple[Strategy, ...]] = {}
     for node in graph.nodes:
         if node.op == REST:
-            strategies[node.name] = _rest_strategies(graph, node, strategies)
+            strategies[node.name] = _rest_strategies(graph, node, strategies, seen)
     return strategies
 
 
@@ -180,11 +192,20 @@ def plain_placements(kind: TensorType, mesh: tuple[int, ...], *, empty_shards: b
     return [p for p in found if empty_shards or shardable(shape, p, mesh)]
 
 
-def _rest_strategies(graph: Graph, node: Node, known: Mapping[str, tuple[Strategy, ...]]) -> tuple[Strategy, ...]:
-    """A value may rest in any placement its producer leaves it in or one of its users takes it in."""
+def _rest_strategies(
+    graph: Graph, node: Node, known: Mapping[str, tuple[Strategy, ...]], seen: dict[object, tuple[Strategy, ...]]
+) -> tuple[Strategy, ...]:
+    """A value may rest in any placement its producer leaves it in or one of its users takes it in; ``seen`` remembers answers."""
     (value,) = node.operands
-    places = dict.fromkeys(s.outputs[value.index] for s in known[value.node])
-    for user, operand in graph.users.get(type(value)(node.name), ()):
-        if user.op != REST:
-            places.update(dict.fromkeys(s.inputs[operand] for s in known[user.name]))
-    return tuple(Strategy((p,), (p,)) for p in places if all(q == PARTIAL_SUM or "P(" not in str(q) for q in p))
+    users = [(known[u.name], i) for u, i in graph.users.get(Value(node.name), ()) if u.op != REST]
+    key = (id(known[value.node]), value.index, *((id(found), i) for found, i in users))
+    if key not in seen:
+        places = dict.fromkeys(s.outputs[value.index] for s in known[value.node])
+        places.update(dict.fromkeys(s.inputs[operand] for found, operand in users for s in found))
+        seen[key] = tuple(Strategy((p,), (p,)) for p in places if all(map(_can_rest, p)))
+    return seen[key]
+
+
+def _can_rest(placement: Placement) -> bool:
+    """Maxima and minima not yet taken over all devices are never kept."""
+    return not isinstance(placement, Partial) or placement == PARTIAL_SUM

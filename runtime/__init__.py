@@ -1,16 +1,17 @@
 """Runs lowered programs: process groups, collectives, the executor, the parallel module, and local ranks.
 
-A :class:`~autopar.program.Program` says everything a rank does; nothing is decided here. ``Partial`` placements of whole values follow
-torch: the sum is carried by the first device of the axis, the others hold zeros (``collective.partial``).
+A :class:`~autopar.program.Program` says everything a rank does; nothing is decided here. ``Partial``
+placements of whole values follow torch: the sum is carried by the first device of the axis, the others hold
+zeros (``collective.partial``).
 
 ===================  ========================================================================================
 ``groups``           :func:`mesh_groups`: process groups over sets of mesh axes, :func:`mesh_of_one`
-``collectives``      :class:`Collectives`: the ``collective.*`` operations, over ``gloo`` or ``native`` backends
-``executor``         :class:`Executable`: sections as Python functions
+``collectives``      :class:`Collectives`: the ``collective.*`` operations, over ``gloo`` or ``native``
+backends ``executor``         :class:`Executable`: sections as Python functions
 ``parameters``       :func:`place_parameters`: a module's parameters as DTensors, in place
 ``materialise``      :func:`materialise`: initial values of a meta model, one tensor at a time
-``module``           :class:`ParallelModule`: the model a user holds; ``call``, ``autograd``, ``weights`` are its parts
-``launch``           :func:`run_local`: a function on several local processes
+``module``           :class:`ParallelModule`: the model a user holds; ``call``, ``autograd``, ``weights`` are
+its parts ``launch``           :func:`run_local`: a function on several local processes
 ===================  ========================================================================================
 """
 
@@ -21,7 +22,7 @@ from .groups import AxisGroup, MeshGroups, mesh_groups, mesh_of_one
 from .launch import run_local
 from .materialise import materialise
 from .module import ParallelModule
-from .parameters import place_parameters, torch_placements
+from .parameters import gather_whole, place_parameters, torch_placements
 
 __all__ = [
     "AxisGroup",
@@ -33,6 +34,7 @@ __all__ = [
     "MeshGroups",
     "ParallelModule",
     "Request",
+    "gather_whole",
     "materialise",
     "mesh_groups",
     "mesh_of_one",

@@ -13,8 +13,8 @@ from .groups import MeshGroups
 
 
 def check_agreement(fingerprint: str, groups: MeshGroups) -> None:
-    """Compares a hash of ``fingerprint`` and torch's version over the mesh. Raises :class:`PlanMismatchError`, on every rank, naming the
-    ranks that differ from the first."""
+    """Compares a hash of ``fingerprint`` and torch's version over the mesh. Raises
+    :class:`PlanMismatchError`, on every rank, naming the ranks that differ from the first."""
     digest = hashlib.sha256(f"{torch.__version__}\n{fingerprint}".encode()).digest()
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(groups.device).unsqueeze(0)
     ranks = groups.mesh.mesh.flatten().tolist()
@@ -22,6 +22,7 @@ def check_agreement(fingerprint: str, groups: MeshGroups) -> None:
     different = [rank for rank, row in zip(ranks, everyone, strict=True) if not torch.equal(row, everyone[0])]
     if different:
         raise PlanMismatchError(
-            f"ranks {', '.join(map(str, different))} have another plan, graph or torch version than rank {ranks[0]}: build the same "
+            f"ranks {', '.join(map(str, different))} have another plan, graph or torch version than "
+            f"rank {ranks[0]}: build the same "
             "model with the same options on every rank"
         )

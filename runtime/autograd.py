@@ -10,13 +10,14 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 
-from .call import Call, whole_tensor
+from .call import Call
+from .parameters import gather_whole
 from .weights import gradient_like
 
 
 class _Tie(torch.autograd.Function):
-    """Inputs: a :class:`Call`, its leaves, then the parameters and those leaves that want a gradient. Outputs: the
-    tensors of ``call.results``, as presented."""
+    """Inputs: a :class:`Call`, its leaves, then the parameters and those leaves that want a gradient.
+    Outputs: the tensors of ``call.results``, as presented."""
 
     @staticmethod
     def forward(
@@ -24,7 +25,7 @@ class _Tie(torch.autograd.Function):
     ) -> Any:
         outputs, ctx.saved = call.run(leaves)
         ctx.call, ctx.wanted = call, wanted
-        ctx.inputs = [tensor for tensor in tensors[len(call.parameters) :]]
+        ctx.inputs = list(tensors[len(call.parameters) :])
         ctx.dtypes = {name: value.dtype for name, value in outputs.items()}
         ctx.set_materialize_grads(False)
         return tuple(call.present(name, outputs[name]) for name in call.results)
@@ -38,7 +39,8 @@ class _Tie(torch.autograd.Function):
             )
         if ctx.saved is None:
             raise AutoparError(
-                "the values saved for backward are gone after the first backward(), with retain_graph=True as well: add the losses "
+                "the values saved for backward are gone after the first backward(), with "
+                "retain_graph=True as well: add the losses "
                 "and call backward() once, or run the model again"
             )
         tangents = call.tangents(dict(zip(call.results, gradients, strict=True)), ctx.dtypes)
@@ -62,7 +64,7 @@ def _input_gradients(ctx: Any, found: dict[tuple[str, str], torch.Tensor]) -> li
         if local is None:
             results.append(None)
             continue
-        whole = whole_tensor(local, ctx.call.input_gradients[name], ctx.call.groups)
+        whole = gather_whole(local, ctx.call.input_gradients[name], ctx.call.groups)
         if isinstance(given, DTensor):
             whole = DTensor.from_local(whole, given.device_mesh, run_check=False).redistribute(
                 placements=given.placements
@@ -72,8 +74,8 @@ def _input_gradients(ctx: Any, found: dict[tuple[str, str], torch.Tensor]) -> li
 
 
 def differentiate(call: Call, leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """Runs ``call`` with a backward: presented outputs by name. Raises :class:`AutoparError` if an input wants a gradient that
-    the program does not compute."""
+    """Runs ``call`` with a backward: presented outputs by name. Raises :class:`AutoparError` if an input
+    wants a gradient that the program does not compute."""
     names = call.signature.input_names
     wanted = [
         (name, leaf)
@@ -83,8 +85,9 @@ def differentiate(call: Call, leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
     missing = [name for name, _ in wanted if name not in call.input_gradients]
     if missing:
         raise AutoparError(
-            f"the input {missing[0]} requires a gradient, but the program computes none for it: pass {missing[0]}.detach()"
+            f"the input {missing[0]} requires a gradient, but the program computes none for it: pass "
+            f"{missing[0]}.detach()"
         )
     inputs = [leaf for _, leaf in wanted]
-    outputs = _Tie.apply(call, leaves, [name for name, _ in wanted], *call.parameters, *inputs)
+    outputs = _Tie.apply(call, leaves, [name for name, _ in wanted], *call.parameters, *inputs)  # type: ignore[no-untyped-call]
     return dict(zip(call.results, outputs, strict=True))

@@ -1,4 +1,5 @@
-"""One compiled program bound to a module's tensors: inputs go in as the user has them, outputs come out as the model gives them."""
+"""One compiled program bound to a module's tensors: inputs go in as the user has them, outputs come out as
+the model gives them."""
 
 from __future__ import annotations
 
@@ -12,19 +13,19 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from autopar.errors import AutoparError, PlanMismatchError
 from autopar.program import TensorSlot
-from autopar.spec import is_shard, local_shape, take_local
+from autopar.spec import PARTIAL_SUM, REPLICATE, local_shape, take_local
 
 from .collectives import Collectives
 from .compiled import Compiled
 from .executor import Executable
 from .groups import MeshGroups
-from .parameters import make_dtensor, torch_placements
+from .parameters import gather_whole, make_dtensor, torch_placements
 from .weights import Weights
 
 
 def flatten_as(spec: TreeSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The leaves of a call in the order of ``spec``, whatever the order of its keywords. Raises :class:`PlanMismatchError` if the call has
-    another structure."""
+    """The leaves of a call in the order of ``spec``, whatever the order of its keywords. Raises
+    :class:`PlanMismatchError` if the call has another structure."""
     leaves, found = tree_flatten((args, dict(kwargs)))
     if found == spec:
         return leaves
@@ -37,7 +38,8 @@ def flatten_as(spec: TreeSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 def same_value(old: object, new: object) -> bool:
-    """Whether a non-tensor input is as it was; values that cannot be compared are the same only if identical."""
+    """Whether a non-tensor input is as it was; values that cannot be compared are the same only if
+    identical."""
     if old is new:
         return True
     try:
@@ -46,8 +48,14 @@ def same_value(old: object, new: object) -> bool:
         return False
 
 
+def is_replicated(slot: TensorSlot) -> bool:
+    """Whether every rank has all of it."""
+    return all(placement == REPLICATE for placement in slot.placements)
+
+
 class Call:
-    """See the module docstring. Making one is collective (process groups, first placement of the parameters)."""
+    """See the module docstring. Making one is collective (process groups, first placement of the
+    parameters)."""
 
     def __init__(self, compiled: Compiled, weights: Weights, groups: MeshGroups) -> None:
         self.program, self.signature = compiled.program, compiled.signature
@@ -62,13 +70,16 @@ class Call:
         self.input_gradients = {s.target: s for s in self.program.gradients if s.kind == "input_gradient"}
 
     def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The inputs, flat. Raises :class:`PlanMismatchError` if a non-tensor input is not what was traced."""
+        """The inputs, flat. Raises :class:`PlanMismatchError` if a non-tensor input is not what was
+        traced."""
         leaves = flatten_as(self.signature.input_spec, args, kwargs)
         for index, value in self.signature.constants.items():
             if self.signature.input_names[index] is None and not same_value(value, leaves[index]):
                 raise PlanMismatchError(
-                    f"the non-tensor input {self.leaf_name(index)} was {value!r} when the model was traced and is now "
-                    f"{leaves[index]!r}; its value is part of the compiled program: pass the same, or make it a tensor"
+                    f"the non-tensor input {self.leaf_name(index)} was {value!r} when the model was "
+                    "traced and is now "
+                    f"{leaves[index]!r}; its value is part of the compiled program: pass the same, or "
+                    "make it a tensor"
                 )
         return leaves
 
@@ -85,7 +96,8 @@ class Call:
         """This rank's part of an input: a global tensor, or a DTensor as it lies or redistributed."""
         if tuple(value.shape) != slot.shape:
             raise PlanMismatchError(
-                f"the input {slot.target} has shape {list(value.shape)}, but the program was compiled for {list(slot.shape)}"
+                f"the input {slot.target} has shape {list(value.shape)}, but the program was compiled "
+                f"for {list(slot.shape)}"
             )
         if isinstance(value, DTensor):
             wanted = torch_placements(slot.placements, self.groups.shape)
@@ -96,7 +108,8 @@ class Call:
         return here.to(self.groups.device, non_blocking=True).contiguous()
 
     def run(self, leaves: Sequence[Any]) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-        """Forward: local outputs by name, and the values saved for backward. Buffers are brought up to date."""
+        """Forward: local outputs by name, and the values saved for backward. Buffers are brought up to
+        date."""
         with torch.no_grad():
             working = self.weights.working(self.executable, self.parameters)
             module = self.weights.module
@@ -106,7 +119,7 @@ class Call:
             outputs: dict[str, torch.Tensor] = {}
             for slot, value in zip(self.program.results, results, strict=True):
                 if slot.kind == "mutation":
-                    module.get_buffer(slot.target).copy_(self.whole(value, slot))
+                    module.get_buffer(slot.target).copy_(gather_whole(value, slot, self.groups))
                 else:
                     outputs[slot.target] = value
         return outputs, saved
@@ -133,19 +146,10 @@ class Call:
     def _is_mutated(self, buffer: str) -> bool:
         return any(slot.kind == "mutation" and slot.target == buffer for slot in self.program.results)
 
-    def whole(self, local: torch.Tensor, slot: TensorSlot) -> torch.Tensor:
-        """The global tensor of which this rank has ``local``; communicates unless it is replicated."""
-        if all(
-            placement.is_replicate() for placement in slot.placements if not is_shard(placement)
-        ) and not any(map(is_shard, slot.placements)):
-            return local
-        return whole_tensor(local, slot, self.groups)
-
     def present(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """Output ``name`` as the user sees it: plain if replicated, else a DTensor."""
         slot = self.results[name]
-        replicated = not any(is_shard(p) or p.is_partial() for p in slot.placements)
-        return local.detach() if replicated else make_dtensor(local, slot, self.groups)
+        return local.detach() if is_replicated(slot) else make_dtensor(local, slot, self.groups)
 
     def rebuild(self, values: Mapping[str, torch.Tensor]) -> Any:
         """The model's own return value from presented outputs by name."""
@@ -166,20 +170,22 @@ class Call:
         if isinstance(gradient, DTensor):
             gradient = gradient.full_tensor()
         own = take_local(gradient, slot.placements, self.groups.shape, self.groups.coordinate)
-        axes = tuple(a for a, p in enumerate(slot.placements) if not is_shard(p) and p.is_partial("sum"))
+        axes = tuple(a for a, p in enumerate(slot.placements) if p == PARTIAL_SUM)
         return (self._partial(own, axes) if axes else own).contiguous()
 
     def tangents(
         self, gradients: Mapping[str, torch.Tensor | None], dtypes: Mapping[str, torch.dtype]
     ) -> list[torch.Tensor]:
-        """One local tangent per entry of ``program.tangents``. Raises :class:`AutoparError` if a gradient arrived for an output that has
-        none."""
+        """One local tangent per entry of ``program.tangents``. Raises :class:`AutoparError` if a gradient
+        arrived for an output that has none."""
         known = {slot.target for slot in self.program.tangents}
         for name, gradient in gradients.items():
             if gradient is not None and name not in known:
                 raise AutoparError(
-                    f"a gradient arrived at output {self.output_name(name)}, but the program differentiates only "
-                    f"{', '.join(map(self.output_name, sorted(known))) or 'nothing'}: compute the loss from that, or pass "
+                    f"a gradient arrived at output {self.output_name(name)}, but the program "
+                    "differentiates only "
+                    f"{', '.join(map(self.output_name, sorted(known))) or 'nothing'}: compute the "
+                    "loss from that, or pass "
                     "labels so that the model returns its loss"
                 )
         return [self.own_tangent(s, gradients.get(s.target), dtypes[s.target]) for s in self.program.tangents]
@@ -200,8 +206,3 @@ class Call:
         values = self.executable.backward(saved, tangents)
         pairs = zip(self.program.gradients, values, strict=True)
         return {(slot.kind, slot.target): value for slot, value in pairs if value is not None}
-
-
-def whole_tensor(local: torch.Tensor, slot: TensorSlot, groups: MeshGroups) -> torch.Tensor:
-    """The global tensor placed as ``slot`` says, of which this rank has ``local``; any placements, on every rank."""
-    return make_dtensor(local.contiguous(), slot, groups).full_tensor()

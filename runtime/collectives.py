@@ -1,10 +1,12 @@
 """The ``collective.*`` operations of a program, bound to the process groups of this rank.
 
-Every communication is made of the same three steps. *Split* cuts the scattered dim into one piece per rank, padded to the
-largest, pieces first: shape [n, ...]. The *exchange* is :mod:`autopar.runtime.gloo` or :mod:`autopar.runtime.native`, asynchronous.
-*Join* puts received pieces [n, ...] one behind the other along the gathered dim and cuts the padding off. Padding is only ever at the
-end of the last pieces, because shards follow ``torch.chunk``. Results are contiguous and never share memory with the operand, except over a group of
-one device, where nothing is said and the operand itself comes back.
+Every communication is made of the same three steps. *Split* cuts the scattered dim into one piece per rank,
+padded to the largest, pieces first: shape [n, ...]. The *exchange* is :mod:`autopar.runtime.gloo` or
+:mod:`autopar.runtime.native`, asynchronous.
+*Join* puts received pieces [n, ...] one behind the other along the gathered dim and cuts the padding off.
+Padding is only ever at the end of the last pieces, because shards follow ``torch.chunk``. Results are
+contiguous and never share memory with the operand, except over a group of one device, where nothing is said
+and the operand itself comes back.
 """
 
 from __future__ import annotations
@@ -38,24 +40,26 @@ class Handle:
 
 
 def split_pieces(tensor: torch.Tensor, dim: int, before: int, parts: int) -> torch.Tensor:
-    """``tensor`` as [parts, ...]: piece k of the factor of ``dim`` behind ``before``, zero-padded to the largest; contiguous."""
+    """``tensor`` as [parts, ...]: piece k of the factor of ``dim`` behind ``before``, zero-padded to the
+    largest; contiguous."""
     count = tensor.shape[dim] // before
     length = -(-count // parts)
     if parts * length != count:
         padding = [0, 0] * (tensor.dim() - 1 - dim) + [0, parts * length - count]
         tensor = torch.nn.functional.pad(tensor, padding)
-    pieces = tensor.unflatten(dim, (before, parts, length)).movedim(dim + 1, 0)
-    return pieces.flatten(dim + 1, dim + 2).contiguous()
+    pieces = tensor.unflatten(dim, (before, parts, length)).movedim(dim + 1, 0)  # type: ignore[no-untyped-call]
+    return pieces.flatten(dim + 1, dim + 2).contiguous()  # type: ignore[no-any-return]
 
 
 def join_pieces(pieces: torch.Tensor, dim: int, before: int, size: int) -> torch.Tensor:
-    """The inverse of :func:`split_pieces`: [parts, ...] to a contiguous tensor of length ``size`` along ``dim``."""
+    """The inverse of :func:`split_pieces`: [parts, ...] to a contiguous tensor of length ``size`` along
+    ``dim``."""
     parts, length = pieces.shape[0], pieces.shape[dim + 1] // before
     if before == 1 and parts * length != size:
         cut = [piece.narrow(dim, 0, chunk_bounds(size, parts, k)[1]) for k, piece in enumerate(pieces)]
         return torch.cat(cut, dim)
-    split = pieces.unflatten(dim + 1, (before, length)).movedim(0, dim + 1)
-    return split.flatten(dim, dim + 2).contiguous()
+    split = pieces.unflatten(dim + 1, (before, length)).movedim(0, dim + 1)  # type: ignore[no-untyped-call]
+    return split.flatten(dim, dim + 2).contiguous()  # type: ignore[no-any-return]
 
 
 def pad_to(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
@@ -78,8 +82,8 @@ def _exchange(group: AxisGroup) -> ModuleType:
 def _bucket(
     tensors: Sequence[torch.Tensor], exchange: Callable[[torch.Tensor], Finish], first: int
 ) -> Callable[[], list[torch.Tensor]]:
-    """Sends ``tensors`` through ``exchange`` together, flat from dim ``first`` on, one message per dtype, and gives results of the
-    shape [whatever the exchange puts first, *tensor.shape[first:]]."""
+    """Sends ``tensors`` through ``exchange`` together, flat from dim ``first`` on, one message per dtype, and
+    gives results of the shape [whatever the exchange puts first, *tensor.shape[first:]]."""
     places: dict[torch.dtype, list[int]] = {}
     for place, tensor in enumerate(tensors):
         places.setdefault(tensor.dtype, []).append(place)
@@ -92,7 +96,7 @@ def _bucket(
         results: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
         for members, receive in sent:
             shapes = [tensors[place].shape[first:] for place in members]
-            pieces = receive().split([math.prod(shape) for shape in shapes], dim=-1)
+            pieces = receive().split([math.prod(shape) for shape in shapes], dim=-1)  # type: ignore[no-untyped-call]
             for place, shape, piece in zip(members, shapes, pieces, strict=True):
                 results[place] = piece.unflatten(-1, shape) if len(shape) else piece.squeeze(-1)
         return results
@@ -101,7 +105,8 @@ def _bucket(
 
 
 class Collectives:
-    """The operations of :mod:`autopar.program`, bound to ``groups``; named there as ``collective.<method>``."""
+    """The operations of :mod:`autopar.program`, bound to ``groups``; named there as
+    ``collective.<method>``."""
 
     def __init__(self, groups: MeshGroups) -> None:
         self.groups = groups
@@ -150,7 +155,8 @@ class Collectives:
         scatter_dim: int,
         scatter_before: int,
     ) -> Handle:
-        """S(gather_dim/gather_before) -> S(scatter_dim/scatter_before); ``gather_size`` is the length of ``gather_dim`` afterwards."""
+        """S(gather_dim/gather_before) -> S(scatter_dim/scatter_before); ``gather_size`` is the length of
+        ``gather_dim`` afterwards."""
         group = self._over(axes)
         if group.size == 1:
             return Handle(lambda: tensor)

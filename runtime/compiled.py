@@ -14,8 +14,9 @@ OutputsWanted = Literal["all", "loss"]
 
 @dataclass(frozen=True)
 class Request:
-    """A call to be compiled: the model's own ``args`` and ``kwargs`` (global tensors or DTensors), whether its modules are in
-    ``training`` mode, whether gradients are wanted, and whether every output is used or only the loss."""
+    """A call to be compiled: the model's own ``args`` and ``kwargs`` (global tensors or DTensors), whether
+    its modules are in ``training`` mode, whether gradients are wanted, and whether every output is used or
+    only the loss."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -26,8 +27,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Compiled:
-    """The answer: this rank's ``program``, how the model is called, and the ``plan`` shown to the user. ``fingerprint`` identifies
-    plan and graph; all ranks must have the same."""
+    """The answer: this rank's ``program``, how the model is called, and the ``plan`` shown to the user.
+    ``fingerprint`` identifies plan and graph; all ranks must have the same."""
 
     program: Program
     signature: Signature

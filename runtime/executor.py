@@ -1,8 +1,10 @@
-"""Runs the sections of a :class:`~autopar.program.Program`: each becomes one Python function of straight-line calls.
+"""Runs the sections of a :class:`~autopar.program.Program`: each becomes one Python function of straight-line
+calls.
 
-The source is generated and read by Python once, so an instruction costs one call and no look-up; every value is dropped after its last
-use, inputs included. The function takes one list of inputs, which it empties, so that the caller keeps nothing alive either.
-An error in an instruction is raised as :class:`~autopar.errors.ExecutionError` with its text, module path and operands.
+The source is generated and read by Python once, so an instruction costs one call and no look-up; every value
+is dropped after its last use, inputs included. The function takes one list of inputs, which it empties, so
+that the caller keeps nothing alive either. An error in an instruction is raised as
+:class:`~autopar.errors.ExecutionError` with its text, module path and operands.
 
 >>> from autopar.graph import Value
 >>> from autopar.program import Instruction, Section
@@ -44,7 +46,8 @@ from .groups import mesh_groups
 Operation = Callable[..., Any]
 Run = Callable[[list[torch.Tensor]], list[Any]]
 
-# A shard's memory layout may differ from the traced tensor's, where a view was possible: these copy if they must.
+# A shard's memory layout may differ from the traced tensor's, where a view was possible: these copy if they
+# must.
 _TOLERANT = {"aten.view.default": "aten.reshape.default", "aten._unsafe_view.default": "aten.reshape.default"}
 _serial = itertools.count()
 
@@ -194,7 +197,8 @@ class Source:
             return call
         if not unpack:
             return f"{names[0]} = {call}"
-        # A list of chunks may be longer than the results the graph has types for; what nobody uses is dropped at once.
+        # A list of chunks may be longer than the results the graph has types for; what nobody uses is dropped
+        # at once.
         return f"{', '.join(names)}, *_ = {call}; _ = None"
 
     def _awaits_bucket(self, instruction: Instruction) -> bool:
@@ -239,8 +243,9 @@ def compile_section(
 ) -> Run:
     """``section`` as a function from the list of its inputs (which it empties) to the list of its outputs.
 
-    ``operations`` has the ``autopar.*`` and ``collective.*`` operations; ATen ones are looked up. ``where`` names the
-    rank in errors. Raises :class:`GraphError` for an unknown operation or value, when run :class:`ExecutionError`.
+    ``operations`` has the ``autopar.*`` and ``collective.*`` operations; ATen ones are looked up. ``where``
+    names the rank in errors. Raises :class:`GraphError` for an unknown operation or value, when run
+    :class:`ExecutionError`.
     """
     source = Source(section, operations, device)
     filename = f"<autopar {section.name} {next(_serial)}>"

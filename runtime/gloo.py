@@ -1,9 +1,10 @@
 """Collectives over gloo, built from its quick primitives.
 
-Measured on loopback with 4 processes (milliseconds, whole tensor 4 KiB / 1 MiB / 16 MiB): gloo's own all_reduce takes 3.7 / 11 / 53,
-all_gather 1.3 / 6.7 / 18, reduce_scatter 4.0 / 5.8 / 32, but all_to_all 0.6 / 0.8 / 11. So reductions here are an all-to-all followed by a
-local sum, which also makes every rank's result bit-equal, and large gathers are one broadcast per rank. A
-function starts what it can at once and returns ``finish``, which waits and completes.
+Measured on loopback with 4 processes (milliseconds, whole tensor 4 KiB / 1 MiB / 16 MiB): gloo's own
+all_reduce takes 3.7 / 11 / 53, all_gather 1.3 / 6.7 / 18, reduce_scatter 4.0 / 5.8 / 32, but all_to_all 0.6 /
+0.8 / 11. So reductions here are an all-to-all followed by a local sum, which also makes every rank's result
+bit-equal, and large gathers are one broadcast per rank. A function starts what it can at once and returns
+``finish``, which waits and completes.
 """
 
 from __future__ import annotations
@@ -32,13 +33,15 @@ _ON_THE_WIRE = (
 
 
 def wire(tensor: torch.Tensor) -> torch.Tensor:
-    """The contiguous ``tensor`` flat, as bytes where gloo does not know its dtype: nothing here reduces in gloo."""
+    """The contiguous ``tensor`` flat, as bytes where gloo does not know its dtype: nothing here reduces in
+    gloo."""
     flat = tensor.view(-1)
     return flat if flat.dtype in _ON_THE_WIRE else flat.view(torch.uint8)
 
 
 def reduce_pieces(pieces: torch.Tensor, op: str) -> torch.Tensor:
-    """The reduction of ``pieces`` [n, ...] over the first dim, in rank order. ``op`` is sum, avg, max, min or product."""
+    """The reduction of ``pieces`` [n, ...] over the first dim, in rank order. ``op`` is sum, avg, max, min or
+    product."""
     if pieces.dtype == torch.bool:
         return pieces.all(0) if op in ("min", "product") else pieces.any(0)
     if op in ("max", "min"):

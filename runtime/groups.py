@@ -1,8 +1,9 @@
 """Process groups for sets of mesh axes: the devices that differ only there, in row-major order.
 
-Every rank asks for the same groups in the same order (programs of one plan have the same collectives), and a group is made once per
-mesh. Axes of one device are left out: nothing is said over them. Invariant: position in a group is
-row-major order of the mesh coordinates, which holds when ranks ascend along every axis; other meshes are refused.
+Every rank asks for the same groups in the same order (programs of one plan have the same collectives), and a
+group is made once per mesh. Axes of one device are left out: nothing is said over them. Invariant: position
+in a group is row-major order of the mesh coordinates, which holds when ranks ascend along every axis; other
+meshes are refused.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from autopar.errors import OptionsError
 
 @dataclass(frozen=True)
 class AxisGroup:
-    """The devices that differ from this one only on some axes: ``size`` of them, this one at ``index``. ``group`` is None if it
-    is alone."""
+    """The devices that differ from this one only on some axes: ``size`` of them, this one at ``index``.
+    ``group`` is None if it is alone."""
 
     group: dist.ProcessGroup | None
     size: int
@@ -34,7 +35,8 @@ class AxisGroup:
 
 
 class MeshGroups:
-    """The process groups of ``mesh``; see the module docstring. Use :func:`mesh_groups`, which makes one per mesh."""
+    """The process groups of ``mesh``; see the module docstring. Use :func:`mesh_groups`, which makes one per
+    mesh."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         coordinate = mesh.get_coordinate()
@@ -67,7 +69,8 @@ class MeshGroups:
         return tuple(range(len(self.shape)))
 
     def over(self, axes: tuple[int, ...]) -> AxisGroup:
-        """The group over ``axes`` (outermost first). A first call for an axis set is collective over the group."""
+        """The group over ``axes`` (outermost first). A first call for an axis set is collective over the
+        group."""
         live = tuple(axis for axis in axes if self.shape[axis] > 1)
         if live not in self._made:
             self._made[live] = self._make(live)
@@ -98,12 +101,14 @@ class MeshGroups:
         return [int(self.mesh.mesh[place]) for place in itertools.product(*spans)]
 
 
-# Keyed by identity and never dropped: making a group anew is collective, and ranks collect garbage at different times.
+# Keyed by identity and never dropped: making a group anew is collective, and ranks collect garbage at
+# different times.
 _GROUPS: dict[int, MeshGroups] = {}
 
 
 def mesh_groups(mesh: DeviceMesh) -> MeshGroups:
-    """The one :class:`MeshGroups` of ``mesh`` in this process. Raises :class:`OptionsError` for a rank not on the mesh."""
+    """The one :class:`MeshGroups` of ``mesh`` in this process. Raises :class:`OptionsError` for a rank not on
+    the mesh."""
     found = _GROUPS.get(id(mesh))
     if found is None or found.mesh is not mesh:
         found = _GROUPS[id(mesh)] = MeshGroups(mesh)
@@ -113,6 +118,6 @@ def mesh_groups(mesh: DeviceMesh) -> MeshGroups:
 def mesh_of_one(device_type: str = "cpu", dims: int = 1) -> DeviceMesh:
     """A mesh with this process alone; starts torch.distributed without any network if it is not running."""
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     shape = torch.tensor(dist.get_rank()).reshape((1,) * dims)
     return DeviceMesh(device_type, shape)

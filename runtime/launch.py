@@ -1,8 +1,9 @@
 """Runs a function on several local processes, as ranks of one torch.distributed world.
 
-Ranks are forked where that is safe (no second import of torch; closures work), else started afresh with the function sent by
-cloudpickle. The parent serves the rendezvous store on a port of its own, so no two runs meet. A rank that raises, dies or hangs
-ends the run: the others are killed, every process is reaped, and the error shows where that rank was.
+Ranks are forked where that is safe (no second import of torch; closures work), else started afresh with the
+function sent by cloudpickle. The parent serves the rendezvous store on a port of its own, so no two runs
+meet. A rank that raises, dies or hangs ends the run: the others are killed, every process is reaped, and the
+error shows where that rank was.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ Start = Literal["auto", "fork", "spawn"]
 
 # How long after the first failure others are still listened to: the cause may report after its consequences.
 _SETTLE_SECONDS = 0.3
+# How long a process whose descriptors are closed may take to end (it may be writing a core file).
+_DYING_SECONDS = 5.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -56,7 +59,8 @@ class _Task:
 
 @dataclass(frozen=True)
 class _Report:
-    """What one rank says: its result, or its error as an object (if that can be sent) and as text. ``time`` orders reports of all ranks."""
+    """What one rank says: its result, or its error as an object (if that can be sent) and as text. ``time``
+    orders reports of all ranks."""
 
     time: float
     result: Any = None
@@ -106,6 +110,11 @@ class _Worker:
         self.signal(signal.SIGKILL)
 
     @property
+    def dying(self) -> bool:
+        """Its pipe closed without a report, but it cannot be reaped yet: descriptors go before the process does."""
+        return not self.open and self.report is None and self.status is None
+
+    @property
     def failed(self) -> bool:
         if self.report is not None:
             return self.report.error is not None or bool(self.report.trace)
@@ -123,18 +132,19 @@ def run_local(
 ) -> list[Result]:
     """``function(rank, nprocs, *args)`` on ``nprocs`` local processes; the results by rank.
 
-    The process group is initialised with ``backend`` (None: only the environment is set, as by torchrun). Each rank
-    gets its share of the cores. ``timeout`` is in seconds, for everything. Results travel by cloudpickle; tensors are fine.
+    The process group is initialised with ``backend`` (None: only the environment is set, as by torchrun).
+    Each rank gets its share of the cores. ``timeout`` is in seconds, for everything. Results travel by
+    cloudpickle; tensors are fine.
 
-    Raises :class:`WorkerError` with the traceback of the rank that raised, died or hung; an :class:`AutoparError` of a rank is raised
-    as it is, with that rank's traceback as a note.
+    Raises :class:`WorkerError` with the traceback of the rank that raised, died or hung; an
+    :class:`AutoparError` of a rank is raised as it is, with that rank's traceback as a note.
     """
     if nprocs < 1:
         raise OptionsError(f"run_local needs at least one process, got {nprocs}")
     deadline = time.monotonic() + timeout
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="autopar-")))
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         threads = max(1, (os.cpu_count() or 1) // nprocs)
         begin = _spawn if _starts_afresh(start) else _fork
         workers: list[_Worker] = []
@@ -152,7 +162,7 @@ def run_local(
 def _starts_afresh(start: Start) -> bool:
     """Neither a CUDA context nor a process group survives a fork."""
     if start == "auto":
-        return torch.cuda.is_initialized() or dist.is_initialized() or not hasattr(os, "fork")
+        return torch.cuda.is_initialized() or dist.is_initialized() or not hasattr(os, "fork")  # type: ignore[no-untyped-call]
     return start == "spawn"
 
 
@@ -165,7 +175,8 @@ def _fork(task: _Task) -> _Worker:
         warnings.filterwarnings("ignore", r".*multi-threaded, use of fork\(\)", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
-        # Collecting the parent's garbage here could wait for threads that only the parent has (stores, process groups).
+        # Collecting the parent's garbage here could wait for threads that only the parent has (stores,
+        # process groups).
         gc.freeze()
         os.close(reading)
         _work(task, writing, forked=True)
@@ -191,12 +202,14 @@ def _spawn(task: _Task) -> _Worker:
 
 
 def work_from_stdin(pipe: int) -> NoReturn:
-    """The life of a rank started afresh: its task comes on standard input, its report leaves on the descriptor ``pipe``."""
+    """The life of a rank started afresh: its task comes on standard input, its report leaves on the
+    descriptor ``pipe``."""
     _work(cloudpickle.loads(sys.stdin.buffer.read()), pipe, forked=False)
 
 
 def _work(task: _Task, pipe: int, *, forked: bool) -> NoReturn:
-    """The life of a rank; it ends in a wait to be killed, so that no peer sees its connections close before all are done."""
+    """The life of a rank; it ends in a wait to be killed, so that no peer sees its connections close before
+    all are done."""
     try:
         with open(task.trace, "w") as trace:
             _settle_in(task, trace)
@@ -223,7 +236,8 @@ def _attempt(task: _Task) -> _Report:
 
 
 def _attempt_in_thread(task: _Task) -> _Report:
-    """A forked child lacks the threads of its parent's OpenMP pool and would wait for them; a new thread gets a pool of its own."""
+    """A forked child lacks the threads of its parent's OpenMP pool and would wait for them; a new thread gets
+    a pool of its own."""
     reports: list[_Report] = []
     thread = threading.Thread(target=lambda: reports.append(_attempt(task)), name=f"rank {task.rank}")
     thread.start()
@@ -242,7 +256,8 @@ def _settle_in(task: _Task, trace: IO[str]) -> None:
     faulthandler.enable(trace)
     faulthandler.register(signal.SIGUSR1, trace, all_threads=True)
     os.environ.update(
-        RANK=str(task.rank), LOCAL_RANK=str(task.rank), WORLD_SIZE=str(task.world), LOCAL_WORLD_SIZE=str(task.world),
+        RANK=str(task.rank), LOCAL_RANK=str(task.rank), WORLD_SIZE=str(task.world),
+        LOCAL_WORLD_SIZE=str(task.world),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(task.port), TORCHELASTIC_USE_AGENT_STORE="True",
     )  # fmt: skip
 
@@ -252,12 +267,12 @@ def _pack(report: _Report) -> bytes:
         packed = cloudpickle.dumps(report)
         if report.error is not None:
             cloudpickle.loads(packed)  # Some exceptions can be sent but not received.
-        return packed
+        return bytes(packed)
     except Exception as error:
         if report.error is not None:
-            return cloudpickle.dumps(_Report(report.time, None, None, report.trace))
+            return bytes(cloudpickle.dumps(_Report(report.time, None, None, report.trace)))
         text = f"{traceback.format_exc()}\nthe result of this rank cannot be sent to the parent: {error}"
-        return cloudpickle.dumps(_Report(report.time, None, None, text))
+        return bytes(cloudpickle.dumps(_Report(report.time, None, None, text)))
 
 
 def _listen(workers: list[_Worker], deadline: float) -> None:
@@ -277,8 +292,14 @@ def _listen(workers: list[_Worker], deadline: float) -> None:
 
 
 def _raise(workers: list[_Worker], timeout: float) -> NoReturn:
-    """The error of the rank that failed first: a death before an exception, since peers of a dead rank raise."""
+    """The error of the rank that failed first: a death before an exception, since peers of a dead rank
+    raise."""
     world = len(workers)
+    patience = time.monotonic() + _DYING_SECONDS
+    while any(worker.dying for worker in workers) and time.monotonic() < patience:
+        time.sleep(0.01)
+        for worker in workers:
+            worker.reap()
     dead = [w for w in workers if w.report is None and w.status is not None]
     if dead:
         raise WorkerError(f"rank {dead[0].rank} of {world} {_cause_of_death(dead[0])}")

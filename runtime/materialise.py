@@ -1,10 +1,10 @@
 """Values for a model on the meta device, one tensor at a time.
 
-The model's own initialisation (``reset_parameters`` of every module, children first, then Hugging Face's ``initialize_weights``) runs
-once on the meta tensors, where it costs nothing, while every operation on them is recorded. A tensor's values are
-then the replay of just the operations it depends on, on a real device: the largest thing ever held is one whole tensor.
-Each random operation is seeded by its place in the record, so values depend on the seed and the model alone: not
-on the mesh, nor on which tensors a rank asks for.
+The model's own initialisation (``reset_parameters`` of every module, children first, then Hugging Face's
+``initialize_weights``) runs once on the meta tensors, where it costs nothing, while every operation on them
+is recorded. A tensor's values are then the replay of just the operations it depends on, on a real device: the
+largest thing ever held is one whole tensor. Each random operation is seeded by its place in the record, so
+values depend on the seed and the model alone: not on the mesh, nor on which tensors a rank asks for.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -36,6 +37,11 @@ _OVERWRITES = {
 }
 
 
+# What torch.nn.init silently leaves out on the meta device, because it looks at values: recorded as one step
+# each.
+_SKIPPED_ON_META = ("_no_grad_trunc_normal_", "orthogonal_", "dirac_", "sparse_")
+
+
 @dataclass(frozen=True)
 class _Meta:
     """Stands for a meta tensor in the record: a view of the storage ``storage``."""
@@ -50,7 +56,8 @@ class _Meta:
 
 @dataclass(frozen=True)
 class _Step:
-    """One recorded operation: what it read, what it wrote, and its place in the record."""
+    """One recorded operation: what it read, what it wrote, and its place in the record. It ``fills`` what it
+    writes without reading it, and ``overwrites`` if that is all of it."""
 
     index: int
     function: Any
@@ -59,6 +66,7 @@ class _Step:
     outputs: tuple[_Meta, ...]
     reads: frozenset[int]
     writes: frozenset[int]
+    fills: bool
     overwrites: bool
 
 
@@ -82,12 +90,12 @@ def _note(value: Any) -> Any:
     )
 
 
-class _Recorder(TorchDispatchMode):
-    """Records what is done to meta tensors. Keeps their storages alive, which are told apart by address (not the tensors: a view
-    would hold its base, which could then not be swapped)."""
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records what is done to meta tensors. Keeps their storages alive, which are told apart by address (not
+    the tensors: a view would hold its base, which could then not be swapped)."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[_Step] = []
         self.kept: dict[int, torch.UntypedStorage] = {}
 
@@ -105,19 +113,81 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], made: list[torch.Tensor]
     ) -> None:
         reads = frozenset(map(_storage, given))
-        if func._schema.is_mutable:
+        mutable = func._schema.is_mutable
+        if mutable:
             writes = frozenset(_storage(t) for t in _mutated(func, args, kwargs) if _is_meta(t))
         else:
             writes = frozenset(map(_storage, made)) - reads
         if not writes:
             return
-        name = func._schema.name.split("::")[1]
-        target = _note(args[0]) if args else None
-        overwrites = name in _OVERWRITES and isinstance(target, _Meta) and target.whole
-        noted = tree_map(_note, (args, kwargs))
-        outputs = tuple(_note(t) for t in made if _storage(t) not in reads)
-        step = _Step(len(self.steps), func, noted[0], noted[1], outputs, reads, writes, overwrites)
-        self.steps.append(step)
+        fills = not mutable or func._schema.name.split("::")[1] in _OVERWRITES
+        made = [tensor for tensor in made if _storage(tensor) not in reads]
+        self.add(
+            func, args, kwargs, made, reads, writes, fills, fills and (not mutable or _note(args[0]).whole)
+        )
+
+    def add(
+        self,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        made: list[torch.Tensor],
+        reads: frozenset[int],
+        writes: frozenset[int],
+        fills: bool,
+        overwrites: bool,
+    ) -> None:
+        """Appends a step, with everything noted as it is now."""
+        noted_args, noted_kwargs = tree_map(_note, (args, kwargs))
+        outputs = tuple(map(_note, made))
+        index = len(self.steps)
+        self.steps.append(
+            _Step(index, function, noted_args, noted_kwargs, outputs, reads, writes, fills, overwrites)
+        )
+
+    def add_whole(self, function: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+        """Records ``function(tensor, ...)`` of :data:`_SKIPPED_ON_META`, or runs it on a real tensor."""
+        if not _is_meta(tensor):
+            raise AutoparError(
+                f"{function.__name__} of a real tensor inside the initialisation of a meta model"
+            )
+        self.kept[_storage(tensor)] = tensor.untyped_storage()
+        storage = frozenset([_storage(tensor)])
+        self.add(function, (tensor, *args), kwargs, [], storage, storage, True, _note(tensor).whole)
+        return tensor
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Within, everything done to meta tensors is recorded, what torch.nn.init skips included.
+
+        Those functions are known under many names (transformers keeps them in a table), so their code is
+        exchanged, not the names.
+        """
+        functions = [getattr(nn.init, name) for name in _SKIPPED_ON_META]
+        kept = [(f.__code__, f.__defaults__, f.__kwdefaults__) for f in functions]
+        nn.init.__dict__["_autopar_recorder"] = self
+        try:
+            for name, function in zip(_SKIPPED_ON_META, functions, strict=True):
+                function.__defaults__ = function.__kwdefaults__ = None
+                function.__code__ = _relay(name)
+            with self:
+                yield
+        finally:
+            del nn.init.__dict__["_autopar_recorder"]
+            for function, (code, defaults, keywords) in zip(functions, kept, strict=True):
+                function.__code__, function.__defaults__, function.__kwdefaults__ = code, defaults, keywords
+
+
+def _relay(name: str) -> CodeType:
+    """The code of a function in ``torch.nn.init`` that hands its call to the recorder."""
+    source = (
+        f"def {name}(tensor, *args, **kwargs):\n"
+        f"    return _autopar_recorder.add_whole({name}, tensor, args, kwargs)\n"
+    )
+    namespace: dict[str, Any] = {}
+    exec(source, namespace)
+    code: CodeType = namespace[name].__code__
+    return code
 
 
 def _mutated(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
@@ -137,7 +207,8 @@ def _initialise(module: nn.Module) -> None:
                 reset()
             except Exception as error:
                 raise AutoparError(
-                    f"the module {path or 'itself'!r} ({type(part).__name__}) cannot be initialised on the meta device: "
+                    f"the module {path or 'itself'!r} ({type(part).__name__}) cannot be initialised "
+                    "on the meta device: "
                     f"{type(error).__name__}: {error}; build it on the CPU instead"
                 ) from error
     covered: set[nn.Module] = set()
@@ -148,7 +219,7 @@ def _initialise(module: nn.Module) -> None:
             and hasattr(part, "_init_weights")
         ):
             covered.update(part.modules())
-            part.initialize_weights()
+            part.initialize_weights()  # type: ignore[operator]
 
 
 @contextmanager
@@ -159,7 +230,8 @@ def _own_random_state(device: torch.device) -> Iterator[None]:
 
 
 class Initialiser:
-    """The initial values of the meta tensors of ``module``; see the module docstring. ``seed`` decides the random ones.
+    """The initial values of the meta tensors of ``module``; see the module docstring. ``seed`` decides the
+    random ones.
 
     Raises :class:`AutoparError` for a module whose initialisation does not run on the meta device.
     """
@@ -170,18 +242,26 @@ class Initialiser:
         self._recorder = _Recorder()
         with _own_random_state(torch.device("cpu")), torch.no_grad():
             torch.manual_seed(seed)
-            with self._recorder:
+            with self._recorder.listening():
                 _initialise(module)
 
     def value(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """The values of the meta ``tensor`` called ``name``, whole, on the device. Raises :class:`AutoparError` if nothing initialises
-        it."""
+        """The values of the meta ``tensor`` called ``name``, whole, on the device. Raises
+        :class:`AutoparError` if nothing initialises it."""
         target = _note(tensor)
         steps = self._needed(target.storage)
         if not steps:
             raise AutoparError(
-                f"{name} is on the meta device and nothing initialises it: give its module a reset_parameters() that "
+                f"{name} is on the meta device and nothing initialises it: give its module a "
+                "reset_parameters() that "
                 "fills it in place, or build the model on the CPU"
+            )
+        first = next(step for step in steps if target.storage in step.writes)
+        if not first.fills:
+            raise AutoparError(
+                f"{name} is changed by {first.function} before anything fills it: some of its "
+                "initialisation does nothing on "
+                "the meta device; build the model on the CPU"
             )
         storages: dict[int, torch.UntypedStorage] = {}
         with _own_random_state(self.device), torch.no_grad():
@@ -196,7 +276,7 @@ class Initialiser:
             hit = step.writes & needed
             if hit:
                 found.append(step)
-                if step.overwrites or not step.function._schema.is_mutable:
+                if step.overwrites:
                     needed -= hit
                 needed |= step.reads - (step.writes if step.overwrites else frozenset())
         return found[::-1]
@@ -220,13 +300,14 @@ class Initialiser:
                 storages[noted.storage] = value.untyped_storage()
 
     def _real(self, noted: _Meta, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
-        """The real tensor for a noted meta one; a storage first seen here starts uninitialised, as ``torch.empty`` does."""
+        """The real tensor for a noted meta one; a storage first seen here starts uninitialised, as
+        ``torch.empty`` does."""
         if noted.storage not in storages:
             extent = (
                 noted.offset + 1 + sum((n - 1) * s for n, s in zip(noted.shape, noted.stride, strict=True))
             )
             size = max(extent, 0) * noted.dtype.itemsize
-            storages[noted.storage] = torch.UntypedStorage(size, device=self.device)
+            storages[noted.storage] = torch.UntypedStorage(size, device=self.device)  # type: ignore[no-untyped-call]
         storage = storages[noted.storage]
         last = noted.offset + 1 + sum((n - 1) * s for n, s in zip(noted.shape, noted.stride, strict=True))
         if last * noted.dtype.itemsize > storage.nbytes():
@@ -236,14 +317,14 @@ class Initialiser:
 
 
 def materialise(module: nn.Module, device: torch.device, seed: int) -> None:
-    """Gives every meta parameter and buffer of ``module`` its initial values on ``device``, whole: the values a parallel module has
-    for the same ``seed``, in place."""
+    """Gives every meta parameter and buffer of ``module`` its initial values on ``device``, whole: the values
+    a parallel module has for the same ``seed``, in place."""
     initialiser = Initialiser(module, device, seed)
     for name, parameter in list(module.named_parameters()):
         if _is_meta(parameter):
             real = nn.Parameter(initialiser.value(parameter, name), parameter.requires_grad)
             real.__dict__.update(parameter.__dict__)
-            torch.utils.swap_tensors(parameter, real)
+            torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
     for path, part in module.named_modules():
         for key, buffer in part._buffers.items():
             if buffer is not None and _is_meta(buffer):

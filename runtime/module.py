@@ -20,7 +20,7 @@ from .autograd import differentiate
 from .call import Call
 from .compiled import Compile, OutputsWanted, Request
 from .groups import mesh_groups
-from .parameters import make_dtensor
+from .parameters import gather_whole, make_dtensor
 from .weights import Weights, accumulate
 
 _SHARED = (
@@ -38,10 +38,10 @@ _SHARED = (
 class ParallelModule(nn.Module):
     """``module`` on ``mesh``: same inputs, outputs, parameter names, tied weights and ``state_dict`` keys.
 
-    ``compile`` turns a :class:`Request` into a program when a call of a new kind arrives (other shapes, training or not, with
-    gradients or not); the first one also places the parameters, as DTensors and in place. Every rank calls with
-    the same global batch, of which it takes its part, or with DTensors. ``seed`` initialises a meta model (default: torch's initial
-    seed on rank 0); a real model keeps rank 0's weights.
+    ``compile`` turns a :class:`Request` into a program when a call of a new kind arrives (other shapes,
+    training or not, with gradients or not); the first one also places the parameters, as DTensors and in
+    place. Every rank calls with the same global batch, of which it takes its part, or with DTensors. ``seed``
+    initialises a meta model (default: torch's initial seed on rank 0); a real model keeps rank 0's weights.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class ParallelModule(nn.Module):
         self._plan: object | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the original returns, of plain global tensors (DTensors where the plan leaves an output distributed); with gradients
-        enabled ``loss.backward()`` leaves ``.grad`` on the parameters."""
+        """What the original returns, of plain global tensors (DTensors where the plan leaves an output
+        distributed); with gradients enabled ``loss.backward()`` leaves ``.grad`` on the parameters."""
         grad = torch.is_grad_enabled() and self._wants_grad(args, kwargs)
         call = self.prepare(args, kwargs, "all", grad=grad)
         leaves = call.leaves(args, kwargs)
@@ -70,17 +70,18 @@ class ParallelModule(nn.Module):
         return call.rebuild({name: call.present(name, value) for name, value in outputs.items()})
 
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Forward and backward of the model's loss, added to ``.grad`` of the parameters; returns the detached loss. Raises
-        :class:`AutoparError` if the model returns no loss."""
+        """Forward and backward of the model's loss, added to ``.grad`` of the parameters; returns the
+        detached loss. Raises :class:`AutoparError` if the model returns no loss."""
         call = self.prepare(args, kwargs, "loss", grad=True)
         loss_name = call.signature.loss
         if loss_name is None:
             raise AutoparError(
-                "step() differentiates the loss that the model returns, but this call returns none: pass labels, or run "
+                "step() differentiates the loss that the model returns, but this call returns none: "
+                "pass labels, or run "
                 "out = model(...), compute a loss from out and call loss.backward()"
             )
         outputs, saved = call.run(call.leaves(args, kwargs))
-        loss = call.whole(outputs.pop(loss_name), call.results[loss_name]).detach()
+        loss = gather_whole(outputs.pop(loss_name), call.results[loss_name], self._groups).detach()
         tangents = call.tangents(
             {loss_name: torch.ones_like(loss)}, {s.target: loss.dtype for s in call.program.tangents}
         )
@@ -100,7 +101,8 @@ class ParallelModule(nn.Module):
         *,
         grad: bool = True,
     ) -> Call:
-        """Compiles for a call like this one, if that is not done yet, without running it. Collective over the mesh."""
+        """Compiles for a call like this one, if that is not done yet, without running it. Collective over the
+        mesh."""
         ordered = dict(sorted(kwargs.items()))
         leaves, spec = tree_flatten((args, ordered))
         kinds = tuple((v.shape, v.dtype) if isinstance(v, torch.Tensor) else None for v in leaves)
@@ -122,15 +124,17 @@ class ParallelModule(nn.Module):
         """The plan of the latest compiled call. Raises :class:`AutoparError` before there is one."""
         if self._plan is None:
             raise AutoparError(
-                "there is no plan yet: the model is planned at its first batch; run one, or pass example_inputs to parallelize"
+                "there is no plan yet: the model is planned at its first batch; run one, or pass "
+                "example_inputs to parallelize"
             )
         return self._plan
 
     def optimizer(self, cls: Callable[..., torch.optim.Optimizer], **kwargs: Any) -> torch.optim.Optimizer:
-        """``cls`` over the named parameters, before or after the first batch; its state rests as the parameters do.
+        """``cls`` over the named parameters, before or after the first batch; its state rests as the
+        parameters do.
 
-        Fused if ``cls`` can and nothing else is asked for: one call for all local tensors instead of DTensor's dispatch for
-        each operation on each.
+        Fused if ``cls`` can and nothing else is asked for: one call for all local tensors instead of
+        DTensor's dispatch for each operation on each.
         """
         can = "fused" in inspect.signature(cls).parameters and not kwargs.keys() & {
             "fused",
@@ -142,8 +146,8 @@ class ParallelModule(nn.Module):
         return cls(self.named_parameters(), **kwargs)
 
     def local_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """The batch with each tensor as a DTensor of which this rank holds its part: a dict for keyword inputs, a tuple for
-        positional ones."""
+        """The batch with each tensor as a DTensor of which this rank holds its part: a dict for keyword
+        inputs, a tuple for positional ones."""
         if args and kwargs:
             raise AutoparError(
                 "local_batch takes positional inputs or keyword inputs, not both; call it twice"
@@ -171,8 +175,8 @@ class ParallelModule(nn.Module):
 
     @contextmanager
     def held_weights(self) -> Iterator[None]:
-        """Within, parameters must not change: weights that a plan gathers once a step are gathered once in all. For several
-        forward passes between optimizer steps (gradient accumulation, evaluation)."""
+        """Within, parameters must not change: weights that a plan gathers once a step are gathered once in
+        all. For several forward passes between optimizer steps (gradient accumulation, evaluation)."""
         self._weights.hold(True)
         try:
             yield
@@ -187,7 +191,8 @@ class ParallelModule(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As :meth:`torch.nn.Module.load_state_dict`; whole plain tensors may stand for distributed parameters."""
+        """As :meth:`torch.nn.Module.load_state_dict`; whole plain tensors may stand for distributed
+        parameters."""
         own = dict(self.named_parameters(remove_duplicate=False))
         ready = {
             key: self._weights.whole_to_own(key, value)

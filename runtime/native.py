@@ -1,4 +1,5 @@
-"""Collectives of NCCL and other backends whose own forms are the best: the interface of :mod:`autopar.runtime.gloo`."""
+"""Collectives of NCCL and other backends whose own forms are the best: the interface of
+:mod:`autopar.runtime.gloo`."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ _OPS = {
 }
 
 
-def _reduction(op: str, dtype: torch.dtype) -> dist.ReduceOp:
-    """Truth values are reduced as bytes: any for sum and max, all for min and product; integers are not averaged."""
+def _reduction(op: str, dtype: torch.dtype) -> dist.ReduceOp.RedOpType:
+    """Truth values are reduced as bytes: any for sum and max, all for min and product; integers are not
+    averaged."""
     if dtype == torch.bool:
         return _OPS["max" if op in ("sum", "max", "avg") else "min"]
     return _OPS["sum" if op == "avg" and not dtype.is_floating_point else op]

@@ -1,10 +1,11 @@
 """A module's parameters as DTensors, placed as a program stores them.
 
-A plain parameter cannot become a DTensor in place (torch: their slots differ), so :func:`wrap_parameters` makes every one a DTensor at
-once, whole on each rank; :func:`place_parameters` later exchanges its content (``torch.utils.swap_tensors``), so that
-an optimizer built in between goes on working and tied weights stay tied. A real model is taken from rank 0: other ranks' weights are overwritten by broadcast, since a script that
-does not seed has different ones. A meta model is initialised shard by shard (:mod:`autopar.runtime.materialise`). Buffers are plain
-tensors, whole on every rank.
+A plain parameter cannot become a DTensor in place (torch: their slots differ), so :func:`wrap_parameters`
+makes every one a DTensor at once, whole on each rank; :func:`place_parameters` later exchanges its content
+(``torch.utils.swap_tensors``), so that an optimizer built in between goes on working and tied weights stay
+tied. A real model is taken from rank 0: other ranks' weights are overwritten by broadcast, since a script
+that does not seed has different ones. A meta model is initialised shard by shard
+(:mod:`autopar.runtime.materialise`). Buffers are plain tensors, whole on every rank.
 """
 
 from __future__ import annotations
@@ -17,40 +18,85 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from autopar.errors import AutoparError, PlanMismatchError
 from autopar.program import TensorSlot
-from autopar.spec import Placements, StridedShard, local_before, shard_before, shard_dim, short, take_local
+from autopar.spec import (
+    Placements,
+    StridedShard,
+    local_before,
+    local_shape,
+    shard_before,
+    shard_dim,
+    short,
+    take_local,
+)
 
+from .collectives import Collectives
 from .groups import AxisGroup, MeshGroups
 from .materialise import Initialiser
 
 _BUCKET_BYTES = 32 << 20
 
 
+def before_when_cut(placements: Placements, axis: int, mesh: Sequence[int]) -> int:
+    """``before`` of the shard on ``axis`` when axes are cut from the outermost on, as
+    :func:`autopar.spec.take_local` and torch do."""
+    before, dim = shard_before(placements[axis]), shard_dim(placements[axis])
+    later = (
+        mesh[other]
+        for other in range(axis + 1, len(placements))
+        if shard_dim(placements[other]) == dim and shard_before(placements[other]) < before
+    )
+    return local_before(placements, axis, mesh) * math.prod(later)
+
+
 def torch_placements(placements: Placements, mesh: Sequence[int]) -> tuple[TorchPlacement, ...]:
-    """``placements`` in torch's own classes: a strided shard's ``split_factor`` is ``before`` as torch meets it, from the outermost axis
-    on (see :func:`autopar.spec.take_local`)."""
+    """``placements`` in torch's own classes; a strided shard's ``split_factor`` is
+    :func:`before_when_cut`."""
     found: list[TorchPlacement] = []
     for axis, placement in enumerate(placements):
-        if not isinstance(placement, StridedShard):
+        if isinstance(placement, StridedShard):
+            factor = before_when_cut(placements, axis, mesh)
+            found.append(
+                Shard(placement.dim) if factor == 1 else _StridedShard(placement.dim, split_factor=factor)
+            )
+        else:
             found.append(placement)
-            continue
-        later = math.prod(
-            mesh[other]
-            for other in range(axis + 1, len(placements))
-            if shard_dim(placements[other]) == placement.dim
-            and shard_before(placements[other]) < placement.before
-        )
-        factor = local_before(placements, axis, mesh) * later
-        found.append(
-            Shard(placement.dim) if factor == 1 else _StridedShard(placement.dim, split_factor=factor)
-        )
     return tuple(found)
+
+
+def torch_can_gather(placements: Placements, mesh: Sequence[int]) -> bool:
+    """Whether torch's ``full_tensor`` of such a DTensor is right. It is not (2.13: wrong order, or an error)
+    where a strided shard lies on an axis outside another axis that shards the same dim; :func:`gather_whole`
+    always is."""
+    return not any(
+        isinstance(outer, StridedShard) and mesh[b] > 1 and shard_dim(placements[b]) == outer.dim
+        for a, outer in enumerate(placements)
+        if mesh[a] > 1
+        for b in range(a + 1, len(placements))
+    )
+
+
+def gather_whole(local: torch.Tensor, slot: TensorSlot, groups: MeshGroups) -> torch.Tensor:
+    """The global tensor placed as ``slot`` says, of which this rank has ``local``: undoes the cuts from the
+    innermost axis out. Any placements, partial ones included; on every rank."""
+    collectives, count = Collectives(groups), len(groups.shape)
+    for axis in reversed(range(count)):
+        placement = slot.placements[axis]
+        dim = shard_dim(placement)
+        if dim is not None:
+            outer = (*slot.placements[:axis], *[Replicate()] * (count - axis))
+            size = local_shape(slot.shape, outer, groups.shape, groups.coordinate)[dim]
+            before = before_when_cut(slot.placements, axis, groups.shape)
+            local = collectives.all_gather(local, (axis,), dim, size, before).wait()
+        elif isinstance(placement, Partial):
+            local = collectives.all_reduce(local, (axis,), placement.reduce_op).wait()
+    return local
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -59,7 +105,8 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def make_dtensor(local: torch.Tensor, slot: TensorSlot, groups: MeshGroups) -> DTensor:
-    """The DTensor of global shape ``slot.shape``, placed as ``slot`` says, of which this rank holds ``local``."""
+    """The DTensor of global shape ``slot.shape``, placed as ``slot`` says, of which this rank holds
+    ``local``."""
     return DTensor.from_local(
         local,
         groups.mesh,
@@ -79,10 +126,11 @@ def take_own(whole: torch.Tensor, slot: TensorSlot, groups: MeshGroups) -> torch
 def broadcast_first(
     tensors: Sequence[torch.Tensor], groups: MeshGroups
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """``(index, value)`` of every tensor as the mesh's first rank has it, on the mesh's device; sent in buckets of bytes."""
+    """``(index, value)`` of every tensor as the mesh's first rank has it, on the mesh's device; sent in
+    buckets of bytes."""
     group = groups.over(groups.axes)
     bucket: list[int] = []
-    for index, tensor in enumerate(tensors):
+    for index in range(len(tensors)):
         bucket.append(index)
         if sum(tensors[i].nbytes for i in bucket) >= _BUCKET_BYTES or index + 1 == len(tensors):
             yield from zip(
@@ -101,20 +149,21 @@ def _broadcast(tensors: Sequence[torch.Tensor], group: AxisGroup, device: torch.
     # Cloned, because a dtype may be viewed only at offsets it divides, and so that the bucket can go.
     return [
         piece.clone().view(tensor.dtype).view(tensor.shape)
-        for piece, tensor in zip(buffer.split(sizes), here, strict=True)
+        for piece, tensor in zip(buffer.split(sizes), here, strict=True)  # type: ignore[no-untyped-call]
     ]
 
 
 def wrap(tensor: torch.Tensor, groups: MeshGroups) -> DTensor:
-    """``tensor`` as a replicated DTensor of the same memory, wherever that is: ``from_local`` would move it to the mesh's device."""
+    """``tensor`` as a replicated DTensor of the same memory, wherever that is: ``from_local`` would move it
+    to the mesh's device."""
     meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
     spec = DTensorSpec(groups.mesh, (Replicate(),) * len(groups.shape), tensor_meta=meta)
-    return DTensor(tensor.detach(), spec, requires_grad=False)
+    return DTensor(tensor.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def wrap_parameters(module: nn.Module, groups: MeshGroups) -> None:
-    """Replaces every plain parameter of ``module`` by a replicated DTensor of the same memory, on whatever device it is (meta
-    included); tied ones by the same one."""
+    """Replaces every plain parameter of ``module`` by a replicated DTensor of the same memory, on whatever
+    device it is (meta included); tied ones by the same one."""
     made: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for key, parameter in part._parameters.items():
@@ -151,19 +200,20 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def swap_parameter(parameter: torch.Tensor, replacement: torch.Tensor, name: str) -> None:
-    """Makes ``parameter`` be what ``replacement`` is, keeping its identity and its own attributes. Raises :class:`AutoparError` if
-    something else holds its old content."""
+    """Makes ``parameter`` be what ``replacement`` is, keeping its identity and its own attributes. Raises
+    :class:`AutoparError` if something else holds its old content."""
     replacement.__dict__.update(parameter.__dict__)
     parameter.grad = None
     try:
-        torch.utils.swap_tensors(parameter, replacement)
+        torch.utils.swap_tensors(parameter, replacement)  # type: ignore[no-untyped-call]
     except RuntimeError:
         gc.collect()
         try:
-            torch.utils.swap_tensors(parameter, replacement)
+            torch.utils.swap_tensors(parameter, replacement)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise AutoparError(
-                f"the parameter {name} cannot become a DTensor in place, because something still refers to its old content "
+                f"the parameter {name} cannot become a DTensor in place, because something still "
+                "refers to its old content "
                 f"(outputs of an earlier call of the plain model?): {error}"
             ) from error
 
@@ -177,9 +227,9 @@ def shared_seed(groups: MeshGroups, seed: int | None = None) -> int:
 def place_parameters(
     module: nn.Module, slots: Mapping[str, TensorSlot], groups: MeshGroups, seed: int | None = None
 ) -> None:
-    """Gives every wrapped parameter of ``module`` its place: as ``slots[name]`` says, or replicated if it has no slot (the program does
-    not use it). Buffers come to the mesh's device with rank 0's values. ``seed`` is for a
-    meta model; by default torch's initial seed on rank 0.
+    """Gives every wrapped parameter of ``module`` its place: as ``slots[name]`` says, or replicated if it has
+    no slot (the program does not use it). Buffers come to the mesh's device with rank 0's values. ``seed`` is
+    for a meta model; by default torch's initial seed on rank 0.
 
     Raises :class:`PlanMismatchError` where a slot and its parameter differ in shape.
     """
@@ -194,6 +244,12 @@ def place_parameters(
             raise PlanMismatchError(
                 f"the parameter {name} has shape {list(parameter.shape)}, but the plan was made for "
                 f"{list(complete[name].shape)}"
+            )
+        if not torch_can_gather(complete[name].placements, groups.shape):
+            raise PlanMismatchError(
+                f"the parameter {name} would be stored as {short(complete[name].placements)}, of "
+                "which torch makes a wrong "
+                "full_tensor(): store the strided shard on the innermost axis of its dim"
             )
     meta = [name for name, parameter in parameters.items() if parameter.is_meta]
     real = [name for name, parameter in parameters.items() if not parameter.is_meta]
@@ -251,6 +307,7 @@ def check_placed(module: nn.Module, slots: Mapping[str, TensorSlot], groups: Mes
         wanted = torch_placements(slot.placements, groups.shape)
         if tuple(parameter.placements) != wanted:
             raise PlanMismatchError(
-                f"the parameter {name} rests as {tuple(map(str, parameter.placements))}, but this program stores it as "
+                f"the parameter {name} rests as {tuple(map(str, parameter.placements))}, but this "
+                "program stores it as "
                 f"{short(slot.placements)}; all programs of one model must agree"
             )

@@ -46,7 +46,8 @@ class Weights:
         return {n: first[id(p)] for n, p in self.module.named_parameters(remove_duplicate=False)}
 
     def settle(self, program: Program) -> None:
-        """Places the parameters as ``program`` stores them, or checks that they are. Collective the first time."""
+        """Places the parameters as ``program`` stores them, or checks that they are. Collective the first
+        time."""
         names = self.names
         unknown = [slot.target for slot in program.parameters if slot.target not in names]
         if unknown:
@@ -72,8 +73,8 @@ class Weights:
     def working(self, executable: Executable, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
         """The working tensors of ``parameters``.
 
-        Made anew each time unless held: no version counter of a DTensor sees every write (``.data``, fused optimizers), and a
-        stale weight would be silent.
+        Made anew each time unless held: no version counter of a DTensor sees every write (``.data``, fused
+        optimizers), and a stale weight would be silent.
         """
         stored = [local_of(parameter) for parameter in parameters]
         if self._held is None:
@@ -84,8 +85,8 @@ class Weights:
         return self._held[key]
 
     def whole_to_own(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """A whole ``value`` for the parameter ``name`` (any of its names) as a DTensor placed like it. A meta parameter that has
-        no place yet takes the value at once, since nothing can be copied into it."""
+        """A whole ``value`` for the parameter ``name`` (any of its names) as a DTensor placed like it. A meta
+        parameter that has no place yet takes the value at once, since nothing can be copied into it."""
         parameter = self.module.get_parameter(name)
         if value.shape != parameter.shape:
             return value
@@ -106,10 +107,10 @@ class Weights:
 
 
 def gradient_like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
-    """``local`` as the gradient of ``parameter``: placed the same. The bare constructor, because ``from_local`` takes twice as long and
-    there are hundreds a step."""
+    """``local`` as the gradient of ``parameter``: placed the same. The bare constructor, because
+    ``from_local`` takes twice as long and there are hundreds a step."""
     assert isinstance(parameter, DTensor)
-    return DTensor(local, parameter._spec, requires_grad=False)
+    return DTensor(local, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def accumulate(parameter: nn.Parameter, local: torch.Tensor) -> None:

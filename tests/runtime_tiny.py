@@ -150,8 +150,10 @@ def tiny_program(mesh: tuple[int, int], coordinate: tuple[int, ...], request: Re
     grads = [V("dwu"), V("small", 2), V("small", 1), V("small", 0), *([V("dx")] if wants_input else [])]
     return Program(
         mesh, coordinate, parameters, (*working, *rest), results, tangents, gradients,
-        Section("refresh", ("wu", "bu", "wd", "bd"), tuple(gather.instructions), (V("whole"), V("bu"), V("wd"), V("bd"))),
-        Section("forward", ("wu", "bu", "wd", "bd", "x", "steps"), tuple(forward_instructions(batch, everything)),
+        Section("refresh", ("wu", "bu", "wd", "bd"), tuple(gather.instructions),
+                tuple(map(V, ("whole", "bu", "wd", "bd")))),
+        Section("forward", ("wu", "bu", "wd", "bd", "x", "steps"),
+                tuple(forward_instructions(batch, everything)),
                 (*outputs, *(saved if request.grad else ()))),
         Section("backward", (*(v.node for v in saved), *names) if request.grad else (),
                 tuple(backward_instructions(batch, names, wants_input)) if request.grad else (),
@@ -168,7 +170,8 @@ def compile_tiny(mesh: tuple[int, int], coordinate: tuple[int, ...], request: Re
     _, output_spec = tree_flatten({"loss": 0, "out": 0})
     signature = Signature(
         spec, names, output_spec, ("0", "1") if everything else ("0", None), "0", ("0", "1"),
-        {i: leaf for i, leaf in enumerate(leaves) if names[i] is None}, {}, {"head.weight": "up.weight"}, request.training,
+        {i: leaf for i, leaf in enumerate(leaves) if names[i] is None}, {},
+        {"head.weight": "up.weight"}, request.training,
     )  # fmt: skip
     program = tiny_program(mesh, coordinate, request, batch)
     return Compiled(program, signature, f"plan for batch {batch}", f"tiny {batch}")

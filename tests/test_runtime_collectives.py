@@ -1,4 +1,5 @@
-"""Every collective against its definition by ``take_local``, on one and more axes, even and uneven, of every kind of number."""
+"""Every collective against its definition by ``take_local``, on one and more axes, even and uneven, of every
+kind of number."""
 
 from __future__ import annotations
 

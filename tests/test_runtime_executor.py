@@ -162,7 +162,8 @@ def tiny_program(coordinate: tuple[int, ...] = (0,)) -> Program:
     wait = Instruction("r", "collective.wait", (V("h"),))
     constant = TensorSlot("c", "constant", "two", (), parse_placements("R"))
     return Program(
-        (1,), coordinate, (slot,), (slot, constant), (TensorSlot("r", "output", "0", (4,), parse_placements("R")),), (), (),
+        (1,), coordinate, (slot,), (slot, constant),
+        (TensorSlot("r", "output", "0", (4,), parse_placements("R")),), (), (),
         Section("refresh", ("w",), (), (V("w"),)),
         Section("forward", ("w", "c"), (twice, handle, wait), (V("r"), V("y"))),
         Section("backward", ("y",), (Instruction("z", "aten.neg.default", (V("y"),)),), (V("z"), None)),

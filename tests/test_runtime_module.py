@@ -23,7 +23,8 @@ Work = Callable[[ParallelModule, Tiny, torch.Tensor, DeviceMesh], Any]
 
 
 def on_mesh(shape: tuple[int, int], work: Work, *, agree: bool = True) -> list[Any]:
-    """``work(model, reference, batch, mesh)`` on every rank; only rank 0 starts with the reference's weights."""
+    """``work(model, reference, batch, mesh)`` on every rank; only rank 0 starts with the reference's
+    weights."""
 
     def rank_work(rank: int, world: int) -> Any:
         warnings.simplefilter("error")

@@ -1,4 +1,5 @@
-"""Parameters as DTensors: placed as told, whole again by torch's own means, and initialised from meta as in one process."""
+"""Parameters as DTensors: placed as told, whole again by torch's own means, and initialised from meta as in
+one process."""
 
 from __future__ import annotations
 
@@ -14,9 +15,16 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError, PlanMismatchError
 from autopar.program import TensorSlot
-from autopar.runtime import materialise, mesh_groups, place_parameters, run_local, torch_placements
+from autopar.runtime import (
+    gather_whole,
+    materialise,
+    mesh_groups,
+    place_parameters,
+    run_local,
+    torch_placements,
+)
 from autopar.runtime.materialise import Initialiser
-from autopar.runtime.parameters import make_dtensor, take_own, wrap_parameters
+from autopar.runtime.parameters import make_dtensor, take_own, torch_can_gather, wrap_parameters
 from autopar.spec import Placements, is_valid, parse_placement, parse_placements, short, take_local
 
 CPU = torch.device("cpu")
@@ -24,15 +32,8 @@ OPTIONS = tuple(map(parse_placement, ("R", "S(0)", "S(1)", "S(0/2)", "S(0/3)", "
 
 
 def placements_of(shape: tuple[int, ...], mesh: tuple[int, ...]) -> list[Placements]:
-    """Every placement that torch can gather again: one strided shard a dim at most, innermost."""
-
-    def gathers(placements: Placements) -> bool:
-        texts = [short(p) for p in placements]
-        return not any("/" in a and b.startswith(a[:3]) for a, b in itertools.combinations(texts, 2))
-
-    return [
-        p for p in itertools.product(OPTIONS, repeat=len(mesh)) if is_valid(p, shape, mesh) and gathers(p)
-    ]
+    """Every placement there is."""
+    return [p for p in itertools.product(OPTIONS, repeat=len(mesh)) if is_valid(p, shape, mesh)]
 
 
 @pytest.mark.parametrize("mesh", [(2, 2), (3,), (2, 1, 2)])
@@ -47,12 +48,19 @@ def test_whole_again_and_norms(mesh: tuple[int, ...]) -> None:
             for placements in placements_of(shape, mesh):
                 slot = TensorSlot("w", "param", "w", shape, placements)
                 made = make_dtensor(take_own(tensor, slot, groups), slot, groups)
+                assert torch.equal(gather_whole(made.to_local(), slot, groups), tensor), (
+                    shape,
+                    short(placements),
+                )
+                if not torch_can_gather(placements, mesh):
+                    continue
                 assert made.shape == shape and torch.equal(made.full_tensor(), tensor), (
                     shape,
                     short(placements),
                 )
                 checked += 1
-                # torch takes long over each new placement in a norm, on three axes above all: a sample is enough.
+                # torch takes long over each new placement in a norm, on three axes above all: a sample is
+                # enough.
                 if checked % stride == 0:
                     parameter = nn.Parameter(
                         make_dtensor(take_own(tensor, slot, groups).clone(), slot, groups)
@@ -84,12 +92,14 @@ def test_strided_shards_count_before_as_torch_meets_them() -> None:
 
 
 class Odd(nn.Module):
-    """Initialisations that recording must follow: own functions, one tensor from another, a view, a buffer."""
+    """Initialisations that recording must follow: own functions, one tensor from another, a view, a
+    buffer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a = nn.Parameter(torch.empty(5, 3))
         self.b = nn.Parameter(torch.empty(3, 5))
+        self.c = nn.Parameter(torch.empty(4, 4))
         self.register_buffer("mask", torch.empty(4))
         self.inner = nn.Sequential(nn.Linear(3, 7), nn.LayerNorm(7), nn.Embedding(6, 7, padding_idx=2))
         self.attention = nn.MultiheadAttention(8, 2)
@@ -98,6 +108,7 @@ class Odd(nn.Module):
         with torch.no_grad():
             nn.init.trunc_normal_(self.a, std=0.1)
             self.a.data.mul_(2).add_(1)
+            nn.init.orthogonal_(self.c)
             self.b.copy_(self.a.t() + 1)
             self.b[0].zero_()
             self.mask.copy_(torch.arange(4.0))
@@ -123,6 +134,7 @@ def test_meta_values_depend_on_the_seed_alone() -> None:
     assert not torch.equal(first.a, other.a)
     assert torch.equal(first.b[1:], first.a.t()[1:] + 1) and not first.b[0].any()
     assert first.mask.tolist() == [0, 1, 2, 3] and not first.inner[2].weight[2].any()
+    torch.testing.assert_close(first.c.detach() @ first.c.detach().t(), torch.eye(4))
     a = first.a.detach()
     assert 0.9 < float(a.mean()) < 1.1 and 0.1 < float(a.std()) < 0.4
     assert (
@@ -175,6 +187,23 @@ def test_nothing_to_initialise_with() -> None:
     with torch.device("meta"):
         model = Bare()
     with pytest.raises(AutoparError, match="scale is on the meta device and nothing initialises it"):
+        materialise(model, CPU, 0)
+
+
+def test_changed_before_filled() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.empty(3))
+
+        def reset_parameters(self) -> None:
+            self.scale.data.mul_(2)
+
+    with torch.device("meta"):
+        model = Half()
+    with pytest.raises(
+        AutoparError, match=r"scale is changed by aten\.mul_\.Tensor before anything fills it"
+    ):
         materialise(model, CPU, 0)
 
 
