@@ -146,7 +146,15 @@ def _add_plan(subparsers: Any) -> None:
         "--meta", action="store_true", help="build the model on the meta device: takes no memory"
     )
     parser.add_argument(
-        "--output", metavar="PLAN.json", help="write the plan, for explain, diff and parallelize(plan=)"
+        "--output",
+        metavar="PLAN.json",
+        help="write the plan, for explain, diff and parallelize(plan=); as lines of text if not called .json",
+    )
+    parser.add_argument(
+        "--show",
+        choices=("plan", "tree", *commands.TABLES),
+        default="plan",
+        help="print the plan, the tree of modules, or what a step costs by module, kind, op, phase or collective",
     )
     parser.add_argument("--html", metavar="PLAN.html", help="write the plan as a page")
     _add_planning(parser, mesh_required=True)
@@ -164,8 +172,8 @@ def _add_explain(subparsers: Any) -> None:
 
 def _add_diff(subparsers: Any) -> None:
     parser = _add(subparsers, commands.diff)
-    parser.add_argument("first", metavar="FIRST.json")
-    parser.add_argument("second", metavar="SECOND.json")
+    parser.add_argument("first", metavar="FIRST", help="a plan written by `autopar plan --output`")
+    parser.add_argument("second", metavar="SECOND", help="another")
 
 
 def _add_verify(subparsers: Any) -> None:

@@ -35,6 +35,7 @@ GIVEN = (
     *("memory_limit", "precision", "zero", "recompute", "microbatches", "stages", "schedule"),
     *("time_limit", "gap", "seed", "optimizer"),
 )
+TABLES = ("module", "kind", "op", "phase", "collective")
 BENCHMARKS = ("planning", "step_time")
 
 Command = Callable[[argparse.Namespace, Output], int]
@@ -47,8 +48,10 @@ def options_from(arguments: argparse.Namespace) -> Options:
 
 
 def _read_plan(path: str) -> Plan:
+    """A plan in either of its forms, whatever the file is called."""
     try:
-        return Plan.from_json(Path(path).read_text())
+        text = Path(path).read_text(encoding="utf-8")
+        return Plan.from_text(text) if text.startswith("autopar plan") else Plan.from_json(text)
     except OSError as error:
         raise OptionsError(f"cannot read the plan {path!r}: {error.strerror}") from error
     except (OptionsError, UnicodeDecodeError) as error:
@@ -71,23 +74,25 @@ def plan(arguments: argparse.Namespace, output: Output) -> int:
     """Plans a model; no processes and no devices needed."""
     made = _make_plan(arguments, output)
     if arguments.output:
-        _write(Path(arguments.output), made.to_json())
+        path = Path(arguments.output)
+        _write(path, made.to_json() if path.suffix == ".json" else made.to_text())
     if arguments.html:
         made.to_html(arguments.html)
-    output.result(made, made)
+    shown: dict[str, object] = {"plan": made, "tree": made.tree(), **{by: made.table(by) for by in TABLES}}
+    output.result(shown[arguments.show], made)
     return OK
 
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise OptionsError(f"cannot write {str(path)!r}: {error.strerror}") from error
 
 
 def explain(arguments: argparse.Namespace, output: Output) -> int:
     """Why the plan places a tensor or module as it does."""
-    if arguments.target.endswith(".json"):
+    if ":" not in arguments.target or Path(arguments.target).is_file():
         found = _read_plan(arguments.target)
     elif arguments.mesh is None:
         raise OptionsError(
@@ -104,9 +109,8 @@ def diff(arguments: argparse.Namespace, output: Output) -> int:
     """What differs between two plans; 1 if anything does, as diff(1)."""
     first, second = _read_plan(arguments.first), _read_plan(arguments.second)
     found = first.diff(second)
-    same = all(getattr(first, name) == getattr(second, name) for name in ("mesh", "parameters", "strategies"))
-    output.result(found, {"same": same, "diff": found, "text": str(found)})
-    return OK if same else FAILED
+    output.result(found, {"same": found.same, "diff": found, "text": str(found)})
+    return OK if found.same else FAILED
 
 
 def verify(arguments: argparse.Namespace, output: Output) -> int:

@@ -91,7 +91,8 @@ def parameter_choices(strategies: tuple[Strategy, ...], trainable: bool) -> tupl
     for weight, state in product(places, places) if trainable else ():
         if state != weight and _refines(weight, state):
             found[ParameterPlacement(weight, state, state)] = None
-            found[ParameterPlacement(weight, weight, state)] = None
+            if _is_cut_from(weight, state):
+                found[ParameterPlacement(weight, weight, state)] = None
     return tuple(found)
 
 
@@ -99,6 +100,13 @@ def _refines(weight: Placements, state: Placements) -> bool:
     added = {s for w, s in zip(weight, state, strict=True) if w != s}
     kept = all(w in (s, REPLICATE) for w, s in zip(weight, state, strict=True))
     return kept and len(added) == 1 and all(map(is_shard, added))
+
+
+def _is_cut_from(weight: Placements, state: Placements) -> bool:
+    """Whether what a device holds of ``state`` is part of what it holds of ``weight``: no axis inside an added one chunks the same dim."""
+    return not any(
+        w != s and s in weight[axis + 1 :] for axis, (w, s) in enumerate(zip(weight, state, strict=True))
+    )
 
 
 def build_instance(graph: Graph, prices: Prices, *, optimizer: str, memory_limit: float) -> Instance:

@@ -1,24 +1,29 @@
 """A plan: what was chosen, what it costs and why; frozen, without solver or torch model, and equal to its JSON.
 
-Invariants: ``predicted.step_seconds`` is the sum of ``lines``; ``collectives()`` are those of ``lines``; ``Plan.from_json(plan.to_json())``
-equals ``plan``.
+Invariants: ``predicted.step_seconds`` is the sum of ``lines``; ``collectives()`` are those of ``lines``; ``predicted.peak_bytes`` is the
+sum of ``holdings`` and the temporary bytes; ``Plan.from_json(plan.to_json()) == plan == Plan.from_text(plan.to_text())``.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import cached_property
+from os import PathLike
+from typing import TYPE_CHECKING, Literal
 
 from .assignment import Assignment, ParameterPlacement
-from .errors import OptionsError
 from .program import CollectiveKind
-from .spec import Placements, Strategy, parse_placements, short
+from .spec import Placements, Strategy
+
+if TYPE_CHECKING:
+    from .plan_diff import Difference
+    from .plan_table import PlanTable
+    from .plan_tree import PlanTree
+    from .plan_why import Explanation
 
 Status = Literal["optimal", "feasible", "fallback"]
-VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,49 @@ class PlanLine:
     phase: str
     seconds: float
     steps: tuple[Step, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PlanNode:
+    """What a node of the planned graph is: its operation, result types, module, the path behind a placeholder (``target``), the nodes
+    it takes, and the node it chooses alike with because it plays the same part in an equal layer (``tied``; "" if it is the first)."""
+
+    op: str
+    type: str
+    module: str
+    target: str
+    operands: tuple[str, ...]
+    tied: str
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Bytes that rest on the fullest device through the step: a "weight", "gradient", "optimizer" state, saved "activation" or "input".
+    ``name`` is the node."""
+
+    kind: str
+    name: str
+    module: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another choice for one node, by how many ``seconds`` a step and resting ``bytes`` on a device would change if it alone changed
+    (with the nodes tied to it)."""
+
+    choice: str
+    seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Alternatives:
+    """The cheapest other choices of a node, out of ``possible`` ones; ``impossible`` others would need neighbours to change too."""
+
+    cheapest: tuple[Alternative, ...]
+    possible: int
+    impossible: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +137,9 @@ class Plan:
 
     ``placements`` gives, by path, how each parameter's value lies during a step, and how the output of each module lies;
     ``parameters`` adds where gradients and optimizer state rest. ``strategies`` is the choice for each node of the graph whose
-    fingerprint is ``graph_hash``. ``baselines`` are other plans priced alike (None: it does not fit into memory).
-    ``alternatives`` lists for each parameter what else was possible and by how many seconds a step would change.
+    fingerprint is ``graph_hash``, ``nodes`` what these nodes are. ``baselines`` are other plans priced alike (None: it is not possible).
+    ``alternatives`` lists, by the first node of those that choose alike, what else was possible and by how many seconds a step
+    would change. ``module_nodes`` and ``gradient_nodes`` give the node that makes a module's output, and a parameter's gradient.
     """
 
     model: str
@@ -112,7 +161,7 @@ class Plan:
     parameters: Mapping[str, ParameterPlacement]
     outputs: Mapping[str, Placements]
     baselines: Mapping[str, Predicted | None] = field(default_factory=dict)
-    alternatives: Mapping[str, tuple[tuple[str, float], ...]] = field(default_factory=dict)
+    alternatives: Mapping[str, Alternatives] = field(default_factory=dict)
     pinned: Mapping[str, str] = field(default_factory=dict)
     fallbacks: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -120,10 +169,19 @@ class Plan:
     stages: int = 1
     schedule: str | None = None
     microbatches: int = 1
+    nodes: Mapping[str, PlanNode] = field(default_factory=dict)
+    module_nodes: Mapping[str, str] = field(default_factory=dict)
+    gradient_nodes: Mapping[str, str] = field(default_factory=dict)
+    holdings: tuple[Holding, ...] = ()
 
     @property
     def placements(self) -> Mapping[str, Placements]:
         return {**self.outputs, **{path: place.weight for path, place in self.parameters.items()}}
+
+    @cached_property
+    def parameter_nodes(self) -> Mapping[str, str]:
+        """The node of each parameter path."""
+        return {node.target: name for name, node in self.nodes.items() if node.op == "param"}
 
     def assignment(self, names: Mapping[str, str]) -> Assignment:
         """The choice as lowering takes it; ``names`` maps a parameter's path to its node."""
@@ -133,7 +191,10 @@ class Plan:
     def collectives(self) -> tuple[PlannedCollective, ...]:
         """Every collective of a step, equal ones counted together."""
         counts = Counter(
-            (step.kind, step.axes, step.bytes, line.kind) for line in self.lines for step in line.steps if step.communicates
+            (step.kind, step.axes, step.bytes, line.kind)
+            for line in self.lines
+            for step in line.steps
+            if step.communicates
         )
         return tuple(
             PlannedCollective(kind, axes, size, count, reason)  # type: ignore[arg-type]
@@ -149,76 +210,67 @@ class Plan:
 
         return plan_text(self)
 
+    def why(self, name: str) -> Explanation:
+        """Why ``name`` (the path of a parameter or module, or a node of the graph) is placed as it is: the choice, who made it, what it
+        costs, and what the alternatives would.
+
+        Raises:
+            OptionsError: the plan knows no such name; names those that are close.
+        """
+        from .plan_why import explain
+
+        return explain(self, name)
+
+    def diff(self, other: Plan) -> Difference:
+        """What ``other`` does otherwise, and how its predictions differ from this plan's."""
+        from .plan_diff import difference
+
+        return difference(self, other)
+
+    def tree(self) -> PlanTree:
+        """The tree of modules with their placements and shares of a step."""
+        from .plan_tree import PlanTree
+
+        return PlanTree(self)
+
+    def table(self, by: str = "module") -> PlanTable:
+        """The step's seconds and bytes summed ``by`` "module", "kind", "op", "phase" or "collective".
+
+        Raises:
+            OptionsError: for another ``by``.
+        """
+        from .plan_table import plan_table
+
+        return plan_table(self, by)
+
+    def to_html(self, path: str | PathLike[str]) -> None:
+        """Writes the plan as one self-contained page. Raises :class:`~autopar.errors.OptionsError` if it cannot be written."""
+        from .plan_html import write_html
+
+        write_html(self, path)
+
     def to_json(self) -> str:
         """The whole plan as JSON; placements in short form."""
-        return json.dumps(_to_dict(self), indent=1)
+        from .plan_json import plan_to_json
+
+        return plan_to_json(self)
 
     @staticmethod
     def from_json(text: str) -> Plan:
         """The plan :meth:`to_json` wrote. Raises :class:`~autopar.errors.OptionsError` if it is not one."""
-        try:
-            return _from_dict(json.loads(text))
-        except (ValueError, KeyError, TypeError) as error:
-            raise OptionsError(f"this is not a plan that autopar {VERSION} wrote: {type(error).__name__}: {error}") from error
+        from .plan_json import plan_from_json
 
+        return plan_from_json(text)
 
-def _strategy_text(strategy: Strategy) -> list[Any]:
-    return [[short(p) for p in strategy.inputs], [short(p) for p in strategy.outputs], strategy.local]
+    def to_text(self) -> str:
+        """The whole plan as lines: what ``str`` says as comments, then every choice and price, for people, diff and version control."""
+        from .plan_lines import plan_to_lines
 
+        return plan_to_lines(self)
 
-def _parse_strategy(data: list[Any]) -> Strategy:
-    inputs, outputs, local = data
-    return Strategy(tuple(map(parse_placements, inputs)), tuple(map(parse_placements, outputs)), local)
+    @staticmethod
+    def from_text(text: str) -> Plan:
+        """The plan :meth:`to_text` wrote. Raises :class:`~autopar.errors.OptionsError`, naming the line, if it is not one."""
+        from .plan_lines import plan_from_lines
 
-
-def _to_dict(plan: Plan) -> dict[str, Any]:
-    data = {name: getattr(plan, name) for name in _PLAIN}
-    data |= {"version": VERSION, "predicted": plan.predicted.to_dict()}
-    data["lines"] = [
-        [
-            line.kind,
-            line.name,
-            line.module,
-            line.phase,
-            line.seconds,
-            [[s.kind, s.axes, s.source, s.target, s.bytes] for s in line.steps],
-        ]
-        for line in plan.lines
-    ]
-    table = {strategy: i for i, strategy in enumerate(dict.fromkeys(plan.strategies.values()))}
-    data["strategy_table"] = [_strategy_text(strategy) for strategy in table]
-    data["strategies"] = {name: table[strategy] for name, strategy in plan.strategies.items()}
-    data["parameters"] = {
-        path: [short(p.weight), short(p.gradient), short(p.optimizer)] for path, p in plan.parameters.items()
-    }
-    data["outputs"] = {path: short(p) for path, p in plan.outputs.items()}
-    data["baselines"] = {name: p and p.to_dict() for name, p in plan.baselines.items()}
-    return data
-
-
-_PLAIN = (
-    "model batch mesh axis_names cluster cluster_source status objective bound gap solve_seconds memory_limit graph_hash "
-    "alternatives pinned fallbacks warnings timings stages schedule microbatches"
-).split()
-_TUPLES = ("mesh", "axis_names", "fallbacks", "warnings")
-
-
-def _from_dict(data: dict[str, Any]) -> Plan:
-    if data["version"] != VERSION:
-        raise ValueError(f"version {data['version']}")
-    fields: dict[str, Any] = {name: data[name] for name in _PLAIN}
-    fields |= {name: tuple(data[name]) for name in _TUPLES}
-    fields["alternatives"] = {k: tuple((str(p), float(s)) for p, s in v) for k, v in data["alternatives"].items()}
-    table = [_parse_strategy(item) for item in data["strategy_table"]]
-    fields["strategies"] = {name: table[i] for name, i in data["strategies"].items()}
-    fields["parameters"] = {
-        path: ParameterPlacement(*map(parse_placements, places)) for path, places in data["parameters"].items()
-    }
-    fields["outputs"] = {path: parse_placements(p) for path, p in data["outputs"].items()}
-    fields["baselines"] = {name: p and Predicted(**p) for name, p in data["baselines"].items()}
-    fields["predicted"] = Predicted(**data["predicted"])
-    fields["lines"] = tuple(
-        PlanLine(kind, name, module, phase, seconds, tuple(Step(k, tuple(a), s, t, b) for k, a, s, t, b in steps))
-        for kind, name, module, phase, seconds, steps in data["lines"]
-    )
-    return Plan(**fields)
+        return plan_from_lines(text)

@@ -1,128 +1,254 @@
-"""The text of a plan: at most 40 lines for any model, identical layers folded, communication on lines of its own."""
+"""The text of a plan: at most 40 lines of 100 columns for any model, identical layers folded, communication on lines of its own.
+
+Rows are opened where the time goes: as long as there are lines left, the dearest row that hides something shows what is in it.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import heapq
+import itertools
+import math
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from .paths import fold_path
-from .plan import Plan, PlanLine, Predicted
-from .spec import short
+from .plan import Plan, Predicted
+from .plan_rows import ModuleRow, Move, module_rows, moves_of
+from .plan_units import clip, duration, share, size
 
-ROWS = 22
-MOVES = ("reshard", "weight")
-
-
-def duration(seconds: float) -> str:
-    """``16.6 ms``: three digits and a unit."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds * 1e6:.2g} us" if seconds else "0"
-
-
-def size(count: float) -> str:
-    """``5.8 GiB``: three digits and a binary unit."""
-    for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= scale:
-            return f"{count / scale:.3g} {unit}"
-    return f"{count:.0f} B"
-
-
-@dataclass
-class _Row:
-    """What one module, or the modules folded into it, does in a step; seconds of all together."""
-
-    paths: set[str] = field(default_factory=set)
-    compute: float = 0.0
-    moved: float = 0.0
-    moves: dict[str, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0, 0.0, 0.0]))
+LINES = 40
+WIDTH = 100
+FIGURES = 10
+MOST_MOVES = 4
+MOST_BASELINES = 4
+MOST_WARNINGS = 3
 
 
 def plan_text(plan: Plan) -> str:
     """``str(plan)``."""
-    return "\n".join([*_head(plan), "", *_table(plan), *_totals(plan), *_foot(plan)])
+    head, foot = list(_head(plan)), list(_foot(plan))
+    table = list(_table(plan, LINES - len(head) - len(foot)))
+    return "\n".join(line.rstrip() for line in (*head, *table, *foot))
 
 
 def _head(plan: Plan) -> Iterator[str]:
     names = ", ".join(f"{name}={n}" for name, n in zip(plan.axis_names, plan.mesh, strict=True))
-    yield f"Plan  {plan.model}"
-    yield f"mesh  ({names})   placements read ({', '.join(plan.axis_names)}): S(d) shard dim d, R replicate, P partial"
-    yield f"priced for {plan.cluster}: {plan.cluster_source.splitlines()[0][:90]}"
     p = plan.predicted
+    yield clip(f"Plan   {' '.join(plan.model.split())}", WIDTH)
+    reading = f"placements read ({', '.join(plan.axis_names)}): S(d) shard dim d · R replicate · P partial"
+    lines = [f"mesh   ({names})   {reading}"]
+    if len(lines[0]) > WIDTH:
+        lines = [f"mesh   ({names})", f"       {reading}"]
+    yield from (clip(line, WIDTH) for line in lines)
+    status = plan.status.upper() + (f" within {plan.gap:.2%}" if math.isfinite(plan.gap) else ", no bound proven")
     yield (
-        f"status {plan.status.upper()}, gap {plan.gap:.2%}, solved in {duration(plan.solve_seconds)}   predicted step "
-        f"{duration(p.step_seconds)}   peak {size(p.peak_bytes)} of {size(plan.memory_limit)} per rank"
+        f"status {status}   predicted step {duration(p.step_seconds)}   "
+        f"peak {size(p.peak_bytes)} of {size(plan.memory_limit)} per rank"
+    )
+    source = " ".join(plan.cluster_source.split())
+    yield clip(f"prices {plan.cluster}: {source}" if source else f"prices {plan.cluster}", WIDTH)
+    yield ""
+
+
+def _table(plan: Plan, budget: int) -> Iterator[str]:
+    ranks = math.prod(plan.mesh)
+    named = f"ranks 0-{ranks - 1}" if ranks > 1 else "rank 0"
+    microbatches = f"{plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''}"
+    stage = f"stage 0 · {named} · {microbatches}"
+    yield f"{stage:<{WIDTH - 21}}{'forward + backward':>21}"
+    rows = module_rows(plan)
+    widths = _widths(rows)
+    yield _line(widths, "module", "weight", "output", "compute", "comm")
+    yield from _Body(rows, budget - 2, widths).lines()
+
+
+@dataclass(frozen=True)
+class _Widths:
+    name: int
+    weight: int
+    output: int
+
+
+def _widths(rows: Sequence[ModuleRow]) -> _Widths:
+    every = list(_all_rows(rows))
+    weight = min(18, max([14, *(len(row.weight) for row in every)]))
+    output = min(22, max([16, *(len(row.output) for row in every)]))
+    return _Widths(WIDTH - weight - output - 2 * FIGURES - 4, weight, output)
+
+
+def _all_rows(rows: Sequence[ModuleRow]) -> Iterator[ModuleRow]:
+    for row in rows:
+        yield row
+        yield from _all_rows(row.children)
+
+
+def _line(widths: _Widths, name: str, weight: str, output: str, compute: str, comm: str) -> str:
+    return (
+        f"{clip(name, widths.name):<{widths.name}} {clip(weight, widths.weight):<{widths.weight}} "
+        f"{clip(output, widths.output):<{widths.output}} {compute:>{FIGURES}} {comm:>{FIGURES}}"
     )
 
 
-def _rows(plan: Plan) -> dict[str, _Row]:
-    rows: defaultdict[str, _Row] = defaultdict(_Row)
-    for line in plan.lines:
-        if line.kind not in ("compute", *MOVES):
-            continue
-        row = rows[fold_path(line.module)[0]]
-        row.paths.add(line.module)
-        if line.kind == "compute":
-            row.compute += line.seconds
+class _Body:
+    """Chooses which rows show what they hide, within ``budget`` lines; lives while one plan prints."""
+
+    def __init__(self, rows: Sequence[ModuleRow], budget: int, widths: _Widths) -> None:
+        self.widths, self.budget = widths, max(budget, 1)
+        self.root = ModuleRow("", ("",), children=_joined(tuple(rows), widths.name))
+        # For each row that is open how many of its children are shown.
+        self.open: dict[int, int] = {}
+        self.order = itertools.count()
+        self._choose()
+
+    def _choose(self) -> None:
+        left = self.budget - self._open(self.root, self.budget)
+        queue: list[tuple[float, int, ModuleRow]] = []
+        self._enqueue(queue, self.root, 1)
+        while queue and left > 0:
+            weight, _, row = heapq.heappop(queue)
+            taken = self._open(row, left)
+            left -= taken
+            if taken:
+                self._enqueue(queue, row, -weight / max(row.seconds, 1e-30))
+
+    def _enqueue(self, queue: list[tuple[float, int, ModuleRow]], row: ModuleRow, times: float) -> None:
+        for child in self._shown(row):
+            if child.moves or child.children:
+                heapq.heappush(queue, (-child.seconds * child.count * times, next(self.order), child))
+
+    def _open(self, row: ModuleRow, left: int) -> int:
+        """Opens ``row`` if that takes at most ``left`` lines; returns how many it takes. A row with too many children shows the dearest,
+        if there is room for a few."""
+        moves, children = min(len(row.moves), MOST_MOVES), len(row.children)
+        shown = children if moves + children <= left else left - moves - 1
+        if shown < min(children, 3):
+            return 0
+        self.open[id(row)] = shown
+        return moves + shown + (shown < children)
+
+    def _shown(self, row: ModuleRow) -> list[ModuleRow]:
+        """The children that an open row shows, in their order."""
+        dearest = sorted(row.children, key=lambda child: -child.seconds * child.count)[: self.open.get(id(row), 0)]
+        kept = set(map(id, dearest))
+        return [child for child in row.children if id(child) in kept]
+
+    def lines(self) -> Iterator[str]:
+        yield from self._below(self.root, 0)
+
+    def _below(self, row: ModuleRow, depth: int) -> Iterator[str]:
+        if id(row) not in self.open:
+            return
+        yield from self._move_lines(row, depth)
+        shown = self._shown(row)
+        for child in shown:
+            yield self._row_line(child, depth)
+            yield from self._below(child, depth + 1)
+        kept = set(map(id, shown))
+        hidden = [child for child in row.children if id(child) not in kept]
+        if hidden:
+            count = sum(child.count for child in hidden)
+            compute = sum(child.compute * child.count for child in hidden)
+            comm = sum(child.comm * child.count for child in hidden)
+            label = f"{'  ' * depth}… {count} more module{'s' if count > 1 else ''}"
+            yield _line(self.widths, label, "", "", _figure(compute), _figure(comm))
+
+    def _row_line(self, row: ModuleRow, depth: int) -> str:
+        each = f"  x{row.count}, each:" if row.count > 1 else ""
+        room = self.widths.name - 2 * depth - len(each)
+        label = f"{'  ' * depth}{clip(row.label, room)}{each}"
+        return _line(self.widths, label, row.weight, row.output, _figure(row.compute), _figure(row.comm))
+
+    def _move_lines(self, row: ModuleRow, depth: int) -> Iterator[str]:
+        shown = row.moves if len(row.moves) <= MOST_MOVES else row.moves[: MOST_MOVES - 1]
+        for one in shown:
+            yield _move_line(f"{'  ' * depth}↳ {_move_text(one)}", one.seconds)
+        if len(shown) < len(row.moves):
+            rest = row.moves[len(shown) :]
+            count = sum(one.count for one in rest)
+            yield _move_line(f"{'  ' * depth}↳ {count:g} more reshards", sum(one.seconds for one in rest))
+
+
+def _move_line(text: str, seconds: float) -> str:
+    room = WIDTH - FIGURES - 1
+    return f"{clip(text, room):<{room}} {_figure(seconds):>{FIGURES}}"
+
+
+def _move_text(one: Move) -> str:
+    what = f"{one.what}  {one.way}  "
+    return what + (f"{size(one.bytes)} x{one.count:.3g}" if one.bytes else f"local x{one.count:.3g}")
+
+
+def _figure(seconds: float) -> str:
+    return duration(seconds) if seconds else ""
+
+
+def _joined(rows: tuple[ModuleRow, ...], width: int) -> tuple[ModuleRow, ...]:
+    """Neighbours that are placed alike and move nothing share a row, as long as their names fit into it; in every layer."""
+    found: list[ModuleRow] = []
+    for row in rows:
+        row = _with_children(row, _joined(row.children, width - 2))
+        if found and _alike(found[-1], row) and len(found[-1].label) + 1 + len(row.label) <= width:
+            found[-1] = _side_by_side(found[-1], row)
         else:
-            row.moved += line.seconds
-            move = row.moves[_move(plan, line)]
-            move[0] += 1
-            move[1] += sum(step.bytes for step in line.steps)
-            move[2] += line.seconds
-    return dict(rows)
+            found.append(row)
+    return tuple(found)
 
 
-def _move(plan: Plan, line: PlanLine) -> str:
-    wires = [step for step in line.steps if step.communicates]
-    names = "+".join(dict.fromkeys(f"{s.kind} {'x'.join(plan.axis_names[a] for a in s.axes)}" for s in wires))
-    return f"{names or line.steps[0].kind}  {line.steps[0].source} -> {line.steps[-1].target}"
+def _with_children(row: ModuleRow, children: tuple[ModuleRow, ...]) -> ModuleRow:
+    return ModuleRow(
+        row.label, row.paths, row.weight, row.output, row.compute, row.comm, row.held, row.moves, children, row.kind
+    )
 
 
-def _weights(plan: Plan) -> Mapping[str, str]:
-    found: defaultdict[str, dict[str, None]] = defaultdict(dict)
-    for path, place in plan.parameters.items():
-        module, _, name = path.rpartition(".")
-        if name in ("weight",) or module not in found:
-            found[fold_path(module)[0] if module else ""][short(place.weight)] = None
-    return {module: "/".join(list(places)[:2]) for module, places in found.items()}
+def _alike(first: ModuleRow, second: ModuleRow) -> bool:
+    rows = (first, second)
+    return (first.weight, first.output) == (second.weight, second.output) and not any(
+        row.moves or row.children or row.count > 1 or row.label.startswith("(") for row in rows
+    )
 
 
-def _outputs(plan: Plan) -> Mapping[str, str]:
-    return {fold_path(path)[0]: short(place) for path, place in plan.outputs.items()}
+def _side_by_side(first: ModuleRow, second: ModuleRow) -> ModuleRow:
+    return ModuleRow(
+        f"{first.label} {second.label}",
+        first.paths,
+        first.weight,
+        first.output,
+        first.compute + second.compute,
+        held=first.held + second.held,
+    )
 
 
-def _table(plan: Plan) -> Iterator[str]:
-    rows, weights, outputs = _rows(plan), _weights(plan), _outputs(plan)
-    yield f"{'module':<38} {'weight':<14} {'output':<18} {'compute':>10} {'comm':>10}"
-    count, left = 0, []
-    costly = set(sorted(rows, key=lambda m: -(rows[m].compute + rows[m].moved))[:ROWS])
-    for module, row in rows.items():
-        lines = list(_module_lines(module, row, weights.get(module, ""), outputs.get(module, "")))
-        if module in costly and count + len(lines) <= ROWS:
-            count += len(lines)
-            yield from lines
-        else:
-            left.append(row)
-    if left:
-        rest = f"... {sum(len(r.paths) for r in left)} more modules"
-        yield _line(rest, "", "", sum(r.compute for r in left), sum(r.moved for r in left))
+def _foot(plan: Plan) -> Iterator[str]:
+    yield ""
+    yield from _sync(plan)
+    yield from _totals(plan)
+    yield from _also_priced(plan)
+    shown = plan.warnings if len(plan.warnings) <= MOST_WARNINGS else plan.warnings[: MOST_WARNINGS - 1]
+    yield from (clip(f"warning    {' '.join(warning.split())}", WIDTH) for warning in shown)
+    if len(shown) < len(plan.warnings):
+        yield f"warning    {len(plan.warnings) - len(shown)} more in plan.warnings"
+    paths = list(plan.parameters) or list(plan.outputs) or [""]
+    path = next((path for path in paths if len(path) < 40), paths[0])
+    yield clip(f'ask        plan.why("{path}") · plan.diff(other) · plan.tree() · plan.table(by="op")', WIDTH)
 
 
-def _module_lines(module: str, row: _Row, weight: str, output: str) -> Iterator[str]:
-    times = f" x{len(row.paths)}" if len(row.paths) > 1 else ""
-    yield _line((module or "(model)") + times, weight, output, row.compute, 0.0)
-    for text, (number, moved, seconds) in row.moves.items():
-        yield _line(f"  ↳ {text}  {number:.0f} x {size(moved / number)}", None, None, 0.0, seconds)
-
-
-def _line(name: str, weight: str | None, output: str | None, compute: float, moved: float) -> str:
-    figures = f"{duration(compute) if compute else '':>10} {duration(moved) if moved else '':>10}"
-    if weight is None or output is None:
-        return f"{name[:71]:<72} {figures}"
-    return f"{name[-38:]:<38} {weight[:14]:<14} {output[:18]:<18} {figures}"
+def _sync(plan: Plan) -> Iterator[str]:
+    """Gradients to where they rest, and updated weights back to where they are used: once a step, in buckets."""
+    for kind, label in (("gradient", "gradients"), ("refresh", "weights")):
+        found: dict[tuple[str, str], list[Move]] = {}
+        for one in moves_of(plan, kind):
+            found.setdefault((one.what, one.way), []).append(one)
+        groups = list(found.items())
+        shown = groups if len(groups) <= 2 else groups[:1]
+        for (what, changed), moves in shown:
+            total = sum(one.bytes * one.count for one in moves)
+            count = sum(one.count for one in moves)
+            amount = f"{size(total)} in {count:g} tensor{'s' if count > 1 else ''}" if total else "local"
+            yield _move_line(f"{label:<10} {what}  {changed}  {amount}", sum(one.seconds for one in moves))
+        if len(shown) < len(groups):
+            rest = [one for _, moves in groups[len(shown) :] for one in moves]
+            text = f"{label:<10} {size(sum(m.bytes * m.count for m in rest))} more in {len(groups) - len(shown)} other ways"
+            yield _move_line(text, sum(one.seconds for one in rest))
 
 
 def _totals(plan: Plan) -> Iterator[str]:
@@ -132,29 +258,43 @@ def _totals(plan: Plan) -> Iterator[str]:
         "reshard": plan.seconds_of("reshard"),
         "weight gather": plan.seconds_of("weight", "refresh"),
         "grad sync": plan.seconds_of("gradient"),
+        "bubble": plan.predicted.bubble_seconds,
     }
-    total = plan.predicted.step_seconds or 1.0
-    shown = " · ".join(f"{name} {duration(s)} ({s / total:.0%})" for name, s in parts.items() if s)
-    yield f"total      {shown}"
-    p = plan.predicted
-    yield (
-        f"memory     weights {size(p.weight_bytes)} · gradients {size(p.gradient_bytes)} · optimizer {size(p.optimizer_bytes)} · "
-        f"activations {size(p.activation_bytes)} · temporary {size(p.temporary_bytes)}"
-    )
+    p, total = plan.predicted, plan.predicted.step_seconds
+    yield from _wrapped("total", [f"{name} {duration(s)} ({share(s, total)})" for name, s in parts.items() if s])
+    held = {
+        "weights": p.weight_bytes,
+        "gradients": p.gradient_bytes,
+        "optimizer": p.optimizer_bytes,
+        "activations": p.activation_bytes,
+        "temporary": p.temporary_bytes,
+        "inputs": p.input_bytes,
+    }
+    yield from _wrapped("memory", [f"{name} {size(count)}" for name, count in held.items() if count])
 
 
-def _foot(plan: Plan) -> Iterator[str]:
-    for position, (name, other) in enumerate(plan.baselines.items()):
+def _wrapped(label: str, parts: Sequence[str]) -> Iterator[str]:
+    # Breaks come between the parts only: a figure stays with its unit.
+    tied = " · ".join(part.replace(" ", "\0") for part in parts)
+    for position, line in enumerate(textwrap.wrap(tied, WIDTH - 11, break_on_hyphens=False)):
+        yield f"{label if position == 0 else '':<11}{line}".replace("\0", " ")
+
+
+def _also_priced(plan: Plan) -> Iterator[str]:
+    others = list(plan.baselines.items())
+    shown = others if len(others) <= MOST_BASELINES else others[: MOST_BASELINES - 1]
+    for position, (name, other) in enumerate(shown):
         lead = "also priced" if position == 0 else ""
-        yield f"{lead:<11}{name:<34} {_compared(plan, other)}"
-    for warning in plan.warnings[:3]:
-        yield f"warning    {warning[:105]}"
-    yield 'ask        plan.why("path") · plan.diff(other) · plan.tree()'
+        yield f"{lead:<12}{clip(name, 34):<34} {compared(plan, other)}"
+    if len(shown) < len(others):
+        yield f"{'':<12}{len(others) - len(shown)} more in plan.baselines"
 
 
-def _compared(plan: Plan, other: Predicted | None) -> str:
+def compared(plan: Plan, other: Predicted | None) -> str:
+    """How a baseline compares: its step, how much longer that is, and by how much it is too large for the memory limit."""
     if other is None:
-        return "not possible"
-    share = other.step_seconds / plan.predicted.step_seconds - 1 if plan.predicted.step_seconds else 0.0
-    fits = "" if other.peak_bytes <= plan.memory_limit else f"   does not fit: {size(other.peak_bytes)}"
-    return f"{duration(other.step_seconds):>9} {share:+7.0%}{fits}"
+        return f"{'not possible':>21}"
+    longer = other.step_seconds / plan.predicted.step_seconds - 1 if plan.predicted.step_seconds else 0.0
+    fits = other.peak_bytes <= plan.memory_limit
+    note = f"peak {size(other.peak_bytes)}" + ("" if fits else ", does not fit")
+    return f"{duration(other.step_seconds):>9} {longer:>+7.0%}   {note}"

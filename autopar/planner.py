@@ -17,6 +17,7 @@ from autopar.passes.fold import fold_layers
 from autopar.passes.rest import InsertRests
 
 from .account import Account, account
+from .alternatives import answers
 from .assignment import Assignment, ParameterPlacement
 from .cluster import Cluster
 from .errors import InfeasibleError
@@ -28,7 +29,7 @@ from .prices import Prices, placement_options
 from .problem import Ints, Solution, evaluate, memory_of
 from .restrict import baselines, module_outputs, pin_instance, with_choices, zero_allows
 from .solve import smallest_memory, solve
-from .spec import short
+from .spec import is_shard, shard_dim, short
 
 STRETCHES = 3
 BASELINE_GAP = 0.05
@@ -314,7 +315,7 @@ def make_plan(
             path: assignment.strategies[name].outputs[0] for path, name in module_outputs(graph).items()
         },
         baselines=priced,
-        alternatives={},
+        **answers(instance, assignment, solution.choices),
         pinned=dict(question.options.pins),
         fallbacks=fallbacks,
         warnings=tuple(_warnings(best, graph, fallbacks)),
@@ -342,12 +343,16 @@ def _warnings(best: Answer, graph: Graph, fallbacks: tuple[str, ...]) -> Iterato
 
 
 def default_names(mesh: tuple[int, ...], assignment: Assignment, graph: Graph) -> tuple[str, ...]:
-    """Names for axes by what they do: ``dp`` where the inputs are sharded on their dim 0, ``sp`` on a later dim, ``tp`` otherwise."""
-    names: list[str] = []
+    """Names for axes by what they do: ``dp`` where inputs are sharded on their dim 0, ``sp`` on a later dim, ``tp`` where only other
+    tensors are sharded, ``idle`` where nothing is; numbered where several axes do the same: ``dp0``, ``dp1``."""
+    inputs = [assignment.strategies[node.name].outputs[0] for node in graph.placeholders("input")]
+    placed = [*(place.weight for place in assignment.parameters.values())]
+    placed += [place for strategy in assignment.strategies.values() for place in strategy.outputs]
+    kinds: list[str] = []
     for axis in range(len(mesh)):
-        places = [assignment.strategies[node.name].outputs[0][axis] for node in graph.placeholders("input")]
-        dims = {getattr(place, "dim", None) for place in places} - {None}
-        kind = "dp" if 0 in dims else "sp" if dims else "tp"
-        names.append(kind if kind not in names else f"{kind}{names.count(kind) + 1 + axis}")
-    return tuple(names)
-
+        dims = {shard_dim(place[axis]) for place in inputs} - {None}
+        busy = any(is_shard(place[axis]) for place in placed)
+        kinds.append("dp" if 0 in dims else "sp" if dims else "tp" if busy else "idle")
+    return tuple(
+        kind if kinds.count(kind) == 1 else f"{kind}{kinds[:axis].count(kind)}" for axis, kind in enumerate(kinds)
+    )

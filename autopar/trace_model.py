@@ -4,8 +4,10 @@ happens.
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +15,7 @@ import torch
 from torch import nn
 
 Role = Literal["param", "buffer", "constant"]
-_MEMBERS = ("_parameters", "_buffers", "_modules")
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, set)
 
 
 @dataclass(frozen=True)
@@ -88,21 +90,33 @@ def model_state(model: nn.Module) -> tuple[State, ...]:
     )
 
 
+def _contents(module: nn.Module) -> dict[str, Any]:
+    """A copy of every container among the attributes: members, hooks, and whatever the model remembers between calls."""
+    return {key: copy(value) for key, value in module.__dict__.items() if type(value) in _CONTAINERS}
+
+
+def _refill(container: Any, saved: Any) -> None:
+    container.clear()
+    if isinstance(container, list):
+        container.extend(saved)
+    else:
+        container.update(saved)
+
+
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Whatever happens inside, every module has its old attributes, members and flags afterwards."""
+    """Whatever happens inside, every module has its old attributes, members, hooks and caches afterwards."""
     modules = list(model.modules())
     attributes = [dict(module.__dict__) for module in modules]
-    members = [[dict(module.__dict__[key]) for key in _MEMBERS] for module in modules]
+    contents = [_contents(module) for module in modules]
     try:
         yield
     finally:
-        for module, saved, kept in zip(modules, attributes, members, strict=True):
+        for module, saved, kept in zip(modules, attributes, contents, strict=True):
             module.__dict__.clear()
             module.__dict__.update(saved)
-            for key, entries in zip(_MEMBERS, kept, strict=True):
-                module.__dict__[key].clear()
-                module.__dict__[key].update(entries)
+            for key, entries in kept.items():
+                _refill(module.__dict__[key], entries)
 
 
 @contextmanager

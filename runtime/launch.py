@@ -2,8 +2,9 @@
 
 Ranks are forked where that is safe (no second import of torch; closures work), else started afresh with the
 function sent by cloudpickle. The parent serves the rendezvous store on a port of its own, so no two runs
-meet. A rank that raises, dies or hangs ends the run: the others are killed, every process is reaped, and the
-error shows where that rank was.
+meet; it starts to serve only when all ranks are forked, because a fork beside a busy server thread inherits
+whatever lock that thread holds. A rank that raises, dies or hangs ends the run: the others are killed, every
+process is reaped, and the error shows where that rank was.
 """
 
 from __future__ import annotations
@@ -40,18 +41,19 @@ Start = Literal["auto", "fork", "spawn"]
 _SETTLE_SECONDS = 0.3
 # How long a process whose descriptors are closed may take to end (it may be writing a core file).
 _DYING_SECONDS = 5.0
+_PORT_BYTES = 8
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class _Task:
-    """What one rank is told."""
+    """What one rank is told. It reads the store's port from the descriptor ``door``."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     rank: int
     world: int
-    port: int
+    door: int
     threads: int
     backend: str | None
     trace: str
@@ -111,7 +113,7 @@ class _Worker:
 
     @property
     def dying(self) -> bool:
-        """Its pipe closed without a report, but it cannot be reaped yet: descriptors go before the process does."""
+        """Its pipe closed without a report, but it cannot be reaped yet: descriptors go first."""
         return not self.open and self.report is None and self.status is None
 
     @property
@@ -144,15 +146,23 @@ def run_local(
     deadline = time.monotonic() + timeout
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="autopar-")))
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        servers: list[object] = []
+        stack.callback(servers.clear)
+        door, knock = os.pipe()
+        stack.callback(os.close, door)
+        stack.callback(os.close, knock)
         threads = max(1, (os.cpu_count() or 1) // nprocs)
         begin = _spawn if _starts_afresh(start) else _fork
         workers: list[_Worker] = []
         stack.callback(_end, workers)
         for rank in range(nprocs):
             trace = str(folder / f"rank{rank}")
-            task = _Task(function, tuple(args), rank, nprocs, store.port, threads, backend, trace)
+            task = _Task(function, tuple(args), rank, nprocs, door, threads, backend, trace)
             workers.append(begin(task))
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        os.write(knock, store.port.to_bytes(_PORT_BYTES, "little") * nprocs)
+        servers.append(store)
+        del store
         _listen(workers, deadline)
         if any(worker.report is None or worker.failed for worker in workers):
             _raise(workers, timeout)
@@ -190,7 +200,7 @@ def _spawn(task: _Task) -> _Worker:
     reading, writing = os.pipe()
     code = f"from autopar.runtime.launch import work_from_stdin; work_from_stdin({writing})"
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, pass_fds=(writing,), process_group=0,
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, pass_fds=(writing, task.door), process_group=0,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )  # fmt: skip
     os.close(writing)
@@ -255,10 +265,11 @@ def _settle_in(task: _Task, trace: IO[str]) -> None:
         signal.signal(number, signal.SIG_DFL)
     faulthandler.enable(trace)
     faulthandler.register(signal.SIGUSR1, trace, all_threads=True)
+    port = int.from_bytes(os.read(task.door, _PORT_BYTES), "little")
     os.environ.update(
         RANK=str(task.rank), LOCAL_RANK=str(task.rank), WORLD_SIZE=str(task.world),
         LOCAL_WORLD_SIZE=str(task.world),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(task.port), TORCHELASTIC_USE_AGENT_STORE="True",
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True",
     )  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +19,7 @@ from .autograd import differentiate
 from .call import Call
 from .compiled import Compile, OutputsWanted, Request
 from .groups import mesh_groups
+from .optimizer import make_optimizer
 from .parameters import gather_whole, make_dtensor
 from .weights import Weights, accumulate
 
@@ -130,20 +130,9 @@ class ParallelModule(nn.Module):
         return self._plan
 
     def optimizer(self, cls: Callable[..., torch.optim.Optimizer], **kwargs: Any) -> torch.optim.Optimizer:
-        """``cls`` over the named parameters, before or after the first batch; its state rests as the
-        parameters do.
-
-        Fused if ``cls`` can and nothing else is asked for: one call for all local tensors instead of
-        DTensor's dispatch for each operation on each.
-        """
-        can = "fused" in inspect.signature(cls).parameters and not kwargs.keys() & {
-            "fused",
-            "foreach",
-            "differentiable",
-        }
-        if can and all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in self.parameters()):
-            kwargs["fused"] = True
-        return cls(self.named_parameters(), **kwargs)
+        """``cls`` over the named parameters, before or after the first batch; its state rests as the parameters do, and it steps on
+        local shards where that gives the same numbers (:mod:`autopar.runtime.optimizer`)."""
+        return make_optimizer(cls, self.named_parameters(), **kwargs)
 
     def local_batch(self, *args: Any, **kwargs: Any) -> Any:
         """The batch with each tensor as a DTensor of which this rank holds its part: a dict for keyword

@@ -1,0 +1,133 @@
+"""What a plan keeps of its instance so that it can be questioned: its nodes, what rests in memory, and every other choice.
+
+An alternative's price is the objective with one group's choice changed and all others as they are: the group's own cost and
+the transfers it takes part in, for all its choices at once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from .account import REST, parameter_bytes, trained
+from .assignment import Assignment, ParameterPlacement
+from .graph import Graph
+from .instance import Choice, Instance
+from .plan import Alternative, Alternatives, Holding, PlanNode
+from .prices import local_bytes
+from .problem import Floats, Ints, Problem, Transfer
+from .restrict import module_outputs
+from .spec import short
+
+KEPT = 6
+
+
+def answers(instance: Instance, assignment: Assignment, chosen: Ints) -> dict[str, Any]:
+    """The fields of a :class:`~autopar.plan.Plan` that :meth:`~autopar.plan.Plan.why` and its kin read; ``chosen`` is ``assignment`` by
+    group."""
+    graph = instance.graph
+    gradients = {o.name: o.value.node for o in graph.outputs if o.kind == "gradient" and o.value is not None}
+    return {
+        "nodes": _nodes(graph),
+        "module_nodes": module_outputs(graph),
+        "gradient_nodes": gradients,
+        "holdings": tuple(_holdings(instance, assignment)),
+        "alternatives": alternatives(instance, chosen),
+    }
+
+
+def _nodes(graph: Graph) -> dict[str, PlanNode]:
+    found = {}
+    for node in graph.nodes:
+        first = graph.classes.get(node.name, node.name)
+        found[node.name] = PlanNode(
+            op=node.op,
+            type=", ".join(str(kind) for kind in node.types if kind is not None),
+            module=node.module,
+            target=node.target if node.is_placeholder else "",
+            operands=tuple(dict.fromkeys(value.node for value in node.operands)),
+            tied="" if first == node.name else first,
+        )
+    return found
+
+
+def _holdings(instance: Instance, assignment: Assignment) -> Iterator[Holding]:
+    """What :func:`autopar.account.memory` adds up, item by item."""
+    graph, prices, learns = instance.graph, instance.prices, set(trained(instance.graph))
+    for node in graph.nodes:
+        if node.op == "param":
+            place = assignment.parameters[node.name]
+            parts = parameter_bytes(prices, node.type, place, instance.optimizer)
+            for kind, count in zip(("weight", "gradient", "optimizer"), parts, strict=True):
+                if count and (kind == "weight" or node.target in learns):
+                    yield Holding(kind, node.name, node.target.rpartition(".")[0], count)
+        elif node.is_placeholder or node.op == REST:
+            kind = "activation" if node.op == REST else "input"
+            count = local_bytes(node.type, assignment.strategies[node.name].outputs[0], prices.mesh)
+            yield Holding(kind, node.name, node.module, count)
+
+
+def alternatives(instance: Instance, chosen: Ints, kept: int = KEPT) -> dict[str, Alternatives]:
+    """For each group with more than one choice, by its node, the ``kept`` cheapest others."""
+    problem = instance.problem
+    touching: defaultdict[int, list[Transfer]] = defaultdict(list)
+    for transfer in problem.transfers:
+        for group in {transfer.producer, *transfer.consumers}:
+            touching[group].append(transfer)
+    return {
+        name: _cheapest(instance, group, prices_alone(problem, touching[group], group, chosen), chosen, kept)
+        for group, name in enumerate(instance.names)
+        if len(instance.choices[group]) > 1
+    }
+
+
+def prices_alone(problem: Problem, transfers: list[Transfer], group: int, chosen: Ints) -> Floats:
+    """Seconds, shape [K], of the terms of the objective that ``group`` takes part in, for each of its choices."""
+    total = problem.groups[group].cost.copy()
+    for transfer in transfers:
+        total += _moves(transfer, group, chosen, len(total))
+    return total
+
+
+def _moves(transfer: Transfer, group: int, chosen: Ints, count: int) -> Floats:
+    """Seconds of one transfer for each choice of ``group``: every distinct column once, as :func:`autopar.problem.evaluate` has it."""
+    rows = transfer.source if transfer.producer == group else transfer.source[chosen[transfer.producer]]
+    pairs = list(zip(transfer.consumers, transfer.targets, strict=True))
+    others = sorted({int(target[chosen[consumer]]) for consumer, target in pairs if consumer != group})
+    own = [target for consumer, target in pairs if consumer == group]
+    seconds = np.zeros(count)
+    if others:
+        seconds += transfer.cost[:, others].sum(axis=1)[rows]
+    for position, columns in enumerate(own):
+        is_new = ~np.isin(columns, others)
+        for earlier in own[:position]:
+            is_new &= columns != earlier
+        seconds += np.where(is_new, transfer.cost[rows, columns], 0.0)
+    return seconds
+
+
+def _cheapest(instance: Instance, group: int, seconds: Floats, chosen: Ints, kept: int) -> Alternatives:
+    now, memory = int(chosen[group]), instance.problem.groups[group].memory
+    possible = np.isfinite(seconds)
+    possible[now] = False
+    order = [int(k) for k in np.argsort(seconds, kind="stable") if possible[k]]
+    cheapest = tuple(
+        Alternative(
+            choice_text(instance.choices[group][k]), float(seconds[k] - seconds[now]), int(memory[k] - memory[now])
+        )
+        for k in order[:kept]
+    )
+    return Alternatives(cheapest, len(order), len(seconds) - 1 - len(order))
+
+
+def choice_text(choice: Choice) -> str:
+    """A choice as people read it: ``(R,S(0)) (S(0),R) -> (S(0),R)``, or the resting places of a parameter."""
+    if not isinstance(choice, ParameterPlacement):
+        return str(choice)
+    weight, gradient, optimizer = map(short, (choice.weight, choice.gradient, choice.optimizer))
+    if weight == gradient == optimizer:
+        return weight
+    return f"weight {weight}, gradient {gradient}, optimizer {optimizer}"

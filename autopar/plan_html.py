@@ -1,0 +1,82 @@
+"""A plan as one self-contained page: no scripts, no links, nothing fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+from .errors import OptionsError
+from .plan import Plan
+from .plan_page import PAGE
+from .plan_rows import ModuleRow, module_rows
+from .plan_text import compared
+from .plan_units import duration, share, signed_duration, size
+from .spec import short
+
+
+def write_html(plan: Plan, path: str | PathLike[str]) -> None:
+    """``plan.to_html(path)``. Raises :class:`OptionsError` if the file cannot be written."""
+    try:
+        Path(path).write_text(render(plan), encoding="utf-8")
+    except OSError as error:
+        raise OptionsError(f"cannot write {fspath(path)!r}: {error.strerror}") from error
+
+
+def render(plan: Plan) -> str:
+    """The page."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"duration": duration, "size": size, "signed": signed_duration}
+    return environment.from_string(PAGE).render(
+        plan=plan,
+        mesh=", ".join(f"{name}={n}" for name, n in zip(plan.axis_names, plan.mesh, strict=True)),
+        parts=_parts(plan),
+        memory=_memory(plan),
+        rows=module_rows(plan),
+        share=lambda row, times: share(row.seconds * row.count * times, plan.predicted.step_seconds),
+        is_open=lambda row, times: _is_open(plan, row, times),
+        parameters=_parameters(plan),
+        baselines=[(name, " ".join(compared(plan, other).split())) for name, other in plan.baselines.items()],
+        tables=[(by, plan.table(by)) for by in ("collective", "op", "kind")],
+        text=str(plan),
+    )
+
+
+def _parts(plan: Plan) -> list[tuple[str, float, float]]:
+    """``(name, seconds, percent)`` of what a step is made of."""
+    kinds = {"compute": "compute", "optimizer": "optimizer", "reshard": "reshard", "weight": "weight gather"}
+    kinds |= {"gradient": "grad sync", "refresh": "weight refresh"}
+    total = plan.predicted.step_seconds or 1.0
+    found = [(label, plan.seconds_of(kind)) for kind, label in kinds.items()]
+    return [(label, seconds, 100 * seconds / total) for label, seconds in found if seconds]
+
+
+def _memory(plan: Plan) -> list[tuple[str, int, float]]:
+    names = ("weight", "gradient", "optimizer", "activation", "temporary", "input")
+    found = [(name, int(getattr(plan.predicted, f"{name}_bytes"))) for name in names]
+    return [(name, count, 100 * count / max(plan.predicted.peak_bytes, 1)) for name, count in found if count]
+
+
+def _is_open(plan: Plan, row: ModuleRow, times: int) -> bool:
+    return row.seconds * row.count * times > 0.2 * plan.predicted.step_seconds
+
+
+def _parameters(plan: Plan) -> list[Mapping[str, Any]]:
+    found = []
+    for path, place in plan.parameters.items():
+        why = plan.why(path)
+        found.append(
+            {
+                "path": path,
+                "type": why.about,
+                "weight": short(place.weight),
+                "gradient": short(place.gradient),
+                "optimizer": short(place.optimizer),
+                "reason": why.reason,
+                "others": why.alternatives.cheapest if why.alternatives is not None else (),
+            }
+        )
+    return found

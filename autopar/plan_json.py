@@ -1,0 +1,166 @@
+"""Plans as JSON: placements in short form, strategies in a table, exact numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from .assignment import ParameterPlacement
+from .errors import OptionsError
+from .plan import Alternative, Alternatives, Holding, Plan, PlanLine, PlanNode, Predicted, Step
+from .spec import Placements, Strategy, parse_placements, short
+
+VERSION = 2
+_PLAIN = (
+    "model batch mesh axis_names cluster cluster_source status objective bound gap solve_seconds memory_limit graph_hash "
+    "pinned fallbacks warnings timings stages schedule microbatches module_nodes gradient_nodes"
+).split()
+_STRINGS = ("model", "cluster", "cluster_source", "graph_hash")
+_NUMBERS = ("objective", "bound", "gap", "solve_seconds")
+_COUNTS = ("batch", "memory_limit", "stages", "microbatches")
+_NAMES = ("pinned", "module_nodes", "gradient_nodes")
+
+
+def plan_to_json(plan: Plan) -> str:
+    """``plan.to_json()``: strict JSON (numbers that are not finite as strings)."""
+    return json.dumps(plan_to_dict(plan), indent=1, allow_nan=False)
+
+
+def plan_from_json(text: str) -> Plan:
+    """``Plan.from_json``. Raises :class:`OptionsError`."""
+    try:
+        data = json.loads(text)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise OptionsError(f"this is not a plan: it does not parse as JSON ({error}); is the file whole?") from error
+    return plan_from_dict(data)
+
+
+def plan_to_dict(plan: Plan) -> dict[str, Any]:
+    """The plan as plain data: dicts, lists, strings and numbers that JSON has."""
+    data: dict[str, Any] = {"version": VERSION} | {name: getattr(plan, name) for name in _PLAIN}
+    data |= {name: _number(getattr(plan, name)) for name in _NUMBERS}
+    data["predicted"] = plan.predicted.to_dict()
+    data["baselines"] = {name: p and p.to_dict() for name, p in plan.baselines.items()}
+    data["parameters"] = {
+        path: [short(p.weight), short(p.gradient), short(p.optimizer)] for path, p in plan.parameters.items()
+    }
+    data["outputs"] = {path: short(p) for path, p in plan.outputs.items()}
+    table = {strategy: i for i, strategy in enumerate(dict.fromkeys(plan.strategies.values()))}
+    data["strategy_table"] = [_strategy_data(strategy) for strategy in table]
+    data["strategies"] = {name: table[strategy] for name, strategy in plan.strategies.items()}
+    data["nodes"] = {
+        name: [n.op, n.type, n.module, n.target, list(n.operands), n.tied] for name, n in plan.nodes.items()
+    }
+    data["alternatives"] = {
+        name: [a.possible, a.impossible, [[c.choice, c.seconds, c.bytes] for c in a.cheapest]]
+        for name, a in plan.alternatives.items()
+    }
+    data["holdings"] = [[h.kind, h.name, h.module, h.bytes] for h in plan.holdings]
+    data["lines"] = [_line_data(line) for line in plan.lines]
+    return data
+
+
+def _number(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+def _strategy_data(strategy: Strategy) -> list[Any]:
+    return [[short(p) for p in strategy.inputs], [short(p) for p in strategy.outputs], strategy.local]
+
+
+def _line_data(line: PlanLine) -> list[Any]:
+    steps = [[s.kind, list(s.axes), s.source, s.target, s.bytes] for s in line.steps]
+    return [line.kind, line.name, line.module, line.phase, line.seconds, steps]
+
+
+def plan_from_dict(data: Any) -> Plan:
+    """The inverse of :func:`plan_to_dict`.
+
+    Raises:
+        OptionsError: what is missing or of the wrong kind, or which version wrote it.
+    """
+    if not isinstance(data, dict) or "version" not in data:
+        raise OptionsError(
+            "this is not a plan: it has no version; Plan.to_json() (or `autopar plan --output`) writes one"
+        )
+    if data["version"] != VERSION:
+        raise OptionsError(
+            f"this plan has format version {data['version']!r}, but this autopar reads version {VERSION}; plan the model again"
+        )
+    try:
+        return Plan(**_fields(data))
+    except KeyError as error:
+        raise OptionsError(f"this is not a whole plan: {error} is missing") from error
+    except (ValueError, TypeError, IndexError, AttributeError, OverflowError) as error:
+        raise OptionsError(f"this is not a plan that autopar wrote: {type(error).__name__}: {error}") from error
+
+
+def _fields(data: dict[str, Any]) -> dict[str, Any]:
+    mesh = tuple(_count(n) for n in data["mesh"])
+
+    def places(text: str) -> Placements:
+        found = parse_placements(text)
+        if len(found) != len(mesh):
+            raise ValueError(f"{text!r} has {len(found)} placements on the mesh {mesh}")
+        return found
+
+    fields: dict[str, Any] = {name: data[name] for name in _PLAIN} | {"mesh": mesh}
+    fields |= {name: tuple(map(_string, data[name])) for name in ("axis_names", "fallbacks", "warnings")}
+    fields |= {name: _string(data[name]) for name in _STRINGS}
+    fields |= {name: float(data[name]) for name in _NUMBERS} | {name: _count(data[name]) for name in _COUNTS}
+    fields |= {name: {_string(k): _string(v) for k, v in data[name].items()} for name in _NAMES}
+    fields["timings"] = {name: float(seconds) for name, seconds in data["timings"].items()}
+    fields["predicted"] = Predicted(**data["predicted"])
+    fields["baselines"] = {name: p and Predicted(**p) for name, p in data["baselines"].items()}
+    fields["parameters"] = {
+        path: ParameterPlacement(*map(places, triple)) for path, triple in data["parameters"].items()
+    }
+    fields["outputs"] = {path: places(p) for path, p in data["outputs"].items()}
+    fields |= _node_fields(data, [_strategy(item, places) for item in data["strategy_table"]])
+    fields["holdings"] = tuple(
+        Holding(kind, name, module, _count(n)) for kind, name, module, n in data["holdings"]
+    )
+    fields["lines"] = tuple(map(_line, data["lines"]))
+    if data["status"] not in ("optimal", "feasible", "fallback") or len(fields["axis_names"]) != len(mesh):
+        raise ValueError(f"status {data['status']!r} with axes {fields['axis_names']} of mesh {mesh}")
+    return fields
+
+
+def _node_fields(data: dict[str, Any], table: list[Strategy]) -> dict[str, Any]:
+    return {
+        "strategies": {name: table[_count(i)] for name, i in data["strategies"].items()},
+        "nodes": {
+            name: PlanNode(op, kind, module, target, tuple(operands), tied)
+            for name, (op, kind, module, target, operands, tied) in data["nodes"].items()
+        },
+        "alternatives": {
+            name: Alternatives(
+                tuple(Alternative(_string(c), float(s), int(b)) for c, s, b in cheapest), possible, impossible
+            )
+            for name, (possible, impossible, cheapest) in data["alternatives"].items()
+        },
+    }
+
+
+def _strategy(data: Any, places: Any) -> Strategy:
+    inputs, outputs, local = data
+    return Strategy(tuple(map(places, inputs)), tuple(map(places, outputs)), _string(local))
+
+
+def _line(data: Any) -> PlanLine:
+    kind, name, module, phase, seconds, steps = data
+    hops = tuple(Step(k, tuple(map(_count, axes)), s, t, _count(b)) for k, axes, s, t, b in steps)
+    return PlanLine(_string(kind), _string(name), _string(module), _string(phase), float(seconds), hops)
+
+
+def _string(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not a string")
+    return value
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise TypeError(f"{value!r} is not a count")
+    return value

@@ -1,0 +1,135 @@
+"""The step of a plan summed by module, kind of line, operation, phase or collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from .errors import OptionsError
+from .paths import fold_path
+from .plan import Plan, PlanLine
+from .plan_columns import columns
+from .plan_units import duration, share, size
+
+Cell = str | int | float
+
+
+@dataclass(frozen=True)
+class PlanTable:
+    """The answer of :meth:`autopar.plan.Plan.table`: ``rows`` of ``columns``, the dearest first; ``str`` prints it with units. Columns
+    called ``seconds`` are in seconds, ``bytes`` in bytes."""
+
+    by: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    step_seconds: float
+
+    def __str__(self) -> str:
+        shown = {"seconds": "time", "communicated": "sent", "held": "memory"}
+        header = [shown.get(name, name) for name in self.columns]
+        places = [i for i, name in enumerate(self.columns) if name in ("count", *_TIMES, *_SIZES)]
+        rows = [[_text(name, cell) for name, cell in zip(self.columns, row, strict=True)] for row in self.rows]
+        if "seconds" in self.columns:
+            at = self.columns.index("seconds")
+            header.append("share")
+            for row, raw in zip(rows, self.rows, strict=True):
+                row.append(share(float(raw[at]), self.step_seconds))
+            places.append(len(header) - 1)
+        return "\n".join(columns(header, rows, right=places)) if rows else f"nothing by {self.by}"
+
+
+_TIMES = ("seconds", "compute", "comm")
+_SIZES = ("bytes", "communicated", "held")
+
+
+def _text(name: str, cell: Cell) -> str:
+    if isinstance(cell, str):
+        return cell
+    if name in _TIMES:
+        return duration(cell) if cell else ""
+    if name in _SIZES:
+        return size(cell) if cell else ""
+    return f"{cell:g}"
+
+
+def plan_table(plan: Plan, by: str) -> PlanTable:
+    """``plan.table(by)``. Raises :class:`OptionsError` for an unknown ``by``."""
+    if by not in _TABLES:
+        raise OptionsError(f"a plan has no table by {by!r}; one of {', '.join(map(repr, _TABLES))}")
+    names, rows = _TABLES[by](plan)
+    at = names.index("seconds")
+    ordered = sorted(rows, key=lambda row: (-float(row[at]), str(row[0])))
+    return PlanTable(by, names, tuple(ordered), plan.predicted.step_seconds)
+
+
+_Rows = tuple[tuple[str, ...], list[tuple[Cell, ...]]]
+
+
+def _by_module(plan: Plan) -> _Rows:
+    """Equal layers together; what rests in memory beside what takes time."""
+    lines: dict[str, list[PlanLine]] = {}
+    held: dict[str, int] = {}
+    for line in plan.lines:
+        lines.setdefault(fold_path(line.module)[0], []).append(line)
+    for holding in plan.holdings:
+        path = fold_path(holding.module)[0]
+        held[path] = held.get(path, 0) + holding.bytes
+    rows: list[tuple[Cell, ...]] = []
+    for path in dict.fromkeys([*lines, *held]):
+        found = lines.get(path, [])
+        compute = sum(line.seconds for line in found if line.kind in ("compute", "optimizer"))
+        seconds = sum(line.seconds for line in found)
+        rows.append((path or "(model)", compute, seconds - compute, seconds, _sent(found), held.get(path, 0)))
+    return ("module", "compute", "comm", "seconds", "communicated", "held"), rows
+
+
+def _sent(lines: list[PlanLine]) -> int:
+    return sum(step.bytes for line in lines for step in line.steps)
+
+
+def _by(name: str, key: Callable[[Plan, PlanLine], str]) -> Callable[[Plan], _Rows]:
+    def make(plan: Plan) -> _Rows:
+        found: dict[str, list[PlanLine]] = {}
+        for line in plan.lines:
+            found.setdefault(key(plan, line), []).append(line)
+        rows: list[tuple[Cell, ...]] = [
+            (text, len(lines), sum(line.seconds for line in lines), _sent(lines)) for text, lines in found.items()
+        ]
+        return (name, "count", "seconds", "communicated"), rows
+
+    return make
+
+
+def _op(plan: Plan, line: PlanLine) -> str:
+    if line.kind != "compute":
+        return f"({line.kind})"
+    return plan.nodes[line.name].op if line.name in plan.nodes else "?"
+
+
+def _by_collective(plan: Plan) -> _Rows:
+    """Every collective of a step. A line of several hops is priced as one: its seconds are shared among its collectives by bytes."""
+    found: dict[tuple[str, str, int, str], list[float]] = {}
+    for line in plan.lines:
+        for (kind, axes, count), seconds in _collectives(plan, line):
+            found.setdefault((kind, axes, count, line.kind), []).append(seconds)
+    rows: list[tuple[Cell, ...]] = [
+        (kind, axes, reason, len(times), count, sum(times)) for (kind, axes, count, reason), times in found.items()
+    ]
+    return ("collective", "axes", "for", "count", "bytes", "seconds"), rows
+
+
+def _collectives(plan: Plan, line: PlanLine) -> Iterator[tuple[tuple[str, str, int], float]]:
+    total = _sent([line])
+    for step in line.steps:
+        if step.communicates:
+            axes = ",".join(plan.axis_names[axis] for axis in step.axes)
+            yield (step.kind, axes, step.bytes), line.seconds * step.bytes / total
+
+
+_TABLES: dict[str, Callable[[Plan], _Rows]] = {
+    "module": _by_module,
+    "kind": _by("kind", lambda plan, line: line.kind),
+    "op": _by("op", _op),
+    "phase": _by("phase", lambda plan, line: line.phase),
+    "collective": _by_collective,
+}

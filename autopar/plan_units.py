@@ -1,0 +1,57 @@
+"""How quantities read in text: three digits and a unit, always."""
+
+from __future__ import annotations
+
+import math
+
+
+def duration(seconds: float) -> str:
+    """``16.6 ms``: seconds in the unit that keeps the number below a thousand; ``0`` for none."""
+    if not math.isfinite(seconds):
+        return str(seconds)
+    if seconds < 0:
+        return f"-{duration(-seconds)}"
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        # 0.9995 of a unit rounds up to a whole one.
+        if seconds >= scale * 0.9995:
+            return f"{_digits(seconds / scale)} {unit}"
+    return f"{seconds * 1e6:.2g} us" if seconds else "0"
+
+
+def size(count: float) -> str:
+    """``5.8 GiB``: bytes in the binary unit that keeps the number below a thousand or so."""
+    if count < 0:
+        return f"-{size(-count)}"
+    for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= scale:
+            return f"{_digits(count / scale)} {unit}"
+    return f"{count:.0f} B"
+
+
+def signed_duration(seconds: float) -> str:
+    """``+1.2 ms``, ``-30 us`` or ``±0``."""
+    return f"+{duration(seconds)}" if seconds > 0 else duration(seconds) if seconds < 0 else "±0"
+
+
+def signed_size(count: float) -> str:
+    """``+1.5 GiB``, ``-3 MiB`` or ``±0``."""
+    return f"+{size(count)}" if count > 0 else size(count) if count < 0 else "±0"
+
+
+def share(part: float, whole: float) -> str:
+    """``79%``; ``<1%`` for what is there but rounds to nothing."""
+    if part <= 0 or whole <= 0:
+        return "0%"
+    return "<1%" if part / whole < 0.005 else f"{part / whole:.0%}"
+
+
+def clip(text: str, width: int) -> str:
+    """``text`` in at most ``width`` characters; the middle goes, for both ends of a path say which it is."""
+    if len(text) <= width:
+        return text
+    kept = width - 1
+    return f"{text[: kept // 3]}…{text[len(text) - (kept - kept // 3) :]}" if kept > 0 else text[:width]
+
+
+def _digits(number: float) -> str:
+    return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"

@@ -1,0 +1,147 @@
+"""The collectives of a lowered program are those of the bill: kind, axes, bytes and count, whatever the assignment."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from autopar.account import Account
+from autopar.assignment import Assignment
+from autopar.graph import Graph
+from autopar.instance import parameter_choices
+from autopar.passes.conformance import collectives_of, difference
+from autopar.planner import Question, Timings, answer, step_graph
+from autopar.program import Instruction, Program, Section, TensorSlot
+from autopar.reshard import Collective
+from autopar.spec import parse_placements
+
+from tests.models import make
+from tests.questions import CLUSTER, Setting, ask, setting, slow_devices
+
+MESHES = [(4,), (2, 2), (2, 1, 2)]
+
+
+@lru_cache(maxsize=None)
+def prepared(name: str, mesh: tuple[int, ...]) -> tuple[Question, Setting]:
+    model, batch = make(name)
+    question = ask(model, batch, mesh)
+    return question, setting(question)
+
+
+def priced(bill: Account) -> Counter[Collective]:
+    return Counter(wire for line in bill.lines for wire in line.collectives)
+
+
+def any_assignment(graph: Graph, mesh: tuple[int, ...], seed: int) -> Assignment:
+    """Any strategy for every node and any resting places for every parameter."""
+    pick = random.Random(seed).choice
+    parameters, strategies = {}, {}
+    for node in graph.nodes:
+        if node.op == "param":
+            parameters[node.name] = pick(parameter_choices(graph.strategies[node.name], True))
+        else:
+            strategies[node.name] = pick(graph.strategies[node.name])
+    return Assignment(mesh, strategies, parameters)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", ["plain", "stack"])
+@pytest.mark.parametrize("bucket", [1, 1 << 12, 1 << 30])
+def test_random_assignments_do_what_their_bill_says(name: str, mesh: tuple[int, ...], bucket: int) -> None:
+    _, found = prepared(name, mesh)
+    total = 0
+    for seed in range(4):
+        assignment = any_assignment(found.graph, mesh, seed)
+        done = collectives_of(found.program(assignment, bucket=bucket), found.graph)
+        assert difference(done, priced(found.bill(assignment))) == (), f"seed {seed}"
+        total += done.total()
+    assert total > 20
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit", "resnet"])
+def test_random_assignments_of_real_models(name: str, mesh: tuple[int, ...]) -> None:
+    if mesh != MESHES[1] and name not in ("gpt2", "resnet"):
+        pytest.skip("the other meshes are covered by two models")
+    _, found = prepared(name, mesh)
+    assignment = any_assignment(found.graph, mesh, 0)
+    done = collectives_of(found.program(assignment), found.graph)
+    assert difference(done, priced(found.bill(assignment))) == ()
+    assert done.total() > 100
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "best": {},
+    "zero-0": {"zero": 0},
+    "zero-1": {"zero": 1},
+    "zero-2": {"zero": 2},
+    "zero-3": {"zero": 3},
+    "slow devices": {"cluster": slow_devices()},
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_plans_do_what_they_say(kind: str, mesh: tuple[int, ...]) -> None:
+    model, batch = make("stack")
+    question = ask(model, batch, mesh, **OPTIONS[kind])
+    plan, found = answer(question, Timings()), setting(question)
+    assignment = plan.assignment({n.target: n.name for n in found.graph.placeholders("param")})
+    done = collectives_of(found.program(assignment), found.graph)
+    said = Counter({Collective(c.kind, c.axes, c.bytes): 0 for c in plan.collectives()})
+    for line in plan.collectives():
+        said[Collective(line.kind, line.axes, line.bytes)] += line.count
+    assert difference(done, said) == ()
+    assert done.total() > 0
+
+
+def test_every_rank_does_the_same_collectives() -> None:
+    _, found = prepared("stack", (2, 2))
+    assignment = any_assignment(found.graph, (2, 2), 7)
+    sequences = {
+        tuple((i.op, dict(i.kwargs).get("axes")) for i in section.instructions if i.op.startswith("collective."))
+        for coordinate in [(0, 0), (0, 1), (1, 0), (1, 1)]
+        for section in (found.program(assignment, coordinate).backward,)
+    }
+    assert len(sequences) == 1
+
+
+def slot(name: str, shape: tuple[int, ...], text: str) -> TensorSlot:
+    return TensorSlot(name, "input", name, shape, parse_placements(text))
+
+
+def program_of(instructions: tuple[Instruction, ...], *slots: TensorSlot) -> Program:
+    names = tuple(s.name for s in slots)
+    empty = Section("refresh", (), (), ())
+    forward = Section("forward", names, instructions, ())
+    return Program((2, 2), (0, 0), (), slots, (), (), (), empty, forward, Section("backward", (), (), ()))
+
+
+def test_reads_bytes_of_uneven_shards_as_padded() -> None:
+    from autopar.graph import Value
+
+    graph = Graph.from_text('graph()\n%x: f32[5, 3] = input("x")\n')
+    gathered = Instruction("g", "collective.all_gather", (Value("x"),), (("axes", (0,)), ("dim", 0), ("size", 5), ("before", 1)))
+    waited = Instruction("w", "collective.wait", (Value("g"),))
+    scattered = Instruction(
+        "s", "collective.reduce_scatter_bucket", ((Value("w"), Value("w")),),
+        (("axes", (0, 1)), ("op", "sum"), ("dims", (0, 1)), ("befores", (1, 1))),
+    )  # fmt: skip
+    done = collectives_of(program_of((gathered, waited, scattered), slot("x", (5, 3), "S(0),R")), graph)
+    assert done == {
+        Collective("all_gather", (0,), 6 * 3 * 4): 1,
+        Collective("reduce_scatter", (0, 1), 8 * 3 * 4): 1,
+        Collective("reduce_scatter", (0, 1), 5 * 4 * 4): 1,
+    }
+
+
+def test_difference_names_both_sides() -> None:
+    one, other = Collective("all_reduce", (0,), 8), Collective("all_gather", (1,), 16)
+    assert difference(Counter([one, one]), Counter([one, other])) == (
+        "done but not priced: 1 x all_reduce over axes (0,), 8 bytes",
+        "priced but not done: 1 x all_gather over axes (1,), 16 bytes",
+    )

@@ -1,0 +1,155 @@
+"""Runs a model's graph under any assignment, all ranks in one process, and compares with the whole."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+from autopar.assignment import Assignment
+from autopar.cluster import Cluster
+from autopar.graph import Arg, Graph, Node, TensorType, map_arg
+from autopar.instance import parameter_choices
+from autopar.passes.annotate import annotate
+from autopar.passes.lower import Lowering, lower
+from autopar.passes.normalise import normalise
+from autopar.passes.overlap import overlap
+from autopar.planner import step_graph
+from autopar.prices import Prices, placement_options
+from autopar.program import Program
+from autopar.trace import trace
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from tests.interpret import interpret
+from tests.lowering import plain
+from tests.simulate import World
+
+Results = dict[tuple[str, str], torch.Tensor | None]
+
+
+@dataclass
+class Case:
+    """A model's step graph in float64, the values of its placeholders, and what it computes on one device."""
+
+    graph: Graph
+    values: dict[str, torch.Tensor]
+    expected: Results
+
+
+def _double(leaf: Any) -> Any:
+    return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+
+def make_case(model: nn.Module, batch: Any) -> Case:
+    """Traces a model; asserts that its graph gives the loss and gradients of the model itself."""
+    torch.manual_seed(0)
+    model, batch = model.double().train(), pytree.tree_map(_double, batch)
+    args, kwargs = (batch, {}) if isinstance(batch, tuple) else ((), batch)
+    traced = trace(model, args, kwargs, device="cpu")
+    batch_size = next(iter(dict(traced.graph.symbols).values()), 0)
+    graph = _exact(step_graph(normalise(traced.graph), traced.signature.loss, batch_size))
+    leaves = pytree.tree_leaves((args, kwargs))
+    inputs = dict(zip(traced.signature.input_names, leaves, strict=True))
+    values = {n: v.detach().clone() for n, v in (*model.named_parameters(), *model.named_buffers())}
+    values |= {name: value for name, value in inputs.items() if name is not None}
+    case = Case(graph, values, interpret(plain(graph), values))
+    _check_trace(case, model, args, kwargs, traced.signature.loss)
+    return case
+
+
+def _exact(graph: Graph) -> Graph:
+    """The graph with float64 wherever the model insists on float32, so that rounding cannot hide an error."""
+
+    def wide(dtype: torch.dtype) -> torch.dtype:
+        return torch.float64 if dtype == torch.float32 else dtype
+
+    def leaf(arg: Arg) -> Arg:
+        return wide(arg) if isinstance(arg, torch.dtype) else arg
+
+    def visit(node: Node) -> Node:
+        types = tuple(kind and TensorType(kind.shape, wide(kind.dtype)) for kind in node.types)
+        kwargs = tuple((key, map_arg(arg, leaf)) for key, arg in node.kwargs)
+        return replace(node, args=map_arg(node.args, leaf), kwargs=kwargs, types=types)
+
+    constants = {name: tensor.to(wide(tensor.dtype)) for name, tensor in graph.constants.items()}
+    return replace(graph, nodes=tuple(map(visit, graph.nodes)), constants=constants)
+
+
+def _check_trace(case: Case, model: nn.Module, args: Any, kwargs: Any, loss: str | None) -> None:
+    output = model(*args, **kwargs)
+    flat = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.ndim == 0 and t.requires_grad]
+    value = getattr(output, "loss", None)
+    value = flat[0] if value is None else value
+    assert loss is not None
+    value.backward()
+    compare({("output", loss): value.detach()}, {("output", loss): case.expected["output", loss]}, "trace", 1e-6)
+    for name, parameter in model.named_parameters():
+        found = case.expected.get(("gradient", name))
+        assert (found is None) == (parameter.grad is None), name
+        compare({("gradient", name): parameter.grad}, {("gradient", name): found}, "trace", 1e-6)
+
+
+def compare(found: Mapping[tuple[str, str], Any], expected: Results, message: str, tolerance: float = 1e-8) -> None:
+    """Asserts equality relative to the largest element of each result."""
+    for key, value in expected.items():
+        if value is None:
+            continue
+        other = found[key]
+        scale = max(1e-3, float(value.double().abs().nan_to_num().max())) if value.numel() else 1.0
+        torch.testing.assert_close(
+            other.double(), value.double(), rtol=0, atol=tolerance * scale, equal_nan=True, msg=lambda m, k=key: f"{message}: {k}: {m}"
+        )
+
+
+def random_assignment(graph: Graph, mesh: tuple[int, ...], seed: int, plainness: float = 0.0) -> Assignment:
+    """Any strategy for every node, any resting places for every parameter: nothing a planner would choose, all it could."""
+    generator = random.Random(seed)
+    parameters, strategies = {}, {}
+    for node in graph.nodes:
+        offered = graph.strategies[node.name]
+        if node.op == "param":
+            parameters[node.name] = generator.choice(parameter_choices(offered, True))
+        else:
+            strategies[node.name] = generator.choice(offered)
+    return Assignment(mesh, strategies, parameters)
+
+
+def programs(graph: Graph, assignment: Assignment, prices: Prices, bucket: int = 256) -> list[Program]:
+    """What every rank runs, ranks in row-major order."""
+    coordinates = product(*map(range, assignment.mesh))
+    return [overlap(lower(Lowering(graph, assignment, c, prices.path, bucket), graph.outputs)) for c in coordinates]
+
+
+def prices_for(annotated: Graph, mesh: tuple[int, ...]) -> Prices:
+    return Prices(Cluster.get("dgx-a100-80gb"), mesh, placement_options(annotated, mesh))
+
+
+def check_assignments(case: Case, mesh: tuple[int, ...], seeds: range) -> None:
+    """Random assignments of the graph on a mesh all give what one device gives."""
+    annotated = annotate(case.graph, mesh)
+    prices = prices_for(annotated, mesh)
+    for seed in seeds:
+        check_assignment(case, annotated, random_assignment(annotated, mesh, seed), prices, f"mesh {mesh}, seed {seed}")
+
+
+def tangents(graph: Graph) -> dict[str, torch.Tensor]:
+    """Ones for every tangent."""
+    return {n.target: torch.ones([int(s) for s in n.type.shape], dtype=n.type.dtype) for n in graph.placeholders("tangent")}
+
+
+def check_assignment(case: Case, annotated: Graph, assignment: Assignment, prices: Prices, message: str) -> None:
+    """One assignment gives what one device gives."""
+    results, gradients = World(programs(annotated, assignment, prices)).step(case.values, tangents(annotated))
+    found = {key: value for key, value in _keyed(case, results, gradients)}
+    compare(found, case.expected, message)
+
+
+def _keyed(case: Case, results: Mapping[str, Any], gradients: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], Any]]:
+    for kind, name in case.expected:
+        known = gradients if kind in ("gradient", "input_gradient") else results
+        if name in known:
+            yield (kind, name), known[name]
