@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch._C._distributed_c10d import HashStore
 
 from autopar.runtime.module import ParallelModule
 
@@ -148,7 +149,7 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
             f"(torchrun --nproc-per-node {needed} train.py), or give a mesh of {world}"
         )
     if not dist.is_initialized():
-        dist.init_process_group("gloo" if not torch.cuda.is_available() else None, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo" if not torch.cuda.is_available() else None, store=HashStore(), rank=0, world_size=1)
     kind = "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
     return DeviceMesh(kind, torch.arange(needed).reshape(shape))
 

@@ -68,7 +68,10 @@ def uses(graph: Graph, assignment: Assignment) -> Iterator[Use]:
                 yield Use(value, graph.type_of(value), node.phase, "operand", source, target, node.name)
     for output in graph.outputs:
         if output.value is not None:
-            yield _output_use(graph, assignment, output.kind, output.name, output.value)
+            use = _output_use(graph, assignment, output.kind, output.name, output.value)
+            if use.role == "gradient" or (use.value, use.phase, use.target) not in seen:
+                seen.add((use.value, use.phase, use.target))
+                yield use
     for node in graph.placeholders("param"):
         place = assignment.parameters[node.name]
         if place.optimizer != place.weight:
@@ -81,6 +84,8 @@ def _output_use(graph: Graph, assignment: Assignment, kind: str, name: str, valu
     if kind == "gradient":
         consumer = parameter_node(graph, name).name
         role, target = "gradient", assignment.parameters[consumer].gradient
+    elif kind == "input_gradient":
+        role = "gradient"
     return Use(value, graph.type_of(value), graph[value.node].phase, role, source, target, consumer)
 
 

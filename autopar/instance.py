@@ -8,10 +8,11 @@ per phase. Equal groups and transfers of folded layers are one, their cost times
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from .account import (
 from .assignment import Assignment, ParameterPlacement, parameter_node
 from .graph import Graph, Node, Value
 from .prices import Prices, ReshardTable, local_bytes
-from .problem import Group, Ints, Problem, Transfer
+from .problem import Floats, Group, Ints, Problem, Transfer
 from .spec import REPLICATE, Placements, Strategy, is_shard
 
 Choice = Strategy | ParameterPlacement
@@ -71,15 +72,6 @@ class Instance:
             picked.append(choices.index(found) if found is not None else 0)
         return np.array(picked, dtype=np.int64)
 
-    def restricted(self, allowed: Callable[[Node, Choice], bool]) -> Problem:
-        """The problem with every choice forbidden that is not ``allowed``; a group left with none keeps all its choices."""
-        groups = []
-        for name, choices, group in zip(self.names, self.choices, self.problem.groups, strict=True):
-            keep = np.array([name == OUTPUTS or allowed(self.graph[name], choice) for choice in choices])
-            keep = keep if keep.any() else np.ones_like(keep)
-            groups.append(replace(group, cost=np.where(keep, group.cost, np.inf)))
-        return replace(self.problem, groups=tuple(groups))
-
 
 def parameter_choices(strategies: tuple[Strategy, ...], trainable: bool) -> tuple[ParameterPlacement, ...]:
     """Every sensible triple of resting places. The optimizer state either lies as the weight does or shards further what the weight
@@ -114,12 +106,23 @@ def build_instance(graph: Graph, prices: Prices, *, optimizer: str, memory_limit
     return _Builder(graph, prices, optimizer).build(memory_limit)
 
 
+class _Route(NamedTuple):
+    """What transfers of folded layers have in common: result ``result`` of class ``producer`` goes, in one phase or for one purpose
+    (``role``), to operands of ``consumers``."""
+
+    producer: str
+    result: int
+    role: str
+    consumers: tuple[tuple[str, int], ...]
+
+
 class _Builder:
     """Collects groups and transfers; lives only while an instance is built."""
 
     def __init__(self, graph: Graph, prices: Prices, optimizer: str) -> None:
         self.graph, self.prices, self.optimizer = graph, prices, optimizer
         self.trained = set(trained(graph))
+        self.results = {o.value for o in graph.outputs if o.kind in ("output", "mutation")}
         self.counts = Counter(graph.classes.get(node.name, node.name) for node in graph.nodes)
         self.names = (*self.counts, OUTPUTS)
         self.index = {name: i for i, name in enumerate(self.names)}
@@ -164,35 +167,38 @@ class _Builder:
         return seconds, float(sum(parts)), 0.0
 
     def _transfers(self) -> tuple[Transfer, ...]:
-        found: Counter[Hashable] = Counter()
+        found: Counter[_Route] = Counter()
         for node in self.graph.nodes:
             for index, kind in enumerate(node.types):
                 if kind is not None:
-                    for key in self._transfer_keys(Value(node.name, index)):
-                        found[key] += 1
+                    found.update(self._routes(Value(node.name, index)))
         for output in self.graph.outputs:
-            if output.value is not None:
-                found[self._output_key(output.kind, output.name, output.value)] += 1
-        return tuple(self._transfer(key, count) for key, count in found.items())
+            if output.value is not None and output.kind in ("gradient", "input_gradient"):
+                found[self._gradient_route(output.kind, output.name, output.value)] += 1
+        return tuple(self._transfer(route, count) for route, count in found.items())
 
-    def _transfer_keys(self, value: Value) -> list[tuple[object, ...]]:
-        """``(producer, result, phase or role, ((consumer, operand), ...))`` for each phase the value is used in."""
-        producer = self.graph.classes.get(value.node, value.node)
+    def _class(self, node: str) -> str:
+        return self.graph.classes.get(node, node)
+
+    def _routes(self, value: Value) -> list[_Route]:
+        """One route for each phase the value is used in; to be a result of the model is a use."""
         by_phase: dict[str, dict[tuple[str, int], None]] = {}
         for user, operand in self.graph.users.get(value, ()):
-            consumer = self.graph.classes.get(user.name, user.name)
-            by_phase.setdefault(user.phase, {})[consumer, operand] = None
-        return [(producer, value.index, phase, tuple(found)) for phase, found in by_phase.items()]
+            by_phase.setdefault(user.phase, {})[self._class(user.name), operand] = None
+        if value in self.results:
+            by_phase.setdefault(self.graph[value.node].phase, {})[OUTPUTS, 0] = None
+        producer = self._class(value.node)
+        return [_Route(producer, value.index, phase, tuple(found)) for phase, found in by_phase.items()]
 
-    def _output_key(self, kind: str, name: str, value: Value) -> tuple[object, ...]:
-        producer = self.graph.classes.get(value.node, value.node)
-        if kind != "gradient":
-            return producer, value.index, f"{kind} {name}", ((OUTPUTS, 0),)
+    def _gradient_route(self, kind: str, name: str, value: Value) -> _Route:
+        producer = self._class(value.node)
+        if kind == "input_gradient":
+            return _Route(producer, value.index, "gradient", ((OUTPUTS, 0),))
         parameter = parameter_node(self.graph, name).name
-        return producer, value.index, "gradient", ((self.graph.classes.get(parameter, parameter), -1),)
+        return _Route(producer, value.index, "gradient", ((self._class(parameter), -1),))
 
-    def _transfer(self, key: object, count: int) -> Transfer:
-        producer, result, role, consumers = key  # type: ignore[misc]
+    def _transfer(self, route: _Route, count: int) -> Transfer:
+        producer, result, role, consumers = route
         kind = self.graph.type_of(Value(producer, result))
         table = self.prices.table(kind, bucketed=role == "gradient")
         rows = [_result_place(choice, result) for choice in self.choices[self.index[producer]]]
@@ -221,5 +227,5 @@ def _positions(places: list[Placements], among: list[Placements]) -> Ints:
     return np.array([index[place] for place in places], dtype=np.int64)
 
 
-def _submatrix(table: ReshardTable, rows: list[Placements], columns: list[Placements]) -> np.ndarray:
+def _submatrix(table: ReshardTable, rows: list[Placements], columns: list[Placements]) -> Floats:
     return table.seconds[np.ix_([table.index[p] for p in rows], [table.index[p] for p in columns])]

@@ -78,8 +78,10 @@ class Difference:
         yield from self._placement_lines()
         if self.operations:
             yield f"{self.operations} operation{'s run' if self.operations > 1 else ' runs'} otherwise"
-        yield from columns(("predicted", "before", "after", "change"), [*map(_figure_row, self.figures)], right=(1, 2, 3))
-        rows = [(name, _seconds(a), _seconds(b)) for name, (a, b) in self.baselines.items()]
+        if self.figures:
+            figures = [_figure_row(figure) for figure in self.figures]
+            yield from columns(("predicted", "before", "after", "change"), figures, right=(1, 2, 3))
+        rows = [(name, _seconds(a), _seconds(b)) for name, (a, b) in self.baselines.items() if a != b]
         if rows:
             yield from columns(("also priced", "before", "after"), rows, right=(1, 2))
 

@@ -23,8 +23,8 @@ _NAMES = ("pinned", "module_nodes", "gradient_nodes")
 
 
 def plan_to_json(plan: Plan) -> str:
-    """``plan.to_json()``: strict JSON (numbers that are not finite as strings)."""
-    return json.dumps(plan_to_dict(plan), indent=1, allow_nan=False)
+    """``plan.to_json()``: strict JSON (numbers that are not finite as strings), on one line: :mod:`autopar.plan_lines` is for reading."""
+    return json.dumps(plan_to_dict(plan), allow_nan=False)
 
 
 def plan_from_json(text: str) -> Plan:

@@ -69,10 +69,18 @@ def _by_module(plan: Plan) -> _Rows:
     """Equal layers together; what rests in memory beside what takes time."""
     lines: dict[str, list[PlanLine]] = {}
     held: dict[str, int] = {}
+    layers = {fold_path(line.module)[0].rpartition(".*.")[0] for line in plan.lines if ".*." in fold_path(line.module)[0]}
+
+    def pattern(path: str) -> str:
+        """``h.*`` for ``h.3``, the part of a layer that is in none of its modules, too."""
+        folded = fold_path(path)[0]
+        stem, _, name = folded.rpartition(".")
+        return f"{stem}.*" if name.isdigit() and stem in layers else folded
+
     for line in plan.lines:
-        lines.setdefault(fold_path(line.module)[0], []).append(line)
+        lines.setdefault(pattern(line.module), []).append(line)
     for holding in plan.holdings:
-        path = fold_path(holding.module)[0]
+        path = pattern(holding.module)
         held[path] = held.get(path, 0) + holding.bytes
     rows: list[tuple[Cell, ...]] = []
     for path in dict.fromkeys([*lines, *held]):

@@ -11,11 +11,11 @@ def duration(seconds: float) -> str:
         return str(seconds)
     if seconds < 0:
         return f"-{duration(-seconds)}"
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9)):
         # 0.9995 of a unit rounds up to a whole one.
         if seconds >= scale * 0.9995:
             return f"{_digits(seconds / scale)} {unit}"
-    return f"{seconds * 1e6:.2g} us" if seconds else "0"
+    return f"{seconds * 1e9:.2g} ns" if seconds else "0"
 
 
 def size(count: float) -> str:

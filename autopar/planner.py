@@ -111,17 +111,13 @@ def answer(question: Question, timings: Timings) -> Plan:
 
 
 def mesh_candidates(question: Question) -> list[tuple[int, ...]]:
-    """The mesh as given and, if it may be regrouped, its devices split into two axes every way: placements that coincide on
-    both axes make them one, so that a single axis is among them."""
-    given, devices = question.mesh, math.prod(question.mesh)
-    if not question.options.mesh_search or question.options.pins or question.axis_names or len(given) > 2:
-        return [given]
-    if len(given) == 2 and 1 in given:
-        return [given]
-    splits = [(k, devices // k) for k in range(2, devices) if devices % k == 0]
-    if len(given) == 2:
-        return [given]
-    return [given] if not splits else splits
+    """The mesh as given; if it has one axis and may be regrouped, its devices split into two axes every way. Placements that coincide
+    on both axes make them one, so that the single axis is among them."""
+    given = question.mesh
+    devices = math.prod(given)
+    fixed = not question.options.mesh_search or bool(question.options.pins) or bool(question.axis_names)
+    splits: list[tuple[int, ...]] = [(k, devices // k) for k in range(2, devices) if devices % k == 0]
+    return [given] if fixed or len(given) > 1 or not splits else splits
 
 
 def memory_limit_of(question: Question) -> int:

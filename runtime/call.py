@@ -99,6 +99,8 @@ class Call:
                 f"the input {slot.target} has shape {list(value.shape)}, but the program was compiled "
                 f"for {list(slot.shape)}"
             )
+        if isinstance(value, DTensor) and value.device_mesh != self.groups.mesh:
+            value = value.full_tensor()
         if isinstance(value, DTensor):
             wanted = torch_placements(slot.placements, self.groups.shape)
             return (

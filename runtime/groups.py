@@ -55,6 +55,7 @@ class MeshGroups:
         self.shape: tuple[int, ...] = tuple(ranks.shape)
         self.coordinate: tuple[int, ...] = tuple(coordinate)
         self._made: dict[tuple[int, ...], AxisGroup] = {}
+        self._regrouped: dict[tuple[int, ...], DeviceMesh] = {}
 
     @property
     def device(self) -> torch.device:
@@ -75,6 +76,14 @@ class MeshGroups:
         if live not in self._made:
             self._made[live] = self._make(live)
         return self._made[live]
+
+    def regrouped(self, shape: tuple[int, ...]) -> MeshGroups:
+        """The same devices in the same order on a mesh of another ``shape``; made once, collectively."""
+        if shape == self.shape:
+            return self
+        if shape not in self._regrouped:
+            self._regrouped[shape] = DeviceMesh(self.mesh.device_type, self.mesh.mesh.reshape(shape))
+        return mesh_groups(self._regrouped[shape])
 
     def prepare(self, axis_sets: set[tuple[int, ...]]) -> None:
         """Makes the groups over all ``axis_sets`` now, in an order every rank shares."""

@@ -110,9 +110,20 @@ class ParallelModule(nn.Module):
         if key not in self._calls:
             compiled = self._compile(Request(args, dict(kwargs), self.training, grad, outputs))
             check_agreement(compiled.fingerprint, self._groups)
+            self._groups = self._weights.groups = self._groups.regrouped(compiled.program.mesh)
             self._calls[key] = Call(compiled, self._weights, self._groups)
             self._plan = compiled.plan
         return self._calls[key]
+
+    def _regroup(self, shape: tuple[int, ...]) -> None:
+        """Lays the same devices out as a mesh of ``shape``, as a plan may that splits an axis; before parameters are placed."""
+        if self._calls:
+            raise AutoparError(
+                f"a program for mesh {shape} came after one for mesh {self._groups.shape}; all programs of a module share one mesh"
+            )
+        mesh = self._groups.mesh
+        self._groups = mesh_groups(DeviceMesh(mesh.device_type, mesh.mesh.reshape(shape)))
+        self._weights.groups = self._groups
 
     def _wants_grad(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         inputs = tree_flatten((args, dict(kwargs)))[0]

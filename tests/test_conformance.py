@@ -145,3 +145,29 @@ def test_difference_names_both_sides() -> None:
         "done but not priced: 1 x all_reduce over axes (0,), 8 bytes",
         "priced but not done: 1 x all_gather over axes (1,), 16 bytes",
     )
+
+
+class Running(torch.nn.Module):
+    """Uses the new value of a buffer, which is thereby both an operand and a result, and asks for the gradient of an input."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(12))
+        self.linear = torch.nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return ((x - self.mean) ** 2).sum()
+
+
+def test_a_value_used_and_returned_is_reduced_once() -> None:
+    question = ask(Running(), (torch.randn(8, 12, requires_grad=True),), (2, 2))
+    found = setting(question)
+    assert {o.kind for o in found.graph.outputs} >= {"mutation", "input_gradient", "gradient"}
+    for seed in range(12):
+        assignment = any_assignment(found.graph, (2, 2), seed)
+        done = collectives_of(found.program(assignment), found.graph)
+        assert difference(done, priced(found.bill(assignment))) == (), f"seed {seed}"
