@@ -29,11 +29,13 @@ def answers(instance: Instance, assignment: Assignment, chosen: Ints) -> dict[st
     """The fields of a :class:`~autopar.plan.Plan` that :meth:`~autopar.plan.Plan.why` and its kin read; ``chosen`` is ``assignment`` by
     group."""
     graph = instance.graph
-    gradients = {o.name: o.value.node for o in graph.outputs if o.kind == "gradient" and o.value is not None}
+    gradients = {
+        o.name: str(o.value).removeprefix("%") for o in graph.outputs if o.kind == "gradient" and o.value is not None
+    }
     return {
         "nodes": _nodes(graph),
         "module_nodes": module_outputs(graph),
-        "gradient_nodes": gradients,
+        "gradient_values": gradients,
         "holdings": tuple(_holdings(instance, assignment)),
         "alternatives": alternatives(instance, chosen),
     }

@@ -69,7 +69,9 @@ def uses(graph: Graph, assignment: Assignment) -> Iterator[Use]:
     for output in graph.outputs:
         if output.value is not None:
             use = _output_use(graph, assignment, output.kind, output.name, output.value)
-            if use.role == "gradient" or (use.value, use.phase, use.target) not in seen:
+            if use.role == "gradient":
+                yield use
+            elif (use.value, use.phase, use.target) not in seen:
                 seen.add((use.value, use.phase, use.target))
                 yield use
     for node in graph.placeholders("param"):

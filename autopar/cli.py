@@ -70,9 +70,7 @@ def _version() -> str:
 def _add(subparsers: Any, command: commands.Command) -> argparse.ArgumentParser:
     """A subcommand named, and described, as the function that runs it."""
     summary = (command.__doc__ or "").strip()
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        command.__name__, help=summary, description=summary
-    )
+    parser: argparse.ArgumentParser = subparsers.add_parser(command.__name__, help=summary, description=summary)
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     parser.set_defaults(command=command)
     return parser
@@ -119,32 +117,22 @@ def _add_planning(parser: argparse.ArgumentParser, mesh_required: bool) -> None:
         help="fix the placements of a weight or module: 'lm_head.weight=S(0),R'; globs and repeats allowed",
     )
     group.add_argument("--precision", choices=("fp32", "bf16", "fp16"))
-    group.add_argument(
-        "--zero", type=int, choices=(0, 1, 2, 3), help="fix the ZeRO stage instead of searching"
-    )
+    group.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help="fix the ZeRO stage instead of searching")
     group.add_argument("--recompute")
     group.add_argument("--microbatches", type=_checked(_positive))
     group.add_argument("--stages", type=_checked(_positive))
     group.add_argument("--schedule")
-    group.add_argument(
-        "--optimizer", choices=sorted(OPTIMIZER_STATES), help="decides the bytes of optimizer state"
-    )
+    group.add_argument("--optimizer", choices=sorted(OPTIMIZER_STATES), help="decides the bytes of optimizer state")
     group.add_argument("--time-limit", type=float, metavar="SECONDS", help="for the solver")
-    group.add_argument(
-        "--gap", type=float, help="relative distance from the proven bound that is good enough"
-    )
+    group.add_argument("--gap", type=float, help="relative distance from the proven bound that is good enough")
     group.add_argument("--seed", type=int)
-    group.add_argument(
-        "--no-mesh-search", dest="mesh_search", action="store_false", help="keep the axes as given"
-    )
+    group.add_argument("--no-mesh-search", dest="mesh_search", action="store_false", help="keep the axes as given")
 
 
 def _add_plan(subparsers: Any) -> None:
     parser = _add(subparsers, commands.plan)
     parser.add_argument("target", help=TARGET_HELP)
-    parser.add_argument(
-        "--meta", action="store_true", help="build the model on the meta device: takes no memory"
-    )
+    parser.add_argument("--meta", action="store_true", help="build the model on the meta device: takes no memory")
     parser.add_argument(
         "--output",
         metavar="PLAN.json",
@@ -164,9 +152,7 @@ def _add_explain(subparsers: Any) -> None:
     parser = _add(subparsers, commands.explain)
     parser.add_argument("target", help=f"a plan written by `autopar plan --output`, or {TARGET_HELP}")
     parser.add_argument("name", help="parameter or module path, such as model.layers.0.mlp.up_proj.weight")
-    parser.add_argument(
-        "--meta", action="store_true", help="build the model on the meta device: takes no memory"
-    )
+    parser.add_argument("--meta", action="store_true", help="build the model on the meta device: takes no memory")
     _add_planning(parser, mesh_required=False)
 
 
@@ -179,17 +165,13 @@ def _add_diff(subparsers: Any) -> None:
 def _add_verify(subparsers: Any) -> None:
     parser = _add(subparsers, commands.verify)
     parser.add_argument("target", help=TARGET_HELP)
-    parser.add_argument(
-        "--timeout", type=float, default=300.0, metavar="SECONDS", help="end a hanging run (300)"
-    )
+    parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="end a hanging run (300)")
     _add_planning(parser, mesh_required=True)
 
 
 def _add_run(subparsers: Any) -> None:
     parser = _add(subparsers, commands.run)
-    parser.add_argument(
-        "--nproc", type=_checked(_positive), default=_processes_here(), help="processes on this host"
-    )
+    parser.add_argument("--nproc", type=_checked(_positive), default=_processes_here(), help="processes on this host")
     parser.add_argument("--nnodes", default="1", help="number of hosts, or MIN:MAX")
     parser.add_argument("--rendezvous", metavar="HOST:PORT", help="where several hosts meet")
     parser.add_argument("--rendezvous-id", default="autopar", help="the same on every host of one run")

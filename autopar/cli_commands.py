@@ -95,9 +95,7 @@ def explain(arguments: argparse.Namespace, output: Output) -> int:
     if ":" not in arguments.target or Path(arguments.target).is_file():
         found = _read_plan(arguments.target)
     elif arguments.mesh is None:
-        raise OptionsError(
-            "to plan the model first, give --mesh (or name a plan written by `autopar plan --output`)"
-        )
+        raise OptionsError("to plan the model first, give --mesh (or name a plan written by `autopar plan --output`)")
     else:
         found = _make_plan(arguments, output)
     reason = found.why(arguments.name)
@@ -157,9 +155,7 @@ def _launcher_options(arguments: argparse.Namespace) -> list[str]:
     options = [f"--nproc-per-node={arguments.nproc}", f"--max-restarts={arguments.max_restarts}"]
     if arguments.rendezvous is None:
         if arguments.nnodes != "1":
-            raise OptionsError(
-                f"--nnodes {arguments.nnodes} needs --rendezvous HOST:PORT, the same on every host"
-            )
+            raise OptionsError(f"--nnodes {arguments.nnodes} needs --rendezvous HOST:PORT, the same on every host")
         return [*options, "--standalone"]
     return [
         *options,
@@ -201,15 +197,11 @@ def bench(arguments: argparse.Namespace, output: Output) -> int:
     sys.path.insert(0, os.getcwd())
     names = BENCHMARKS if arguments.name == "all" else (arguments.name,)
     if importlib.util.find_spec("benchmarks") is None:
-        raise OptionsError(
-            "the benchmarks are not part of the installed package; run this in a checkout of autopar"
-        )
+        raise OptionsError("the benchmarks are not part of the installed package; run this in a checkout of autopar")
     statuses = [_run_benchmark(name, arguments.arguments, output) for name in names]
     return OK if not any(statuses) else FAILED
 
 
 def _run_benchmark(name: str, arguments: list[str], output: Output) -> int:
     extra: list[Any] = ["--json"] if output.json else []
-    return subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{name}", *extra, *arguments], check=False
-    ).returncode
+    return subprocess.run([sys.executable, "-m", f"benchmarks.{name}", *extra, *arguments], check=False).returncode

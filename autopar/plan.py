@@ -7,11 +7,11 @@ sum of ``holdings`` and the temporary bytes; ``Plan.from_json(plan.to_json()) ==
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from .assignment import Assignment, ParameterPlacement
 from .program import CollectiveKind
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .plan_tree import PlanTree
     from .plan_why import Explanation
 
+Item = TypeVar("Item")
 Status = Literal["optimal", "feasible", "fallback"]
 
 
@@ -139,7 +140,7 @@ class Plan:
     ``parameters`` adds where gradients and optimizer state rest. ``strategies`` is the choice for each node of the graph whose
     fingerprint is ``graph_hash``, ``nodes`` what these nodes are. ``baselines`` are other plans priced alike (None: it is not possible).
     ``alternatives`` lists, by the first node of those that choose alike, what else was possible and by how many seconds a step
-    would change. ``module_nodes`` and ``gradient_nodes`` give the node that makes a module's output, and a parameter's gradient.
+    would change. ``module_nodes`` gives the node that makes a module's output, ``gradient_values`` the value that is a parameter's gradient, by path.
     """
 
     model: str
@@ -171,7 +172,7 @@ class Plan:
     microbatches: int = 1
     nodes: Mapping[str, PlanNode] = field(default_factory=dict)
     module_nodes: Mapping[str, str] = field(default_factory=dict)
-    gradient_nodes: Mapping[str, str] = field(default_factory=dict)
+    gradient_values: Mapping[str, str] = field(default_factory=dict)
     holdings: tuple[Holding, ...] = ()
 
     @property
@@ -182,6 +183,21 @@ class Plan:
     def parameter_nodes(self) -> Mapping[str, str]:
         """The node of each parameter path."""
         return {node.target: name for name, node in self.nodes.items() if node.op == "param"}
+
+    @cached_property
+    def lines_by_name(self) -> Mapping[str, tuple[PlanLine, ...]]:
+        """The lines of each node, in order."""
+        return _grouped((line.name, line) for line in self.lines)
+
+    @cached_property
+    def holdings_by_name(self) -> Mapping[str, tuple[Holding, ...]]:
+        """What rests in memory for each node."""
+        return _grouped((holding.name, holding) for holding in self.holdings)
+
+    @cached_property
+    def alike(self) -> Mapping[str, tuple[str, ...]]:
+        """For the first node of those that choose alike all of them, itself included."""
+        return _grouped((node.tied or name, name) for name, node in self.nodes.items())
 
     def assignment(self, names: Mapping[str, str]) -> Assignment:
         """The choice as lowering takes it; ``names`` maps a parameter's path to its node."""
@@ -274,3 +290,10 @@ class Plan:
         from .plan_lines import plan_from_lines
 
         return plan_from_lines(text)
+
+
+def _grouped(pairs: Iterable[tuple[str, Item]]) -> dict[str, tuple[Item, ...]]:
+    found: dict[str, list[Item]] = {}
+    for name, item in pairs:
+        found.setdefault(name, []).append(item)
+    return {name: tuple(items) for name, items in found.items()}

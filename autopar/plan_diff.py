@@ -130,7 +130,17 @@ def _step(plan: Plan, name: str) -> float | None:
 
 
 def _settings(before: Plan, after: Plan) -> Iterator[Change]:
-    for name in ("model", "batch", "mesh", "axis_names", "cluster", "memory_limit", "stages", "schedule", "microbatches"):
+    for name in (
+        "model",
+        "batch",
+        "mesh",
+        "axis_names",
+        "cluster",
+        "memory_limit",
+        "stages",
+        "schedule",
+        "microbatches",
+    ):
         first, second = getattr(before, name), getattr(after, name)
         # Names that follow from the placements are no setting of their own.
         if first != second and not (name == "axis_names" and before.mesh == after.mesh):

@@ -14,12 +14,12 @@ from .spec import Placements, Strategy, parse_placements, short
 VERSION = 2
 _PLAIN = (
     "model batch mesh axis_names cluster cluster_source status objective bound gap solve_seconds memory_limit graph_hash "
-    "pinned fallbacks warnings timings stages schedule microbatches module_nodes gradient_nodes"
+    "pinned fallbacks warnings timings stages schedule microbatches module_nodes gradient_values"
 ).split()
 _STRINGS = ("model", "cluster", "cluster_source", "graph_hash")
 _NUMBERS = ("objective", "bound", "gap", "solve_seconds")
 _COUNTS = ("batch", "memory_limit", "stages", "microbatches")
-_NAMES = ("pinned", "module_nodes", "gradient_nodes")
+_NAMES = ("pinned", "module_nodes", "gradient_values")
 
 
 def plan_to_json(plan: Plan) -> str:
@@ -92,7 +92,7 @@ def plan_from_dict(data: Any) -> Plan:
         return Plan(**_fields(data))
     except KeyError as error:
         raise OptionsError(f"this is not a whole plan: {error} is missing") from error
-    except (ValueError, TypeError, IndexError, AttributeError, OverflowError) as error:
+    except (ValueError, TypeError, IndexError, AttributeError, OverflowError, OptionsError) as error:
         raise OptionsError(f"this is not a plan that autopar wrote: {type(error).__name__}: {error}") from error
 
 
@@ -118,9 +118,7 @@ def _fields(data: dict[str, Any]) -> dict[str, Any]:
     }
     fields["outputs"] = {path: places(p) for path, p in data["outputs"].items()}
     fields |= _node_fields(data, [_strategy(item, places) for item in data["strategy_table"]])
-    fields["holdings"] = tuple(
-        Holding(kind, name, module, _count(n)) for kind, name, module, n in data["holdings"]
-    )
+    fields["holdings"] = tuple(Holding(kind, name, module, _count(n)) for kind, name, module, n in data["holdings"])
     fields["lines"] = tuple(map(_line, data["lines"]))
     if data["status"] not in ("optimal", "feasible", "fallback") or len(fields["axis_names"]) != len(mesh):
         raise ValueError(f"status {data['status']!r} with axes {fields['axis_names']} of mesh {mesh}")

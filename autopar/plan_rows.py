@@ -170,7 +170,9 @@ def _rows_of_element(plan: Plan, module: _Module, path: str) -> ModuleRow:
 
 def _row(plan: Plan, module: _Module, label: str, path: str) -> ModuleRow:
     children = tuple(
-        row for name, child in module.children.items() for row in _rows(plan, child, name, f"{path}.{name}" if path else name)
+        row
+        for name, child in module.children.items()
+        for row in _rows(plan, child, name, f"{path}.{name}" if path else name)
     )
     weight, output = _weight(module.weights), plan.outputs.get(path)
     moves = tuple(sorted(module.moves.values(), key=lambda m: -m.seconds))

@@ -69,7 +69,9 @@ def _by_module(plan: Plan) -> _Rows:
     """Equal layers together; what rests in memory beside what takes time."""
     lines: dict[str, list[PlanLine]] = {}
     held: dict[str, int] = {}
-    layers = {fold_path(line.module)[0].rpartition(".*.")[0] for line in plan.lines if ".*." in fold_path(line.module)[0]}
+    layers = {
+        fold_path(line.module)[0].rpartition(".*.")[0] for line in plan.lines if ".*." in fold_path(line.module)[0]
+    }
 
     def pattern(path: str) -> str:
         """``h.*`` for ``h.3``, the part of a layer that is in none of its modules, too."""

@@ -59,7 +59,8 @@ def _table(plan: Plan, budget: int) -> Iterator[str]:
     rows = module_rows(plan)
     widths = _widths(rows)
     yield _line(widths, "module", "weight", "output", "compute", "comm")
-    yield from _Body(rows, budget - 2, widths).lines()
+    whole = _Body(rows, budget - 2, widths)
+    yield from (whole if whole.is_whole else _Body(_joined(rows, widths.name), budget - 2, widths)).lines()
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,20 @@ def _line(widths: _Widths, name: str, weight: str, output: str, compute: str, co
 class _Body:
     """Chooses which rows show what they hide, within ``budget`` lines; lives while one plan prints."""
 
-    def __init__(self, rows: Sequence[ModuleRow], budget: int, widths: _Widths) -> None:
+    def __init__(self, rows: tuple[ModuleRow, ...], budget: int, widths: _Widths) -> None:
         self.widths, self.budget = widths, max(budget, 1)
-        self.root = ModuleRow("", ("",), children=_joined(tuple(rows), widths.name))
+        self.root = ModuleRow("", ("",), children=tuple(rows))
         # For each row that is open how many of its children are shown.
         self.open: dict[int, int] = {}
         self.order = itertools.count()
         self._choose()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no row is left out."""
+        return all(
+            self.open.get(id(row), 0) == len(row.children) for row in (self.root, *_all_rows(self.root.children))
+        )
 
     def _choose(self) -> None:
         left = self.budget - self._open(self.root, self.budget)

@@ -71,7 +71,12 @@ class Explanation:
         if not self.costs:
             yield f"{'costs':<11}nothing: no time in a step and no memory that rests"
         rows = [
-            ("costs" if i == 0 else "", cost.what, cost.detail, duration(cost.seconds) if cost.seconds else size(cost.bytes))
+            (
+                "costs" if i == 0 else "",
+                cost.what,
+                cost.detail,
+                duration(cost.seconds) if cost.seconds else size(cost.bytes),
+            )
             for i, cost in enumerate(self.costs)
         ]
         for lead, *cells in rows:
@@ -82,14 +87,27 @@ class Explanation:
         if self.alternatives is None:
             return
         found = self.alternatives
+        if not found.possible:
+            pinned = (
+                "the pin leaves no other choice"
+                if self.provenance == "user"
+                else "every other choice needs its neighbours to change too"
+            )
+            yield f"{'instead':<11}nothing alone: {pinned}"
+            return
         count = f"{found.possible} possible" + (f", {found.impossible} not possible alone" if found.impossible else "")
         where = f", in all {self.together} layers" if self.together > 1 else ""
         yield f"instead{where}, neighbours as they are ({count}):"
         rows = [
-            (f"  {other.choice}", signed_duration(other.seconds), self._relative(other.seconds), self._memory(other.bytes))
+            (
+                f"  {other.choice}",
+                signed_duration(other.seconds),
+                self._relative(other.seconds),
+                self._memory(other.bytes),
+            )
             for other in found.cheapest
         ]
-        yield from columns(("  choice", "step", "", "memory"), rows, right=(1, 2)) if rows else ()
+        yield from columns(("  choice", "step", "", "memory"), rows, right=(1, 2))
         if found.possible > len(found.cheapest):
             yield f"  … {found.possible - len(found.cheapest)} more, dearer"
 
@@ -125,7 +143,7 @@ def _unknown(plan: Plan, name: str) -> str:
 
 def _explain_parameter(plan: Plan, path: str) -> Explanation:
     place, node = plan.parameters[path], plan.parameter_nodes.get(path, "")
-    trained = path in plan.gradient_nodes
+    trained = path in plan.gradient_values
     choice = {"weight": short(place.weight)}
     if trained:
         choice |= {"gradient": short(place.gradient), "optimizer": short(place.optimizer)}
@@ -148,13 +166,23 @@ def _explain_parameter(plan: Plan, path: str) -> Explanation:
 
 
 def _parameter_lines(plan: Plan, path: str, node: str) -> Iterator[PlanLine]:
-    gradient, target = plan.gradient_nodes.get(path), short(plan.parameters[path].gradient)
-    for line in plan.lines:
-        if line.kind == "gradient":
-            if line.name == gradient and line.steps and line.steps[-1].target == target:
-                yield line
-        elif line.name == node:
-            yield line
+    yield from (line for line in plan.lines_by_name.get(node, ()) if line.kind != "gradient")
+    if path in plan.gradient_values:
+        producer = plan.gradient_values[path].partition(".")[0]
+        # One node may make the gradients of several parameters: its lines are in their order, none for those that lie right.
+        moved = [
+            p for p, value in plan.gradient_values.items() if value.partition(".")[0] == producer and _is_moved(plan, p)
+        ]
+        lines = [line for line in plan.lines_by_name.get(producer, ()) if line.kind == "gradient"]
+        yield from (line for other, line in zip(moved, lines, strict=True) if other == path)
+
+
+def _is_moved(plan: Plan, path: str) -> bool:
+    """Whether the gradient of a parameter is made in another placement than it rests in."""
+    producer, _, index = plan.gradient_values[path].partition(".")
+    if producer in plan.parameter_nodes.values():
+        return plan.parameters[plan.nodes[producer].target].weight != plan.parameters[path].gradient
+    return plan.strategies[producer].outputs[int(index or 0)] != plan.parameters[path].gradient
 
 
 def _explain_node(plan: Plan, name: str) -> Explanation:
@@ -189,13 +217,12 @@ def _saved(plan: Plan, name: str) -> set[str]:
 
 def _node_lines(plan: Plan, name: str) -> Iterator[PlanLine]:
     """What the node computes, what it takes in another placement, and its results on the way to others."""
-    taken = set(plan.nodes[name].operands)
+    yield from plan.lines_by_name.get(name, ())
     needs = {short(place) for place in plan.strategies[name].inputs}
-    for line in plan.lines:
-        if line.name == name:
-            yield line
-        elif line.name in taken and line.kind in ("reshard", "weight") and line.steps[-1].target in needs:
-            yield line
+    for operand in plan.nodes[name].operands:
+        for line in plan.lines_by_name.get(operand, ()):
+            if line.kind in ("reshard", "weight") and line.steps[-1].target in needs:
+                yield line
 
 
 def _explain_module(plan: Plan, path: str) -> Explanation:
@@ -234,8 +261,7 @@ def _first(plan: Plan, node: str) -> str:
 
 def _alike(plan: Plan, node: str) -> list[str]:
     """The nodes that choose as ``node`` does, itself included."""
-    first = _first(plan, node)
-    return [name for name, n in plan.nodes.items() if name == first or n.tied == first]
+    return list(plan.alike.get(_first(plan, node), ()))
 
 
 def _provenance(plan: Plan, node: str, path: str) -> tuple[Provenance, str]:
@@ -291,7 +317,9 @@ def _line_costs(plan: Plan, lines: list[PlanLine]) -> Iterator[Cost]:
     by_price = sorted(found.items(), key=lambda item: -sum(line.seconds for line in item[1]))
     for (label, what, changed), group in by_price[:8]:
         count = sum(step.bytes for line in group for step in line.steps)
-        detail = f"{what}  {changed}  {size(count) if count else 'local'}" + (f" in {len(group)}" if len(group) > 1 else "")
+        detail = f"{what}  {changed}  {size(count) if count else 'local'}" + (
+            f" in {len(group)}" if len(group) > 1 else ""
+        )
         yield Cost(label, detail, sum(line.seconds for line in group))
     rest = [line for _, group in by_price[8:] for line in group]
     if rest:
@@ -300,6 +328,6 @@ def _line_costs(plan: Plan, lines: list[PlanLine]) -> Iterator[Cost]:
 
 def _held(plan: Plan, names: set[str]) -> Iterator[Cost]:
     for kind in ("weight", "gradient", "optimizer", "activation", "input"):
-        count = sum(h.bytes for h in plan.holdings if h.kind == kind and h.name in names)
+        count = sum(h.bytes for name in names for h in plan.holdings_by_name.get(name, ()) if h.kind == kind)
         if count:
             yield Cost("memory", f"{kind}{'s' if kind == 'activation' else ''}, on each device", bytes=count)

@@ -125,9 +125,7 @@ def memory_limit_of(question: Question) -> int:
     return question.options.memory_limit or usable_bytes(question.cluster)
 
 
-def solve_mesh(
-    question: Question, graph: Graph, timings: Timings
-) -> tuple[Answer, dict[str, Predicted | None]]:
+def solve_mesh(question: Question, graph: Graph, timings: Timings) -> tuple[Answer, dict[str, Predicted | None]]:
     """The best answer on just this mesh, and the baselines priced on it."""
     with timings.phase("annotate"):
         annotated = annotate(graph, question.mesh)
@@ -149,14 +147,10 @@ def solve_mesh(
     return best, priced
 
 
-def fixed_assignment(
-    question: Question, graph: Graph, parameters: Mapping[str, ParameterPlacement]
-) -> Assignment:
+def fixed_assignment(question: Question, graph: Graph, parameters: Mapping[str, ParameterPlacement]) -> Assignment:
     """The best assignment of an annotated graph whose parameters rest where ``parameters`` says (those it does not name: anywhere)."""
     prices = Prices(question.cluster, question.mesh, placement_options(graph, question.mesh))
-    instance = build_instance(
-        fold_layers(graph), prices, optimizer=question.options.optimizer, memory_limit=math.inf
-    )
+    instance = build_instance(fold_layers(graph), prices, optimizer=question.options.optimizer, memory_limit=math.inf)
 
     def allowed(node: Node, choice: Choice) -> bool:
         if not isinstance(choice, ParameterPlacement) or node.target not in parameters:
@@ -229,7 +223,9 @@ def _finer(question: Question, annotated: Graph, prices: Prices, best: Answer, t
 
 def _read(instance: Instance, solution: Solution) -> Answer:
     assignment = instance.assignment(solution.choices)
-    return Answer(instance, solution, assignment, account(instance.graph, assignment, instance.prices, instance.optimizer))
+    return Answer(
+        instance, solution, assignment, account(instance.graph, assignment, instance.prices, instance.optimizer)
+    )
 
 
 def _priced(instance: Instance, solution: Solution, question: Question) -> Predicted | None:
@@ -307,9 +303,7 @@ def make_plan(
         lines=tuple(map(_plan_line, best.account.lines)),
         strategies=assignment.strategies,
         parameters={named[name]: place for name, place in assignment.parameters.items()},
-        outputs={
-            path: assignment.strategies[name].outputs[0] for path, name in module_outputs(graph).items()
-        },
+        outputs={path: assignment.strategies[name].outputs[0] for path, name in module_outputs(graph).items()},
         baselines=priced,
         **answers(instance, assignment, solution.choices),
         pinned=dict(question.options.pins),

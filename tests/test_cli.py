@@ -251,9 +251,7 @@ def test_run_reports_failure(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     assert "--rendezvous HOST:PORT" in capfd.readouterr().err
 
 
-def test_calibrate_only_if_missing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_calibrate_only_if_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     calls: list[int] = []
 
     def calibrate(processes: int, seconds: float) -> Cluster:
@@ -296,7 +294,5 @@ def test_bench_needs_a_checkout(
 
 def test_the_reader_may_close_the_pipe() -> None:
     command = f"{sys.executable} -m autopar.cli doctor --json | head -c 1"
-    done = subprocess.run(
-        command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "{", "")

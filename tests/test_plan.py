@@ -129,7 +129,9 @@ def test_alternatives_are_the_objective_with_one_choice_changed(solved: tuple[Pl
 
 def test_rows_add_up_and_equal_layers_are_one(plan: Plan) -> None:
     rows = module_rows(plan)
-    assert sum(row.seconds * row.count for row in rows) == pytest.approx(plan.seconds_of("compute", "reshard", "weight"))
+    assert sum(row.seconds * row.count for row in rows) == pytest.approx(
+        plan.seconds_of("compute", "reshard", "weight")
+    )
     assert sum(row.held * row.count for row in rows) == pytest.approx(sum(h.bytes for h in plan.holdings))
 
     def check(row: ModuleRow) -> None:
@@ -150,7 +152,17 @@ def test_print_has_units_and_no_empty_names(plan: Plan) -> None:
     assert len(text.splitlines()) <= 40 and max(map(len, text.splitlines())) <= 100
     assert text == str(plan)
     assert re.search(r"blocks\.\{[0-9.,]+\}  x[23], each:", text)
-    for word in ("Plan ", "mesh ", "status ", "prices dgx-a100-80gb", "also priced", "data parallel", "total ", "memory ", "ask "):
+    for word in (
+        "Plan ",
+        "mesh ",
+        "status ",
+        "prices dgx-a100-80gb",
+        "also priced",
+        "data parallel",
+        "total ",
+        "memory ",
+        "ask ",
+    ):
         assert word in text
     assert "0 B" not in text and "(model)" not in text and "priceddata" not in text
     figures = [line[-21:].split() for line in text.splitlines() if re.match(r" *(embed|head|norm|blocks)", line)]
@@ -291,7 +303,9 @@ def test_json_and_text_give_the_same_plan(plan: Plan, pinned: Plan) -> None:
 
 def test_text_is_lines_for_people_and_diff(plan: Plan, pinned: Plan) -> None:
     lines = plan.to_text().splitlines()
-    assert [line.removeprefix("#").removeprefix(" ") for line in lines if line.startswith("#")] == str(plan).splitlines()
+    assert [line.removeprefix("#").removeprefix(" ") for line in lines if line.startswith("#")] == str(
+        plan
+    ).splitlines()
     path = lines[lines.index("[parameters]") + 1 :][list(plan.parameters).index(PIN)]
     assert path.startswith(f'"{PIN}" = ')
     assert short(plan.parameters[PIN].weight) in path
@@ -323,6 +337,13 @@ def broken(text: str) -> dict[str, str]:
         "predictions of other things": changed(predicted={"speed": 1}),
         "an unknown status": changed(status="perfect"),
     }
+
+
+def test_every_cut_is_an_options_error(plan: Plan) -> None:
+    for text, read in ((plan.to_json(), Plan.from_json), (plan.to_text(), Plan.from_text)):
+        for part in range(40):
+            with pytest.raises(OptionsError):
+                read(text[: len(text.rstrip()) * part // 40])
 
 
 @pytest.mark.parametrize("case", list(broken('{"version": 0}')))

@@ -1,0 +1,265 @@
+"""Plans: their price is what the solver minimised, they fit into memory, and nothing they list beside them is better."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from autopar.cluster import Cluster
+from autopar.errors import InfeasibleError, OptionsError
+from autopar.graph import Graph
+from autopar.instance import build_instance
+from autopar.options import Options
+from autopar.passes.annotate import annotate
+from autopar.passes.fold import fold_layers
+from autopar.plan import Plan
+from autopar.planner import Question, Timings, answer, memory_limit_of, mesh_candidates, solve_mesh, step_graph
+from autopar.prices import Prices, placement_options
+from autopar.problem import evaluate, memory_of
+from autopar.solve import solve
+from autopar.spec import short
+from torch import nn
+
+from tests.models import Stack, make, text
+from tests.questions import ask, setting, slow_devices
+
+MESHES = [(4,), (2, 2), (2, 1, 2)]
+CHANGES: list[dict[str, Any]] = [{}, {"zero": 1}, {"zero": 3}, {"optimizer": "sgd"}, {"cluster": slow_devices()}]
+
+
+def planned(name: str, mesh: tuple[int, ...], **changes: Any) -> Plan:
+    model, batch = make(name)
+    return answer(ask(model, batch, mesh, **changes), Timings())
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
+def test_objective_is_the_bill_is_the_prediction(mesh: tuple[int, ...], changes: dict[str, Any]) -> None:
+    model, batch = make("plain" if mesh == (2, 1, 2) else "stack")
+    question = ask(model, batch, mesh, **changes)
+    graph = step_graph(question.graph, question.loss, question.batch)
+    best, _ = solve_mesh(question, graph, Timings())
+    objective = best.solution.objective
+    assert objective > 0
+    assert best.account.seconds == pytest.approx(objective, rel=1e-9)
+    assert evaluate(best.instance.problem, best.solution.choices) == pytest.approx(objective, rel=1e-9)
+    assert memory_of(best.instance.problem, best.solution.choices) == best.account.memory.peak
+    plan = answer(question, Timings())
+    assert plan.objective == pytest.approx(plan.predicted.step_seconds, rel=1e-9)
+    assert sum(line.seconds for line in plan.lines) == pytest.approx(plan.objective, rel=1e-9)
+    p = plan.predicted
+    assert p.compute_seconds + p.comm_seconds == pytest.approx(p.step_seconds, rel=1e-9)
+    parts = (p.weight_bytes, p.gradient_bytes, p.optimizer_bytes, p.activation_bytes, p.temporary_bytes, p.input_bytes)
+    assert sum(parts) == p.peak_bytes
+    assert plan.bound <= plan.objective * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+def test_objective_is_the_bill_for_real_models(name: str) -> None:
+    plan = planned(name, (2, 2))
+    assert sum(line.seconds for line in plan.lines) == pytest.approx(plan.objective, rel=1e-9)
+    assert plan.predicted.step_seconds == pytest.approx(plan.objective, rel=1e-9)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("changes", [{}, {"cluster": slow_devices()}], ids=str)
+def test_never_worse_than_its_baselines(mesh: tuple[int, ...], changes: dict[str, Any]) -> None:
+    plan = planned("stack", mesh, **changes)
+    assert len(plan.baselines) == 3
+    for name, other in plan.baselines.items():
+        assert other is not None, name
+        if other.peak_bytes <= plan.memory_limit:
+            assert plan.predicted.step_seconds <= other.step_seconds * (1 + 1e-9), name
+
+
+def without_times(plan: Plan) -> Plan:
+    return replace(plan, solve_seconds=0.0)
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    first, second = (planned("stack", (2, 2), cluster=slow_devices()) for _ in range(2))
+    assert without_times(first) == without_times(second)
+    assert without_times(first).to_json() == without_times(second).to_json()
+
+
+def objectives(question: Question) -> tuple[float, float, float]:
+    """Folded and unfolded objective, and the bound of the unfolded."""
+    graph = annotate(step_graph(question.graph, question.loss, question.batch), question.mesh)
+    prices = Prices(question.cluster, question.mesh, placement_options(graph, question.mesh))
+    found = []
+    for folded in (fold_layers(graph), graph):
+        instance = build_instance(folded, prices, optimizer="adamw", memory_limit=float(memory_limit_of(question)))
+        found.append(solve(instance.problem, time_limit=20, gap=0.01, seed=0))
+    return found[0].objective, found[1].objective, found[1].bound
+
+
+@pytest.mark.parametrize("unequal", [False, True], ids=["equal layers", "first layer wider"])
+def test_folding_costs_no_more_than_the_gap(unequal: bool) -> None:
+    model = Stack(layers=4, unequal=unequal)
+    folded, whole, bound = objectives(ask(model, text(8, 8), (2, 2), slow_devices()))
+    assert folded <= whole * 1.01
+    assert folded <= bound * 1.02
+
+
+def test_folding_makes_the_problem_smaller_not_another() -> None:
+    model, batch = Stack(layers=6), text(8, 8)
+    question = ask(model, batch, (4,))
+    graph = annotate(step_graph(question.graph, question.loss, question.batch), (4,))
+    prices = Prices(question.cluster, (4,), placement_options(graph, (4,)))
+    whole = build_instance(graph, prices, optimizer="adamw", memory_limit=1e12)
+    folded = build_instance(fold_layers(graph), prices, optimizer="adamw", memory_limit=1e12)
+    assert len(folded.names) < 0.5 * len(whole.names)
+    solution = solve(folded.problem, time_limit=20, gap=0.01, seed=0)
+    assignment = folded.assignment(solution.choices)
+    assert (folded.chosen(assignment) == solution.choices).all()
+    unfolded = whole.chosen(assignment)
+    assert evaluate(whole.problem, unfolded) == pytest.approx(solution.objective, rel=1e-9)
+    assert memory_of(whole.problem, unfolded) == memory_of(folded.problem, solution.choices)
+
+
+def test_memory_limit_is_kept_and_costs_time() -> None:
+    model, batch = Stack(layers=6, width=32, hidden=128), text(8, 8)
+    free = answer(ask(model, batch, (4,)), Timings())
+    least = smallest_limit(ask(model, batch, (4,), memory_limit=1))
+    steps = [free.predicted.step_seconds]
+    for share in (0.6, 0.25, 0.0):
+        limit = int(least + share * (free.predicted.peak_bytes - least))
+        tight = answer(ask(model, batch, (4,), memory_limit=limit), Timings())
+        assert tight.predicted.peak_bytes <= limit == tight.memory_limit
+        steps.append(tight.predicted.step_seconds)
+        sharded = sum("S" in short(place.optimizer) for place in tight.parameters.values())
+    assert steps[-1] > steps[0] and all(b >= a * 0.98 for a, b in zip(steps, steps[1:], strict=False))
+    assert sharded > sum("S" in short(place.optimizer) for place in free.parameters.values())
+
+
+def smallest_limit(question: Question) -> int:
+    with pytest.raises(InfeasibleError) as caught:
+        answer(question, Timings())
+    found = re.search(r"Options\(memory_limit=(\d+)\)", str(caught.value))
+    assert found is not None
+    return int(found[1])
+
+
+def test_infeasible_limit_names_tensors_and_a_limit_that_works() -> None:
+    model, batch = make("stack")
+    question = ask(model, batch, (2, 2), memory_limit=1000)
+    with pytest.raises(
+        InfeasibleError, match=r"(?s)mesh \(2, 2\) fits into 1000 B.*Largest tensors: .*embed\.weight f32\[257, 16\]"
+    ):
+        answer(question, Timings())
+    limit = smallest_limit(question)
+    plan = answer(replace(question, options=replace(question.options, memory_limit=limit)), Timings())
+    assert plan.predicted.peak_bytes <= limit
+    with pytest.raises(InfeasibleError):
+        answer(replace(question, options=replace(question.options, memory_limit=limit - 1)), Timings())
+
+
+def test_default_limit_is_the_device_less_a_reserve() -> None:
+    plan = planned("plain", (2,))
+    memory = Cluster.get("dgx-a100-80gb").device.memory_bytes
+    assert 0.8 * memory < plan.memory_limit < memory
+
+
+def test_mesh_search_splits_one_axis_but_not_what_is_named_pinned_or_fixed() -> None:
+    model, batch = make("plain")
+    question = ask(model, batch, (8,), mesh_search=True)
+    assert set(mesh_candidates(question)) == {(2, 4), (4, 2)}
+    assert mesh_candidates(replace(question, axis_names=("dp",))) == [(8,)]
+    assert mesh_candidates(replace(question, options=Options(mesh_search=False))) == [(8,)]
+    assert mesh_candidates(replace(question, options=Options(pins={"*": "R"}))) == [(8,)]
+    assert mesh_candidates(replace(question, mesh=(2, 1, 2))) == [(2, 1, 2)]
+    assert mesh_candidates(replace(question, mesh=(3,))) == [(3,)]
+
+
+def test_mesh_search_is_never_worse_than_the_mesh_given() -> None:
+    model, batch = make("stack")
+    fixed = answer(ask(model, batch, (4,), slow_devices()), Timings())
+    free = answer(ask(model, batch, (4,), slow_devices(), mesh_search=True), Timings())
+    assert free.predicted.step_seconds <= fixed.predicted.step_seconds * 1.011
+
+
+@pytest.mark.parametrize(
+    ("pins", "path", "place"),
+    [
+        ({"embed.weight": "S(0),R"}, "embed.weight", "(S(0),R)"),
+        ({"layers.*.1.weight": "R,S(0)"}, "layers.2.1.weight", "(R,S(0))"),
+        ({"layers.0": "S(0),S(1)"}, "layers.0", "(S(0),S(1))"),
+    ],
+)
+def test_pins_are_honoured(pins: dict[str, str], path: str, place: str) -> None:
+    plan = planned("stack", (2, 2), pins=pins)
+    assert short(plan.placements[path]) == place
+    assert plan.pinned == pins
+
+
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [
+        ({"embed.weight": "S(0)"}, r"'S\(0\)' has 1 placements, but the mesh \(2, 2\) has 2 axes; write one for each"),
+        ({"emebd.weight": "R,R"}, r"'emebd.weight' matches no parameter and no module"),
+        (
+            {"embed.weight": "S(2),R"},
+            r"cannot be met: no strategy of embed.weight, f32\[257, 16\].*possible are .*\(S\(0\),R\)",
+        ),
+        ({"embed.weight": "S(0),X"}, r"'X' is not a placement"),
+        ({"layers.0": "S(0),P(max)"}, r"cannot be met: no strategy of layers.0"),
+    ],
+)
+def test_pins_that_cannot_be_met(pins: dict[str, str], message: str) -> None:
+    with pytest.raises(OptionsError, match=message):
+        planned("stack", (2, 2), pins=pins)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_zero_stages(stage: int) -> None:
+    plan = planned("stack", (4,), zero=stage)
+    for path, place in plan.parameters.items():
+        if stage == 0:
+            assert place.weight == place.gradient == place.optimizer, path
+            continue
+        assert short(place.optimizer) != "(R)", path
+        assert (place.weight == place.optimizer) or stage < 3, path
+        assert (place.gradient == place.optimizer) or stage < 2, path
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"microbatches": 4}, "microbatches=4 is not supported yet; leave it out or use 1"),
+        ({"stages": 2}, "stages=2 is not supported yet"),
+        ({"schedule": "1f1b"}, "schedule='1f1b' is not supported yet; leave it out or use None"),
+        ({"precision": "bf16"}, "precision='bf16' is not supported yet"),
+        ({"recompute": "all"}, "recompute='all' is not supported yet"),
+        ({"optimizer": "adamv"}, "unknown optimizer 'adamv'.*adamw"),
+        ({"zero": 4}, "zero=4 is not a ZeRO stage"),
+        ({"memory_limit": 0}, "memory_limit=0 is not a positive number"),
+    ],
+)
+def test_options_that_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionsError, match=message):
+        Options(**change)
+
+
+class Odd(nn.Module):
+    """Has an operation nobody has a rule for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = torch.linalg.matrix_exp(self.linear(x)).sum()
+        return found
+
+
+def test_an_operation_without_a_rule_is_reported_with_its_price() -> None:
+    question = ask(Odd(), (torch.randn(8, 8),), (4,))
+    plan = answer(question, Timings())
+    found: Graph = setting(question).graph
+    ops = {n.op for n in found.nodes if "matrix_exp" in n.op}
+    assert ops and ops <= set(plan.fallbacks)
+    for op in ops:
+        assert any(op in warning and "ms a step" in warning for warning in plan.warnings)
