@@ -1,7 +1,8 @@
-"""What a plan keeps of its instance so that it can be questioned: its nodes, what rests in memory, and every other choice.
+"""What a plan keeps of its instance so that it can be questioned: its nodes, what rests in memory, and every other
+choice.
 
-An alternative's price is the objective with one group's choice changed and all others as they are: the group's own cost and
-the transfers it takes part in, for all its choices at once.
+An alternative's price is the objective with one group's choice changed and all others as they are: the group's own
+cost and the transfers it takes part in, for all its choices at once.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ KEPT = 6
 
 
 def answers(instance: Instance, assignment: Assignment, chosen: Ints) -> dict[str, Any]:
-    """The fields of a :class:`~autopar.plan.Plan` that :meth:`~autopar.plan.Plan.why` and its kin read; ``chosen`` is ``assignment`` by
-    group."""
+    """The fields of a :class:`~autopar.plan.Plan` that :meth:`~autopar.plan.Plan.why` and its kin read; ``chosen`` is
+    ``assignment`` by group.
+    """
     graph = instance.graph
     gradients = {
         o.name: str(o.value).removeprefix("%") for o in graph.outputs if o.kind == "gradient" and o.value is not None
@@ -95,7 +97,9 @@ def prices_alone(problem: Problem, transfers: list[Transfer], group: int, chosen
 
 
 def _moves(transfer: Transfer, group: int, chosen: Ints, count: int) -> Floats:
-    """Seconds of one transfer for each choice of ``group``: every distinct column once, as :func:`autopar.problem.evaluate` has it."""
+    """Seconds of one transfer for each choice of ``group``: every distinct column once, as
+    :func:`autopar.problem.evaluate` has it.
+    """
     rows = transfer.source if transfer.producer == group else transfer.source[chosen[transfer.producer]]
     pairs = list(zip(transfer.consumers, transfer.targets, strict=True))
     others = sorted({int(target[chosen[consumer]]) for consumer, target in pairs if consumer != group})

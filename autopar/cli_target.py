@@ -34,9 +34,7 @@ _UNITS = {
     "TIB": 2**40,
 }
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([A-Za-z]*)\s*$")
-_EXAMPLE = (
-    "a function without arguments that returns (model, batch), written file.py:function or module:function"
-)
+_EXAMPLE = "a function without arguments that returns (model, batch), written file.py:function or module:function"
 
 
 def parse_mesh(text: str) -> tuple[int, ...]:
@@ -47,9 +45,7 @@ def parse_mesh(text: str) -> tuple[int, ...]:
     """
     parts = re.split(r"[,x]", text.strip("() ").removesuffix(","))
     if not all(re.fullmatch(r"\s*[1-9]\d*\s*", part) for part in parts):
-        raise OptionsError(
-            f"{text!r} is not a mesh; write positive sizes, outermost first: 4 or 2,2 or 2,1,2"
-        )
+        raise OptionsError(f"{text!r} is not a mesh; write positive sizes, outermost first: 4 or 2,2 or 2,1,2")
     return tuple(map(int, parts))
 
 
@@ -75,9 +71,7 @@ def parse_pins(texts: list[str]) -> dict[str, str]:
     for text in texts:
         name, equals, placements = (part.strip() for part in text.partition("="))
         if not (name and equals and placements):
-            raise OptionsError(
-                f"{text!r} is not a pin; write NAME=PLACEMENTS, such as 'lm_head.weight=S(0),R'"
-            )
+            raise OptionsError(f"{text!r} is not a pin; write NAME=PLACEMENTS, such as 'lm_head.weight=S(0),R'")
         if pins.setdefault(name, placements) != placements:
             raise OptionsError(f"{name!r} is pinned twice: to {pins[name]} and to {placements}")
     return pins
@@ -142,9 +136,7 @@ def _public_functions(module: ModuleType) -> str:
     names = [
         name
         for name, value in vars(module).items()
-        if callable(value)
-        and not name.startswith("_")
-        and getattr(value, "__module__", "") == module.__name__
+        if callable(value) and not name.startswith("_") and getattr(value, "__module__", "") == module.__name__
     ]
     return f"; it has {', '.join(names[:8])}" if names else ""
 

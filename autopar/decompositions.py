@@ -247,10 +247,41 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @_for(aten.native_dropout.default)
 def native_dropout(x: Tensor, p: float, train: bool | None) -> Any:
-    """Nothing to drop: the tensor itself."""
-    if train and p != 0:
+    """A draw that looks at no tensor but for its shape, and pointwise operations: only the draw cannot be sharded. The
+    draws are those of torch's own kernel on the CPU."""
+    if not train or p == 0:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    kept = aten.bernoulli.p(_full(x.shape, False, None, torch.bool, x.device), 1 - p)
+    noise = kept.to(x.dtype) if p == 1 else kept.to(x.dtype) / (1 - p)
+    return x * noise, kept
+
+
+def _drawn_like(x: Tensor, draw: OpOverload, options: dict[str, Any], *bounds: Any) -> Any:
+    if not _is_strided(options):
         return NotImplemented
-    return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    dtype, device = options.get("dtype") or x.dtype, options.get("device") or x.device
+    return draw(*bounds, x.shape, dtype=dtype, device=device)
+
+
+@_for(aten.rand_like.default)
+def rand_like(x: Tensor, **options: Any) -> Any:
+    """Draws look at the shape of their operand only."""
+    return _drawn_like(x, aten.rand.default, options)
+
+
+@_for(aten.randn_like.default)
+def randn_like(x: Tensor, **options: Any) -> Any:
+    return _drawn_like(x, aten.randn.default, options)
+
+
+@_for(aten.randint_like.default)
+def randint_like(x: Tensor, high: int, **options: Any) -> Any:
+    return _drawn_like(x, aten.randint.low, options, 0, high)
+
+
+@_for(aten.randint_like.low_dtype)
+def randint_like_low(x: Tensor, low: int, high: int, **options: Any) -> Any:
+    return _drawn_like(x, aten.randint.low, options, low, high)
 
 
 @_for(aten.unbind.int)

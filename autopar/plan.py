@@ -1,7 +1,8 @@
 """A plan: what was chosen, what it costs and why; frozen, without solver or torch model, and equal to its JSON.
 
-Invariants: ``predicted.step_seconds`` is the sum of ``lines``; ``collectives()`` are those of ``lines``; ``predicted.peak_bytes`` is the
-sum of ``holdings`` and the temporary bytes; ``Plan.from_json(plan.to_json()) == plan == Plan.from_text(plan.to_text())``.
+Invariants: ``predicted.step_seconds`` is the sum of ``lines``; ``collectives()`` are those of ``lines``;
+``predicted.peak_bytes`` is the sum of ``holdings`` and the temporary bytes; ``Plan.from_json(plan.to_json()) == plan
+== Plan.from_text(plan.to_text())``.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ Status = Literal["optimal", "feasible", "fallback"]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One hop of a reshard: ``kind`` as in :mod:`autopar.program`, over mesh ``axes`` together; ``bytes`` of the full tensor of a group
-    (0 for local steps); ``source`` and ``target`` in short form."""
+    """One hop of a reshard: ``kind`` as in :mod:`autopar.program`, over mesh ``axes`` together; ``bytes`` of the full
+    tensor of a group (0 for local steps); ``source`` and ``target`` in short form.
+    """
 
     kind: str
     axes: tuple[int, ...]
@@ -45,8 +47,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class PlanLine:
-    """One priced item of a step, ``seconds`` in all. ``kind``: compute, reshard, weight (gathered for use), gradient, refresh, optimizer.
-    ``name`` is the node computed or the value moved."""
+    """One priced item of a step, ``seconds`` in all. ``kind``: compute, reshard, weight (gathered for use), gradient,
+    refresh, optimizer. ``name`` is the node computed or the value moved.
+    """
 
     kind: str
     name: str
@@ -58,8 +61,10 @@ class PlanLine:
 
 @dataclass(frozen=True, slots=True)
 class PlanNode:
-    """What a node of the planned graph is: its operation, result types, module, the path behind a placeholder (``target``), the nodes
-    it takes, and the node it chooses alike with because it plays the same part in an equal layer (``tied``; "" if it is the first)."""
+    """What a node of the planned graph is: its operation, result types, module, the path behind a placeholder
+    (``target``), the nodes it takes, and the node it chooses alike with because it plays the same part in an equal
+    layer (``tied``; "" if it is the first).
+    """
 
     op: str
     type: str
@@ -71,8 +76,9 @@ class PlanNode:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Bytes that rest on the fullest device through the step: a "weight", "gradient", "optimizer" state, saved "activation" or "input".
-    ``name`` is the node."""
+    """Bytes that rest on the fullest device through the step: a "weight", "gradient", "optimizer" state, saved
+    "activation" or "input". ``name`` is the node.
+    """
 
     kind: str
     name: str
@@ -82,8 +88,9 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """Another choice for one node, by how many ``seconds`` a step and resting ``bytes`` on a device would change if it alone changed
-    (with the nodes tied to it)."""
+    """Another choice for one node, by how many ``seconds`` a step and resting ``bytes`` on a device would change if
+    it alone changed (with the nodes tied to it).
+    """
 
     choice: str
     seconds: float
@@ -92,7 +99,9 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Alternatives:
-    """The cheapest other choices of a node, out of ``possible`` ones; ``impossible`` others would need neighbours to change too."""
+    """The cheapest other choices of a node, out of ``possible`` ones; ``impossible`` others would need neighbours to
+    change too.
+    """
 
     cheapest: tuple[Alternative, ...]
     possible: int
@@ -112,8 +121,9 @@ class PlannedCollective:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """Seconds of one step and peak bytes of the device that holds most, with their parts. ``mfu`` is FLOPs of the model over what all
-    devices could do in the step."""
+    """Seconds of one step and peak bytes of the device that holds most, with their parts. ``mfu`` is FLOPs of the
+    model over what all devices could do in the step.
+    """
 
     step_seconds: float
     compute_seconds: float
@@ -136,11 +146,12 @@ class Predicted:
 class Plan:
     """See the module docstring.
 
-    ``placements`` gives, by path, how each parameter's value lies during a step, and how the output of each module lies;
-    ``parameters`` adds where gradients and optimizer state rest. ``strategies`` is the choice for each node of the graph whose
-    fingerprint is ``graph_hash``, ``nodes`` what these nodes are. ``baselines`` are other plans priced alike (None: it is not possible).
-    ``alternatives`` lists, by the first node of those that choose alike, what else was possible and by how many seconds a step
-    would change. ``module_nodes`` gives the node that makes a module's output, ``gradient_values`` the value that is a parameter's gradient, by path.
+    ``placements`` gives, by path, how each parameter's value lies during a step, and how the output of each module
+    lies; ``parameters`` adds where gradients and optimizer state rest. ``strategies`` is the choice for each node of
+    the graph whose fingerprint is ``graph_hash``, ``nodes`` what these nodes are. ``baselines`` are other plans
+    priced alike (None: it is not possible). ``alternatives`` lists, by the first node of those that choose alike,
+    what else was possible and by how many seconds a step would change. ``module_nodes`` gives the node that makes a
+    module's output, ``gradient_values`` the value that is a parameter's gradient, by path.
     """
 
     model: str
@@ -227,8 +238,8 @@ class Plan:
         return plan_text(self)
 
     def why(self, name: str) -> Explanation:
-        """Why ``name`` (the path of a parameter or module, or a node of the graph) is placed as it is: the choice, who made it, what it
-        costs, and what the alternatives would.
+        """Why ``name`` (the path of a parameter or module, or a node of the graph) is placed as it is: the choice,
+        who made it, what it costs, and what the alternatives would.
 
         Raises:
             OptionsError: the plan knows no such name; names those that are close.
@@ -260,7 +271,9 @@ class Plan:
         return plan_table(self, by)
 
     def to_html(self, path: str | PathLike[str]) -> None:
-        """Writes the plan as one self-contained page. Raises :class:`~autopar.errors.OptionsError` if it cannot be written."""
+        """Writes the plan as one self-contained page. Raises :class:`~autopar.errors.OptionsError` if it cannot be
+        written.
+        """
         from .plan_html import write_html
 
         write_html(self, path)
@@ -279,14 +292,18 @@ class Plan:
         return plan_from_json(text)
 
     def to_text(self) -> str:
-        """The whole plan as lines: what ``str`` says as comments, then every choice and price, for people, diff and version control."""
+        """The whole plan as lines: what ``str`` says as comments, then every choice and price, for people, diff and
+        version control.
+        """
         from .plan_lines import plan_to_lines
 
         return plan_to_lines(self)
 
     @staticmethod
     def from_text(text: str) -> Plan:
-        """The plan :meth:`to_text` wrote. Raises :class:`~autopar.errors.OptionsError`, naming the line, if it is not one."""
+        """The plan :meth:`to_text` wrote. Raises :class:`~autopar.errors.OptionsError`, naming the line, if it is not
+        one.
+        """
         from .plan_lines import plan_from_lines
 
         return plan_from_lines(text)

@@ -10,8 +10,9 @@ MOST = 60
 
 
 def columns(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> Iterator[str]:
-    """Lines of aligned text, each column as wide as its longest cell (at most :data:`MOST`); those in ``right`` flush right. Without
-    a header the rows alone."""
+    """Lines of aligned text, each column as wide as its longest cell (at most :data:`MOST`); those in ``right`` flush
+    right. Without a header the rows alone.
+    """
     cells = [list(header), *map(list, rows)] if header else list(map(list, rows))
     if not cells:
         return

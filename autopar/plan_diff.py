@@ -30,7 +30,9 @@ _FIGURES = (
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One path placed differently: ``what`` is weight, gradient, optimizer, output or a setting; ``-`` where a plan has none."""
+    """One path placed differently: ``what`` is weight, gradient, optimizer, output or a setting; ``-`` where a plan
+    has none.
+    """
 
     path: str
     what: str
@@ -50,10 +52,11 @@ class FigureChange:
 
 @dataclass(frozen=True)
 class Difference:
-    """The answer of :meth:`autopar.plan.Plan.diff`: from this plan (``before``) to the other (``after``); ``str`` is a table.
+    """The answer of :meth:`autopar.plan.Plan.diff`: from this plan (``before``) to the other (``after``); ``str`` is
+    a table.
 
-    ``operations`` counts the nodes run by another strategy. ``figures`` are those that differ; ``baselines`` compares the step
-    seconds of baselines either plan lists (None: not listed, or not possible).
+    ``operations`` counts the nodes run by another strategy. ``figures`` are those that differ; ``baselines`` compares
+    the step seconds of baselines either plan lists (None: not listed, or not possible).
     """
 
     settings: tuple[Change, ...]

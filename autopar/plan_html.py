@@ -65,7 +65,7 @@ def _is_open(plan: Plan, row: ModuleRow, times: int) -> bool:
 
 
 def _parameters(plan: Plan) -> list[Mapping[str, Any]]:
-    found = []
+    found: list[Mapping[str, Any]] = []
     for path, place in plan.parameters.items():
         why = plan.why(path)
         found.append(

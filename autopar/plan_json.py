@@ -12,18 +12,18 @@ from .plan import Alternative, Alternatives, Holding, Plan, PlanLine, PlanNode, 
 from .spec import Placements, Strategy, parse_placements, short
 
 VERSION = 2
-_PLAIN = (
-    "model batch mesh axis_names cluster cluster_source status objective bound gap solve_seconds memory_limit graph_hash "
-    "pinned fallbacks warnings timings stages schedule microbatches module_nodes gradient_values"
-).split()
 _STRINGS = ("model", "cluster", "cluster_source", "graph_hash")
 _NUMBERS = ("objective", "bound", "gap", "solve_seconds")
 _COUNTS = ("batch", "memory_limit", "stages", "microbatches")
 _NAMES = ("pinned", "module_nodes", "gradient_values")
+_OTHERS = ("mesh", "axis_names", "status", "fallbacks", "warnings", "timings", "schedule")
+_PLAIN = (*_STRINGS, *_COUNTS, *_NUMBERS, *_OTHERS, *_NAMES)
 
 
 def plan_to_json(plan: Plan) -> str:
-    """``plan.to_json()``: strict JSON (numbers that are not finite as strings), on one line: :mod:`autopar.plan_lines` is for reading."""
+    """``plan.to_json()``: strict JSON (numbers that are not finite as strings), on one line:
+    :mod:`autopar.plan_lines` is for reading.
+    """
     return json.dumps(plan_to_dict(plan), allow_nan=False)
 
 
@@ -86,7 +86,8 @@ def plan_from_dict(data: Any) -> Plan:
         )
     if data["version"] != VERSION:
         raise OptionsError(
-            f"this plan has format version {data['version']!r}, but this autopar reads version {VERSION}; plan the model again"
+            f"this plan has format version {data['version']!r}, but this autopar reads version {VERSION}; "
+            "plan the model again"
         )
     try:
         return Plan(**_fields(data))

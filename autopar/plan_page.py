@@ -44,9 +44,10 @@ details.leaf > summary { list-style: none } summary { cursor: pointer; padding: 
 table { border-collapse: collapse; width: 100% } th, td { text-align: left; padding: .2rem .8rem .2rem 0;
  border-bottom: 1px solid var(--line); vertical-align: top } td { font-size: .92em } code { font-size: .9em }
 .bar { display: flex; height: 1.2rem; border-radius: .3rem; overflow: hidden } .bar span { display: block }
-.key { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .2rem 1.2rem } .key span { display: inline-block;
- width: .8em; height: .8em; margin-right: .4em; border-radius: .2em }
-.part1 { background: #4878d0 } .part2 { background: #ee854a } .part3 { background: #6acc64 } .part4 { background: #d65f5f }
+.key { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .2rem 1.2rem }
+.key span { display: inline-block; width: .8em; height: .8em; margin-right: .4em; border-radius: .2em }
+.part1 { background: #4878d0 } .part2 { background: #ee854a } .part3 { background: #6acc64 }
+.part4 { background: #d65f5f }
 .part5 { background: #956cb4 } .part6 { background: #8c613c } .warning { color: #b00 }
 pre { overflow-x: auto; font-size: .8em }
 </style>

@@ -1,7 +1,8 @@
-"""The modules of a plan as a tree of rows: placements, seconds and communication of each, equal layers folded into one row.
+"""The modules of a plan as a tree of rows: placements, seconds and communication of each, equal layers folded into
+one row.
 
-Figures of a row are of one of the modules folded into it, and include the rows below it. Invariant: the seconds of the top
-rows, each times its ``count``, add up to the plan's compute, reshard and weight lines.
+Figures of a row are of one of the modules folded into it, and include the rows below it. Invariant: the seconds of
+the top rows, each times its ``count``, add up to the plan's compute, reshard and weight lines.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ KINDS = 4
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """``count`` equal reshards: the kind of each hop with its axes (``dp,tp``: over both at once), from where to where, ``bytes`` of each (0: no communication) and
-    ``seconds`` of all. ``reason`` is the kind of the plan's lines."""
+    """``count`` equal reshards: the kind of each hop with its axes (``dp,tp``: over both at once), from where to
+    where, ``bytes`` of each (0: no communication) and ``seconds`` of all. ``reason`` is the kind of the plan's lines.
+    """
 
     what: str
     way: str
@@ -38,7 +40,7 @@ class Move:
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """See the module docstring. ``paths`` are the modules folded into the row, ``held`` the bytes that rest for them."""
+    """See the module docstring. ``paths`` are the modules folded into the row, ``held`` bytes rest for them."""
 
     label: str
     paths: tuple[str, ...]
@@ -152,7 +154,9 @@ def _gather(plan: Plan) -> _Module:
 
 
 def _rows(plan: Plan, module: _Module, label: str, path: str) -> Iterator[ModuleRow]:
-    """The rows of a module: one, or for a mere container of numbered modules those of its elements, equal ones folded."""
+    """The rows of a module: one, or for a mere container of numbered modules those of its elements, equal ones
+    folded.
+    """
     numbered = bool(module.children) and all(name.isdigit() for name in module.children)
     if module.is_empty and numbered:
         elements = {name: _rows_of_element(plan, child, f"{path}.{name}") for name, child in module.children.items()}
@@ -264,7 +268,9 @@ def _merged(rows: list[ModuleRow], label: str) -> ModuleRow:
 
 
 def _below(rows: list[ModuleRow], layers: int) -> ModuleRow:
-    """The same row of each of ``layers`` equal layers: its ``paths`` stay those of one layer, for ``count`` is per layer."""
+    """The same row of each of ``layers`` equal layers: its ``paths`` stay those of one layer, for ``count`` is per
+    layer.
+    """
     merged = _merged(rows, rows[0].label)
     return merged if layers == 1 else replace(merged, paths=rows[0].paths)
 

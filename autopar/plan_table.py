@@ -16,8 +16,9 @@ Cell = str | int | float
 
 @dataclass(frozen=True)
 class PlanTable:
-    """The answer of :meth:`autopar.plan.Plan.table`: ``rows`` of ``columns``, the dearest first; ``str`` prints it with units. Columns
-    called ``seconds`` are in seconds, ``bytes`` in bytes."""
+    """The answer of :meth:`autopar.plan.Plan.table`: ``rows`` of ``columns``, the dearest first; ``str`` prints it
+    with units. Columns called ``seconds`` are in seconds, ``bytes`` in bytes.
+    """
 
     by: str
     columns: tuple[str, ...]
@@ -117,7 +118,9 @@ def _op(plan: Plan, line: PlanLine) -> str:
 
 
 def _by_collective(plan: Plan) -> _Rows:
-    """Every collective of a step. A line of several hops is priced as one: its seconds are shared among its collectives by bytes."""
+    """Every collective of a step. A line of several hops is priced as one: its seconds are shared among its
+    collectives by bytes.
+    """
     found: dict[tuple[str, str, int, str], list[float]] = {}
     for line in plan.lines:
         for (kind, axes, count), seconds in _collectives(plan, line):

@@ -1,6 +1,8 @@
-"""The text of a plan: at most 40 lines of 100 columns for any model, identical layers folded, communication on lines of its own.
+"""The text of a plan: at most 40 lines of 100 columns for any model, identical layers folded, communication on lines
+of its own.
 
-Rows are opened where the time goes: as long as there are lines left, the dearest row that hides something shows what is in it.
+Rows are opened where the time goes: as long as there are lines left, the dearest row that hides something shows what
+is in it.
 """
 
 from __future__ import annotations
@@ -125,10 +127,11 @@ class _Body:
                 heapq.heappush(queue, (-child.seconds * child.count * times, next(self.order), child))
 
     def _open(self, row: ModuleRow, left: int) -> int:
-        """Opens ``row`` if that takes at most ``left`` lines; returns how many it takes. A row with too many children shows the dearest,
-        if there is room for a few."""
+        """Opens ``row`` if that takes at most ``left`` lines; returns how many it takes. A row with too many children
+        shows the dearest, if there is room for a few, and leaves some lines to what is in them.
+        """
         moves, children = min(len(row.moves), MOST_MOVES), len(row.children)
-        shown = children if moves + children <= left else left - moves - 1
+        shown = children if moves + children <= left else (left - moves - 1) * 3 // 4
         if shown < min(children, 3):
             return 0
         self.open[id(row)] = shown
@@ -191,7 +194,9 @@ def _figure(seconds: float) -> str:
 
 
 def _joined(rows: tuple[ModuleRow, ...], width: int) -> tuple[ModuleRow, ...]:
-    """Neighbours that are placed alike and move nothing share a row, as long as their names fit into it; in every layer."""
+    """Neighbours that are placed alike and move nothing share a row, as long as their names fit into it; in every
+    layer.
+    """
     found: list[ModuleRow] = []
     for row in rows:
         row = _with_children(row, _joined(row.children, width - 2))
@@ -255,7 +260,8 @@ def _sync(plan: Plan) -> Iterator[str]:
             yield _move_line(f"{label:<10} {what}  {changed}  {amount}", sum(one.seconds for one in moves))
         if len(shown) < len(groups):
             rest = [one for _, moves in groups[len(shown) :] for one in moves]
-            text = f"{label:<10} {size(sum(m.bytes * m.count for m in rest))} more in {len(groups) - len(shown)} other ways"
+            total = sum(one.bytes * one.count for one in rest)
+            text = f"{label:<10} {size(total)} more in {len(groups) - len(shown)} other ways"
             yield _move_line(text, sum(one.seconds for one in rest))
 
 
@@ -299,7 +305,9 @@ def _also_priced(plan: Plan) -> Iterator[str]:
 
 
 def compared(plan: Plan, other: Predicted | None) -> str:
-    """How a baseline compares: its step, how much longer that is, and by how much it is too large for the memory limit."""
+    """How a baseline compares: its step, how much longer that is, and by how much it is too large for the memory
+    limit.
+    """
     if other is None:
         return f"{'not possible':>21}"
     longer = other.step_seconds / plan.predicted.step_seconds - 1 if plan.predicted.step_seconds else 0.0

@@ -18,7 +18,9 @@ WIDTH = 120
 
 @dataclass(frozen=True)
 class PlanTree:
-    """The answer of :meth:`autopar.plan.Plan.tree`: ``str`` draws it, rich prints it in colour, ``rows`` are its modules."""
+    """The answer of :meth:`autopar.plan.Plan.tree`: ``str`` draws it, rich prints it in colour, ``rows`` are its
+    modules.
+    """
 
     plan: Plan
 

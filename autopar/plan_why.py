@@ -1,4 +1,6 @@
-"""Why a plan places a parameter, module or node as it does: the choice, who made it, what it costs, and what others would."""
+"""Why a plan places a parameter, module or node as it does: the choice, who made it, what it costs, and what others
+would.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ WIDTH = 100
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """One thing the choice costs in a step: ``seconds`` (over all it covers) or resting ``bytes`` on a device, never both."""
+    """One thing the choice costs in a step: ``seconds`` (over all it covers) or resting ``bytes`` on a device, never
+    both.
+    """
 
     what: str
     detail: str
@@ -33,10 +37,10 @@ class Cost:
 class Explanation:
     """The answer of :meth:`autopar.plan.Plan.why`; ``str`` is a table.
 
-    ``choice`` maps what was chosen (``weight``, ``gradient``, ``optimizer``; ``output``; ``inputs``) to its placements. ``provenance`` says
-    who chose: the "user" by a pin, "price", price for all layers "tied" to one choice, or nobody, for there is "only" one possibility;
-    ``reason`` says it in words. ``alternatives`` are None where there is no choice; they change ``together`` nodes. ``costs`` are those of
-    this one.
+    ``choice`` maps what was chosen (``weight``, ``gradient``, ``optimizer``; ``output``; ``inputs``) to its
+    placements. ``provenance`` says who chose: the "user" by a pin, "price", price for all layers "tied" to one
+    choice, or nobody, for there is "only" one possibility; ``reason`` says it in words. ``alternatives`` are None
+    where there is no choice; they change ``together`` nodes. ``costs`` are those of this one.
     """
 
     name: str
@@ -169,7 +173,7 @@ def _parameter_lines(plan: Plan, path: str, node: str) -> Iterator[PlanLine]:
     yield from (line for line in plan.lines_by_name.get(node, ()) if line.kind != "gradient")
     if path in plan.gradient_values:
         producer = plan.gradient_values[path].partition(".")[0]
-        # One node may make the gradients of several parameters: its lines are in their order, none for those that lie right.
+        # One node may make several gradients: its lines are in their order, none for those that lie right already.
         moved = [
             p for p, value in plan.gradient_values.items() if value.partition(".")[0] == producer and _is_moved(plan, p)
         ]

@@ -79,6 +79,7 @@ class TensorSlot:
     target: str
     shape: tuple[int, ...]
     placements: Placements
+    dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from torch.nn.modules import module as module_hooks
 from .decompositions import decomposition_table
 from .trace_call import Call, Differentiate, LossFunction, Returned, call_loss, collect_outputs
 from .trace_model import State, exchanged, module_paths
+from .trace_patches import patched
 
 _PATH = "autopar_module"
 
@@ -233,6 +234,7 @@ def capture(request: Request, tracker: ModuleTracker, *, symbolic: bool) -> Capt
         for context in (
             _collecting_rarely(),
             _traceable(),
+            patched(),
             fx_traceback.preserve_node_meta(),
             tracker.listening(),
         ):

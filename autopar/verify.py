@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autopar.passes.conformance import collectives_of, difference
 from autopar.runtime.launch import run_local
 
 from .api import Batch, LossFunction, Mesh, mesh_shape, parallelize, split_batch
@@ -21,6 +23,8 @@ from .cluster import Cluster
 from .errors import TraceError
 from .options import Options
 from .plan import Plan
+from .program import Program
+from .reshard import Collective
 from .trace_call import call_loss
 
 TOLERANCE: Mapping[str, float] = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2}
@@ -34,7 +38,8 @@ class Report:
     ``loss_error`` and ``gradient_errors[path]`` are relative: max|a - b| / max|b|, b the value of one process. A gradient that is zero
     but for rounding has no relative error; where max|b| is less than a million times what b itself is off by in float32 (against
     float64 on one process), that is the divisor instead; such gradients are listed in ``noisy``. ``seconds`` is the wall time of it all,
-    ``step_seconds`` that of one step under the plan after a first one.
+    ``step_seconds`` that of one step under the plan after a first one. ``unpriced`` lists the collectives in which the program that ran
+    and the plan's prices differ: none, or the plan's predictions are not to be trusted.
     """
 
     plan: Plan
@@ -45,6 +50,7 @@ class Report:
     noisy: tuple[str, ...]
     seconds: float
     step_seconds: float
+    unpriced: tuple[str, ...] = ()
 
     @property
     def max_error(self) -> float:
@@ -65,6 +71,7 @@ class Report:
         ]
         if len(self.gradient_errors) > len(worst):
             lines.append(f"{len(self.gradient_errors) - len(worst)} more gradients, none worse")
+        lines += [f"the program is not what was priced: {line}" for line in self.unpriced]
         return "\n".join([*lines, f"{self.seconds:.1f} s in all, {self.step_seconds * 1e3:.1f} ms a step"])
 
 
@@ -89,6 +96,7 @@ class _Step:
     gradients: Mapping[str, torch.Tensor]
     seconds: float = 0.0
     plan: Plan | None = None
+    unpriced: tuple[str, ...] = ()
 
 
 def verify(
@@ -129,7 +137,9 @@ def verify(
     limit = TOLERANCE[settings.precision or "fp32"] if tolerance is None else tolerance
     assert found.plan is not None
     seconds = time.perf_counter() - start
-    return Report(found.plan, limit, float(expected.loss), loss_error, errors, noisy, seconds, found.seconds)
+    return Report(
+        found.plan, limit, float(expected.loss), loss_error, errors, noisy, seconds, found.seconds, found.unpriced
+    )
 
 
 def materialised(model: nn.Module) -> nn.Module:
@@ -156,6 +166,7 @@ def _reference(rank: int, world: int, task: _Task, double: bool) -> _Step:
         model = model.double()
         batch = pytree.tree_map(lambda t: t.double() if _is_float(t) else t, batch)
     args, kwargs = split_batch(batch)
+    torch.manual_seed(0)
     loss = _loss_of(model(*args, **kwargs), task.loss_fn, args, kwargs)
     loss.backward()
     gradients = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
@@ -199,6 +210,8 @@ def _parallel(rank: int, world: int, task: _Task) -> _Step:
         model, task.mesh, options=task.options, plan=task.plan, cluster=task.cluster, loss_fn=task.loss_fn
     )
     args, kwargs = split_batch(task.batch)
+    call = parallel.prepare(args, kwargs, "loss")
+    torch.manual_seed(rank)  # Rank 0's is the one of the single process, and the one that counts.
     loss = parallel.step(*args, **kwargs)
     gradients: dict[str, torch.Tensor] = {}
     for name, parameter in parallel.named_parameters():
@@ -212,7 +225,16 @@ def _parallel(rank: int, world: int, task: _Task) -> _Step:
     begin = time.perf_counter()
     parallel.step(*args, **kwargs)
     seconds = time.perf_counter() - begin
-    return _Step(loss.detach().cpu(), gradients, seconds, parallel.plan)
+    unpriced = _unpriced(call.program, parallel.plan) if rank == 0 else ()
+    return _Step(loss.detach().cpu(), gradients, seconds, parallel.plan, unpriced)
+
+
+def _unpriced(program: Program, plan: Plan) -> tuple[str, ...]:
+    """Where the collectives of the first rank's program are not those of its plan."""
+    priced: Counter[Collective] = Counter()
+    for wire in plan.collectives():
+        priced[Collective(wire.kind, wire.axes, wire.bytes)] += wire.count
+    return difference(collectives_of(program), priced)
 
 
 def _compare(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.graph import Arg, Graph, Value
+from autopar.graph import Arg, Value
 from autopar.local_ops import LOCAL_OPS
 from autopar.program import COLLECTIVES, Instruction, Program, Section, TensorSlot
 from autopar.reshard import Collective
@@ -24,27 +24,25 @@ from autopar.spec import chunk_bounds, local_shape
 WAIT = "collective.wait"
 
 
-def collectives_of(program: Program, graph: Graph) -> Counter[Collective]:
-    """How often ``program``, lowered from ``graph``, does each collective in a step: refresh, forward and backward.
+def collectives_of(program: Program) -> Counter[Collective]:
+    """How often ``program`` does each collective in a step: refresh, forward and backward.
 
     Bytes are those of the full tensor of a group, padding included, as in :mod:`autopar.reshard`; the program must be that of the
     mesh's first rank, which holds the largest shards.
 
-    >>> from autopar.graph import Graph
     >>> from autopar.program import Program, Section
     >>> empty = Section("forward", (), (), ())
     >>> program = Program((2,), (0,), (), (), (), (), (), empty, empty, empty)
-    >>> collectives_of(program, Graph((), ()))
+    >>> collectives_of(program)
     Counter()
     """
-    dtypes = {node.name: node.type.dtype for node in graph.nodes if node.is_placeholder}
     count = len(program.results)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         reader = _Reader(program)
-        reader.run(program.refresh, _tensors(program, program.parameters, dtypes))
-        saved = reader.run(program.forward, _tensors(program, program.placeholders, dtypes))[count:]
+        reader.run(program.refresh, _tensors(program, program.parameters))
+        saved = reader.run(program.forward, _tensors(program, program.placeholders))[count:]
         if program.gradients:
-            reader.run(program.backward, [*saved, *_tensors(program, program.tangents, dtypes)])
+            reader.run(program.backward, [*saved, *_tensors(program, program.tangents)])
     return reader.found
 
 
@@ -58,10 +56,10 @@ def difference(found: Counter[Collective], priced: Counter[Collective]) -> tuple
     return (*lines(found - priced, "done but not priced"), *lines(priced - found, "priced but not done"))
 
 
-def _tensors(program: Program, slots: Iterable[TensorSlot], dtypes: Mapping[str, torch.dtype]) -> list[torch.Tensor]:
+def _tensors(program: Program, slots: Iterable[TensorSlot]) -> list[torch.Tensor]:
     """What the rank holds of each placeholder."""
     return [
-        torch.empty(local_shape(slot.shape, slot.placements, program.mesh, program.coordinate), dtype=dtypes[slot.name])
+        torch.empty(local_shape(slot.shape, slot.placements, program.mesh, program.coordinate), dtype=slot.dtype)
         for slot in slots
     ]
 

@@ -57,12 +57,14 @@ class Lowering:
 
     def slot(self, node: Node, placements: Placements | None = None) -> TensorSlot:
         shape = tuple(int(size) for size in node.type.shape)
-        return TensorSlot(node.name, node.op, node.target, shape, placements or self.home(Value(node.name)))
+        place = placements or self.home(Value(node.name))
+        return TensorSlot(node.name, node.op, node.target, shape, place, node.type.dtype)
 
     def output_slot(self, output: Output, placements: Placements) -> TensorSlot:
         assert output.value is not None
-        shape = tuple(int(size) for size in self.graph.type_of(output.value).shape)
-        return TensorSlot(output.name, output.kind, output.name, shape, placements)
+        kind = self.graph.type_of(output.value)
+        shape = tuple(int(size) for size in kind.shape)
+        return TensorSlot(output.name, output.kind, output.name, shape, placements, kind.dtype)
 
 
 @dataclass

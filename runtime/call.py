@@ -15,7 +15,7 @@ from autopar.errors import AutoparError, PlanMismatchError
 from autopar.program import TensorSlot
 from autopar.spec import PARTIAL_SUM, REPLICATE, local_shape, take_local
 
-from .collectives import Collectives
+from .collectives import Collectives, Handle
 from .compiled import Compiled
 from .executor import Executable
 from .groups import MeshGroups
@@ -112,13 +112,18 @@ class Call:
     def run(self, leaves: Sequence[Any]) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
         """Forward: local outputs by name, and the values saved for backward. Buffers are brought up to
         date."""
+        outputs, saved = self.start(leaves)
+        return {name: settled(value) for name, value in outputs.items()}, saved
+
+    def start(self, leaves: Sequence[Any]) -> tuple[dict[str, torch.Tensor | Handle], list[torch.Tensor]]:
+        """:meth:`run`, but outputs may be on their way still (:func:`settled` waits for one)."""
         with torch.no_grad():
             working = self.weights.working(self.executable, self.parameters)
             module = self.weights.module
             results, saved = self.executable.forward(
                 [self._bind(s, leaves, working, module) for s in self.program.placeholders]
             )
-            outputs: dict[str, torch.Tensor] = {}
+            outputs: dict[str, torch.Tensor | Handle] = {}
             for slot, value in zip(self.program.results, results, strict=True):
                 if slot.kind == "mutation":
                     module.get_buffer(slot.target).copy_(gather_whole(value, slot, self.groups))
@@ -192,6 +197,11 @@ class Call:
                 )
         return [self.own_tangent(s, gradients.get(s.target), dtypes[s.target]) for s in self.program.tangents]
 
+    def unit_tangent(self, name: str) -> torch.Tensor:
+        """Ones like output ``name``: the gradient of an output with respect to itself."""
+        slot = next(slot for slot in self.program.tangents if slot.target == name)
+        return torch.ones(slot.shape, dtype=slot.dtype, device=self.groups.device)
+
     def output_name(self, name: str) -> str:
         """Where output ``name`` stands in the model's return value, such as ``['loss']``."""
         index = self.signature.output_names.index(name)
@@ -208,3 +218,10 @@ class Call:
         values = self.executable.backward(saved, tangents)
         pairs = zip(self.program.gradients, values, strict=True)
         return {(slot.kind, slot.target): value for slot, value in pairs if value is not None}
+
+
+def settled(value: torch.Tensor | Handle) -> torch.Tensor:
+    """An output of a program, once it has arrived."""
+    found = value.wait() if isinstance(value, Handle) else value
+    assert isinstance(found, torch.Tensor)
+    return found

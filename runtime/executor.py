@@ -41,7 +41,8 @@ from autopar.program import Instruction, Program, Section
 from autopar.spec import take_local
 
 from .collectives import Collectives
-from .groups import mesh_groups
+from .groups import MeshGroups, mesh_groups
+from .randomness import draws, shared_random
 
 Operation = Callable[..., Any]
 Run = Callable[[list[torch.Tensor]], list[Any]]
@@ -279,6 +280,18 @@ def operations_of(collectives: Collectives) -> dict[str, Operation]:
     return {**LOCAL_OPS, **bound}
 
 
+def _with_shared_random(section: Section, run: Run, groups: MeshGroups) -> Run:
+    """``run``, with one stream of random numbers for all ranks if ``section`` draws any."""
+    if not draws(section):
+        return run
+
+    def drawing(values: list[torch.Tensor]) -> list[Any]:
+        with shared_random(groups):
+            return run(values)
+
+    return drawing
+
+
 class Executable:
     """A program ready to run on this rank of ``mesh``; each call is under ``no_grad`` and without autocast.
 
@@ -299,8 +312,12 @@ class Executable:
         operations = operations_of(Collectives(groups))
         where = f"the rank at {program.coordinate} of mesh {program.mesh}"
         self._refresh = compile_section(program.refresh, operations, self.device, where)
-        self._forward = compile_section(program.forward, operations, self.device, where)
-        self._backward = compile_section(program.backward, operations, self.device, where)
+        self._forward = _with_shared_random(
+            program.forward, compile_section(program.forward, operations, self.device, where), groups
+        )
+        self._backward = _with_shared_random(
+            program.backward, compile_section(program.backward, operations, self.device, where), groups
+        )
         self.constants: dict[str, torch.Tensor] = {
             slot.target: take_local(
                 program.constants[slot.target].to(self.device),

@@ -16,7 +16,7 @@ from autopar.errors import AutoparError
 
 from .agreement import check_agreement
 from .autograd import differentiate
-from .call import Call
+from .call import Call, settled
 from .compiled import Compile, OutputsWanted, Request
 from .groups import mesh_groups
 from .optimizer import make_optimizer
@@ -80,12 +80,11 @@ class ParallelModule(nn.Module):
                 "pass labels, or run "
                 "out = model(...), compute a loss from out and call loss.backward()"
             )
-        outputs, saved = call.run(call.leaves(args, kwargs))
-        loss = gather_whole(outputs.pop(loss_name), call.results[loss_name], self._groups).detach()
-        tangents = call.tangents(
-            {loss_name: torch.ones_like(loss)}, {s.target: loss.dtype for s in call.program.tangents}
-        )
+        outputs, saved = call.start(call.leaves(args, kwargs))
+        one = call.unit_tangent(loss_name)
+        tangents = call.tangents({loss_name: one}, {s.target: one.dtype for s in call.program.tangents})
         gradients = call.backward(saved, tangents)
+        loss = gather_whole(settled(outputs.pop(loss_name)), call.results[loss_name], self._groups).detach()
         with torch.no_grad():
             for slot, parameter in zip(call.program.parameters, call.parameters, strict=True):
                 gradient = gradients.pop(("gradient", slot.target), None)

@@ -109,7 +109,16 @@ class World:
             return [a[0] for a in args]
         if op.startswith("collective."):
             return self._collective(op.removeprefix("collective."), args, kwargs)
-        return [resolve(op)(*a, **k) for a, k in zip(args, kwargs, strict=True)]
+        return self._local(op, args, kwargs)
+
+    def _local(self, op: str, args: list[Any], kwargs: list[dict[str, Any]]) -> list[Any]:
+        """One local operation on every rank; all draw the same random numbers."""
+        state = torch.get_rng_state()
+        results = []
+        for a, k in zip(args, kwargs, strict=True):
+            torch.set_rng_state(state)
+            results.append(resolve(op)(*a, **k))
+        return results
 
     def _collective(self, kind: str, args: list[Any], kwargs: list[dict[str, Any]]) -> list[Any]:
         if kind.endswith("_bucket"):

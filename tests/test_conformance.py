@@ -56,7 +56,7 @@ def test_random_assignments_do_what_their_bill_says(name: str, mesh: tuple[int, 
     total = 0
     for seed in range(3):
         assignment = any_assignment(found.graph, mesh, seed)
-        done = collectives_of(found.program(assignment, bucket=bucket), found.graph)
+        done = collectives_of(found.program(assignment, bucket=bucket))
         assert difference(done, priced(found.bill(assignment))) == (), f"seed {seed}"
         total += done.total()
     assert total > 20
@@ -69,7 +69,7 @@ REAL = [("resnet", (2, 2)), *(pytest.param(n, m, marks=pytest.mark.slow) for n i
 def test_random_assignments_of_real_models(name: str, mesh: tuple[int, ...]) -> None:
     _, found = prepared(name, mesh)
     assignment = any_assignment(found.graph, mesh, 0)
-    done = collectives_of(found.program(assignment), found.graph)
+    done = collectives_of(found.program(assignment))
     assert difference(done, priced(found.bill(assignment))) == ()
     assert done.total() > 10
 
@@ -91,7 +91,7 @@ def test_plans_do_what_they_say(kind: str, mesh: tuple[int, ...]) -> None:
     question = ask(model, batch, mesh, **OPTIONS[kind])
     plan, found = answer(question, Timings()), setting(question)
     assignment = plan.assignment({n.target: n.name for n in found.graph.placeholders("param")})
-    done = collectives_of(found.program(assignment), found.graph)
+    done = collectives_of(found.program(assignment))
     said = Counter({Collective(c.kind, c.axes, c.bytes): 0 for c in plan.collectives()})
     for line in plan.collectives():
         said[Collective(line.kind, line.axes, line.bytes)] += line.count
@@ -124,14 +124,13 @@ def program_of(instructions: tuple[Instruction, ...], *slots: TensorSlot) -> Pro
 def test_reads_bytes_of_uneven_shards_as_padded() -> None:
     from autopar.graph import Value
 
-    graph = Graph.from_text('graph()\n%x: f32[5, 3] = input("x")\n')
     gathered = Instruction("g", "collective.all_gather", (Value("x"),), (("axes", (0,)), ("dim", 0), ("size", 5), ("before", 1)))
     waited = Instruction("w", "collective.wait", (Value("g"),))
     scattered = Instruction(
         "s", "collective.reduce_scatter_bucket", ((Value("w"), Value("w")),),
         (("axes", (0, 1)), ("op", "sum"), ("dims", (0, 1)), ("befores", (1, 1))),
     )  # fmt: skip
-    done = collectives_of(program_of((gathered, waited, scattered), slot("x", (5, 3), "S(0),R")), graph)
+    done = collectives_of(program_of((gathered, waited, scattered), slot("x", (5, 3), "S(0),R")))
     assert done == {
         Collective("all_gather", (0,), 6 * 3 * 4): 1,
         Collective("reduce_scatter", (0, 1), 8 * 3 * 4): 1,
@@ -169,5 +168,5 @@ def test_a_value_used_and_returned_is_reduced_once() -> None:
     assert {o.kind for o in found.graph.outputs} >= {"mutation", "input_gradient", "gradient"}
     for seed in range(12):
         assignment = any_assignment(found.graph, (2, 2), seed)
-        done = collectives_of(found.program(assignment), found.graph)
+        done = collectives_of(found.program(assignment))
         assert difference(done, priced(found.bill(assignment))) == (), f"seed {seed}"

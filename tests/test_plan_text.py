@@ -14,7 +14,7 @@ from autopar.assignment import ParameterPlacement
 from autopar.plan import Holding, Plan, PlanLine, PlanNode, Predicted, Step
 from autopar.plan_rows import ModuleRow, module_rows, numbers
 from autopar.plan_units import clip, duration, share, signed_duration, signed_size, size
-from autopar.spec import REPLICATE, PARTIAL_SUM, Placements, Shard, StridedShard, short
+from autopar.spec import PARTIAL_SUM, REPLICATE, Placements, Shard, StridedShard, short
 
 
 @dataclass

@@ -17,7 +17,8 @@ from autopar.passes.annotate import annotate
 from autopar.passes.lower import Lowering, lower
 from autopar.passes.normalise import normalise
 from autopar.passes.overlap import overlap
-from autopar.planner import step_graph
+from autopar.options import Options
+from autopar.planner import Question, Timings, solve_mesh, step_graph
 from autopar.prices import Prices, placement_options
 from autopar.program import Program
 from autopar.trace import trace
@@ -56,6 +57,7 @@ def make_case(model: nn.Module, batch: Any) -> Case:
     inputs = dict(zip(traced.signature.input_names, leaves, strict=True))
     values = {n: v.detach().clone() for n, v in (*model.named_parameters(), *model.named_buffers())}
     values |= {name: value for name, value in inputs.items() if name is not None}
+    torch.manual_seed(0)
     case = Case(graph, values, interpret(plain(graph), values))
     _check_trace(case, model, args, kwargs, traced.signature.loss)
     return case
@@ -80,6 +82,7 @@ def _exact(graph: Graph) -> Graph:
 
 
 def _check_trace(case: Case, model: nn.Module, args: Any, kwargs: Any, loss: str | None) -> None:
+    torch.manual_seed(0)
     output = model(*args, **kwargs)
     flat = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.ndim == 0 and t.requires_grad]
     value = getattr(output, "loss", None)
@@ -91,6 +94,8 @@ def _check_trace(case: Case, model: nn.Module, args: Any, kwargs: Any, loss: str
         found = case.expected.get(("gradient", name))
         assert (found is None) == (parameter.grad is None), name
         compare({("gradient", name): parameter.grad}, {("gradient", name): found}, "trace", 1e-6)
+    for name, buffer in model.named_buffers():
+        compare({("mutation", name): buffer}, {("mutation", name): case.expected.get(("mutation", name))}, "trace", 1e-6)
 
 
 def compare(found: Mapping[tuple[str, str], Any], expected: Results, message: str, tolerance: float = 1e-8) -> None:
@@ -136,6 +141,32 @@ def check_assignments(case: Case, mesh: tuple[int, ...], seeds: range) -> None:
         check_assignment(case, annotated, random_assignment(annotated, mesh, seed), prices, f"mesh {mesh}, seed {seed}")
 
 
+def check_plans(case: Case, mesh: tuple[int, ...]) -> dict[str, Assignment]:
+    """The solved assignments on a mesh (best, fully sharded, best where only compute costs) give what one device gives."""
+    annotated = annotate(case.graph, mesh)
+    found = {}
+    for name, (cluster, options) in _questions().items():
+        question = Question(case.graph, None, 6, mesh, cluster, options)
+        solved, _ = solve_mesh(question, case.graph, Timings())
+        prices = Prices(cluster, mesh, placement_options(annotated, mesh))
+        check_assignment(case, solved.instance.graph, solved.assignment, prices, f"mesh {mesh}, {name}")
+        found[name] = solved.assignment
+    return found
+
+
+def _questions() -> dict[str, tuple[Cluster, Options]]:
+    fast = Cluster.get("dgx-a100-80gb")
+    slow = compute_bound(fast)
+    return {"best": (fast, Options()), "zero": (fast, Options(zero=3)), "compute": (slow, Options()), "both": (slow, Options(zero=3))}
+
+
+def compute_bound(cluster: Cluster) -> Cluster:
+    """``cluster`` with devices so slow that only dividing the work counts: plans then shard what they can."""
+    flops = {"f32": 1e9, "f64": 1e9}
+    device = replace(cluster.device, peak_flops=flops, memory_bandwidth=1e9, launch_seconds=1e-9, view_seconds=1e-10)
+    return replace(cluster, device=device)
+
+
 def tangents(graph: Graph) -> dict[str, torch.Tensor]:
     """Ones for every tangent."""
     return {n.target: torch.ones([int(s) for s in n.type.shape], dtype=n.type.dtype) for n in graph.placeholders("tangent")}
@@ -143,6 +174,7 @@ def tangents(graph: Graph) -> dict[str, torch.Tensor]:
 
 def check_assignment(case: Case, annotated: Graph, assignment: Assignment, prices: Prices, message: str) -> None:
     """One assignment gives what one device gives."""
+    torch.manual_seed(0)
     results, gradients = World(programs(annotated, assignment, prices)).step(case.values, tangents(annotated))
     found = {key: value for key, value in _keyed(case, results, gradients)}
     compare(found, case.expected, message)

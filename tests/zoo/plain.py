@@ -351,3 +351,17 @@ class AttentionVariants(nn.Module):
         bias = torch.linspace(-1, 1, 49, dtype=x.dtype).view(7, 7)
         z = F.scaled_dot_product_attention(heads, heads[:, :2], heads[:, 2:4], attn_mask=bias, scale=0.3, enable_gqa=True)
         return z.square().mean() + weights.amax(-1).sum()
+
+
+@model("random", floats(BATCH, 10))
+class Random(nn.Module):
+    """Dropout and noise: all ranks draw what one device would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.dropout = nn.Linear(10, 14), nn.Linear(14, 6), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.dropout(self.first(x + 0.1 * torch.randn_like(x)).relu())
+        out = F.dropout2d(self.second(hidden)[..., None, None], 0.2)[..., 0, 0] * torch.rand(6, dtype=x.dtype)
+        return (out + F.gumbel_softmax(out)).square().mean() + torch.bernoulli(out.sigmoid()).mean()

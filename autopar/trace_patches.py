@@ -1,0 +1,66 @@
+"""Parts of torch that a graph cannot hold, said another way while a model is traced.
+
+- ``checkpoint(..., use_reentrant=True)`` runs autograd inside autograd; which values to keep or compute again is the plan's
+  choice, so its function is simply called;
+- batch norm with a cumulative average (``momentum=None``) reads its counter as a Python number; here it stays a tensor;
+- ``SyncBatchNorm`` communicates by itself; a graph has the statistics of the whole batch anyway, so it is batch norm;
+- checks of linear algebra (``cholesky`` of a matrix that has none) raise on values; a graph has no place to raise from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._higher_order_ops.effects import _get_effect, _register_effectful_op
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import checkpoint
+
+_CHECKS = "aten::_linalg_check_errors"
+_batch_norm_forward = _BatchNorm.forward
+
+
+@contextmanager
+def patched() -> Iterator[None]:
+    """Within, the parts of torch named above are traceable."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(checkpoint.CheckpointFunction, "apply", staticmethod(_call)))
+        stack.enter_context(patch.object(_BatchNorm, "forward", _batch_norm))
+        stack.enter_context(patch.object(nn.SyncBatchNorm, "forward", _batch_norm))
+        stack.enter_context(_without_effect(_CHECKS))
+        yield
+
+
+def _call(function: Callable[..., Any], _preserve_rng_state: bool, *args: Any) -> Any:
+    return function(*args)
+
+
+def _batch_norm(module: _BatchNorm, x: Tensor) -> Tensor:
+    counter, mean, var = module.num_batches_tracked, module.running_mean, module.running_var
+    cumulative = module.momentum is None and module.training and module.track_running_stats
+    if not cumulative or counter is None or mean is None or var is None:
+        return _batch_norm_forward(module, x)
+    module._check_input_dim(x)
+    counter.add_(1)
+    # With a momentum of 1 the running statistics are those of the batch.
+    batch_mean, batch_var = torch.zeros_like(mean), torch.zeros_like(var)
+    result = F.batch_norm(x, batch_mean, batch_var, module.weight, module.bias, True, 1.0, module.eps)
+    share = 1.0 / counter.to(mean.dtype)
+    mean.copy_((1 - share) * mean + share * batch_mean)
+    var.copy_((1 - share) * var + share * batch_var)
+    return result
+
+
+@contextmanager
+def _without_effect(operation: str) -> Iterator[None]:
+    before = _get_effect(operation)
+    _register_effectful_op(operation, None)
+    try:
+        yield
+    finally:
+        _register_effectful_op(operation, before)

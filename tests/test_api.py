@@ -1,0 +1,441 @@
+"""The public face on local processes: every way to call, train and evaluate, against the same model in one process."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import autopar
+import pytest
+import torch
+import torch.distributed as dist
+from autopar.errors import OptionsError, PlanMismatchError, TraceError
+from autopar.runtime import ParallelModule
+from autopar.runtime.launch import run_local
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from tests.models import Plain, Stack, make, plain, text
+from tests.questions import CLUSTER, gradients_of, slow_devices
+
+Work = Callable[[int, int], Any]
+SHARDED = autopar.Options(zero=3, mesh_search=False)
+SPLIT = autopar.Options(zero=0, mesh_search=False, pins={"layers.*.1.weight": "R,S(0)", "layers.*.3.weight": "R,S(1)"})
+
+
+def on(count: int, work: Work, timeout: float = 60.0) -> list[Any]:
+    """``work(rank, world)`` on ``count`` processes, warnings being errors."""
+
+    def strict(rank: int, world: int) -> Any:
+        warnings.simplefilter("error")
+        torch.manual_seed(0)
+        return work(rank, world)
+
+    return run_local(strict, count, timeout=timeout)
+
+
+def whole(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor()
+
+
+def small_stack(layers: int = 2) -> Stack:
+    torch.manual_seed(3)
+    return Stack(layers=layers)
+
+
+def check_gradients(model: nn.Module, wanted: dict[str, torch.Tensor]) -> None:
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert found.keys() == wanted.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(whole(gradient), wanted[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def check_weights(model: nn.Module, reference: nn.Module) -> None:
+    wanted = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(whole(parameter.detach()), wanted[name].detach(), rtol=1e-4, atol=2e-6, msg=name)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_two_arguments_are_enough(count: int) -> None:
+    def work(rank: int, world: int) -> str:
+        reference, batch = small_stack(), text(8, 8)
+        loss, gradients = gradients_of(reference, batch)
+        model = autopar.parallelize(copy.deepcopy(reference), (world,))
+        with pytest.raises(autopar.AutoparError, match="there is no plan yet"):
+            _ = model.plan
+        output = model(**batch)
+        assert type(output) is dict and not isinstance(output["scores"], DTensor)
+        torch.testing.assert_close(output["loss"].detach(), loss)
+        torch.testing.assert_close(output["scores"].detach(), reference(**batch)["scores"].detach(), rtol=1e-5, atol=1e-6)
+        output["loss"].backward()
+        check_gradients(model, gradients)
+        assert math.prod(model.plan.mesh) == world
+        return model.plan.to_json()
+
+    assert len(set(on(count, work))) == 1
+
+
+@pytest.mark.parametrize("options", [autopar.Options(mesh_search=False), SHARDED, SPLIT], ids=["best", "sharded", "split"])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW], ids=lambda cls: cls.__name__)
+def test_training_as_in_one_process(options: autopar.Options, optimizer: type[torch.optim.Optimizer]) -> None:
+    """The optimizer is made before the first batch, one way or the other; step() and backward() take turns; norms are clipped."""
+
+    def work(rank: int, world: int) -> None:
+        reference = small_stack()
+        model = autopar.parallelize(copy.deepcopy(reference), (2, 2), options=options, cluster=CLUSTER)
+        theirs = optimizer(reference.parameters(), lr=0.01)
+        ours = optimizer(model.parameters(), lr=0.01) if optimizer is torch.optim.SGD else model.optimizer(optimizer, lr=0.01)
+        for turn in range(3):
+            batch = text(8, 8, seed=turn)
+            wanted = reference(**batch)["loss"]
+            wanted.backward()
+            found = model(**batch)["loss"] if turn == 1 else model.step(**batch)
+            if turn == 1:
+                found.backward()
+            torch.testing.assert_close(found.detach(), wanted.detach(), rtol=1e-5, atol=1e-6)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
+            torch.testing.assert_close(whole(norm), expected, rtol=1e-5, atol=1e-6)
+            ours.step(), theirs.step(), ours.zero_grad(), theirs.zero_grad()
+        check_weights(model, reference)
+
+    on(4, work)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_clipping_when_gradients_and_states_are_sharded(stage: Any) -> None:
+    def work(rank: int, world: int) -> None:
+        reference, batch = small_stack(), text(8, 8)
+        options = autopar.Options(zero=stage, mesh_search=False)
+        model = autopar.parallelize(copy.deepcopy(reference), (world,), example_inputs=batch, options=options, cluster=CLUSTER)
+        ours, theirs = model.optimizer(torch.optim.AdamW, lr=0.01), torch.optim.AdamW(reference.parameters(), lr=0.01)
+        for _ in range(2):
+            model.step(**batch)
+            reference(**batch)["loss"].backward()
+            found = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            torch.testing.assert_close(whole(found), nn.utils.clip_grad_norm_(reference.parameters(), 0.01), rtol=1e-5, atol=1e-6)
+            ours.step(), theirs.step(), ours.zero_grad(), theirs.zero_grad()
+        check_weights(model, reference)
+
+    on(2, work)
+
+
+def test_gradients_accumulate() -> None:
+    def work(rank: int, world: int) -> None:
+        reference, one, two = small_stack(), text(8, 8), text(8, 8, seed=5)
+        model = autopar.parallelize(copy.deepcopy(reference), (world,), options=SHARDED)
+        (reference(**one)["loss"] + reference(**two)["loss"]).backward()
+        model.step(**one)
+        model(**two)["loss"].backward()
+        wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+        check_gradients(model, wanted)
+
+    on(2, work)
+
+
+def test_example_inputs_plan_and_place_at_once() -> None:
+    def work(rank: int, world: int) -> None:
+        batch = text(8, 8)
+        model = autopar.parallelize(small_stack(), (2, 1, 2), example_inputs=batch, options=SHARDED)
+        assert model.plan.mesh == (2, 1, 2)
+        weight = model.get_parameter("layers.0.1.weight")
+        assert isinstance(weight, DTensor) and weight.to_local().numel() * world == weight.numel()
+        loss, gradients = gradients_of(small_stack(), batch)
+        torch.testing.assert_close(model.step(**batch), loss)
+        check_gradients(model, gradients)
+
+    on(4, work)
+
+
+def test_names_tied_weights_and_state_are_those_of_the_model() -> None:
+    def work(rank: int, world: int) -> None:
+        reference, batch = small_stack(), text(8, 8)
+        state = {key: value.clone() for key, value in reference.state_dict().items()}
+        model = autopar.parallelize(reference, (world,), example_inputs=batch, options=SHARDED)
+        assert isinstance(model, ParallelModule)
+        assert list(model.state_dict()) == list(state)
+        for key, value in model.state_dict().items():
+            assert torch.equal(whole(value), state[key]), key
+        assert model.head.weight is model.embed.weight
+        assert len(dict(model.named_parameters())) == len(state) - 1
+        model.load_state_dict({key: torch.ones_like(value) for key, value in state.items()})
+        assert float(whole(model.get_parameter("head.weight").detach()).sum()) == 257 * 16
+
+    on(2, work)
+
+
+def test_meta_model_is_materialised_shard_by_shard() -> None:
+    def work(rank: int, world: int) -> float:
+        with torch.device("meta"):
+            model = Stack(layers=2)
+        batch = text(8, 8)
+        parallel = autopar.parallelize(model, (world,), example_inputs=batch, options=SHARDED)
+        assert all(isinstance(p, DTensor) and not p.is_meta for p in parallel.parameters())
+        norm = whole(parallel.get_parameter("layers.1.0.weight").detach())
+        assert torch.equal(norm, torch.ones(16))
+        assert 0.5 < float(whole(parallel.get_parameter("embed.weight").detach()).std()) < 1.5
+        return float(parallel.step(**batch))
+
+    losses = on(2, work)
+    assert losses[0] == losses[1] and math.isfinite(losses[0])
+
+
+def test_positional_keyword_and_distributed_batches() -> None:
+    def work(rank: int, world: int) -> None:
+        reference, batch = small_stack(), text(8, 8)
+        loss, gradients = gradients_of(reference, batch)
+        model = autopar.parallelize(copy.deepcopy(reference), (world,), cluster=slow_devices())
+        local = model.local_batch(**batch)
+        assert all(isinstance(value, DTensor) for value in local.values())
+        for give in (
+            lambda: model.step(batch["input_ids"], batch["labels"]),
+            lambda: model.step(labels=batch["labels"], input_ids=batch["input_ids"]),
+            lambda: model.step(batch["input_ids"], labels=batch["labels"]),
+            lambda: model.step(**local),
+        ):
+            model.zero_grad()
+            torch.testing.assert_close(give(), loss)
+            check_gradients(model, gradients)
+
+    on(2, work)
+
+
+def test_another_batch_size_runs_the_same_plan_where_it_divides() -> None:
+    def work(rank: int, world: int) -> None:
+        reference = small_stack()
+        model = autopar.parallelize(copy.deepcopy(reference), (4,), cluster=slow_devices(), options=autopar.Options(mesh_search=False))
+        model.step(**text(8, 8))
+        plan = model.plan
+        assert any(str(p) == "S(0)" for node in plan.strategies.values() for p in node.outputs[0])
+        for size in (4, 16):
+            model.zero_grad()
+            loss, gradients = gradients_of(reference, text(size, 8))
+            torch.testing.assert_close(model.step(**text(size, 8)), loss)
+            check_gradients(model, gradients)
+            assert model.plan == plan
+        with pytest.raises(PlanMismatchError, match=r"(?s)\(6, 8\).*\(8, 8\)"):
+            model.step(**text(6, 8))
+
+    on(4, work)
+
+
+def test_uneven_batch_is_planned_and_right() -> None:
+    def work(rank: int, world: int) -> None:
+        reference, batch = small_stack(), text(6, 8)
+        loss, gradients = gradients_of(reference, batch)
+        model = autopar.parallelize(copy.deepcopy(reference), (4,), cluster=slow_devices(), options=autopar.Options(mesh_search=False))
+        torch.testing.assert_close(model.step(**batch), loss)
+        check_gradients(model, gradients)
+
+    on(4, work)
+
+
+@pytest.mark.parametrize("given", [(4,), "mesh"], ids=["shape", "DeviceMesh"])
+def test_a_mesh_may_be_regrouped(given: Any) -> None:
+    """A plan of two axes for a mesh given as one: parameters and groups follow the plan's mesh."""
+    reference, batch = small_stack(), text(8, 8)
+    plan = autopar.plan(reference, (2, 2), batch, cluster=CLUSTER, options=SPLIT)
+    loss, gradients = gradients_of(reference, batch)
+
+    def work(rank: int, world: int) -> None:
+        mesh = init_device_mesh("cpu", (4,)) if given == "mesh" else given
+        model = autopar.parallelize(copy.deepcopy(reference), mesh, plan=plan, cluster=CLUSTER)
+        torch.testing.assert_close(model.step(**batch), loss)
+        check_gradients(model, gradients)
+        weight = model.get_parameter("layers.0.1.weight")
+        assert isinstance(weight, DTensor) and tuple(weight.device_mesh.shape) == (2, 2) == model.plan.mesh
+
+    on(4, work)
+
+
+def test_a_plan_from_json_is_used_as_it_is_and_only_where_it_fits() -> None:
+    reference, batch = small_stack(), text(8, 8)
+    plan = autopar.Plan.from_json(autopar.plan(reference, (2,), batch, cluster=CLUSTER, options=SHARDED).to_json())
+
+    def work(rank: int, world: int) -> None:
+        model = autopar.parallelize(copy.deepcopy(reference), (2,), batch, plan=plan)
+        assert model.plan == plan
+        loss, gradients = gradients_of(reference, batch)
+        torch.testing.assert_close(model.step(**batch), loss)
+        check_gradients(model, gradients)
+        with pytest.raises(PlanMismatchError, match="the plan was made for 'Stack"):
+            autopar.parallelize(small_stack(3), (2,), batch, plan=plan)
+        with pytest.raises(PlanMismatchError, match=r"plan is for mesh \(2,\) of 2 devices, but the mesh is \(1,\) of 1"):
+            autopar.parallelize(small_stack(), DeviceMesh("cpu", [rank]), batch, plan=plan)
+
+    on(2, work)
+
+
+class Scores(nn.Module):
+    """Returns no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 24), nn.Linear(24, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.up(x).relu()
+        return self.down(hidden), hidden
+
+
+def test_a_loss_of_ones_own() -> None:
+    def work(rank: int, world: int) -> None:
+        torch.manual_seed(0)
+        reference, x, y = Scores(), torch.randn(8, 12), torch.arange(8) % 4
+        model = autopar.parallelize(copy.deepcopy(reference), (world,))
+        scores, hidden = model(x)
+        loss = nn.functional.cross_entropy(scores, y) + hidden.pow(2).mean()
+        loss.backward()
+        scores, hidden = reference(x)
+        wanted = nn.functional.cross_entropy(scores, y) + hidden.pow(2).mean()
+        wanted.backward()
+        torch.testing.assert_close(loss.detach(), wanted.detach())
+        check_gradients(model, {n: p.grad for n, p in reference.named_parameters() if p.grad is not None})
+        with pytest.raises(autopar.AutoparError, match="this call returns none"):
+            model.step(x)
+
+    on(2, work)
+
+
+def test_evaluation_and_no_grad() -> None:
+    def work(rank: int, world: int) -> None:
+        torch.manual_seed(0)
+        reference = nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+        x = torch.randn(8, 12)
+        model = autopar.parallelize(copy.deepcopy(reference), (world,), loss_fn=lambda out, batch: out.pow(2).mean())
+        model.step(x)
+        reference(x).pow(2).mean().backward()
+        check_gradients(model, {n: p.grad for n, p in reference.named_parameters() if p.grad is not None})
+        model.eval(), reference.eval()
+        with torch.no_grad():
+            found = model(x)
+        assert not found.requires_grad
+        torch.testing.assert_close(found, reference(x).detach())
+        torch.testing.assert_close(model.get_buffer("1.running_var"), reference.get_buffer("1.running_var"))
+        with torch.no_grad():
+            torch.testing.assert_close(model(x[:4]), reference(x[:4]).detach())
+
+    on(2, work)
+
+
+def test_hugging_face_outputs_keep_their_type() -> None:
+    def work(rank: int, world: int) -> None:
+        reference, batch = make("gpt2", layers=1)
+        wanted = reference(**batch)
+        model = autopar.parallelize(copy.deepcopy(reference), (world,))
+        found = model(**batch)
+        assert type(found) is type(wanted) and list(found) == [k for k in wanted if k in found]
+        torch.testing.assert_close(found.logits.detach(), wanted.logits.detach(), rtol=1e-5, atol=1e-5)
+        found.loss.backward()
+        assert model.config is reference.config or model.config.n_embd == 48
+
+    on(2, work)
+
+
+def test_reduced_precision_parameters() -> None:
+    def work(rank: int, world: int) -> None:
+        reference, batch = small_stack().bfloat16(), text(8, 8)
+        loss, gradients = gradients_of(reference, batch)
+        model = autopar.parallelize(copy.deepcopy(reference), (world,), options=SHARDED)
+        torch.testing.assert_close(model.step(**batch), loss, rtol=2e-2, atol=2e-2)
+        for name, parameter in model.named_parameters():
+            assert parameter.dtype == torch.bfloat16 and parameter.grad is not None
+            error = (whole(parameter.grad) - gradients[name]).abs().max() / gradients[name].abs().max()
+            assert error < 5e-2, (name, error)
+
+    on(2, work)
+
+
+def test_one_process_needs_no_launcher() -> None:
+    """In this very process; torch.distributed is started and ended here."""
+    assert not dist.is_initialized()
+    try:
+        reference, batch = plain()
+        loss, gradients = gradients_of(reference, batch)
+        model = autopar.parallelize(copy.deepcopy(reference), 1)
+        torch.testing.assert_close(model.step(*batch), loss)
+        check_gradients(model, gradients)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_wrong_number_of_processes() -> None:
+    with pytest.raises(OptionsError, match=r"the mesh \(2, 2\) has 4 devices, but 1 process is running; start 4 \(torchrun"):
+        autopar.parallelize(Plain(), (2, 2))
+
+    def work(rank: int, world: int) -> None:
+        with pytest.raises(OptionsError, match=r"the mesh \(4,\) has 4 devices, but 2 processes are running"):
+            autopar.parallelize(Plain(), (4,))
+
+    on(2, work)
+
+
+@pytest.mark.parametrize("mesh", [(), (0, 2), "22", (2.0,), None], ids=str)
+def test_what_is_no_mesh(mesh: Any) -> None:
+    with pytest.raises(OptionsError, match="is no mesh; give a DeviceMesh, or a shape"):
+        autopar.plan(Plain(), mesh, plain()[1], cluster=CLUSTER)
+
+
+def test_unknown_cluster() -> None:
+    model, batch = plain()
+    with pytest.raises(autopar.AutoparError, match=r"dgx-z900.*dgx-a100-80gb"):
+        autopar.plan(model, (2,), batch, cluster="dgx-z900")
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, power: int = 2) -> torch.Tensor:
+        return self.linear(x).pow(power).sum()
+
+
+def test_a_non_tensor_input_that_changes() -> None:
+    def work(rank: int, world: int) -> None:
+        model, x = autopar.parallelize(Scaled(), (1,)), torch.randn(4, 4)
+        model.step(x, power=2)
+        with pytest.raises(PlanMismatchError, match=r"non-tensor input kwargs\['power'\] was 2 .*and is now 3"):
+            model.step(x, power=3)
+
+    on(1, work)
+
+
+class Looping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        while x.sum() > 1:
+            x = self.inner(x)
+        return x.sum()
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Looping()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.block(x)
+        return found
+
+
+def test_a_data_dependent_loop_names_module_and_line() -> None:
+    with pytest.raises(TraceError, match=r"(?s)block.*test_api\.py:\d+"):
+        autopar.plan(Outer(), (2,), torch.randn(4, 4), cluster=CLUSTER)
+
+
+def test_a_meta_model_and_meta_batch_are_planned_without_memory() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(1 << 16, 1 << 16), nn.Linear(1 << 16, 1 << 16))
+    batch = torch.empty(1 << 12, 1 << 16, device="meta")
+    plan = autopar.plan(model, (2, 2), batch, cluster=CLUSTER, loss_fn=lambda out: out.sum())
+    assert plan.predicted.weight_bytes > 1 << 33

@@ -1,0 +1,144 @@
+"""verify: compares with one process, reports a difference where there is one, and ends whatever its ranks do."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from typing import Any
+
+import autopar
+import pytest
+import torch
+from autopar.errors import TraceError, WorkerError
+from autopar.verify import Report, _relative
+from torch import nn
+
+from tests.models import Stack, make, plain, text
+from tests.questions import CLUSTER
+
+
+def check(model: nn.Module, batch: Any, mesh: Any = (2,), **changes: Any) -> Report:
+    return autopar.verify(model, mesh, batch, cluster=CLUSTER, timeout=60, **changes)
+
+
+def test_report_of_a_model_that_is_right() -> None:
+    model, batch = make("stack")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    report = check(model, batch, options=autopar.Options(zero=3, mesh_search=False))
+    assert report.ok and report.max_error <= 1e-5 and report.loss_error <= report.max_error
+    assert report.gradient_errors.keys() == {name for name, _ in model.named_parameters()}
+    assert report.plan.mesh == (2,) and report.seconds > report.step_seconds > 0
+    assert report.unpriced == ()
+    assert "equal to one process within 1e-05" in str(report) and "gradient of " in str(report)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(not isinstance(p, torch.distributed.tensor.DTensor) and p.grad is None for p in model.parameters())
+
+
+class Deceitful(nn.Module):
+    """Computes something else once torch.distributed is running on more than one process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        factor = 1.001 if int(os.environ.get("WORLD_SIZE", "1")) > 1 else 1.0
+        return (self.linear(x) * factor).pow(2).mean()
+
+
+def test_a_difference_is_found() -> None:
+    report = check(Deceitful(), torch.randn(8, 12))
+    assert not report.ok
+    assert 1e-4 < report.loss_error < 1e-2
+    assert str(report).startswith("NOT EQUAL to one process")
+
+
+def test_nan_is_not_ok() -> None:
+    assert not report_with(math.nan).ok
+    assert report_with(1e-6).ok and not report_with(1e-3).ok
+
+
+def report_with(error: float) -> Report:
+    plan = autopar.plan(nn.Linear(4, 4), (1,), torch.randn(4, 4), cluster=CLUSTER, loss_fn=lambda out: out.sum())
+    return Report(plan, 1e-5, 1.0, 0.0, {"weight": error}, (), 1.0, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "off", "error", "noise"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], 0.0, 0.0, False),
+        ([1.0, 2.5], [1.0, 2.0], 0.0, 0.25, False),
+        ([1e-9, 0.0], [0.0, 0.0], 0.0, math.inf, False),
+        ([2e-9, 0.0], [1e-9, 0.0], 1e-9, 1e-6, True),
+        ([], [], 0.0, 0.0, False),
+    ],
+)
+def test_relative_error(found: list[float], expected: list[float], off: float, error: float, noise: bool) -> None:
+    result = _relative(torch.tensor(found), torch.tensor(expected), off)
+    assert result == (pytest.approx(error, rel=1e-5), noise)
+
+
+def test_a_model_without_loss_needs_a_loss_function() -> None:
+    model, x = nn.Linear(12, 4), torch.randn(8, 12)
+    with pytest.raises(TraceError, match="returns no loss"):
+        check(model, x)
+    assert check(model, x, loss_fn=lambda out: out.pow(2).mean()).ok
+    assert check(model, (x,), loss_fn=lambda out, batch: (out.sum(1) - batch[0].sum(1)).pow(2).mean()).ok
+
+
+def test_a_meta_model_gets_weights() -> None:
+    with torch.device("meta"):
+        model = Stack(layers=1)
+    assert check(model, text(4, 8)).ok
+
+
+def test_a_given_plan_is_the_one_verified() -> None:
+    model, batch = plain()
+    plan = autopar.plan(model, (2,), batch, cluster=CLUSTER, options=autopar.Options(zero=2))
+    report = check(model, batch, plan=plan)
+    assert report.ok and report.plan == plan
+
+
+def test_an_axis_of_one_device_and_uneven_sizes() -> None:
+    model, _ = make("stack")
+    assert check(model, text(6, 7), (2, 1, 2), options=autopar.Options(zero=3)).ok
+
+
+class Failing(nn.Module):
+    """Does ``what`` on rank 1 of a run on several processes, while being traced."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.linear = what, nn.Linear(12, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if os.environ.get("WORLD_SIZE") == "2" and os.environ["RANK"] == "1":
+            self.fail_here()
+        return self.linear(x).sum()
+
+    def fail_here(self) -> None:
+        if self.what == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.what == "hangs":
+            time.sleep(600)
+        raise ValueError("the number was seven")
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("raises", r"(?s)fail_here.*the number was seven|the number was seven"),
+        ("killed", r"rank 1 of 2 was killed by SIGKILL"),
+        ("hangs", r"(?s)no result from rank .* within 10 s.*in fail_here"),
+    ],
+)
+def test_a_rank_that_fails_ends_it(what: str, message: str) -> None:
+    started = time.monotonic()
+    with pytest.raises((WorkerError, TraceError), match=message) as caught:
+        autopar.verify(Failing(what), (2,), torch.randn(8, 12), cluster=CLUSTER, timeout=10)
+    assert time.monotonic() - started < 40
+    if what == "raises":
+        shown = str(caught.value) + "\n".join(getattr(caught.value, "__notes__", []))
+        assert "rank 1 of 2" in shown and "fail_here" in shown
