@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch._C._distributed_c10d import HashStore
 
+from autopar.runtime.groups import mesh_groups, mesh_of_one
 from autopar.runtime.module import ParallelModule
 
 from .cluster import Cluster
@@ -114,15 +116,19 @@ def parallelize(
         PlanMismatchError: ``plan`` is for another model, mesh or batch.
     """
     devices = device_mesh(mesh)
-    device = local_device(devices)
+    groups = mesh_groups(devices)
+    settings = options or Options()
+    if dist.is_initialized() and devices.size() < dist.get_world_size():
+        # Laying devices out anew is collective over all ranks, and those outside this mesh do not take part.
+        settings = replace(settings, mesh_search=False)
     compiler = Compiler(
         model=model,
         mesh=tuple(devices.shape),
         axis_names=_axis_names(mesh),
         cluster=Cluster.get(cluster or "local"),
-        options=options or Options(),
-        device=device,
-        rank=_rank_in(devices),
+        options=settings,
+        device=groups.device,
+        ranks=groups.over(groups.axes),
         loss_fn=loss_fn,
         plan=plan,
     )
@@ -141,7 +147,9 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
     shape = mesh_shape(mesh)
     needed = math.prod(shape)
     if not dist.is_initialized() and dist.is_torchelastic_launched():
-        dist.init_process_group()
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world != needed:
         raise OptionsError(
@@ -149,19 +157,6 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
             f"(torchrun --nproc-per-node {needed} train.py), or give a mesh of {world}"
         )
     if not dist.is_initialized():
-        dist.init_process_group("gloo" if not torch.cuda.is_available() else None, store=HashStore(), rank=0, world_size=1)
-    kind = "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
+        return mesh_of_one("cuda" if torch.cuda.is_available() else "cpu", len(shape))
+    kind = "cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()) else "cpu"
     return DeviceMesh(kind, torch.arange(needed).reshape(shape))
-
-
-def local_device(mesh: DeviceMesh) -> torch.device:
-    """The device of this rank."""
-    if mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(mesh.device_type)
-
-
-def _rank_in(mesh: DeviceMesh) -> int:
-    """This rank's position in the mesh, row-major."""
-    ranks = mesh.mesh.flatten().tolist()
-    return int(ranks.index(mesh.get_rank() if dist.is_initialized() else 0))

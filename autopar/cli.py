@@ -165,6 +165,7 @@ def _add_diff(subparsers: Any) -> None:
 def _add_verify(subparsers: Any) -> None:
     parser = _add(subparsers, commands.verify)
     parser.add_argument("target", help=TARGET_HELP)
+    parser.add_argument("--plan", metavar="PLAN", help="the plan to check, written by `autopar plan --output`")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="end a hanging run (300)")
     _add_planning(parser, mesh_required=True)
 

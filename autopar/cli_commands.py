@@ -78,9 +78,15 @@ def plan(arguments: argparse.Namespace, output: Output) -> int:
         _write(path, made.to_json() if path.suffix == ".json" else made.to_text())
     if arguments.html:
         made.to_html(arguments.html)
-    shown: dict[str, object] = {"plan": made, "tree": made.tree(), **{by: made.table(by) for by in TABLES}}
-    output.result(shown[arguments.show], made)
+    output.result(_view(made, arguments.show), made)
     return OK
+
+
+def _view(made: Plan, what: str) -> object:
+    """The plan as a whole, as a tree, or a table of it."""
+    if what in TABLES:
+        return made.table(by=what)
+    return made.tree() if what == "tree" else made
 
 
 def _write(path: Path, text: str) -> None:
@@ -114,6 +120,7 @@ def diff(arguments: argparse.Namespace, output: Output) -> int:
 def verify(arguments: argparse.Namespace, output: Output) -> int:
     """Compares loss and every gradient on local processes with one process."""
     options = options_from(arguments)
+    chosen = _read_plan(arguments.plan) if arguments.plan else None
     model, batch = load_target(arguments.target)
     with output.progress(f"verifying {_describe(model)} on {arguments.mesh}"):
         report = verify_model(
@@ -122,6 +129,7 @@ def verify(arguments: argparse.Namespace, output: Output) -> int:
             batch,
             options=options,
             cluster=arguments.cluster,
+            plan=chosen,
             timeout=arguments.timeout,
         )
     data = {

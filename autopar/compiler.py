@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,19 +22,24 @@ from autopar.passes.normalise import normalise
 from autopar.passes.overlap import overlap
 from autopar.passes.rest import InsertRests
 from autopar.runtime.compiled import Compiled, Request
+from autopar.runtime.groups import AxisGroup
 
+from .account import memory
 from .assignment import Assignment
 from .cluster import Cluster
-from .errors import PlanMismatchError
+from .errors import InfeasibleError, PlanMismatchError
 from .graph import Graph
 from .options import Options
 from .plan import Plan
 from .planner import Question, Timings, answer, fixed_assignment, graph_hash, step_graph
+from .program import Program
 from .prices import BUCKET_BYTES, Prices, placement_options
 from .refit import refit
 from .trace import Traced, trace
+from .trace_call import describe_call
 
 LossFunction = Callable[..., torch.Tensor]
+Made = TypeVar("Made")
 
 
 def describe(model: nn.Module, leaves: Mapping[str, torch.Tensor]) -> str:
@@ -83,17 +88,13 @@ def prepare(
 
 
 def batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """The length of dim 0 of the first tensor input that has one; 1 if none has."""
-    tensors = [t for t in pytree.tree_leaves((args, dict(kwargs))) if isinstance(t, torch.Tensor) and t.ndim]
-    return int(tensors[0].shape[0]) if tensors else 1
+    """The size of dim 0 that most tensor inputs share, as the trace takes it; 1 if there is none."""
+    return describe_call(args, dict(kwargs)).batch or 1
 
 
 @dataclass
 class Compiler:
-    """Compiles requests for the model on this rank; see the module docstring.
-
-    ``coordinate_of(mesh shape)`` tells where this rank sits; ``share`` sends an object from rank 0 to all.
-    """
+    """Compiles requests for the model on this rank; see the module docstring. ``ranks`` are those of the mesh, row-major."""
 
     model: nn.Module
     mesh: tuple[int, ...]
@@ -101,7 +102,7 @@ class Compiler:
     cluster: Cluster
     options: Options
     device: torch.device
-    rank: int = 0
+    ranks: AxisGroup
     loss_fn: LossFunction | None = None
     plan: Plan | None = None
     _base: Prepared | None = None
@@ -109,23 +110,22 @@ class Compiler:
 
     def __call__(self, request: Request) -> Compiled:
         if self.plan is None or self._base is None:
-            self._plan_for(request)
-        if request.grad and request.training == self._training:
+            self._plan_for(replace(request, training=True))
+        if request.grad and request.training:
             return self._training_program(request)
         return self._other_program(request)
 
     def _plan_for(self, request: Request) -> None:
-        """Plans for this request with gradients, whether or not it asks for them: parameters must rest somewhere for training."""
+        """Plans training on such inputs, whatever the first call is for: parameters must rest somewhere, and training needs most. Prices
+        are rank 0's, or a calibration file that differs between hosts would make them take different ways."""
         timings = Timings()
         base = self._prepare(request, grad=True, timings=timings)
-        self._training = request.training
-        given = self.plan
+        self.cluster = self._on_first_rank(lambda: self.cluster)
         question = self._question(base)
-        if given is None:
+        if self.plan is None:
             self.plan = self._on_first_rank(lambda: answer(question, timings))
         else:
-            self.plan = given
-            _check(given, base, self.mesh)
+            _check(self.plan, base, self.mesh)
         self._base = base
 
     def _question(self, base: Prepared) -> Question:
@@ -135,21 +135,21 @@ class Compiler:
             base.graph, base.loss, base.batch, self.mesh, self.cluster, self.options, model, self.axis_names
         )
 
-    def _on_first_rank(self, make: Callable[[], Plan]) -> Plan:
-        """The plan rank 0 makes, on every rank; its error too."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+    def _on_first_rank(self, make: Callable[[], Made]) -> Made:
+        """What the first rank of the mesh makes, on every rank; its error too."""
+        if self.ranks.size == 1:
             return make()
-        box: list[Any] = [None]
-        if dist.get_rank() == 0:
+        box: list[Any] = [None, None]
+        if self.ranks.index == 0:
             try:
-                box = [make()]
+                box = [make(), None]
             except Exception as error:
-                box = [error]
-        dist.broadcast_object_list(box, src=0)
-        if isinstance(box[0], Exception):
-            raise box[0]
-        assert isinstance(box[0], Plan)
-        return box[0]
+                box = [None, error]
+        dist.broadcast_object_list(box, group=self.ranks.group, group_src=0)
+        if box[1] is not None:
+            raise box[1]
+        made: Made = box[0]
+        return made
 
     def _prepare(self, request: Request, *, grad: bool, timings: Timings | None = None) -> Prepared:
         return prepare(
@@ -176,6 +176,7 @@ class Compiler:
             other = annotate(step_graph(base.graph, base.loss, batch), self.plan.mesh)
             _check_same_model(known, other)
             assignment = refit(assignment, known, other)
+            self._check_memory(other, assignment)
         whole = base.graph if request.outputs == "all" else replace(base.graph, outputs=_loss_outputs(base))
         sizes = {name: batch for name, _ in whole.symbols}
         return self._lowered(InsertRests()(whole.without_dead().at(**sizes)), assignment, other, base)
@@ -187,19 +188,9 @@ class Compiler:
         graph = step_graph(base.graph, None if request.outputs == "all" else base.loss, base.batch)
         graph = annotate(graph, self.plan.mesh)
         question = replace(self._question(base), mesh=self.plan.mesh)
-        assignment = self._on_first_rank_assignment(question, graph)
+        places = self.plan.parameters
+        assignment = self._on_first_rank(lambda: fixed_assignment(question, graph, places))
         return self._lowered(graph, assignment, graph, base)
-
-    def _on_first_rank_assignment(self, question: Question, graph: Graph) -> Assignment:
-        plan = self.plan
-        assert plan is not None
-        box: list[Any] = [None]
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            box = [fixed_assignment(question, graph, plan.parameters)]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.broadcast_object_list(box, src=0)
-        assert isinstance(box[0], Assignment)
-        return box[0]
 
     def _annotate(self, base: Prepared, batch: int) -> Graph:
         assert self.plan is not None
@@ -212,17 +203,36 @@ class Compiler:
         prices = Prices(self.cluster, self.plan.mesh, placement_options(annotated, self.plan.mesh))
         job = Lowering(graph, assignment, self._coordinate(), prices.path, BUCKET_BYTES)
         program = overlap(lower(job, graph.outputs))
-        text = self.plan.to_json() + graph.to_text() + torch.__version__
+        text = f"{self.plan.to_json()}{graph.to_text()}{_messages(program)}{torch.__version__}"
         fingerprint = hashlib.sha256(text.encode()).hexdigest()
         return Compiled(program, base.traced.signature, self.plan, fingerprint)
 
+    def _check_memory(self, graph: Graph, assignment: Assignment) -> None:
+        """Refuses a batch that the plan can run but the device cannot hold."""
+        assert self.plan is not None
+        prices = Prices(self.cluster, self.plan.mesh, placement_options(graph, self.plan.mesh))
+        peak = memory(graph, assignment, prices, self.options.optimizer).peak
+        if peak > self.plan.memory_limit:
+            shapes = ", ".join(f"{node.target} {node.type}" for node in graph.placeholders("input"))
+            raise InfeasibleError(
+                f"the plan made for batch {self.plan.batch} needs {peak} bytes per device for ({shapes}), more than its limit of "
+                f"{self.plan.memory_limit}; use a smaller batch, or make a plan for this one"
+            )
+
     def _coordinate(self) -> tuple[int, ...]:
         assert self.plan is not None
-        left, found = self.rank, []
+        left, found = self.ranks.index, []
         for size in reversed(self.plan.mesh):
             found.append(left % size)
             left //= size
         return tuple(reversed(found))
+
+
+def _messages(program: Program) -> list[tuple[str, Any]]:
+    """The collectives of a program in order: what all ranks must agree on, or they wait for each other for ever."""
+    sections = (program.refresh, program.forward, program.backward)
+    everything = (instruction for section in sections for instruction in section.instructions)
+    return [(i.op, dict(i.kwargs)["axes"]) for i in everything if "axes" in dict(i.kwargs)]
 
 
 def _loss_outputs(base: Prepared) -> tuple[Any, ...]:

@@ -186,9 +186,7 @@ def logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
 
 
 @_for(aten.linalg_vector_norm.default)
-def vector_norm(
-    x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
-) -> Any:
+def vector_norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """The norms that are a function of one sum; others stay as they are."""
     if x.is_complex() or ord in (math.inf, -math.inf, 0) or x.dim() == 0:
         return NotImplemented
@@ -284,6 +282,31 @@ def randint_like_low(x: Tensor, low: int, high: int, **options: Any) -> Any:
     return _drawn_like(x, aten.randint.low, options, low, high)
 
 
+def _memory_order(x: Tensor) -> list[int] | None:
+    """The dims from outermost to innermost in memory; None if ``x`` is not a whole piece of memory in some order."""
+    order = sorted(range(x.dim()), key=lambda dim: -x.stride(dim))
+    return order if x.permute(order).is_contiguous() and x.storage_offset() == 0 else None
+
+
+@_for(aten.as_strided.default)
+def as_strided(x: Tensor, size: Any, stride: Any, storage_offset: Any = None) -> Any:
+    """A look at the memory of a contiguous tensor, which any tensor can be made; not at that of a permuted one."""
+    order = None if x.is_contiguous() else _memory_order(x)
+    if order is None:
+        return NotImplemented
+    return aten.as_strided.default(x.permute(order), size, stride, storage_offset or 0)
+
+
+@_for(aten.as_strided_scatter.default)
+def as_strided_scatter(x: Tensor, source: Tensor, size: Any, stride: Any, storage_offset: Any = None) -> Any:
+    order = None if x.is_contiguous() else _memory_order(x)
+    if order is None:
+        return NotImplemented
+    inverse = sorted(range(x.dim()), key=order.__getitem__)
+    written = aten.as_strided_scatter.default(x.permute(order), source, size, stride, storage_offset or 0)
+    return written.permute(inverse)
+
+
 @_for(aten.unbind.int)
 def unbind(x: Tensor, dim: int = 0) -> list[Tensor]:
     return [aten.select.int(x, dim, index) for index in range(int(x.shape[dim]))]
@@ -346,9 +369,7 @@ def new_ones(x: Tensor, size: Any, *, dtype: Any = None, device: Any = None, **o
 
 
 @_for(aten.new_full.default)
-def new_full(
-    x: Tensor, size: Any, value: Any, *, dtype: Any = None, device: Any = None, **options: Any
-) -> Any:
+def new_full(x: Tensor, size: Any, value: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Any:
     return _full(size, value, x, dtype, device) if _is_strided(options) else NotImplemented
 
 

@@ -60,9 +60,7 @@ def masked_embedding_backward(
         skipped |= indices == padding_idx
     # The operation itself knows how to skip one row: give it one more, for everything that is not ours.
     local = local.masked_fill(skipped, local_rows)
-    rows: torch.Tensor = torch.ops.aten.embedding_dense_backward.default(
-        grad, local, local_rows + 1, local_rows, False
-    )
+    rows: torch.Tensor = torch.ops.aten.embedding_dense_backward.default(grad, local, local_rows + 1, local_rows, False)
     return rows.narrow(0, 0, local_rows)
 
 
@@ -118,9 +116,7 @@ def masked_index(
     return rows.masked_fill_(~_inside_result(inside, indices, x.dim()), 0)
 
 
-def masked_scatter(
-    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, offset: int
-) -> torch.Tensor:
+def masked_scatter(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, offset: int) -> torch.Tensor:
     """``scatter`` of ``source`` into a dim of which ``x`` holds a shard: positions held elsewhere are not
     written."""
     dim %= max(x.dim(), 1)
@@ -134,9 +130,7 @@ def masked_scatter(
     return spare.scatter_(dim, local.masked_fill(~inside, length), source).narrow(dim, 0, length).contiguous()
 
 
-def masked_scatter_value(
-    x: torch.Tensor, dim: int, index: torch.Tensor, value: Number, offset: int
-) -> torch.Tensor:
+def masked_scatter_value(x: torch.Tensor, dim: int, index: torch.Tensor, value: Number, offset: int) -> torch.Tensor:
     """``scatter`` of one number into a dim of which ``x`` holds a shard."""
     source = torch.full((), value, dtype=x.dtype, device=x.device).expand(index.shape)
     return masked_scatter(x, dim, index, source, offset)
@@ -184,6 +178,30 @@ def masked_index_put(
     return written.narrow(dim, 0, length).contiguous()
 
 
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """``x``, copied only if it is not contiguous."""
+    return x.contiguous()
+
+
+def dense_rows(x: torch.Tensor) -> torch.Tensor:
+    """``x``, copied only if its last dim does not lie in one piece."""
+    return x if x.dim() == 0 or x.stride(-1) == 1 else x.contiguous()
+
+
+# Kernels that read memory as if their operands lay so, whatever their strides: attention gives nan, others raise. A
+# graph shows no strides, and on shards they differ.
+_NEED_ROWS = ("_scaled_dot_product_", "view_as_complex.")
+_NEED_ALL = ("_embedding_bag", "as_strided.", "as_strided_scatter.", "view.dtype")
+
+
+def layout_for(op: str) -> str | None:
+    """The local operation (``autopar.dense``, ``autopar.dense_rows``) that operands of ``op`` need first, if any."""
+    name = op.removeprefix("aten.")
+    if name.startswith(_NEED_ALL):
+        return "autopar.dense"
+    return "autopar.dense_rows" if name.startswith(_NEED_ROWS) else None
+
+
 LOCAL_OPS: dict[str, Callable[..., torch.Tensor]] = {
     f"autopar.{function.__name__}": function
     for function in (
@@ -197,6 +215,8 @@ LOCAL_OPS: dict[str, Callable[..., torch.Tensor]] = {
         masked_scatter_add,
         masked_index_add,
         masked_index_put,
+        dense,
+        dense_rows,
     )
 }
 """The local operations by the names programs use."""

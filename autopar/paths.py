@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 
-def fold_path(path: str) -> tuple[str, tuple[int, ...]]:
+from collections.abc import Iterable, Set
+
+
+def fold_path(path: str, layers: Set[str] = frozenset()) -> tuple[str, tuple[int, ...]]:
     """A module path without its layer numbers, and those numbers: ``h.3.attn`` -> ``("h.*.attn", (3,))``.
 
-    The number of a container's element counts only if something follows it: ``net.0``, a leaf, is no layer.
+    The number of a container's element counts if something follows it, or if the path is one of ``layers`` (see
+    :func:`layers_among`): ``net.0``, a leaf, is no layer.
     """
     parts = path.split(".")
-    numbers = tuple(int(part) for part in parts[:-1] if part.isdigit())
-    return ".".join("*" if p.isdigit() and i < len(parts) - 1 else p for i, p in enumerate(parts)), numbers
+    last = len(parts) if path in layers else len(parts) - 1
+    numbers = tuple(int(part) for part in parts[:last] if part.isdigit())
+    return ".".join("*" if p.isdigit() and i < last else p for i, p in enumerate(parts)), numbers
+
+
+def layers_among(paths: Iterable[str]) -> frozenset[str]:
+    """The elements of numbered containers that hold modules themselves: ``h.0`` if ``h.0.attn`` is there too."""
+    found: set[str] = set()
+    for path in paths:
+        parts = path.split(".")
+        found.update(".".join(parts[: i + 1]) for i, part in enumerate(parts[:-1]) if part.isdigit())
+    return frozenset(found)

@@ -32,7 +32,7 @@ def plan_from_json(text: str) -> Plan:
     try:
         data = json.loads(text)
     except (ValueError, TypeError, RecursionError) as error:
-        raise OptionsError(f"this is not a plan: it does not parse as JSON ({error}); is the file whole?") from error
+        raise OptionsError(f"this is not a plan: it does not parse as JSON, or is cut off ({error})") from error
     return plan_from_dict(data)
 
 

@@ -111,6 +111,11 @@ def way(source: Placements, target: Placements) -> str:
     return f"{before} → {after}".replace("P(sum)", "P")
 
 
+def readable(places: Placements) -> str:
+    """Placements in short form, ``P`` for ``P(sum)``."""
+    return short(places).replace("P(sum)", "P")
+
+
 def _add_move(moves: dict[Hashable, Move], one: Move) -> None:
     known = moves.get(one.key)
     moves[one.key] = (
@@ -147,7 +152,7 @@ def _gather(plan: Plan) -> _Module:
     sizes = {holding.name: holding.bytes for holding in plan.holdings if holding.kind == "weight"}
     for path, place in plan.parameters.items():
         module, _, name = path.rpartition(".")
-        at(module).weights[name] = (short(place.weight), sizes.get(plan.parameter_nodes.get(path, ""), 0))
+        at(module).weights[name] = (readable(place.weight), sizes.get(plan.parameter_nodes.get(path, ""), 0))
     for holding in plan.holdings:
         at(holding.module).held += holding.bytes
     return root
@@ -189,7 +194,7 @@ def _row(plan: Plan, module: _Module, label: str, path: str) -> ModuleRow:
         label=label,
         paths=(path,),
         weight=weight,
-        output=short(output) if output is not None else "",
+        output=readable(output) if output is not None else "",
         compute=module.compute + sum(row.compute * row.count for row in children),
         comm=sum(m.seconds for m in moves) + sum(row.comm * row.count for row in children),
         held=module.held + sum(row.held * row.count for row in children),

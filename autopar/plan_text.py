@@ -16,12 +16,14 @@ from dataclasses import dataclass
 
 from .plan import Plan, Predicted
 from .plan_rows import ModuleRow, Move, module_rows, moves_of
-from .plan_units import clip, duration, share, size
+from .plan_units import clip, duration, share, size, trim
 
 LINES = 40
 WIDTH = 100
 FIGURES = 10
 MOST_MOVES = 4
+# Communication is what a plan is about: a row is opened for it before one that only computes.
+COMM_WEIGHT = 10
 MOST_BASELINES = 4
 MOST_WARNINGS = 3
 
@@ -36,7 +38,7 @@ def plan_text(plan: Plan) -> str:
 def _head(plan: Plan) -> Iterator[str]:
     names = ", ".join(f"{name}={n}" for name, n in zip(plan.axis_names, plan.mesh, strict=True))
     p = plan.predicted
-    yield clip(f"Plan   {' '.join(plan.model.split())}", WIDTH)
+    yield f"Plan   {trim(plan.model, WIDTH - 7)}"
     reading = f"placements read ({', '.join(plan.axis_names)}): S(d) shard dim d · R replicate · P partial"
     lines = [f"mesh   ({names})   {reading}"]
     if len(lines[0]) > WIDTH:
@@ -47,8 +49,7 @@ def _head(plan: Plan) -> Iterator[str]:
         f"status {status}   predicted step {duration(p.step_seconds)}   "
         f"peak {size(p.peak_bytes)} of {size(plan.memory_limit)} per rank"
     )
-    source = " ".join(plan.cluster_source.split())
-    yield clip(f"prices {plan.cluster}: {source}" if source else f"prices {plan.cluster}", WIDTH)
+    yield trim(f"prices {plan.cluster}: {plan.cluster_source}".rstrip(": "), WIDTH)
     yield ""
 
 
@@ -106,25 +107,25 @@ class _Body:
     @property
     def is_whole(self) -> bool:
         """Whether no row is left out."""
-        return all(
-            self.open.get(id(row), 0) == len(row.children) for row in (self.root, *_all_rows(self.root.children))
-        )
+        hiding = (row for row in (self.root, *_all_rows(self.root.children)) if row.children or row.moves)
+        return all(self.open.get(id(row)) == len(row.children) for row in hiding)
 
     def _choose(self) -> None:
         left = self.budget - self._open(self.root, self.budget)
-        queue: list[tuple[float, int, ModuleRow]] = []
+        queue: list[tuple[float, int, float, ModuleRow]] = []
         self._enqueue(queue, self.root, 1)
         while queue and left > 0:
-            weight, _, row = heapq.heappop(queue)
+            _, _, times, row = heapq.heappop(queue)
             taken = self._open(row, left)
             left -= taken
             if taken:
-                self._enqueue(queue, row, -weight / max(row.seconds, 1e-30))
+                self._enqueue(queue, row, times)
 
-    def _enqueue(self, queue: list[tuple[float, int, ModuleRow]], row: ModuleRow, times: float) -> None:
+    def _enqueue(self, queue: list[tuple[float, int, float, ModuleRow]], row: ModuleRow, times: float) -> None:
         for child in self._shown(row):
             if child.moves or child.children:
-                heapq.heappush(queue, (-child.seconds * child.count * times, next(self.order), child))
+                interest = (child.compute + COMM_WEIGHT * child.comm) * child.count * times
+                heapq.heappush(queue, (-interest, next(self.order), times * child.count, child))
 
     def _open(self, row: ModuleRow, left: int) -> int:
         """Opens ``row`` if that takes at most ``left`` lines; returns how many it takes. A row with too many children
@@ -237,7 +238,7 @@ def _foot(plan: Plan) -> Iterator[str]:
     yield from _totals(plan)
     yield from _also_priced(plan)
     shown = plan.warnings if len(plan.warnings) <= MOST_WARNINGS else plan.warnings[: MOST_WARNINGS - 1]
-    yield from (clip(f"warning    {' '.join(warning.split())}", WIDTH) for warning in shown)
+    yield from (f"warning    {trim(warning, WIDTH - 11)}" for warning in shown)
     if len(shown) < len(plan.warnings):
         yield f"warning    {len(plan.warnings) - len(shown)} more in plan.warnings"
     paths = list(plan.parameters) or list(plan.outputs) or [""]

@@ -53,5 +53,11 @@ def clip(text: str, width: int) -> str:
     return f"{text[: kept // 3]}…{text[len(text) - (kept - kept // 3) :]}" if kept > 0 else text[:width]
 
 
+def trim(text: str, width: int) -> str:
+    """``text`` as one line of at most ``width`` characters; the end goes: for sentences."""
+    line = " ".join(text.split())
+    return line if len(line) <= width else f"{line[: width - 1]}…"
+
+
 def _digits(number: float) -> str:
     return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"

@@ -19,6 +19,7 @@ from autopar.passes.rest import InsertRests
 from .account import Account, account
 from .alternatives import answers
 from .assignment import Assignment, ParameterPlacement
+from .axis_names import default_names
 from .cluster import Cluster
 from .errors import InfeasibleError
 from .graph import Graph, Node
@@ -27,9 +28,9 @@ from .options import Options
 from .plan import Plan, PlanLine, Predicted, Step
 from .prices import Prices, placement_options
 from .problem import Ints, Solution, evaluate, memory_of
-from .restrict import baselines, module_outputs, pin_instance, with_choices, zero_allows
+from .restrict import baselines, module_outputs, pin_instance, pinned_apart, with_choices, zero_allows
 from .solve import smallest_memory, solve
-from .spec import is_shard, shard_dim, short
+from .spec import short
 
 STRETCHES = 3
 BASELINE_GAP = 0.05
@@ -131,7 +132,8 @@ def solve_mesh(question: Question, graph: Graph, timings: Timings) -> tuple[Answ
         annotated = annotate(graph, question.mesh)
         prices = Prices(question.cluster, question.mesh, placement_options(annotated, question.mesh))
     with timings.phase("price"):
-        instance = _instance(question, fold_layers(annotated), prices)
+        apart = pinned_apart(annotated, question.options.pins)
+        instance = _instance(question, fold_layers(annotated, 1, apart), prices)
     with timings.phase("solve"):
         others = {line.name: _solve_baseline(question, line.instance) for line in baselines(instance)}
         fitting = [s.choices for s in others.values() if _fits(instance, s)]
@@ -213,7 +215,8 @@ def _memory_binds(instance: Instance, solution: Solution) -> bool:
 def _finer(question: Question, annotated: Graph, prices: Prices, best: Answer, timings: Timings) -> Answer:
     """Solves again with layers tied only within stretches of depth: where memory is short equal layers may differ."""
     with timings.phase("price"):
-        instance = _instance(question, fold_layers(annotated, STRETCHES), prices)
+        apart = pinned_apart(annotated, question.options.pins)
+        instance = _instance(question, fold_layers(annotated, STRETCHES, apart), prices)
     with timings.phase("solve"):
         solution = _solve(question, instance, [instance.chosen(best.assignment)])
     if solution.status == "infeasible" or solution.objective >= best.solution.objective:
@@ -330,19 +333,3 @@ def _warnings(best: Answer, graph: Graph, fallbacks: tuple[str, ...]) -> Iterato
             line.seconds for line in best.account.lines if line.kind == "compute" and graph[line.name].op == op
         )
         yield f"{op} has no sharding rule: it runs whole on every device, {seconds * 1e3:.3g} ms a step"
-
-
-def default_names(mesh: tuple[int, ...], assignment: Assignment, graph: Graph) -> tuple[str, ...]:
-    """Names for axes by what they do: ``dp`` where inputs are sharded on their dim 0, ``sp`` on a later dim, ``tp`` where only other
-    tensors are sharded, ``idle`` where nothing is; numbered where several axes do the same: ``dp0``, ``dp1``."""
-    inputs = [assignment.strategies[node.name].outputs[0] for node in graph.placeholders("input")]
-    placed = [*(place.weight for place in assignment.parameters.values())]
-    placed += [place for strategy in assignment.strategies.values() for place in strategy.outputs]
-    kinds: list[str] = []
-    for axis in range(len(mesh)):
-        dims = {shard_dim(place[axis]) for place in inputs} - {None}
-        busy = any(is_shard(place[axis]) for place in placed)
-        kinds.append("dp" if 0 in dims else "sp" if dims else "tp" if busy else "idle")
-    return tuple(
-        kind if kinds.count(kind) == 1 else f"{kind}{kinds[:axis].count(kind)}" for axis, kind in enumerate(kinds)
-    )

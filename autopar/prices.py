@@ -14,9 +14,20 @@ from numpy.typing import NDArray
 from autopar.cost import bucketed_seconds, collective_seconds, node_seconds
 
 from .cluster import Cluster
+from .errors import PlanMismatchError
 from .graph import Graph, Node, TensorType
 from .reshard import Hop, neighbours
-from .spec import PARTIAL_SUM, REPLICATE, Placement, Placements, Strategy, is_valid, largest_local_shape, shard_dim
+from .spec import (
+    PARTIAL_SUM,
+    REPLICATE,
+    Placement,
+    Placements,
+    Strategy,
+    is_valid,
+    largest_local_shape,
+    shard_dim,
+    short,
+)
 
 BUCKET_BYTES = 25 << 20
 Options = tuple[tuple[Placement, ...], ...]
@@ -70,7 +81,9 @@ class ReshardTable:
         return float(self.seconds[self.index[source], self.index[target]])
 
     def path(self, source: Placements, target: Placements) -> tuple[Hop, ...]:
-        """The hops from ``source`` to ``target``, none if they are equal."""
+        """The hops from ``source`` to ``target``, none if they are equal. Raises :class:`PlanMismatchError` if there is no way."""
+        if not {source, target} <= self.index.keys() or not np.isfinite(self.cost(source, target)):
+            raise PlanMismatchError(f"no reshard leads from {short(source)} to {short(target)}; the plan is for other shapes")
         here, there, found = self.index[source], self.index[target], []
         while here != there:
             onward = int(self.next_state[here, there])
@@ -123,8 +136,9 @@ class Prices:
         """Seconds of one hop, the copies that make its shards contiguous included."""
         if hop.collective is None:
             return self.cluster.device.launch_seconds
-        price = bucketed_seconds if bucketed else collective_seconds
         wire = hop.collective
+        bucketed = bucketed and wire.kind != "all_to_all"  # These go one by one.
+        price = bucketed_seconds if bucketed else collective_seconds
         extra = (BUCKET_BYTES,) if bucketed else ()
         seconds = price(self.cluster, self.mesh, wire.kind, wire.axes, wire.bytes, *extra)
         return seconds + self._copies(kind, hop)

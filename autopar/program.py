@@ -24,7 +24,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import cache
+from typing import Any, Literal
 
 import torch
 
@@ -34,6 +35,16 @@ from .text import print_arg
 
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 COLLECTIVES: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+@cache
+def is_random(op: str) -> bool:
+    """Whether the torch operation ``op`` takes numbers from the generator: its instructions keep their order, for all ranks draw
+    what one device would."""
+    found: Any = torch.ops
+    for part in op.split("."):
+        found = getattr(found, part, None)
+    return isinstance(found, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in found.tags
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from .spec import Strategy, is_shard, shard_before, shard_dim, short
 def refit(assignment: Assignment, known: Graph, other: Graph) -> Assignment:
     """The assignment of the annotated graph ``known`` for ``other``: the same model, annotated for the same mesh, at another batch size.
 
-    Each node takes the strategy at the same position of its list: sizes inside placements differ, their order does not.
+    Each node takes the strategy that is alike but for sizes inside placements; if several are, the one at the same position.
 
     Raises:
         PlanMismatchError: a dim that was divided evenly no longer is, or a strategy is not to be had at the new size; names
@@ -22,8 +22,9 @@ def refit(assignment: Assignment, known: Graph, other: Graph) -> Assignment:
     for name, chosen in assignment.strategies.items():
         before, after = known.strategies[name], other.strategies.get(name, ())
         same = [s for s in after if _kind(s) == _kind(chosen)]
-        if len(before) == len(after):
-            strategies[name] = after[before.index(chosen)]
+        place = before.index(chosen)
+        if len(before) == len(after) and after[place] in same:
+            strategies[name] = after[place]
         elif same:
             strategies[name] = same[0]
         else:

@@ -115,6 +115,15 @@ def pin_instance(instance: Instance, pins: Mapping[str, str]) -> Instance:
     return instance
 
 
+def pinned_apart(graph: Graph, pins: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """For each pinned node the pins it has: one layer may be pinned while its equals are free."""
+    found: dict[str, tuple[str, ...]] = {}
+    for pattern in pins:
+        for name in _pinned_nodes(graph, pattern):
+            found[name] = (*found.get(name, ()), pattern)
+    return found
+
+
 def _pinned_nodes(graph: Graph, pattern: str) -> Iterator[str]:
     """The parameters a pattern names, or else the nodes that make the outputs of the modules it names."""
     parameters = [n.name for n in graph.placeholders("param") if fnmatch.fnmatchcase(n.target, pattern)]

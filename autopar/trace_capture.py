@@ -132,7 +132,9 @@ class Step(nn.Module):
         args, kwargs = request.call.rebuild(inputs)
         tensors = [self._state(index) for index in range(len(request.state))]
         with exchanged(request.model, request.state, tensors), torch.set_grad_enabled(request.grad):
-            request.model.train(request.training)
+            # Parts of the model may be in another mode on purpose (a frozen batch norm): leave them if the whole fits.
+            if request.model.training != request.training:
+                request.model.train(request.training)
             output = request.model(*args, **kwargs)
             loss = None if request.loss_fn is None else call_loss(request.loss_fn, output, args, kwargs)
             return collect_outputs(output, loss, request.differentiate, self.returned)

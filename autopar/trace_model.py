@@ -91,7 +91,7 @@ def model_state(model: nn.Module) -> tuple[State, ...]:
 
 
 def _contents(module: nn.Module) -> dict[str, Any]:
-    """A copy of every container among the attributes: members, hooks, and whatever the model remembers between calls."""
+    """A copy of every container among the attributes: members, hooks, what the model remembers between calls."""
     return {key: copy(value) for key, value in module.__dict__.items() if type(value) in _CONTAINERS}
 
 

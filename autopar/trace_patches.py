@@ -1,7 +1,7 @@
 """Parts of torch that a graph cannot hold, said another way while a model is traced.
 
-- ``checkpoint(..., use_reentrant=True)`` runs autograd inside autograd; which values to keep or compute again is the plan's
-  choice, so its function is simply called;
+- ``checkpoint(..., use_reentrant=True)`` runs autograd inside autograd; which values to keep or compute again is the
+  plan's choice, so its function is simply called;
 - batch norm with a cumulative average (``momentum=None``) reads its counter as a Python number; here it stays a tensor;
 - ``SyncBatchNorm`` communicates by itself; a graph has the statistics of the whole batch anyway, so it is batch norm;
 - checks of linear algebra (``cholesky`` of a matrix that has none) raise on values; a graph has no place to raise from.

@@ -36,9 +36,9 @@ class Report:
     """The outcome of :func:`verify`.
 
     ``loss_error`` and ``gradient_errors[path]`` are relative: max|a - b| / max|b|, b the value of one process. A gradient that is zero
-    but for rounding has no relative error; where max|b| is less than a million times what b itself is off by in float32 (against
-    float64 on one process), that is the divisor instead; such gradients are listed in ``noisy``. ``seconds`` is the wall time of it all,
-    ``step_seconds`` that of one step under the plan after a first one. ``unpriced`` lists the collectives in which the program that ran
+    but for rounding (the bias of keys in attention) has no relative error: where max|b| is no more than ten times what b itself is off by
+    in float32 (against float64 on one process), the difference counts against a million times that instead, and the gradient is listed
+    in ``noisy``. ``seconds`` is the wall time of it all, ``step_seconds`` that of one step under the plan after a first one. ``unpriced`` lists the collectives in which the program that ran
     and the plan's prices differ: none, or the plan's predictions are not to be trusted.
     """
 
@@ -71,6 +71,8 @@ class Report:
         ]
         if len(self.gradient_errors) > len(worst):
             lines.append(f"{len(self.gradient_errors) - len(worst)} more gradients, none worse")
+        if self.noisy:
+            lines.append(f"zero but for rounding, on one process too: {', '.join(self.noisy[:4])}{', ...' * (len(self.noisy) > 4)}")
         lines += [f"the program is not what was priced: {line}" for line in self.unpriced]
         return "\n".join([*lines, f"{self.seconds:.1f} s in all, {self.step_seconds * 1e3:.1f} ms a step"])
 
@@ -158,9 +160,14 @@ def materialised(model: nn.Module) -> nn.Module:
     return real
 
 
+def in_training(model: nn.Module) -> nn.Module:
+    """``model`` in training mode; parts that are in another mode on purpose stay so if the model itself is training."""
+    return model if model.training else model.train()
+
+
 def _reference(rank: int, world: int, task: _Task, double: bool) -> _Step:
     """One plain step of the unmodified model."""
-    model = copy.deepcopy(task.model).train()
+    model = in_training(copy.deepcopy(task.model))
     batch: Any = task.batch
     if double:
         model = model.double()
@@ -205,7 +212,7 @@ def _exact(task: _Task, timeout: float) -> _Step | None:
 
 def _parallel(rank: int, world: int, task: _Task) -> _Step:
     """The same step under the plan, on this rank; whole gradients on rank 0."""
-    model = copy.deepcopy(task.model).train()
+    model = in_training(copy.deepcopy(task.model))
     parallel = parallelize(
         model, task.mesh, options=task.options, plan=task.plan, cluster=task.cluster, loss_fn=task.loss_fn
     )
@@ -217,8 +224,7 @@ def _parallel(rank: int, world: int, task: _Task) -> _Step:
     for name, parameter in parallel.named_parameters():
         if parameter.grad is not None:
             whole = parameter.grad.full_tensor()  # type: ignore[attr-defined]
-            # A replicated gradient is returned as it is, and the next step adds to it.
-            gradients |= {name: whole.detach().cpu().clone()} if rank == 0 else {}
+            gradients[name] = _whatever_differs(whole.detach().cpu().double(), world)
     parallel.zero_grad()
     if world > 1:
         dist.barrier()
@@ -235,6 +241,16 @@ def _unpriced(program: Program, plan: Plan) -> tuple[str, ...]:
     for wire in plan.collectives():
         priced[Collective(wire.kind, wire.axes, wire.bytes)] += wire.count
     return difference(collectives_of(program), priced)
+
+
+def _whatever_differs(value: torch.Tensor, world: int) -> torch.Tensor:
+    """``value``, which every rank has, or infinity where ranks disagree beyond rounding: a wrong copy on one rank is an error too."""
+    lowest, highest = value.clone(), value.clone()
+    if world > 1 and value.numel():
+        dist.all_reduce(lowest, dist.ReduceOp.MIN)
+        dist.all_reduce(highest, dist.ReduceOp.MAX)
+    size = max(float(highest.abs().max()), float(lowest.abs().max())) if value.numel() else 0.0
+    return value.masked_fill(highest - lowest > 1e-6 * size, math.inf)
 
 
 def _compare(
@@ -255,12 +271,13 @@ def _compare(
 
 
 def _relative(found: torch.Tensor, expected: torch.Tensor, off: float) -> tuple[float, bool]:
-    """max|a - b| / max|b|, or over what rounding warrants if that is more (see :class:`Report`); and whether it was more."""
+    """max|a - b| / max|b|, or what stands for it where b is only rounding (see :class:`Report`); and whether it is."""
     if not expected.numel():
         return 0.0, False
     error = float((found.double() - expected.double()).abs().max())
     size = float(expected.double().abs().max())
-    divisor = max(size, off / NOISE)
+    noise = 0.0 < size <= 10 * off
     if error == 0.0:
-        return 0.0, divisor > size
-    return (error / divisor if divisor else math.inf), divisor > size
+        return 0.0, noise
+    divisor = off / NOISE if noise else size
+    return (error / divisor if divisor else math.inf), noise

@@ -23,8 +23,8 @@ from autopar.spec import (
     Placement,
     Placements,
     Shard,
-    StridedShard,
     Strategy,
+    StridedShard,
     is_shard,
     is_valid,
     shard_dim,
@@ -189,7 +189,8 @@ def plain_placements(kind: TensorType, mesh: tuple[int, ...], *, empty_shards: b
     shape = tuple(int(size) for size in kind.shape)
     per_axis = [[REPLICATE, *(Shard(d) for d in range(len(shape)))] if n > 1 else [REPLICATE] for n in mesh]
     found = [tuple(choice) for choice in product(*per_axis) if is_valid(tuple(choice), shape, mesh)]
-    return [p for p in found if empty_shards or shardable(shape, p, mesh)]
+    everywhere = (REPLICATE,) * len(mesh)
+    return [p for p in found if empty_shards or p == everywhere or shardable(shape, p, mesh)]
 
 
 def _rest_strategies(

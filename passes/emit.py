@@ -12,6 +12,8 @@ from autopar.program import Instruction, Section
 from autopar.reshard import Hop
 from autopar.spec import local_before, local_shape, shard_dim
 
+# Buckets on their way at once: one to be filled with gradients just made while the one before travels.
+IN_FLIGHT = 2
 KeywordArgs = tuple[tuple[str, Arg], ...]
 
 
@@ -97,8 +99,9 @@ class _Member:
 class Buckets:
     """Coalesces the collectives of equal kind, axes, operation and dtype into bucketed ones of about ``limit`` bytes.
 
-    ``add`` starts a bucket as soon as it is full, so that it communicates while the section computes on; ``finish`` starts the rest
-    and waits for all. Results come by the key given to ``add``.
+    ``add`` starts a bucket as soon as it is full, so that it communicates while the section computes on, and waits for an older one
+    if more than :data:`IN_FLIGHT` are on their way, since each holds its buffers; ``finish`` starts the rest and waits for all. A path of several
+    collectives goes through buckets once for each. Results come by the key given to ``add``.
     """
 
     emitter: Emitter
@@ -116,7 +119,9 @@ class Buckets:
             self.results[key] = value
             return
         arguments = dict(hop_arguments(path[0], kind, self.emitter.mesh, self.emitter.coordinate))
-        group = (path[0].kind, path[0].axes, arguments.get("op"), kind.dtype)
+        # Pieces of several all-to-alls have no common layout: each goes alone.
+        alone = key if path[0].kind == "all_to_all" else None
+        group = (path[0].kind, path[0].axes, arguments.get("op"), kind.dtype, alone)
         members = self.open.setdefault(group, [])
         members.append(_Member(key, value, kind, path))
         if sum(member.path[0].collective.bytes for member in members if member.path[0].collective) >= self.limit:
@@ -124,29 +129,36 @@ class Buckets:
 
     def finish(self) -> Mapping[object, Value]:
         """Starts what is still open, waits for everything in order, and returns the values by key."""
-        for members in self.open.values():
-            self._start(members)
-        self.open = {}
-        for handle, members in self.started:
-            emit = self.emitter.emit
-            done = emit(f"{handle.node}_wait", "collective.wait", (handle,), (), len(members))
-            for index, member in enumerate(members):
-                value = Value(done.node, index)
-                self.results[member.key] = self.emitter.hops(value, member.path[1:], member.kind)
+        while self.open or self.started:
+            self._start_all()
+            self._finish_oldest()
         return self.results
 
+    def _start_all(self) -> None:
+        # Starting one may wait for another and thereby send its members on, into buckets of their own.
+        while self.open:
+            self._start(self.open.pop(next(iter(self.open))))
+
+    def _finish_oldest(self) -> None:
+        """Waits for the bucket that started first and sends its members on."""
+        handle, members = self.started.pop(0)
+        done = self.emitter.emit(f"{handle.node}_wait", "collective.wait", (handle,), (), len(members))
+        for index, member in enumerate(members):
+            self.add(member.key, Value(done.node, index), member.kind, member.path[1:])
+
     def _start(self, members: list[_Member]) -> None:
+        self.started.append((self._emit(members), members))
+        while len(self.started) > IN_FLIGHT:
+            self._finish_oldest()
+
+    def _emit(self, members: list[_Member]) -> Value:
+        """Starts the first collective of all ``members`` together."""
         mesh, coordinate = self.emitter.mesh, self.emitter.coordinate
-        if len(members) == 1:
-            (only,) = members
-            arguments = hop_arguments(only.path[0], only.kind, mesh, coordinate)
-            handle = self.emitter.emit(self.name, f"collective.{only.path[0].kind}", (only.value,), arguments)
-            self.started.append((handle, members))
-            return
         each = [dict(hop_arguments(m.path[0], m.kind, mesh, coordinate)) for m in members]
+        op = f"collective.{members[0].path[0].kind}"
+        if len(members) == 1:
+            return self.emitter.emit(self.name, op, (members[0].value,), tuple(each[0].items()))
         shared = {k: v for k, v in each[0].items() if k in ("axes", "op")}
         listed = {f"{k}s": tuple(a[k] for a in each) for k in each[0] if k not in shared}
         values = tuple(member.value for member in members)
-        op = f"collective.{members[0].path[0].kind}_bucket"
-        handle = self.emitter.emit(self.name, op, (values,), tuple((shared | listed).items()))
-        self.started.append((handle, members))
+        return self.emitter.emit(self.name, f"{op}_bucket", (values,), tuple((shared | listed).items()))

@@ -9,14 +9,17 @@ equal layers may do better by choosing differently.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
+from types import MappingProxyType
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from autopar.graph import Arg, Graph, Node, Value, map_arg
-from autopar.paths import fold_path
+from autopar.paths import fold_path, layers_among
 
 from .base import Pass
+
+NOBODY: Mapping[str, Hashable] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -30,38 +33,37 @@ class FoldLayers(Pass):
         return fold_layers(graph, self.groups)
 
 
-def _part(node: Node, operand_types: tuple[Hashable, ...]) -> Hashable:
+def _path(node: Node) -> str:
+    """Where a node stands in the model: its module, or for parameters and the like their own path."""
+    return node.target if node.is_placeholder else node.module
+
+
+def _part(node: Node, pattern: str, operand_types: tuple[Hashable, ...]) -> Hashable:
     """What must be equal for two nodes to have the same strategies at the same prices, but for the layer."""
-    path = node.target if node.is_placeholder else node.module
 
     def leaf(arg: Arg) -> Arg:
         return None if isinstance(arg, Value) else repr(arg)
 
     args = () if node.is_placeholder else (map_arg(node.args, leaf), map_arg(node.kwargs, leaf))
-    return fold_path(path)[0], node.phase, node.op, args, operand_types, node.types
+    return pattern, node.phase, node.op, args, operand_types, node.types
 
 
-def _depths(graph: Graph) -> dict[str, int]:
-    """How many layers each numbered container has, by its path pattern up to the first number."""
+def fold_layers(graph: Graph, groups: int = 1, apart: Mapping[str, Hashable] = NOBODY) -> Graph:
+    """The graph with ``classes`` mapping each node's name to that of the first node of its class. Nodes named in ``apart`` are
+    tied only to nodes with the same entry there: those that a user has pinned alike."""
+    layers = layers_among(map(_path, graph.nodes))
+    folded = {node.name: fold_path(_path(node), layers) for node in graph.nodes}
     depths: dict[str, int] = {}
-    for node in graph.nodes:
-        path = node.target if node.is_placeholder else node.module
-        pattern, numbers = fold_path(path)
+    for pattern, numbers in folded.values():
         if numbers:
             stem = pattern.partition("*")[0]
             depths[stem] = max(depths.get(stem, 0), numbers[0] + 1)
-    return depths
-
-
-def fold_layers(graph: Graph, groups: int = 1) -> Graph:
-    """The graph with ``classes`` mapping each node's name to that of the first node of its class."""
-    depths, seen, classes = _depths(graph), Counter[Hashable](), {}
-    representative: dict[Hashable, str] = {}
+    seen, classes, representative = Counter[Hashable](), {}, dict[Hashable, str]()
     for node in graph.nodes:
-        pattern, numbers = fold_path(node.target if node.is_placeholder else node.module)
+        pattern, numbers = folded[node.name]
         stretch = numbers[0] * groups // depths[pattern.partition("*")[0]] if numbers else 0
-        part = _part(node, tuple(graph.type_of(value) for value in node.operands))
+        part = _part(node, pattern, tuple(graph.type_of(value) for value in node.operands))
         seen[part, numbers] += 1
-        key = (part, stretch, seen[part, numbers]) if numbers else node.name
+        key = (part, stretch, seen[part, numbers], apart.get(node.name)) if numbers else node.name
         classes[node.name] = representative.setdefault(key, node.name)
     return replace(graph, classes=classes)

@@ -11,8 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import torch
+
 from autopar.assignment import Assignment, parameter_node
 from autopar.graph import Arg, Graph, Node, Output, Phase, TensorType, Value, map_arg
+from autopar.local_ops import layout_for
 from autopar.program import Program, Section, TensorSlot
 from autopar.reshard import Hop
 from autopar.spec import Placements, Strategy
@@ -23,7 +26,16 @@ from .rest import REST
 from .rules import LocalContext, Operand, local_call
 
 Path = Callable[[TensorType, Placements, Placements, bool], tuple[Hop, ...]]
-VIEWS = ("aten.reshape.default", "aten.view.default", "aten.transpose.int", "aten.t.default", "aten.permute.default")
+CONTIGUOUS = (("memory_format", torch.contiguous_format),)
+VIEWS = (
+    "aten.reshape.default",
+    "aten.permute.default",
+    "aten.expand.default",
+    "aten.slice.Tensor",
+    "aten.select.int",
+    "collective.slice",
+    "collective.partial",
+)
 
 
 @dataclass(frozen=True)
@@ -97,6 +109,9 @@ class _Lowerer:
         if node.op == REST:
             self.local[Value(node.name)] = operands[0]
             return
+        layout = layout_for(node.op)
+        if layout is not None:
+            operands = [self.emitter.emit(f"{value.node}_dense", layout, (value,), (), 1, node.module) for value in operands]
         call = op_call(self.job.graph, node)
         context = LocalContext(call, strategy.inputs, strategy.outputs, self.job.mesh, self.job.coordinate)
         op, args, kwargs = local_call(context, strategy.local)
@@ -216,18 +231,22 @@ def _send(job: Lowering, lowerer: _Lowerer, buckets: Buckets, position: int, out
 
 
 def _without_aliases(emitter: Emitter, values: list[Value], inputs: set[str]) -> tuple[Value, ...]:
-    """``values`` with a copy of each that shares memory with an earlier one or with an input: gradients are updated in place."""
+    """``values`` with a copy of each that shares memory with an earlier one, with an input or (expanded) with itself: gradients
+    are updated in place."""
     root: dict[Value, Value] = {}
+    expanded: set[Value] = set()
     for instruction in emitter.instructions:
         operand = instruction.args[0] if instruction.args else None
         if instruction.op in VIEWS and isinstance(operand, Value):
             root[Value(instruction.name)] = root.get(operand, operand)
+            if instruction.op == "aten.expand.default" or operand in expanded:
+                expanded.add(Value(instruction.name))
     seen: set[Value] = set()
     found: list[Value] = []
     for value in values:
         base = root.get(value, value)
-        if base in seen or base.node in inputs:
-            value = emitter.emit(f"{value.node}_copy", "aten.clone.default", (value,))
+        if base in seen or base.node in inputs or value in expanded:
+            value = emitter.emit(f"{value.node}_copy", "aten.clone.default", (value,), CONTIGUOUS)
         seen.add(base)
         found.append(value)
     return tuple(found)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.graph import Value, values_in
-from autopar.program import COLLECTIVES, Instruction, Program, Section
+from autopar.program import COLLECTIVES, Instruction, Program, Section, is_random
 
 WAIT = "collective.wait"
 GATHER = "collective.all_gather"
@@ -52,7 +52,9 @@ def _with_early_starts(section: Section, data: set[str]) -> Section:
         needs = [chains.get(name) for name in _uses(instruction)]
         known = [chain for chain in needs if chain is not None]
         chain = {instruction.name}.union(*known) if len(known) == len(needs) else None
-        chains[instruction.name] = None if instruction.op == WAIT else chain
+        if instruction.op == WAIT or is_random(instruction.op):
+            chain = None
+        chains[instruction.name] = chain
         if chain is not None and needs and instruction.op in STARTS and len(chain) <= LONGEST_EARLY_CHAIN:
             first |= chain
     early = [i for i in section.instructions if i.name in first]
@@ -76,13 +78,14 @@ def _uses(instruction: Instruction) -> set[str]:
 
 
 def _with_late_waits(section: Section) -> list[Instruction]:
-    """Waits held back until something uses what they return; those only returned come last, in order."""
+    """Waits held back until something uses what they return; those only returned come last, in order. A wait that does not follow its
+    start was put where it is on purpose: it bounds how much is on its way at once."""
     held: dict[str, Instruction] = {}
     found: list[Instruction] = []
-    for instruction in section.instructions:
+    for before, instruction in zip((None, *section.instructions), section.instructions, strict=False):
         for name in sorted(_uses(instruction) & held.keys(), key=list(held).index):
             found.append(held.pop(name))
-        if instruction.op == WAIT:
+        if instruction.op == WAIT and before is not None and _operand(instruction).node == before.name:
             held[instruction.name] = instruction
         else:
             found.append(instruction)

@@ -221,9 +221,10 @@ class Collectives:
         )
 
     def slice(self, tensor: torch.Tensor, axes: Axes, dim: int, before: int = 1) -> torch.Tensor:
-        """R -> S(dim/before), no communication; a view where that is contiguous."""
+        """R -> S(dim/before), no communication; contiguous, and no view, which would keep the whole tensor alive."""
         group = self._over(axes)
-        return take_shard(tensor, dim, before, group.size, group.index).contiguous()
+        piece = take_shard(tensor, dim, before, group.size, group.index).contiguous()
+        return piece.clone() if piece.nbytes < tensor.nbytes and piece._is_view() else piece
 
     def partial(self, tensor: torch.Tensor, axes: Axes) -> torch.Tensor:
         """R -> P(sum): zero except on the first device of the axes."""

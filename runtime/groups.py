@@ -27,11 +27,16 @@ class AxisGroup:
     group: dist.ProcessGroup | None
     size: int
     index: int
+    device_type: str = "cpu"
 
     @property
     def backend(self) -> str:
-        """``gloo``, ``nccl``, ...; ``none`` for a group of one."""
-        return "none" if self.group is None else str(dist.get_backend(self.group))
+        """``gloo``, ``nccl``, ...; ``none`` for a group of one. A group with a backend per device type counts as the one of the mesh's
+        devices."""
+        if self.group is None:
+            return "none"
+        named = dict(part.split(":") for part in str(dist.get_backend_config(self.group)).split(",") if ":" in part)
+        return named.get(self.device_type, str(dist.get_backend(self.group)))
 
 
 class MeshGroups:
@@ -91,19 +96,20 @@ class MeshGroups:
             self.over(axes)
 
     def _make(self, axes: tuple[int, ...]) -> AxisGroup:
+        kind = self.mesh.device_type
         if not axes:
-            return AxisGroup(None, 1, 0)
+            return AxisGroup(None, 1, 0, kind)
         size = math.prod(self.shape[axis] for axis in axes)
         index = 0
         for axis in axes:
             index = index * self.shape[axis] + self.coordinate[axis]
         if len(axes) == 1:
-            return AxisGroup(self.mesh.get_group(axes[0]), size, index)
+            return AxisGroup(self.mesh.get_group(axes[0]), size, index, kind)
         if size == dist.get_world_size():
-            return AxisGroup(dist.group.WORLD, size, index)
+            return AxisGroup(dist.group.WORLD, size, index, kind)
         # Only members call: ranks outside the mesh need not know of it.
         group = dist.new_group(self._members(axes), use_local_synchronization=True)
-        return AxisGroup(group, size, index)
+        return AxisGroup(group, size, index, kind)
 
     def _members(self, axes: tuple[int, ...]) -> list[int]:
         spans = [range(n) if a in axes else [self.coordinate[a]] for a, n in enumerate(self.shape)]

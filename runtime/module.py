@@ -105,7 +105,7 @@ class ParallelModule(nn.Module):
         ordered = dict(sorted(kwargs.items()))
         leaves, spec = tree_flatten((args, ordered))
         kinds = tuple((v.shape, v.dtype) if isinstance(v, torch.Tensor) else None for v in leaves)
-        key = (kinds, str(spec), self.training, grad, outputs)
+        key = (kinds, str(spec), self._modes(), grad, outputs)
         if key not in self._calls:
             compiled = self._compile(Request(args, dict(kwargs), self.training, grad, outputs))
             check_agreement(compiled.fingerprint, self._groups)
@@ -114,15 +114,9 @@ class ParallelModule(nn.Module):
             self._plan = compiled.plan
         return self._calls[key]
 
-    def _regroup(self, shape: tuple[int, ...]) -> None:
-        """Lays the same devices out as a mesh of ``shape``, as a plan may that splits an axis; before parameters are placed."""
-        if self._calls:
-            raise AutoparError(
-                f"a program for mesh {shape} came after one for mesh {self._groups.shape}; all programs of a module share one mesh"
-            )
-        mesh = self._groups.mesh
-        self._groups = mesh_groups(DeviceMesh(mesh.device_type, mesh.mesh.reshape(shape)))
-        self._weights.groups = self._groups
+    def _modes(self) -> tuple[bool, ...]:
+        """Which modules are training: a frozen batch norm makes another program."""
+        return tuple(module.training for module in self.modules())
 
     def _wants_grad(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         inputs = tree_flatten((args, dict(kwargs)))[0]
@@ -167,7 +161,7 @@ class ParallelModule(nn.Module):
         kinds = tuple((v.shape, v.dtype) if isinstance(v, torch.Tensor) else None for v in leaves)
         for grad in (True, False):
             for outputs in ("loss", "all"):
-                key = (kinds, str(spec), self.training, grad, outputs)
+                key = (kinds, str(spec), self._modes(), grad, outputs)
                 if key in self._calls:
                     return self._calls[key]
         return self.prepare(args, kwargs, "all", grad=torch.is_grad_enabled())

@@ -63,7 +63,7 @@ def _on_shards(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
 
 
 def _step(outer: Any, cls: type[torch.optim.Optimizer]) -> None:
-    if outer._inner is None:
+    if outer._inner is None or _sizes(outer) != _sizes(outer._inner):
         outer._inner = _inner_optimizer(outer, cls)
     inner = outer._inner
     for group, local_group in zip(outer.param_groups, inner.param_groups, strict=True):
@@ -78,6 +78,11 @@ def _step(outer: Any, cls: type[torch.optim.Optimizer]) -> None:
                 outer.state[parameter] = _as_global(inner.state[local], parameter)
 
 
+def _sizes(optimizer: torch.optim.Optimizer) -> list[int]:
+    """How many parameters each group has; it grows with ``add_param_group``."""
+    return [len(group["params"]) for group in optimizer.param_groups]
+
+
 def _inner_optimizer(outer: Any, cls: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
     """``cls`` over the local tensors of the outer parameters, with the state the outer one has."""
     groups = []
@@ -88,7 +93,9 @@ def _inner_optimizer(outer: Any, cls: type[torch.optim.Optimizer]) -> torch.opti
     for group, local_group in zip(outer.param_groups, inner.param_groups, strict=True):
         for parameter, local in zip(group["params"], local_group["params"], strict=True):
             if parameter in outer.state:
-                inner.state[local] = {k: _local(v) for k, v in outer.state[parameter].items()}
+                state = {k: _placed_like(v, parameter) for k, v in outer.state[parameter].items()}
+                outer.state[parameter] = state
+                inner.state[local] = {k: _local(v) for k, v in state.items()}
     return inner
 
 
@@ -98,6 +105,16 @@ def _local(value: Any) -> Any:
         return value
     local = value.to_local().detach()
     return local.requires_grad_(value.requires_grad) if value.requires_grad else local
+
+
+def _placed_like(value: Any, parameter: nn.Parameter) -> Any:
+    """State made before the first batch lies as parameters lay then: whole. It is cut as the parameter has been since."""
+    if not isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+        return value
+    if value.device_mesh == parameter.device_mesh:
+        return value if value.placements == parameter.placements else value.redistribute(placements=parameter.placements)
+    whole = DTensor.from_local(value.full_tensor(), parameter.device_mesh, run_check=False)
+    return whole.redistribute(placements=parameter.placements)
 
 
 def _local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:

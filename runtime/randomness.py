@@ -1,35 +1,27 @@
 """One stream of random numbers for the whole mesh: that of rank 0.
 
-An operation that draws (dropout, noise) draws the whole tensor on every rank, and each keeps its part; so all must draw the
-same. Before a section that draws, rank 0's generator is copied to all, and afterwards the others get their own back: what
-ranks draw for themselves (shuffling, augmentation) stays theirs, and ``torch.manual_seed`` on rank 0 decides what a model draws, as it
-does on one device.
+An operation that draws (dropout, noise) draws the whole tensor on every rank, and each keeps its part; so all must draw
+the same. Before a section that draws, rank 0's generator is copied to all, and afterwards the others get their own
+back: what ranks draw for themselves (shuffling, augmentation) stays theirs, and ``torch.manual_seed`` on rank 0 decides
+what a model draws, as it does on one device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from autopar.program import Section
+from autopar.program import Section, is_random
 
 from .groups import MeshGroups
 
 
 def draws(section: Section) -> bool:
     """Whether any instruction of ``section`` takes numbers from the generator."""
-    return any(_is_random(instruction.op) for instruction in section.instructions)
-
-
-def _is_random(op: str) -> bool:
-    found: Any = torch.ops
-    for part in op.split("."):
-        found = getattr(found, part, None)
-    return isinstance(found, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in found.tags
+    return any(is_random(instruction.op) for instruction in section.instructions)
 
 
 @contextmanager

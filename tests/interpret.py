@@ -9,6 +9,7 @@ import sympy
 import torch
 
 from autopar.graph import Arg, Graph, Node, TensorType, Value, map_arg
+from autopar.local_ops import LOCAL_OPS, layout_for
 
 Results = dict[tuple[str, str], torch.Tensor | None]
 
@@ -23,14 +24,8 @@ def interpret(
     """
     values: dict[Value, Any] = {}
     for node in graph.nodes:
-        results = (
-            (_placeholder(node, graph, tensors, tangents or {}),)
-            if node.is_placeholder
-            else _call(node, values)
-        )
-        assert len(results) == len(node.types), (
-            f"{node.op} returned {len(results)} results, typed {len(node.types)}"
-        )
+        results = (_placeholder(node, graph, tensors, tangents or {}),) if node.is_placeholder else _call(node, values)
+        assert len(results) == len(node.types), f"{node.op} returned {len(results)} results, typed {len(node.types)}"
         for index, (result, expected) in enumerate(zip(results, node.types, strict=True)):
             _check(node, result, expected)
             values[Value(node.name, index)] = result
@@ -50,6 +45,9 @@ def _placeholder(
 def _call(node: Node, values: Mapping[Value, Any]) -> tuple[Any, ...]:
     namespace, name, overload = node.op.split(".")
     function = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    layout = layout_for(node.op)
+    if layout is not None:
+        values = {value: LOCAL_OPS[layout](values[value]) for value in node.operands}
     args = map_arg(node.args, lambda leaf: _leaf(leaf, values))
     kwargs = {key: map_arg(arg, lambda leaf: _leaf(leaf, values)) for key, arg in node.kwargs}
     results = function(*args, **kwargs)

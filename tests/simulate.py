@@ -11,6 +11,7 @@ from itertools import product
 from typing import Any
 
 import torch
+
 from autopar.graph import Arg, Value
 from autopar.local_ops import LOCAL_OPS
 from autopar.program import Instruction, Program, Section, TensorSlot

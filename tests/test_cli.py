@@ -16,6 +16,7 @@ from autopar import cli_commands
 from autopar.cli import main, make_parser
 from autopar.cluster import Cluster, local_file
 from autopar.errors import InfeasibleError, WorkerError
+from autopar.plan import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL_FILE = """
@@ -130,6 +131,31 @@ def test_plan_explain_diff(plan_file: Callable[..., Path], capsys: pytest.Captur
     assert "first.weight" in capsys.readouterr().out
 
 
+def test_a_plan_as_text_is_the_same_plan(
+    plan_file: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--cluster", "dgx-a100-80gb", "--html", str(tmp_path / "plan.html"))
+    lines = plan_file("plan.txt", *words)
+    assert lines.read_text().startswith("autopar plan ")
+    assert "first.weight" in (tmp_path / "plan.html").read_text()
+    document = tmp_path / "plan.json"
+    document.write_text(Plan.from_text(lines.read_text()).to_json())
+    assert main(["diff", str(document), str(lines)]) == 0
+    assert "the same" in capsys.readouterr().out
+    assert main(["explain", str(lines), "first.wieght"]) == 2
+    assert "did you mean 'first.weight'" in capsys.readouterr().err
+    assert main(["explain", str(lines), "second", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["why"]["kind"] == "module" and found["why"]["alternatives"]["possible"] > 0
+
+
+@pytest.mark.parametrize(("view", "word"), [("tree", "├── first"), ("op", "aten.mm.default"), ("collective", "")])
+def test_views_of_a_plan(view: str, word: str, target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", target, "--mesh", "2", "--cluster", "dgx-a100-80gb", "--zero", "3", "--show", view]) == 0
+    text = capsys.readouterr().out
+    assert word in text and not text.startswith("Plan ")
+
+
 def test_explain_needs_a_plan_or_a_mesh(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", target, "first.weight"]) == 2
     assert "--mesh" in capsys.readouterr().err
@@ -195,6 +221,7 @@ def test_verify_status_and_arguments(
     ]
     assert main(words) == (0 if ok else 1)
     assert (seen["mesh"], seen["timeout"], seen["cluster"]) == ((2, 2), 120.0, "dgx-a100-80gb")
+    assert seen["plan"] is None
     assert seen["options"].zero == 3 and set(seen["batch"]) == {"x", "labels"}
     assert json.loads(capsys.readouterr().out) | {"plan": None} == {
         "ok": ok,
@@ -222,6 +249,37 @@ def test_verify_on_processes(target: str, capsys: pytest.CaptureFixture[str]) ->
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] and found["max_error"] <= 1e-5
     assert set(found["gradient_errors"]) == {"first.weight", "first.bias", "second.weight", "second.bias"}
+
+
+def test_verify_a_plan_from_a_file(
+    plan_file: Callable[..., Path], target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = plan_file("pinned.json", "--pin", "first.weight=S(0),S(1)")
+    seen: list[Plan] = []
+
+    def verify(*_: object, plan: Plan, **__: object) -> Any:
+        seen.append(plan)
+        return fake_report(True)
+
+    monkeypatch.setattr(cli_commands, "verify_model", verify)
+    assert main(["verify", target, "--mesh", "2,2", "--plan", str(path)]) == 0
+    assert seen == [Plan.from_json(path.read_text())]
+    path.write_text("{}")
+    assert main(["verify", target, "--mesh", "2,2", "--plan", str(path)]) == 2
+    assert "not a plan" in capsys.readouterr().err
+
+
+def test_python_m_autopar() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "autopar", "diff", "none.json", "none.json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "autopar: cannot read the plan 'none.json': No such file or directory\n"
 
 
 def test_run_starts_processes_with_arguments(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -4,32 +4,44 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
 from autopar.assignment import Assignment
 from autopar.cluster import Cluster
 from autopar.graph import Arg, Graph, Node, TensorType, map_arg
 from autopar.instance import parameter_choices
+from autopar.options import Options
 from autopar.passes.annotate import annotate
 from autopar.passes.lower import Lowering, lower
 from autopar.passes.normalise import normalise
 from autopar.passes.overlap import overlap
-from autopar.options import Options
 from autopar.planner import Question, Timings, solve_mesh, step_graph
 from autopar.prices import Prices, placement_options
 from autopar.program import Program
 from autopar.trace import trace
-from torch import nn
-from torch.utils import _pytree as pytree
-
 from tests.interpret import interpret
 from tests.lowering import plain
 from tests.simulate import World
 
 Results = dict[tuple[str, str], torch.Tensor | None]
+
+
+@contextmanager
+def _doubles() -> Iterator[None]:
+    """Within, new tensors are float64, so that rounding cannot hide an error."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @dataclass
@@ -45,6 +57,7 @@ def _double(leaf: Any) -> Any:
     return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
 
+@_doubles()
 def make_case(model: nn.Module, batch: Any) -> Case:
     """Traces a model; asserts that its graph gives the loss and gradients of the model itself."""
     torch.manual_seed(0)
@@ -95,7 +108,9 @@ def _check_trace(case: Case, model: nn.Module, args: Any, kwargs: Any, loss: str
         assert (found is None) == (parameter.grad is None), name
         compare({("gradient", name): parameter.grad}, {("gradient", name): found}, "trace", 1e-6)
     for name, buffer in model.named_buffers():
-        compare({("mutation", name): buffer}, {("mutation", name): case.expected.get(("mutation", name))}, "trace", 1e-6)
+        compare(
+            {("mutation", name): buffer}, {("mutation", name): case.expected.get(("mutation", name))}, "trace", 1e-6
+        )
 
 
 def compare(found: Mapping[tuple[str, str], Any], expected: Results, message: str, tolerance: float = 1e-8) -> None:
@@ -106,12 +121,17 @@ def compare(found: Mapping[tuple[str, str], Any], expected: Results, message: st
         other = found[key]
         scale = max(1e-3, float(value.double().abs().nan_to_num().max())) if value.numel() else 1.0
         torch.testing.assert_close(
-            other.double(), value.double(), rtol=0, atol=tolerance * scale, equal_nan=True, msg=lambda m, k=key: f"{message}: {k}: {m}"
+            other.double(),
+            value.double(),
+            rtol=0,
+            atol=tolerance * scale,
+            equal_nan=True,
+            msg=lambda m, k=key: f"{message}: {k}: {m}",
         )
 
 
 def random_assignment(graph: Graph, mesh: tuple[int, ...], seed: int, plainness: float = 0.0) -> Assignment:
-    """Any strategy for every node, any resting places for every parameter: nothing a planner would choose, all it could."""
+    """Any strategy for every node, any resting places for every parameter: what a planner could choose."""
     generator = random.Random(seed)
     parameters, strategies = {}, {}
     for node in graph.nodes:
@@ -142,7 +162,7 @@ def check_assignments(case: Case, mesh: tuple[int, ...], seeds: range) -> None:
 
 
 def check_plans(case: Case, mesh: tuple[int, ...]) -> dict[str, Assignment]:
-    """The solved assignments on a mesh (best, fully sharded, best where only compute costs) give what one device gives."""
+    """Solved assignments (best, fully sharded, best where only compute costs) give what one device gives."""
     annotated = annotate(case.graph, mesh)
     found = {}
     for name, (cluster, options) in _questions().items():
@@ -157,7 +177,12 @@ def check_plans(case: Case, mesh: tuple[int, ...]) -> dict[str, Assignment]:
 def _questions() -> dict[str, tuple[Cluster, Options]]:
     fast = Cluster.get("dgx-a100-80gb")
     slow = compute_bound(fast)
-    return {"best": (fast, Options()), "zero": (fast, Options(zero=3)), "compute": (slow, Options()), "both": (slow, Options(zero=3))}
+    return {
+        "best": (fast, Options()),
+        "zero": (fast, Options(zero=3)),
+        "compute": (slow, Options()),
+        "both": (slow, Options(zero=3)),
+    }
 
 
 def compute_bound(cluster: Cluster) -> Cluster:
@@ -169,18 +194,23 @@ def compute_bound(cluster: Cluster) -> Cluster:
 
 def tangents(graph: Graph) -> dict[str, torch.Tensor]:
     """Ones for every tangent."""
-    return {n.target: torch.ones([int(s) for s in n.type.shape], dtype=n.type.dtype) for n in graph.placeholders("tangent")}
+    return {
+        n.target: torch.ones([int(s) for s in n.type.shape], dtype=n.type.dtype) for n in graph.placeholders("tangent")
+    }
 
 
+@_doubles()
 def check_assignment(case: Case, annotated: Graph, assignment: Assignment, prices: Prices, message: str) -> None:
     """One assignment gives what one device gives."""
     torch.manual_seed(0)
     results, gradients = World(programs(annotated, assignment, prices)).step(case.values, tangents(annotated))
-    found = {key: value for key, value in _keyed(case, results, gradients)}
+    found = dict(_keyed(case, results, gradients))
     compare(found, case.expected, message)
 
 
-def _keyed(case: Case, results: Mapping[str, Any], gradients: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], Any]]:
+def _keyed(
+    case: Case, results: Mapping[str, Any], gradients: Mapping[str, Any]
+) -> Iterator[tuple[tuple[str, str], Any]]:
     for kind, name in case.expected:
         known = gradients if kind in ("gradient", "input_gradient") else results
         if name in known:

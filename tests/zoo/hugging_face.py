@@ -1,4 +1,4 @@
-"""Small Hugging Face models of many families, with sizes that divide nothing: vocabulary 257, 3 heads, 17 tokens, batch 6."""
+"""Small Hugging Face models of many families; sizes divide nothing: vocabulary 257, 3 heads, 17 tokens, batch 6."""
 
 from __future__ import annotations
 
@@ -84,7 +84,9 @@ def qwen2() -> tuple[nn.Module, Batch]:
 
 @family
 def gemma2() -> tuple[nn.Module, Batch]:
-    return _text(hf.Gemma2ForCausalLM(hf.Gemma2Config(**_DECODER, num_key_value_heads=1, head_dim=12, sliding_window=8)))
+    return _text(
+        hf.Gemma2ForCausalLM(hf.Gemma2Config(**_DECODER, num_key_value_heads=1, head_dim=12, sliding_window=8))
+    )
 
 
 @family
@@ -182,7 +184,8 @@ def electra() -> tuple[nn.Module, Batch]:
 @family
 def deberta_v2() -> tuple[nn.Module, Batch]:
     config = hf.DebertaV2Config(
-        **_SIZES, **_NO_DROPOUT, intermediate_size=HIDDEN, relative_attention=True, position_buckets=8, norm_rel_ebd="layer_norm",
+        **_SIZES, **_NO_DROPOUT, intermediate_size=HIDDEN, relative_attention=True, position_buckets=8,
+        norm_rel_ebd="layer_norm",
         pos_att_type=["p2c", "c2p"], share_att_key=True, max_position_embeddings=40, pad_token_id=2,
     )  # fmt: skip
     return _text(hf.DebertaV2ForMaskedLM(config), masked=True)
@@ -201,7 +204,8 @@ def whisper() -> tuple[nn.Module, Batch]:
     config = hf.WhisperConfig(
         vocab_size=VOCABULARY, d_model=WIDTH, encoder_layers=2, decoder_layers=2, encoder_attention_heads=HEADS,
         decoder_attention_heads=HEADS, encoder_ffn_dim=HIDDEN, decoder_ffn_dim=HIDDEN, num_mel_bins=10,
-        max_source_positions=15, max_target_positions=40, decoder_start_token_id=0, use_cache=False, dropout=0.0, **_SPECIAL,
+        max_source_positions=15, max_target_positions=40, decoder_start_token_id=0, use_cache=False, dropout=0.0,
+        **_SPECIAL,
     )  # fmt: skip
     features = torch.randn(BATCH, 10, 30, generator=_random(4))
     return hf.WhisperForConditionalGeneration(config), {"input_features": features, "labels": labels()}
@@ -212,3 +216,20 @@ def mixtral() -> tuple[nn.Module, Batch]:
     config = hf.MixtralConfig(**_DECODER, num_key_value_heads=1, num_local_experts=4, output_router_logits=True)
     config._experts_implementation = "batched_mm"
     return _text(hf.MixtralForCausalLM(config))
+
+
+@family
+def gpt2_dropout() -> tuple[nn.Module, Batch]:
+    """With the dropout it comes with."""
+    config = hf.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=2, n_head=HEADS, n_positions=32, bos_token_id=0, eos_token_id=1
+    )
+    return _text(hf.GPT2LMHeadModel(config))
+
+
+@family
+def bert_dropout() -> tuple[nn.Module, Batch]:
+    """With the dropout it comes with."""
+    return _text(
+        hf.BertForMaskedLM(hf.BertConfig(**_SIZES, intermediate_size=HIDDEN, max_position_embeddings=40)), masked=True
+    )

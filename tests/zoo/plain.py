@@ -101,7 +101,8 @@ class GroupNormNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Conv2d(3, 12, 3, padding=1), nn.GroupNorm(3, 12), nn.GELU(), nn.AvgPool2d(2), nn.Conv2d(12, 12, 3, groups=12),
+            nn.Conv2d(3, 12, 3, padding=1), nn.GroupNorm(3, 12), nn.GELU(), nn.AvgPool2d(2),
+            nn.Conv2d(12, 12, 3, groups=12),
             nn.InstanceNorm2d(12, affine=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 1),
         )  # fmt: skip
 
@@ -232,7 +233,10 @@ class Vocoder(nn.Module):
 class Indexing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.table = nn.Linear(8, 8), nn.Parameter(torch.randn(7, 8, generator=torch.Generator().manual_seed(5)))
+        self.layer, self.table = (
+            nn.Linear(8, 8),
+            nn.Parameter(torch.randn(7, 8, generator=torch.Generator().manual_seed(5))),
+        )
 
     def forward(self, x: Tensor, picks: Tensor, columns: Tensor) -> Tensor:
         y = self.layer(x) + self.table
@@ -246,7 +250,18 @@ class Indexing(nn.Module):
         chosen = self.table[torch.arange(7), columns].sum()
         window = y.unfold(1, 3, 2).sum(-1)
         masked = y.masked_fill(x > 0.5, -1.0)
-        parts = (gathered * rows, spread, put, flipped * y, selected, window, masked, y[..., ::3], y[:, -1], torch.stack([y, x]).prod(0))
+        parts = (
+            gathered * rows,
+            spread,
+            put,
+            flipped * y,
+            selected,
+            window,
+            masked,
+            y[..., ::3],
+            y[:, -1],
+            torch.stack([y, x]).prod(0),
+        )
         return sum((part.square().mean() for part in parts), chosen)
 
 
@@ -260,9 +275,12 @@ class Ordering(nn.Module):
         y = self.layer(x)
         best, where = y.topk(3, -1)
         parts = (
-            y.cumsum(1), y.sort(1, descending=True)[0] * torch.arange(12), best, y.max(1)[0], y.cumprod(0), y.median(1)[0],
-            y.logcumsumexp(1), y.min(), y.amax(0), y.argsort(1) * y, F.one_hot(where, 12) * y[:, None], y.norm(dim=0), y.std(), y.var(0),
-            y.logsumexp(0), y.tril(), y.diagonal(), y.roll(2, 1), y.repeat(2, 3), y.repeat_interleave(2, 0), y.clamp(-0.5, 0.5), y.kthvalue(2)[0],
+            y.cumsum(1), y.sort(1, descending=True)[0] * torch.arange(12), best, y.max(1)[0], y.cumprod(0),
+            y.median(1)[0],
+            y.logcumsumexp(1), y.min(), y.amax(0), y.argsort(1) * y, F.one_hot(where, 12) * y[:, None], y.norm(dim=0),
+            y.std(), y.var(0),
+            y.logsumexp(0), y.tril(), y.diagonal(), y.roll(2, 1), y.repeat(2, 3), y.repeat_interleave(2, 0),
+            y.clamp(-0.5, 0.5), y.kthvalue(2)[0],
         )  # fmt: skip
         return sum((part.square().mean() for part in parts), torch.zeros(()))
 
@@ -278,7 +296,11 @@ class Einsums(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         q, k = torch.einsum("bsd,dhk->bhsk", x, self.a), torch.einsum("btd,dhk->bhtk", y, self.a)
         z = torch.einsum("bhst,bhtk,hkd->bsd", (q @ k.mT).softmax(-1), k, self.b)
-        return self.pair(z[:, :4], y).sigmoid().mean() + torch.einsum("bsd,bsd->", x, z) + F.cosine_similarity(z[:, 0], y[:, 0]).mean()
+        return (
+            self.pair(z[:, :4], y).sigmoid().mean()
+            + torch.einsum("bsd,bsd->", x, z)
+            + F.cosine_similarity(z[:, 0], y[:, 0]).mean()
+        )
 
 
 @model("checkpointed", floats(BATCH, 12))
@@ -329,9 +351,11 @@ class Losses(nn.Module):
     def forward(self, x: Tensor, kind: Tensor, target: Tensor) -> Tensor:
         y = self.mix(x)
         return (
-            F.cross_entropy(y, kind, weight=self.weight, label_smoothing=0.1) + F.kl_div(y.log_softmax(-1), target.softmax(-1), reduction="batchmean")
-            + F.binary_cross_entropy_with_logits(y, target.sigmoid()) + F.smooth_l1_loss(y, target) + F.huber_loss(y, target)
-            + F.cross_entropy(y, target.softmax(-1)) + F.mse_loss(y.sigmoid(), target) + F.multi_margin_loss(y, kind)
+            F.cross_entropy(y, kind, weight=self.weight, label_smoothing=0.1)
+            + F.kl_div(y.log_softmax(-1), target.softmax(-1), reduction="batchmean")
+            + F.binary_cross_entropy_with_logits(y, target.sigmoid()) + F.smooth_l1_loss(y, target)
+            + F.huber_loss(y, target) + F.cross_entropy(y, target.softmax(-1)) + F.mse_loss(y.sigmoid(), target)
+            + F.multi_margin_loss(y, kind)
             + F.nll_loss(y.log_softmax(-1), kind, reduction="sum") + F.triplet_margin_loss(y, target, x)
         )  # fmt: skip
 
@@ -349,7 +373,9 @@ class AttentionVariants(nn.Module):
         y, weights = self.core(x, x, x, key_padding_mask=padding)
         heads = self.mix(y).unflatten(-1, (6, 4)).transpose(1, 2)
         bias = torch.linspace(-1, 1, 49, dtype=x.dtype).view(7, 7)
-        z = F.scaled_dot_product_attention(heads, heads[:, :2], heads[:, 2:4], attn_mask=bias, scale=0.3, enable_gqa=True)
+        z = F.scaled_dot_product_attention(
+            heads, heads[:, :2], heads[:, 2:4], attn_mask=bias, scale=0.3, enable_gqa=True
+        )
         return z.square().mean() + weights.amax(-1).sum()
 
 
@@ -363,5 +389,5 @@ class Random(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.dropout(self.first(x + 0.1 * torch.randn_like(x)).relu())
-        out = F.dropout2d(self.second(hidden)[..., None, None], 0.2)[..., 0, 0] * torch.rand(6, dtype=x.dtype)
+        out = F.dropout2d(self.second(hidden)[..., None, None], 0.2)[..., 0, 0] * torch.rand(6)
         return (out + F.gumbel_softmax(out)).square().mean() + torch.bernoulli(out.sigmoid()).mean()

@@ -1,0 +1,60 @@
+"""Graphs of awkward models compute what the models do, under random and solved assignments, in one process."""
+
+from __future__ import annotations
+
+import pytest
+import transformers
+from torch import nn
+
+from tests.zoo import blocks as _blocks  # noqa: F401  (registers more models)
+from tests.zoo.check import check_assignments, check_plans, make_case
+from tests.zoo.hugging_face import FAMILIES
+from tests.zoo.plain import MODELS
+
+MODELS_OF_ALL_KINDS = {**MODELS, **FAMILIES}
+QUICK = (
+    "indexing",
+    "attention_variants",
+    "step_counter",
+    "random",
+    "complex_rotary",
+    "cumulative_batch_norm",
+    "conv1d_transposed",
+    "reentrant_checkpoint",
+    "transposed_attention",
+    "memory_order",
+    "recommender",
+)
+MESHES = ((4,), (2, 2))
+transformers.logging.set_verbosity_error()
+
+
+def _make(name: str) -> tuple[nn.Module, object]:
+    return MODELS_OF_ALL_KINDS[name]()
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_random_assignments(name: str) -> None:
+    case = make_case(*_make(name))
+    for mesh in MESHES:
+        check_assignments(case, mesh, range(2))
+
+
+@pytest.mark.parametrize("name", ("step_counter", "returns_tuple"))
+def test_solved_assignments(name: str) -> None:
+    found = check_plans(make_case(*_make(name)), (2, 2))
+    stored = {kind: {place.weight for place in assignment.parameters.values()} for kind, assignment in found.items()}
+    assert len({frozenset(places) for places in stored.values()}) > 1, "the questions should force different plans"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(4,), (2, 2), (2, 1, 2), (3,)], ids=str)
+@pytest.mark.parametrize("name", MODELS_OF_ALL_KINDS)
+def test_random_assignments_of_all_models(name: str, mesh: tuple[int, ...]) -> None:
+    check_assignments(make_case(*_make(name)), mesh, range(3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS_OF_ALL_KINDS)
+def test_solved_assignments_of_all_models(name: str) -> None:
+    check_plans(make_case(*_make(name)), (2, 2))

@@ -1,0 +1,80 @@
+"""Random operations: all ranks draw what one device draws, in the same order, whatever the plan."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.decompositions import decomposition_table
+from autopar.graph import Value
+from autopar.passes.overlap import overlap
+from autopar.program import Instruction, Program, Section, TensorSlot, is_random
+from autopar.runtime.groups import mesh_groups, mesh_of_one
+from autopar.runtime.launch import run_local
+from autopar.runtime.randomness import draws, shared_random
+from autopar.spec import REPLICATE
+
+aten = torch.ops.aten
+
+
+def test_dropout_draws_as_torch_does_on_the_cpu() -> None:
+    x = torch.randn(5, 7)
+    torch.manual_seed(3)
+    expected = torch.nn.functional.dropout(x, 0.4)
+    torch.manual_seed(3)
+    found, kept = decomposition_table()[aten.native_dropout.default](x, 0.4, True)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert torch.equal(kept, expected != 0)
+
+
+def test_dropout_of_everything_is_zero() -> None:
+    found, kept = decomposition_table()[aten.native_dropout.default](torch.ones(4), 1.0, True)
+    assert not found.any() and not kept.any()
+
+
+def test_which_operations_are_random() -> None:
+    assert is_random("aten.bernoulli.p") and is_random("aten.randn.default")
+    assert not any(map(is_random, ("aten.add.Tensor", "collective.wait", "autopar.masked_gather", "aten.nothing.here")))
+
+
+def _draws(rank: int, world: int) -> tuple[list[float], list[float]]:
+    """A draw within and one after."""
+    torch.manual_seed(100 + rank)
+    groups = mesh_groups(DeviceMesh("cpu", torch.arange(world)))
+    with shared_random(groups):
+        inside = torch.rand(2).tolist()
+    return inside, torch.rand(2).tolist()
+
+
+def test_ranks_draw_as_the_first_and_keep_their_own() -> None:
+    found = run_local(_draws, 2, timeout=60)
+    torch.manual_seed(100)
+    first = [torch.rand(2).tolist(), torch.rand(2).tolist()]
+    torch.manual_seed(101)
+    assert found[0] == tuple(first)
+    assert found[1] == (first[0], torch.rand(2).tolist())
+
+
+def test_one_rank_just_draws() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(2)
+    torch.manual_seed(0)
+    with shared_random(mesh_groups(mesh_of_one())):
+        assert torch.equal(torch.rand(2), expected)
+
+
+def test_starting_early_never_changes_the_order_of_draws() -> None:
+    def draw(name: str) -> Instruction:
+        return Instruction(name, "aten.rand.default", ((2,),))
+
+    noisy = Instruction("noisy", "aten.add.Tensor", (Value("x"), Value("b")))
+    start = Instruction("start", "collective.all_reduce", (Value("noisy"),), (("axes", (0,)), ("op", "sum")))
+    wait = Instruction("wait", "collective.wait", (Value("start"),))
+    total = Instruction("total", "aten.add.Tensor", (Value("wait"), Value("a")))
+    section = Section("forward", ("x",), (draw("a"), draw("b"), noisy, start, wait, total), (Value("total"),))
+    slot = TensorSlot("x", "input", "x", (2,), (REPLICATE,))
+    empty = Section("backward", (), (), ())
+    program = Program((2,), (0,), (), (slot,), (), (), (), empty, section, empty)
+    assert draws(section) and not draws(empty)
+    order = [i.name for i in overlap(program).forward.instructions if is_random(i.op)]
+    assert order == ["a", "b"]

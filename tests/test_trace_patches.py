@@ -1,0 +1,62 @@
+"""What tracing says differently of torch, and what it leaves as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint
+
+from autopar.trace import trace
+from autopar.trace_patches import patched
+
+
+class Remembers(nn.Module):
+    """Keeps a table between calls, and hooks it installs at the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.tables: dict[int, Tensor] = {}
+        self.seen: list[Tensor] = []
+        self.hooked = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.hooked:
+            self.layer.register_forward_hook(lambda _module, _args, output: self.seen.append(output))
+            self.hooked = True
+        size = x.shape[1]
+        if size not in self.tables:
+            self.tables[size] = torch.arange(size) * 1.0
+        y = self.layer(x) + self.tables[size]
+        return sum((kept.sum() for kept in self.seen), y.square().mean())
+
+
+def test_caches_and_hooks_are_as_before() -> None:
+    model = Remembers()
+    traced = trace(model, (torch.randn(3, 4),), device="cpu")
+    assert traced.signature.loss == "0"
+    assert (model.tables, model.seen, model.hooked, len(model.layer._forward_hooks)) == ({}, [], False, 0)
+    assert model(torch.randn(3, 4)).isfinite()
+
+
+def test_torch_is_as_before() -> None:
+    before = (checkpoint.CheckpointFunction.apply, nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward)
+    with patched():
+        assert checkpoint.CheckpointFunction.apply != before[0]
+        assert nn.SyncBatchNorm.forward is nn.BatchNorm1d.forward
+    assert (checkpoint.CheckpointFunction.apply, nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward) == before
+
+
+def test_batch_norm_over_processes_is_batch_norm() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    both = [model, nn.SyncBatchNorm.convert_sync_batchnorm(model)]
+    x = torch.randn(6, 4)
+    texts = [trace(m, (x,), device="cpu", loss_fn=_mean).graph.to_text() for m in both]
+    assert texts[0] == texts[1]
+
+
+def _mean(output: Any) -> Tensor:
+    return output.mean()
