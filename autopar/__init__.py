@@ -4,6 +4,8 @@
 >>> model = autopar.parallelize(model, mesh)  # doctest: +SKIP
 """
 
+from autopar.runtime.module import ParallelModule
+
 from .api import parallelize, plan
 from .cluster import Cluster
 from .errors import (
@@ -28,6 +30,7 @@ __all__ = [
     "InfeasibleError",
     "Options",
     "OptionsError",
+    "ParallelModule",
     "Plan",
     "PlanMismatchError",
     "Report",

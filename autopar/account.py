@@ -20,7 +20,14 @@ from .spec import Strategy
 
 LineKind = Literal["compute", "reshard", "weight", "gradient", "refresh", "optimizer"]
 REST = "autopar.rest"
-VIEWS = ("aten.reshape.default", "aten.permute.default", "aten.transpose.int", "aten.t.default", "aten.expand.default", REST)
+VIEWS = (
+    "aten.reshape.default",
+    "aten.permute.default",
+    "aten.transpose.int",
+    "aten.t.default",
+    "aten.expand.default",
+    REST,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +83,11 @@ def optimizer_seconds(prices: Prices, kind: TensorType, place: ParameterPlacemen
     return moved / prices.cluster.device.memory_bandwidth
 
 
-def parameter_bytes(prices: Prices, kind: TensorType, place: ParameterPlacement, optimizer: str) -> tuple[int, int, int]:
-    """Bytes on a device of (weights, gradients, optimizer state) of one trained parameter. A working weight kept beside the
-    stored shard counts as weight."""
+def parameter_bytes(
+    prices: Prices, kind: TensorType, place: ParameterPlacement, optimizer: str
+) -> tuple[int, int, int]:
+    """Bytes on a device of (weights, gradients, optimizer state) of one trained parameter. A working weight kept beside
+    the stored shard counts as weight."""
     stored = local_bytes(kind, place.optimizer, prices.mesh)
     working = local_bytes(kind, place.weight, prices.mesh) if place.weight != place.optimizer else 0
     return stored + working, local_bytes(kind, place.gradient, prices.mesh), OPTIMIZER_STATES[optimizer] * stored
@@ -96,7 +105,9 @@ def temporary_bytes(prices: Prices, node: Node, inputs: tuple[TensorType, ...], 
 def account(graph: Graph, assignment: Assignment, prices: Prices, optimizer: str) -> Account:
     """The bill of ``assignment``."""
     lines = (*_compute_lines(graph, assignment, prices), *_use_lines(graph, assignment, prices))
-    return Account((*lines, *_optimizer_lines(graph, assignment, prices, optimizer)), memory(graph, assignment, prices, optimizer))
+    return Account(
+        (*lines, *_optimizer_lines(graph, assignment, prices, optimizer)), memory(graph, assignment, prices, optimizer)
+    )
 
 
 def _compute_lines(graph: Graph, assignment: Assignment, prices: Prices) -> Iterator[Line]:
@@ -137,7 +148,8 @@ def trained(graph: Graph) -> tuple[str, ...]:
 
 
 def memory(graph: Graph, assignment: Assignment, prices: Prices, optimizer: str) -> Memory:
-    """Peak bytes by part: everything that rests on the device through the step, and the largest operation's operands and results."""
+    """Peak bytes by part: everything that rests on the device through the step, and the largest operation's operands
+    and results."""
     weights = gradients = states = activations = inputs = temporary = 0
     has_gradient = set(trained(graph))
     for node in graph.nodes:

@@ -29,7 +29,8 @@ LossFunction = Callable[..., torch.Tensor]
 
 
 def split_batch(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword inputs from a batch: a mapping is keywords, a sequence positional, anything else the only input."""
+    """Positional and keyword inputs from a batch: a mapping is keywords, a sequence positional, anything else the only
+    input."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
     if isinstance(batch, (tuple, list)):
@@ -41,9 +42,12 @@ def mesh_shape(mesh: Mesh) -> tuple[int, ...]:
     """The shape of a mesh, outermost (slowest) axis first. Raises :class:`OptionsError` for what is no mesh."""
     if isinstance(mesh, DeviceMesh):
         return tuple(mesh.shape)
-    sizes = (mesh,) if isinstance(mesh, int) else tuple(mesh)
+    given: object = mesh
+    sizes = (given,) if isinstance(given, int) else tuple(given) if isinstance(given, Sequence) else ()
     if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise OptionsError(f"{mesh!r} is no mesh; give a DeviceMesh, or a shape such as (2, 4), the slowest links first")
+        raise OptionsError(
+            f"{mesh!r} is no mesh; give a DeviceMesh, or a shape such as (2, 4), the slowest links first"
+        )
     return sizes
 
 
@@ -61,8 +65,8 @@ def plan(
     loss_fn: LossFunction | None = None,
     device: torch.device | str | None = None,
 ) -> Plan:
-    """The plan for training ``model`` on ``mesh`` with global batches like ``batch``; needs no processes, no devices and, if model
-    and batch are on the meta device or fake, no memory.
+    """The plan for training ``model`` on ``mesh`` with global batches like ``batch``; needs no processes, no devices
+    and, if model and batch are on the meta device or fake, no memory.
 
     Args:
         mesh: a DeviceMesh or a shape, outermost axis (slowest links) first.
@@ -81,7 +85,8 @@ def plan(
     where = torch.device(device or (mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"))
     base = prepare(model, args, kwargs, device=where, loss_fn=loss_fn, training=True, timings=timings)
     leaves = {
-        node.target: torch.empty(tuple(node.type.shape), device="meta") for node in base.graph.at().placeholders("input")
+        node.target: torch.empty(tuple(node.type.shape), device="meta")
+        for node in base.graph.at().placeholders("input")
     }
     question = Question(
         base.graph,
@@ -105,11 +110,12 @@ def parallelize(
     cluster: str | Cluster | None = None,
     loss_fn: LossFunction | None = None,
 ) -> ParallelModule:
-    """``model`` trained on all devices of ``mesh``: same inputs, outputs, parameter names and ``state_dict`` keys, its parameters
-    DTensors. Called by every rank (``torchrun``), or by the only process for a mesh of one.
+    """``model`` trained on all devices of ``mesh``: same inputs, outputs, parameter names and ``state_dict`` keys, its
+    parameters DTensors. Called by every rank (``torchrun``), or by the only process for a mesh of one.
 
-    Traced and planned at the first batch it sees, or now if ``example_inputs`` are given. A real model keeps its weights (rank 0's);
-    a meta model is materialised shard by shard. See :class:`~autopar.runtime.ParallelModule` for what it can do.
+    Traced and planned at the first batch it sees, or now if ``example_inputs`` are given. A real model keeps its
+    weights (rank 0's); a meta model is materialised shard by shard. See :class:`~autopar.runtime.ParallelModule` for
+    what it can do.
 
     Raises:
         OptionsError: the number of processes is not that of the mesh, or an option cannot be honoured.
@@ -140,8 +146,8 @@ def parallelize(
 
 
 def device_mesh(mesh: Mesh) -> DeviceMesh:
-    """A DeviceMesh for ``mesh``, starting torch.distributed for a mesh of one if need be. Raises :class:`OptionsError` if the
-    number of processes is another."""
+    """A DeviceMesh for ``mesh``, starting torch.distributed for a mesh of one if need be. Raises :class:`OptionsError`
+    if the number of processes is another."""
     if isinstance(mesh, DeviceMesh):
         return mesh
     shape = mesh_shape(mesh)
@@ -153,7 +159,8 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world != needed:
         raise OptionsError(
-            f"the mesh {shape} has {needed} devices, but {world} process{'es are' if world > 1 else ' is'} running; start {needed} "
+            f"the mesh {shape} has {needed} devices, but {world} process{'es are' if world > 1 else ' is'} running; "
+            f"start {needed} "
             f"(torchrun --nproc-per-node {needed} train.py), or give a mesh of {world}"
         )
     if not dist.is_initialized():

@@ -13,9 +13,9 @@ from .spec import REPLICATE, Placements, Strategy
 class ParameterPlacement:
     """The three resting places of a parameter.
 
-    ``weight``: how its value lies while a step runs; a use that needs more gathers it each time. ``gradient``: what its gradient is
-    reduced to. ``optimizer``: how its optimizer state lies, and the DTensor that the user sees and the optimizer updates; if it
-    shards more than ``weight``, the updated value is gathered once a step (ZeRO-1 and 2).
+    ``weight``: how its value lies while a step runs; a use that needs more gathers it each time. ``gradient``: what its
+    gradient is reduced to. ``optimizer``: how its optimizer state lies, and the DTensor that the user sees and the
+    optimizer updates; if it shards more than ``weight``, the updated value is gathered once a step (ZeRO-1 and 2).
     """
 
     weight: Placements
@@ -25,7 +25,8 @@ class ParameterPlacement:
 
 @dataclass(frozen=True)
 class Assignment:
-    """``strategies[node]`` for every operation, input and buffer; ``parameters[node]`` for every parameter; by node name."""
+    """``strategies[node]`` for every operation, input and buffer; ``parameters[node]`` for every parameter; by node
+    name."""
 
     mesh: tuple[int, ...]
     strategies: Mapping[str, Strategy]
@@ -44,8 +45,9 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """``value`` is needed as ``target``: paid once per value, phase and target, however many nodes need it so. ``role`` tells
-    what for: ``operand`` of nodes, ``gradient`` of a parameter, model ``output`` or ``refresh`` of a working weight."""
+    """``value`` is needed as ``target``: paid once per value, phase and target, however many nodes need it so. ``role``
+    tells what for: ``operand`` of nodes, ``gradient`` of a parameter, model ``output`` or ``refresh`` of a working
+    weight."""
 
     value: Value
     kind: TensorType

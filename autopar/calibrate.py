@@ -217,17 +217,13 @@ def _wait(running: Sequence[subprocess.Popen[bytes]], deadline: float, folder: P
         code = process.poll()
         if code not in (None, 0):
             log = (folder / f"{rank}.log").read_text()[-4000:]
-            raise WorkerError(
-                f"rank {rank} of {len(running)} failed while measuring (exit code {code}):\n{log}"
-            )
+            raise WorkerError(f"rank {rank} of {len(running)} failed while measuring (exit code {code}):\n{log}")
     late = [rank for rank, process in enumerate(running) if process.poll() is None]
     if late:
         raise WorkerError(f"measuring did not end in time; ranks {late} of {len(running)} were still at work")
 
 
-def calibrate(
-    processes: int = 4, seconds: float = 40.0, path: str | os.PathLike[str] | None = None
-) -> Cluster:
+def calibrate(processes: int = 4, seconds: float = 40.0, path: str | os.PathLike[str] | None = None) -> Cluster:
     """Measures ``processes`` gloo processes on this machine in about ``seconds`` and writes the cluster to
     ``path``.
 

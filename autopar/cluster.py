@@ -56,9 +56,7 @@ class Rate:
             self.latency >= 0 and math.isfinite(self.latency),
             f"latency {self.latency!r} is not a time in seconds",
         )
-        _require(
-            self.bandwidth > 0, f"bandwidth {self.bandwidth!r} is not a positive number of bytes per second"
-        )
+        _require(self.bandwidth > 0, f"bandwidth {self.bandwidth!r} is not a positive number of bytes per second")
         _require(self.growth > 0, f"growth {self.growth!r} of a latency is not positive")
 
 
@@ -83,16 +81,12 @@ class Link:
             self.size is None or self.size > 0,
             f"link {self.name!r}: size {self.size!r} is not a number of devices",
         )
-        _require(
-            self.bandwidth > 0, f"link {self.name!r}: bandwidth {self.bandwidth!r} is not positive (bytes/s)"
-        )
+        _require(self.bandwidth > 0, f"link {self.name!r}: bandwidth {self.bandwidth!r} is not positive (bytes/s)")
         _require(self.latency >= 0, f"link {self.name!r}: latency {self.latency!r} is negative (seconds)")
         for kind, lines in self.rates.items():
             known = ", ".join(COLLECTIVES)
             _require(kind in COLLECTIVES, f"link {self.name!r}: {kind!r} is not a collective; one of {known}")
-            _require(
-                len(lines) > 0, f"link {self.name!r}: {kind} has no rate; leave it out to use the link's own"
-            )
+            _require(len(lines) > 0, f"link {self.name!r}: {kind} has no rate; leave it out to use the link's own")
 
     def lines(self, kind: str) -> tuple[Rate, ...]:
         """The rates of ``kind``, by default the link's own latency and bandwidth."""
@@ -169,9 +163,7 @@ class Cluster:
     measurement: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _require(
-            len(self.links) > 0, f"cluster {self.name!r} has no links; one device needs one link of size 1"
-        )
+        _require(len(self.links) > 0, f"cluster {self.name!r} has no links; one device needs one link of size 1")
         _require(self.collective_seconds >= 0, f"cluster {self.name!r}: collective_seconds is negative")
         for inner, outer in zip(self.links, self.links[1:], strict=False):
             grows = inner.size is not None and (outer.size is None or outer.size % inner.size == 0)
@@ -287,9 +279,7 @@ def _dump(table: dict[str, Any], path: str = "") -> str:
     """``table`` as TOML: plain values first, then tables, then arrays of tables."""
     tables = {k: v for k, v in table.items() if isinstance(v, dict)}
     arrays = {k: v for k, v in table.items() if k == "links"}
-    text = "".join(
-        f"{_key(k)} = {_inline(v)}\n" for k, v in table.items() if k not in tables and k not in arrays
-    )
+    text = "".join(f"{_key(k)} = {_inline(v)}\n" for k, v in table.items() if k not in tables and k not in arrays)
     for name, inner in tables.items():
         text += f"\n[{path}{_key(name)}]\n" + _dump(inner, f"{path}{_key(name)}.")
     for name, items in arrays.items():
@@ -298,16 +288,12 @@ def _dump(table: dict[str, Any], path: str = "") -> str:
 
 
 def _number(value: Any, where: str) -> float:
-    _require(
-        isinstance(value, (int, float)) and not isinstance(value, bool), f"{where} is {value!r}, not a number"
-    )
+    _require(isinstance(value, (int, float)) and not isinstance(value, bool), f"{where} is {value!r}, not a number")
     return float(value)
 
 
 def _whole(value: Any, where: str) -> int:
-    _require(
-        isinstance(value, int) and not isinstance(value, bool), f"{where} is {value!r}, not a whole number"
-    )
+    _require(isinstance(value, int) and not isinstance(value, bool), f"{where} is {value!r}, not a whole number")
     return int(value)
 
 
@@ -349,11 +335,7 @@ def _read(cls: type[_T], table: Any, where: str) -> _T:
     known = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
     strange = sorted(set(table) - set(known))
     _require(not strange, f"{where} has unknown keys {', '.join(strange)}; known are {', '.join(known)}")
-    optional = {
-        name for name, item in known.items() if (item.default, item.default_factory) != (MISSING, MISSING)
-    }
+    optional = {name for name, item in known.items() if (item.default, item.default_factory) != (MISSING, MISSING)}
     missing = [name for name in known if name not in table and name not in optional]
     _require(not missing, f"{where} lacks {', '.join(missing)}")
-    return cls(
-        **{name: _READERS.get(name, _number)(value, f"{where}: {name}") for name, value in table.items()}
-    )
+    return cls(**{name: _READERS.get(name, _number)(value, f"{where}: {name}") for name, value in table.items()})

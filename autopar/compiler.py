@@ -1,4 +1,5 @@
-"""Answers the calls of a parallel module: traces, plans once, lowers for this rank, and carries the plan over to other batch sizes.
+"""Answers the calls of a parallel module: traces, plans once, lowers for this rank, and carries the plan over to other
+batch sizes.
 
 The first call decides where parameters rest; every later program (another batch size, evaluation, all outputs) keeps
 them there. Plans are made on rank 0 and sent to all others, so that a solver's whim cannot make ranks disagree.
@@ -32,8 +33,8 @@ from .graph import Graph
 from .options import Options
 from .plan import Plan
 from .planner import Question, Timings, answer, fixed_assignment, graph_hash, step_graph
-from .program import Program
 from .prices import BUCKET_BYTES, Prices, placement_options
+from .program import Program
 from .refit import refit
 from .trace import Traced, trace
 from .trace_call import describe_call
@@ -94,7 +95,8 @@ def batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
 
 @dataclass
 class Compiler:
-    """Compiles requests for the model on this rank; see the module docstring. ``ranks`` are those of the mesh, row-major."""
+    """Compiles requests for the model on this rank; see the module docstring. ``ranks`` are those of the mesh,
+    row-major."""
 
     model: nn.Module
     mesh: tuple[int, ...]
@@ -116,8 +118,9 @@ class Compiler:
         return self._other_program(request)
 
     def _plan_for(self, request: Request) -> None:
-        """Plans training on such inputs, whatever the first call is for: parameters must rest somewhere, and training needs most. Prices
-        are rank 0's, or a calibration file that differs between hosts would make them take different ways."""
+        """Plans training on such inputs, whatever the first call is for: parameters must rest somewhere, and training
+        needs most. Prices are rank 0's, or a calibration file that differs between hosts would make them take different
+        ways."""
         timings = Timings()
         base = self._prepare(request, grad=True, timings=timings)
         self.cluster = self._on_first_rank(lambda: self.cluster)
@@ -129,7 +132,9 @@ class Compiler:
         self._base = base
 
     def _question(self, base: Prepared) -> Question:
-        leaves = {n.target: torch.empty(tuple(n.type.shape), device="meta") for n in base.graph.at().placeholders("input")}
+        leaves = {
+            n.target: torch.empty(tuple(n.type.shape), device="meta") for n in base.graph.at().placeholders("input")
+        }
         model = describe(self.model, leaves)
         return Question(
             base.graph, base.loss, base.batch, self.mesh, self.cluster, self.options, model, self.axis_names
@@ -215,7 +220,8 @@ class Compiler:
         if peak > self.plan.memory_limit:
             shapes = ", ".join(f"{node.target} {node.type}" for node in graph.placeholders("input"))
             raise InfeasibleError(
-                f"the plan made for batch {self.plan.batch} needs {peak} bytes per device for ({shapes}), more than its limit of "
+                f"the plan made for batch {self.plan.batch} needs {peak} bytes per device for ({shapes}), "
+                f"more than its limit of "
                 f"{self.plan.memory_limit}; use a smaller batch, or make a plan for this one"
             )
 
@@ -271,10 +277,13 @@ def _check(plan: Plan, base: Prepared, mesh: tuple[int, ...]) -> None:
     for size in plan.mesh:
         planned *= size
     if devices != planned:
-        raise PlanMismatchError(f"the plan is for mesh {plan.mesh} of {planned} devices, but the mesh is {mesh} of {devices}")
+        raise PlanMismatchError(
+            f"the plan is for mesh {plan.mesh} of {planned} devices, but the mesh is {mesh} of {devices}"
+        )
     found = graph_hash(step_graph(base.graph, base.loss, plan.batch))
     if found != plan.graph_hash:
         raise PlanMismatchError(
-            f"the plan was made for {plan.model!r} (graph {plan.graph_hash}); this model, at batch {plan.batch}, has graph {found}. Same "
+            f"the plan was made for {plan.model!r} (graph {plan.graph_hash}); this model, at batch {plan.batch}, "
+            f"has graph {found}. Same device type, "
             "configuration, input shapes, mode (train or eval) and torch version give the same graph"
         )

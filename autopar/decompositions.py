@@ -284,7 +284,7 @@ def randint_like_low(x: Tensor, low: int, high: int, **options: Any) -> Any:
 
 def _memory_order(x: Tensor) -> list[int] | None:
     """The dims from outermost to innermost in memory; None if ``x`` is not a whole piece of memory in some order."""
-    order = sorted(range(x.dim()), key=lambda dim: -x.stride(dim))
+    order = sorted(range(x.dim()), key=lambda dim: -x.stride()[dim])
     return order if x.permute(order).is_contiguous() and x.storage_offset() == 0 else None
 
 

@@ -28,9 +28,7 @@ class Finding:
 
     def __str__(self) -> str:
         mark = "ok" if self.ok else "!!"
-        return f"{mark}  {self.name:<14} {self.value}" + (
-            f"\n    {'':<14} {self.advice}" if self.advice else ""
-        )
+        return f"{mark}  {self.name:<14} {self.value}" + (f"\n    {'':<14} {self.advice}" if self.advice else "")
 
 
 @dataclass(frozen=True)
@@ -73,9 +71,7 @@ def _version(package: str) -> Finding:
     except importlib.metadata.PackageNotFoundError:
         return Finding(package, "missing", False, f"pip install {package}")
     if package == "torch" and not version.startswith("2.13."):
-        return Finding(
-            package, version, False, "autopar reads private interfaces of torch 2.13; install torch==2.13.0"
-        )
+        return Finding(package, version, False, "autopar reads private interfaces of torch 2.13; install torch==2.13.0")
     return Finding(package, version)
 
 
@@ -84,9 +80,7 @@ def _backends() -> list[Finding]:
     nccl = dist.is_available() and dist.is_nccl_available()
     needs_nccl = torch.cuda.is_available() and not nccl
     return [
-        Finding(
-            "gloo", "available" if gloo else "missing", gloo, "" if gloo else "needed to run on CPU processes"
-        ),
+        Finding("gloo", "available" if gloo else "missing", gloo, "" if gloo else "needed to run on CPU processes"),
         Finding(
             "nccl",
             "available" if nccl else "missing",
@@ -100,9 +94,7 @@ def _devices() -> Finding:
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         return Finding("devices", ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)))
-    return Finding(
-        "devices", f"CPU with {os.cpu_count()} cores, {torch.get_num_threads()} threads per process"
-    )
+    return Finding("devices", f"CPU with {os.cpu_count()} cores, {torch.get_num_threads()} threads per process")
 
 
 def _memory() -> Finding:
@@ -115,6 +107,4 @@ def _calibration() -> Finding:
     try:
         return Finding("calibration", str(Cluster.get("local")))
     except OptionsError as error:
-        return Finding(
-            "calibration", str(local_file()), False, f"unreadable: {error}; run `autopar calibrate`"
-        )
+        return Finding("calibration", str(local_file()), False, f"unreadable: {error}; run `autopar calibrate`")

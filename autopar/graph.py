@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import sympy
 import torch
@@ -31,7 +31,7 @@ import torch
 from .errors import GraphError
 from .spec import Strategy
 
-Dim = int | sympy.Expr
+Dim: TypeAlias = int | sympy.Expr
 Phase = Literal["forward", "backward"]
 OutputKind = Literal["output", "gradient", "input_gradient", "mutation"]
 
@@ -164,9 +164,9 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One result of the graph: a model ``output`` (``name`` is its index), the ``gradient`` of the parameter ``name``, the
-    ``input_gradient`` of an input, or the new value (``mutation``) of the buffer ``name``. ``value`` is None for a result
-    that is None (a parameter without gradient)."""
+    """One result of the graph: a model ``output`` (``name`` is its index), the ``gradient`` of the parameter ``name``,
+    the ``input_gradient`` of an input, or the new value (``mutation``) of the buffer ``name``. ``value`` is None for a
+    result that is None (a parameter without gradient)."""
 
     kind: OutputKind
     name: str
@@ -232,7 +232,7 @@ class Graph:
         if not self.symbols:
             return self
         names = {sympy.Symbol(k, positive=True, integer=True): v for k, v in sizes.items()}
-        cache: dict[sympy.Expr, int] = {}
+        cache: dict[sympy.Expr, int | float] = {}
 
         def leaf(arg: Arg) -> Arg:
             if not isinstance(arg, sympy.Expr):

@@ -1,15 +1,15 @@
 """The placement problem of one graph on one mesh: from an annotated, folded graph to arrays, and from choices back.
 
-Each class of nodes is a group of the :class:`~autopar.problem.Problem`; its choices are the strategies of its nodes, or, for
-parameters, :class:`~autopar.assignment.ParameterPlacement` s. Each value is a transfer from its producer to the nodes that use it, one
-per phase. Equal groups and transfers of folded layers are one, their cost times their number.
+Each class of nodes is a group of the :class:`~autopar.problem.Problem`; its choices are the strategies of its nodes,
+or, for parameters, :class:`~autopar.assignment.ParameterPlacement` s. Each value is a transfer from its producer to the
+nodes that use it, one per phase. Equal groups and transfers of folded layers are one, their cost times their number.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from typing import NamedTuple
@@ -74,8 +74,8 @@ class Instance:
 
 
 def parameter_choices(strategies: tuple[Strategy, ...], trainable: bool) -> tuple[ParameterPlacement, ...]:
-    """Every sensible triple of resting places. The optimizer state either lies as the weight does or shards further what the weight
-    replicates, all of it along one dim; the gradient lies as one of the two."""
+    """Every sensible triple of resting places. The optimizer state either lies as the weight does or shards further
+    what the weight replicates, all of it along one dim; the gradient lies as one of the two."""
     found: dict[ParameterPlacement, None] = {}
     places = [strategy.outputs[0] for strategy in strategies]
     for weight in places:
@@ -95,10 +95,9 @@ def _refines(weight: Placements, state: Placements) -> bool:
 
 
 def _is_cut_from(weight: Placements, state: Placements) -> bool:
-    """Whether what a device holds of ``state`` is part of what it holds of ``weight``: no axis inside an added one chunks the same dim."""
-    return not any(
-        w != s and s in weight[axis + 1 :] for axis, (w, s) in enumerate(zip(weight, state, strict=True))
-    )
+    """Whether what a device holds of ``state`` is part of what it holds of ``weight``: no axis inside an added one
+    chunks the same dim."""
+    return not any(w != s and s in weight[axis + 1 :] for axis, (w, s) in enumerate(zip(weight, state, strict=True)))
 
 
 def build_instance(graph: Graph, prices: Prices, *, optimizer: str, memory_limit: float) -> Instance:
@@ -107,8 +106,8 @@ def build_instance(graph: Graph, prices: Prices, *, optimizer: str, memory_limit
 
 
 class _Route(NamedTuple):
-    """What transfers of folded layers have in common: result ``result`` of class ``producer`` goes, in one phase or for one purpose
-    (``role``), to operands of ``consumers``."""
+    """What transfers of folded layers have in common: result ``result`` of class ``producer`` goes, in one phase or for
+    one purpose (``role``), to operands of ``consumers``."""
 
     producer: str
     result: int

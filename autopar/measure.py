@@ -124,9 +124,7 @@ def _matrix_sample(
     return MatrixSample(name, m, n, k, mean_seconds(lambda: torch.mm(left, right), device, budget))
 
 
-def measure_device(
-    device: torch.device, seconds: float, meet: Callable[[], object] = lambda: None
-) -> DeviceSamples:
+def measure_device(device: torch.device, seconds: float, meet: Callable[[], object] = lambda: None) -> DeviceSamples:
     """Measures one device for about ``seconds``; ``meet`` is called before each figure, for all processes to
     be at work."""
     on_gpu = device.type == "cuda"

@@ -24,8 +24,8 @@ class Options:
 
     Args:
         memory_limit: bytes per device that a plan may use; default the device's memory less the allocator's reserve.
-        zero: 0 keeps weights, gradients and optimizer state where computation needs them; 1 shards the optimizer state over
-            every axis; 2 gradients too; 3 weights too (fully sharded).
+        zero: 0 keeps weights, gradients and optimizer state where computation needs them; 1 shards the optimizer state
+            over every axis; 2 gradients too; 3 weights too (fully sharded).
         optimizer: decides the bytes of optimizer state: ``"adamw"``, ``"sgd"``, ``"momentum"``, ...
         pins: placements by module path or parameter name, globs allowed: ``{"lm_head.weight": "S(0),R"}``. A path
             that names a parameter fixes how it is stored; one that names a module fixes its output.
@@ -57,9 +57,7 @@ class Options:
                 f"unknown optimizer {self.optimizer!r}: its bytes of state are not known; one of {known}"
             )
         if self.zero not in (None, 0, 1, 2, 3):
-            raise OptionsError(
-                f"zero={self.zero!r} is not a ZeRO stage; one of 0, 1, 2, 3, or None to search"
-            )
+            raise OptionsError(f"zero={self.zero!r} is not a ZeRO stage; one of 0, 1, 2, 3, or None to search")
         if self.memory_limit is not None and self.memory_limit <= 0:
             raise OptionsError(f"memory_limit={self.memory_limit!r} is not a positive number of bytes")
         self._refuse("microbatches", self.microbatches, (None, 1))
@@ -71,6 +69,4 @@ class Options:
     @staticmethod
     def _refuse(name: str, value: object, supported: tuple[object, ...]) -> None:
         if value not in supported:
-            raise OptionsError(
-                f"{name}={value!r} is not supported yet; leave it out or use {supported[-1]!r}"
-            )
+            raise OptionsError(f"{name}={value!r} is not supported yet; leave it out or use {supported[-1]!r}")

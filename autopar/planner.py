@@ -38,8 +38,8 @@ BASELINE_GAP = 0.05
 
 @dataclass(frozen=True)
 class Question:
-    """What a plan is asked for: the normalised ``graph`` (symbolic in the batch), its ``loss`` output, the ``batch`` size, the hardware
-    and the options. ``model`` describes it for people."""
+    """What a plan is asked for: the normalised ``graph`` (symbolic in the batch), its ``loss`` output, the ``batch``
+    size, the hardware and the options. ``model`` describes it for people."""
 
     graph: Graph
     loss: str | None
@@ -77,8 +77,8 @@ class Timings:
 
 
 def step_graph(graph: Graph, loss: str | None, batch: int) -> Graph:
-    """What one training step computes: the loss (or, without one, every output), gradients and new buffers; at a batch size,
-    with rests for saved values."""
+    """What one training step computes: the loss (or, without one, every output), gradients and new buffers; at a batch
+    size, with rests for saved values."""
     kept = tuple(o for o in graph.outputs if o.kind != "output" or loss is None or o.name == loss)
     concrete = replace(graph, outputs=kept).without_dead()
     return InsertRests()(concrete.at(**{name: batch for name, _ in graph.symbols}))
@@ -112,8 +112,8 @@ def answer(question: Question, timings: Timings) -> Plan:
 
 
 def mesh_candidates(question: Question) -> list[tuple[int, ...]]:
-    """The mesh as given; if it has one axis and may be regrouped, its devices split into two axes every way. Placements that coincide
-    on both axes make them one, so that the single axis is among them."""
+    """The mesh as given; if it has one axis and may be regrouped, its devices split into two axes every way. Placements
+    that coincide on both axes make them one, so that the single axis is among them."""
     given = question.mesh
     devices = math.prod(given)
     fixed = not question.options.mesh_search or bool(question.options.pins) or bool(question.axis_names)
@@ -150,7 +150,8 @@ def solve_mesh(question: Question, graph: Graph, timings: Timings) -> tuple[Answ
 
 
 def fixed_assignment(question: Question, graph: Graph, parameters: Mapping[str, ParameterPlacement]) -> Assignment:
-    """The best assignment of an annotated graph whose parameters rest where ``parameters`` says (those it does not name: anywhere)."""
+    """The best assignment of an annotated graph whose parameters rest where ``parameters`` says (those it does not
+    name: anywhere)."""
     prices = Prices(question.cluster, question.mesh, placement_options(graph, question.mesh))
     instance = build_instance(fold_layers(graph), prices, optimizer=question.options.optimizer, memory_limit=math.inf)
 
@@ -264,12 +265,14 @@ def _infeasible(question: Question, instance: Instance) -> InfeasibleError:
     values = [n for n in instance.graph.nodes if n.op in ("param", "autopar.rest")]
     largest = sorted(values, key=lambda n: -int(n.type.bytes))[:5]
     named = "; ".join(
-        f"{n.target if n.op == 'param' else 'activation of ' + (n.module or n.name)} {n.type}, {_size(int(n.type.bytes))}"
+        f"{n.target if n.op == 'param' else 'activation of ' + (n.module or n.name)} {n.type}, "
+        f"{_size(int(n.type.bytes))}"
         for n in largest
     )
     return InfeasibleError(
         f"no plan on mesh {question.mesh} fits into {_size(limit)} per device. The smallest limit that would fit is "
-        f"{math.ceil(least)} bytes ({_size(least)}): Options(memory_limit={math.ceil(least)}). Largest tensors: {named}. "
+        f"{math.ceil(least)} bytes ({_size(least)}): Options(memory_limit={math.ceil(least)}). "
+        f"Largest tensors: {named}. "
         "More devices, a smaller batch or an optimizer with less state also lower it."
     )
 

@@ -1,4 +1,5 @@
-"""What each choice costs on a mesh of a cluster: seconds of a strategy, seconds and path of a reshard, bytes on one device."""
+"""What each choice costs on a mesh of a cluster: seconds of a strategy, seconds and path of a reshard, bytes on one
+device."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ Options = tuple[tuple[Placement, ...], ...]
 
 
 def placement_options(graph: Graph, mesh: tuple[int, ...]) -> dict[TensorType, Options]:
-    """For each tensor type of an annotated graph and each axis, the placements some strategy has for it. A reshard may go by
-    any of them, so that its price depends on the type alone and not on who asks."""
+    """For each tensor type of an annotated graph and each axis, the placements some strategy has for it. A reshard may
+    go by any of them, so that its price depends on the type alone and not on who asks."""
     seen: dict[TensorType, list[set[Placement]]] = {}
 
     def add(kind: TensorType | None, place: Placements) -> None:
@@ -65,8 +66,8 @@ def local_bytes(kind: TensorType, placements: Placements, mesh: tuple[int, ...])
 
 @dataclass(frozen=True, eq=False)
 class ReshardTable:
-    """Cheapest ways between placements of one tensor: ``seconds[i, j]`` from ``states[i]`` to ``states[j]``, infinite if there is none,
-    and the hops (:class:`autopar.reshard.Hop`) that do it."""
+    """Cheapest ways between placements of one tensor: ``seconds[i, j]`` from ``states[i]`` to ``states[j]``, infinite
+    if there is none, and the hops (:class:`autopar.reshard.Hop`) that do it."""
 
     states: tuple[Placements, ...]
     seconds: NDArray[np.float64]
@@ -81,9 +82,12 @@ class ReshardTable:
         return float(self.seconds[self.index[source], self.index[target]])
 
     def path(self, source: Placements, target: Placements) -> tuple[Hop, ...]:
-        """The hops from ``source`` to ``target``, none if they are equal. Raises :class:`PlanMismatchError` if there is no way."""
+        """The hops from ``source`` to ``target``, none if they are equal. Raises :class:`PlanMismatchError` if there is
+        no way."""
         if not {source, target} <= self.index.keys() or not np.isfinite(self.cost(source, target)):
-            raise PlanMismatchError(f"no reshard leads from {short(source)} to {short(target)}; the plan is for other shapes")
+            raise PlanMismatchError(
+                f"no reshard leads from {short(source)} to {short(target)}; the plan is for other shapes"
+            )
         here, there, found = self.index[source], self.index[target], []
         while here != there:
             onward = int(self.next_state[here, there])
@@ -109,7 +113,8 @@ def _shortest_paths(seconds: NDArray[np.float64]) -> tuple[NDArray[np.float64], 
 class Prices:
     """Prices on ``mesh`` (a shape) of ``cluster``; remembers what it has computed.
 
-    ``options[type][axis]`` are the placements that tensors of a type may have on the way (see :func:`placement_options`).
+    ``options[type][axis]`` are the placements that tensors of a type may have on the way (see
+    :func:`placement_options`).
     """
 
     cluster: Cluster
@@ -159,15 +164,11 @@ class Prices:
             self._tables[key] = self._make_table(kind, self.options[kind], bucketed)
         return self._tables[key]
 
-    def path(
-        self, kind: TensorType, source: Placements, target: Placements, bucketed: bool = False
-    ) -> tuple[Hop, ...]:
+    def path(self, kind: TensorType, source: Placements, target: Placements, bucketed: bool = False) -> tuple[Hop, ...]:
         """The hops a reshard is priced with."""
         return self.table(kind, bucketed=bucketed).path(source, target)
 
-    def _make_table(
-        self, kind: TensorType, options: tuple[tuple[Placement, ...], ...], bucketed: bool
-    ) -> ReshardTable:
+    def _make_table(self, kind: TensorType, options: tuple[tuple[Placement, ...], ...], bucketed: bool) -> ReshardTable:
         shape = tuple(map(int, kind.shape))
         states = tuple(p for p in product(*options) if is_valid(p, shape, self.mesh))
         index = {state: i for i, state in enumerate(states)}

@@ -1,7 +1,7 @@
 """The lowered program of one rank: straight-line local operations and collectives, nothing left to decide.
 
-Operations are named as in the graph (``aten.mm.default``, run as they are), ``autopar.*`` (see :mod:`autopar.local_ops`)
-or ``collective.*``:
+Operations are named as in the graph (``aten.mm.default``, run as they are), ``autopar.*`` (see
+:mod:`autopar.local_ops`) or ``collective.*``:
 
 =========================================== =========================================================================
 ``collective.all_reduce(x, axes, op)``        P(op) -> R
@@ -15,9 +15,10 @@ or ``collective.*``:
 
 The four communicating ones start asynchronously and return a handle; every handle is awaited exactly once. Each has a
 bucketed form, ``collective.all_reduce_bucket([x, y, ...], axes, op)`` and
-``collective.reduce_scatter_bucket`` / ``all_gather_bucket`` with lists of dims, which ``collective.wait`` turns into as many results.
-``before`` is counted on the device (see :func:`autopar.spec.local_before`); uneven shards are padded by the
-runtime to the largest. ``axes`` are mesh axes, outermost first: the devices that differ only there, in row-major order.
+``collective.reduce_scatter_bucket`` / ``all_gather_bucket`` with lists of dims, which ``collective.wait`` turns into as
+many results. ``before`` is counted on the device (see :func:`autopar.spec.local_before`); uneven shards are padded by
+the runtime to the largest. ``axes`` are mesh axes, outermost first: the devices that differ only there, in row-major
+order.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ COLLECTIVES: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_s
 
 @cache
 def is_random(op: str) -> bool:
-    """Whether the torch operation ``op`` takes numbers from the generator: its instructions keep their order, for all ranks draw
-    what one device would."""
+    """Whether the torch operation ``op`` takes numbers from the generator: its instructions keep their order, for all
+    ranks draw what one device would."""
     found: Any = torch.ops
     for part in op.split("."):
         found = getattr(found, part, None)
@@ -49,8 +50,8 @@ def is_random(op: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """``results = op(*args, **kwargs)``; arguments as in :class:`autopar.graph.Node`, values refer to ``Value(result name)``
-    of one-result instructions or ``Value(first result name, index)`` of several."""
+    """``results = op(*args, **kwargs)``; arguments as in :class:`autopar.graph.Node`, values refer to
+    ``Value(result name)`` of one-result instructions or ``Value(first result name, index)`` of several."""
 
     name: str
     op: str
@@ -82,8 +83,9 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class TensorSlot:
-    """A placeholder or result of the program: which tensor (``kind`` as in the graph: param, buffer, input, tangent, constant, output,
-    gradient, mutation, input_gradient; ``target``: path, input name or output index) and how it lies on the mesh."""
+    """A placeholder or result of the program: which tensor (``kind`` as in the graph: param, buffer, input, tangent,
+    constant, output, gradient, mutation, input_gradient; ``target``: path, input name or output index) and how it lies
+    on the mesh."""
 
     name: str
     kind: str
@@ -97,15 +99,17 @@ class TensorSlot:
 class Program:
     """What the rank at ``coordinate`` of the mesh runs for one step.
 
-    ``parameters`` says how each parameter is *stored*: the DTensor that the user and the optimizer see, whose gradient has the same
-    placements. Some work in another placement for the whole step (their optimizer state is sharded, the
-    weight is not: ZeRO-1 and 2): ``refresh`` takes the stored local tensors of all parameters and returns the working ones; it need
-    run only after stored values changed. (A weight gathered at each use, ZeRO-3, is gathered inside ``forward`` and ``backward``.)
+    ``parameters`` says how each parameter is *stored*: the DTensor that the user and the optimizer see, whose gradient
+    has the same placements. Some work in another placement for the whole step (their optimizer state is sharded, the
+    weight is not: ZeRO-1 and 2): ``refresh`` takes the stored local tensors of all parameters and returns the working
+    ones; it need run only after stored values changed. (A weight gathered at each use, ZeRO-3, is gathered inside
+    ``forward`` and ``backward``.)
 
-    ``forward`` takes ``placeholders`` (params as working tensors, buffers, inputs, constants) in order and returns ``results`` (model
-    outputs and buffer mutations), then the values saved for backward. ``backward`` takes the saved values, then
-    one gradient per entry of ``tangents``, placed as that says, and returns one local tensor per entry of ``gradients`` (None: the
-    parameter or input has no gradient), placed as stored. A forward-only program has an empty ``backward``.
+    ``forward`` takes ``placeholders`` (params as working tensors, buffers, inputs, constants) in order and returns
+    ``results`` (model outputs and buffer mutations), then the values saved for backward. ``backward`` takes the saved
+    values, then one gradient per entry of ``tangents``, placed as that says, and returns one local tensor per entry of
+    ``gradients`` (None: the parameter or input has no gradient), placed as stored. A forward-only program has an empty
+    ``backward``.
     """
 
     mesh: tuple[int, ...]

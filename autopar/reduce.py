@@ -169,13 +169,9 @@ class BoundMemory:
         groups = problem.groups
         if not groups or any(len(group.cost) == 0 for group in groups):
             return problem, SameChoices()
-        most = sum(float(g.memory.max()) for g in groups) + max(
-            0.0, max(float(g.temporary.max()) for g in groups)
-        )
+        most = sum(float(g.memory.max()) for g in groups) + max(0.0, max(float(g.temporary.max()) for g in groups))
         if np.isinf(problem.memory_limit) or problem.memory_fixed + most <= problem.memory_limit:
-            bare = tuple(
-                replace(g, memory=np.zeros_like(g.cost), temporary=np.zeros_like(g.cost)) for g in groups
-            )
+            bare = tuple(replace(g, memory=np.zeros_like(g.cost), temporary=np.zeros_like(g.cost)) for g in groups)
             return replace(problem, groups=bare, memory_limit=float("inf")), SameChoices()
         always = max(0.0, max(float(g.temporary.min()) for g in groups))
         least = [float(g.memory.min()) for g in groups]
@@ -183,9 +179,7 @@ class BoundMemory:
             replace(g, memory=g.memory - low, temporary=np.maximum(g.temporary - always, 0.0))
             for g, low in zip(groups, least, strict=True)
         )
-        return replace(
-            problem, groups=moved, memory_fixed=problem.memory_fixed + sum(least) + always
-        ), SameChoices()
+        return replace(problem, groups=moved, memory_fixed=problem.memory_fixed + sum(least) + always), SameChoices()
 
 
 def _supported(problem: Problem, masks: list[Mask]) -> bool:
@@ -233,9 +227,7 @@ class DropForbidden:
 
 def _fit(problem: Problem, masks: list[Mask]) -> None:
     least = np.array([g.memory[mask].min() for g, mask in zip(problem.groups, masks, strict=True)])
-    always = max(
-        (float(g.temporary[mask].min()) for g, mask in zip(problem.groups, masks, strict=True)), default=0.0
-    )
+    always = max((float(g.temporary[mask].min()) for g, mask in zip(problem.groups, masks, strict=True)), default=0.0)
     always = max(always, 0.0)
     # Rounding of byte counts that are no integers must not drop what exactly fits.
     spare = problem.memory_limit * (1 + 1e-12) - problem.memory_fixed - float(least.sum())

@@ -44,9 +44,7 @@ def _plus(left: Floats, right: Floats) -> Floats:
 
 def _own(group: Group) -> Floats:
     """[k, j] change of cost when j replaces k; infinite where j needs more memory."""
-    more = (group.memory[None, :] > group.memory[:, None]) | (
-        group.temporary[None, :] > group.temporary[:, None]
-    )
+    more = (group.memory[None, :] > group.memory[:, None]) | (group.temporary[None, :] > group.temporary[:, None])
     return np.where(more, np.inf, _difference(group.cost[None, :], group.cost[:, None]))
 
 
@@ -85,9 +83,7 @@ def _worst_change(transfer: Transfer, index: int, masks: list[Mask]) -> Floats:
         shared[:] = True
     total: Floats = np.zeros((len(masks[index]),) * 2)
     for slot in slots:
-        change = _by_label(
-            transfer.targets[slot], lambda columns: _column_change(cost[:, columns], shared[columns])
-        )
+        change = _by_label(transfer.targets[slot], lambda columns: _column_change(cost[:, columns], shared[columns]))
         total = _plus(total, change)
     return total
 
@@ -119,9 +115,7 @@ def _row_change(cost: Floats, consumers: int) -> Floats:
         if consumers == 1:
             change[p] = each.max(axis=1)
             continue
-        most = -np.partition(-each, min(consumers, each.shape[1]) - 1, axis=1)[
-            :, : min(consumers, each.shape[1])
-        ]
+        most = -np.partition(-each, min(consumers, each.shape[1]) - 1, axis=1)[:, : min(consumers, each.shape[1])]
         most.sort(axis=1)
         change[p] = most[:, -1] + np.maximum(most[:, :-1], 0.0).sum(axis=1)
     return change

@@ -90,9 +90,7 @@ def _fold(work: _Work, group: int) -> Fold | None:
     for parallel in ends.values():
         distinct, label = np.unique(np.stack([end[1] for end in parallel]), axis=1, return_inverse=True)
         labels.append(label.reshape(-1))
-        tables.append(
-            sum((e[3][rows][:, e[2]] for e, rows in zip(parallel, distinct, strict=True)), np.zeros(()))
-        )
+        tables.append(sum((e[3][rows][:, e[2]] for e, rows in zip(parallel, distinct, strict=True)), np.zeros(())))
     before = sum(transfer.cost.size for transfer in transfers)
     # Neighbours whose labels multiply to far more than what they replace would make the program larger.
     if len(tables) == 2 and len(tables[0]) * len(tables[1]) > 2 * before + 64:
@@ -127,9 +125,7 @@ def _join(work: _Work, fold: Fold) -> None:
         work.offset += base
         cost -= base
     a, b = fold.neighbours
-    work.transfers[work.fresh] = Transfer(
-        f"fold{fold.group}", a, fold.labels[0], (b,), (fold.labels[1],), cost
-    )
+    work.transfers[work.fresh] = Transfer(f"fold{fold.group}", a, fold.labels[0], (b,), (fold.labels[1],), cost)
     work.incident[a].add(work.fresh)
     work.incident[b].add(work.fresh)
     work.fresh += 1

@@ -73,9 +73,7 @@ def _independent_parts(transfer: Transfer) -> list[Transfer]:
             columns |= other[0]
             slots += other[1]
         parts.append((columns, sorted(slots)))
-    return [
-        transfer if len(slots) == len(transfer.consumers) else _only(transfer, slots) for _, slots in parts
-    ]
+    return [transfer if len(slots) == len(transfer.consumers) else _only(transfer, slots) for _, slots in parts]
 
 
 def _as_pair(transfer: Transfer) -> Transfer:

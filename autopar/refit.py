@@ -9,13 +9,15 @@ from .spec import Strategy, is_shard, shard_before, shard_dim, short
 
 
 def refit(assignment: Assignment, known: Graph, other: Graph) -> Assignment:
-    """The assignment of the annotated graph ``known`` for ``other``: the same model, annotated for the same mesh, at another batch size.
+    """The assignment of the annotated graph ``known`` for ``other``: the same model, annotated for the same mesh, at
+    another batch size.
 
-    Each node takes the strategy that is alike but for sizes inside placements; if several are, the one at the same position.
+    Each node takes the strategy that is alike but for sizes inside placements; if several are, the one at the same
+    position.
 
     Raises:
-        PlanMismatchError: a dim that was divided evenly no longer is, or a strategy is not to be had at the new size; names
-            both shapes and a batch size that works.
+        PlanMismatchError: a dim that was divided evenly no longer is, or a strategy is not to be had at the new size;
+            names both shapes and a batch size that works.
     """
     _check_inputs(assignment, known, other)
     strategies = {}
@@ -50,15 +52,18 @@ def _check_inputs(assignment: Assignment, known: Graph, other: Graph) -> None:
                 parts *= assignment.mesh[axis] if shard_dim(placement) == dim else 1
             if before % parts == 0 and after % parts:
                 raise PlanMismatchError(
-                    f"the input {node.target!r} has shape {tuple(new)}, but the plan was made for {tuple(old)} and divides dim {dim} "
+                    f"the input {node.target!r} has shape {tuple(new)}, but the plan was made for {tuple(old)} "
+                    f"and divides dim {dim} "
                     f"among {parts} devices ({short(place)}); {after} is not a multiple of {parts}. Pad or drop to "
-                    f"{after // parts * parts or parts} along that dim (drop_last=True in a DataLoader), or make a plan for this shape"
+                    f"{after // parts * parts or parts} along that dim (drop_last=True in a DataLoader), "
+                    "or make a plan for this shape"
                 )
 
 
 def _lost(name: str, known: Graph, other: Graph, chosen: Strategy) -> str:
     old, new = known[name], other[name]
     return (
-        f"the plan runs {old.op} in {old.module or 'the model'} on {old.type} as {chosen}, which is not possible on {new.type}; "
+        f"the plan runs {old.op} in {old.module or 'the model'} on {old.type} as {chosen}, "
+        f"which is not possible on {new.type}; "
         "use a batch that divides like the first one, or make a plan for this shape"
     )

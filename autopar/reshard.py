@@ -11,9 +11,9 @@ P(op) -> S(d)           ``reduce_scatter``    axes together if they divide d eve
 S(d) -> S(e)            ``all_to_all``        one axis
 ======================  ====================  ==========================================
 
-When several axes chunk the same factor of a dim (see :mod:`autopar.spec`), a hop may touch only the innermost of them: what the
-outer ones hold is contiguous only then. ``bytes`` follow nccl-tests: the full tensor of the group (all-gather output,
-reduce-scatter input), padding of uneven shards included.
+When several axes chunk the same factor of a dim (see :mod:`autopar.spec`), a hop may touch only the innermost of them:
+what the outer ones hold is contiguous only then. ``bytes`` follow nccl-tests: the full tensor of the group (all-gather
+output, reduce-scatter input), padding of uneven shards included.
 """
 
 from __future__ import annotations
@@ -68,9 +68,7 @@ def _kind(source: Placement, target: Placement) -> str | None:
     if isinstance(source, Replicate):
         return "slice" if is_shard(target) else "partial" if target == PARTIAL_SUM else None
     if isinstance(source, Partial):
-        return (
-            "reduce_scatter" if is_shard(target) else "all_reduce" if isinstance(target, Replicate) else None
-        )
+        return "reduce_scatter" if is_shard(target) else "all_reduce" if isinstance(target, Replicate) else None
     if isinstance(target, Replicate):
         return "all_gather"
     return "all_to_all" if is_shard(target) and shard_dim(source) != shard_dim(target) else None
@@ -106,7 +104,8 @@ def _bytes(tensor: TensorType, kind: str, source: Placements, target: Placements
 def _together(
     kind: str, source: Placements, target: Placements, axes: tuple[int, ...], shape: Shape, mesh: tuple[int, ...]
 ) -> bool:
-    """Whether one collective over all of ``axes`` does it: the same change on each, and flat chunks equal to nested ones."""
+    """Whether one collective over all of ``axes`` does it: the same change on each, and flat chunks equal to nested
+    ones."""
     if kind in ("slice", "partial", "all_to_all") or len({(source[a], target[a]) for a in axes}) > 1:
         return False
     return kind == "all_reduce" or is_even(target if kind == "reduce_scatter" else source, shape, mesh)

@@ -13,8 +13,8 @@ from torch.distributed.tensor import Shard
 from .assignment import ParameterPlacement
 from .errors import OptionsError
 from .graph import Graph, Node
-from .instance import Choice, Instance
-from .problem import Problem, Transfer
+from .instance import OUTPUTS, Choice, Instance
+from .problem import Transfer
 from .spec import REPLICATE, Placement, Placements, is_shard, parse_placements, short
 
 Allowed = Callable[[Node, Choice], bool]
@@ -31,11 +31,12 @@ def degree(placements: Placements, mesh: tuple[int, ...]) -> int:
 
 
 def with_choices(instance: Instance, allowed: Allowed, *, gathers: bool = True, strict: str = "") -> Instance:
-    """The instance with every choice forbidden that is not ``allowed`` and, unless ``gathers``, every collective on a weight
-    forbidden. A group that would be left with none keeps all, or, given ``strict``, raises :class:`OptionsError` starting with it."""
+    """The instance with every choice forbidden that is not ``allowed`` and, unless ``gathers``, every collective on a
+    weight forbidden. A group that would be left with none keeps all, or, given ``strict``, raises :class:`OptionsError`
+    starting with it."""
     groups = []
     for name, choices, group in zip(instance.names, instance.choices, instance.problem.groups, strict=True):
-        node = instance.graph[name] if name in instance.graph else None
+        node = None if name == OUTPUTS else instance.graph[name]
         keep = np.array([node is None or allowed(node, choice) for choice in choices])
         keep &= np.isfinite(group.cost)
         if not keep.any():
@@ -70,8 +71,8 @@ def _without_gathers(instance: Instance, transfer: Transfer) -> Transfer:
 
 
 def zero_allows(instance: Instance, stage: int) -> Allowed:
-    """The choices of ZeRO ``stage`` for parameters: 1 and up shard the optimizer state over as many devices as the tensor
-    allows, 2 and up the gradient likewise, 3 the weight; below 3 the weight rests as it is used."""
+    """The choices of ZeRO ``stage`` for parameters: 1 and up shard the optimizer state over as many devices as the
+    tensor allows, 2 and up the gradient likewise, 3 the weight; below 3 the weight rests as it is used."""
     mesh = instance.prices.mesh
     most = {
         name: max(degree(c.optimizer, mesh) for c in choices if isinstance(c, ParameterPlacement))
@@ -93,13 +94,15 @@ def zero_allows(instance: Instance, stage: int) -> Allowed:
 
 
 def pin_instance(instance: Instance, pins: Mapping[str, str]) -> Instance:
-    """The instance with ``pins`` honoured. Raises :class:`OptionsError` for a pin that matches nothing or that no strategy meets."""
+    """The instance with ``pins`` honoured. Raises :class:`OptionsError` for a pin that matches nothing or that no
+    strategy meets."""
     for pattern, text in pins.items():
         wanted = parse_placements(text)
         mesh = instance.prices.mesh
         if len(wanted) != len(mesh):
             raise OptionsError(
-                f"the pin {pattern!r}: {text!r} has {len(wanted)} placements, but the mesh {mesh} has {len(mesh)} axes; "
+                f"the pin {pattern!r}: {text!r} has {len(wanted)} placements, but the mesh {mesh} has "
+                f"{len(mesh)} axes; "
                 f"write one for each, for example {','.join(['S(0)', *['R'] * (len(mesh) - 1)])!r}"
             )
         names = set(_pinned_nodes(instance.graph, pattern))
@@ -148,14 +151,16 @@ def module_outputs(graph: Graph) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Baseline:
-    """A layout people choose by hand, as a restriction of the search: it is priced at the best that is possible within it."""
+    """A layout people choose by hand, as a restriction of the search: it is priced at the best that is possible within
+    it."""
 
     name: str
     instance: Instance
 
 
 def baselines(instance: Instance) -> Iterator[Baseline]:
-    """Pure data parallel, fully sharded data parallel, and tensor parallel on the innermost axis with data parallel outside."""
+    """Pure data parallel, fully sharded data parallel, and tensor parallel on the innermost axis with data parallel
+    outside."""
     mesh = instance.prices.mesh
     live = live_axes(mesh)
     if not live:

@@ -13,14 +13,14 @@ from torch.utils._pytree import TreeSpec
 class Signature:
     """The calling convention of a traced model.
 
-    ``input_spec`` flattens ``(args, kwargs)``; ``input_names[i]`` names leaf i (``input_ids``, ``0``, ``labels.1``) if it is a tensor
-    and thereby an ``input`` of the graph, and is None for a leaf that is no tensor: its value, in ``constants[i]``, was
-    fixed by the trace. ``output_spec`` rebuilds the model's own return type from its leaves: leaf i is graph output
-    ``output_names[i]``, or, where that is None, ``output_constants[i]``.
+    ``input_spec`` flattens ``(args, kwargs)``; ``input_names[i]`` names leaf i (``input_ids``, ``0``, ``labels.1``) if
+    it is a tensor and thereby an ``input`` of the graph, and is None for a leaf that is no tensor: its value, in
+    ``constants[i]``, was fixed by the trace. ``output_spec`` rebuilds the model's own return type from its leaves: leaf
+    i is graph output ``output_names[i]``, or, where that is None, ``output_constants[i]``.
 
     ``loss`` is the name of the scalar graph output that ``step`` differentiates (None if the model returns no loss).
-    ``differentiable`` are the outputs the graph has a ``tangent`` for, in order. ``tied`` maps a parameter's (or buffer's) further
-    names to the one the graph uses.
+    ``differentiable`` are the outputs the graph has a ``tangent`` for, in order. ``tied`` maps a parameter's (or
+    buffer's) further names to the one the graph uses.
     """
 
     input_spec: TreeSpec

@@ -76,9 +76,7 @@ def _check(problem: Problem) -> None:
     for transfer in problem.transfers:
         if not (transfer.cost >= 0).all():
             p, q = np.argwhere(~(transfer.cost >= 0))[0]
-            raise ValueError(
-                f"transfer {transfer.name}: cost[{p}, {q}] is {transfer.cost[p, q]}, which is no price"
-            )
+            raise ValueError(f"transfer {transfer.name}: cost[{p}, {q}] is {transfer.cost[p, q]}, which is no price")
     for group in problem.groups:
         if np.isnan(group.cost).any():
             choice = int(np.argmax(np.isnan(group.cost)))
@@ -125,9 +123,7 @@ def _finish(search: Search, reduced: Problem, chain: Chain) -> str:
     return _status(search)
 
 
-def _search_kernel(
-    search: Search, problem: Problem, chain: Chain, relaxation: Relaxation, share: float
-) -> None:
+def _search_kernel(search: Search, problem: Problem, chain: Chain, relaxation: Relaxation, share: float) -> None:
     """Branches on the choices whose reduced cost is within ``share`` of the distance from bound to incumbent.
 
     What is left out costs at least that much, so a searched kernel proves a bound, and a small one finds good
@@ -138,9 +134,7 @@ def _search_kernel(
     if search.found and np.isfinite(bound):
         target = search.objective - max(0.9 * search.gap, 1e-7) * abs(search.objective)
         threshold = bound + share * (target - bound)
-    kernel, links = _within(
-        problem, chain, threshold - bound if np.isfinite(bound) else np.inf, relaxation.slack
-    )
+    kernel, links = _within(problem, chain, threshold - bound if np.isfinite(bound) else np.inf, relaxation.slack)
     if is_impossible(kernel):
         search.prove(threshold)
     elif not kernel.groups:
@@ -191,9 +185,7 @@ def _fix(search: Search, problem: Problem, chain: Chain, ascent: Ascent) -> tupl
     return _within(problem, chain, threshold - ascent.bound - chain.offset, ascent.slack)
 
 
-def _within(
-    problem: Problem, chain: Chain, distance: float, slack: Sequence[Floats]
-) -> tuple[Problem, Chain]:
+def _within(problem: Problem, chain: Chain, distance: float, slack: Sequence[Floats]) -> tuple[Problem, Chain]:
     """With only the choices whose slack is below ``distance``, reduced again."""
     masks = [above < distance for above in slack]
     kept = tuple(np.flatnonzero(mask) for mask in masks)

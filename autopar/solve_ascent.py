@@ -124,8 +124,7 @@ class _Climber:
         the two."""
         groups = self.problem.groups
         if (
-            self.messages.excess(choices)
-            + max(float(g.temporary[k]) for g, k in zip(groups, choices, strict=True))
+            self.messages.excess(choices) + max(float(g.temporary[k]) for g, k in zip(groups, choices, strict=True))
             <= 0
         ):
             return

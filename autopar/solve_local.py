@@ -51,9 +51,7 @@ class Neighbourhood:
         total = np.empty(len(transfer.source))
         for k, row in enumerate(transfer.source):
             pairs = zip(transfer.consumers, transfer.targets, strict=True)
-            total[k] = transfer.cost[
-                row, sorted({int(t[k if c == index else choices[c]]) for c, t in pairs})
-            ].sum()
+            total[k] = transfer.cost[row, sorted({int(t[k if c == index else choices[c]]) for c, t in pairs})].sum()
         return total
 
 
@@ -73,9 +71,7 @@ def _consuming(transfer: Transfer, choices: Ints, index: int) -> Floats:
     return np.array([cost[np.unique(columns)].sum() for columns in np.stack(mine, axis=1)])
 
 
-def descend(
-    near: Neighbourhood, choices: Ints, price: float = 0.0, cap: float = np.inf, sweeps: int = 12
-) -> Ints:
+def descend(near: Neighbourhood, choices: Ints, price: float = 0.0, cap: float = np.inf, sweeps: int = 12) -> Ints:
     """Coordinate descent on cost + ``price`` * memory over choices with ``temporary`` <= ``cap``; the limit
     is not looked at."""
     groups = near.problem.groups
@@ -131,16 +127,12 @@ def smallest(problem: Problem) -> Ints:
         peaks += np.where(position >= 0, least[np.maximum(position, 0)], np.inf)
     peaks[caps < floor] = np.inf
     cap = float(caps[np.argmin(peaks + caps)])
-    return np.array(
-        [np.argmin(np.where(g.temporary <= cap, g.memory, np.inf)) for g in problem.groups], dtype=np.int64
-    )
+    return np.array([np.argmin(np.where(g.temporary <= cap, g.memory, np.inf)) for g in problem.groups], dtype=np.int64)
 
 
 def fits(problem: Problem, choices: Ints) -> bool:
     """Within the memory limit and of finite cost."""
-    return memory_of(problem, choices) <= problem.memory_limit and bool(
-        np.isfinite(evaluate(problem, choices))
-    )
+    return memory_of(problem, choices) <= problem.memory_limit and bool(np.isfinite(evaluate(problem, choices)))
 
 
 def repair(near: Neighbourhood, choices: Ints, rounds: int = 10) -> Ints | None:

@@ -123,9 +123,7 @@ class Messages:
     def __post_init__(self) -> None:
         self.weights = np.zeros(len(self.problem.groups))
         for transfer in self.problem.transfers:
-            used = np.stack(
-                [np.isin(np.arange(transfer.cost.shape[1]), target) for target in transfer.targets]
-            )
+            used = np.stack([np.isin(np.arange(transfer.cost.shape[1]), target) for target in transfer.targets])
             users = np.maximum(used.sum(axis=0), 1)
             slots = [Slot.of(transfer, c, transfer.cost / users) for c in range(len(transfer.consumers))]
             self.slots += slots
@@ -168,8 +166,7 @@ class Messages:
         """Bytes above the limit as the multipliers see them: the slope of the bound in ``price``."""
         groups = self.problem.groups
         used = sum(
-            float(g.memory[k] + w * g.temporary[k])
-            for g, k, w in zip(groups, choices, self.weights, strict=True)
+            float(g.memory[k] + w * g.temporary[k]) for g, k, w in zip(groups, choices, self.weights, strict=True)
         )
         return used + self.problem.memory_fixed - self.problem.memory_limit
 

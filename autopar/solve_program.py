@@ -82,9 +82,7 @@ class _Builder:
         return self.rows - len(labels)
 
     def add_entries(self, rows: Ints, columns: Ints, values: Floats | float) -> None:
-        self.entries.append(
-            (rows, columns, np.broadcast_to(np.asarray(values, dtype=np.float64), rows.shape))
-        )
+        self.entries.append((rows, columns, np.broadcast_to(np.asarray(values, dtype=np.float64), rows.shape)))
 
 
 def build(problem: Problem, objective: str = "cost") -> Program:
@@ -171,9 +169,7 @@ def _add_memory(builder: _Builder, problem: Problem, first: Ints, by_memory: boo
         used = np.flatnonzero(total)
         builder.add_entries(np.full(len(used), row), used, total[used] / unit)
         builder.add_entries(np.array([row]), np.array([peak]), 1.0)
-    binding = np.array(
-        [g for g, group in enumerate(problem.groups) if group.temporary.max() > 0], dtype=np.int64
-    )
+    binding = np.array([g for g, group in enumerate(problem.groups) if group.temporary.max() > 0], dtype=np.int64)
     rows = builder.add_rows("temporary", binding, 0.0, np.inf) + np.arange(len(binding))
     builder.add_entries(rows, np.full(len(rows), peak), 1.0)
     for line, g in zip(rows, binding, strict=True):

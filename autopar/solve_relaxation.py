@@ -52,9 +52,7 @@ def load(problem: Problem, program: Program, answer: Answer) -> Messages:
     solver's tolerances."""
     messages = Messages(problem)
     slots = iter(messages.slots)
-    slot_of = {
-        (t, c): next(slots) for t, tr in enumerate(problem.transfers) for c in range(len(tr.consumers))
-    }
+    slot_of = {(t, c): next(slots) for t, tr in enumerate(problem.transfers) for c in range(len(tr.consumers))}
     row = 0
     for family, labels in program.families:
         duals = answer.duals[row : row + len(labels)] * program.unit

@@ -1,17 +1,17 @@
 """Placements of a tensor on the axes of a device mesh, and what one device holds of it.
 
-A *placements* tuple has one entry per mesh axis, outermost axis first, in torch's own vocabulary: ``Replicate()``, ``Shard(dim)``,
-``Partial(op)``; short strings for people: ``R``, ``S(0)``, ``P(sum)``. One kind is ours:
+A *placements* tuple has one entry per mesh axis, outermost axis first, in torch's own vocabulary: ``Replicate()``,
+``Shard(dim)``, ``Partial(op)``; short strings for people: ``R``, ``S(0)``, ``P(sum)``. One kind is ours:
 
 ``StridedShard(dim, before)``, printed ``S(dim/before)``: the dim, of global size D, is read as
 ``before x D/before`` and the second factor is sharded. It is what is left of a sharded sequence dim
 after batch and sequence were flattened into one (``before`` = batch), and of a fused query-key-value projection
 sharded by heads (``before`` = 3). It equals torch's ``_StridedShard(dim, split_factor=before)``.
 
-Meaning of several axes on one dim: axes whose placements have the same ``before`` chunk the dim one after the other, outermost
-axis first, by ``torch.chunk`` (so D=257 on 4 gives 65, 65, 65, 62); axes with different ``before`` shard different factors and do
-not interact. Invariants, checked by :func:`is_valid`: a strided factor divides evenly, and each factor lies wholly before or
-behind every other factor of its dim.
+Meaning of several axes on one dim: axes whose placements have the same ``before`` chunk the dim one after the other,
+outermost axis first, by ``torch.chunk`` (so D=257 on 4 gives 65, 65, 65, 62); axes with different ``before`` shard
+different factors and do not interact. Invariants, checked by :func:`is_valid`: a strided factor divides evenly, and
+each factor lies wholly before or behind every other factor of its dim.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -76,7 +76,7 @@ def short(placements: Placements | Placement) -> str:
     return str(placements)
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse_placement(text: str) -> Placement:
     """One placement from its short string; ``P`` means ``P(sum)``. Raises :class:`OptionsError`."""
     match = _PATTERN.match(text.strip())
@@ -128,10 +128,7 @@ def is_valid(placements: Placements, shape: Shape, mesh: tuple[int, ...]) -> boo
 def is_even(placements: Placements, shape: Shape, mesh: Sequence[int]) -> bool:
     """Whether every device holds equally much, on every sharded dim."""
     dims = {d for d in map(shard_dim, placements) if d is not None}
-    return all(
-        shape[d] % math.prod(mesh[a] for a, p in enumerate(placements) if shard_dim(p) == d) == 0
-        for d in dims
-    )
+    return all(shape[d] % math.prod(mesh[a] for a, p in enumerate(placements) if shard_dim(p) == d) == 0 for d in dims)
 
 
 def chunk_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
@@ -142,16 +139,15 @@ def chunk_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def local_before(placements: Placements, axis: int, mesh: Sequence[int]) -> int:
-    """``before`` of the placement of ``axis``, as counted on a device: divided by the degrees of the factors before it."""
+    """``before`` of the placement of ``axis``, as counted on a device: divided by the degrees of the factors before
+    it."""
     before, dim = shard_before(placements[axis]), shard_dim(placements[axis])
     outer = (i for i, p in enumerate(placements) if shard_dim(p) == dim and shard_before(p) < before)
     return before // math.prod(mesh[i] for i in outer)
 
 
 @lru_cache(maxsize=1 << 18)
-def local_shape(
-    shape: Shape, placements: Placements, mesh: tuple[int, ...], coordinate: tuple[int, ...]
-) -> Shape:
+def local_shape(shape: Shape, placements: Placements, mesh: tuple[int, ...], coordinate: tuple[int, ...]) -> Shape:
     """Shape of what the device at ``coordinate`` of the mesh holds."""
     sizes = list(shape)
     for axis, placement in enumerate(placements):
@@ -159,13 +155,9 @@ def local_shape(
         if isinstance(placement, StridedShard):
             sizes[placement.dim] //= mesh[axis]
         elif dim is not None:
-            strided = (
-                math.prod(p.before for p in placements if isinstance(p, StridedShard) and p.dim == dim) > 1
-            )
+            strided = math.prod(p.before for p in placements if isinstance(p, StridedShard) and p.dim == dim) > 1
             size = sizes[dim]
-            sizes[dim] = (
-                size // mesh[axis] if strided else chunk_bounds(size, mesh[axis], coordinate[axis])[1]
-            )
+            sizes[dim] = size // mesh[axis] if strided else chunk_bounds(size, mesh[axis], coordinate[axis])[1]
     return tuple(sizes)
 
 
@@ -174,9 +166,7 @@ def largest_local_shape(shape: Shape, placements: Placements, mesh: tuple[int, .
     return local_shape(shape, placements, mesh, (0,) * len(mesh))
 
 
-def local_offset(
-    shape: Shape, placements: Placements, mesh: Sequence[int], coordinate: Sequence[int], dim: int
-) -> int:
+def local_offset(shape: Shape, placements: Placements, mesh: Sequence[int], coordinate: Sequence[int], dim: int) -> int:
     """Global index along ``dim`` of the first element the device holds; needs plain shards on that dim."""
     offset, size = 0, shape[dim]
     for axis, placement in enumerate(placements):
@@ -193,7 +183,8 @@ def take_shard(tensor: torch.Tensor, dim: int, before: int, parts: int, index: i
         return tensor.narrow(dim, start, length)
     count = tensor.shape[dim] // before
     split = tensor.unflatten(dim, (before, count))
-    return split.narrow(dim + 1, index * (count // parts), count // parts).flatten(dim, dim + 1)
+    piece: torch.Tensor = split.narrow(dim + 1, index * (count // parts), count // parts)
+    return piece.flatten(dim, dim + 1)
 
 
 def take_local(
@@ -209,8 +200,7 @@ def take_local(
             before *= math.prod(
                 mesh[other]
                 for other in range(axis + 1, len(placements))
-                if shard_dim(placements[other]) == dim
-                and shard_before(placements[other]) < shard_before(placement)
+                if shard_dim(placements[other]) == dim and shard_before(placements[other]) < shard_before(placement)
             )
             tensor = take_shard(tensor, dim, before, mesh[axis], coordinate[axis])
     return tensor

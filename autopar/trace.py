@@ -80,9 +80,7 @@ def trace(
     _check_device(torch.device(device))
     mode = model.training if training is None else training
     call = describe_call(tuple(args), kwargs or {})
-    request = Request(
-        model, model_state(model), call, torch.device(device), loss_fn, mode, grad, differentiate
-    )
+    request = Request(model, model_state(model), call, torch.device(device), loss_fn, mode, grad, differentiate)
     with unchanged(model):
         captured, graph = _captured(request)
     return _traced(request, captured, graph)
@@ -93,9 +91,7 @@ def _check_device(device: torch.device) -> None:
     kind = device.type
     built = torch.backends.cuda.is_built() if kind == "cuda" else torch.get_device_module(kind).is_available()
     if not built:
-        raise TraceError(
-            f"torch was built without {kind}, so it cannot trace for it; trace for the cpu instead"
-        )
+        raise TraceError(f"torch was built without {kind}, so it cannot trace for it; trace for the cpu instead")
 
 
 def _captured(request: Request) -> tuple[Captured, Graph]:

@@ -57,9 +57,7 @@ class Call:
     def rebuild(self, tensors: Iterable[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """``(args, kwargs)`` with the given tensors in place of the tensor leaves."""
         source = iter(tensors)
-        leaves = [
-            leaf if name is None else next(source) for name, leaf in zip(self.names, self.leaves, strict=True)
-        ]
+        leaves = [leaf if name is None else next(source) for name, leaf in zip(self.names, self.leaves, strict=True)]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs
 
@@ -86,9 +84,7 @@ def _leaf_name(path: tuple[Any, ...]) -> str:
 def _bad_input(name: str, leaf: Any) -> str:
     kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
     advice = (
-        "pass torch.from_numpy(...) instead"
-        if kind.startswith("numpy.")
-        else "pass tensors, or build it in forward"
+        "pass torch.from_numpy(...) instead" if kind.startswith("numpy.") else "pass tensors, or build it in forward"
     )
     return (
         f"input {name!r} is a {kind}, which a graph cannot take: inputs are tensors (traced) and None, "
@@ -133,13 +129,10 @@ def collect_outputs(
         named["loss"] = loss
     returned.loss = "loss" if loss is not None else _find_loss(output, named)
     wanted = named if differentiate == "all" or returned.loss is None else {returned.loss}
-    returned.differentiable = tuple(
-        name for name in named if name in wanted and _is_differentiable(named[name])
-    )
+    returned.differentiable = tuple(name for name in named if name in wanted and _is_differentiable(named[name]))
     returned.order = tuple(named)
     return tuple(
-        leaf.clone() if name in returned.differentiable else leaf.detach().clone()
-        for name, leaf in named.items()
+        leaf.clone() if name in returned.differentiable else leaf.detach().clone() for name, leaf in named.items()
     )
 
 
@@ -160,9 +153,7 @@ def _constant(leaf: Any) -> Any:
     return leaf if isinstance(leaf, CONSTANT_TYPES) else None
 
 
-def call_loss(
-    loss_fn: LossFunction, output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> torch.Tensor:
+def call_loss(loss_fn: LossFunction, output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
     """``loss_fn(output)``, or ``loss_fn(output, batch)`` if it asks for the batch: what the model was called
     with, ``kwargs`` if there are only such, else ``args``.
 
@@ -172,11 +163,7 @@ def call_loss(
     batch = kwargs if kwargs and not args else args
     loss: Any = loss_fn(output, batch) if _takes_batch(loss_fn) else loss_fn(output)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        found = (
-            f"a tensor of shape {tuple(loss.shape)}"
-            if isinstance(loss, torch.Tensor)
-            else type(loss).__name__
-        )
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise TraceError(f"loss_fn returned {found}; it must return a tensor with one element")
     return loss
 
@@ -188,9 +175,7 @@ def _takes_batch(loss_fn: LossFunction) -> bool:
     except (TypeError, ValueError):
         return False
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return sum(p.default is p.empty for p in positional) >= 2 or any(
-        p.name == "batch" for p in positional[1:]
-    )
+    return sum(p.default is p.empty for p in positional) >= 2 or any(p.name == "batch" for p in positional[1:])
 
 
 def _find_loss(output: Any, named: Mapping[str, torch.Tensor]) -> str | None:

@@ -71,9 +71,7 @@ class _Converter:
         self.names.add(name)
         return name
 
-    def _add(
-        self, name: str, op: str, args: tuple[Arg, ...], value: Any, module: str | None, **kwargs: Any
-    ) -> Value:
+    def _add(self, name: str, op: str, args: tuple[Arg, ...], value: Any, module: str | None, **kwargs: Any) -> Value:
         types = tuple(self._type(item) for item in (value if isinstance(value, (tuple, list)) else (value,)))
         node = Node(self._name(name), op, args, types=types, module=module or "", **kwargs)
         self.nodes.append(node)
@@ -85,9 +83,7 @@ class _Converter:
         if not isinstance(value, torch.Tensor):
             return None
         if value.dtype not in DTYPE_NAMES:
-            raise TraceError(
-                f"a tensor of dtype {value.dtype}: graphs know {', '.join(map(str, DTYPE_NAMES))}"
-            )
+            raise TraceError(f"a tensor of dtype {value.dtype}: graphs know {', '.join(map(str, DTYPE_NAMES))}")
         return TensorType(tuple(map(self.expressions.size, value.shape)), value.dtype)
 
     def _placeholder(self, node: fx.Node) -> Value:
@@ -188,9 +184,7 @@ class _Converter:
         match described:
             case PlainAOTOutput(idx=index):
                 return "output", self.captured.returned.order[index]
-            case InputMutationAOTOutput(
-                mutated_input=ParamAOTInput(target=target) | BufferAOTInput(target=target)
-            ):
+            case InputMutationAOTOutput(mutated_input=ParamAOTInput(target=target) | BufferAOTInput(target=target)):
                 return "mutation", self._mutated(self.request.state[int(target[1:])])
             case InputMutationAOTOutput(mutated_input=PlainAOTInput()):
                 return None  # The model has its own copy of its inputs, which nobody sees afterwards.

@@ -58,9 +58,7 @@ def explain(error: BaseException, module: str, model: torch.nn.Module) -> TraceE
         else f"in {type(model).__name__}"
     )
     at = f" at {location[0]}\n    {location[1]}" if location else ""
-    return TraceError(
-        f"{type(model).__name__} could not be captured as one graph: {where}{at}\n{_reason(error)}"
-    )
+    return TraceError(f"{type(model).__name__} could not be captured as one graph: {where}{at}\n{_reason(error)}")
 
 
 def _reason(error: BaseException) -> str:

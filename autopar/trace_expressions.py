@@ -50,9 +50,7 @@ class Expressions:
         """
         if isinstance(value, (bool, int, float)):
             return value
-        expression = (
-            value.node.expr if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
-        )
+        expression = value.node.expr if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
         if expression not in self._seen:
             self._seen[expression] = _settled(self._plain(expression))
         return self._seen[expression]
@@ -66,17 +64,13 @@ class Expressions:
         if expression in self._names:
             return self._names[expression]
         if isinstance(expression, sympy.Symbol):
-            raise TraceError(
-                f"the size {expression} is known only when the model runs; a graph has fixed shapes"
-            )
+            raise TraceError(f"the size {expression} is known only when the model runs; a graph has fixed shapes")
         if not expression.args:
             return expression
         args = [self._plain(arg) for arg in expression.args]
         rebuild = _PLAIN.get(type(expression))
         if rebuild is None and type(expression).__module__ == theirs.__name__:
-            raise TraceError(
-                f"the size {expression} cannot be written as a plain expression of the batch size"
-            )
+            raise TraceError(f"the size {expression} cannot be written as a plain expression of the batch size")
         return (rebuild or expression.func)(*args)
 
 

@@ -1,4 +1,5 @@
-"""Checks a plan the only way that counts: runs it on local processes and compares loss and every gradient with one process."""
+"""Checks a plan the only way that counts: runs it on local processes and compares loss and every gradient with one
+process."""
 
 from __future__ import annotations
 
@@ -35,11 +36,12 @@ NOISE = 1e-6
 class Report:
     """The outcome of :func:`verify`.
 
-    ``loss_error`` and ``gradient_errors[path]`` are relative: max|a - b| / max|b|, b the value of one process. A gradient that is zero
-    but for rounding (the bias of keys in attention) has no relative error: where max|b| is no more than ten times what b itself is off by
-    in float32 (against float64 on one process), the difference counts against a million times that instead, and the gradient is listed
-    in ``noisy``. ``seconds`` is the wall time of it all, ``step_seconds`` that of one step under the plan after a first one. ``unpriced`` lists the collectives in which the program that ran
-    and the plan's prices differ: none, or the plan's predictions are not to be trusted.
+    ``loss_error`` and ``gradient_errors[path]`` are relative: max|a - b| / max|b|, b the value of one process. A
+    gradient that is zero but for rounding (the bias of keys in attention) has no relative error: where max|b| is no
+    more than ten times what b itself is off by in float32 (against float64 on one process), the difference counts
+    against a million times that instead, and the gradient is listed in ``noisy``. ``seconds`` is the wall time of it
+    all, ``step_seconds`` that of one step under the plan after a first one. ``unpriced`` lists the collectives in which
+    the program that ran and the plan's prices differ: none, or the plan's predictions are not to be trusted.
     """
 
     plan: Plan
@@ -72,7 +74,10 @@ class Report:
         if len(self.gradient_errors) > len(worst):
             lines.append(f"{len(self.gradient_errors) - len(worst)} more gradients, none worse")
         if self.noisy:
-            lines.append(f"zero but for rounding, on one process too: {', '.join(self.noisy[:4])}{', ...' * (len(self.noisy) > 4)}")
+            lines.append(
+                f"zero but for rounding, on one process too: {', '.join(self.noisy[:4])}"
+                f"{', ...' * (len(self.noisy) > 4)}"
+            )
         lines += [f"the program is not what was priced: {line}" for line in self.unpriced]
         return "\n".join([*lines, f"{self.seconds:.1f} s in all, {self.step_seconds * 1e3:.1f} ms a step"])
 
@@ -114,8 +119,8 @@ def verify(
 ) -> Report:
     """Runs one training step of ``model`` on prod(mesh) local processes and on one, and compares.
 
-    The model is not changed. Neither meta models nor meta inputs can be verified as they are: a meta model gets small random weights,
-    meta inputs raise.
+    The model is not changed. Neither meta models nor meta inputs can be verified as they are: a meta model gets small
+    random weights, meta inputs raise.
 
     Args:
         plan: the plan to check; default the one for these arguments, priced on ``cluster`` whatever runs here.
@@ -145,7 +150,8 @@ def verify(
 
 
 def materialised(model: nn.Module) -> nn.Module:
-    """``model``, or if parts of it are on the meta device a copy with small random values there, the same every time."""
+    """``model``, or if parts of it are on the meta device a copy with small random values there, the same every
+    time."""
     tensors = [*model.parameters(), *model.buffers()]
     if not any(t.is_meta for t in tensors):
         return model
@@ -184,7 +190,9 @@ def _is_float(leaf: object) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
 
 
-def _loss_of(output: Any, loss_fn: LossFunction | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+def _loss_of(
+    output: Any, loss_fn: LossFunction | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> torch.Tensor:
     if loss_fn is not None:
         return call_loss(loss_fn, output, args, kwargs)
     found = getattr(output, "loss", None)
@@ -244,7 +252,8 @@ def _unpriced(program: Program, plan: Plan) -> tuple[str, ...]:
 
 
 def _whatever_differs(value: torch.Tensor, world: int) -> torch.Tensor:
-    """``value``, which every rank has, or infinity where ranks disagree beyond rounding: a wrong copy on one rank is an error too."""
+    """``value``, which every rank has, or infinity where ranks disagree beyond rounding: a wrong copy on one rank is an
+    error too."""
     lowest, highest = value.clone(), value.clone()
     if world > 1 and value.numel():
         dist.all_reduce(lowest, dist.ReduceOp.MIN)
@@ -253,9 +262,7 @@ def _whatever_differs(value: torch.Tensor, world: int) -> torch.Tensor:
     return value.masked_fill(highest - lowest > 1e-6 * size, math.inf)
 
 
-def _compare(
-    found: _Step, expected: _Step, exact: _Step | None
-) -> tuple[dict[str, float], tuple[str, ...]]:
+def _compare(found: _Step, expected: _Step, exact: _Step | None) -> tuple[dict[str, float], tuple[str, ...]]:
     """The error of every gradient, and the names of those that are zero but for rounding."""
     errors: dict[str, float] = {}
     noisy = []

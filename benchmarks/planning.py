@@ -138,9 +138,7 @@ def measure_apart(name: str) -> dict[str, Any]:
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(
-            f"planning {name} failed with status {done.returncode}; its traceback stands above"
-        )
+        raise RuntimeError(f"planning {name} failed with status {done.returncode}; its traceback stands above")
     figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return figures
 
@@ -156,9 +154,7 @@ def rows_of(name: str, figures: Mapping[str, Any]) -> list[tuple[str, ...]]:
             f"{figures['limit_cpu_seconds']:.0f}",
         )
     ]
-    rows += [
-        (f"  {phase}", f"{value:.1f}", "", "", "") for phase, value in figures["phases_cpu_seconds"].items()
-    ]
+    rows += [(f"  {phase}", f"{value:.1f}", "", "", "") for phase, value in figures["phases_cpu_seconds"].items()]
     peer = figures["peer"]
     cells = (f"{peer[key]:g}" if key in peer else "" for key in ("cpu_seconds", "wall_seconds", "peak_gib"))
     return [*rows, ("  peer", *cells, "")]
@@ -166,9 +162,7 @@ def rows_of(name: str, figures: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 def main(words: Sequence[str]) -> int:
     """Measures the cases; 1 if one takes more CPU-seconds than it may."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.planning", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planning", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--output", metavar="FILE", help="write the JSON there as well")
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))

@@ -14,6 +14,7 @@ import argparse
 import itertools
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,9 +24,7 @@ from autopar.reduce import reduce, size_of
 from autopar.solve import smallest_memory, solve
 
 # Price of a hop on one axis, R S(0) S(1) S(2) P down, the same across; 9 is forbidden.
-HOP = np.array(
-    [[0, 0.01, 0.01, 0.01, 0.02], [1, 0, 1, 1, 9], [1, 1, 0, 1, 9], [1, 1, 1, 0, 9], [2, 1, 1, 1, 0]]
-)
+HOP = np.array([[0, 0.01, 0.01, 0.01, 0.02], [1, 0, 1, 1, 9], [1, 1, 0, 1, 9], [1, 1, 1, 0, 9], [2, 1, 1, 1, 0]])
 
 
 def reshard_cost(axes: int, bandwidth: Floats) -> Floats:
@@ -57,7 +56,7 @@ class Builder:
     uses: dict[int, list[tuple[int, Ints]]] = field(default_factory=dict)
 
     def operation(
-        self, inputs: list[int], strategies: list[tuple[int, ...]], work: float, size: float, saved: float
+        self, inputs: list[int], strategies: Sequence[tuple[int, ...]], work: float, size: float, saved: float
     ) -> int:
         """Adds a group whose one-axis strategies are (input placements..., output placement); returns its
         output tensor."""
@@ -141,9 +140,7 @@ def _backward(b: Builder, gradient: int, tape: list[tuple[str, tuple[int, ...]]]
             gradient = b.operation([*inputs, gradient], ADD, 0.1, 1.0, 0.0)
 
 
-def measure(
-    axes: int, layers: int, tight: float | None, seed: int, limit: float, gap: float
-) -> dict[str, object]:
+def measure(axes: int, layers: int, tight: float | None, seed: int, limit: float, gap: float) -> dict[str, object]:
     """Solves one instance; ``tight`` places the memory limit between the least (0) and what the free optimum
     needs (1)."""
     problem = transformer(axes, layers, seed)
@@ -181,9 +178,7 @@ def main() -> None:
     parser.add_argument("--gap", type=float, default=0.005)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    for layers, tight, seed in itertools.product(
-        options.layers, [None, *options.tight], range(options.seeds)
-    ):
+    for layers, tight, seed in itertools.product(options.layers, [None, *options.tight], range(options.seeds)):
         result = measure(options.axes, layers, tight, seed, options.limit, options.gap)
         print(
             json.dumps(result) if options.json else "  ".join(f"{k} {v}" for k, v in result.items()),

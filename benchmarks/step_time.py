@@ -55,9 +55,7 @@ def make_steps(names: Sequence[str], batch: Batch, device: str) -> dict[str, Ste
         steps[name] = VARIANTS[name](make_model(device), batch, device)
         error = float((losses(steps[name], WARMUP_STEPS) / expected - 1).abs().max())
         if error > LOSS_TOLERANCE:
-            raise RuntimeError(
-                f"{name} does not train like one process: losses differ by {error:.1e} (relative)"
-            )
+            raise RuntimeError(f"{name} does not train like one process: losses differ by {error:.1e} (relative)")
     return steps
 
 
@@ -137,9 +135,7 @@ def report(variants: Mapping[str, Mapping[str, object]], arguments: argparse.Nam
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.step_time", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.step_time", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--output", metavar="FILE", help="write the JSON there as well")
     parser.add_argument("--rounds", type=int, default=10)
@@ -162,9 +158,7 @@ def main(words: Sequence[str]) -> int:
         f"--nproc-per-node={PROCESSES}",
     ]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    return subprocess.run(
-        [*launcher, "-m", "benchmarks.step_time", *words], env=environment, check=False
-    ).returncode
+    return subprocess.run([*launcher, "-m", "benchmarks.step_time", *words], env=environment, check=False).returncode
 
 
 if __name__ == "__main__":

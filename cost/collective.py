@@ -48,9 +48,7 @@ def check_mesh(cluster: Cluster, mesh: tuple[int, ...]) -> None:
     if any(size < 1 for size in mesh):
         raise OptionsError(f"mesh {mesh} has an axis without devices")
     if cluster.size is not None and devices > cluster.size:
-        raise OptionsError(
-            f"mesh {mesh} needs {devices} devices; cluster {cluster.name!r} has {cluster.size}"
-        )
+        raise OptionsError(f"mesh {mesh} needs {devices} devices; cluster {cluster.name!r} has {cluster.size}")
 
 
 @lru_cache(maxsize=1 << 12)
@@ -104,9 +102,7 @@ def traffic(kind: str, fan: float, inner: float = 1.0, members: float | None = N
 
 def _level_lines(link: Link, kind: str, fan: float, inner: float, members: float) -> Lines:
     share = traffic(kind, fan, inner, members)
-    return tuple(
-        (rate.latency * steps(kind, fan, rate.growth), share / rate.bandwidth) for rate in link.lines(kind)
-    )
+    return tuple((rate.latency * steps(kind, fan, rate.growth), share / rate.bandwidth) for rate in link.lines(kind))
 
 
 @lru_cache(maxsize=1 << 14)

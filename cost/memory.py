@@ -80,9 +80,7 @@ def optimizer_bytes(optimizer: str, parameter: TensorType) -> Dim:
     name = optimizer.lower().replace("-", "_").replace(" ", "_")
     if name not in OPTIMIZERS:
         known = ", ".join(sorted(OPTIMIZERS))
-        raise OptionsError(
-            f"unknown optimizer {optimizer!r}: its bytes of state are not known; one of {known}"
-        )
+        raise OptionsError(f"unknown optimizer {optimizer!r}: its bytes of state are not known; one of {known}")
     return OPTIMIZERS[name](parameter.shape) * parameter.dtype.itemsize
 
 

@@ -168,9 +168,7 @@ def _convolution_flops(call: Operation, inputs: Inputs, outputs: Outputs) -> Dim
     return _convolution_work(call, inputs[0], inputs[1], outputs[0]) + bias
 
 
-def _convolution_work(
-    call: Operation, image: TensorType, weight: TensorType, result: TensorType | None
-) -> Dim:
+def _convolution_work(call: Operation, image: TensorType, weight: TensorType, result: TensorType | None) -> Dim:
     positions = image if argument(call, "transposed", False) or result is None else result
     return 2 * positions.shape[0] * math.prod(positions.shape[2:]) * math.prod(weight.shape)
 
@@ -193,9 +191,7 @@ def _convolution_backward_matrix(inputs: Inputs, outputs: Outputs) -> Matrix:
     return _convolution_matrix(inputs[1:], (inputs[0],))
 
 
-def _attention(
-    first: int, key_products: int, value_products: int
-) -> tuple[Count, Callable[[Inputs, Outputs], Matrix]]:
+def _attention(first: int, key_products: int, value_products: int) -> tuple[Count, Callable[[Inputs, Outputs], Matrix]]:
     """Scaled dot-product attention with query, key, value at operands ``first`` onward, each [batch, heads,
     length, width]: so many products over the width of the keys and of the values. Causal attention computes
     half of each."""
@@ -312,9 +308,5 @@ def family_of(op: str) -> Family:
         name = name.removeprefix("masked_") if name not in FAMILIES else name
     if name in FAMILIES:
         return FAMILIES[name]
-    found = (
-        getattr(getattr(torch.ops.aten, name, None), op.rpartition(".")[2], None)
-        if namespace == "aten"
-        else None
-    )
+    found = getattr(getattr(torch.ops.aten, name, None), op.rpartition(".")[2], None) if namespace == "aten" else None
     return POINTWISE if found is not None and torch.Tag.pointwise in found.tags else DEFAULT

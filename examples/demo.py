@@ -63,9 +63,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def compare_with_one_process(
-    model: autopar.ParallelModule, batch: dict[str, torch.Tensor]
-) -> tuple[float, float, int]:
+def compare_with_one_process(model: autopar.ParallelModule, batch: dict[str, torch.Tensor]) -> tuple[float, float, int]:
     """One step of ``model`` beside the same step of the original in a single process.
 
     Returns:
@@ -79,17 +77,13 @@ def compare_with_one_process(
     model.zero_grad()
     loss = whole(model.step(**batch)).detach()
     errors = []
-    for (name, ours), (other, reference) in zip(
-        model.named_parameters(), original.named_parameters(), strict=True
-    ):
+    for (name, ours), (other, reference) in zip(model.named_parameters(), original.named_parameters(), strict=True):
         assert name == other and ours.grad is not None and reference.grad is not None
         errors.append(float((whole(ours.grad) - reference.grad).abs().max() / reference.grad.abs().max()))
     return float((loss - expected).abs() / expected.abs()), max(errors), len(errors)
 
 
-def train(
-    model: autopar.ParallelModule, data: Iterator[dict[str, torch.Tensor]], console: Console
-) -> list[float]:
+def train(model: autopar.ParallelModule, data: Iterator[dict[str, torch.Tensor]], console: Console) -> list[float]:
     """Trains for STEPS steps and returns how many seconds each took."""
     optimizer = model.optimizer(torch.optim.AdamW, lr=LEARNING_RATE)
     seconds: list[float] = []

@@ -1,1 +1,2 @@
-"""Passes: graph to graph. Each file defines one; ``base`` says what a pass is, ``rules`` and ``rules_*`` how operations can be sharded."""
+"""Passes: graph to graph. Each file defines one; ``base`` says what a pass is, ``rules`` and ``rules_*`` how operations
+can be sharded."""

@@ -1,7 +1,7 @@
 """Lists, for every node of a concrete graph, the ways to run it on a mesh (``graph.strategies``).
 
-One-axis strategies come from, in this order: our rules; DTensor's rules as far as they hold when executed; for an operation with
-neither, replication alone, which the plan reports as a fallback with its price.
+One-axis strategies come from, in this order: our rules; DTensor's rules as far as they hold when executed; for an
+operation with neither, replication alone, which the plan reports as a fallback with its price.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import partial
 from itertools import product
 from typing import ClassVar
 
-from torch.distributed.tensor import Partial
+from torch.distributed.tensor import Partial, Shard
 
 from autopar.graph import Graph, Node, TensorType, Value
 from autopar.spec import (
@@ -22,7 +22,6 @@ from autopar.spec import (
     AxisStrategy,
     Placement,
     Placements,
-    Shard,
     Strategy,
     StridedShard,
     is_shard,
@@ -71,7 +70,8 @@ def is_fallback(node: Node, graph: Graph) -> bool:
 
 
 def reshape_factors(graph: Graph, mesh: tuple[int, ...]) -> Factors:
-    """For each dim size the factors behind which some reshape of the graph can leave a shard: the strided shards that matter."""
+    """For each dim size the factors behind which some reshape of the graph can leave a shard: the strided shards that
+    matter."""
     factors: defaultdict[int, set[int]] = defaultdict(set)
 
     def offer(call: OpCall) -> tuple[AxisStrategy, ...]:
@@ -106,7 +106,8 @@ def annotate(graph: Graph, mesh: tuple[int, ...]) -> Graph:
 
 
 def _kept(graph: Graph, found: Mapping[str, tuple[Strategy, ...]], live: Live) -> dict[str, tuple[Strategy, ...]]:
-    """The live strategies of each node; nodes of repeated layers, alike in everything that counts, are looked at once."""
+    """The live strategies of each node; nodes of repeated layers, alike in everything that counts, are looked at
+    once."""
     known: dict[object, tuple[Strategy, ...]] = {}
     kept: dict[str, tuple[Strategy, ...]] = {}
     for node in graph.nodes:
@@ -123,7 +124,8 @@ Wanted = Mapping[OpCall, tuple[frozenset[Placement], ...]]
 
 
 def _wanted(graph: Graph, live: Live) -> Wanted:
-    """For each operation the live placements of its operands and results, all nodes that are the same call taken together."""
+    """For each operation the live placements of its operands and results, all nodes that are the same call taken
+    together."""
     found: dict[OpCall, list[set[Placement]]] = {}
     for node in graph.nodes:
         if not node.is_placeholder and node.op != REST:
@@ -142,8 +144,8 @@ def _key(call: OpCall) -> OpCall:
 
 
 def _live_offers(call: OpCall, factors: Factors, wanted: Wanted) -> tuple[AxisStrategy, ...]:
-    """One-axis strategies whose plain shards somebody wants; strided ones count by their dim, for inside another axis they are
-    counted differently."""
+    """One-axis strategies whose plain shards somebody wants; strided ones count by their dim, for inside another axis
+    they are counted differently."""
     sets = wanted[_key(call)]
     dims = [{shard_dim(p) for p in found if is_shard(p)} for found in sets]
 
@@ -184,8 +186,8 @@ def placeholder_strategies(node: Node, mesh: tuple[int, ...]) -> tuple[Strategy,
 
 
 def plain_placements(kind: TensorType, mesh: tuple[int, ...], *, empty_shards: bool = False) -> list[Placements]:
-    """Every placement of Replicate and plain Shard, on axes of more than one device; shards that leave a device nothing only if
-    ``empty_shards``."""
+    """Every placement of Replicate and plain Shard, on axes of more than one device; shards that leave a device nothing
+    only if ``empty_shards``."""
     shape = tuple(int(size) for size in kind.shape)
     per_axis = [[REPLICATE, *(Shard(d) for d in range(len(shape)))] if n > 1 else [REPLICATE] for n in mesh]
     found = [tuple(choice) for choice in product(*per_axis) if is_valid(tuple(choice), shape, mesh)]
@@ -196,7 +198,8 @@ def plain_placements(kind: TensorType, mesh: tuple[int, ...], *, empty_shards: b
 def _rest_strategies(
     graph: Graph, node: Node, known: Mapping[str, tuple[Strategy, ...]], seen: dict[object, tuple[Strategy, ...]]
 ) -> tuple[Strategy, ...]:
-    """A value may rest in any placement its producer leaves it in or one of its users takes it in; ``seen`` remembers answers."""
+    """A value may rest in any placement its producer leaves it in or one of its users takes it in; ``seen`` remembers
+    answers."""
     (value,) = node.operands
     users = [(known[u.name], i) for u, i in graph.users.get(Value(node.name), ()) if u.op != REST]
     key = (id(known[value.node]), value.index, *((id(found), i) for found, i in users))

@@ -16,9 +16,7 @@ from autopar.errors import GraphError
 from autopar.graph import Graph, Node, Output, Phase, Value
 
 # Results of these depend on strides, which a graph does not show and dropping a copy may change.
-LAYOUT_SENSITIVE = frozenset(
-    ("aten.as_strided.default", "aten.view.dtype", "aten.as_strided_scatter.default")
-)
+LAYOUT_SENSITIVE = frozenset(("aten.as_strided.default", "aten.view.dtype", "aten.as_strided_scatter.default"))
 
 
 class Pass(ABC):
@@ -70,9 +68,7 @@ def rewrite(graph: Graph, visit: Callable[[Node], Node | Value]) -> Graph:
             node = node.map_values(lambda value: renamed.get(value, value))
         found = node if node.is_placeholder else visit(node)
         if isinstance(found, Value):
-            renamed.update(
-                (Value(node.name, i), Value(found.node, found.index + i)) for i in range(len(node.types))
-            )
+            renamed.update((Value(node.name, i), Value(found.node, found.index + i)) for i in range(len(node.types)))
         else:
             nodes.append(found)
     outputs = tuple(_renamed(output, renamed) for output in graph.outputs)

@@ -1,9 +1,10 @@
 """One-axis strategies composed over the axes of a mesh.
 
 The strategies of the outermost axis are asked on global types, those of the next axis on what one device of the first
-is left with, and so on: each axis divides what the axes outside of it left. Where a shard is uneven, devices are left with
-different shapes; a strategy of an inner axis counts only if it is offered for each of them. Invariants: every composed strategy
-is valid for the global types (:func:`autopar.spec.is_valid`); no operand or result is left empty on a device.
+is left with, and so on: each axis divides what the axes outside of it left. Where a shard is uneven, devices are left
+with different shapes; a strategy of an inner axis counts only if it is offered for each of them. Invariants: every
+composed strategy is valid for the global types (:func:`autopar.spec.is_valid`); no operand or result is left empty on a
+device.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from autopar.spec import (
     AxisStrategy,
     Placement,
     Placements,
-    StridedShard,
     Strategy,
+    StridedShard,
     chunk_bounds,
     factor_groups,
     is_valid,
@@ -29,7 +30,7 @@ from autopar.spec import (
     shard_dim,
 )
 
-from .rules import Operand, OpCall
+from .rules import OpCall, Operand
 
 
 def op_call(graph: Graph, node: Node, size: int = 1) -> OpCall:
@@ -124,7 +125,8 @@ def _merge_local(outer: str, inner: str) -> str | None:
 
 
 def _inner(call: OpCall, mesh: tuple[int, ...], axis: int, offer: Offer) -> tuple[AxisStrategy, ...]:
-    """The strategies of one axis that hold for ``call``, the replicated one first; ``offer`` is not asked on an axis of one device."""
+    """The strategies of one axis that hold for ``call``, the replicated one first; ``offer`` is not asked on an axis of
+    one device."""
     if mesh[axis] == 1:
         return (replicated(call),)
     here = replace(call, size=mesh[axis])
@@ -132,9 +134,7 @@ def _inner(call: OpCall, mesh: tuple[int, ...], axis: int, offer: Offer) -> tupl
     return tuple(strategy for strategy in found if _fits(call, strategy, mesh[axis]))
 
 
-def _walk(
-    calls: list[OpCall], outer: Strategy, mesh: tuple[int, ...], axis: int, offer: Offer
-) -> Iterator[Strategy]:
+def _walk(calls: list[OpCall], outer: Strategy, mesh: tuple[int, ...], axis: int, offer: Offer) -> Iterator[Strategy]:
     if axis == len(mesh):
         yield outer
         return
@@ -162,8 +162,8 @@ def _is_valid(call: OpCall, strategy: Strategy, mesh: tuple[int, ...]) -> bool:
 
 
 def compose(call: OpCall, mesh: tuple[int, ...], offer: Offer) -> tuple[Strategy, ...]:
-    """All strategies of ``call`` on ``mesh``, the fully replicated one first; ``offer(call)`` lists those of one axis of
-    ``call.size`` devices."""
+    """All strategies of ``call`` on ``mesh``, the fully replicated one first; ``offer(call)`` lists those of one axis
+    of ``call.size`` devices."""
     start = Strategy(((),) * len(call.inputs), ((),) * len(call.outputs))
     found = dict.fromkeys(_walk([call], start, mesh, 0, offer))
     return tuple(strategy for strategy in found if _is_valid(call, strategy, mesh))

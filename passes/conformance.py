@@ -1,7 +1,8 @@
 """Reads off a lowered program what it communicates, to compare with what was priced.
 
-The program is run on fake tensors, one rank alone, knowing nothing of plans, hops or prices: the bytes of a collective are those of the
-tensor it is really given. A bucketed collective counts once for each of its members, since that is how it is priced.
+The program is run on fake tensors, one rank alone, knowing nothing of plans, hops or prices: the bytes of a collective
+are those of the tensor it is really given. A bucketed collective counts once for each of its members, since that is how
+it is priced.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ WAIT = "collective.wait"
 def collectives_of(program: Program) -> Counter[Collective]:
     """How often ``program`` does each collective in a step: refresh, forward and backward.
 
-    Bytes are those of the full tensor of a group, padding included, as in :mod:`autopar.reshard`; the program must be that of the
-    mesh's first rank, which holds the largest shards.
+    Bytes are those of the full tensor of a group, padding included, as in :mod:`autopar.reshard`; the program must be
+    that of the mesh's first rank, which holds the largest shards.
 
     >>> from autopar.program import Program, Section
     >>> empty = Section("forward", (), (), ())
@@ -101,10 +102,12 @@ class _Reader:
         axes = tuple(given["axes"])
         parts = math.prod(self.program.mesh[axis] for axis in axes)
         if kind in COLLECTIVES:
-            self.found[Collective(kind, axes, _bytes(kind, tensor, parts, given))] += 1  # type: ignore[arg-type]
+            self.found[Collective(kind, axes, _bytes(kind, tensor, parts, given))] += 1
         return tensor.new_empty(self._shape(kind, tensor, axes, parts, given))
 
-    def _shape(self, kind: str, tensor: torch.Tensor, axes: tuple[int, ...], parts: int, given: Mapping[str, Any]) -> list[int]:
+    def _shape(
+        self, kind: str, tensor: torch.Tensor, axes: tuple[int, ...], parts: int, given: Mapping[str, Any]
+    ) -> list[int]:
         """The local shape afterwards."""
         index = 0
         for axis in axes:

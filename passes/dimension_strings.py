@@ -183,9 +183,7 @@ def _sharded_sizes(call: OpCall, placements: Sequence[Placement]) -> set[int]:
     return {int(tensor.shape[dim]) for tensor, dim in found if tensor is not None and dim is not None}
 
 
-def _shard_letter(
-    call: OpCall, spelled: _Spelled, letter: str, contracted: Placement | None
-) -> Iterator[AxisStrategy]:
+def _shard_letter(call: OpCall, spelled: _Spelled, letter: str, contracted: Placement | None) -> Iterator[AxisStrategy]:
     inputs = [_place(t, s, letter) for t, s in zip(call.inputs, spelled.operands, strict=True)]
     outputs = [_place(t, s, letter) for t, s in zip(call.outputs, spelled.results, strict=True)]
     sizes = _sharded_sizes(call, [*inputs, *outputs])

@@ -22,7 +22,8 @@ def _ints(kind: TensorType) -> tuple[int, ...]:
 
 
 def hop_arguments(hop: Hop, kind: TensorType, mesh: tuple[int, ...], coordinate: tuple[int, ...]) -> KeywordArgs:
-    """The keyword arguments of ``collective.<kind>`` for ``hop`` of a tensor of global type ``kind``, see :mod:`autopar.program`."""
+    """The keyword arguments of ``collective.<kind>`` for ``hop`` of a tensor of global type ``kind``, see
+    :mod:`autopar.program`."""
     axis, axes = hop.axes[0], hop.axes
     source, target = hop.source[axis], hop.target[axis]
     gathered = shard_dim(source)
@@ -60,7 +61,9 @@ class Emitter:
         self.taken.add(found)
         return found
 
-    def emit(self, name: str, op: str, args: tuple[Arg, ...], kwargs: KeywordArgs = (), results: int = 1, module: str = "") -> Value:
+    def emit(
+        self, name: str, op: str, args: tuple[Arg, ...], kwargs: KeywordArgs = (), results: int = 1, module: str = ""
+    ) -> Value:
         """Appends ``name = op(*args, **kwargs)`` and returns its first result."""
         found = self.fresh(name)
         self.instructions.append(Instruction(found, op, args, kwargs, results, module))
@@ -99,9 +102,10 @@ class _Member:
 class Buckets:
     """Coalesces the collectives of equal kind, axes, operation and dtype into bucketed ones of about ``limit`` bytes.
 
-    ``add`` starts a bucket as soon as it is full, so that it communicates while the section computes on, and waits for an older one
-    if more than :data:`IN_FLIGHT` are on their way, since each holds its buffers; ``finish`` starts the rest and waits for all. A path of several
-    collectives goes through buckets once for each. Results come by the key given to ``add``.
+    ``add`` starts a bucket as soon as it is full, so that it communicates while the section computes on, and waits for
+    an older one if more than :data:`IN_FLIGHT` are on their way, since each holds its buffers; ``finish`` starts the
+    rest and waits for all. A path of several collectives goes through buckets once for each. Results come by the key
+    given to ``add``.
     """
 
     emitter: Emitter
@@ -112,7 +116,8 @@ class Buckets:
     results: dict[object, Value] = field(default_factory=dict)
 
     def add(self, key: object, value: Value, kind: TensorType, path: tuple[Hop, ...]) -> None:
-        """Sends ``value`` along ``path``; its leading local hops and what follows its first collective are done singly."""
+        """Sends ``value`` along ``path``; its leading local hops and what follows its first collective are done
+        singly."""
         while path and path[0].collective is None:
             value, path = self.emitter.hop(value, path[0], kind), path[1:]
         if not path:

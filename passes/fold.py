@@ -1,17 +1,17 @@
 """Ties repeated layers: nodes that play the same part in equal layers are put into one class and choose alike.
 
-A layer is an element of a numbered container (``h.0``, ``layers.11``) that holds modules itself; the part a node plays is its
-module path with layer numbers left out, its phase, operation, arguments, types and its position among the nodes of its layer that
-share all these. ``groups`` > 1 ties only layers of the same stretch of depth (of ``groups`` equal stretches): under a memory limit
-equal layers may do better by choosing differently.
+A layer is an element of a numbered container (``h.0``, ``layers.11``) that holds modules itself; the part a node plays
+is its module path with layer numbers left out, its phase, operation, arguments, types and its position among the nodes
+of its layer that share all these. ``groups`` > 1 ties only layers of the same stretch of depth (of ``groups`` equal
+stretches): under a memory limit equal layers may do better by choosing differently.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping
-from types import MappingProxyType
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import ClassVar
 
 from autopar.graph import Arg, Graph, Node, Value, map_arg
@@ -49,8 +49,8 @@ def _part(node: Node, pattern: str, operand_types: tuple[Hashable, ...]) -> Hash
 
 
 def fold_layers(graph: Graph, groups: int = 1, apart: Mapping[str, Hashable] = NOBODY) -> Graph:
-    """The graph with ``classes`` mapping each node's name to that of the first node of its class. Nodes named in ``apart`` are
-    tied only to nodes with the same entry there: those that a user has pinned alike."""
+    """The graph with ``classes`` mapping each node's name to that of the first node of its class. Nodes named in
+    ``apart`` are tied only to nodes with the same entry there: those that a user has pinned alike."""
     layers = layers_among(map(_path, graph.nodes))
     folded = {node.name: fold_path(_path(node), layers) for node in graph.nodes}
     depths: dict[str, int] = {}

@@ -1,9 +1,9 @@
 """Carries out an assignment: the graph becomes the program of one rank.
 
-Every operation becomes its local form on the rank's shards; every reshard the assignment implies becomes the hops it was priced
-with, once per (value, phase, target placements). Nothing else communicates, so the collectives of the program
-are those of the bill. Gradient reductions and weight refreshes are coalesced into buckets: many small collectives cost their latency
-many times over.
+Every operation becomes its local form on the rank's shards; every reshard the assignment implies becomes the hops it
+was priced with, once per (value, phase, target placements). Nothing else communicates, so the collectives of the
+program are those of the bill. Gradient reductions and weight refreshes are coalesced into buckets: many small
+collectives cost their latency many times over.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ VIEWS = (
 class Lowering:
     """What to lower: ``assignment`` of ``graph`` (rests inserted, concrete sizes) for the rank at ``coordinate``.
 
-    ``path(type, source, target, bucketed)`` gives the hops a reshard was priced with; gradients and refreshed weights are sent in
-    buckets of about ``bucket_bytes``. Nodes the assignment does not know (outputs that were not planned for) run replicated.
+    ``path(type, source, target, bucketed)`` gives the hops a reshard was priced with; gradients and refreshed weights
+    are sent in buckets of about ``bucket_bytes``. Nodes the assignment does not know (outputs that were not planned
+    for) run replicated.
     """
 
     graph: Graph
@@ -103,15 +104,16 @@ class _Lowerer:
     def lower(self, node: Node) -> None:
         strategy = self.job.strategy(node)
         operands = [
-            self.take(value, place, node.module)
-            for value, place in zip(node.operands, strategy.inputs, strict=True)
+            self.take(value, place, node.module) for value, place in zip(node.operands, strategy.inputs, strict=True)
         ]
         if node.op == REST:
             self.local[Value(node.name)] = operands[0]
             return
         layout = layout_for(node.op)
         if layout is not None:
-            operands = [self.emitter.emit(f"{value.node}_dense", layout, (value,), (), 1, node.module) for value in operands]
+            operands = [
+                self.emitter.emit(f"{value.node}_dense", layout, (value,), (), 1, node.module) for value in operands
+            ]
         call = op_call(self.job.graph, node)
         context = LocalContext(call, strategy.inputs, strategy.outputs, self.job.mesh, self.job.coordinate)
         op, args, kwargs = local_call(context, strategy.local)
@@ -221,7 +223,8 @@ def _backward(job: Lowering, needed: set[str], saved: list[Value], gradients: li
 
 
 def _send(job: Lowering, lowerer: _Lowerer, buckets: Buckets, position: int, output: Output) -> None:
-    """Puts a gradient on its way to where it rests, in two legs: reduced, then cut down to where the optimizer wants it."""
+    """Puts a gradient on its way to where it rests, in two legs: reduced, then cut down to where the optimizer wants
+    it."""
     assert output.value is not None
     kind = job.graph.type_of(output.value)
     reduced, final = _gradient_place(job, output)
@@ -231,8 +234,8 @@ def _send(job: Lowering, lowerer: _Lowerer, buckets: Buckets, position: int, out
 
 
 def _without_aliases(emitter: Emitter, values: list[Value], inputs: set[str]) -> tuple[Value, ...]:
-    """``values`` with a copy of each that shares memory with an earlier one, with an input or (expanded) with itself: gradients
-    are updated in place."""
+    """``values`` with a copy of each that shares memory with an earlier one, with an input or (expanded) with itself:
+    gradients are updated in place."""
     root: dict[Value, Value] = {}
     expanded: set[Value] = set()
     for instruction in emitter.instructions:
@@ -253,7 +256,8 @@ def _without_aliases(emitter: Emitter, values: list[Value], inputs: set[str]) ->
 
 
 def _refresh(job: Lowering) -> Section:
-    """Takes every stored parameter and returns what works in a step; gathers those whose updated value is sharded further."""
+    """Takes every stored parameter and returns what works in a step; gathers those whose updated value is sharded
+    further."""
     emitter = Emitter(job.mesh, job.coordinate)
     nodes = job.graph.placeholders("param")
     inputs = tuple(emitter.fresh(node.name) for node in nodes)

@@ -37,6 +37,4 @@ def merge_common(graph: Graph) -> Graph:
 
 def _exact(arg: Arg) -> Arg:
     """``arg`` such that only equal text compares equal: 1, 1.0 and True differ, as do 0.0 and -0.0."""
-    return map_arg(
-        arg, lambda leaf: (type(leaf).__name__, repr(leaf)) if isinstance(leaf, (bool, float)) else leaf
-    )
+    return map_arg(arg, lambda leaf: (type(leaf).__name__, repr(leaf)) if isinstance(leaf, (bool, float)) else leaf)

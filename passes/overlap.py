@@ -1,10 +1,12 @@
 """Lets communication run beside computation: starts early, waits late.
 
 - A collective that depends on nothing but the batch (the number of labels that count) starts before everything else.
-- A wait moves down to just before the first use of its tensor. Where a model output is all that waits, as the reduced loss of a step, the
+- A wait moves down to just before the first use of its tensor. Where a model output is all that waits, as the reduced
+  loss of a step, the
   wait is left to whoever wants the output: ranks need not meet in the middle of a step for it.
 - The start of a gather of a weight, whose shard is there from the beginning, moves up to just before the previous such
-  gather is awaited: one weight is on its way while the one before is in use, so that at most one gathered weight more is in
+  gather is awaited: one weight is on its way while the one before is in use, so that at most one gathered weight more
+      is in
   memory.
 
 Other collectives start where their operand is made, which is where lowering puts them.
@@ -34,9 +36,7 @@ def overlap(program: Program) -> Program:
     count = sum(slot.kind == "output" for slot in program.results)
     outputs = len(program.results) if count == len(program.results) else 0
     forward = overlap_section(_with_early_starts(program.forward, data))
-    return replace(
-        program, forward=_without_last_waits(forward, outputs), backward=overlap_section(program.backward)
-    )
+    return replace(program, forward=_without_last_waits(forward, outputs), backward=overlap_section(program.backward))
 
 
 def overlap_section(section: Section) -> Section:
@@ -78,8 +78,8 @@ def _uses(instruction: Instruction) -> set[str]:
 
 
 def _with_late_waits(section: Section) -> list[Instruction]:
-    """Waits held back until something uses what they return; those only returned come last, in order. A wait that does not follow its
-    start was put where it is on purpose: it bounds how much is on its way at once."""
+    """Waits held back until something uses what they return; those only returned come last, in order. A wait that does
+    not follow its start was put where it is on purpose: it bounds how much is on its way at once."""
     held: dict[str, Instruction] = {}
     found: list[Instruction] = []
     for before, instruction in zip((None, *section.instructions), section.instructions, strict=False):

@@ -95,9 +95,7 @@ def _execute(call: OpCall, operation: Callable[..., Any], operands: Sequence[tor
     return tuple(r if isinstance(r, torch.Tensor) else None for r in results)
 
 
-def _split(
-    x: torch.Tensor, placement: Placement, devices: int, generator: torch.Generator
-) -> list[torch.Tensor]:
+def _split(x: torch.Tensor, placement: Placement, devices: int, generator: torch.Generator) -> list[torch.Tensor]:
     """What each device holds of ``x``; a Partial is split at random. Raises ValueError where that cannot
     be."""
     if isinstance(placement, Replicate):

@@ -1,10 +1,11 @@
 """Drops placements that no costly operation has any use for, before they multiply.
 
-A pointwise operation can be sharded on every dim of its tensors, so can a reshape on every factor; most of it leads nowhere. A
-placement of a value is *live* if a strategy of some anchor has it: an operation that does real work (matrix products,
-convolutions, attention, lookups, normalisation, reductions to Partial), or an input of the model; or if a strategy of another operation
-links it to a live placement. Strided shards of an anchor do not count as its own wish: they only pass on what others want.
-Partial operands of products are dropped too: to put off a reduction past a product saves nothing.
+A pointwise operation can be sharded on every dim of its tensors, so can a reshape on every factor; most of it leads
+nowhere. A placement of a value is *live* if a strategy of some anchor has it: an operation that does real work (matrix
+products, convolutions, attention, lookups, normalisation, reductions to Partial), or an input of the model; or if a
+strategy of another operation links it to a live placement. Strided shards of an anchor do not count as its own wish:
+they only pass on what others want. Partial operands of products are dropped too: to put off a reduction past a product
+saves nothing.
 
 Only choices are lost, never correctness; replication always stays.
 """
@@ -18,13 +19,35 @@ import torch
 from torch.distributed.tensor import Partial, Shard
 
 from autopar.graph import Graph, Node, Value
-from autopar.spec import REPLICATE, Placement, StridedShard, Strategy, is_shard
+from autopar.spec import REPLICATE, Placement, Strategy, StridedShard, is_shard
 
-ANCHORS = (
-    "mm bmm mv dot addmm baddbmm convolution convolution_backward embedding embedding_dense_backward native_layer_norm "
-    "native_layer_norm_backward native_group_norm native_group_norm_backward _fused_rms_norm _fused_rms_norm_backward "
-    "_softmax _softmax_backward_data gather scatter scatter_add index index_put index_select _grouped_mm"
-).split()
+ANCHORS = [
+    "mm",
+    "bmm",
+    "mv",
+    "dot",
+    "addmm",
+    "baddbmm",
+    "convolution",
+    "convolution_backward",
+    "embedding",
+    "embedding_dense_backward",
+    "native_layer_norm",
+    "native_layer_norm_backward",
+    "native_group_norm",
+    "native_group_norm_backward",
+    "_fused_rms_norm",
+    "_fused_rms_norm_backward",
+    "_softmax",
+    "_softmax_backward_data",
+    "gather",
+    "scatter",
+    "scatter_add",
+    "index",
+    "index_put",
+    "index_select",
+    "_grouped_mm",
+]
 BILINEAR = ("aten.mul.Tensor", "aten.mm.default", "aten.bmm.default", "aten.div.Tensor", "aten.convolution.default")
 
 Placed = tuple[Value, Placement]

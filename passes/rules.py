@@ -1,14 +1,14 @@
 """The register of sharding rules: which placements an operation accepts and produces on one mesh axis.
 
-A rule sees one :class:`OpCall` and yields :class:`AxisStrategy` s, each a claim that running the operation's local form on every
-device of the axis gives the operation's result, placed as claimed. ``R ... -> R`` needs no rule: it is
+A rule sees one :class:`OpCall` and yields :class:`AxisStrategy` s, each a claim that running the operation's local form
+on every device of the axis gives the operation's result, placed as claimed. ``R ... -> R`` needs no rule: it is
 added for every operation. The rule oracle (``tests/oracle``) executes every claim.
 
-A rule may be asked about shapes that an outer axis has divided already: it must look only at the types in the call, never at size
-arguments (a view's target size is read from the result type).
+A rule may be asked about shapes that an outer axis has divided already: it must look only at the types in the call,
+never at size arguments (a view's target size is read from the result type).
 
-The local form is the same operation with the same arguments, unless a *localiser* is registered for the operation (size arguments:
-``view``, ``expand``, ``full``, ...) or for ``strategy.local``; it returns the call to run on one device.
+The local form is the same operation with the same arguments, unless a *localiser* is registered for the operation (size
+arguments: ``view``, ``expand``, ``full``, ...) or for ``strategy.local``; it returns the call to run on one device.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class Operand:
 class OpCall:
     """An operation with types but without tensors, as seen on one axis of ``size`` devices; all sizes are integers.
 
-    ``args`` and ``kwargs`` are as in :class:`autopar.graph.Node` with :class:`Operand` for tensors. ``inputs[i]`` is the type of
-    operand i (the same tensor passed twice is two operands); ``outputs`` has None for results that are no tensors.
+    ``args`` and ``kwargs`` are as in :class:`autopar.graph.Node` with :class:`Operand` for tensors. ``inputs[i]`` is
+    the type of operand i (the same tensor passed twice is two operands); ``outputs`` has None for results that are no
+    tensors.
     """
 
     op: str

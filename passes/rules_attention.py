@@ -48,22 +48,14 @@ _FORMS = {
     "_scaled_dot_product_cudnn_attention": Attention("qkkm----", "qq..--...", 5, {}),
     "_scaled_dot_product_cudnn_attention_backward": Attention("qqkkqq..m..----", "qkk", 13, {}),
     "_scaled_dot_product_fused_attention_overrideable": Attention("qkkm---", "qq..--...", 4, {}),
-    "_scaled_dot_product_fused_attention_overrideable_backward": Attention(
-        "qqkkm-qq..----..", "qkkm", 12, {}
-    ),
-    "_scaled_dot_product_attention_math": Attention(
-        "qkkm--m", "qq", 4, {"attn_mask": "m", "dropout_mask": "m"}
-    ),
+    "_scaled_dot_product_fused_attention_overrideable_backward": Attention("qqkkm-qq..----..", "qkkm", 12, {}),
+    "_scaled_dot_product_attention_math": Attention("qkkm--m", "qq", 4, {"attn_mask": "m", "dropout_mask": "m"}),
 }
 
 
 def _kinds(call: OpCall, form: Attention) -> list[str]:
     """The kind of each operand."""
-    found = {
-        arg.index: kind
-        for arg, kind in zip(call.args, form.arguments, strict=False)
-        if isinstance(arg, Operand)
-    }
+    found = {arg.index: kind for arg, kind in zip(call.args, form.arguments, strict=False) if isinstance(arg, Operand)}
     found |= {arg.index: form.named.get(name, ".") for name, arg in call.kwargs if isinstance(arg, Operand)}
     return [found[index] for index in range(len(call.inputs))]
 
@@ -95,7 +87,5 @@ def attention(call: OpCall) -> Iterator[AxisStrategy]:
     for dim in range(rank - 2):
         if _is_shardable(call, kinds, dim):
             inputs = [_place(t, kind, dim, rank, R) for t, kind in zip(call.inputs, kinds, strict=True)]
-            outputs = [
-                _place(t, kind, dim, rank, P) for t, kind in zip(call.outputs, form.results, strict=True)
-            ]
+            outputs = [_place(t, kind, dim, rank, P) for t, kind in zip(call.outputs, form.results, strict=True)]
             yield claim(call, dict(enumerate(inputs)), outputs)

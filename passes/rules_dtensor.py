@@ -59,8 +59,7 @@ def _fill(arg: Arg, operands: Sequence[Any]) -> Any:
 def _schema(call: OpCall, operation: Any, placements: Sequence[Placement]) -> OpSchema:
     mesh = _mesh(call.size)
     specs = [
-        DTensorSpec(mesh, (cast(TorchPlacement, p),), _meta(t))
-        for p, t in zip(placements, call.inputs, strict=True)
+        DTensorSpec(mesh, (cast(TorchPlacement, p),), _meta(t)) for p, t in zip(placements, call.inputs, strict=True)
     ]
     args = tuple(_fill(arg, specs) for arg in call.args)
     info = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info.get(operation)
@@ -89,9 +88,7 @@ def _strategy(call: OpCall, inputs: Sequence[Any], outputs: Sequence[Any]) -> Ax
     return AxisStrategy(tuple(inputs), tuple(placed))
 
 
-def _from_single_dim(
-    call: OpCall, function: Callable[..., Any], operation: Any
-) -> Iterator[AxisStrategy | None]:
+def _from_single_dim(call: OpCall, function: Callable[..., Any], operation: Any) -> Iterator[AxisStrategy | None]:
     metas = [_meta(tensor) for tensor in call.inputs]
     args = tuple(_fill(arg, metas) for arg in call.args)
     count = len(call.inputs)
@@ -113,9 +110,7 @@ def _from_spec(call: OpCall, spec: OpSpec) -> AxisStrategy | None:
     return _strategy(call, inputs, outputs)
 
 
-def _from_strategies(
-    call: OpCall, function: Callable[..., Any], operation: Any
-) -> Iterator[AxisStrategy | None]:
+def _from_strategies(call: OpCall, function: Callable[..., Any], operation: Any) -> Iterator[AxisStrategy | None]:
     propagator = DTensor._op_dispatcher.sharding_propagator
     for query in _queries(call):
         answer = function(propagator._wrap_with_op_strategy(_schema(call, operation, query)))

@@ -63,9 +63,7 @@ def local_size(context: LocalContext) -> LocalCall:
     call = context.call
     at = _SIZED[call.op]
     kwargs = tuple((key, context.output_shape() if key == "size" else arg) for key, arg in call.kwargs)
-    args: tuple[Arg, ...] = tuple(
-        context.output_shape() if i == at else arg for i, arg in enumerate(call.args)
-    )
+    args: tuple[Arg, ...] = tuple(context.output_shape() if i == at else arg for i, arg in enumerate(call.args))
     return call.op, args, kwargs
 
 

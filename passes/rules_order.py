@@ -31,9 +31,7 @@ _OPS = tuple(f"aten.{name}" for name in _ALONG)
 def _dims(call: OpCall) -> tuple[int, ...]:
     """The dims it runs along; ``roll`` without dims runs along all, flattened."""
     position, default = _ALONG[call.op.removeprefix("aten.")]
-    given = call.arg(
-        position, "dims" if call.op in ("aten.flip.default", "aten.roll.default") else "dim", default
-    )
+    given = call.arg(position, "dims" if call.op in ("aten.flip.default", "aten.roll.default") else "dim", default)
     if given == () and call.op == "aten.roll.default":
         return tuple(range(call.inputs[0].rank))
     return (given,) if isinstance(given, int) else tuple(given)

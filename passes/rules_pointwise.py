@@ -113,15 +113,11 @@ def _is_functional(operation: Any) -> bool:
     """Whether it is a function of single tensors that returns new ones, the same at each call."""
     kinds = {str(a.type).removeprefix("Optional[").removesuffix("]") for a in operation._schema.arguments}
     plain = "List[Tensor" not in "".join(kinds)
-    return (
-        plain and not operation._schema.is_mutable and torch.Tag.nondeterministic_seeded not in operation.tags
-    )
+    return plain and not operation._schema.is_mutable and torch.Tag.nondeterministic_seeded not in operation.tags
 
 
 def _pointwise_names() -> Iterator[str]:
-    registered = (
-        name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if "aten::" in name
-    )
+    registered = (name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if "aten::" in name)
     for name in sorted({*registered, *_UNTAGGED}):
         operation = _overload(name)
         if operation is None or not _is_functional(operation):
@@ -156,9 +152,7 @@ def _linear_sets(call: OpCall) -> list[list[int]]:
         return []
     found = _operands_by_name(call)
     sets = [alternative.split() for alternative in (table or "").split("|") if alternative]
-    return [
-        [found[n] for n in s] for s in sets if all(n in found for n in s) and _sums_survive(call, s, found)
-    ]
+    return [[found[n] for n in s] for s in sets if all(n in found for n in s) and _sums_survive(call, s, found)]
 
 
 def _sums_survive(call: OpCall, names: list[str], operands: Mapping[str, int]) -> bool:

@@ -54,9 +54,7 @@ _WHOLE = {
 _LINEAR = ("aten.sum.default", "aten.sum.dim_IntList", "aten.mean.default", "aten.mean.dim")
 # kthvalue and mode reduce the last dim if they are not told; the others all dims.
 _LAST_BY_DEFAULT = ("aten.kthvalue.default", "aten.mode.default")
-_POSITIONS = {
-    f"aten.{name}": at for table in (_SUMS, _LARGEST, _SMALLEST, _WHOLE) for name, at in table.items()
-}
+_POSITIONS = {f"aten.{name}": at for table in (_SUMS, _LARGEST, _SMALLEST, _WHOLE) for name, at in table.items()}
 
 
 def _leaves(op: str) -> Placement | None:
@@ -86,9 +84,7 @@ def _takes_partial(call: OpCall) -> bool:
     """Linear, and no integer sum that wrapped in a narrow dtype before the reduction widened it."""
     result, operand = call.outputs[0], call.inputs[0].dtype
     assert result is not None
-    return call.op in _LINEAR and (
-        result.dtype.is_floating_point or result.dtype.is_complex or result.dtype == operand
-    )
+    return call.op in _LINEAR and (result.dtype.is_floating_point or result.dtype.is_complex or result.dtype == operand)
 
 
 @rule(*_POSITIONS)

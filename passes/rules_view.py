@@ -103,14 +103,9 @@ def reshape_variants(call: OpCall, strategy: AxisStrategy, factors: Factors) -> 
     dims = shard_dim(strategy.inputs[0]), shard_dim(strategy.outputs[0])
     if dims[0] is None or dims[1] is None:
         return
-    source, target = (
-        _dims(shape)[dim] for shape, dim in zip(_shapes(call), dims, strict=True) if dim is not None
-    )
+    source, target = (_dims(shape)[dim] for shape, dim in zip(_shapes(call), dims, strict=True) if dim is not None)
     tops = [
-        d.top // before
-        for d in (source, target)
-        for before in sorted(factors.get(d.size, ()))
-        if d.top % before == 0
+        d.top // before for d in (source, target) for before in sorted(factors.get(d.size, ())) if d.top % before == 0
     ]
     for top in dict.fromkeys(tops):
         found = _sharded_at(source, target, top, call.size)
@@ -130,9 +125,7 @@ def _order(call: OpCall) -> list[int]:
     if "permute" in call.op:
         return [dim % rank for dim in call.arg(1, "dims")]
     order = list(range(rank))
-    first, second = (
-        (0, rank - 1) if call.op == "aten.t.default" else (call.arg(1, "dim0"), call.arg(2, "dim1"))
-    )
+    first, second = (0, rank - 1) if call.op == "aten.t.default" else (call.arg(1, "dim0"), call.arg(2, "dim1"))
     if rank:
         order[first], order[second] = order[second], order[first]
     return order

@@ -20,9 +20,7 @@ class _Tie(torch.autograd.Function):
     Outputs: the tensors of ``call.results``, as presented."""
 
     @staticmethod
-    def forward(
-        ctx: Any, call: Call, leaves: Sequence[Any], wanted: list[str], *tensors: torch.Tensor
-    ) -> Any:
+    def forward(ctx: Any, call: Call, leaves: Sequence[Any], wanted: list[str], *tensors: torch.Tensor) -> Any:
         outputs, ctx.saved = call.run(leaves)
         ctx.call, ctx.wanted = call, wanted
         ctx.inputs = list(tensors[len(call.parameters) :])
@@ -34,9 +32,7 @@ class _Tie(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         call: Call = ctx.call
         if torch.is_grad_enabled():
-            raise AutoparError(
-                "a compiled model has no second derivatives: call backward() without create_graph=True"
-            )
+            raise AutoparError("a compiled model has no second derivatives: call backward() without create_graph=True")
         if ctx.saved is None:
             raise AutoparError(
                 "the values saved for backward are gone after the first backward(), with "
@@ -52,9 +48,7 @@ class _Tie(torch.autograd.Function):
 def _parameter_gradients(call: Call, found: dict[tuple[str, str], torch.Tensor]) -> list[torch.Tensor | None]:
     pairs = zip(call.program.parameters, call.parameters, strict=True)
     local = [(parameter, found.pop(("gradient", slot.target), None)) for slot, parameter in pairs]
-    return [
-        gradient if gradient is None else gradient_like(parameter, gradient) for parameter, gradient in local
-    ]
+    return [gradient if gradient is None else gradient_like(parameter, gradient) for parameter, gradient in local]
 
 
 def _input_gradients(ctx: Any, found: dict[tuple[str, str], torch.Tensor]) -> list[torch.Tensor | None]:
@@ -89,5 +83,5 @@ def differentiate(call: Call, leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
             f"{missing[0]}.detach()"
         )
     inputs = [leaf for _, leaf in wanted]
-    outputs = _Tie.apply(call, leaves, [name for name, _ in wanted], *call.parameters, *inputs)  # type: ignore[no-untyped-call]
+    outputs = _Tie.apply(call, leaves, [name for name, _ in wanted], *call.parameters, *inputs)
     return dict(zip(call.results, outputs, strict=True))

@@ -103,9 +103,7 @@ class Call:
             value = value.full_tensor()
         if isinstance(value, DTensor):
             wanted = torch_placements(slot.placements, self.groups.shape)
-            return (
-                value if tuple(value.placements) == wanted else value.redistribute(placements=wanted)
-            ).to_local()
+            return (value if tuple(value.placements) == wanted else value.redistribute(placements=wanted)).to_local()
         here = take_local(value.detach(), slot.placements, self.groups.shape, self.groups.coordinate)
         return here.to(self.groups.device, non_blocking=True).contiguous()
 
@@ -167,9 +165,7 @@ class Call:
         ]
         return tree_unflatten(leaves, signature.output_spec)
 
-    def own_tangent(
-        self, slot: TensorSlot, gradient: torch.Tensor | None, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def own_tangent(self, slot: TensorSlot, gradient: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """This rank's part of the gradient of an output: zeros if none arrived."""
         if gradient is None:
             shape = local_shape(slot.shape, slot.placements, self.groups.shape, self.groups.coordinate)
@@ -211,9 +207,7 @@ class Call:
                 return torch.utils._pytree.keystr(path) or name
         return name
 
-    def backward(
-        self, saved: list[torch.Tensor], tangents: list[torch.Tensor]
-    ) -> dict[tuple[str, str], torch.Tensor]:
+    def backward(self, saved: list[torch.Tensor], tangents: list[torch.Tensor]) -> dict[tuple[str, str], torch.Tensor]:
         """Local gradients by (kind, name); those that are None are absent."""
         values = self.executable.backward(saved, tangents)
         pairs = zip(self.program.gradients, values, strict=True)

@@ -47,7 +47,7 @@ def split_pieces(tensor: torch.Tensor, dim: int, before: int, parts: int) -> tor
     if parts * length != count:
         padding = [0, 0] * (tensor.dim() - 1 - dim) + [0, parts * length - count]
         tensor = torch.nn.functional.pad(tensor, padding)
-    pieces = tensor.unflatten(dim, (before, parts, length)).movedim(dim + 1, 0)  # type: ignore[no-untyped-call]
+    pieces = tensor.unflatten(dim, (before, parts, length)).movedim(dim + 1, 0)
     return pieces.flatten(dim + 1, dim + 2).contiguous()  # type: ignore[no-any-return]
 
 
@@ -58,7 +58,7 @@ def join_pieces(pieces: torch.Tensor, dim: int, before: int, size: int) -> torch
     if before == 1 and parts * length != size:
         cut = [piece.narrow(dim, 0, chunk_bounds(size, parts, k)[1]) for k, piece in enumerate(pieces)]
         return torch.cat(cut, dim)
-    split = pieces.unflatten(dim + 1, (before, length)).movedim(0, dim + 1)  # type: ignore[no-untyped-call]
+    split = pieces.unflatten(dim + 1, (before, length)).movedim(0, dim + 1)
     return split.flatten(dim, dim + 2).contiguous()  # type: ignore[no-any-return]
 
 
@@ -96,7 +96,7 @@ def _bucket(
         results: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
         for members, receive in sent:
             shapes = [tensors[place].shape[first:] for place in members]
-            pieces = receive().split([math.prod(shape) for shape in shapes], dim=-1)  # type: ignore[no-untyped-call]
+            pieces = receive().split([math.prod(shape) for shape in shapes], dim=-1)
             for place, shape, piece in zip(members, shapes, pieces, strict=True):
                 results[place] = piece.unflatten(-1, shape) if len(shape) else piece.squeeze(-1)
         return results
@@ -215,9 +215,7 @@ class Collectives:
         pieces = [split_pieces(t, d, b, group.size) for t, (d, b) in zip(tensors, where, strict=True)]
         received = _bucket(pieces, lambda flat: _exchange(group).reduce_scatter(flat, op, group), 1)
         return Handle(
-            lambda: [
-                p.narrow(d, 0, n).contiguous() for p, d, n in zip(received(), dims, lengths, strict=True)
-            ]
+            lambda: [p.narrow(d, 0, n).contiguous() for p, d, n in zip(received(), dims, lengths, strict=True)]
         )
 
     def slice(self, tensor: torch.Tensor, axes: Axes, dim: int, before: int = 1) -> torch.Tensor:

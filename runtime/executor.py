@@ -78,9 +78,7 @@ def returns_sequence(operation: Operation) -> bool:
 def instruction_axes(program: Program) -> set[tuple[int, ...]]:
     """Every set of mesh axes that a collective of ``program`` runs over."""
     sections = (program.refresh, program.forward, program.backward)
-    found = (
-        i for s in sections for i in s.instructions if i.op.startswith("collective.") and len(i.args) > 1
-    )
+    found = (i for s in sections for i in s.instructions if i.op.startswith("collective.") and len(i.args) > 1)
     return {tuple(i.args[1]) for i in found}
 
 
@@ -103,9 +101,7 @@ class Source:
         for index, instruction in enumerate(section.instructions):
             lines.append(f"    {self._line(instruction, last)}")
             self.instructions[len(lines)] = instruction
-            dead = dict.fromkeys(
-                self.names[value] for value in _operands(instruction) if last[value] == index
-            )
+            dead = dict.fromkeys(self.names[value] for value in _operands(instruction) if last[value] == index)
             if dead:
                 lines.append(f"    del {', '.join(dead)}")
         outputs = ", ".join("None" if value is None else self._name(value) for value in section.outputs)
@@ -114,9 +110,7 @@ class Source:
     @staticmethod
     def _last_uses(section: Section) -> dict[Value, int]:
         """For each used value the index of the last instruction that uses it; outputs live to the end."""
-        last = {
-            v: index for index, instruction in enumerate(section.instructions) for v in _operands(instruction)
-        }
+        last = {v: index for index, instruction in enumerate(section.instructions) for v in _operands(instruction)}
         return {**last, **{v: len(section.instructions) for v in section.outputs if v is not None}}
 
     def _fresh(self, name: str) -> str:
@@ -175,9 +169,7 @@ class Source:
         operation = self._operations.get(op)
         if operation is None:
             if op.startswith(("autopar.", "collective.")):
-                raise GraphError(
-                    f"{op!r} is no operation of this runtime; known: {', '.join(self._operations)}"
-                )
+                raise GraphError(f"{op!r} is no operation of this runtime; known: {', '.join(self._operations)}")
             operation = resolve_aten(op)
         if op not in self._called:
             self._called[op] = self._constant(operation, op.removesuffix(".default"))
@@ -228,9 +220,7 @@ def _explain(error: Exception, trace: TracebackType, source: Source, where: str)
     if instruction is None:
         return ExecutionError(f"{where}: {type(error).__name__}: {error}")
     known = trace.tb_frame.f_locals
-    operands = {
-        v: _describe(known[source.names[v]]) for v in _operands(instruction) if source.names[v] in known
-    }
+    operands = {v: _describe(known[source.names[v]]) for v in _operands(instruction) if source.names[v] in known}
     shapes = ", ".join(f"{value}: {text}" for value, text in operands.items())
     module = f" of module {instruction.module}" if instruction.module else ""
     return ExecutionError(
@@ -339,9 +329,7 @@ class Executable:
         count = len(self.program.results)
         return values[:count], values[count:]
 
-    def backward(
-        self, saved: list[torch.Tensor], tangents: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor | None]:
+    def backward(self, saved: list[torch.Tensor], tangents: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Local gradients in the order of ``program.gradients``; empties ``saved``."""
         values = [*saved, *tangents]
         saved.clear()

@@ -31,8 +31,8 @@ class AxisGroup:
 
     @property
     def backend(self) -> str:
-        """``gloo``, ``nccl``, ...; ``none`` for a group of one. A group with a backend per device type counts as the one of the mesh's
-        devices."""
+        """``gloo``, ``nccl``, ...; ``none`` for a group of one. A group with a backend per device type counts as the
+        one of the mesh's devices."""
         if self.group is None:
             return "none"
         named = dict(part.split(":") for part in str(dist.get_backend_config(self.group)).split(",") if ":" in part)
@@ -46,9 +46,7 @@ class MeshGroups:
     def __init__(self, mesh: DeviceMesh) -> None:
         coordinate = mesh.get_coordinate()
         if coordinate is None:
-            raise OptionsError(
-                f"rank {dist.get_rank()} is not on the mesh {mesh}; only its ranks may run the model"
-            )
+            raise OptionsError(f"rank {dist.get_rank()} is not on the mesh {mesh}; only its ranks may run the model")
         ranks = mesh.mesh
         for axis in range(ranks.ndim):
             if bool((ranks.diff(dim=axis) <= 0).any()):

@@ -172,7 +172,7 @@ def run_local(
 def _starts_afresh(start: Start) -> bool:
     """Neither a CUDA context nor a process group survives a fork."""
     if start == "auto":
-        return torch.cuda.is_initialized() or dist.is_initialized() or not hasattr(os, "fork")  # type: ignore[no-untyped-call]
+        return torch.cuda.is_initialized() or dist.is_initialized() or not hasattr(os, "fork")
     return start == "spawn"
 
 

@@ -85,17 +85,15 @@ def _note(value: Any) -> Any:
     if not _is_meta(value):
         return value.detach().clone()
     whole = value.untyped_storage().nbytes() == value.numel() * value.dtype.itemsize
-    return _Meta(
-        _storage(value), tuple(value.shape), value.stride(), int(value.storage_offset()), value.dtype, whole
-    )
+    return _Meta(_storage(value), tuple(value.shape), value.stride(), int(value.storage_offset()), value.dtype, whole)
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Recorder(TorchDispatchMode):
     """Records what is done to meta tensors. Keeps their storages alive, which are told apart by address (not
     the tensors: a view would hold its base, which could then not be swapped)."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.steps: list[_Step] = []
         self.kept: dict[int, torch.UntypedStorage] = {}
 
@@ -109,9 +107,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._record(func, args, kwargs, given, made)
         return result
 
-    def _record(
-        self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], made: list[torch.Tensor]
-    ) -> None:
+    def _record(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
         reads = frozenset(map(_storage, given))
         mutable = func._schema.is_mutable
         if mutable:
@@ -122,9 +118,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         fills = not mutable or func._schema.name.split("::")[1] in _OVERWRITES
         made = [tensor for tensor in made if _storage(tensor) not in reads]
-        self.add(
-            func, args, kwargs, made, reads, writes, fills, fills and (not mutable or _note(args[0]).whole)
-        )
+        self.add(func, args, kwargs, made, reads, writes, fills, fills and (not mutable or _note(args[0]).whole))
 
     def add(
         self,
@@ -141,16 +135,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         noted_args, noted_kwargs = tree_map(_note, (args, kwargs))
         outputs = tuple(map(_note, made))
         index = len(self.steps)
-        self.steps.append(
-            _Step(index, function, noted_args, noted_kwargs, outputs, reads, writes, fills, overwrites)
-        )
+        self.steps.append(_Step(index, function, noted_args, noted_kwargs, outputs, reads, writes, fills, overwrites))
 
     def add_whole(self, function: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
         """Records ``function(tensor, ...)`` of :data:`_SKIPPED_ON_META`, or runs it on a real tensor."""
         if not _is_meta(tensor):
-            raise AutoparError(
-                f"{function.__name__} of a real tensor inside the initialisation of a meta model"
-            )
+            raise AutoparError(f"{function.__name__} of a real tensor inside the initialisation of a meta model")
         self.kept[_storage(tensor)] = tensor.untyped_storage()
         storage = frozenset([_storage(tensor)])
         self.add(function, (tensor, *args), kwargs, [], storage, storage, True, _note(tensor).whole)
@@ -181,8 +171,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _relay(name: str) -> CodeType:
     """The code of a function in ``torch.nn.init`` that hands its call to the recorder."""
     source = (
-        f"def {name}(tensor, *args, **kwargs):\n"
-        f"    return _autopar_recorder.add_whole({name}, tensor, args, kwargs)\n"
+        f"def {name}(tensor, *args, **kwargs):\n    return _autopar_recorder.add_whole({name}, tensor, args, kwargs)\n"
     )
     namespace: dict[str, Any] = {}
     exec(source, namespace)
@@ -303,11 +292,9 @@ class Initialiser:
         """The real tensor for a noted meta one; a storage first seen here starts uninitialised, as
         ``torch.empty`` does."""
         if noted.storage not in storages:
-            extent = (
-                noted.offset + 1 + sum((n - 1) * s for n, s in zip(noted.shape, noted.stride, strict=True))
-            )
+            extent = noted.offset + 1 + sum((n - 1) * s for n, s in zip(noted.shape, noted.stride, strict=True))
             size = max(extent, 0) * noted.dtype.itemsize
-            storages[noted.storage] = torch.UntypedStorage(size, device=self.device)  # type: ignore[no-untyped-call]
+            storages[noted.storage] = torch.UntypedStorage(size, device=self.device)
         storage = storages[noted.storage]
         last = noted.offset + 1 + sum((n - 1) * s for n, s in zip(noted.shape, noted.stride, strict=True))
         if last * noted.dtype.itemsize > storage.nbytes():
@@ -324,7 +311,7 @@ def materialise(module: nn.Module, device: torch.device, seed: int) -> None:
         if _is_meta(parameter):
             real = nn.Parameter(initialiser.value(parameter, name), parameter.requires_grad)
             real.__dict__.update(parameter.__dict__)
-            torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
+            torch.utils.swap_tensors(parameter, real)
     for path, part in module.named_modules():
         for key, buffer in part._buffers.items():
             if buffer is not None and _is_meta(buffer):

@@ -44,9 +44,7 @@ class ParallelModule(nn.Module):
     initialises a meta model (default: torch's initial seed on rank 0); a real model keeps rank 0's weights.
     """
 
-    def __init__(
-        self, module: nn.Module, mesh: DeviceMesh, compile: Compile, *, seed: int | None = None
-    ) -> None:
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, compile: Compile, *, seed: int | None = None) -> None:
         super().__init__()
         for name in _SHARED:
             self.__dict__[name] = module.__dict__[name]
@@ -134,17 +132,15 @@ class ParallelModule(nn.Module):
         return self._plan
 
     def optimizer(self, cls: Callable[..., torch.optim.Optimizer], **kwargs: Any) -> torch.optim.Optimizer:
-        """``cls`` over the named parameters, before or after the first batch; its state rests as the parameters do, and it steps on
-        local shards where that gives the same numbers (:mod:`autopar.runtime.optimizer`)."""
+        """``cls`` over the named parameters, before or after the first batch; its state rests as the parameters do, and
+        it steps on local shards where that gives the same numbers (:mod:`autopar.runtime.optimizer`)."""
         return make_optimizer(cls, self.named_parameters(), **kwargs)
 
     def local_batch(self, *args: Any, **kwargs: Any) -> Any:
         """The batch with each tensor as a DTensor of which this rank holds its part: a dict for keyword
         inputs, a tuple for positional ones."""
         if args and kwargs:
-            raise AutoparError(
-                "local_batch takes positional inputs or keyword inputs, not both; call it twice"
-            )
+            raise AutoparError("local_batch takes positional inputs or keyword inputs, not both; call it twice")
         call = self._any_call(args, kwargs)
         slots = {slot.target: slot for slot in call.program.placeholders if slot.kind == "input"}
         leaves = call.leaves(args, kwargs)
@@ -181,17 +177,13 @@ class ParallelModule(nn.Module):
         self._original.training = mode
         return self
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As :meth:`torch.nn.Module.load_state_dict`; whole plain tensors may stand for distributed
         parameters."""
         own = dict(self.named_parameters(remove_duplicate=False))
         ready = {
             key: self._weights.whole_to_own(key, value)
-            if isinstance(own.get(key), DTensor)
-            and isinstance(value, torch.Tensor)
-            and not isinstance(value, DTensor)
+            if isinstance(own.get(key), DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
             else value
             for key, value in state_dict.items()
         }

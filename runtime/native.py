@@ -53,9 +53,7 @@ def all_to_all(send: torch.Tensor, group: AxisGroup) -> Finish:
 def all_gather(piece: torch.Tensor, group: AxisGroup) -> Finish:
     """As :func:`autopar.runtime.gloo.all_gather`."""
     receive = piece.new_empty((group.size, *piece.shape))
-    work = dist.all_gather_single(
-        _wire(receive).view(-1), _wire(piece).view(-1), group=group.group, async_op=True
-    )
+    work = dist.all_gather_single(_wire(receive).view(-1), _wire(piece).view(-1), group=group.group, async_op=True)
     return _finish(work, receive, piece)
 
 

@@ -1,12 +1,13 @@
 """Optimizers that step on local shards.
 
-An optimizer that treats every element by itself (Adam, SGD, ...) does the same on a shard as on the whole: updating the local tensors
-gives the same numbers as updating DTensors, without dispatching thousands of small DTensor operations a step. What the user holds is an
-instance of the very class asked for, over the DTensor parameters: ``param_groups``, learning-rate schedulers, ``state_dict`` (state as
-DTensors, placed like their parameters) and hooks work as always; only ``step`` is done by an inner optimizer on the shards, which
-share their memory with the DTensors.
+An optimizer that treats every element by itself (Adam, SGD, ...) does the same on a shard as on the whole: updating the
+local tensors gives the same numbers as updating DTensors, without dispatching thousands of small DTensor operations a
+step. What the user holds is an instance of the very class asked for, over the DTensor parameters: ``param_groups``,
+learning-rate schedulers, ``state_dict`` (state as DTensors, placed like their parameters) and hooks work as always;
+only ``step`` is done by an inner optimizer on the shards, which share their memory with the DTensors.
 
-Optimizers that look at a whole tensor (Adafactor, LBFGS, Muon, ...) or that we do not know run on the DTensors themselves.
+Optimizers that look at a whole tensor (Adafactor, LBFGS, Muon, ...) or that we do not know run on the DTensors
+themselves.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
 OptimizerClass = Callable[..., torch.optim.Optimizer]
 
 
-def make_optimizer(cls: OptimizerClass, named: Iterable[tuple[str, nn.Parameter]], **kwargs: Any) -> torch.optim.Optimizer:
+def make_optimizer(
+    cls: OptimizerClass, named: Iterable[tuple[str, nn.Parameter]], **kwargs: Any
+) -> torch.optim.Optimizer:
     """``cls`` over the parameters; stepping on local shards if it is one of :data:`ELEMENTWISE`."""
     if cls not in ELEMENTWISE:
         return cls(named, **kwargs)
@@ -89,7 +92,8 @@ def _inner_optimizer(outer: Any, cls: type[torch.optim.Optimizer]) -> torch.opti
     for group in outer.param_groups:
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         groups.append({**options, "params": [_local(parameter) for parameter in group["params"]]})
-    inner = cls(groups)
+    make: OptimizerClass = cls
+    inner = make(groups)
     for group, local_group in zip(outer.param_groups, inner.param_groups, strict=True):
         for parameter, local in zip(group["params"], local_group["params"], strict=True):
             if parameter in outer.state:
@@ -108,11 +112,14 @@ def _local(value: Any) -> Any:
 
 
 def _placed_like(value: Any, parameter: nn.Parameter) -> Any:
-    """State made before the first batch lies as parameters lay then: whole. It is cut as the parameter has been since."""
+    """State made before the first batch lies as parameters lay then: whole. It is cut as the parameter has been
+    since."""
     if not isinstance(value, DTensor) or not isinstance(parameter, DTensor):
         return value
     if value.device_mesh == parameter.device_mesh:
-        return value if value.placements == parameter.placements else value.redistribute(placements=parameter.placements)
+        return (
+            value if value.placements == parameter.placements else value.redistribute(placements=parameter.placements)
+        )
     whole = DTensor.from_local(value.full_tensor(), parameter.device_mesh, run_check=False)
     return whole.redistribute(placements=parameter.placements)
 
@@ -134,8 +141,14 @@ def _as_global(state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]
 
     def whole(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == shape:
-            layout = {"shape": parameter.shape, "stride": parameter.stride()}
-            return DTensor.from_local(value, parameter.device_mesh, parameter.placements, run_check=False, **layout)
+            return DTensor.from_local(
+                value,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
         return value
 
     return {key: whole(value) for key, value in state.items()}

@@ -62,9 +62,7 @@ def torch_placements(placements: Placements, mesh: Sequence[int]) -> tuple[Torch
     for axis, placement in enumerate(placements):
         if isinstance(placement, StridedShard):
             factor = before_when_cut(placements, axis, mesh)
-            found.append(
-                Shard(placement.dim) if factor == 1 else _StridedShard(placement.dim, split_factor=factor)
-            )
+            found.append(Shard(placement.dim) if factor == 1 else _StridedShard(placement.dim, split_factor=factor))
         else:
             found.append(placement)
     return tuple(found)
@@ -123,9 +121,7 @@ def take_own(whole: torch.Tensor, slot: TensorSlot, groups: MeshGroups) -> torch
     return local.clone() if local.untyped_storage().nbytes() > local.nbytes else local
 
 
-def broadcast_first(
-    tensors: Sequence[torch.Tensor], groups: MeshGroups
-) -> Iterator[tuple[int, torch.Tensor]]:
+def broadcast_first(tensors: Sequence[torch.Tensor], groups: MeshGroups) -> Iterator[tuple[int, torch.Tensor]]:
     """``(index, value)`` of every tensor as the mesh's first rank has it, on the mesh's device; sent in
     buckets of bytes."""
     group = groups.over(groups.axes)
@@ -133,9 +129,7 @@ def broadcast_first(
     for index in range(len(tensors)):
         bucket.append(index)
         if sum(tensors[i].nbytes for i in bucket) >= _BUCKET_BYTES or index + 1 == len(tensors):
-            yield from zip(
-                bucket, _broadcast([tensors[i] for i in bucket], group, groups.device), strict=True
-            )
+            yield from zip(bucket, _broadcast([tensors[i] for i in bucket], group, groups.device), strict=True)
             bucket = []
 
 
@@ -149,7 +143,7 @@ def _broadcast(tensors: Sequence[torch.Tensor], group: AxisGroup, device: torch.
     # Cloned, because a dtype may be viewed only at offsets it divides, and so that the bucket can go.
     return [
         piece.clone().view(tensor.dtype).view(tensor.shape)
-        for piece, tensor in zip(buffer.split(sizes), here, strict=True)  # type: ignore[no-untyped-call]
+        for piece, tensor in zip(buffer.split(sizes), here, strict=True)
     ]
 
 
@@ -158,7 +152,7 @@ def wrap(tensor: torch.Tensor, groups: MeshGroups) -> DTensor:
     to the mesh's device."""
     meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
     spec = DTensorSpec(groups.mesh, (Replicate(),) * len(groups.shape), tensor_meta=meta)
-    return DTensor(tensor.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return DTensor(tensor.detach(), spec, requires_grad=False)
 
 
 def wrap_parameters(module: nn.Module, groups: MeshGroups) -> None:
@@ -183,9 +177,7 @@ def unwrapped(module: nn.Module) -> Iterator[None]:
     for part, parameters in before:
         for key, parameter in parameters.items():
             if isinstance(parameter, DTensor):
-                local = plain.setdefault(
-                    id(parameter), nn.Parameter(parameter._local_tensor, requires_grad=False)
-                )
+                local = plain.setdefault(id(parameter), nn.Parameter(parameter._local_tensor, requires_grad=False))
                 part._parameters[key] = local
     try:
         yield
@@ -205,11 +197,11 @@ def swap_parameter(parameter: torch.Tensor, replacement: torch.Tensor, name: str
     replacement.__dict__.update(parameter.__dict__)
     parameter.grad = None
     try:
-        torch.utils.swap_tensors(parameter, replacement)  # type: ignore[no-untyped-call]
+        torch.utils.swap_tensors(parameter, replacement)
     except RuntimeError:
         gc.collect()
         try:
-            torch.utils.swap_tensors(parameter, replacement)  # type: ignore[no-untyped-call]
+            torch.utils.swap_tensors(parameter, replacement)
         except RuntimeError as error:
             raise AutoparError(
                 f"the parameter {name} cannot become a DTensor in place, because something still "

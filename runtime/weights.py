@@ -51,9 +51,7 @@ class Weights:
         names = self.names
         unknown = [slot.target for slot in program.parameters if slot.target not in names]
         if unknown:
-            raise PlanMismatchError(
-                f"the program has parameters that the model has not: {', '.join(unknown)}"
-            )
+            raise PlanMismatchError(f"the program has parameters that the model has not: {', '.join(unknown)}")
         slots = {names[slot.target]: slot for slot in program.parameters}
         if self._slots is None:
             place_parameters(self.module, slots, self.groups, self._seed)
@@ -100,9 +98,7 @@ class Weights:
         local = value.detach().to(parameter.dtype)
         if not parameter.is_meta:
             return wrap(local, self.groups)
-        swap_parameter(
-            parameter, nn.Parameter(wrap(local.clone(), self.groups), parameter.requires_grad), name
-        )
+        swap_parameter(parameter, nn.Parameter(wrap(local.clone(), self.groups), parameter.requires_grad), name)
         return parameter.detach()
 
 
@@ -110,7 +106,7 @@ def gradient_like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
     """``local`` as the gradient of ``parameter``: placed the same. The bare constructor, because
     ``from_local`` takes twice as long and there are hundreds a step."""
     assert isinstance(parameter, DTensor)
-    return DTensor(local, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return DTensor(local, parameter._spec, requires_grad=False)
 
 
 def accumulate(parameter: nn.Parameter, local: torch.Tensor) -> None:

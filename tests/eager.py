@@ -49,9 +49,7 @@ def assert_close(what: str, found: torch.Tensor | None, expected: torch.Tensor |
     assert (found is None) == (expected is None), f"{what}: {found} instead of {expected}"
     if found is None or expected is None:
         return
-    assert found.shape == expected.shape, (
-        f"{what}: shape {tuple(found.shape)} instead of {tuple(expected.shape)}"
-    )
+    assert found.shape == expected.shape, f"{what}: shape {tuple(found.shape)} instead of {tuple(expected.shape)}"
     assert found.dtype == expected.dtype, f"{what}: {found.dtype} instead of {expected.dtype}"
     if not expected.is_floating_point():
         assert torch.equal(found, expected), what

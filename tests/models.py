@@ -1,4 +1,5 @@
-"""Small models, with a batch each, that tests share: every family whose plans must be right, at sizes that run in a moment."""
+"""Small models, with a batch each, that tests share: every family whose plans must be right, at sizes that run in a
+moment."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def gpt2(layers: int = 2) -> Case:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        n_layer=layers, n_embd=48, n_head=4, vocab_size=VOCABULARY, n_positions=32, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+        n_layer=layers, n_embd=48, n_head=4, vocab_size=VOCABULARY,
+        n_positions=32, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
         bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     return GPT2LMHeadModel(config), text()
@@ -65,7 +67,8 @@ def vit(layers: int = 2) -> Case:
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
-        hidden_size=48, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=96, image_size=32, patch_size=8,
+        hidden_size=48, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=96,
+        image_size=32, patch_size=8,
         num_labels=10, hidden_dropout_prob=0, attention_probs_dropout_prob=0,
     )  # fmt: skip
     return ViTForImageClassification(config), pictures()

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
+
 from autopar.account import account
 from autopar.api import split_batch
 from autopar.assignment import Assignment
@@ -19,8 +21,6 @@ from autopar.passes.overlap import overlap
 from autopar.planner import Question, step_graph
 from autopar.prices import BUCKET_BYTES, Prices, placement_options
 from autopar.program import Program
-from torch import nn
-
 from tests.models import Batch
 
 CLUSTER = "dgx-a100-80gb"
@@ -52,7 +52,9 @@ class Setting:
     graph: Graph
     prices: Prices
 
-    def program(self, assignment: Assignment, coordinate: tuple[int, ...] | None = None, bucket: int = BUCKET_BYTES) -> Program:
+    def program(
+        self, assignment: Assignment, coordinate: tuple[int, ...] | None = None, bucket: int = BUCKET_BYTES
+    ) -> Program:
         place = coordinate or (0,) * len(assignment.mesh)
         job = Lowering(self.graph, assignment, place, self.prices.path, bucket)
         return overlap(lower(job, self.graph.outputs))

@@ -58,9 +58,7 @@ class Builder:
     instructions: list[Instruction]
 
     def __call__(self, name: str, op: str, *args: object, module: str = "") -> V:
-        given = tuple(
-            V(a) if isinstance(a, str) and a[:1].islower() and len(a) < 8 and a != "sum" else a for a in args
-        )
+        given = tuple(V(a) if isinstance(a, str) and a[:1].islower() and len(a) < 8 and a != "sum" else a for a in args)
         self.instructions.append(Instruction(name, op, given, module=module))
         return V(name)
 
@@ -136,8 +134,7 @@ def tiny_program(mesh: tuple[int, int], coordinate: tuple[int, ...], request: Re
     if everything:
         tangents = (*tangents, slot("to", "tangent", "1", (batch, FEATURES), "S(0),R"))
     wants_input = any(
-        isinstance(v, torch.Tensor) and v.requires_grad
-        for v in tree_flatten((request.args, request.kwargs))[0]
+        isinstance(v, torch.Tensor) and v.requires_grad for v in tree_flatten((request.args, request.kwargs))[0]
     )
     gradients = tuple(slot(f"d{s.name}", "gradient", s.target, s.shape, STORED[s.target]) for s in parameters)
     if wants_input:

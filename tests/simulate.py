@@ -1,7 +1,7 @@
 """Runs the programs of all ranks in one process, instruction by instruction, with collectives done by hand.
 
-The semantics of collectives are written here a second time and in the plainest way, from the definition of placements, so that a test
-of lowering does not rest on the runtime.
+The semantics of collectives are written here a second time and in the plainest way, from the definition of placements,
+so that a test of lowering does not rest on the runtime.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class World:
         ]
 
     def step(self, values: Mapping[str, torch.Tensor], tangents: Mapping[str, torch.Tensor]) -> tuple[Tensors, Tensors]:
-        """Forward and backward on global ``values`` by placeholder target; results and gradients by name, assembled whole."""
+        """Forward and backward on global ``values`` by placeholder target; results and gradients by name, assembled
+        whole."""
         inputs = [self._inputs(rank, values) for rank in range(len(self.programs))]
         forward = self.run([p.forward for p in self.programs], inputs)
         count = len(self.programs[0].results)
@@ -56,7 +57,9 @@ class World:
             return results, {}
         saved = []
         for rank, program in enumerate(self.programs):
-            given = [take_local(tangents[s.target], s.placements, self.mesh, program.coordinate) for s in program.tangents]
+            given = [
+                take_local(tangents[s.target], s.placements, self.mesh, program.coordinate) for s in program.tangents
+            ]
             saved.append([*forward[rank][count:], *given])
         backward = self.run([p.backward for p in self.programs], saved)
         return results, self._assemble([p.gradients for p in self.programs], backward)
@@ -66,7 +69,11 @@ class World:
         found = []
         for slot in program.placeholders:
             whole = program.constants[slot.name] if slot.kind == "constant" else values[slot.target]
-            found.append(take_local(whole, slot.placements, self.mesh, program.coordinate).clone(memory_format=torch.contiguous_format))
+            found.append(
+                take_local(whole, slot.placements, self.mesh, program.coordinate).clone(
+                    memory_format=torch.contiguous_format
+                )
+            )
         return found
 
     def _assemble(self, slots: Sequence[Sequence[TensorSlot]], locals_: Sequence[Sequence[Any]]) -> Tensors:
@@ -126,11 +133,17 @@ class World:
             members = []
             for position in range(len(args[0][0])):
                 single = [
-                    {k[:-1] if k in ("dims", "sizes", "befores") else k: v[position] if k in ("dims", "sizes", "befores") else v
-                     for k, v in kw.items()}
+                    {
+                        k[:-1] if k in ("dims", "sizes", "befores") else k: v[position]
+                        if k in ("dims", "sizes", "befores")
+                        else v
+                        for k, v in kw.items()
+                    }
                     for kw in kwargs
                 ]
-                members.append(self._collective(kind.removesuffix("_bucket"), [(a[0][position],) for a in args], single))
+                members.append(
+                    self._collective(kind.removesuffix("_bucket"), [(a[0][position],) for a in args], single)
+                )
             return [[member[rank] for member in members] for rank in range(len(args))]
         found = []
         for rank, kw in enumerate(kwargs):

@@ -8,17 +8,17 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import autopar
 import pytest
 import torch
 import torch.distributed as dist
-from autopar.errors import OptionsError, PlanMismatchError, TraceError
-from autopar.runtime import ParallelModule
-from autopar.runtime.launch import run_local
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+import autopar
+from autopar.errors import OptionsError, PlanMismatchError, TraceError
+from autopar.runtime import ParallelModule
+from autopar.runtime.launch import run_local
 from tests.models import Plain, Stack, make, plain, text
 from tests.questions import CLUSTER, gradients_of, slow_devices
 
@@ -52,7 +52,9 @@ def check_gradients(model: nn.Module, wanted: dict[str, torch.Tensor]) -> None:
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert found.keys() == wanted.keys()
     for name, gradient in found.items():
-        torch.testing.assert_close(whole(gradient), wanted[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            whole(gradient), wanted[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def check_weights(model: nn.Module, reference: nn.Module) -> None:
@@ -72,7 +74,9 @@ def test_two_arguments_are_enough(count: int) -> None:
         output = model(**batch)
         assert type(output) is dict and not isinstance(output["scores"], DTensor)
         torch.testing.assert_close(output["loss"].detach(), loss)
-        torch.testing.assert_close(output["scores"].detach(), reference(**batch)["scores"].detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            output["scores"].detach(), reference(**batch)["scores"].detach(), rtol=1e-5, atol=1e-6
+        )
         output["loss"].backward()
         check_gradients(model, gradients)
         assert math.prod(model.plan.mesh) == world
@@ -81,16 +85,25 @@ def test_two_arguments_are_enough(count: int) -> None:
     assert len(set(on(count, work))) == 1
 
 
-@pytest.mark.parametrize("options", [autopar.Options(mesh_search=False), SHARDED, SPLIT], ids=["best", "sharded", "split"])
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize(
+    "options", [autopar.Options(mesh_search=False), SHARDED, SPLIT], ids=["best", "sharded", "split"]
+)
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW], ids=lambda cls: cls.__name__
+)
 def test_training_as_in_one_process(options: autopar.Options, optimizer: type[torch.optim.Optimizer]) -> None:
-    """The optimizer is made before the first batch, one way or the other; step() and backward() take turns; norms are clipped."""
+    """The optimizer is made before the first batch, one way or the other; step() and backward() take turns; norms are
+    clipped."""
 
     def work(rank: int, world: int) -> None:
         reference = small_stack()
         model = autopar.parallelize(copy.deepcopy(reference), (2, 2), options=options, cluster=CLUSTER)
         theirs = optimizer(reference.parameters(), lr=0.01)
-        ours = optimizer(model.parameters(), lr=0.01) if optimizer is torch.optim.SGD else model.optimizer(optimizer, lr=0.01)
+        ours = (
+            optimizer(model.parameters(), lr=0.01)
+            if optimizer is torch.optim.SGD
+            else model.optimizer(optimizer, lr=0.01)
+        )
         for turn in range(3):
             batch = text(8, 8, seed=turn)
             wanted = reference(**batch)["loss"]
@@ -113,13 +126,17 @@ def test_clipping_when_gradients_and_states_are_sharded(stage: Any) -> None:
     def work(rank: int, world: int) -> None:
         reference, batch = small_stack(), text(8, 8)
         options = autopar.Options(zero=stage, mesh_search=False)
-        model = autopar.parallelize(copy.deepcopy(reference), (world,), example_inputs=batch, options=options, cluster=CLUSTER)
+        model = autopar.parallelize(
+            copy.deepcopy(reference), (world,), example_inputs=batch, options=options, cluster=CLUSTER
+        )
         ours, theirs = model.optimizer(torch.optim.AdamW, lr=0.01), torch.optim.AdamW(reference.parameters(), lr=0.01)
         for _ in range(2):
             model.step(**batch)
             reference(**batch)["loss"].backward()
             found = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-            torch.testing.assert_close(whole(found), nn.utils.clip_grad_norm_(reference.parameters(), 0.01), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                whole(found), nn.utils.clip_grad_norm_(reference.parameters(), 0.01), rtol=1e-5, atol=1e-6
+            )
             ours.step(), theirs.step(), ours.zero_grad(), theirs.zero_grad()
         check_weights(model, reference)
 
@@ -209,7 +226,9 @@ def test_positional_keyword_and_distributed_batches() -> None:
 def test_another_batch_size_runs_the_same_plan_where_it_divides() -> None:
     def work(rank: int, world: int) -> None:
         reference = small_stack()
-        model = autopar.parallelize(copy.deepcopy(reference), (4,), cluster=slow_devices(), options=autopar.Options(mesh_search=False))
+        model = autopar.parallelize(
+            copy.deepcopy(reference), (4,), cluster=slow_devices(), options=autopar.Options(mesh_search=False)
+        )
         model.step(**text(8, 8))
         plan = model.plan
         assert any(str(p) == "S(0)" for node in plan.strategies.values() for p in node.outputs[0])
@@ -229,7 +248,9 @@ def test_uneven_batch_is_planned_and_right() -> None:
     def work(rank: int, world: int) -> None:
         reference, batch = small_stack(), text(6, 8)
         loss, gradients = gradients_of(reference, batch)
-        model = autopar.parallelize(copy.deepcopy(reference), (4,), cluster=slow_devices(), options=autopar.Options(mesh_search=False))
+        model = autopar.parallelize(
+            copy.deepcopy(reference), (4,), cluster=slow_devices(), options=autopar.Options(mesh_search=False)
+        )
         torch.testing.assert_close(model.step(**batch), loss)
         check_gradients(model, gradients)
 
@@ -266,7 +287,9 @@ def test_a_plan_from_json_is_used_as_it_is_and_only_where_it_fits() -> None:
         check_gradients(model, gradients)
         with pytest.raises(PlanMismatchError, match="the plan was made for 'Stack"):
             autopar.parallelize(small_stack(3), (2,), batch, plan=plan)
-        with pytest.raises(PlanMismatchError, match=r"plan is for mesh \(2,\) of 2 devices, but the mesh is \(1,\) of 1"):
+        with pytest.raises(
+            PlanMismatchError, match=r"plan is for mesh \(2,\) of 2 devices, but the mesh is \(1,\) of 1"
+        ):
             autopar.parallelize(small_stack(), DeviceMesh("cpu", [rank]), batch, plan=plan)
 
     on(2, work)
@@ -366,7 +389,9 @@ def test_one_process_needs_no_launcher() -> None:
 
 
 def test_wrong_number_of_processes() -> None:
-    with pytest.raises(OptionsError, match=r"the mesh \(2, 2\) has 4 devices, but 1 process is running; start 4 \(torchrun"):
+    with pytest.raises(
+        OptionsError, match=r"the mesh \(2, 2\) has 4 devices, but 1 process is running; start 4 \(torchrun"
+    ):
         autopar.parallelize(Plain(), (2, 2))
 
     def work(rank: int, world: int) -> None:

@@ -49,22 +49,16 @@ def product(m: int, n: int, k: int, dtype: str) -> MatrixSample:
     kind = {"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
     shapes = [TensorType(shape, kind) for shape in ((m, k), (k, n), (m, n))]
     node = Node("y", "aten.mm.default", (Value("a"), Value("b")))
-    return MatrixSample(
-        dtype, m, n, k, node_seconds(machine(Rate(0, 1)), node, tuple(shapes[:2]), (shapes[2],))
-    )
+    return MatrixSample(dtype, m, n, k, node_seconds(machine(Rate(0, 1)), node, tuple(shapes[:2]), (shapes[2],)))
 
 
 def samples(truth: Cluster) -> Samples:
     matrices = (*(product(*shape, "f32") for shape in CPU_MATRICES), product(256, 256, 256, "bf16"))
-    pointwise = tuple(
-        (size, DEVICE.launch_seconds + size / DEVICE.memory_bandwidth) for size in (10**5, 10**7)
-    )
+    pointwise = tuple((size, DEVICE.launch_seconds + size / DEVICE.memory_bandwidth) for size in (10**5, 10**7))
     return Samples(DeviceSamples(5e-6, 2e-6, matrices, pointwise), collectives(truth))
 
 
-@pytest.mark.parametrize(
-    "truth", [Rate(3e-4, 8e8), Rate(2e-4, 1e9, 3.0), Rate(0.0, 5e8), Rate(1e-3, math.inf)]
-)
+@pytest.mark.parametrize("truth", [Rate(3e-4, 8e8), Rate(2e-4, 1e9, 3.0), Rate(0.0, 5e8), Rate(1e-3, math.inf)])
 @pytest.mark.parametrize("kind", COLLECTIVES)
 def test_rates_are_recovered(truth: Rate, kind: str) -> None:
     (rate,), error = fit_rates([s for s in collectives(machine(truth)) if s.kind == kind])
@@ -119,9 +113,7 @@ def test_one_process_has_nothing_to_measure() -> None:
         calibrate(processes=1)
 
 
-def test_a_process_that_fails_ends_it_with_its_traceback(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_process_that_fails_ends_it_with_its_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     worker = "import sys, time\nif sys.argv[2] == '1': raise ValueError('no such card')\ntime.sleep(60)"
     monkeypatch.setattr(calibration, "_WORKER", worker)
     started = time.monotonic()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
+
 from autopar.account import Account
 from autopar.assignment import Assignment
 from autopar.graph import Graph
@@ -18,14 +19,13 @@ from autopar.planner import Question, Timings, answer
 from autopar.program import Instruction, Program, Section, TensorSlot
 from autopar.reshard import Collective
 from autopar.spec import parse_placements
-
 from tests.models import MODELS, make
 from tests.questions import Setting, ask, setting, slow_devices
 
 MESHES = [(4,), (2, 2), (2, 1, 2)]
 
 
-@lru_cache(maxsize=None)
+@cache
 def prepared(name: str, mesh: tuple[int, ...]) -> tuple[Question, Setting]:
     model, batch = make(name)
     question = ask(model, batch, mesh)
@@ -124,7 +124,9 @@ def program_of(instructions: tuple[Instruction, ...], *slots: TensorSlot) -> Pro
 def test_reads_bytes_of_uneven_shards_as_padded() -> None:
     from autopar.graph import Value
 
-    gathered = Instruction("g", "collective.all_gather", (Value("x"),), (("axes", (0,)), ("dim", 0), ("size", 5), ("before", 1)))
+    gathered = Instruction(
+        "g", "collective.all_gather", (Value("x"),), (("axes", (0,)), ("dim", 0), ("size", 5), ("before", 1))
+    )
     waited = Instruction("w", "collective.wait", (Value("g"),))
     scattered = Instruction(
         "s", "collective.reduce_scatter_bucket", ((Value("w"), Value("w")),),
@@ -147,7 +149,8 @@ def test_difference_names_both_sides() -> None:
 
 
 class Running(torch.nn.Module):
-    """Uses the new value of a buffer, which is thereby both an operand and a result, and asks for the gradient of an input."""
+    """Uses the new value of a buffer, which is thereby both an operand and a result, and asks for the gradient of an
+    input."""
 
     mean: torch.Tensor
 

@@ -100,9 +100,7 @@ def test_growth_raises_the_steps() -> None:
 def test_monotone_in_bytes(cluster: Cluster, mesh: tuple[int, ...], kind: str, one: int, other: int) -> None:
     axes = tuple(range(len(mesh)))
     small, large = sorted((one, other))
-    assert collective_seconds(cluster, mesh, kind, axes, small) <= collective_seconds(
-        cluster, mesh, kind, axes, large
-    )
+    assert collective_seconds(cluster, mesh, kind, axes, small) <= collective_seconds(cluster, mesh, kind, axes, large)
     bucket = [bucketed_seconds(cluster, mesh, kind, axes, size, 1 << 20) for size in (small, large)]
     assert bucket[0] <= bucket[1]
 
@@ -138,9 +136,7 @@ def test_two_axes_at_once_are_no_dearer_than_one_after_the_other(
 
 
 @given(clusters, meshes, kinds, sizes, st.integers(1, 1 << 30))
-def test_a_share_of_a_bucket(
-    cluster: Cluster, mesh: tuple[int, ...], kind: str, nbytes: int, bucket: int
-) -> None:
+def test_a_share_of_a_bucket(cluster: Cluster, mesh: tuple[int, ...], kind: str, nbytes: int, bucket: int) -> None:
     alone = collective_seconds(cluster, mesh, kind, (0,), nbytes)
     share = bucketed_seconds(cluster, mesh, kind, (0,), nbytes, bucket)
     assert share <= alone * (1 + 1e-12)

@@ -23,9 +23,7 @@ F32, BF16, I64 = torch.float32, torch.bfloat16, torch.int64
 TOY = Cluster(
     "toy",
     "made up",
-    Device(
-        "chip", {"f32": 1e6, "bf16": 4e6}, 1 << 20, 1e5, 1e-3, 1e-4, matmul_efficiency=0.5, matmul_padding=4
-    ),
+    Device("chip", {"f32": 1e6, "bf16": 4e6}, 1 << 20, 1e5, 1e-3, 1e-4, matmul_efficiency=0.5, matmul_padding=4),
     (Link("one", 1, 1.0, 0.0),),
 )
 
@@ -34,9 +32,7 @@ def types(*shapes: tuple[int, ...], dtype: torch.dtype = F32) -> tuple[TensorTyp
     return tuple(TensorType(shape, dtype) for shape in shapes)
 
 
-def node_of(
-    call: Callable[..., Any], *args: Any
-) -> tuple[Node, tuple[TensorType, ...], tuple[TensorType, ...]]:
+def node_of(call: Callable[..., Any], *args: Any) -> tuple[Node, tuple[TensorType, ...], tuple[TensorType, ...]]:
     """The node, operand types and result types of an ATen call on real tensors."""
     operands = [arg for arg in args if isinstance(arg, torch.Tensor)]
     names = iter(range(len(operands)))

@@ -58,9 +58,7 @@ def module_files(root: Path) -> dict[str, Path]:
 
 def folder_of(module: str) -> str:
     """The installed package a module stands in: ``autopar``, ``autopar.passes``, ..."""
-    return next(
-        (floor for floor in UPPER_FLOORS if module == floor or module.startswith(floor + ".")), "autopar"
-    )
+    return next((floor for floor in UPPER_FLOORS if module == floor or module.startswith(floor + ".")), "autopar")
 
 
 def is_type_checking(statement: ast.stmt) -> bool:
@@ -148,8 +146,7 @@ def wrong_form(imports: list[Import]) -> list[str]:
     return [
         f"{found}: {'absolute inside a folder' if found.level == 0 else 'relative across folders'}"
         for found in imports
-        if is_ours(found.module)
-        and (folder_of(found.importer) == folder_of(found.module)) == (found.level == 0)
+        if is_ours(found.module) and (folder_of(found.importer) == folder_of(found.module)) == (found.level == 0)
     ]
 
 
@@ -200,9 +197,7 @@ VIOLATIONS = {
     "vocabulary by way of another": (
         "autopar/shapes.py",
         "from autopar.cost import compute",
-        lambda imports: upward_from_vocabulary(
-            [*imports, Import("autopar.graph", "autopar.shapes", 1, 1, True)]
-        ),
+        lambda imports: upward_from_vocabulary([*imports, Import("autopar.graph", "autopar.shapes", 1, 1, True)]),
     ),
     "vocabulary imports the face": (
         "autopar/spec.py",

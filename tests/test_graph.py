@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from autopar.errors import GraphError
 from autopar.graph import Graph, TensorType, Value, symbol
 
+# ruff: noqa: E501
 TEXT = """graph(b=8)
 %weight: f32[16, 4] = param("embed.weight")
 %ids: i64[b] = input("ids")

@@ -1,4 +1,5 @@
-"""Lowered programs compute what the graph computes, whatever the assignment: the best, the baselines, and random ones."""
+"""Lowered programs compute what the graph computes, whatever the assignment: the best, the baselines, and random
+ones."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import nn
+
 from autopar.assignment import Assignment, uses
 from autopar.cluster import Cluster
 from autopar.graph import Graph
@@ -20,14 +23,13 @@ from autopar.planner import step_graph
 from autopar.prices import Prices, placement_options
 from autopar.program import Program
 from autopar.trace import trace
-from torch import nn
-
 from tests.interpret import interpret
 from tests.simulate import World
 
 
 class Mixed(nn.Module):
-    """Embedding, fused projection split in three, heads, layer norm, one tensor twice in one op, tied head, exact mean loss."""
+    """Embedding, fused projection split in three, heads, layer norm, one tensor twice in one op, tied head, exact mean
+    loss."""
 
     def __init__(self, vocabulary: int = 13, width: int = 12, heads: int = 3) -> None:
         super().__init__()
@@ -73,7 +75,8 @@ def case() -> Case:
 
 
 def random_assignment(graph: Graph, mesh: tuple[int, ...], seed: int) -> Assignment:
-    """Any strategy for every node, any resting places for every parameter: nothing a planner would choose, all it could."""
+    """Any strategy for every node, any resting places for every parameter: nothing a planner would choose, all it
+    could."""
     generator = random.Random(seed)
     parameters, strategies = {}, {}
     for node in graph.nodes:
@@ -103,6 +106,8 @@ def test_any_assignment_gives_the_loss_and_gradients_of_one_device(case: Case, m
         for (kind, name), expected in case.expected.items():
             found = results[name] if kind == "output" else gradients[name]
             assert expected is not None
-            torch.testing.assert_close(found.double(), expected.double(), rtol=1e-9, atol=1e-12, msg=f"{kind} {name}, seed {seed}")
+            torch.testing.assert_close(
+                found.double(), expected.double(), rtol=1e-9, atol=1e-12, msg=f"{kind} {name}, seed {seed}"
+            )
         communicating += sum(use.source != use.target for use in uses(graph, assignment))
     assert communicating > 50

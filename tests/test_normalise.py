@@ -226,9 +226,7 @@ def test_no_saved_value_is_a_view_after_normalising() -> None:
             return (scores.softmax(-1) @ v).sum()
 
     graph = normalise(trace(Attention(), (torch.randn(4, 5, 6),), device="cpu").graph)
-    saved = {
-        v.node for n in graph if n.phase == "backward" for v in n.operands if graph[v.node].phase == "forward"
-    }
+    saved = {v.node for n in graph if n.phase == "backward" for v in n.operands if graph[v.node].phase == "forward"}
     ops = {graph[name].op for name in saved}
     assert ops and not ops & {
         "aten.reshape.default",

@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 import torch
+
 from autopar.graph import TensorType
 from autopar.passes.emit import hop_arguments
 from autopar.reshard import Hop, make_hop, neighbours
 from autopar.spec import PARTIAL_SUM, REPLICATE, Placement, Placements, Shard, StridedShard, is_valid, take_local
-
 from tests.simulate import _one
 
 MESHES = [(2,), (4,), (2, 2), (2, 3), (2, 1, 2)]
@@ -40,14 +40,18 @@ def apply(hop: Hop, kind: TensorType, locals_: list[torch.Tensor], mesh: tuple[i
     coordinates = list(itertools.product(*map(range, mesh)))
     found = []
     for here in coordinates:
-        group = [i for i, c in enumerate(coordinates) if all(a in hop.axes or c[a] == here[a] for a in range(len(mesh)))]
+        group = [
+            i for i, c in enumerate(coordinates) if all(a in hop.axes or c[a] == here[a] for a in range(len(mesh)))
+        ]
         arguments = dict(hop_arguments(hop, kind, mesh, here))
         index = group.index(coordinates.index(here))
         found.append(_one(hop.kind, [locals_[i] for i in group], index, arguments))
     return found
 
 
-def whole_of(locals_: list[torch.Tensor], places: Placements, shape: tuple[int, ...], mesh: tuple[int, ...]) -> torch.Tensor:
+def whole_of(
+    locals_: list[torch.Tensor], places: Placements, shape: tuple[int, ...], mesh: tuple[int, ...]
+) -> torch.Tensor:
     """The global value of locals without Partial axes summed up by hand."""
     partial = [a for a, p in enumerate(places) if p == PARTIAL_SUM]
     total = torch.zeros(shape, dtype=locals_[0].dtype)

@@ -83,7 +83,5 @@ def test_composed_strategies_are_true(sample: Sample, mesh: Mesh) -> None:
                 assert piece is not None, strategy
                 expected = local_shape(tuple(whole.shape), strategy.outputs[index], mesh, at)
                 assert tuple(piece.shape) == expected, strategy
-            joined = _join(
-                {at: p for at, p in pieces.items() if p is not None}, strategy.outputs[index], mesh
-            )
+            joined = _join({at: p for at, p in pieces.items() if p is not None}, strategy.outputs[index], mesh)
             assert close(joined, whole), strategy

@@ -53,6 +53,4 @@ def test_unrunnable_operations_have_no_kernel_here() -> None:
     for op in NEEDS_CUDA:
         name, _, overload = op.removeprefix("aten.").partition(".")
         full = f"aten::{name}" if overload == "default" else f"aten::{name}.{overload}"
-        assert not torch._C._dispatch_has_kernel_for_dispatch_key(full, "CPU"), (
-            f"{op} runs on the CPU: sample it"
-        )
+        assert not torch._C._dispatch_has_kernel_for_dispatch_key(full, "CPU"), f"{op} runs on the CPU: sample it"

@@ -120,10 +120,6 @@ def test_three_factors_of_one_dim() -> None:
     """The factor of an axis may lie between those of two others, in whatever order the axes are listed."""
     x = torch.arange(16)
     placements = (StridedShard(0, 8), StridedShard(0, 4), Shard(0))
-    held_by = [
-        take_local(x, placements, (2, 2, 2), at).tolist() for at in itertools.product(range(2), repeat=3)
-    ]
+    held_by = [take_local(x, placements, (2, 2, 2), at).tolist() for at in itertools.product(range(2), repeat=3)]
     # Digits of 16 = 2 (axis 2) x 2 (nobody) x 2 (axis 1) x 2 (axis 0).
-    assert held_by == [
-        [8 * c + 2 * b + a, 8 * c + 4 + 2 * b + a] for a in (0, 1) for b in (0, 1) for c in (0, 1)
-    ]
+    assert held_by == [[8 * c + 2 * b + a, 8 * c + 4 + 2 * b + a] for a in (0, 1) for b in (0, 1) for c in (0, 1)]

@@ -27,18 +27,14 @@ from autopar.spec import PARTIAL_SUM, REPLICATE, AxisStrategy, Shard, StridedSha
 PASSES = Path(rule_table.__file__).parent
 
 
-def call(
-    inputs: list[tuple[int, ...]], outputs: list[tuple[int, ...]], size: int = 2, op: str = "test"
-) -> OpCall:
+def call(inputs: list[tuple[int, ...]], outputs: list[tuple[int, ...]], size: int = 2, op: str = "test") -> OpCall:
     def types(shapes: list[tuple[int, ...]]) -> tuple[TensorType, ...]:
         return tuple(TensorType(shape, torch.float32) for shape in shapes)
 
     return OpCall(op, types(inputs), types(outputs), tuple(map(Operand, range(len(inputs)))), (), size)
 
 
-def offered(
-    formula: str, inputs: list[tuple[int, ...]], outputs: list[tuple[int, ...]], size: int = 2
-) -> list[str]:
+def offered(formula: str, inputs: list[tuple[int, ...]], outputs: list[tuple[int, ...]], size: int = 2) -> list[str]:
     return list(map(str, strategies(call(inputs, outputs, size), formula)))
 
 
@@ -94,9 +90,7 @@ def test_a_formula_that_does_not_fit_is_an_error(formula: str) -> None:
 
 
 def test_no_partial_booleans() -> None:
-    mask = OpCall(
-        "test", (TensorType((4,), torch.bool),), (TensorType((4,), torch.bool),), (Operand(0),), (), 2
-    )
+    mask = OpCall("test", (TensorType((4,), torch.bool),), (TensorType((4,), torch.bool),), (Operand(0),), (), 2)
     assert list(map(str, strategies(mask, "a->a"))) == ["S(0) -> S(0)"]
     assert list(strategies(mask, "a->_")) == []
 
@@ -174,9 +168,7 @@ def _all_shards(source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[Ax
 
 def test_fused_projection_is_split_by_heads() -> None:
     assert "S(1/3) -> S(1) S(1) S(1)" in rule_offers(Sample("aten.split.Tensor", (torch.rand(5, 36), 12, 1)))
-    assert "S(1) S(1) -> S(1/2)" in rule_offers(
-        Sample("aten.cat.default", ([torch.rand(5, 4), torch.rand(5, 4)], 1))
-    )
+    assert "S(1) S(1) -> S(1/2)" in rule_offers(Sample("aten.cat.default", ([torch.rand(5, 4), torch.rand(5, 4)], 1)))
     unequal = rule_offers(Sample("aten.split_with_sizes.default", (torch.rand(4, 36), [24, 6, 6], 1)))
     assert unequal == ["S(0) -> S(0) S(0) S(0)", "P(sum) -> P(sum) P(sum) P(sum)"]
 
@@ -205,9 +197,7 @@ def test_random_and_mutating_operations_have_no_pointwise_rule() -> None:
         "relu_.default",
     )
     assert {f"aten.{name}" for name in named} & set(RULES) == set()
-    assert [
-        op for op in RULES if op.split(".")[1].endswith("_") and not op.split(".")[1].startswith("__")
-    ] == []
+    assert [op for op in RULES if op.split(".")[1].endswith("_") and not op.split(".")[1].startswith("__")] == []
 
 
 def test_strided_variants_follow_the_factors() -> None:

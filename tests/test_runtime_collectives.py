@@ -84,9 +84,7 @@ def test_split_and_join_are_inverse(shape: tuple[int, ...], dim: int, before: in
     for index in range(parts):
         length = before * chunk_bounds(shape[dim] // before, parts, index)[1]
         placements = (shard(dim, before),)
-        assert torch.equal(
-            pieces[index].narrow(dim, 0, length), take_local(tensor, placements, (parts,), (index,))
-        )
+        assert torch.equal(pieces[index].narrow(dim, 0, length), take_local(tensor, placements, (parts,), (index,)))
     expect(join_pieces(pieces, dim, before, shape[dim]), tensor, (shape, dim))
 
 
@@ -141,9 +139,7 @@ def exchanges(collectives: Collectives) -> None:
         tensor = whole((12 * a, 12 * b), torch.bool)
         local = own(collectives, tensor, (shard(0, a),))
         handle = collectives.all_to_all(local, (0,), 0, 12 * a, a, 1, b)
-        expect(
-            collectives.wait(handle), own(collectives, tensor, (shard(1, b),)), ("strided all_to_all", a, b)
-        )
+        expect(collectives.wait(handle), own(collectives, tensor, (shard(1, b),)), ("strided all_to_all", a, b))
 
 
 def buckets(collectives: Collectives) -> None:
@@ -153,15 +149,11 @@ def buckets(collectives: Collectives) -> None:
     kinds = [torch.float32, torch.bfloat16]
     parts = [[whole(shape, kinds[i % 2]) for i, (shape, _, _) in enumerate(cuts)] for _ in range(group.size)]
     totals = [sum(column[1:], column[0]) for column in zip(*parts, strict=True)]
-    found = collectives.wait(
-        collectives.all_reduce_bucket([*parts[group.index], torch.ones(())], (0,), "sum")
-    )
+    found = collectives.wait(collectives.all_reduce_bucket([*parts[group.index], torch.ones(())], (0,), "sum"))
     for value, total in zip(found, [*totals, torch.tensor(float(group.size))], strict=True):
         expect(value.contiguous(), total, "all_reduce_bucket")
     mine = [own(collectives, t, (shard(d, b),)) for t, d, b in zip(totals, dims, befores, strict=True)]
-    found = collectives.wait(
-        collectives.reduce_scatter_bucket(parts[group.index], (0,), "sum", dims, befores)
-    )
+    found = collectives.wait(collectives.reduce_scatter_bucket(parts[group.index], (0,), "sum", dims, befores))
     for value, wanted in zip(found, mine, strict=True):
         expect(value, wanted, "reduce_scatter_bucket")
     found = collectives.wait(collectives.all_gather_bucket(mine, (0,), dims, sizes, befores))
@@ -233,8 +225,7 @@ def test_axes_that_share_a_dim() -> None:
 def test_many_at_once_are_awaited_in_any_order() -> None:
     def work(collectives: Collectives) -> None:
         handles = [
-            collectives.all_reduce(torch.full((n * 3000,), float(n)), ((0,), (1,), (0, 1))[n % 3])
-            for n in range(1, 24)
+            collectives.all_reduce(torch.full((n * 3000,), float(n)), ((0,), (1,), (0, 1))[n % 3]) for n in range(1, 24)
         ]
         for number, handle in reversed(list(enumerate(handles, 1))):
             size = collectives.groups.over(((0,), (1,), (0, 1))[number % 3]).size

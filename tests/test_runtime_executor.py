@@ -67,9 +67,7 @@ def test_several_results_and_lists() -> None:
 
 
 def test_keyword_that_python_reserves() -> None:
-    part = section(
-        "x", [Instruction("y", "aten.uniform.default", (V("x"),), (("from", 2.0), ("to", 2.0)))], V("y")
-    )
+    part = section("x", [Instruction("y", "aten.uniform.default", (V("x"),), (("from", 2.0), ("to", 2.0)))], V("y"))
     assert run(part, torch.zeros(2)).pop().tolist() == [2.0, 2.0]
 
 

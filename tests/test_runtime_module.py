@@ -57,18 +57,14 @@ def check_gradients(model: nn.Module, reference: nn.Module) -> None:
     found = dict(model.named_parameters())
     assert found.keys() == wanted.keys()
     for name, parameter in found.items():
-        torch.testing.assert_close(
-            whole(parameter.grad), wanted[name].grad, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        torch.testing.assert_close(whole(parameter.grad), wanted[name].grad, msg=lambda m, n=name: f"{n}: {m}")
         assert parameter.grad is not None and parameter.grad.placements == parameter.placements
 
 
 def check_weights(model: nn.Module, reference: nn.Module) -> None:
     wanted = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(
-            whole(parameter.detach()), wanted[name].detach(), msg=lambda m, n=name: f"{n}: {m}"
-        )
+        torch.testing.assert_close(whole(parameter.detach()), wanted[name].detach(), msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("shape", MESHES)
@@ -182,17 +178,13 @@ def test_written_weights_are_seen_however_written() -> None:
 
 
 def test_local_batch_and_dtensor_inputs() -> None:
-    def work(
-        model: ParallelModule, reference: Tiny, batch: torch.Tensor, mesh: DeviceMesh
-    ) -> tuple[int, ...]:
+    def work(model: ParallelModule, reference: Tiny, batch: torch.Tensor, mesh: DeviceMesh) -> tuple[int, ...]:
         local = model.local_batch(x=batch)["x"]
         assert isinstance(local, DTensor) and torch.equal(local.full_tensor(), batch)
         wanted = reference(batch)["loss"].detach()
         torch.testing.assert_close(model.step(x=local), wanted)
         (positional,) = model.local_batch(batch)
-        torch.testing.assert_close(
-            model.step(positional.redistribute(placements=[*[local.placements[1]] * 2])), wanted
-        )
+        torch.testing.assert_close(model.step(positional.redistribute(placements=[*[local.placements[1]] * 2])), wanted)
         return tuple(local.to_local().shape)
 
     assert on_mesh((2, 2), work) == [(3, FEATURES), (3, FEATURES), (2, FEATURES), (2, FEATURES)]
@@ -209,9 +201,7 @@ def test_another_batch_size_is_another_program() -> None:
 def test_errors_teach() -> None:
     def work(model: ParallelModule, reference: Tiny, batch: torch.Tensor, mesh: DeviceMesh) -> None:
         loss = model(batch, scale=1.0)["loss"]
-        with pytest.raises(
-            PlanMismatchError, match=r"non-tensor input kwargs\['scale'\] was 1.0 when .* is now 2.0"
-        ):
+        with pytest.raises(PlanMismatchError, match=r"non-tensor input kwargs\['scale'\] was 1.0 when .* is now 2.0"):
             model(batch, scale=2.0)
         loss.backward(retain_graph=True)
         with pytest.raises(AutoparError, match="add the losses and call backward\\(\\) once"):

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from autopar.runtime.launch import run_local
-from autopar.runtime.optimizer import ELEMENTWISE, make_optimizer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from autopar.runtime.launch import run_local
+from autopar.runtime.optimizer import ELEMENTWISE, make_optimizer
 
 PLACES = ([Shard(0), Replicate()], [Replicate(), Shard(1)], [Shard(0), Shard(1)], [Replicate(), Replicate()])
 
@@ -54,7 +55,9 @@ def _on_mesh(rank: int, world: int, name: str) -> dict[str, Any]:
     optimizer = make_optimizer(cls, [("p", parameters[0])], lr=0.1)
     parameters[0].grad = place(_gradients(0)[0], 0)
     optimizer.step()
-    states = [type(v).__name__ for v in optimizer.state[parameters[0]].values() if isinstance(v, torch.Tensor) and v.dim()]
+    states = [
+        type(v).__name__ for v in optimizer.state[parameters[0]].values() if isinstance(v, torch.Tensor) and v.dim()
+    ]
     dist.barrier()
     return {"trained": trained, "states": states}
 

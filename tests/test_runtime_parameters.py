@@ -62,9 +62,7 @@ def test_whole_again_and_norms(mesh: tuple[int, ...]) -> None:
                 # torch takes long over each new placement in a norm, on three axes above all: a sample is
                 # enough.
                 if checked % stride == 0:
-                    parameter = nn.Parameter(
-                        make_dtensor(take_own(tensor, slot, groups).clone(), slot, groups)
-                    )
+                    parameter = nn.Parameter(make_dtensor(take_own(tensor, slot, groups).clone(), slot, groups))
                     parameter.grad = make_dtensor(take_own(tensor, slot, groups).clone(), slot, groups)
                     parameters.append(parameter)
                     total += float(tensor.double().square().sum())
@@ -80,10 +78,7 @@ def test_whole_again_and_norms(mesh: tuple[int, ...]) -> None:
 
 
 def test_strided_shards_count_before_as_torch_meets_them() -> None:
-    found = [
-        torch_placements(parse_placements(text), (2, 2))
-        for text in ("S(0),S(0/6)", "S(0/6),S(0)", "S(0/3),R")
-    ]
+    found = [torch_placements(parse_placements(text), (2, 2)) for text in ("S(0),S(0/6)", "S(0/6),S(0)", "S(0/3),R")]
     assert [[str(p) for p in placements] for placements in found] == [
         ["S(0)", "_S(0, 3)"],
         ["_S(0, 6)", "S(0)"],
@@ -166,9 +161,7 @@ def test_meta_model_is_the_same_on_a_mesh_as_in_one_process() -> None:
             for name, p in model.named_parameters()
         }
         place_parameters(model, slots, groups, seed=11)
-        assert all(
-            a is b for a, b in zip(model.parameters(), optimizer.param_groups[0]["params"], strict=True)
-        )
+        assert all(a is b for a, b in zip(model.parameters(), optimizer.param_groups[0]["params"], strict=True))
         assert all(a is b for a, b in zip(model.parameters(), kept, strict=True))
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor) and torch.equal(parameter.full_tensor(), wanted[name]), name
@@ -201,9 +194,7 @@ def test_changed_before_filled() -> None:
 
     with torch.device("meta"):
         model = Half()
-    with pytest.raises(
-        AutoparError, match=r"scale is changed by aten\.mul_\.Tensor before anything fills it"
-    ):
+    with pytest.raises(AutoparError, match=r"scale is changed by aten\.mul_\.Tensor before anything fills it"):
         materialise(model, CPU, 0)
 
 
@@ -228,13 +219,9 @@ def test_wrong_shape_is_named() -> None:
         groups = mesh_groups(init_device_mesh("cpu", (1,)))
         model = nn.Linear(3, 4)
         wrap_parameters(model, groups)
-        place_parameters(
-            model, {"weight": TensorSlot("w", "param", "weight", (3, 4), parse_placements("R"))}, groups
-        )
+        place_parameters(model, {"weight": TensorSlot("w", "param", "weight", (3, 4), parse_placements("R"))}, groups)
 
-    with pytest.raises(
-        PlanMismatchError, match=r"weight has shape \[4, 3\], but the plan was made for \[3, 4\]"
-    ):
+    with pytest.raises(PlanMismatchError, match=r"weight has shape \[4, 3\], but the plan was made for \[3, 4\]"):
         run_local(work, 1, timeout=30)
 
 
@@ -255,11 +242,7 @@ def test_rank_zero_decides_and_dtypes_survive() -> None:
         for index, dtype in enumerate((torch.float32, torch.bfloat16, torch.float64, torch.float16)):
             wanted = torch.randn(5, 3).to(dtype)
             found = model.get_parameter(f"p{index}")
-            assert (
-                isinstance(found, DTensor)
-                and torch.equal(found.full_tensor(), wanted)
-                and found.dtype == dtype
-            )
+            assert isinstance(found, DTensor) and torch.equal(found.full_tensor(), wanted) and found.dtype == dtype
             local = take_local(wanted, parse_placements("S(0)" if index < 3 else "R"), (3,), (rank,))
             assert torch.equal(found.to_local(), local)
         assert torch.equal(model.flags, torch.rand(3) > 0.5)

@@ -27,9 +27,7 @@ def random_problem(seed: int, groups: int = 5, choices: int = 3, limited: bool =
     forbid = random.choice([0.0, 0.0, 0.1])
 
     def prices(*shape: int) -> np.ndarray:
-        drawn = (
-            random.integers(0, 6, shape) * scale if random.random() < 0.5 else random.random(shape) * scale
-        )
+        drawn = random.integers(0, 6, shape) * scale if random.random() < 0.5 else random.random(shape) * scale
         return np.where(random.random(shape) < forbid, np.inf, drawn.astype(float))
 
     def make(i: int, size: int) -> Group:
@@ -56,9 +54,7 @@ def random_problem(seed: int, groups: int = 5, choices: int = 3, limited: bool =
 
 
 def assignments(problem: Problem) -> list[Ints]:
-    return [
-        np.array(c, dtype=np.int64) for c in itertools.product(*(range(len(g.cost)) for g in problem.groups))
-    ]
+    return [np.array(c, dtype=np.int64) for c in itertools.product(*(range(len(g.cost)) for g in problem.groups))]
 
 
 def brute_force(problem: Problem) -> float:

@@ -67,13 +67,10 @@ def test_the_whole_chain_keeps_the_optimum_and_restricts_known_choices(seed: int
 
 def chain_problem(length: int, choices: int = 5, seed: int = 0) -> Problem:
     random = np.random.default_rng(seed)
-    groups = tuple(
-        Group(f"g{i}", random.random(choices), np.zeros(choices), np.zeros(choices)) for i in range(length)
-    )
+    groups = tuple(Group(f"g{i}", random.random(choices), np.zeros(choices), np.zeros(choices)) for i in range(length))
     label = np.arange(choices)
     transfers = tuple(
-        Transfer(f"t{i}", i, label, (i + 1,), (label,), random.random((choices, choices)))
-        for i in range(length - 1)
+        Transfer(f"t{i}", i, label, (i + 1,), (label,), random.random((choices, choices))) for i in range(length - 1)
     )
     return Problem(groups, transfers)
 
@@ -82,9 +79,7 @@ def test_chains_fold_away() -> None:
     problem = chain_problem(6)
     smaller, inverse = EliminateGroups().apply(problem)
     assert not smaller.groups
-    assert evaluate(problem, inverse.expand(np.zeros(0, dtype=np.int64))) == pytest.approx(
-        brute_force(problem)
-    )
+    assert evaluate(problem, inverse.expand(np.zeros(0, dtype=np.int64))) == pytest.approx(brute_force(problem))
     assert inverse.offset == pytest.approx(brute_force(problem))
 
 
@@ -148,9 +143,7 @@ def test_the_relaxation_bounds_every_assignment(seed: int) -> None:
     check_bound(problem, relaxation.bound, relaxation.slack)
     free = Messages(problem)
     free.sweep(50)
-    assert relaxation.bound >= free.bound - 1e-5 * (1 + abs(free.bound)) * max(
-        free.problem.groups[0].cost.max(), 1e-5
-    )
+    assert relaxation.bound >= free.bound - 1e-5 * (1 + abs(free.bound)) * max(free.problem.groups[0].cost.max(), 1e-5)
 
 
 def check_bound(problem: Problem, bound: float, slack: tuple[np.ndarray, ...]) -> None:

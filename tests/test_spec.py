@@ -6,6 +6,9 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
 from autopar.errors import OptionsError
 from autopar.spec import (
     PARTIAL_SUM,
@@ -22,8 +25,6 @@ from autopar.spec import (
     short,
     take_local,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 @pytest.mark.parametrize(

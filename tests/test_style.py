@@ -15,9 +15,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE_FOLDERS = ("autopar", "passes", "cost", "runtime")
 SOURCES = sorted(
-    path
-    for folder in (*PACKAGE_FOLDERS, "tests", "benchmarks", "examples")
-    for path in (ROOT / folder).rglob("*.py")
+    path for folder in (*PACKAGE_FOLDERS, "tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")
 )
 PACKAGE_SOURCES = [path for path in SOURCES if path.relative_to(ROOT).parts[0] in PACKAGE_FOLDERS]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -49,13 +47,9 @@ def test_no_bare_import_of_a_folder(path: Path) -> None:
 def test_module_and_public_definitions_are_documented(path: Path) -> None:
     tree = ast.parse(path.read_text())
     assert (ast.get_docstring(tree) or "TODO").rstrip(".") != "TODO", f"{name_of(path)} has no docstring"
-    definitions = [
-        n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name[0] != "_"
-    ]
+    definitions = [n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name[0] != "_"]
     undocumented = [
-        node.name
-        for node in definitions
-        if not ast.get_docstring(node) and len(ast.unparse(node).splitlines()) > 8
+        node.name for node in definitions if not ast.get_docstring(node) and len(ast.unparse(node).splitlines()) > 8
     ]
     assert undocumented == []
 
@@ -115,6 +109,4 @@ def test_pre_commit_runs_what_ci_runs() -> None:
 def test_version_is_in_the_changelog() -> None:
     changelog = (ROOT / "CHANGELOG.md").read_text()
     assert "## [Unreleased]" in changelog
-    assert re.search(
-        rf"^## \[{re.escape(PROJECT['project']['version'])}\]|^## \[Unreleased\]", changelog, re.MULTILINE
-    )
+    assert re.search(rf"^## \[{re.escape(PROJECT['project']['version'])}\]|^## \[Unreleased\]", changelog, re.MULTILINE)

@@ -103,9 +103,7 @@ def test_loss_functions_with_and_without_batch() -> None:
             return self.inner(x)
 
     batch = {"x": x, "y": y}
-    with_batch = trace(
-        Keyword(), (), batch, device="cpu", loss_fn=lambda output, batch: (output - batch["y"]).sum()
-    )
+    with_batch = trace(Keyword(), (), batch, device="cpu", loss_fn=lambda output, batch: (output - batch["y"]).sum())
     found = interpret(with_batch.graph.at(), {**dict(Keyword().named_parameters()), **batch})
     assert_close("loss", found["output", "loss"], (model(x) - y).sum().detach(), 1.0)
 
@@ -155,9 +153,7 @@ class Constants(nn.Module):
         self.shift = torch.tensor([1.0, 2.0, 3.0])
 
     def forward(self, x: torch.Tensor) -> Result:
-        return Result(
-            x * self.weight + self.shift + torch.tensor([0.5, 0.25, 0.0]) * torch.tensor(2.0), "done"
-        )
+        return Result(x * self.weight + self.shift + torch.tensor([0.5, 0.25, 0.0]) * torch.tensor(2.0), "done")
 
 
 def test_constants_are_lifted_and_dataclasses_come_back() -> None:

@@ -117,9 +117,7 @@ def test_same_as_eager(name: str) -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize(
-    "options", [{}, {"affine": False}, {"momentum": 0.3}, {"track_running_stats": False}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"affine": False}, {"momentum": 0.3}, {"track_running_stats": False}], ids=str)
 def test_batch_norm(training: bool, options: dict[str, Any]) -> None:
     class Normed(nn.Module):
         def __init__(self) -> None:

@@ -146,9 +146,7 @@ def test_tied_weights_are_one_parameter_with_one_gradient() -> None:
     assert targets == ["unused", "frozen", "first.weight", "first.bias", "second.bias"]
     gradients = {o.name: o.value for o in traced.graph.outputs if o.kind == "gradient"}
     assert list(gradients) == targets
-    assert (
-        gradients["unused"] is None and gradients["frozen"] is None and gradients["first.weight"] is not None
-    )
+    assert gradients["unused"] is None and gradients["frozen"] is None and gradients["first.weight"] is not None
     assert traced.parameters == {name: name != "frozen" for name in targets}
     assert {o.name for o in traced.graph.outputs if o.kind == "mutation"} == {"steps", "average"}
 

@@ -8,13 +8,13 @@ import signal
 import time
 from typing import Any
 
-import autopar
 import pytest
 import torch
-from autopar.errors import TraceError, WorkerError
-from autopar.verify import Report, _relative
 from torch import nn
 
+import autopar
+from autopar.errors import TraceError, WorkerError
+from autopar.verify import Report, _relative
 from tests.models import Stack, make, plain, text
 from tests.questions import CLUSTER
 

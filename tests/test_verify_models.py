@@ -1,13 +1,14 @@
-"""Models of every family, on meshes of one, two and three axes, under three plans each: equal to one process, and priced right."""
+"""Models of every family, on meshes of one, two and three axes, under three plans each: equal to one process, and
+priced right."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import autopar
 import pytest
 from torch import nn
 
+import autopar
 from tests.models import MODELS, make
 from tests.questions import CLUSTER, slow_devices
 

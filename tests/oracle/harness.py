@@ -79,9 +79,7 @@ def find_op(name: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def execute(
-    name: str, args: Sequence[Arg], kwargs: Mapping[str, Arg], operands: Sequence[torch.Tensor]
-) -> Tensors:
+def execute(name: str, args: Sequence[Arg], kwargs: Mapping[str, Arg], operands: Sequence[torch.Tensor]) -> Tensors:
     """Runs an operation; tuples become lists, each :class:`Operand` its tensor. Always a tuple of results."""
 
     def leaf(arg: Arg) -> Any:
@@ -154,10 +152,7 @@ def split(tensor: torch.Tensor, placement: Placement, devices: int) -> list[torc
 def _split_partial(tensor: torch.Tensor, reduce_op: str, devices: int) -> list[torch.Tensor]:
     floating = tensor.dtype.is_floating_point or tensor.dtype.is_complex
     if reduce_op == "sum":
-        noise = [
-            torch.randn_like(tensor) if floating else torch.randint_like(tensor, 5)
-            for _ in range(devices - 1)
-        ]
+        noise = [torch.randn_like(tensor) if floating else torch.randint_like(tensor, 5) for _ in range(devices - 1)]
         return [*noise, tensor - sum(noise)]
     step = torch.rand_like(tensor) if floating else torch.ones_like(tensor)
     behind = tensor - step if reduce_op == "max" else tensor + step
@@ -200,9 +195,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, coarsest: int = 16) -> bo
     return torch.allclose(found, expected, rtol=0, atol=tolerance, equal_nan=True)
 
 
-def _same_type(
-    found: torch.Tensor, whole: torch.Tensor, placement: Placement, devices: int, index: int
-) -> str:
+def _same_type(found: torch.Tensor, whole: torch.Tensor, placement: Placement, devices: int, index: int) -> str:
     """Why a local result is not what ``placement`` claims of it; empty if it is."""
     shape = local_shape(tuple(whole.shape), (placement,), (devices,), (index,))
     if tuple(found.shape) != shape:
@@ -210,9 +203,7 @@ def _same_type(
     return "" if found.dtype == whole.dtype else f"{found.dtype} instead of {whole.dtype}"
 
 
-def run_local(
-    case: Case, strategy: AxisStrategy, shards: Sequence[Sequence[torch.Tensor]], index: int
-) -> Tensors:
+def run_local(case: Case, strategy: AxisStrategy, shards: Sequence[Sequence[torch.Tensor]], index: int) -> Tensors:
     """What device ``index`` computes from its ``shards``."""
     placed = tuple((p,) for p in strategy.inputs), tuple((p,) for p in strategy.outputs)
     context = LocalContext(case.call, *placed, (case.call.size,), (index,))
@@ -230,9 +221,7 @@ def _check_placements(case: Case, strategy: AxisStrategy) -> str:
         shape, devices = tuple(int(s) for s in tensor.shape), case.call.size
         if not is_valid((placement,), shape, (devices,)):
             return f"{placement} is no placement of {tensor} on {devices} devices"
-        if any(not all(local_shape(shape, (placement,), (devices,), (i,))) for i in range(devices)) and all(
-            shape
-        ):
+        if any(not all(local_shape(shape, (placement,), (devices,), (i,))) for i in range(devices)) and all(shape):
             return f"{placement} of {tensor} leaves a device empty"
         if shard_before(placement) > 1 and shape[shard_dim(placement) or 0] % shard_before(placement):
             return f"{placement} does not divide {tensor}"

@@ -37,9 +37,7 @@ def _flash(
     return samples
 
 
-def _math(
-    batch: int, heads: int, kv_heads: int, mask: torch.Tensor | None, causal: bool = False
-) -> list[Sample]:
+def _math(batch: int, heads: int, kv_heads: int, mask: torch.Tensor | None, causal: bool = False) -> list[Sample]:
     q, k, v = floats(batch, heads, 5, 8), floats(batch, kv_heads, 5, 8), floats(batch, kv_heads, 5, 6)
     return [Sample(_MATH, (q, k, v, mask, 0.0, causal), {"enable_gqa": kv_heads != heads})]
 

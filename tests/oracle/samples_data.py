@@ -124,9 +124,7 @@ def _factories() -> Iterator[Sample]:
     yield Sample("aten.new_empty.default", (x, [12]), compare=False)
     yield Sample("aten.full_like.default", (x, 2.5))
     yield Sample("aten.zeros_like.default", (x,), {"dtype": torch.int64})
-    yield Sample(
-        "aten.ones_like.default", (torch.randint(9, (7, 12)),), {"memory_format": torch.preserve_format}
-    )
+    yield Sample("aten.ones_like.default", (torch.randint(9, (7, 12)),), {"memory_format": torch.preserve_format})
     yield Sample("aten.empty_like.default", (x,), compare=False)
 
 

@@ -50,9 +50,7 @@ SAMPLES = [
     *_both(floats(7, 5, 11, 6), [None, integers(5, 3, 1), None, integers(6, 8)]),
     Sample("aten.index_put.default", (floats(12, 5), [permutations(12, 8)], floats(8, 5))),
     Sample("aten.index_put.default", (floats(5, 11), [None, permutations(11, 7)], floats(5, 7))),
-    Sample(
-        "aten._unsafe_index.Tensor", (floats(4, 7, 6, 5), [None, None, integers(6, 8, 1), integers(5, 9)])
-    ),
+    Sample("aten._unsafe_index.Tensor", (floats(4, 7, 6, 5), [None, None, integers(6, 8, 1), integers(5, 9)])),
     Sample("aten._unsafe_index_put.default", (floats(5, 12), [None, integers(12, 7)], floats(5, 7), True)),
     *_fills(floats(12, 7), masks(12)),
     *_fills(floats(7, 12), masks(7, 12)),

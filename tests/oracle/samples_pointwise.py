@@ -107,9 +107,7 @@ def _special() -> Iterator[Sample]:
     yield Sample("aten._to_copy.default", (small,), {"dtype": torch.int64})
     yield Sample("aten._to_copy.default", (whole,), {"dtype": torch.float32})
     yield Sample("aten._to_copy.default", (tensor((12,), torch.bool),), {"dtype": torch.float32})
-    yield Sample(
-        "aten.clone.default", (tensor((4, 3, 12, 7), torch.float64),), {"memory_format": torch.channels_last}
-    )
+    yield Sample("aten.clone.default", (tensor((4, 3, 12, 7), torch.float64),), {"memory_format": torch.channels_last})
     yield Sample("aten.copy.default", (x, tensor((12,), torch.float32)))
     yield Sample("aten.add.Tensor", (tensor((1, 12), torch.float64), tensor((7, 1), torch.float64)))
     yield Sample("aten.add.Tensor", (tensor((0, 12), torch.float64), tensor((12,), torch.float64)))
