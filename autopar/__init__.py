@@ -20,6 +20,7 @@ from .errors import (
 from .graph import Graph
 from .options import Options
 from .plan import Plan
+from .reprice import reprice
 from .verify import Report, verify
 
 __all__ = [
@@ -38,5 +39,6 @@ __all__ = [
     "WorkerError",
     "parallelize",
     "plan",
+    "reprice",
     "verify",
 ]

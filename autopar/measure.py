@@ -18,6 +18,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.runtime.collectives import Collectives
+from autopar.runtime.groups import mesh_groups
 
 from .program import COLLECTIVES
 
@@ -152,20 +156,19 @@ def measure_device(device: torch.device, seconds: float, meet: Callable[[], obje
     return DeviceSamples(launch, view, tuple(matrices), tuple(pointwise))
 
 
-def _call(kind: str, members: int, nbytes: int, group: dist.ProcessGroup) -> Callable[[], object]:
-    """A collective whose full tensor has about ``nbytes`` bytes."""
+def _call(kind: str, members: int, nbytes: int, wires: Collectives, axes: tuple[int, ...]) -> Callable[[], object]:
+    """A collective, as plans run it, whose full tensor has about ``nbytes`` bytes."""
     part = torch.ones(max(1, nbytes // 4 // members))
     full = torch.ones(part.numel() * members)
     if kind == "all_reduce":
-        return lambda: dist.all_reduce(full, group=group)
+        return lambda: wires.all_reduce(full, axes).wait()
     if kind == "all_gather":
-        return lambda: dist.all_gather_single(full, part, group=group)
+        return lambda: wires.all_gather(part, axes, 0, full.numel()).wait()
     if kind == "reduce_scatter":
-        return lambda: dist.reduce_scatter_single(part, full, group=group)
+        return lambda: wires.reduce_scatter(full, axes, "sum", 0).wait()
     # Each of n devices holds 1/n of what counts as the full tensor, itself in n pieces.
-    piece = torch.ones(-(-part.numel() // members) * members)
-    received = torch.empty_like(piece)
-    return lambda: dist.all_to_all_single(received, piece, group=group)
+    rows = torch.ones(members, -(-part.numel() // members))
+    return lambda: wires.all_to_all(rows, axes, 1, members * rows.shape[1], 1, 0, 1).wait()
 
 
 def _agree(*seconds: float) -> list[float]:
@@ -184,13 +187,15 @@ def _timed(function: Callable[[], object]) -> float:
 def measure_collectives(processes: int, seconds: float) -> tuple[CollectiveSample, ...]:
     """Every kind at every message size, among all processes and in pairs, every group busy at once."""
     started, samples = time.perf_counter(), list[CollectiveSample]()
-    groups = _groups(processes)
+    shape = (processes // 2, 2) if processes % 2 == 0 and processes > 2 else (processes,)
+    wires = Collectives(mesh_groups(DeviceMesh("cpu", torch.arange(processes).reshape(shape))))
+    groups = {math.prod(shape[axis:]): tuple(range(axis, len(shape))) for axis in reversed(range(len(shape)))}
     jobs = [(size, kind, nbytes) for size in groups for kind in COLLECTIVES for nbytes in MESSAGE_BYTES]
     too_slow: set[tuple[int, str]] = set()
     for index, (size, kind, nbytes) in enumerate(jobs):
         if (size, kind) in too_slow:
             continue
-        function = _call(kind, size, nbytes, groups[size])
+        function = _call(kind, size, nbytes, wires, groups[size])
         function()
         pilot, elapsed = _agree(_timed(function), time.perf_counter() - started)
         budget = max(0.0, seconds - elapsed) / (len(jobs) - index)
@@ -200,17 +205,6 @@ def measure_collectives(processes: int, seconds: float) -> tuple[CollectiveSampl
         if pilot > 2.0 + 4.0 * budget:  # a slow link: larger messages would take too long
             too_slow.add((size, kind))
     return tuple(samples)
-
-
-def _groups(processes: int) -> dict[int, dist.ProcessGroup]:
-    """This rank's group of each size: pairs where they divide the processes, and all."""
-    rank, found = dist.get_rank(), {}
-    for size in sorted({size for size in (2, processes) if processes % size == 0}):
-        for start in range(0, processes, size):
-            group = dist.new_group(list(range(start, start + size)))
-            if start <= rank < start + size:
-                found[size] = group
-    return found
 
 
 def measure_process(folder: str, rank: int, processes: int, seconds: float) -> None:

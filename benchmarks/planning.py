@@ -70,7 +70,7 @@ def build_llama3_8b() -> tuple[nn.Module, dict[str, torch.Tensor]]:
         use_cache=False,
     )
     with torch.device("meta"):
-        return LlamaForCausalLM(config), token_batch(64, 8192)
+        return LlamaForCausalLM(config), token_batch(16, 8192)
 
 
 CASES: Mapping[str, Case] = {
@@ -82,7 +82,7 @@ CASES: Mapping[str, Case] = {
     ),
     "llama3-8b": Case(
         build_llama3_8b,
-        "Llama 3 8B, 32 layers, vocabulary 128256, batch 64 x 8192",
+        "Llama 3 8B, 32 layers, vocabulary 128256, batch 16 x 8192",
         limit_seconds=30.0,
         peer={"wall_seconds": 878.0},
     ),
