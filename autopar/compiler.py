@@ -247,9 +247,9 @@ def _loss_outputs(base: Prepared) -> tuple[Any, ...]:
 
 def _same_but_batch(base: Prepared, request: Request) -> bool:
     """Whether the request's inputs have the shapes of the traced ones at another batch size."""
-    leaves = pytree.tree_leaves((request.args, dict(request.kwargs)))
+    leaves, spec = pytree.tree_flatten((request.args, dict(request.kwargs)))
     names = base.traced.signature.input_names
-    if len(leaves) != len(names):
+    if spec != base.traced.signature.input_spec:
         return False
     batch = batch_size(request.args, request.kwargs)
     graph = base.graph.at(**{name: batch for name, _ in base.graph.symbols})
@@ -260,7 +260,7 @@ def _same_but_batch(base: Prepared, request: Request) -> bool:
 
 def _check_same_model(known: Graph, other: Graph) -> None:
     """Two traces must be the same operations for a plan to carry over."""
-    if [(n.name, n.op) for n in known.nodes] != [(n.name, n.op) for n in other.nodes]:
+    if [node.op for node in known.nodes] != [node.op for node in other.nodes]:
         old = ", ".join(f"{n.target} {n.type}" for n in known.placeholders("input"))
         new = ", ".join(f"{n.target} {n.type}" for n in other.placeholders("input"))
         raise PlanMismatchError(

@@ -50,27 +50,27 @@ source = "shipped defaults for 4 gloo processes on 2 cores, not measured here: r
 [device]
 name = "cpu"
 memory_bytes = 2147483648       # replaced by this machine's memory over the processes
-memory_bandwidth = 10e9
-launch_seconds = 5e-6
+memory_bandwidth = 20e9
+launch_seconds = 4e-6
 view_seconds = 2e-6
-matmul_padding = 8
+matmul_padding = 4
 reserve_fraction = 0.1
 
 [device.peak_flops]
-f32 = 30e9
-bf16 = 30e9
-f64 = 15e9
+f32 = 40e9
+bf16 = 40e9
+f64 = 20e9
 
 [[links]]
 name = "gloo"
-bandwidth = 1e9
-latency = 0.2e-3
+bandwidth = 0.6e9
+latency = 0.25e-3
 
-[links.rates]                   # groups larger than the cores wait for time slices, hence the growth
-all_reduce = {latency = 0.2e-3, bandwidth = 1e9, growth = 3}
-all_gather = {latency = 0.3e-3, bandwidth = 0.7e9, growth = 3}
-reduce_scatter = {latency = 0.4e-3, bandwidth = 0.35e9, growth = 3}
-all_to_all = {latency = 0.2e-3, bandwidth = 1e9, growth = 2.5}
+[links.rates]                   # of autopar's own collectives on gloo, one calibration rounded
+all_reduce = {latency = 0.25e-3, bandwidth = 0.55e9, growth = 1.5}
+all_gather = {latency = 0.4e-3, bandwidth = 0.9e9, growth = 2}
+reduce_scatter = {latency = 0.4e-3, bandwidth = 0.7e9, growth = 1.5}
+all_to_all = {latency = 0.45e-3, bandwidth = 1e9, growth = 1.5}
 
 [measurement]
 processes = 4

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from .assignment import Assignment
 from .errors import PlanMismatchError
-from .graph import Graph
+from .graph import Graph, Node
 from .spec import Strategy, is_shard, shard_before, shard_dim, short
 
 
@@ -12,26 +14,27 @@ def refit(assignment: Assignment, known: Graph, other: Graph) -> Assignment:
     """The assignment of the annotated graph ``known`` for ``other``: the same model, annotated for the same mesh, at
     another batch size.
 
-    Each node takes the strategy that is alike but for sizes inside placements; if several are, the one at the same
+    Nodes correspond by position: a call that passes inputs by keyword instead of position names them otherwise. Each
+    node takes the strategy that is alike but for sizes inside placements; if several are, the one at the same
     position.
 
     Raises:
         PlanMismatchError: a dim that was divided evenly no longer is, or a strategy is not to be had at the new size;
             names both shapes and a batch size that works.
     """
-    _check_inputs(assignment, known, other)
+    names = {old.name: new.name for old, new in zip(known.nodes, other.nodes, strict=True)}
+    _check_inputs(assignment, known, other, names)
     strategies = {}
     for name, chosen in assignment.strategies.items():
-        before, after = known.strategies[name], other.strategies.get(name, ())
+        before, after = known.strategies[name], other.strategies[names[name]]
         same = [s for s in after if _kind(s) == _kind(chosen)]
         place = before.index(chosen)
-        if len(before) == len(after) and after[place] in same:
-            strategies[name] = after[place]
-        elif same:
-            strategies[name] = same[0]
-        else:
-            raise PlanMismatchError(_lost(name, known, other, chosen))
-    return Assignment(assignment.mesh, strategies, assignment.parameters)
+        if not same:
+            raise PlanMismatchError(_lost(known[name], other[names[name]], chosen, _changed(known, other, names)))
+        kept = len(before) == len(after) and after[place] in same
+        strategies[names[name]] = after[place] if kept else same[0]
+    parameters = {names[name]: place for name, place in assignment.parameters.items()}
+    return Assignment(assignment.mesh, strategies, parameters)
 
 
 def _kind(strategy: Strategy) -> object:
@@ -43,9 +46,10 @@ def _kind(strategy: Strategy) -> object:
     return tuple(map(kind, strategy.inputs)), tuple(map(kind, strategy.outputs)), strategy.local
 
 
-def _check_inputs(assignment: Assignment, known: Graph, other: Graph) -> None:
+def _check_inputs(assignment: Assignment, known: Graph, other: Graph, names: Mapping[str, str]) -> None:
     for node in known.placeholders("input"):
-        place, old, new = assignment.strategies[node.name].outputs[0], node.type.shape, other[node.name].type.shape
+        place, old = assignment.strategies[node.name].outputs[0], node.type.shape
+        new = other[names[node.name]].type.shape
         for dim, (before, after) in enumerate(zip(old, new, strict=True)):
             parts = 1
             for axis, placement in enumerate(place):
@@ -60,10 +64,15 @@ def _check_inputs(assignment: Assignment, known: Graph, other: Graph) -> None:
                 )
 
 
-def _lost(name: str, known: Graph, other: Graph, chosen: Strategy) -> str:
-    old, new = known[name], other[name]
+def _changed(known: Graph, other: Graph, names: Mapping[str, str]) -> str:
+    """The inputs whose type is another, with both types."""
+    inputs = [(node, other[names[node.name]]) for node in known.placeholders("input")]
+    return ", ".join(f"{old.target!r} {new.type} instead of {old.type}" for old, new in inputs if old.type != new.type)
+
+
+def _lost(old: Node, new: Node, chosen: Strategy, changed: str) -> str:
     return (
-        f"the plan runs {old.op} in {old.module or 'the model'} on {old.type} as {chosen}, "
-        f"which is not possible on {new.type}; "
-        "use a batch that divides like the first one, or make a plan for this shape"
+        f"the plan does not carry over to inputs {changed}: it runs {old.op} in {old.module or 'the model'} on {old.type} "
+        f"as {chosen}, which is not possible on {new.type}. Use a batch that divides like the first one (drop_last=True in a "
+        "DataLoader), or make a plan for this shape"
     )

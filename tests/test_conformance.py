@@ -96,7 +96,7 @@ def test_plans_do_what_they_say(kind: str, mesh: tuple[int, ...]) -> None:
     for line in plan.collectives():
         said[Collective(line.kind, line.axes, line.bytes)] += line.count
     assert difference(done, said) == ()
-    assert done.total() > 0 or kind == "best"
+    assert done.total() > 0 or kind in ("best", "zero-0")
 
 
 def test_every_rank_does_the_same_collectives() -> None:

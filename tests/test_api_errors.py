@@ -1,0 +1,108 @@
+"""Bad input to the public face gets an error that says what to do."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.errors import OptionsError, PlanMismatchError, TraceError
+from autopar.runtime.launch import run_local
+from tests.models import Plain, plain
+from tests.questions import CLUSTER
+
+Work = Callable[[int, int], Any]
+
+
+def on(count: int, work: Work, timeout: float = 200.0) -> list[Any]:
+    """``work(rank, world)`` on ``count`` processes, warnings being errors."""
+
+    def strict(rank: int, world: int) -> Any:
+        warnings.simplefilter("error")
+        torch.manual_seed(0)
+        return work(rank, world)
+
+    return run_local(strict, count, timeout=timeout)
+
+
+def test_wrong_number_of_processes() -> None:
+    with pytest.raises(
+        OptionsError, match=r"the mesh \(2, 2\) has 4 devices, but 1 process is running; start 4 \(torchrun"
+    ):
+        autopar.parallelize(Plain(), (2, 2))
+
+    def work(rank: int, world: int) -> None:
+        with pytest.raises(OptionsError, match=r"the mesh \(4,\) has 4 devices, but 2 processes are running"):
+            autopar.parallelize(Plain(), (4,))
+
+    on(2, work)
+
+
+@pytest.mark.parametrize("mesh", [(), (0, 2), "22", (2.0,), None], ids=str)
+def test_what_is_no_mesh(mesh: Any) -> None:
+    with pytest.raises(OptionsError, match="is no mesh; give a DeviceMesh, or a shape"):
+        autopar.plan(Plain(), mesh, plain()[1], cluster=CLUSTER)
+
+
+def test_unknown_cluster() -> None:
+    model, batch = plain()
+    with pytest.raises(autopar.AutoparError, match=r"dgx-z900.*dgx-a100-80gb"):
+        autopar.plan(model, (2,), batch, cluster="dgx-z900")
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, power: int = 2) -> torch.Tensor:
+        return self.linear(x).pow(power).sum()
+
+
+def test_a_non_tensor_input_that_changes() -> None:
+    def work(rank: int, world: int) -> None:
+        model, x = autopar.parallelize(Scaled(), (1,)), torch.randn(4, 4)
+        model.step(x, power=2)
+        with pytest.raises(PlanMismatchError, match=r"non-tensor input kwargs\['power'\] was 2 .*and is now 3"):
+            model.step(x, power=3)
+
+    on(1, work)
+
+
+class Looping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        while x.sum() > 1:
+            x = self.inner(x)
+        return x.sum()
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Looping()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.block(x)
+        return found
+
+
+def test_a_data_dependent_loop_names_module_and_line() -> None:
+    with pytest.raises(TraceError, match=r"(?s)block.*test_api\.py:\d+"):
+        autopar.plan(Outer(), (2,), torch.randn(4, 4), cluster=CLUSTER)
+
+
+def test_a_meta_model_and_meta_batch_are_planned_without_memory() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(1 << 16, 1 << 16), nn.Linear(1 << 16, 1 << 16))
+    batch = torch.empty(1 << 12, 1 << 16, device="meta")
+    plan = autopar.plan(model, (2, 2), batch, cluster=CLUSTER, loss_fn=lambda out: out.sum())
+    assert plan.predicted.weight_bytes > 1 << 33
