@@ -72,7 +72,7 @@ def _changed(known: Graph, other: Graph, names: Mapping[str, str]) -> str:
 
 def _lost(old: Node, new: Node, chosen: Strategy, changed: str) -> str:
     return (
-        f"the plan does not carry over to inputs {changed}: it runs {old.op} in {old.module or 'the model'} on {old.type} "
-        f"as {chosen}, which is not possible on {new.type}. Use a batch that divides like the first one (drop_last=True in a "
-        "DataLoader), or make a plan for this shape"
+        f"the plan does not carry over to inputs {changed}: it runs {old.op} in {old.module or 'the model'} on "
+        f"{old.type} as {chosen}, which is not possible on {new.type}. Use a batch that divides like the first one "
+        "(drop_last=True in a DataLoader), or make a plan for this shape"
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,9 +23,22 @@ from autopar.passes.overlap import overlap
 from autopar.planner import Question, step_graph
 from autopar.prices import BUCKET_BYTES, Prices, placement_options
 from autopar.program import Program
+from autopar.runtime.launch import run_local
 from tests.models import Batch
 
 CLUSTER = "dgx-a100-80gb"
+Work = Callable[[int, int], Any]
+
+
+def on(count: int, work: Work, timeout: float = 200.0) -> list[Any]:
+    """``work(rank, world)`` on ``count`` processes, warnings being errors."""
+
+    def strict(rank: int, world: int) -> Any:
+        warnings.simplefilter("error")
+        torch.manual_seed(0)
+        return work(rank, world)
+
+    return run_local(strict, count, timeout=timeout)
 
 
 def slow_devices() -> Cluster:

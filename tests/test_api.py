@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,24 +16,11 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar.errors import PlanMismatchError
 from autopar.runtime import ParallelModule
-from autopar.runtime.launch import run_local
 from tests.models import Stack, make, plain, text
-from tests.questions import CLUSTER, gradients_of, slow_devices
+from tests.questions import CLUSTER, gradients_of, on, slow_devices
 
-Work = Callable[[int, int], Any]
 SHARDED = autopar.Options(zero=3, mesh_search=False)
 SPLIT = autopar.Options(zero=0, mesh_search=False, pins={"layers.*.1.weight": "R,S(0)", "layers.*.3.weight": "R,S(1)"})
-
-
-def on(count: int, work: Work, timeout: float = 200.0) -> list[Any]:
-    """``work(rank, world)`` on ``count`` processes, warnings being errors."""
-
-    def strict(rank: int, world: int) -> Any:
-        warnings.simplefilter("error")
-        torch.manual_seed(0)
-        return work(rank, world)
-
-    return run_local(strict, count, timeout=timeout)
 
 
 def whole(tensor: torch.Tensor | None) -> torch.Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,22 +10,8 @@ from torch import nn
 
 import autopar
 from autopar.errors import OptionsError, PlanMismatchError, TraceError
-from autopar.runtime.launch import run_local
 from tests.models import Plain, plain
-from tests.questions import CLUSTER
-
-Work = Callable[[int, int], Any]
-
-
-def on(count: int, work: Work, timeout: float = 200.0) -> list[Any]:
-    """``work(rank, world)`` on ``count`` processes, warnings being errors."""
-
-    def strict(rank: int, world: int) -> Any:
-        warnings.simplefilter("error")
-        torch.manual_seed(0)
-        return work(rank, world)
-
-    return run_local(strict, count, timeout=timeout)
+from tests.questions import CLUSTER, on
 
 
 def test_wrong_number_of_processes() -> None:
