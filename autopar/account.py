@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from .assignment import Assignment, ParameterPlacement, parameter_node, uses
+from .assignment import Assignment, ParameterPlacement, parameter_node, travels_unseen, uses
 from .graph import Graph, Node, Phase, TensorType
 from .options import OPTIMIZER_STATES
 from .prices import Prices, local_bytes
-from .reshard import Collective, Hop
+from .reshard import Collective, Hop, make_hop
 from .spec import Strategy
 
 LineKind = Literal["compute", "reshard", "weight", "gradient", "refresh", "optimizer"]
@@ -124,14 +124,16 @@ def _use_lines(graph: Graph, assignment: Assignment, prices: Prices) -> Iterator
             continue
         bucketed = use.role in ("gradient", "refresh")
         table = prices.table(use.kind, bucketed=bucketed)
-        hops = table.path(use.source, use.target)
+        unseen = use.role == "output" and travels_unseen(graph, use.value)
+        direct = make_hop(use.kind, use.source, use.target, prices.mesh) if unseen else None
+        hops = (direct,) if direct is not None else table.path(use.source, use.target)
         kind: LineKind = "reshard"
         if bucketed:
             kind = use.role  # type: ignore[assignment]
         elif use.value.node in assignment.parameters:
             kind = "weight"
         module = graph[use.value.node].module or graph[use.consumer].module if use.consumer in graph else ""
-        seconds = table.cost(use.source, use.target)
+        seconds = 0.0 if unseen else table.cost(use.source, use.target)
         yield Line(kind, use.value.node, module, use.phase, seconds, hops)
 
 

@@ -23,7 +23,7 @@ from .account import (
     temporary_bytes,
     trained,
 )
-from .assignment import Assignment, ParameterPlacement, parameter_node
+from .assignment import Assignment, ParameterPlacement, parameter_node, travels_unseen
 from .graph import Graph, Node, Value
 from .prices import Prices, ReshardTable, local_bytes
 from .problem import Floats, Group, Ints, Problem, Transfer
@@ -203,13 +203,16 @@ class _Builder:
         rows = [_result_place(choice, result) for choice in self.choices[self.index[producer]]]
         needs = [[_operand_place(c, operand) for c in self.choices[self.index[name]]] for name, operand in consumers]
         row_places, column_places = list(dict.fromkeys(rows)), list(dict.fromkeys(p for n in needs for p in n))
+        cost = count * _submatrix(table, row_places, column_places)
+        if role != "gradient" and travels_unseen(self.graph, Value(producer, result)):
+            cost = np.where(np.isfinite(cost), 0.0, cost)
         return Transfer(
             f"{producer}.{result} {role}",
             self.index[producer],
             _positions(rows, row_places),
             tuple(self.index[name] for name, _ in consumers),
             tuple(_positions(need, column_places) for need in needs),
-            count * _submatrix(table, row_places, column_places),
+            cost,
         )
 
 

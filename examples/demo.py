@@ -80,7 +80,7 @@ def compare_with_one_process(model: autopar.ParallelModule, batch: dict[str, tor
     for (name, ours), (other, reference) in zip(model.named_parameters(), original.named_parameters(), strict=True):
         assert name == other and ours.grad is not None and reference.grad is not None
         errors.append(float((whole(ours.grad) - reference.grad).abs().max() / reference.grad.abs().max()))
-    return float((loss - expected).abs() / expected.abs()), max(errors), len(errors)
+    return float(((loss - expected).abs() / expected.abs()).detach()), max(errors), len(errors)
 
 
 def train(model: autopar.ParallelModule, data: Iterator[dict[str, torch.Tensor]], console: Console) -> list[float]:

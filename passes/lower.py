@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from autopar.assignment import Assignment, parameter_node
+from autopar.assignment import Assignment, parameter_node, travels_unseen
 from autopar.graph import Arg, Graph, Node, Output, Phase, TensorType, Value, map_arg
 from autopar.local_ops import layout_for
 from autopar.program import Program, Section, TensorSlot
-from autopar.reshard import Hop
+from autopar.reshard import Hop, make_hop
 from autopar.spec import Placements, Strategy
 
 from .compose import op_call
@@ -101,6 +101,14 @@ class _Lowerer:
             self.moved[value, target] = self.emitter.hops(self.local[value], path, kind, module)
         return self.moved[value, target]
 
+    def give(self, value: Value, target: Placements) -> Value:
+        """:meth:`take` for a result of the model, which may go straight there (``travels_unseen``)."""
+        home, kind = self.job.home(value), self.job.graph.type_of(value)
+        direct = make_hop(kind, home, target, self.job.mesh) if home != target else None
+        if direct is None or not travels_unseen(self.job.graph, value):
+            return self.take(value, target)
+        return self.emitter.hop(self.local[value], direct, kind)
+
     def lower(self, node: Node) -> None:
         strategy = self.job.strategy(node)
         operands = [
@@ -175,7 +183,7 @@ def _forward(job: Lowering, needed: set[str], results: list[Output]) -> tuple[Se
         lowerer.lower(node)
     saved = _saved(job.graph, needed)
     places = job.assignment.replicated
-    outputs = [lowerer.take(o.value, places) for o in results if o.value is not None]
+    outputs = [lowerer.give(o.value, places) for o in results if o.value is not None]
     outputs += [lowerer.local[value] for value in saved]
     return lowerer.emitter.section("forward", tuple(inputs), tuple(outputs)), saved
 

@@ -52,7 +52,7 @@ def _with_early_starts(section: Section, data: set[str]) -> Section:
         needs = [chains.get(name) for name in _uses(instruction)]
         known = [chain for chain in needs if chain is not None]
         chain = {instruction.name}.union(*known) if len(known) == len(needs) else None
-        if instruction.op == WAIT or is_random(instruction.op):
+        if is_random(instruction.op):
             chain = None
         chains[instruction.name] = chain
         if chain is not None and needs and instruction.op in STARTS and len(chain) <= LONGEST_EARLY_CHAIN:
