@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 
 # Before torch is imported: many tests start four processes on two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -10,6 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
@@ -19,6 +22,16 @@ settings.register_profile(
 )
 settings.register_profile("dev", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """What a test does to its process for good: paths it imports from, and torch.distributed started in it."""
+    paths = list(sys.path)
+    yield
+    sys.path[:] = paths
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

@@ -80,7 +80,7 @@ class Outer(nn.Module):
 
 
 def test_a_data_dependent_loop_names_module_and_line() -> None:
-    with pytest.raises(TraceError, match=r"(?s)block.*test_api\.py:\d+"):
+    with pytest.raises(TraceError, match=r"(?s)block.*test_api_errors\.py:\d+"):
         autopar.plan(Outer(), (2,), torch.randn(4, 4), cluster=CLUSTER)
 
 

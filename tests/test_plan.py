@@ -208,8 +208,7 @@ def test_why_an_unknown_name(plan: Plan) -> None:
 def test_provenance_of_pins(pinned: Plan) -> None:
     assert pinned.why(PIN).provenance == "user" and repr(PIN) in pinned.why(PIN).reason
     other = pinned.why("blocks.0.first.weight")
-    assert other.choice["weight"] == "(S(0),S(1))"
-    assert other.provenance == "user" and f"fixes {PIN}" in other.reason
+    assert other.provenance != "user", "a pin of one layer leaves its equals free"
     assert pinned.why("head.weight").provenance == "price"
     assert pinned.why(PIN).alternatives is not None and pinned.why(PIN).alternatives.possible == 0  # type: ignore[union-attr]
 
@@ -224,7 +223,7 @@ def test_diff(plan: Plan, pinned: Plan) -> None:
     assert ("pin " + PIN) in {change.path for change in found.settings}
     step = next(figure for figure in found.figures if figure.name == "step")
     assert (step.before, step.after) == (plan.predicted.step_seconds, pinned.predicted.step_seconds)
-    assert "blocks.*.first.weight  x3" in str(found)
+    assert PIN in str(found)
     back = pinned.diff(plan)
     assert {(c.path, c.what): (c.after, c.before) for c in back.placements} == changed
 
