@@ -19,7 +19,7 @@ operand index exists; placeholder operations are ``param``, ``buffer``, ``input`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -266,12 +266,17 @@ class Graph:
                 raise GraphError(f"the {output.kind} {output.name!r} is {output.value}, which is not defined")
         return self
 
-    def without_dead(self) -> Graph:
-        """The graph without nodes that no output needs; placeholders stay."""
-        needed = {value.node for value in self.output_values}
+    def needed_for(self, values: Iterable[Value]) -> set[str]:
+        """Names of the nodes that ``values`` depend on, their own included."""
+        needed = {value.node for value in values}
         for node in reversed(self.nodes):
             if node.name in needed:
                 needed.update(value.node for value in node.operands)
+        return needed
+
+    def without_dead(self) -> Graph:
+        """The graph without nodes that no output needs; placeholders stay."""
+        needed = self.needed_for(self.output_values)
         return replace(self, nodes=tuple(n for n in self.nodes if n.name in needed or n.is_placeholder))
 
     def to_text(self) -> str:

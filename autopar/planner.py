@@ -16,7 +16,7 @@ from autopar.passes.annotate import annotate, is_fallback
 from autopar.passes.fold import fold_layers
 from autopar.passes.rest import InsertRests
 
-from .account import Account, account
+from .account import REST, Account, Line, account
 from .alternatives import answers
 from .assignment import Assignment, ParameterPlacement
 from .axis_names import default_names
@@ -262,7 +262,7 @@ def predicted(bill: Account, instance: Instance, cluster: Cluster) -> Predicted:
 
 def _infeasible(question: Question, instance: Instance) -> InfeasibleError:
     limit, least = instance.problem.memory_limit, smallest_memory(instance.problem)
-    values = [n for n in instance.graph.nodes if n.op in ("param", "autopar.rest")]
+    values = [n for n in instance.graph.nodes if n.op in ("param", REST)]
     largest = sorted(values, key=lambda n: -int(n.type.bytes))[:5]
     named = "; ".join(
         f"{n.target if n.op == 'param' else 'activation of ' + (n.module or n.name)} {n.type}, "
@@ -319,10 +319,7 @@ def make_plan(
     )
 
 
-def _plan_line(line: object) -> PlanLine:
-    from .account import Line
-
-    assert isinstance(line, Line)
+def _plan_line(line: Line) -> PlanLine:
     steps = tuple(
         Step(hop.kind, hop.axes, short(hop.source), short(hop.target), hop.collective.bytes if hop.collective else 0)
         for hop in line.hops

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch.distributed.tensor import Shard
 
+from .account import REST
 from .assignment import ParameterPlacement
 from .errors import OptionsError
 from .graph import Graph, Node
@@ -142,7 +143,7 @@ def module_outputs(graph: Graph) -> dict[str, str]:
     """For each module path the last forward node that ran in it or below it: the one that makes its output."""
     found: dict[str, str] = {}
     for node in graph.nodes:
-        if node.phase == "forward" and not node.is_placeholder and node.op != "autopar.rest" and node.module:
+        if node.phase == "forward" and not node.is_placeholder and node.op != REST and node.module:
             parts = node.module.split(".")
             for length in range(1, len(parts) + 1):
                 found[".".join(parts[:length])] = node.name

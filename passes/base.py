@@ -98,10 +98,8 @@ def with_phases(graph: Graph) -> Graph:
     """Phases by their definition: forward is what an output or a mutation needs, backward what only
     gradients need.
     """
-    needed = {o.value.node for o in graph.outputs if o.value is not None and o.kind in ("output", "mutation")}
-    for node in reversed(graph.nodes):
-        if node.name in needed:
-            needed.update(value.node for value in node.operands)
+    results = (o.value for o in graph.outputs if o.kind in ("output", "mutation"))
+    needed = graph.needed_for(value for value in results if value is not None)
 
     def phased(node: Node) -> Node:
         phase: Phase = "forward" if node.name in needed else "backward"

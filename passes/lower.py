@@ -139,7 +139,7 @@ def lower(job: Lowering, outputs: Iterable[Output]) -> Program:
     """The program that computes ``outputs`` (those without a value are left out), as one rank runs it."""
     wanted = [output for output in outputs if output.value is not None]
     graph = job.graph
-    needed = _needed(graph, wanted)
+    needed = graph.needed_for(output.value for output in wanted if output.value is not None)
     results = [o for o in wanted if o.kind in ("output", "mutation")]
     gradients = [o for o in wanted if o.kind in ("gradient", "input_gradient")]
     forward, saved = _forward(job, needed, results)
@@ -158,14 +158,6 @@ def lower(job: Lowering, outputs: Iterable[Output]) -> Program:
         backward=backward,
         constants=graph.constants,
     )
-
-
-def _needed(graph: Graph, outputs: list[Output]) -> set[str]:
-    needed = {output.value.node for output in outputs if output.value is not None}
-    for node in reversed(graph.nodes):
-        if node.name in needed:
-            needed.update(value.node for value in node.operands)
-    return needed
 
 
 def _stored(job: Lowering, node: Node) -> TensorSlot:
