@@ -17,11 +17,11 @@ from autopar.runtime.groups import mesh_groups, mesh_of_one
 from autopar.runtime.module import ParallelModule
 
 from .cluster import Cluster
-from .compiler import Compiler, describe, prepare
+from .compiler import Compiler, ask, prepare
 from .errors import OptionsError
 from .options import Options
 from .plan import Plan
-from .planner import Question, Timings, answer
+from .planner import Timings, answer
 
 Batch = torch.Tensor | Sequence[Any] | Mapping[str, Any]
 Mesh = DeviceMesh | Sequence[int] | int
@@ -84,20 +84,8 @@ def plan(
     args, kwargs = split_batch(batch)
     where = torch.device(device or (mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"))
     base = prepare(model, args, kwargs, device=where, loss_fn=loss_fn, training=True, timings=timings)
-    leaves = {
-        node.target: torch.empty(tuple(node.type.shape), device="meta")
-        for node in base.graph.at().placeholders("input")
-    }
-    question = Question(
-        base.graph,
-        base.loss,
-        base.batch,
-        mesh_shape(mesh),
-        Cluster.get(cluster or "local"),
-        options or Options(),
-        describe(model, leaves),
-        _axis_names(mesh),
-    )
+    hardware = Cluster.get(cluster or "local")
+    question = ask(model, base, mesh_shape(mesh), hardware, options or Options(), _axis_names(mesh))
     return answer(question, timings)
 
 

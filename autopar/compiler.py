@@ -29,7 +29,7 @@ from .account import memory
 from .assignment import Assignment
 from .cluster import Cluster
 from .errors import InfeasibleError, PlanMismatchError
-from .graph import Graph
+from .graph import Dim, Graph
 from .options import Options
 from .plan import Plan
 from .planner import Question, Timings, answer, fixed_assignment, graph_hash, step_graph
@@ -43,14 +43,14 @@ LossFunction = Callable[..., torch.Tensor]
 Made = TypeVar("Made")
 
 
-def describe(model: nn.Module, leaves: Mapping[str, torch.Tensor]) -> str:
+def describe(model: nn.Module, inputs: Mapping[str, tuple[Dim, ...]]) -> str:
     """A model and its batch for people: ``LlamaForCausalLM, 6.7M parameters, input_ids 8x128``."""
     count = float(sum(p.numel() for p in model.parameters()))
     for unit in ("", "K", "M", "B"):
         if count < 1000 or unit == "B":
             break
         count /= 1000
-    shapes = ", ".join(f"{name} {'x'.join(map(str, t.shape)) or 'scalar'}" for name, t in list(leaves.items())[:3])
+    shapes = ", ".join(f"{name} {'x'.join(map(str, shape)) or 'scalar'}" for name, shape in list(inputs.items())[:3])
     return f"{type(model).__name__}, {count:.3g}{unit} parameters, {shapes}"
 
 
@@ -93,6 +93,19 @@ def batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     return describe_call(args, dict(kwargs)).batch or 1
 
 
+def ask(
+    model: nn.Module,
+    base: Prepared,
+    mesh: tuple[int, ...],
+    cluster: Cluster,
+    options: Options,
+    axis_names: tuple[str, ...] = (),
+) -> Question:
+    """What to plan for a prepared model, described for people."""
+    inputs = {node.target: node.type.shape for node in base.graph.at().placeholders("input")}
+    return Question(base.graph, base.loss, base.batch, mesh, cluster, options, describe(model, inputs), axis_names)
+
+
 @dataclass
 class Compiler:
     """Compiles requests for the model on this rank; see the module docstring. ``ranks`` are those of the mesh,
@@ -132,13 +145,7 @@ class Compiler:
         self._base = base
 
     def _question(self, base: Prepared) -> Question:
-        leaves = {
-            n.target: torch.empty(tuple(n.type.shape), device="meta") for n in base.graph.at().placeholders("input")
-        }
-        model = describe(self.model, leaves)
-        return Question(
-            base.graph, base.loss, base.batch, self.mesh, self.cluster, self.options, model, self.axis_names
-        )
+        return ask(self.model, base, self.mesh, self.cluster, self.options, self.axis_names)
 
     def _on_first_rank(self, make: Callable[[], Made]) -> Made:
         """What the first rank of the mesh makes, on every rank; its error too."""
