@@ -13,8 +13,8 @@ Text form (round-trips through :meth:`Graph.to_text` / :meth:`Graph.from_text`):
     return gradient "embed.weight" = %out
 
 Invariants (:meth:`Graph.verify`): names are unique; every operand is defined before its use; every
-operand index exists; placeholder operations are ``param``, ``buffer``, ``input``, ``tangent`` and
-``constant`` with one string argument.
+operand index exists; placeholder operations are ``param``, ``buffer``, ``input``, ``tangent``, ``constant`` and
+``receive`` (a value of another pipeline stage) with one string argument.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from .spec import Strategy
 
 Dim: TypeAlias = int | sympy.Expr
 Phase = Literal["forward", "backward"]
-OutputKind = Literal["output", "gradient", "input_gradient", "mutation"]
+OutputKind = Literal["output", "gradient", "input_gradient", "mutation", "send"]
 
-PLACEHOLDERS = ("param", "buffer", "input", "tangent", "constant")
+PLACEHOLDERS = ("param", "buffer", "input", "tangent", "constant", "receive")
 
 SHORT_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -165,7 +165,8 @@ class Node:
 @dataclass(frozen=True, slots=True)
 class Output:
     """One result of the graph: a model ``output`` (``name`` is its index), the ``gradient`` of the parameter ``name``,
-    the ``input_gradient`` of an input, or the new value (``mutation``) of the buffer ``name``. ``value`` is None for a
+    the ``input_gradient`` of an input, the new value (``mutation``) of the buffer ``name``, or the value ``name`` to ``send`` to
+    other pipeline stages. ``value`` is None for a
     result that is None (a parameter without gradient)."""
 
     kind: OutputKind
