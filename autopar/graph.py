@@ -165,8 +165,8 @@ class Node:
 @dataclass(frozen=True, slots=True)
 class Output:
     """One result of the graph: a model ``output`` (``name`` is its index), the ``gradient`` of the parameter ``name``,
-    the ``input_gradient`` of an input, the new value (``mutation``) of the buffer ``name``, or the value ``name`` to ``send`` to
-    other pipeline stages. ``value`` is None for a
+    the ``input_gradient`` of an input, the new value (``mutation``) of the buffer ``name``, or the value ``name`` to
+    ``send`` to other pipeline stages. ``value`` is None for a
     result that is None (a parameter without gradient)."""
 
     kind: OutputKind

@@ -3,14 +3,15 @@
 A *chunk* is a contiguous part of the model's forward, with the backward that belongs to it; a pipeline rank (one of the
 ``stages`` groups of devices) holds one chunk or several. Chunks are numbered in the order of forward, 0 first.
 
-A chunk is a :class:`~autopar.graph.Graph` of its own. Values made in another chunk enter it as ``receive`` placeholders,
-whose target is the name of the value in the chunk that makes it; values other chunks need leave it as ``send`` outputs of
-that name. Forward values travel to a higher chunk, backward values to a lower one, always directly from the chunk that
-makes them to each that needs them::
+A chunk is a :class:`~autopar.graph.Graph` of its own. Values made in another chunk enter it as ``receive``
+placeholders, named and targeted as the value in the chunk that makes it; values other chunks need leave it as ``send``
+outputs of that name. Forward values travel to a higher chunk, backward values to a lower one, always directly from the
+chunk that makes them to each that needs them::
 
     %add_12: f32[4, 64] = receive("add_12")  @h.1
     ...
-    return gradient "h.1.weight" = %mm_7, send "add_25" = %add_25
+    return gradient "h.1.weight" = %mm_7
+    return send "add_25" = %add_25
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ class Edge:
 class Staged:
     """A graph of one microbatch, cut.
 
-    ``owners`` gives, for each parameter, the chunks that use it, the one that holds it first: the others are sent its
-    value once a step, and send back their part of the gradient, which is added. ``prelude`` computes, once a step and on
-    the whole batch, what a microbatch must know of the others (such as the number of tokens that count); its output
-    ``name`` is the placeholder ``input(name)`` of the chunks.
+    ``owners`` gives, for each parameter, the chunks that use it, the one that holds it first: the others are sent
+    its value once a step, and send back their part of the gradient, which is added. ``prelude`` computes, once a step
+    and on the whole batch, what a microbatch must know of the others (such as the number of tokens that count); its
+    output ``name`` is the placeholder ``input(name)`` of the chunks.
     """
 
     chunks: tuple[Graph, ...]

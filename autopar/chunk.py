@@ -1,0 +1,70 @@
+"""The program of one rank for one chunk of a pipeline (:mod:`autopar.stages`), run once for every microbatch.
+
+Five sections, each a function of local tensors (:class:`~autopar.program.Section`):
+
+=================== ============================================== ==================================================
+``refresh``          stored parameters                              working parameters; once a step
+``forward``          placeholders, ``receives``                     ``results``, ``sends``, saved values
+``input_gradient``   saved values, ``tangents``,                    ``gradient_sends``, carried values
+                     ``gradient_receives``
+``weight_gradient``  carried values                                 raw gradients, one for each of ``gradients``
+``reduce``           raw gradients, added up over microbatches      ``gradients``, as stored; once a step
+=================== ============================================== ==================================================
+
+``input_gradient`` holds what other stages wait for, ``weight_gradient`` the rest of backward, which a schedule may
+put off. A raw gradient lies as backward made it, often as a partial sum: it is reduced once a step and not once a
+microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from .program import Section, TensorSlot
+from .stages import Edge
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """An end of an edge: ``slot.placements`` are those of the wire, on the mesh inside a stage. Each rank exchanges its
+    local tensor with the rank at the same coordinate of the other stage."""
+
+    edge: Edge
+    slot: TensorSlot
+
+
+@dataclass(frozen=True)
+class ChunkProgram:
+    """See the module docstring. ``mesh`` is the one inside a stage. ``parameters`` are all that the chunk uses, those
+    that another chunk owns (:attr:`Staged.owners <autopar.stages.Staged.owners>`) among them."""
+
+    chunk: int
+    mesh: tuple[int, ...]
+    coordinate: tuple[int, ...]
+    parameters: tuple[TensorSlot, ...]
+    placeholders: tuple[TensorSlot, ...]
+    receives: tuple[Port, ...]
+    results: tuple[TensorSlot, ...]
+    sends: tuple[Port, ...]
+    tangents: tuple[TensorSlot, ...]
+    gradient_receives: tuple[Port, ...]
+    gradient_sends: tuple[Port, ...]
+    gradients: tuple[TensorSlot, ...]
+    raw_gradients: tuple[TensorSlot, ...]
+    refresh: Section
+    forward: Section
+    input_gradient: Section
+    weight_gradient: Section
+    reduce: Section
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
+
+    @property
+    def sections(self) -> tuple[Section, ...]:
+        return (self.refresh, self.forward, self.input_gradient, self.weight_gradient, self.reduce)
+
+    def __str__(self) -> str:
+        head = f"# chunk {self.chunk}, rank at {self.coordinate} of mesh {self.mesh}"
+        return "\n".join([head, *map(str, self.sections)]) + "\n"
