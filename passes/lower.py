@@ -81,8 +81,9 @@ class Lowering:
 
 
 @dataclass
-class _Lowerer:
-    """Lowers the nodes of one phase into one section."""
+class NodeLowerer:
+    """Lowers the nodes of one phase into one section: ``local`` has the local value of each value so far, ``moved`` of
+    each value resharded."""
 
     job: Lowering
     phase: Phase
@@ -148,39 +149,39 @@ def lower(job: Lowering, outputs: Iterable[Output]) -> Program:
     return Program(
         mesh=job.mesh,
         coordinate=job.coordinate,
-        parameters=tuple(_stored(job, node) for node in graph.placeholders("param")),
+        parameters=tuple(stored_slot(job, node) for node in graph.placeholders("param")),
         placeholders=tuple(job.slot(node) for node in graph.nodes if node.is_placeholder and node.op != "tangent"),
         results=tuple(job.output_slot(o, everywhere) for o in results),
         tangents=tuple(job.slot(node) for node in graph.placeholders("tangent")) if gradients else (),
-        gradients=tuple(job.output_slot(o, _gradient_place(job, o)[1]) for o in gradients),
-        refresh=_refresh(job),
+        gradients=tuple(job.output_slot(o, gradient_place(job, o)[1]) for o in gradients),
+        refresh=refresh_section(job),
         forward=forward,
         backward=backward,
         constants=graph.constants,
     )
 
 
-def _stored(job: Lowering, node: Node) -> TensorSlot:
+def stored_slot(job: Lowering, node: Node) -> TensorSlot:
     return job.slot(node, job.assignment.parameters[node.name].optimizer)
 
 
 def _forward(job: Lowering, needed: set[str], results: list[Output]) -> tuple[Section, list[Value]]:
     """The forward section and the graph values it hands to backward."""
-    lowerer = _Lowerer(job, "forward", Emitter(job.mesh, job.coordinate))
+    lowerer = NodeLowerer(job, "forward", Emitter(job.mesh, job.coordinate))
     inputs = [node.name for node in job.graph.nodes if node.is_placeholder and node.op != "tangent"]
     lowerer.emitter.taken.update(inputs)
     lowerer.local.update({Value(name): Value(name) for name in inputs})
     nodes = [n for n in job.graph.nodes if n.name in needed and n.phase == "forward" and not n.is_placeholder]
     for node in nodes:
         lowerer.lower(node)
-    saved = _saved(job.graph, needed)
+    saved = saved_values(job.graph, needed)
     places = job.assignment.replicated
     outputs = [lowerer.give(o.value, places) for o in results if o.value is not None]
     outputs += [lowerer.local[value] for value in saved]
     return lowerer.emitter.section("forward", tuple(inputs), tuple(outputs)), saved
 
 
-def _saved(graph: Graph, needed: set[str]) -> list[Value]:
+def saved_values(graph: Graph, needed: set[str]) -> list[Value]:
     """Values of forward (rests and placeholders) that needed nodes of backward use, each once."""
     uses = (v for n in graph.nodes if n.name in needed and n.phase == "backward" for v in n.operands)
     return [
@@ -190,7 +191,7 @@ def _saved(graph: Graph, needed: set[str]) -> list[Value]:
     ]
 
 
-def _gradient_place(job: Lowering, output: Output) -> tuple[Placements, Placements]:
+def gradient_place(job: Lowering, output: Output) -> tuple[Placements, Placements]:
     """Where a gradient is reduced to, and where it finally lies."""
     if output.kind == "input_gradient":
         return job.assignment.replicated, job.assignment.replicated
@@ -199,7 +200,7 @@ def _gradient_place(job: Lowering, output: Output) -> tuple[Placements, Placemen
 
 
 def _backward(job: Lowering, needed: set[str], saved: list[Value], gradients: list[Output]) -> Section:
-    lowerer = _Lowerer(job, "backward", Emitter(job.mesh, job.coordinate))
+    lowerer = NodeLowerer(job, "backward", Emitter(job.mesh, job.coordinate))
     emitter = lowerer.emitter
     tangents = [Value(node.name) for node in job.graph.placeholders("tangent")] if gradients else []
     for value in (*saved, *tangents):
@@ -218,22 +219,22 @@ def _backward(job: Lowering, needed: set[str], saved: list[Value], gradients: li
             for position in made_by.get(node.name, ()):
                 _send(job, lowerer, buckets, position, gradients[position])
     done = buckets.finish()
-    outputs = _without_aliases(emitter, [done[position] for position in range(len(gradients))], set(inputs))
+    outputs = without_aliases(emitter, [done[position] for position in range(len(gradients))], set(inputs))
     return emitter.section("backward", inputs, outputs)
 
 
-def _send(job: Lowering, lowerer: _Lowerer, buckets: Buckets, position: int, output: Output) -> None:
+def _send(job: Lowering, lowerer: NodeLowerer, buckets: Buckets, position: int, output: Output) -> None:
     """Puts a gradient on its way to where it rests, in two legs: reduced, then cut down to where the optimizer wants
     it."""
     assert output.value is not None
     kind = job.graph.type_of(output.value)
-    reduced, final = _gradient_place(job, output)
+    reduced, final = gradient_place(job, output)
     path = job.path(kind, job.home(output.value), reduced, True)
     path += job.path(kind, reduced, final, True) if final != reduced else ()
     buckets.add(position, lowerer.local[output.value], kind, path)
 
 
-def _without_aliases(emitter: Emitter, values: list[Value], inputs: set[str]) -> tuple[Value, ...]:
+def without_aliases(emitter: Emitter, values: list[Value], inputs: set[str]) -> tuple[Value, ...]:
     """``values`` with a copy of each that shares memory with an earlier one, with an input or (expanded) with itself:
     gradients are updated in place."""
     root: dict[Value, Value] = {}
@@ -255,7 +256,7 @@ def _without_aliases(emitter: Emitter, values: list[Value], inputs: set[str]) ->
     return tuple(found)
 
 
-def _refresh(job: Lowering) -> Section:
+def refresh_section(job: Lowering) -> Section:
     """Takes every stored parameter and returns what works in a step; gathers those whose updated value is sharded
     further."""
     emitter = Emitter(job.mesh, job.coordinate)
