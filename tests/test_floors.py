@@ -24,6 +24,8 @@ VOCABULARY = frozenset(
         "plan",
         "problem",
         "program",
+        "chunk",
+        "stages",
         "reshard",
         "signature",
         "spec",
