@@ -27,6 +27,10 @@ class OptionsError(AutoparError):
     """An option, pin or mesh that cannot be honoured."""
 
 
+class ScheduleError(AutoparError):
+    """A pipeline schedule that is not well formed, or cannot run to its end; names rank and instruction."""
+
+
 class ExecutionError(AutoparError):
     """An instruction of a program failed; the message names it, its module and its operands."""
 

@@ -27,9 +27,16 @@ VOCABULARY = frozenset(
         "chunk",
         "stages",
         "reshard",
+        "schedule",
+        "schedule_check",
+        "schedule_messages",
+        "schedule_text",
+        "schedule_wiring",
+        "schedules",
         "signature",
         "spec",
         "text",
+        "timeline",
     )
 )
 

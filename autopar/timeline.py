@@ -1,0 +1,116 @@
+"""When each pipeline rank did what: one form for steps that were simulated and steps that were measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Lane = Literal["compute", "communication"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """``name`` (an instruction's text form, for instance) ran on ``rank`` from ``start`` to ``end``, in seconds since
+    the step began. Spans of one lane of one rank may overlap only in the lane ``communication``."""
+
+    rank: int
+    name: str
+    kind: str
+    start: float
+    end: float
+    lane: Lane = "compute"
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step on ``stages`` ranks. ``memory[rank]``: (seconds, bytes held from then on), ascending in time; may be
+    empty where it was not recorded."""
+
+    stages: int
+    spans: tuple[Span, ...]
+    memory: tuple[tuple[tuple[float, float], ...], ...] = ()
+    name: str = "step"
+
+    @property
+    def seconds(self) -> float:
+        """When the last span ends."""
+        return max((span.end for span in self.spans), default=0.0)
+
+    def busy(self, rank: int) -> float:
+        """Seconds that ``rank`` computes."""
+        return sum(span.seconds for span in self.spans if span.rank == rank and span.lane == "compute")
+
+    @property
+    def idle_fraction(self) -> float:
+        """The share of all ranks' time in which they do not compute."""
+        total = self.seconds * self.stages
+        return 1 - sum(self.busy(rank) for rank in range(self.stages)) / total if total else 0.0
+
+    def peak_bytes(self, rank: int) -> float:
+        """The most that ``rank`` held; 0 where memory was not recorded."""
+        return max((held for _, held in self.memory[rank]), default=0.0) if self.memory else 0.0
+
+    def to_chrome_trace(self) -> dict[str, Any]:
+        """The timeline in Chrome's trace event format (``chrome://tracing``, Perfetto): a process per rank, a thread
+        per lane, times in microseconds, memory as a counter. The result is plain data that JSON has."""
+        events: list[dict[str, Any]] = []
+        for rank in range(self.stages):
+            events.append(_named("process_name", rank, 0, f"rank {rank}"))
+            events += [_named("thread_name", rank, lane, name) for name, lane in _LANES.items()]
+        events += [_complete_event(span) for span in self.spans]
+        for rank, held in enumerate(self.memory):
+            events += [_counter(rank, seconds, count) for seconds, count in held]
+        return {"displayTimeUnit": "ms", "otherData": {"name": self.name}, "traceEvents": events}
+
+    def save_chrome_trace(self, path: str | Path) -> None:
+        """Writes :meth:`to_chrome_trace` to ``path``."""
+        Path(path).write_text(json.dumps(self.to_chrome_trace(), allow_nan=False) + "\n")
+
+
+_LANES: dict[Lane, int] = {"compute": 0, "communication": 1}
+_MICRO = 1e6
+
+
+def _named(what: str, rank: int, lane: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": rank, "tid": lane, "args": {"name": name}}
+
+
+def _complete_event(span: Span) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": span.name,
+        "cat": span.kind,
+        "pid": span.rank,
+        "tid": _LANES[span.lane],
+        "ts": span.start * _MICRO,
+        "dur": span.seconds * _MICRO,
+    }
+
+
+def _counter(rank: int, seconds: float, held: float) -> dict[str, Any]:
+    return {"ph": "C", "name": "memory", "pid": rank, "ts": seconds * _MICRO, "args": {"bytes": held}}
+
+
+def timeline_from_chrome_trace(data: Mapping[str, Any]) -> Timeline:
+    """Inverse of :meth:`Timeline.to_chrome_trace`, to the precision of its microseconds."""
+    lanes: dict[int, Lane] = {number: lane for lane, number in _LANES.items()}
+    events = data["traceEvents"]
+    stages = sum(event["name"] == "process_name" for event in events if event["ph"] == "M")
+    spans = []
+    memory: list[list[tuple[float, float]]] = [[] for _ in range(stages)]
+    for event in events:
+        start = event.get("ts", 0.0) / _MICRO
+        if event["ph"] == "X":
+            end = (event["ts"] + event["dur"]) / _MICRO
+            spans.append(Span(event["pid"], event["name"], event["cat"], start, end, lanes[event["tid"]]))
+        elif event["ph"] == "C":
+            memory[event["pid"]].append((start, event["args"]["bytes"]))
+    recorded = tuple(map(tuple, memory)) if any(memory) else ()
+    return Timeline(stages, tuple(spans), recorded, data["otherData"]["name"])

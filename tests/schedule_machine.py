@@ -1,0 +1,164 @@
+"""An interpreter of schedules, for tests: it knows nothing of the checker.
+
+Ranks run their lists as threads of control under a random interleaving. Messages are untagged queues between ranks.
+Values are symbolic: what a chunk computes is the tuple of all it saw, so a value that is wrong, late or stale shows.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict, deque
+from typing import Any
+
+from autopar.schedule import Instruction, Schedule
+
+Queues = dict[tuple[int, int], deque[Any]]
+
+
+class Broken(Exception):
+    """The list did something a real run would fail at, or get wrong."""
+
+
+def true_value(schedule: Schedule, chunk: int, microbatch: int) -> Any:
+    """What forward of ``chunk`` must compute."""
+    return ("F", chunk, microbatch, *(s for s, t, _ in sorted(schedule.edges) if t == chunk))
+
+
+def true_gradient(schedule: Schedule, chunk: int, microbatch: int) -> Any:
+    return ("G", chunk, microbatch, *(t for s, t, gradient in sorted(schedule.edges) if s == chunk and gradient))
+
+
+class Machine:
+    def __init__(self, schedule: Schedule, seed: int, blocking: bool) -> None:
+        self.schedule, self.blocking = schedule, blocking
+        self.random = random.Random(seed)
+        self.position = [0] * schedule.stages
+        self.offered: Queues = defaultdict(deque)  # sent, not yet received
+        self.stores: list[dict[Any, Any]] = [{} for _ in range(schedule.stages)]
+        self.weights: dict[int, list[int]] = defaultdict(list)
+        self.reduced: dict[int, int] = {}
+        self.flying: list[set[Any]] = [set() for _ in range(schedule.stages)]
+        self.stepped: list[int] = []
+
+    def run(self) -> None:
+        """Raises :class:`Broken` unless the step comes out right."""
+        live = [rank for rank in range(self.schedule.stages) if self.schedule.ranks[rank]]
+        while live:
+            moved = False
+            self.random.shuffle(live)
+            for rank in list(live):
+                moved |= self.turn(rank)
+                if self.position[rank] == len(self.schedule.ranks[rank]):
+                    live.remove(rank)
+            if not moved:
+                raise Broken("deadlock")
+        self.examine()
+
+    def turn(self, rank: int) -> bool:
+        instruction = self.schedule.ranks[rank][self.position[rank]]
+        if instruction.receives and not self.receive(rank, instruction):
+            return False
+        if instruction.sends and not self.send(rank, instruction):
+            return False
+        if not instruction.receives and not instruction.sends:
+            self.compute(rank, instruction)
+        self.position[rank] += 1
+        return True
+
+    def ends(self, instruction: Instruction) -> tuple[int, int]:
+        peer = instruction.peer
+        if not 0 <= peer < self.schedule.chunks or not 0 <= instruction.chunk < self.schedule.chunks:
+            raise Broken("no such chunk")
+        mine, other = self.schedule.placement[instruction.chunk], self.schedule.placement[peer]
+        if mine == other:
+            raise Broken("sends to itself")
+        return (mine, other) if instruction.sends else (other, mine)
+
+    def receive(self, rank: int, instruction: Instruction) -> bool:
+        if self.ends(instruction)[1] != rank:
+            raise Broken("receives for another rank")
+        queue = self.offered[self.ends(instruction)]
+        if not queue:
+            return False
+        letter = "F" if instruction.kind == "receive_forward" else "G"
+        key = ("from", letter, instruction.peer, instruction.chunk, instruction.microbatch)
+        if key in self.stores[rank]:
+            raise Broken("received twice")
+        self.stores[rank][key] = queue.popleft()
+        return True
+
+    def send(self, rank: int, instruction: Instruction) -> bool:
+        """Rendezvous: the receiver must stand at a receive from here before the sender goes on."""
+        ends = self.ends(instruction)
+        if ends[0] != rank:
+            raise Broken("sends for another rank")
+        letter = "F" if instruction.kind == "send_forward" else "G"
+        value = self.stores[rank].get((letter, instruction.chunk, instruction.microbatch))
+        if value is None:
+            raise Broken("sends what is not there")
+        if self.blocking:
+            there, at = self.schedule.ranks[ends[1]], self.position[ends[1]]
+            if at >= len(there) or not there[at].receives or self.ends(there[at]) != ends or self.offered[ends]:
+                return False
+        self.offered[ends].append(value)
+        return True
+
+    def take(self, rank: int, letter: str, source: int, chunk: int, microbatch: int) -> None:
+        """The value of ``source`` for ``chunk`` must be here, and be the right one."""
+        if self.schedule.placement[source] == rank:
+            found = self.stores[rank].get((letter, source, microbatch))
+        else:
+            found = self.stores[rank].get(("from", letter, source, chunk, microbatch))
+        if found is None or found[:3] != (letter, source, microbatch):
+            raise Broken(f"{letter} of {source} for {chunk}: {found}")
+
+    def compute(self, rank: int, instruction: Instruction) -> None:
+        chunk, microbatch = instruction.chunk, instruction.microbatch
+        store = self.stores[rank]
+        if instruction.kind == "step":
+            self.stepped.append(rank)
+            if any(self.reduced.get(c) != self.schedule.microbatches for c in self.schedule.held[rank]):
+                raise Broken("steps with gradients that are not reduced")
+            return
+        if rank in self.stepped or chunk not in self.schedule.held[rank]:
+            raise Broken("computes after the step, or on the wrong rank")
+        if instruction.kind == "reduce":
+            if chunk in self.reduced:
+                raise Broken("reduced twice")
+            self.reduced[chunk] = len(self.weights[chunk])
+            return
+        if not 0 <= microbatch < self.schedule.microbatches:
+            raise Broken("no such microbatch")
+        if instruction.kind == "forward":
+            for source, target, _ in self.schedule.edges:
+                if target == chunk:
+                    self.take(rank, "F", source, chunk, microbatch)
+            self.store(rank, ("F", chunk, microbatch), true_value(self.schedule, chunk, microbatch))
+            self.flying[rank].add((chunk, microbatch))
+            if len(self.flying[rank]) > self.schedule.in_flight[rank]:
+                raise Broken("too many in flight")
+        if instruction.kind in ("input_gradient", "backward"):
+            if ("F", chunk, microbatch) not in store:
+                raise Broken("backward before forward")
+            for source, target, gradient in self.schedule.edges:
+                if source == chunk and gradient:
+                    self.take(rank, "G", target, chunk, microbatch)
+            self.store(rank, ("G", chunk, microbatch), true_gradient(self.schedule, chunk, microbatch))
+        if instruction.kind in ("weight_gradient", "backward"):
+            if ("G", chunk, microbatch) not in store or microbatch in self.weights[chunk]:
+                raise Broken("weight gradient too early or twice")
+            self.weights[chunk].append(microbatch)
+            self.flying[rank].discard((chunk, microbatch))
+
+    def store(self, rank: int, key: Any, value: Any) -> None:
+        if key in self.stores[rank]:
+            raise Broken("computed twice")
+        self.stores[rank][key] = value
+
+    def examine(self) -> None:
+        if sorted(self.stepped) != list(range(self.schedule.stages)):
+            raise Broken("a rank did not step, or stepped twice")
+        if any(len(self.weights[c]) != self.schedule.microbatches for c in range(self.schedule.chunks)):
+            raise Broken("gradients are missing")
+        if any(self.offered.values()):
+            raise Broken("messages are left over")
