@@ -66,6 +66,9 @@ _TORCHS = (
     aten.addr,
     aten.rsub,
     aten.stack,
+    aten.glu,
+    aten.glu_backward,
+    aten.eye,
 )
 
 
@@ -241,6 +244,18 @@ def dot(a: Tensor, b: Tensor) -> Any:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     product = torch.matmul(x, weight.t())
     return product if bias is None else product + bias
+
+
+@_for(aten._trilinear.default)
+def trilinear(
+    x: Tensor, y: Tensor, z: Tensor, x_new: Any, y_new: Any, z_new: Any, summed: Any, unroll_dim: int = 1
+) -> Any:
+    """The sum over dims ``summed`` of the product of three tensors, each with new dims where ``x_new`` and so on say:
+    two products of matrices."""
+    rank = x.dim() + len(x_new)
+    spelled = ["".join(chr(97 + d) for d in range(rank) if d not in new) for new in (x_new, y_new, z_new)]
+    result = "".join(chr(97 + d) for d in range(rank) if d not in summed)
+    return torch.einsum(f"{','.join(spelled)}->{result}", x, y, z)
 
 
 @_for(aten.native_dropout.default)

@@ -7,6 +7,7 @@ for fake tensors on the device asked for, and the model is as before afterwards,
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -83,7 +84,19 @@ def trace(
     request = Request(model, model_state(model), call, torch.device(device), loss_fn, mode, grad, differentiate)
     with unchanged(model):
         captured, graph = _captured(request)
+    if captured.counted:
+        _warn_of_counters(model, captured.counted)
     return _traced(request, captured, graph)
+
+
+def _warn_of_counters(model: nn.Module, paths: tuple[str, ...]) -> None:
+    """Numbers in Python are fixed by the trace; nothing counts them on afterwards."""
+    warnings.warn(
+        f"{type(model).__name__} changes {', '.join(paths)} when it is called, but a captured graph keeps plain "
+        'numbers as they are at the first call; what depends on them must be a buffer: self.register_buffer("steps", '
+        "torch.zeros((), dtype=torch.int64)) and self.steps.add_(1)",
+        stacklevel=3,
+    )
 
 
 def _check_device(device: torch.device) -> None:

@@ -26,7 +26,7 @@ from torch.nn.modules import module as module_hooks
 
 from .decompositions import decomposition_table
 from .trace_call import Call, Differentiate, LossFunction, Returned, call_loss, collect_outputs
-from .trace_model import State, exchanged, module_paths
+from .trace_model import State, counters, exchanged, module_paths
 from .trace_patches import patched
 
 _PATH = "autopar_module"
@@ -49,13 +49,14 @@ class Request:
 @dataclass(frozen=True)
 class Captured:
     """A joint graph as torch.fx has it. ``symbol`` is torch's symbol for the batch size, or None;
-    ``guards`` must hold of it.
+    ``guards`` must hold of it. ``counted`` are the plain numbers that modules change when called, by path.
     """
 
     graph_module: torch.fx.GraphModule
     returned: Returned
     symbol: sympy.Symbol | None
     guards: tuple[sympy.Basic, ...]
+    counted: tuple[str, ...] = ()
 
 
 class ModuleTracker:
@@ -113,6 +114,7 @@ class Step(nn.Module):
     def __init__(self, request: Request, tensors: Sequence[torch.Tensor], tracker: ModuleTracker) -> None:
         super().__init__()
         self.returned = Returned()
+        self.counted: tuple[str, ...] = ()
         # Past nn.Module's bookkeeping: as a submodule, the model would have its parameters lifted too.
         self.__dict__["request"], self.__dict__["tracker"] = request, tracker
         for index, (entry, tensor) in enumerate(zip(request.state, tensors, strict=True)):
@@ -135,7 +137,10 @@ class Step(nn.Module):
             # Parts of the model may be in another mode on purpose (a frozen batch norm): leave them if the whole fits.
             if request.model.training != request.training:
                 request.model.train(request.training)
+            before = counters(request.model)
             output = request.model(*args, **kwargs)
+            after = counters(request.model)
+            self.counted = tuple(path for path, value in before.items() if after.get(path, value) != value)
             loss = None if request.loss_fn is None else call_loss(request.loss_fn, output, args, kwargs)
             return collect_outputs(output, loss, request.differentiate, self.returned)
 
@@ -247,7 +252,7 @@ def capture(request: Request, tracker: ModuleTracker, *, symbolic: bool) -> Capt
         joint = aot_export_joint_with_descriptors(stack, step, inputs, decompositions=table)
         graph_module = joint.graph_module
     guards = _guards(environment) if environment is not None else ()
-    return Captured(graph_module, step.returned, batch.node.expr if batch is not None else None, guards)
+    return Captured(graph_module, step.returned, batch.node.expr if batch is not None else None, guards, step.counted)
 
 
 def module_path_of(node: torch.fx.Node) -> str | None:

@@ -25,6 +25,7 @@ from autopar.passes.base import with_phases
 from .errors import TraceError
 from .graph import DTYPE_NAMES, Arg, Graph, Node, Output, TensorType, Value, symbol
 from .trace_capture import Captured, Request, module_path_of
+from .trace_errors import defined_at
 from .trace_expressions import Expressions
 from .trace_model import State
 
@@ -97,6 +98,12 @@ class _Converter:
             case TangentAOTInput(output=PlainAOTOutput(idx=index)):
                 name = self.captured.returned.order[index]
                 return self._add(f"tangent_{name}", "tangent", (name,), value, "", phase="backward")
+            case TangentAOTInput(output=InputMutationAOTOutput(mutated_input=ParamAOTInput(target=target))):
+                name = self.request.state[int(target[1:])].name
+                raise TraceError(
+                    f"forward changes the parameter {name!r} in place, in sight of autograd; compute a new tensor from "
+                    "it instead, or change it between steps"
+                )
         raise TraceError(f"torch's tracer added an input that autopar does not know: {described.expr()}")
 
     def _state(self, entry: State, value: torch.Tensor) -> Value:
@@ -108,7 +115,10 @@ class _Converter:
         return found
 
     def _constant(self, node: fx.Node) -> Value:
-        tensor = _real(_attribute(self.captured.graph_module, str(node.target)))
+        attribute = _attribute(self.captured.graph_module, str(node.target))
+        if not isinstance(attribute, torch.Tensor):
+            raise self._no_tensor(node, attribute)
+        tensor = _real(attribute)
         value = node.meta.get("val", tensor)
         if tensor.dim() == 0 and not tensor.is_meta and type(tensor) is torch.Tensor:
             options = (("dtype", tensor.dtype), ("device", self._device()))
@@ -120,6 +130,15 @@ class _Converter:
         found = self._add(name, "constant", (name,), value, module_path_of(node))
         self.constants[found.node] = tensor
         return found
+
+    def _no_tensor(self, node: fx.Node, value: object) -> TraceError:
+        user = next(iter(node.users), node)
+        what = f"a {type(value).__name__} is used by {user.target}"
+        where = defined_at(self.request.model, module_path_of(user) or "")
+        return TraceError(
+            f"{what} {where}; but a graph holds only tensors and numbers; draw random numbers from torch's own "
+            "generator (torch.manual_seed), or compute the tensor outside the model and keep it in a buffer"
+        )
 
     def _call(self, node: fx.Node) -> Any:
         value = node.meta.get("val")
@@ -210,11 +229,11 @@ def _placeholder_name(prefix: str, name: str) -> str:
     return f"{prefix}_{name}" if name[:1].isdigit() else name
 
 
-def _attribute(module: Any, path: str) -> torch.Tensor:
+def _attribute(module: Any, path: str) -> object:
     for part in path.split("."):
         module = getattr(module, part)
-    assert isinstance(module, torch.Tensor)
-    return module
+    found: object = module
+    return found
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ change.
 
 from __future__ import annotations
 
+import inspect
 import os
 import traceback
 
@@ -40,6 +41,16 @@ _DATA = (
     "a tensor with real values is needed here; keep tensors that the model reads in parameters or buffers, "
     "and read no values from inputs"
 )
+_FORMAT = (
+    "a tensor is written out as a number while the model runs, but a graph is captured without values; print outside "
+    "the model, or only names, shapes and dtypes"
+)
+_BACKWARD = (
+    "the model calls backward() itself, but the graph holds forward and backward of the whole; return the loss, or use "
+    "torch.autograd.grad(..., create_graph=True) for a gradient that the loss depends on"
+)
+# Part of what torch says -> what it means for the author of the model.
+_KNOWN = {"unsupported format string passed to": _FORMAT, "Cannot backprop through mirrored meta": _BACKWARD}
 
 
 def is_data_dependent(error: BaseException) -> bool:
@@ -70,7 +81,8 @@ def _reason(error: BaseException) -> str:
         return f"{_operator_of(error)}{_OPERATOR}"
     if isinstance(error, UnsupportedFakeTensorException) or ".numpy()" in str(error):
         return f"{_DATA}\n{error}"
-    return f"{type(error).__name__}: {error}"
+    known = [reason for part, reason in _KNOWN.items() if part in str(error)]
+    return known[0] if known else f"{type(error).__name__}: {error}"
 
 
 def _operator_of(error: BaseException) -> str:
@@ -85,6 +97,16 @@ def user_location(error: BaseException) -> tuple[str, str] | None:
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not f.filename.startswith((*_OWN, "<")) and not _is_standard(f.filename)]
     return (f"{own[-1].filename}:{own[-1].lineno}", own[-1].line or "") if own else None
+
+
+def defined_at(model: torch.nn.Module, path: str) -> str:
+    """The module at ``path`` and where its forward is written, for what torch knows no line of."""
+    kind = type(model.get_submodule(path))
+    try:
+        at = f", whose forward is at {inspect.getsourcefile(kind)}:{inspect.getsourcelines(kind.forward)[1]}"
+    except (OSError, TypeError):  # Written at a prompt.
+        at = ""
+    return f"in module {path!r} ({kind.__name__}){at}"
 
 
 def _is_standard(filename: str) -> bool:

@@ -4,6 +4,7 @@
   plan's choice, so its function is simply called;
 - batch norm with a cumulative average (``momentum=None``) reads its counter as a Python number; here it stays a tensor;
 - ``SyncBatchNorm`` communicates by itself; a graph has the statistics of the whole batch anyway, so it is batch norm;
+- ``embedding_bag`` looks up and reduces in one kernel that no rule can divide (:mod:`.embedding_bags`);
 - checks of linear algebra (``cholesky`` of a matrix that has none) raise on values; a graph has no place to raise from.
 """
 
@@ -21,6 +22,8 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import checkpoint
 
+from .embedding_bags import embedding_bag
+
 _CHECKS = "aten::_linalg_check_errors"
 _batch_norm_forward = _BatchNorm.forward
 
@@ -32,6 +35,7 @@ def patched() -> Iterator[None]:
         stack.enter_context(patch.object(checkpoint.CheckpointFunction, "apply", staticmethod(_call)))
         stack.enter_context(patch.object(_BatchNorm, "forward", _batch_norm))
         stack.enter_context(patch.object(nn.SyncBatchNorm, "forward", _batch_norm))
+        stack.enter_context(patch.object(F, "embedding_bag", embedding_bag))
         stack.enter_context(_without_effect(_CHECKS))
         yield
 

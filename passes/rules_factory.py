@@ -1,8 +1,7 @@
 """Tensors made from nothing: those that are constant throughout can be made in shards.
 
 ``full_like`` and its kin look at the shape of their operand only, and ``new_full`` and its kin not even at
-that, so any placement of it serves. Factories whose values depend on the position (``arange``, ``eye``) have
-no rule: everyone makes all of it.
+that, so any placement of it serves. Of whole numbers that count up (``arange``) a device makes its own stretch.
 """
 
 from __future__ import annotations
@@ -74,3 +73,30 @@ def like(call: OpCall) -> Iterator[AxisStrategy]:
     spelled = letters(call.inputs[0].rank)
     yield from strategies(call, f"{spelled}->{spelled}", linear=())
     yield from (AxisStrategy((placement,), (REPLICATE,)) for placement in _partial(call))
+
+
+_COUNTS = ("aten.arange.default", "aten.arange.start", "aten.arange.start_step")
+
+
+def _count_args(call: OpCall) -> tuple[Arg, Arg]:
+    """Start and step."""
+    if call.op == "aten.arange.default":
+        return 0, 1
+    return call.arg(0, "start"), call.arg(2, "step", 1) if call.op == "aten.arange.start_step" else 1
+
+
+@rule(*_COUNTS)
+def count(call: OpCall) -> Iterator[AxisStrategy]:
+    """``(end)``, ``(start, end)`` or ``(start, end, step)``; fractions are left whole, for they round by position."""
+    if all(isinstance(arg, int) for arg in _count_args(call)):
+        yield from (AxisStrategy((), (placement,)) for placement in _shards(call.outputs[0], call.size))
+
+
+@localiser(*_COUNTS)
+def local_count(context: LocalContext) -> LocalCall:
+    """From where the device's stretch begins, as many as it has."""
+    start, step = map(int, _count_args(context.call))
+    first = start + context.output_offset(0, 0) * step
+    args: tuple[Arg, ...] = (first, first + context.output_shape()[0] * step, step)
+    kwargs = tuple((key, arg) for key, arg in context.call.kwargs if key not in ("start", "end", "step"))
+    return "aten.arange.start_step", args, kwargs

@@ -28,6 +28,9 @@ LEFT_BEHIND = (
     "mse_loss",
     "smooth_l1",
     "cross_entropy",
+    "embedding_bag",
+    "glu",
+    "trilinear",
 )
 
 Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -59,6 +62,19 @@ def pixels(size: int) -> dict[str, torch.Tensor]:
 
 def reals(size: int) -> dict[str, torch.Tensor]:
     return {"x": torch.randn(size, 5), "target": torch.rand(size, 5)}
+
+
+STARTS = torch.tensor([0, 3, 3, 11, 26])
+
+
+def bags(t: torch.Tensor) -> torch.Tensor:
+    """Positions in a table of five rows."""
+    return (t * 5).long().clamp(0, 4)
+
+
+def table(x: torch.Tensor) -> torch.Tensor:
+    """Five rows of four."""
+    return x[:5, :4] + x.sum()
 
 
 WEIGHT = torch.tensor([0.5, 1.0, 2.0, 0.1, 3.0])
@@ -95,6 +111,27 @@ FUNCTIONS: dict[str, tuple[Function, Callable[[int], dict[str, torch.Tensor]]]] 
         reals,
     ),
     "mv and dot": (lambda x, t: torch.mv(x, t.sum(0)) + torch.dot(x.sum(0), t.sum(0)), reals),
+    "glu": (lambda x, t: F.glu(torch.cat([x, x * t], 1), 1), reals),
+    "bilinear": (lambda x, t: F.bilinear(x, t, torch.arange(50.0, dtype=x.dtype).view(2, 5, 5)), reals),
+    "eye": (lambda x, t: x @ torch.eye(5, dtype=x.dtype) * t, reals),
+    "bags": (lambda x, t: F.embedding_bag(bags(t), table(x), mode="sum"), reals),
+    "padded bags": (lambda x, t: F.embedding_bag(bags(t), table(x), padding_idx=2), reals),
+    "weighted bags": (
+        lambda x, t: F.embedding_bag(bags(t), table(x), mode="sum", per_sample_weights=t.to(x.dtype)),
+        reals,
+    ),
+    "runs": (lambda x, t: F.embedding_bag(bags(t).flatten(), table(x), STARTS), reals),
+    "runs to an end": (
+        lambda x, t: F.embedding_bag(
+            bags(t).flatten(),
+            table(x),
+            torch.cat([STARTS, torch.full((1,), t.numel())]),
+            mode="sum",
+            include_last_offset=True,
+            padding_idx=1,
+        ),
+        reals,
+    ),
     "unbind and stack": (lambda x, t: torch.stack(x.unbind(1)[::-1], 1) * t, reals),
 }
 

@@ -126,6 +126,11 @@ def _factories() -> Iterator[Sample]:
     yield Sample("aten.zeros_like.default", (x,), {"dtype": torch.int64})
     yield Sample("aten.ones_like.default", (torch.randint(9, (7, 12)),), {"memory_format": torch.preserve_format})
     yield Sample("aten.empty_like.default", (x,), compare=False)
+    yield Sample("aten.arange.default", (12,))
+    yield Sample("aten.arange.default", (7,), {"dtype": torch.float32})
+    yield Sample("aten.arange.start", (3, 20))
+    yield Sample("aten.arange.start_step", (5, -19, -2))
+    yield Sample("aten.arange.start_step", (0, 24, 3), {"dtype": torch.float64})
 
 
 SAMPLES = [*_cuts(), *_joins(), *_scatters(), *_pads(), *_windows(), *_factories()]

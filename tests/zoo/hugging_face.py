@@ -42,6 +42,11 @@ def mask() -> torch.Tensor:
     return (torch.arange(TOKENS)[None] < lengths).long()
 
 
+def floats(*shape: int) -> torch.Tensor:
+    """Normal numbers, the same every time."""
+    return torch.randn(shape, generator=_random(2))
+
+
 def images(size: int = 32) -> torch.Tensor:
     return torch.randn(BATCH, 3, size, size, generator=_random(2))
 
@@ -54,15 +59,15 @@ def _text(model: nn.Module, *, masked: bool = False) -> tuple[nn.Module, Batch]:
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS,
 }  # fmt: skip
-_NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-_SPECIAL: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-_DECODER: dict[str, Any] = {**_SIZES, **_SPECIAL, "intermediate_size": HIDDEN, "use_cache": False}
+NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+SPECIAL: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+_DECODER: dict[str, Any] = {**_SIZES, **SPECIAL, "intermediate_size": HIDDEN, "use_cache": False}
 
 
 @family
 def opt() -> tuple[nn.Module, Batch]:
     config = hf.OPTConfig(
-        **_SIZES, **_SPECIAL, ffn_dim=HIDDEN, dropout=0.0, word_embed_proj_dim=WIDTH, max_position_embeddings=40
+        **_SIZES, **SPECIAL, ffn_dim=HIDDEN, dropout=0.0, word_embed_proj_dim=WIDTH, max_position_embeddings=40
     )
     return _text(hf.OPTForCausalLM(config), masked=True)
 
@@ -96,7 +101,7 @@ def phi3() -> tuple[nn.Module, Batch]:
 
 @family
 def falcon() -> tuple[nn.Module, Batch]:
-    config = hf.FalconConfig(**_SIZES, **_SPECIAL, hidden_dropout=0.0, attention_dropout=0.0, use_cache=False)
+    config = hf.FalconConfig(**_SIZES, **SPECIAL, hidden_dropout=0.0, attention_dropout=0.0, use_cache=False)
     return _text(hf.FalconForCausalLM(config))
 
 
@@ -104,7 +109,7 @@ def falcon() -> tuple[nn.Module, Batch]:
 def bloom() -> tuple[nn.Module, Batch]:
     config = hf.BloomConfig(
         vocab_size=VOCABULARY, hidden_size=WIDTH, n_layer=2, n_head=HEADS, hidden_dropout=0.0, attention_dropout=0.0,
-        use_cache=False, **_SPECIAL,
+        use_cache=False, **SPECIAL,
     )  # fmt: skip
     return _text(hf.BloomForCausalLM(config), masked=True)
 
@@ -128,14 +133,14 @@ def bart() -> tuple[nn.Module, Batch]:
     config = hf.BartConfig(
         vocab_size=VOCABULARY, d_model=WIDTH, encoder_layers=2, decoder_layers=2, encoder_attention_heads=HEADS,
         decoder_attention_heads=HEADS, encoder_ffn_dim=HIDDEN, decoder_ffn_dim=HIDDEN, dropout=0.0, use_cache=False,
-        max_position_embeddings=40, decoder_start_token_id=0, forced_eos_token_id=1, **_SPECIAL,
+        max_position_embeddings=40, decoder_start_token_id=0, forced_eos_token_id=1, **SPECIAL,
     )  # fmt: skip
     return _text(hf.BartForConditionalGeneration(config), masked=True)
 
 
 @family
 def clip() -> tuple[nn.Module, Batch]:
-    text = {**_SIZES, **_SPECIAL, "intermediate_size": HIDDEN, "max_position_embeddings": 40}
+    text = {**_SIZES, **SPECIAL, "intermediate_size": HIDDEN, "max_position_embeddings": 40}
     vision = {k: v for k, v in text.items() if k in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
     vision |= {"intermediate_size": HIDDEN, "image_size": 32, "patch_size": 8}
     model = hf.CLIPModel(hf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=20))
@@ -146,7 +151,7 @@ def clip() -> tuple[nn.Module, Batch]:
 def swin() -> tuple[nn.Module, Batch]:
     config = hf.SwinConfig(
         image_size=32, patch_size=4, embed_dim=12, depths=[2, 2], num_heads=[3, 3], window_size=4, drop_path_rate=0.0,
-        num_labels=10, **_NO_DROPOUT,
+        num_labels=10, **NO_DROPOUT,
     )  # fmt: skip
     return hf.SwinForImageClassification(config), {"pixel_values": images(), "labels": torch.arange(BATCH)}
 
@@ -162,7 +167,7 @@ def segformer() -> tuple[nn.Module, Batch]:
     config = hf.SegformerConfig(
         depths=[1, 1, 1, 1], sr_ratios=[4, 2, 1, 1], hidden_sizes=[6, 8, 12, 24], num_attention_heads=[1, 2, 3, 3],
         mlp_ratios=[2, 2, 2, 2], decoder_hidden_size=20, num_labels=5, drop_path_rate=0.0,
-        classifier_dropout_prob=0.0, **_NO_DROPOUT,
+        classifier_dropout_prob=0.0, **NO_DROPOUT,
     )  # fmt: skip
     target = torch.randint(0, 5, (BATCH, 32, 32), generator=_random(3))
     return hf.SegformerForSemanticSegmentation(config), {"pixel_values": images(), "labels": target}
@@ -170,13 +175,13 @@ def segformer() -> tuple[nn.Module, Batch]:
 
 @family
 def roberta() -> tuple[nn.Module, Batch]:
-    config = hf.RobertaConfig(**_SIZES, **_SPECIAL, **_NO_DROPOUT, intermediate_size=HIDDEN, max_position_embeddings=40)
+    config = hf.RobertaConfig(**_SIZES, **SPECIAL, **NO_DROPOUT, intermediate_size=HIDDEN, max_position_embeddings=40)
     return _text(hf.RobertaForMaskedLM(config), masked=True)
 
 
 @family
 def electra() -> tuple[nn.Module, Batch]:
-    config = hf.ElectraConfig(**_SIZES, **_NO_DROPOUT, embedding_size=20, intermediate_size=HIDDEN, num_labels=3)
+    config = hf.ElectraConfig(**_SIZES, **NO_DROPOUT, embedding_size=20, intermediate_size=HIDDEN, num_labels=3)
     batch = {"input_ids": tokens(), "attention_mask": mask(), "labels": torch.arange(BATCH) % 3}
     return hf.ElectraForSequenceClassification(config), batch
 
@@ -184,7 +189,7 @@ def electra() -> tuple[nn.Module, Batch]:
 @family
 def deberta_v2() -> tuple[nn.Module, Batch]:
     config = hf.DebertaV2Config(
-        **_SIZES, **_NO_DROPOUT, intermediate_size=HIDDEN, relative_attention=True, position_buckets=8,
+        **_SIZES, **NO_DROPOUT, intermediate_size=HIDDEN, relative_attention=True, position_buckets=8,
         norm_rel_ebd="layer_norm",
         pos_att_type=["p2c", "c2p"], share_att_key=True, max_position_embeddings=40, pad_token_id=2,
     )  # fmt: skip
@@ -194,7 +199,7 @@ def deberta_v2() -> tuple[nn.Module, Batch]:
 @family
 def mamba() -> tuple[nn.Module, Batch]:
     config = hf.MambaConfig(
-        vocab_size=VOCABULARY, hidden_size=24, num_hidden_layers=2, state_size=4, use_cache=False, **_SPECIAL
+        vocab_size=VOCABULARY, hidden_size=24, num_hidden_layers=2, state_size=4, use_cache=False, **SPECIAL
     )
     return _text(hf.MambaForCausalLM(config))
 
@@ -205,7 +210,7 @@ def whisper() -> tuple[nn.Module, Batch]:
         vocab_size=VOCABULARY, d_model=WIDTH, encoder_layers=2, decoder_layers=2, encoder_attention_heads=HEADS,
         decoder_attention_heads=HEADS, encoder_ffn_dim=HIDDEN, decoder_ffn_dim=HIDDEN, num_mel_bins=10,
         max_source_positions=15, max_target_positions=40, decoder_start_token_id=0, use_cache=False, dropout=0.0,
-        **_SPECIAL,
+        **SPECIAL,
     )  # fmt: skip
     features = torch.randn(BATCH, 10, 30, generator=_random(4))
     return hf.WhisperForConditionalGeneration(config), {"input_features": features, "labels": labels()}
