@@ -17,7 +17,7 @@ Where torch's own decomposition has the right form it is used.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -26,10 +26,11 @@ from torch import Tensor
 from torch._decomp import get_decompositions
 from torch._ops import OpOverload
 
-aten: Any = torch.ops.aten
+from .decomposed import Decomposition, Table, aten, into
+from .decompositions_product import PRODUCTS
 
-Decomposition = Callable[..., Any]
-_OURS: dict[OpOverload, Decomposition] = {}
+_OURS: Table = {}
+_for = into(_OURS)
 
 _TORCHS = (
     aten.nll_loss_forward,
@@ -76,15 +77,7 @@ _TORCHS = (
 def decomposition_table() -> dict[OpOverload, Decomposition]:
     """The table for the tracer."""
     table: dict[Any, Decomposition] = get_decompositions(_TORCHS)
-    return {**{op: how for op, how in table.items() if "out" not in op._overloadname}, **_OURS}
-
-
-def _for(*ops: OpOverload) -> Callable[[Decomposition], Decomposition]:
-    def register(function: Decomposition) -> Decomposition:
-        _OURS.update(dict.fromkeys(ops, function))
-        return function
-
-    return register
+    return {**{op: how for op, how in table.items() if "out" not in op._overloadname}, **_OURS, **PRODUCTS}
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -200,62 +193,6 @@ def vector_norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = Fals
     if ord == 2:
         return _sum(wide * wide, dims, keepdim).sqrt().to(result)
     return (_sum(wide.abs() ** ord, dims, keepdim) ** (1.0 / ord)).to(result)
-
-
-def _scaled(x: Tensor, factor: float) -> Tensor:
-    return x if factor == 1 else x * factor
-
-
-@_for(aten.addmm.default)
-def addmm(x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    product = _scaled(aten.mm.default(a, b), alpha)
-    return product if beta == 0 else product + _scaled(x, beta)
-
-
-@_for(aten.baddbmm.default)
-def baddbmm(x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    product = _scaled(aten.bmm.default(a, b), alpha)
-    return product if beta == 0 else product + _scaled(x, beta)
-
-
-@_for(aten.addbmm.default)
-def addbmm(x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    product = _scaled(_sum(aten.bmm.default(a, b), [0]), alpha)
-    return product if beta == 0 else product + _scaled(x, beta)
-
-
-@_for(aten.addmv.default)
-def addmv(x: Tensor, a: Tensor, vector: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    product = _scaled(mv(a, vector), alpha)
-    return product if beta == 0 else product + _scaled(x, beta)
-
-
-@_for(aten.mv.default)
-def mv(a: Tensor, vector: Tensor) -> Any:
-    return aten.mm.default(a, vector.unsqueeze(1)).squeeze(1)
-
-
-@_for(aten.dot.default)
-def dot(a: Tensor, b: Tensor) -> Any:
-    return NotImplemented if a.is_complex() else _sum(a * b, [0])
-
-
-@_for(aten.linear.default)
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    product = torch.matmul(x, weight.t())
-    return product if bias is None else product + bias
-
-
-@_for(aten._trilinear.default)
-def trilinear(
-    x: Tensor, y: Tensor, z: Tensor, x_new: Any, y_new: Any, z_new: Any, summed: Any, unroll_dim: int = 1
-) -> Any:
-    """The sum over dims ``summed`` of the product of three tensors, each with new dims where ``x_new`` and so on say:
-    two products of matrices."""
-    rank = x.dim() + len(x_new)
-    spelled = ["".join(chr(97 + d) for d in range(rank) if d not in new) for new in (x_new, y_new, z_new)]
-    result = "".join(chr(97 + d) for d in range(rank) if d not in summed)
-    return torch.einsum(f"{','.join(spelled)}->{result}", x, y, z)
 
 
 @_for(aten.native_dropout.default)

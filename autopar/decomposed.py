@@ -1,0 +1,27 @@
+"""Tables of how operations are taken apart while a model is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+aten: Any = torch.ops.aten
+
+Decomposition = Callable[..., Any]
+Table = dict[OpOverload, Decomposition]
+
+
+def into(table: Table) -> Callable[..., Callable[[Decomposition], Decomposition]]:
+    """A decorator that takes operations, and enters a function of their arguments that computes what they compute."""
+
+    def entered_for(*ops: OpOverload) -> Callable[[Decomposition], Decomposition]:
+        def enter(function: Decomposition) -> Decomposition:
+            table.update(dict.fromkeys(ops, function))
+            return function
+
+        return enter
+
+    return entered_for
