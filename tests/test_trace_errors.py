@@ -1,0 +1,218 @@
+"""What cannot be traced says where, why, and what to do; what looks as if it could not, can."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from eager import assert_close
+from interpret import interpret
+from torch import nn
+
+from autopar.errors import TraceError
+from autopar.trace import trace
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        if y.sum().item() > 0:  # the item
+            y = y + 1
+        return y.sum()
+
+
+class Truth(Branch):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return y.sum() if (y > 0).any() else y.mean()  # the truth
+
+
+class Select(Branch):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return y[y > 0].sum()  # the selection
+
+
+class Experts(Branch):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for expert in range(2):
+            rows = torch.nonzero(x.argmax(-1) == expert).flatten()  # the experts
+            out = out.index_add(0, rows, self.linear(x[rows]))
+        return out.sum()
+
+
+class Numpy(Branch):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).sum() * float(x.detach().numpy().max())  # the array
+
+
+class Listed(Branch):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).sum() * sum(x[:, 0].tolist())  # the list
+
+
+class Loop(Branch):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        for _ in range(int(x.abs().sum())):  # the loop
+            y = y + 1
+        return y.sum()
+
+
+class Rows(Branch):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        for row in torch.nonzero(x[:, 0] > 0):  # the rows
+            y[row] = 0
+        return y.sum()
+
+
+class Prints(Branch):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        print(f"{y.sum():.3f}")  # the print
+        return y.sum()
+
+
+class Checks(Branch):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert (x > -100).all(), "too small"  # the check
+        return self.linear(x).sum()
+
+
+class Steps(Branch):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x).sum()
+        y.backward()  # the backward
+        return y
+
+
+class Reads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return grad if x.sum() > 0 else -grad  # the gradient
+
+
+class ReadsBackward(Branch):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Reads.apply(self.linear(x)).sum()  # type: ignore[no-any-return, no-untyped-call]
+
+
+class OwnGenerator(Branch):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) + torch.randn(4, generator=torch.Generator())).sum()  # the generator
+
+
+class Mismatch(Branch):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.t()).sum()  # the mismatch
+
+
+class Clamps(Branch):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.linear.weight.data.clamp_(-1, 1)
+        return self.linear(x).sum()
+
+
+def test_a_decision_in_backward_names_its_line() -> None:
+    with pytest.raises(TraceError, match="the gradient"):
+        trace(ReadsBackward(), (torch.randn(6, 4),), device="cpu")
+
+
+def test_a_generator_of_its_own_names_module_and_line() -> None:
+    model = nn.Sequential(nn.Identity(), OwnGenerator())
+    with pytest.raises(TraceError, match=r"(?s)Generator.*'1'.*test_trace.py:\d+.*manual_seed"):
+        trace(model, (torch.randn(6, 4),), device="cpu")
+
+
+def test_a_parameter_changed_in_place_is_named() -> None:
+    with pytest.raises(TraceError, match=r"'linear.weight' in place"):
+        trace(Clamps(), (torch.randn(6, 4),), device="cpu")
+
+
+class Counts(Branch):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.linear(x).sum() * self.calls
+
+
+def test_a_number_that_counts_calls_is_warned_of() -> None:
+    model = nn.Sequential(nn.Identity(), Counts())
+    with pytest.warns(UserWarning, match=r"1\.calls.*register_buffer"):
+        traced = trace(model, (torch.randn(6, 4),), device="cpu")
+    assert traced.signature.loss == "0" and model[1].calls == 0
+
+
+class Square(torch.autograd.Function):
+    """With a gradient that is not its derivative, to see that it is the one that runs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.scale = scale
+        return x * x * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return 3 * x * grad * ctx.scale, None
+
+
+class Squares(Branch):
+    def forward(self, x: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        x[0]["a"].mul_(2)
+        return Square.apply(self.linear(x[0]["a"]), 2.0).sum() + x[1]["b"].sum()  # type: ignore[no-any-return, no-untyped-call]
+
+
+def test_custom_functions_inputs_in_trees_and_inputs_written_to() -> None:
+    model, a, b = Squares(), torch.randn(6, 4), torch.randn(6, 3)
+    traced = trace(model, ([{"a": a}, {"b": b}],), device="cpu")
+    leaves = dict(zip(traced.signature.input_names, (a, b), strict=True))
+    values = {**dict(model.named_parameters()), **{str(name): leaf.clone() for name, leaf in leaves.items()}}
+    results = interpret(traced.graph.at(b=6), values)
+    model([{"a": a.clone()}, {"b": b}]).backward()
+    assert_close("gradient", results["gradient", "linear.weight"], model.linear.weight.grad, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "mark", "reason"),
+    [
+        (Branch(), "the item", "torch.where"),
+        (Truth(), "the truth", "torch.where"),
+        (Select(), "the selection", "a graph has fixed shapes"),
+        (Experts(), "the experts", 'experts_implementation="batched_mm"'),
+        (Numpy(), "the array", "real values"),
+        (Listed(), "the list", "torch.where"),
+        (Loop(), "the loop", "torch.where"),
+        (Rows(), "the rows", "a graph has fixed shapes"),
+        (Prints(), "the print", "print outside the model"),
+        (Checks(), "the check", "torch.where"),
+        (Steps(), "the backward", "return the loss"),
+        (Mismatch(), "the mismatch", "[4, 6] X [4, 4]"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_what_cannot_be_traced_says_where_and_why(model: nn.Module, mark: str, reason: str) -> None:
+    outer = nn.Sequential(nn.Identity(), model)
+    with pytest.raises(TraceError) as caught:
+        trace(outer, (torch.randn(6, 4),), device="cpu")
+    message = str(caught.value)
+    assert mark in message and reason in message, message
+    assert "module '1" in message and f"{__file__}:" in message, message
+    assert not torch.compiler._is_compiling_flag
