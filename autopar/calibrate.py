@@ -156,7 +156,8 @@ def fit_cluster(samples: Sequence[Samples], threads: int) -> Cluster:
     )
     facts = {"processes": float(len(samples)), "threads": float(threads), "cores": float(_cores())}
     facts |= {f"fit_error_{kind}": error for kind, error in errors.items()}
-    return Cluster("local", source, device, (link,), 0.0, facts)
+    waiting = statistics.fmean(s.synchronisation for s in samples)
+    return Cluster("local", source, device, (link,), 0.0, facts, waiting)
 
 
 def _mean_device(samples: Sequence[Samples]) -> DeviceSamples:

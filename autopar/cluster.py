@@ -152,8 +152,10 @@ class Device:
 @dataclass(frozen=True)
 class Cluster:
     """``links`` innermost first. ``source`` says where the numbers come from and is printed with every plan;
-    ``collective_seconds`` is what starting any collective costs; ``measurement`` keeps facts of a calibration
-    (processes, threads, fit errors)."""
+    ``collective_seconds`` is what starting any collective costs; ``synchronisation_seconds`` what it costs on top
+    because its members come to it from computing, each at its own time, and the first waits for the last: processes
+    that share processors are out of step by time slices. ``measurement`` keeps facts of a calibration (processes,
+    threads, fit errors)."""
 
     name: str
     source: str
@@ -161,10 +163,12 @@ class Cluster:
     links: tuple[Link, ...]
     collective_seconds: float = 0.0
     measurement: Mapping[str, float] = field(default_factory=dict)
+    synchronisation_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         _require(len(self.links) > 0, f"cluster {self.name!r} has no links; one device needs one link of size 1")
-        _require(self.collective_seconds >= 0, f"cluster {self.name!r}: collective_seconds is negative")
+        for name in ("collective_seconds", "synchronisation_seconds"):
+            _require(getattr(self, name) >= 0, f"cluster {self.name!r}: {name} is negative")
         for inner, outer in zip(self.links, self.links[1:], strict=False):
             grows = inner.size is not None and (outer.size is None or outer.size % inner.size == 0)
             _require(

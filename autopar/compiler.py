@@ -33,7 +33,7 @@ from .graph import Dim, Graph
 from .options import Options
 from .plan import Plan
 from .planner import Question, Timings, answer, fixed_assignment, graph_hash, step_graph
-from .prices import BUCKET_BYTES, Prices, placement_options
+from .prices import BUCKET_BYTES, Prices
 from .program import Program
 from .refit import refit
 from .trace import Traced, trace
@@ -212,7 +212,7 @@ class Compiler:
 
     def _lowered(self, graph: Graph, assignment: Assignment, annotated: Graph, base: Prepared) -> Compiled:
         assert self.plan is not None
-        prices = Prices(self.cluster, self.plan.mesh, placement_options(annotated, self.plan.mesh))
+        prices = Prices.of(self.cluster, self.plan.mesh, annotated)
         job = Lowering(graph, assignment, self._coordinate(), prices.path, BUCKET_BYTES)
         program = overlap(lower(job, graph.outputs))
         text = f"{self.plan.to_json()}{graph.to_text()}{_messages(program)}{torch.__version__}"
@@ -222,7 +222,7 @@ class Compiler:
     def _check_memory(self, graph: Graph, assignment: Assignment) -> None:
         """Refuses a batch that the plan can run but the device cannot hold."""
         assert self.plan is not None
-        prices = Prices(self.cluster, self.plan.mesh, placement_options(graph, self.plan.mesh))
+        prices = Prices.of(self.cluster, self.plan.mesh, graph)
         peak = memory(graph, assignment, prices, self.options.optimizer).peak
         if peak > self.plan.memory_limit:
             shapes = ", ".join(f"{node.target} {node.type}" for node in graph.placeholders("input"))

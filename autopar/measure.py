@@ -35,6 +35,9 @@ CPU_MATRICES = (
     (32, 512, 512),
     (512, 64, 512),
 )
+# Computing between two collectives while synchronisation is measured: a few layers, several time slices.
+WORK_SECONDS = 0.03
+SYNCHRONISATION_ROUNDS = 5
 GPU_MATRICES = ((512, 512, 512), (1024, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192), (8192, 64, 4096))
 CPU_ELEMENTS = (1 << 14, 1 << 17, 1 << 20)
 GPU_ELEMENTS = (1 << 20, 1 << 24, 1 << 27)
@@ -75,10 +78,12 @@ class DeviceSamples:
 
 @dataclass(frozen=True)
 class Samples:
-    """All one rank measured."""
+    """All one rank measured; ``synchronisation`` is by how many seconds a collective takes longer after computing
+    than after another collective."""
 
     device: DeviceSamples
     collectives: tuple[CollectiveSample, ...]
+    synchronisation: float = 0.0
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -90,7 +95,8 @@ class Samples:
         matrices = tuple(MatrixSample(**sample) for sample in device.pop("matrices"))
         pointwise = tuple((int(nbytes), float(seconds)) for nbytes, seconds in device.pop("pointwise"))
         collectives = tuple(CollectiveSample(**sample) for sample in table["collectives"])
-        return Samples(DeviceSamples(matrices=matrices, pointwise=pointwise, **device), collectives)
+        found = DeviceSamples(matrices=matrices, pointwise=pointwise, **device)
+        return Samples(found, collectives, float(table["synchronisation"]))
 
 
 def mean_seconds(function: Callable[[], object], device: torch.device, budget: float) -> float:
@@ -184,12 +190,56 @@ def _timed(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def _groups(processes: int) -> tuple[Collectives, dict[int, tuple[int, ...]]]:
+    """Collectives among local processes, and for each size of group (pairs and all) the axes it spans."""
+    shape = (processes // 2, 2) if processes % 2 == 0 and processes > 2 else (processes,)
+    wires = Collectives(mesh_groups(DeviceMesh("cpu", torch.arange(processes).reshape(shape))))
+    return wires, {math.prod(shape[axis:]): tuple(range(axis, len(shape))) for axis in reversed(range(len(shape)))}
+
+
+def _rate_of_all(function: Callable[[], object], count: int) -> float:
+    """Seconds per call of ``count`` in a row, from when all processes start to when the last is done."""
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(count):
+        function()
+    dist.barrier()
+    return (time.perf_counter() - start) / count
+
+
+def measure_synchronisation(processes: int, seconds: float) -> float:
+    """By how many seconds a small collective among all processes takes longer when they come to it from computing.
+
+    Three loops take turns: computing, the collective, and both. What both take beyond the sum of the two is waiting
+    for the last to arrive. The same piece of work takes every process another time where cores are shared.
+    """
+    wires, groups = _groups(processes)
+    meet = _call("all_gather", processes, MESSAGE_BYTES[0], wires, groups[processes])
+    square = torch.ones(CPU_MATRICES[2][:2])
+    (product,) = _agree(mean_seconds(lambda: torch.mm(square, square), square.device, 0.1))
+    count = max(1, round(WORK_SECONDS / product))
+
+    def compute() -> None:
+        for _ in range(count):
+            torch.mm(square, square)
+
+    def both() -> None:
+        compute()
+        meet()
+
+    (pilot,) = _agree(_rate_of_all(both, 2))
+    repeats = max(2, round(seconds / SYNCHRONISATION_ROUNDS / 2 / pilot))
+    waits = [
+        _rate_of_all(both, repeats) - _rate_of_all(compute, repeats) - _rate_of_all(meet, repeats)
+        for _ in range(SYNCHRONISATION_ROUNDS)
+    ]
+    return max(0.0, statistics.median(waits))
+
+
 def measure_collectives(processes: int, seconds: float) -> tuple[CollectiveSample, ...]:
     """Every kind at every message size, among all processes and in pairs, every group busy at once."""
     started, samples = time.perf_counter(), list[CollectiveSample]()
-    shape = (processes // 2, 2) if processes % 2 == 0 and processes > 2 else (processes,)
-    wires = Collectives(mesh_groups(DeviceMesh("cpu", torch.arange(processes).reshape(shape))))
-    groups = {math.prod(shape[axis:]): tuple(range(axis, len(shape))) for axis in reversed(range(len(shape)))}
+    wires, groups = _groups(processes)
     jobs = [(size, kind, nbytes) for size in groups for kind in COLLECTIVES for nbytes in MESSAGE_BYTES]
     too_slow: set[tuple[int, str]] = set()
     for index, (size, kind, nbytes) in enumerate(jobs):
@@ -215,7 +265,8 @@ def measure_process(folder: str, rank: int, processes: int, seconds: float) -> N
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=processes)
     try:
         device = measure_device(torch.device("cpu"), 0.25 * seconds, dist.barrier)
-        collectives = measure_collectives(processes, 0.75 * seconds)
+        collectives = measure_collectives(processes, 0.6 * seconds)
+        synchronisation = measure_synchronisation(processes, 0.15 * seconds)
     finally:
         dist.destroy_process_group()
-    Path(folder, f"{rank}.json").write_text(Samples(device, collectives).to_json())
+    Path(folder, f"{rank}.json").write_text(Samples(device, collectives, synchronisation).to_json())

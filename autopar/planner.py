@@ -26,7 +26,7 @@ from .graph import Graph, Node
 from .instance import Choice, Instance, build_instance
 from .options import Options
 from .plan import Plan, PlanLine, Predicted, Step
-from .prices import Prices, placement_options
+from .prices import Prices
 from .problem import Ints, Solution, evaluate, memory_of
 from .restrict import baselines, module_outputs, pin_instance, pinned_apart, with_choices, zero_allows
 from .solve import smallest_memory, solve
@@ -130,7 +130,7 @@ def solve_mesh(question: Question, graph: Graph, timings: Timings) -> tuple[Answ
     """The best answer on just this mesh, and the baselines priced on it."""
     with timings.phase("annotate"):
         annotated = annotate(graph, question.mesh)
-        prices = Prices(question.cluster, question.mesh, placement_options(annotated, question.mesh))
+        prices = Prices.of(question.cluster, question.mesh, annotated)
     with timings.phase("price"):
         apart = pinned_apart(annotated, question.options.pins)
         instance = _instance(question, fold_layers(annotated, 1, apart), prices)
@@ -152,7 +152,7 @@ def solve_mesh(question: Question, graph: Graph, timings: Timings) -> tuple[Answ
 def fixed_assignment(question: Question, graph: Graph, parameters: Mapping[str, ParameterPlacement]) -> Assignment:
     """The best assignment of an annotated graph whose parameters rest where ``parameters`` says (those it does not
     name: anywhere)."""
-    prices = Prices(question.cluster, question.mesh, placement_options(graph, question.mesh))
+    prices = Prices.of(question.cluster, question.mesh, graph)
     instance = build_instance(fold_layers(graph), prices, optimizer=question.options.optimizer, memory_limit=math.inf)
 
     def allowed(node: Node, choice: Choice) -> bool:

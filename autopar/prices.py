@@ -54,6 +54,14 @@ def placement_options(graph: Graph, mesh: tuple[int, ...]) -> dict[TensorType, O
     return {kind: tuple(tuple(sorted(p, key=str)) for p in per_axis) for kind, per_axis in seen.items()}
 
 
+def exchanged_bytes(graph: Graph) -> int:
+    """Bytes of the gradients of a step, whole tensors: those of the parameters that learn (without gradients, of all
+    parameters)."""
+    learning = {o.name for o in graph.outputs if o.kind == "gradient" and o.value is not None}
+    nodes = graph.placeholders("param")
+    return sum(int(node.type.bytes) for node in nodes if not learning or node.target in learning)
+
+
 def local_type(kind: TensorType, placements: Placements, mesh: tuple[int, ...]) -> TensorType:
     """The type of the largest shard of a tensor of global type ``kind``."""
     return TensorType(largest_local_shape(tuple(map(int, kind.shape)), placements, mesh), kind.dtype)
@@ -114,14 +122,21 @@ class Prices:
     """Prices on ``mesh`` (a shape) of ``cluster``; remembers what it has computed.
 
     ``options[type][axis]`` are the placements that tensors of a type may have on the way (see
-    :func:`placement_options`).
+    :func:`placement_options`). ``exchanged`` is how many bytes of gradients (or weights) a step has to exchange, whole
+    tensors: a bucket never holds more than all of them.
     """
 
     cluster: Cluster
     mesh: tuple[int, ...]
     options: Mapping[TensorType, Options]
+    exchanged: int
     _nodes: dict[object, float] = field(default_factory=dict)
     _tables: dict[object, ReshardTable] = field(default_factory=dict)
+
+    @staticmethod
+    def of(cluster: Cluster, mesh: tuple[int, ...], graph: Graph) -> Prices:
+        """The prices of an annotated graph."""
+        return Prices(cluster, mesh, placement_options(graph, mesh), exchanged_bytes(graph))
 
     @property
     def devices(self) -> int:
@@ -141,12 +156,16 @@ class Prices:
         """Seconds of one hop, the copies that make its shards contiguous included."""
         if hop.collective is None:
             return self.cluster.device.launch_seconds
-        wire = hop.collective
-        bucketed = bucketed and wire.kind != "all_to_all"  # These go one by one.
-        price = bucketed_seconds if bucketed else collective_seconds
-        extra = (BUCKET_BYTES,) if bucketed else ()
-        seconds = price(self.cluster, self.mesh, wire.kind, wire.axes, wire.bytes, *extra)
-        return seconds + self._copies(kind, hop)
+        wire, copies = hop.collective, self._copies(kind, hop)
+        if not bucketed or wire.kind == "all_to_all":  # These go one by one.
+            return copies + collective_seconds(self.cluster, self.mesh, wire.kind, wire.axes, wire.bytes)
+        bucket = self._bucket_bytes(kind, wire.bytes)
+        return copies + bucketed_seconds(self.cluster, self.mesh, wire.kind, wire.axes, wire.bytes, bucket)
+
+    def _bucket_bytes(self, kind: TensorType, nbytes: int) -> float:
+        """What a bucket holds at the most in which a tensor of that type, ``nbytes`` of it on the wire, travels: as
+        much again of all others, until it is full."""
+        return min(float(BUCKET_BYTES), nbytes * max(1.0, self.exchanged / max(1, int(kind.bytes))))
 
     def _copies(self, kind: TensorType, hop: Hop) -> float:
         """Collectives work on dim 0 of contiguous buffers: any other dim is read and written once more."""

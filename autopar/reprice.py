@@ -23,7 +23,7 @@ from .instance import build_instance
 from .options import Options
 from .plan import Plan
 from .planner import Answer, Question, Timings, graph_hash, make_plan, step_graph
-from .prices import Prices, placement_options
+from .prices import Prices
 from .problem import Solution, evaluate
 from .refit import refit
 
@@ -69,7 +69,7 @@ def reprice(
 
 def _answer(question: Question, graph: Graph, assignment: Assignment) -> Answer:
     """The assignment as if it had been solved for; layers are folded only if they all choose alike."""
-    prices = Prices(question.cluster, question.mesh, placement_options(graph, question.mesh))
+    prices = Prices.of(question.cluster, question.mesh, graph)
     optimizer = question.options.optimizer
     instance = build_instance(graph, prices, optimizer=optimizer, memory_limit=math.inf)
     folded = build_instance(fold_layers(graph), prices, optimizer=optimizer, memory_limit=math.inf)

@@ -18,7 +18,8 @@ all_reduce          2 log2 f_l                       2 (f_l - 1) / f_l x nbytes 
 all_to_all          log2 f_l                         (f_l - 1) F_l / N x nbytes / N
 ==================  ===============================  ==========================================
 
-and the price is ``collective_seconds + sum_l max over rates of (latency x steps + bytes / bandwidth)``.
+and the price is ``collective_seconds + synchronisation_seconds + sum_l max over rates of (latency x steps + bytes /
+bandwidth)``.
 
 Steps are counted log2 (trees, recursive halving and doubling) and rates combine by max: this makes one
 collective over two axes never dearer than two over one axis each, and one of two tensors together never
@@ -129,7 +130,7 @@ def collective_seconds(
     route = _route(cluster, mesh, kind, axes)
     if not route:
         return 0.0
-    total = cluster.collective_seconds
+    total = cluster.collective_seconds + cluster.synchronisation_seconds
     for lines in route:
         total += max([fixed + slope * nbytes for fixed, slope in lines])
     return total
@@ -143,8 +144,8 @@ def bucketed_seconds(
     nbytes: float,
     bucket_bytes: float,
 ) -> float:
-    """Seconds of ``nbytes`` as its share of a collective of ``bucket_bytes``: the traffic in full, of the
-    latency ``nbytes / bucket_bytes``; a tensor larger than the bucket goes alone."""
+    """Seconds of ``nbytes`` as its share of a collective of ``bucket_bytes``: the traffic in full, of what does not
+    depend on size ``nbytes / bucket_bytes``; a tensor larger than the bucket goes alone."""
     if nbytes >= bucket_bytes:
         return collective_seconds(cluster, mesh, kind, axes, nbytes)
     return nbytes / bucket_bytes * collective_seconds(cluster, mesh, kind, axes, bucket_bytes)

@@ -97,6 +97,7 @@ def all_reduce(tensor: torch.Tensor, op: str, group: AxisGroup) -> Finish:
         return lambda: reduce_pieces(gathered(), op)
     flat = tensor.reshape(-1)
     length = -(-flat.numel() // group.size)
-    padded = torch.nn.functional.pad(flat, (0, length * group.size - flat.numel()))
+    missing = length * group.size - flat.numel()
+    padded = torch.nn.functional.pad(flat, (0, missing)) if missing else flat  # a pad of nothing is a copy
     scattered = reduce_scatter(padded.view(group.size, length), op, group)
     return lambda: all_gather(scattered(), group)().view(-1)[: flat.numel()].view(tensor.shape)

@@ -21,7 +21,7 @@ from autopar.passes.annotate import annotate
 from autopar.passes.lower import Lowering, lower
 from autopar.passes.overlap import overlap
 from autopar.planner import Question, step_graph
-from autopar.prices import BUCKET_BYTES, Prices, placement_options
+from autopar.prices import BUCKET_BYTES, Prices
 from autopar.program import Program
 from autopar.runtime.launch import run_local
 from tests.models import Batch
@@ -81,7 +81,7 @@ class Setting:
 def setting(question: Question) -> Setting:
     """The question's step, annotated and priced."""
     graph = annotate(step_graph(question.graph, question.loss, question.batch), question.mesh)
-    return Setting(graph, Prices(question.cluster, question.mesh, placement_options(graph, question.mesh)))
+    return Setting(graph, Prices.of(question.cluster, question.mesh, graph))
 
 
 def gradients_of(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -92,7 +92,7 @@ def test_matrices_are_recovered() -> None:
 
 def test_the_fitted_cluster_prices_as_the_machine_does() -> None:
     truth = machine(Rate(3e-4, 8e8, 2.0))
-    one = samples(truth)
+    one = replace(samples(truth), synchronisation=2e-3)
     slow = replace(one, collectives=tuple(replace(s, seconds=2 * s.seconds) for s in one.collectives))
     assert Samples.from_json(one.to_json()) == one
     cluster = fit_cluster([one, one], threads=1)
@@ -101,11 +101,15 @@ def test_the_fitted_cluster_prices_as_the_machine_does() -> None:
     assert "2 gloo processes of 1 threads" in cluster.source
     assert "all_gather 0%" in cluster.source
     assert Cluster.from_toml(cluster.to_toml()) == cluster
+    assert cluster.synchronisation_seconds == pytest.approx(2e-3)
+    skewed = replace(slow, synchronisation=4e-3)
+    assert fit_cluster([one, skewed], 1).synchronisation_seconds == pytest.approx(3e-3)
+    truth = replace(truth, synchronisation_seconds=2e-3)
     for kind in COLLECTIVES:
         ours, theirs = (collective_seconds(c, (2, 4), kind, (0,), 12345) for c in (cluster, truth))
         assert ours == pytest.approx(theirs)
         mean = collective_seconds(fit_cluster([one, slow], 1), (2, 4), kind, (0,), 12345)
-        assert mean == pytest.approx(1.5 * theirs)
+        assert mean == pytest.approx(1.5 * (theirs - 2e-3) + 2e-3)
 
 
 def test_one_process_has_nothing_to_measure() -> None:
@@ -143,6 +147,7 @@ def test_calibrates_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert Cluster.get("local").links == cluster.links
     assert "2 gloo processes" in Cluster.get("local").source
     assert set(cluster.links[0].rates) == set(COLLECTIVES)
+    assert 0 <= cluster.synchronisation_seconds < 1.0
     assert 1e8 < cluster.device.peak_flops["f32"] < 1e13
     assert 1e7 < cluster.device.memory_bandwidth < 1e13
     assert 0 < cluster.device.view_seconds < 1e-3

@@ -63,7 +63,7 @@ def test_any_cluster_round_trips(
     links = tuple(Link(f"level {i}", size, 1e9 / (i + 1), 1e-6, kinds) for i, size in enumerate(sizes))
     links += (Link("out", None, 1.0, 0.0),) if unbounded else ()
     device = Device(name, peak, 12, 1e9, 1e-6, 0.0, 0.5, 3.0, 1, 0.25)
-    cluster = Cluster(name, source, device, links, 1e-6, {"odd key": 1.0})
+    cluster = Cluster(name, source, device, links, 1e-6, {"odd key": 1.0}, 2e-3)
     assert Cluster.from_toml(cluster.to_toml()) == cluster
 
 
@@ -141,6 +141,7 @@ def test_comments_and_single_rates_are_read() -> None:
             "'board': bandwidth -1.0 is not positive",
         ),
         ("reserve_fraction = 0.0", "reserve_fraction = 1", r"reserve_fraction is not in \[0, 1\)"),
+        ("synchronisation_seconds = 0.0", "synchronisation_seconds = -1", "'toy': synchronisation_seconds is negative"),
         ("[device]", "[devices]", "mine.toml has unknown keys devices"),
     ],
 )

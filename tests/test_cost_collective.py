@@ -23,6 +23,7 @@ TOY = Cluster("toy", "made up", DEVICE, (BOARD, NET))
 CLUSTERS = (
     Cluster.get("dgx-a100-80gb"),
     replace(TOY, collective_seconds=0.5),
+    replace(TOY, synchronisation_seconds=0.7),
     replace(TOY, links=(BOARD, replace(NET, rates={"all_gather": (Rate(0.2, 90.0), Rate(0.0, 30.0))}))),
 )
 
@@ -81,6 +82,14 @@ def test_one_device_is_free(kind: str) -> None:
 def test_starting_is_paid_once() -> None:
     ours, free = (collective_seconds(c, (8,), "all_reduce", (0,), 100) for c in (CLUSTERS[1], TOY))
     assert ours == pytest.approx(free + 0.5)
+
+
+@pytest.mark.parametrize(("mesh", "axes"), [((8,), (0,)), ((2, 4), (0, 1)), ((2, 4), (1,))])
+def test_members_wait_for_each_other_once(mesh: tuple[int, ...], axes: tuple[int, ...]) -> None:
+    skewed = replace(TOY, synchronisation_seconds=0.7)
+    ours, free = (collective_seconds(c, mesh, "reduce_scatter", axes, 100) for c in (skewed, TOY))
+    assert ours == pytest.approx(free + 0.7)
+    assert collective_seconds(skewed, (1, 4), "reduce_scatter", (0,), 100) == 0.0
 
 
 def test_the_slower_line_counts() -> None:

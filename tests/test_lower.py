@@ -20,7 +20,7 @@ from autopar.passes.lower import Lowering, lower
 from autopar.passes.normalise import normalise
 from autopar.passes.overlap import overlap
 from autopar.planner import step_graph
-from autopar.prices import Prices, placement_options
+from autopar.prices import Prices
 from autopar.program import Program
 from autopar.trace import trace
 from tests.interpret import interpret
@@ -96,7 +96,7 @@ def programs(graph: Graph, assignment: Assignment, prices: Prices, bucket: int =
 @pytest.mark.parametrize("mesh", [(2,), (4,), (2, 2), (2, 1, 2), (3,)])
 def test_any_assignment_gives_the_loss_and_gradients_of_one_device(case: Case, mesh: tuple[int, ...]) -> None:
     graph = annotate(case.graph, mesh)
-    prices = Prices(Cluster.get("dgx-a100-80gb"), mesh, placement_options(graph, mesh))
+    prices = Prices.of(Cluster.get("dgx-a100-80gb"), mesh, graph)
     tangents = {node.target: torch.ones((), dtype=torch.float64) for node in graph.placeholders("tangent")}
     communicating = 0
     for seed in range(6):

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from autopar.cluster import Cluster
+from autopar.cost import collective_seconds
 from autopar.errors import InfeasibleError, OptionsError
 from autopar.graph import Graph
 from autopar.instance import build_instance
@@ -21,10 +22,10 @@ from autopar.passes.annotate import annotate
 from autopar.passes.fold import fold_layers
 from autopar.plan import Plan
 from autopar.planner import Question, Timings, answer, memory_limit_of, mesh_candidates, solve_mesh, step_graph
-from autopar.prices import Prices, placement_options
+from autopar.prices import Prices
 from autopar.problem import evaluate, memory_of
 from autopar.solve import solve
-from autopar.spec import short
+from autopar.spec import parse_placements, short
 from tests.models import Stack, make, text
 from tests.questions import ask, setting, slow_devices
 
@@ -90,7 +91,7 @@ def test_the_same_question_has_the_same_answer() -> None:
 def objectives(question: Question) -> tuple[float, float, float]:
     """Folded and unfolded objective, and the bound of the unfolded."""
     graph = annotate(step_graph(question.graph, question.loss, question.batch), question.mesh)
-    prices = Prices(question.cluster, question.mesh, placement_options(graph, question.mesh))
+    prices = Prices.of(question.cluster, question.mesh, graph)
     found = []
     for folded in (fold_layers(graph), graph):
         instance = build_instance(folded, prices, optimizer="adamw", memory_limit=float(memory_limit_of(question)))
@@ -110,7 +111,7 @@ def test_folding_makes_the_problem_smaller_not_another() -> None:
     model, batch = Stack(layers=6), text(8, 8)
     question = ask(model, batch, (4,))
     graph = annotate(step_graph(question.graph, question.loss, question.batch), (4,))
-    prices = Prices(question.cluster, (4,), placement_options(graph, (4,)))
+    prices = Prices.of(question.cluster, (4,), graph)
     whole = build_instance(graph, prices, optimizer="adamw", memory_limit=1e12)
     folded = build_instance(fold_layers(graph), prices, optimizer="adamw", memory_limit=1e12)
     assert len(folded.names) < 0.5 * len(whole.names)
@@ -120,6 +121,20 @@ def test_folding_makes_the_problem_smaller_not_another() -> None:
     unfolded = whole.chosen(assignment)
     assert evaluate(whole.problem, unfolded) == pytest.approx(solution.objective, rel=1e-9)
     assert memory_of(whole.problem, unfolded) == memory_of(folded.problem, solution.choices)
+
+
+def test_a_small_model_pays_whole_meetings() -> None:
+    """Gradients that fill no bucket travel in one: together they cost what one collective of their bytes does."""
+    cluster = replace(Cluster.get("dgx-a100-80gb"), synchronisation_seconds=1.0)
+    question = ask(Stack(layers=2), text(8, 8), (2, 2), cluster)
+    graph = annotate(step_graph(question.graph, question.loss, question.batch), (2, 2))
+    prices = Prices.of(question.cluster, (2, 2), graph)
+    partial, whole = parse_placements("P,P"), parse_placements("R,R")
+    sent = [node.type for node in graph.placeholders("param")]
+    apart = sum(prices.table(kind, bucketed=True).cost(partial, whole) for kind in sent)
+    together = collective_seconds(cluster, (2, 2), "all_reduce", (0, 1), sum(int(kind.bytes) for kind in sent))
+    assert together > 1.0
+    assert apart == pytest.approx(together)
 
 
 def test_memory_limit_is_kept_and_costs_time() -> None:

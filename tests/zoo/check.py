@@ -23,7 +23,7 @@ from autopar.passes.lower import Lowering, lower
 from autopar.passes.normalise import normalise
 from autopar.passes.overlap import overlap
 from autopar.planner import Question, Timings, solve_mesh, step_graph
-from autopar.prices import Prices, placement_options
+from autopar.prices import Prices
 from autopar.program import Program
 from autopar.trace import trace
 from tests.interpret import interpret
@@ -150,7 +150,7 @@ def programs(graph: Graph, assignment: Assignment, prices: Prices, bucket: int =
 
 
 def prices_for(annotated: Graph, mesh: tuple[int, ...]) -> Prices:
-    return Prices(Cluster.get("dgx-a100-80gb"), mesh, placement_options(annotated, mesh))
+    return Prices.of(Cluster.get("dgx-a100-80gb"), mesh, annotated)
 
 
 def check_assignments(case: Case, mesh: tuple[int, ...], seeds: range) -> None:
@@ -168,7 +168,7 @@ def check_plans(case: Case, mesh: tuple[int, ...]) -> dict[str, Assignment]:
     for name, (cluster, options) in _questions().items():
         question = Question(case.graph, None, 6, mesh, cluster, options)
         solved, _ = solve_mesh(question, case.graph, Timings())
-        prices = Prices(cluster, mesh, placement_options(annotated, mesh))
+        prices = Prices.of(cluster, mesh, annotated)
         check_assignment(case, solved.instance.graph, solved.assignment, prices, f"mesh {mesh}, {name}")
         found[name] = solved.assignment
     return found
