@@ -6,7 +6,7 @@ Run by :mod:`autopar.calibrate` in processes of its own; results are plain numbe
 from __future__ import annotations
 
 import dataclasses
-import functools
+import itertools
 import json
 import math
 import os
@@ -40,6 +40,8 @@ WORK_SECONDS = 0.03
 SYNCHRONISATION_ROUNDS = 5
 GPU_MATRICES = ((512, 512, 512), (1024, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192), (8192, 64, 4096))
 CPU_ELEMENTS = (1 << 14, 1 << 17, 1 << 20)
+# More than the caches of the processors that a few processes share.
+POOL_BYTES = 128 << 20
 GPU_ELEMENTS = (1 << 20, 1 << 24, 1 << 27)
 
 
@@ -134,6 +136,21 @@ def _matrix_sample(
     return MatrixSample(name, m, n, k, mean_seconds(lambda: torch.mm(left, right), device, budget))
 
 
+def _cold_addition(count: int, device: torch.device) -> Callable[[], object]:
+    """A sum of two tensors of ``count`` elements that are, like its result, others each time: a step touches so much
+    memory between two uses of a tensor that no cache holds it."""
+    length = max(1, POOL_BYTES // (12 * count))
+    operands = [torch.ones(2, count, device=device).unbind() for _ in range(length)]
+    results = [torch.empty(0, device=device)] * length
+    turns = itertools.cycle(range(length))
+
+    def add() -> None:
+        turn = next(turns)
+        results[turn] = torch.add(*operands[turn])
+
+    return add
+
+
 def measure_device(device: torch.device, seconds: float, meet: Callable[[], object] = lambda: None) -> DeviceSamples:
     """Measures one device for about ``seconds``; ``meet`` is called before each figure, for all processes to
     be at work."""
@@ -150,9 +167,8 @@ def measure_device(device: torch.device, seconds: float, meet: Callable[[], obje
         matrices.append(_matrix_sample(shape, dtype, device, budget))
     pointwise = []
     for count in elements:
-        left, right = torch.ones(count, device=device), torch.ones(count, device=device)
+        add = _cold_addition(count, device)
         meet()
-        add = functools.partial(torch.add, left, right)
         pointwise.append((12 * count, mean_seconds(add, device, budget)))
     small = torch.ones(8, device=device)
     meet()
