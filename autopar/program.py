@@ -39,13 +39,19 @@ COLLECTIVES: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_s
 
 
 @cache
-def is_random(op: str) -> bool:
-    """Whether the torch operation ``op`` takes numbers from the generator: its instructions keep their order, for all
-    ranks draw what one device would."""
+def _overload(op: str) -> torch._ops.OpOverload | None:
+    """The torch operation of that name, None for what is none."""
     found: Any = torch.ops
     for part in op.split("."):
         found = getattr(found, part, None)
-    return isinstance(found, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in found.tags
+    return found if isinstance(found, torch._ops.OpOverload) else None
+
+
+def is_random(op: str) -> bool:
+    """Whether the torch operation ``op`` takes numbers from the generator: its instructions keep their order, for all
+    ranks draw what one device would."""
+    found = _overload(op)
+    return found is not None and torch.Tag.nondeterministic_seeded in found.tags
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,20 @@ class Instruction:
         names = ", ".join(str(Value(self.name, i)) for i in range(self.results))
         args = [print_arg(a) for a in self.args] + [f"{k}={print_arg(a)}" for k, a in self.kwargs]
         return f"{names} = {self.op}({', '.join(args)})"
+
+
+def draws_numbers(instruction: Instruction) -> bool:
+    """Whether ``instruction`` takes numbers from the generator: a random operation, unless it is an attention told to
+    drop nothing (``dropout_p`` is 0)."""
+    operation = _overload(instruction.op)
+    if operation is None or not is_random(instruction.op):
+        return False
+    given = dict(instruction.kwargs)
+    for position, argument in enumerate(operation._schema.arguments):
+        if argument.name == "dropout_p":
+            known = instruction.args[position] if position < len(instruction.args) else argument.default_value
+            return given.get("dropout_p", known) != 0
+    return True
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,14 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from autopar.program import Section, is_random
+from autopar.program import Section, draws_numbers
 
 from .groups import MeshGroups
 
 
 def draws(section: Section) -> bool:
     """Whether any instruction of ``section`` takes numbers from the generator."""
-    return any(is_random(instruction.op) for instruction in section.instructions)
+    return any(map(draws_numbers, section.instructions))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.decompositions import decomposition_table
 from autopar.graph import Value
 from autopar.passes.overlap import overlap
-from autopar.program import Instruction, Program, Section, TensorSlot, is_random
+from autopar.program import Instruction, Program, Section, TensorSlot, draws_numbers, is_random
 from autopar.runtime.groups import mesh_groups, mesh_of_one
 from autopar.runtime.launch import run_local
 from autopar.runtime.randomness import draws, shared_random
@@ -35,6 +35,19 @@ def test_dropout_of_everything_is_zero() -> None:
 def test_which_operations_are_random() -> None:
     assert is_random("aten.bernoulli.p") and is_random("aten.randn.default")
     assert not any(map(is_random, ("aten.add.Tensor", "collective.wait", "autopar.masked_gather", "aten.nothing.here")))
+
+
+def test_attention_that_drops_nothing_draws_nothing() -> None:
+    operands = (Value("q"), Value("k"), Value("v"))
+    op = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+
+    def attention(*args: float, **kwargs: float) -> Instruction:
+        return Instruction("y", op, (*operands, *args), tuple(kwargs.items()), 2)
+
+    assert is_random(op)
+    assert not any(map(draws_numbers, (attention(), attention(0.0), attention(dropout_p=0.0))))
+    assert all(map(draws_numbers, (attention(0.1), attention(dropout_p=0.1))))
+    assert draws_numbers(Instruction("y", "aten.bernoulli.p", (Value("x"), 0.5)))
 
 
 def _draws(rank: int, world: int) -> tuple[list[float], list[float]]:
