@@ -1,7 +1,7 @@
 """An interpreter of schedules, for tests: it knows nothing of the checker.
 
 Ranks run their lists as threads of control under a random interleaving. Messages are untagged queues between ranks.
-Values are symbolic: what a chunk computes is the tuple of all it saw, so a value that is wrong, late or stale shows.
+A value says what it is and for which chunk, so one that is wrong, late or missing shows where it is used.
 """
 
 from __future__ import annotations
@@ -17,15 +17,6 @@ Queues = dict[tuple[int, int], deque[Any]]
 
 class Broken(Exception):
     """The list did something a real run would fail at, or get wrong."""
-
-
-def true_value(schedule: Schedule, chunk: int, microbatch: int) -> Any:
-    """What forward of ``chunk`` must compute."""
-    return ("F", chunk, microbatch, *(s for s, t, _ in sorted(schedule.edges) if t == chunk))
-
-
-def true_gradient(schedule: Schedule, chunk: int, microbatch: int) -> Any:
-    return ("G", chunk, microbatch, *(t for s, t, gradient in sorted(schedule.edges) if s == chunk and gradient))
 
 
 class Machine:
@@ -100,16 +91,18 @@ class Machine:
             there, at = self.schedule.ranks[ends[1]], self.position[ends[1]]
             if at >= len(there) or not there[at].receives or self.ends(there[at]) != ends or self.offered[ends]:
                 return False
-        self.offered[ends].append(value)
+        self.offered[ends].append((*value, "for", instruction.peer))
         return True
 
     def take(self, rank: int, letter: str, source: int, chunk: int, microbatch: int) -> None:
         """The value of ``source`` for ``chunk`` must be here, and be the right one."""
         if self.schedule.placement[source] == rank:
             found = self.stores[rank].get((letter, source, microbatch))
+            right = found == (letter, source, microbatch)
         else:
             found = self.stores[rank].get(("from", letter, source, chunk, microbatch))
-        if found is None or found[:3] != (letter, source, microbatch):
+            right = found == (letter, source, microbatch, "for", chunk)
+        if not right:
             raise Broken(f"{letter} of {source} for {chunk}: {found}")
 
     def compute(self, rank: int, instruction: Instruction) -> None:
@@ -133,7 +126,7 @@ class Machine:
             for source, target, _ in self.schedule.edges:
                 if target == chunk:
                     self.take(rank, "F", source, chunk, microbatch)
-            self.store(rank, ("F", chunk, microbatch), true_value(self.schedule, chunk, microbatch))
+            self.store(rank, ("F", chunk, microbatch))
             self.flying[rank].add((chunk, microbatch))
             if len(self.flying[rank]) > self.schedule.in_flight[rank]:
                 raise Broken("too many in flight")
@@ -143,17 +136,17 @@ class Machine:
             for source, target, gradient in self.schedule.edges:
                 if source == chunk and gradient:
                     self.take(rank, "G", target, chunk, microbatch)
-            self.store(rank, ("G", chunk, microbatch), true_gradient(self.schedule, chunk, microbatch))
+            self.store(rank, ("G", chunk, microbatch))
         if instruction.kind in ("weight_gradient", "backward"):
             if ("G", chunk, microbatch) not in store or microbatch in self.weights[chunk]:
                 raise Broken("weight gradient too early or twice")
             self.weights[chunk].append(microbatch)
             self.flying[rank].discard((chunk, microbatch))
 
-    def store(self, rank: int, key: Any, value: Any) -> None:
+    def store(self, rank: int, key: Any) -> None:
         if key in self.stores[rank]:
             raise Broken("computed twice")
-        self.stores[rank][key] = value
+        self.stores[rank][key] = key
 
     def examine(self) -> None:
         if sorted(self.stepped) != list(range(self.schedule.stages)):
