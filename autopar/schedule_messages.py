@@ -1,11 +1,13 @@
 """Completes lists of computations with sends, receives, reductions and the step.
 
 The lists are played once with nominal durations, and every computation and message is written down when it happens: a
-message at the moment its value is computed, on both its ranks. Each rank's list is thus its part of *one* sequence in
-which everything could happen one at a time. Of the instructions not yet done, the first of that sequence can always
+message right after the computation that makes its value begins, on both its ranks, so that a receive is posted before
+the computation that it can overlap with. Each rank's list is thus its part of *one* sequence in which everything
+could happen one at a time. Of the instructions not yet done, the first of that sequence can always
 go on, for both ends of it stand there: nothing deadlocks, even if every send waits for its receive (rendezvous) and
 nothing is batched; and two ranks see the messages between them in the same order, so tags are not needed. Buffered or
-batched transports only wait less.
+batched transports only wait less. An executor that waits in every receive, rather than where its value is used, would
+idle while the value is being computed: for it, ``prefetch=False`` puts messages where that computation ends.
 """
 
 from __future__ import annotations
@@ -30,14 +32,14 @@ def nominal_duration(instruction: Instruction) -> float:
 class _Play:
     """The event loop: a computation starts as soon as its rank is free and what it needs is there."""
 
-    def __init__(self, orders: Orders, wiring: Wiring, duration: Duration) -> None:
-        self.orders, self.wiring, self.duration = orders, wiring, duration
+    def __init__(self, orders: Orders, wiring: Wiring, duration: Duration, prefetch: bool) -> None:
+        self.orders, self.wiring, self.duration, self.prefetch = orders, wiring, duration, prefetch
         self.position = [0] * len(orders)
         self.free = [0.0] * len(orders)
         self.arrived: dict[Message | Instruction, float] = {}
         self.waiting: dict[Message | Instruction, int] = {}
-        # (time, computes, serial number, rank or message): at equal times messages go first.
-        self.events: list[tuple[float, bool, int, int | Message]] = []
+        # (time, computes, serial number, rank, or message and when it is ready): at equal times messages go first.
+        self.events: list[tuple[float, bool, int, int | tuple[Message, float]]] = []
         self.serial = count()
         self.lists: list[list[Instruction]] = [[] for _ in orders]
 
@@ -71,25 +73,25 @@ class _Play:
         self.arrived[instruction] = end
         for message in self.wiring.departures(instruction):
             if self.wiring.crosses(message):
-                heapq.heappush(self.events, (end, False, next(self.serial), message))
+                heapq.heappush(self.events, (start if self.prefetch else end, False, next(self.serial), (message, end)))
             else:
                 self.arrived[message] = end
         self.look(rank)
 
-    def move(self, message: Message, time: float) -> None:
+    def move(self, message: Message, ready: float) -> None:
         self.lists[self.wiring.placement[message.source]].append(send_of(message))
         self.lists[self.wiring.placement[message.target]].append(receive_of(message))
-        self.arrive(message, time)
+        self.arrive(message, ready)
 
     def run(self) -> None:
         for rank in range(len(self.orders)):
             self.look(rank)
         while self.events:
             time, _, _, what = heapq.heappop(self.events)
-            if isinstance(what, Message):
-                self.move(what, time)
-            else:
+            if isinstance(what, int):
                 self.compute(what, time)
+            else:
+                self.move(*what)
 
     def stuck(self) -> list[str]:
         """What each rank that did not come to its end waits for."""
@@ -105,13 +107,16 @@ class _Play:
         ]
 
 
-def insert_messages(orders: Orders, wiring: Wiring, duration: Duration = nominal_duration) -> Orders:
+def insert_messages(
+    orders: Orders, wiring: Wiring, duration: Duration = nominal_duration, prefetch: bool = True
+) -> Orders:
     """Computations per rank, with the sends and receives of every edge between ranks.
 
-    ``duration``: seconds (or any unit, not negative) of a computation; it only decides where messages stand. Raises
+    ``duration``: seconds (or any unit, not negative) of a computation; it only decides where messages stand.
+    ``prefetch``: whether receives stand where the values begin to be computed, or where they are ready. Raises
     :class:`ScheduleError` if the computations wait for each other in a ring, or for one that is on no list.
     """
-    play = _Play(orders, wiring, duration)
+    play = _Play(orders, wiring, duration, prefetch)
     play.run()
     if stuck := play.stuck():
         raise ScheduleError(
@@ -143,6 +148,7 @@ def complete(
     edges: tuple[Edge, ...],
     in_flight: tuple[int, ...] | None = None,
     duration: Duration = nominal_duration,
+    prefetch: bool = True,
 ) -> Schedule:
     """The training schedule of the computations in ``orders``: messages, reductions and the step are added.
 
@@ -150,7 +156,7 @@ def complete(
     """
     check_chunks(placement, edges, 1)
     microbatches = 1 + max((i.microbatch for listed in orders for i in listed), default=-1)
-    ranks = tuple(map(_finish, insert_messages(orders, Wiring(placement, edges), duration)))
+    ranks = tuple(map(_finish, insert_messages(orders, Wiring(placement, edges), duration, prefetch)))
     promised = in_flight or tuple(map(most_in_flight, ranks))
     return Schedule(name, microbatches, placement, edges, ranks, promised)
 

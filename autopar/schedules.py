@@ -11,8 +11,8 @@ name            chunks  in flight on rank i, in (chunk, microbatch) pairs     so
 ==============  ======  ====================================================  ======================================
 
 With equal chunks of which forward, input gradient and weight gradient take F, I and W, a step takes m (F + I + W) and
-idles for (p - 1)(F + I + W); interleaved for a v-th of that (m a multiple of p); ZB-H1 for (p - 1)(F + I - W); ZB-V
-not at all once m >= 2 p if F = I = W, but for the p - 1 units in which the last ranks wait for their first input.
+idles for (p - 1)(F + I + W); interleaved, of v times as many chunks, for a v-th of that (m >= p); ZB-H1 for
+(p - 1)(F + I - W) if W <= F; ZB-V for (p - 1) F if F = I = W and m >= 2 p: until the first input has come.
 
 Interleaving was published for multiples of p: microbatches go in groups of p through one chunk after the other. Here
 m microbatches are dealt to max(1, m // p) groups as evenly as can be, of at most g; groups of p or more never wait for
@@ -172,11 +172,12 @@ def make_schedule(
     chunks: int | None = None,
     edges: tuple[Edge, ...] | None = None,
     duration: Duration = nominal_duration,
+    prefetch: bool = True,
 ) -> Schedule:
     """The schedule ``name`` for ``stages`` ranks with ``chunks`` chunks each (default: the fewest it can have).
 
     ``edges``: which chunk feeds which, default a chain. ``duration`` decides where messages stand, not the order of
-    computations. Raises :class:`ScheduleError`.
+    computations; ``prefetch`` whether receives are posted early. Raises :class:`ScheduleError`.
     """
     least, most = chunks_allowed(name)
     chunks = least if chunks is None else chunks
@@ -190,4 +191,4 @@ def make_schedule(
     edges = chain(len(placement)) if edges is None else edges
     orders: Orders = tuple(tuple(named.order(i, stages, microbatches, chunks)) for i in range(stages))
     promised = tuple(named.in_flight(i, stages, microbatches, chunks) for i in range(stages))
-    return complete(name, orders, placement, edges, promised, duration)
+    return complete(name, orders, placement, edges, promised, duration, prefetch)

@@ -16,12 +16,20 @@ from .memory import (
     usable_bytes,
 )
 from .operations import FAMILIES, Family, family_of
+from .pipeline import Simulation, simulate
+from .pipeline_bounds import bubble_fraction, step_lower_bound
+from .pipeline_prices import ChunkPrice, EdgePrice, PipelinePrices
 
 __all__ = [
     "FAMILIES",
     "OPTIMIZERS",
+    "ChunkPrice",
+    "EdgePrice",
     "Family",
     "ParameterBytes",
+    "PipelinePrices",
+    "Simulation",
+    "bubble_fraction",
     "bucketed_seconds",
     "bytes_moved",
     "check_mesh",
@@ -34,7 +42,9 @@ __all__ = [
     "optimizer_bytes",
     "parameter_bytes",
     "reserve",
+    "simulate",
     "state_bytes_per_element",
+    "step_lower_bound",
     "total_bytes",
     "total_flops",
     "usable_bytes",

@@ -1,0 +1,88 @@
+"""What the parts of a pipeline cost: seconds and bytes of chunks, edges and the step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autopar.errors import ScheduleError
+from autopar.schedule import Instruction
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPrice:
+    """One chunk on its device, for one microbatch; seconds and bytes.
+
+    ``backward``: both halves at once, default their sum. ``reduce``: reducing the chunk's gradients, once a step.
+    What is held: ``until_input_gradient`` from the start of forward to the end of the input gradient,
+    ``until_weight_gradient`` from there to the end of the weight gradient, ``between_gradients`` from the start of the
+    input gradient to the end of the weight gradient (what delaying it costs); ``static`` always.
+    """
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+    backward: float | None = None
+    reduce: float = 0.0
+    until_input_gradient: float = 0.0
+    until_weight_gradient: float = 0.0
+    between_gradients: float = 0.0
+    static: float = 0.0
+
+    @property
+    def whole_backward(self) -> float:
+        return self.input_gradient + self.weight_gradient if self.backward is None else self.backward
+
+    def seconds(self, instruction: Instruction) -> float:
+        """Of a computation of this chunk."""
+        if instruction.kind == "forward":
+            return self.forward
+        if instruction.kind == "input_gradient":
+            return self.input_gradient
+        return self.weight_gradient if instruction.kind == "weight_gradient" else self.whole_backward
+
+
+@dataclass(frozen=True, slots=True)
+class EdgePrice:
+    """One microbatch's value along an edge: ``latency`` seconds, and ``nbytes`` at ``bandwidth`` bytes/s for which its
+    link is taken. ``gradient_bytes``: what comes back, default as much."""
+
+    nbytes: float = 0.0
+    bandwidth: float = float("inf")
+    latency: float = 0.0
+    gradient_bytes: float | None = None
+
+    def bytes_of(self, direction: str) -> float:
+        backward = direction == "backward" and self.gradient_bytes is not None
+        return self.gradient_bytes if backward and self.gradient_bytes is not None else self.nbytes
+
+
+@dataclass(frozen=True)
+class PipelinePrices:
+    """The prices of a schedule. ``edges``: by (source, target); an edge without an entry is free. ``step``: seconds per
+    rank after all reductions, the same everywhere.
+
+    ``overlap``: whether messages and reductions travel while their ranks compute; if not, a rank stands still until
+    what it sends or receives has arrived. ``buffered``: whether a message may travel before its receive is posted.
+    ``links``: by (sending rank, receiving rank) the name of a link that carries one message at a time; pairs with one
+    name share it, a pair without a name has one of its own in each direction.
+    """
+
+    chunks: tuple[ChunkPrice, ...]
+    edges: Mapping[tuple[int, int], EdgePrice] = field(default_factory=dict)
+    step: float = 0.0
+    overlap: bool = True
+    buffered: bool = False
+    links: Mapping[tuple[int, int], str] = field(default_factory=dict)
+
+    def duration(self, instruction: Instruction) -> float:
+        """Seconds of a computation."""
+        return self.chunks[instruction.chunk].seconds(instruction)
+
+    def check(self, chunks: int) -> None:
+        """Raises :class:`ScheduleError` unless these are prices of so many chunks."""
+        if len(self.chunks) != chunks:
+            raise ScheduleError(f"{len(self.chunks)} chunks are priced, the schedule has {chunks}")
+        for chunk, price in enumerate(self.chunks):
+            if min(price.forward, price.input_gradient, price.weight_gradient, price.whole_backward, price.reduce) < 0:
+                raise ScheduleError(f"chunk {chunk} takes negative time: {price}")
