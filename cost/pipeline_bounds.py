@@ -72,8 +72,8 @@ def _transfer(prices: PipelinePrices, wiring: Wiring, source: int, target: int, 
 def bubble_fraction(name: str, stages: int, microbatches: int, chunks: int = 1) -> float:
     """Idle over busy time with equal chunks and free messages, as published: (p - 1)/m for GPipe with one chunk and for
     1F1B, (p - 1)/(m v) for interleaved 1F1B with m >= p (Narayanan et al. 2021, there for multiples of p); with
-    forward, input gradient and weight gradient that take the same, (p - 1)/(3 m) for ZB-H1 with m >= p (Qi et al. 2023) and
-    (p - 1)/(6 m) for ZB-V with m >= 2 p (Qi et al. 2024). Raises :class:`ScheduleError` for any other.
+    forward, input gradient and weight gradient that take the same, (p - 1)/(3 m) for ZB-H1 with m >= p (Qi et al.
+    2023) and (p - 1)/(6 m) for ZB-V with m >= 2 p (Qi et al. 2024). Raises :class:`ScheduleError` for any other.
 
     At a fixed global batch, larger microbatches are fewer microbatches: the bubble grows with them.
     """
