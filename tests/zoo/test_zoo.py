@@ -1,4 +1,4 @@
-"""Models of many families train the same on four local processes as on one: best plan, and one forced to shard."""
+"""Models of many families train the same on four ranks as on one: the best plan, and one forced to shard."""
 
 from __future__ import annotations
 
@@ -8,17 +8,28 @@ import transformers
 import autopar
 from autopar.cluster import Cluster
 from autopar.spec import is_shard
-from tests.zoo import blocks as _blocks  # noqa: F401  (registers more models)
-from tests.zoo.check import compute_bound
-from tests.zoo.hugging_face import FAMILIES
-from tests.zoo.plain import MODELS
+from tests.zoo.check import check_plans, compute_bound, make_case
+from tests.zoo.models import ZOO
 
-ZOO = {**MODELS, **FAMILIES}
 transformers.logging.set_verbosity_error()
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+QUICK = ("recommender", "resnet", "bloom")
 
 
+@pytest.mark.parametrize("name", QUICK)
+def test_simulated(name: str) -> None:
+    check_plans(make_case(*ZOO[name]()), (2, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(4,), (2, 2)])
+@pytest.mark.parametrize("name", ZOO)
+def test_all_simulated(name: str, mesh: tuple[int, ...]) -> None:
+    check_plans(make_case(*ZOO[name]()), mesh)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO)
 def test_best_plan(name: str) -> None:
     model, batch = ZOO[name]()
@@ -26,6 +37,7 @@ def test_best_plan(name: str) -> None:
     assert report.ok, str(report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO)
 def test_forced_to_shard(name: str) -> None:
     model, batch = ZOO[name]()

@@ -1,0 +1,233 @@
+"""Every model of the zoo, planned and checked: ``python -m benchmarks.zoo [--only NAME ...] [--processes]``.
+
+Each model is planned on meshes (4,) and (2, 2), once as it is cheapest and once on devices so slow that only dividing
+the work counts, with parameters fully sharded. Each plan is lowered, run by all ranks in one process in float64, and
+compared with one device: loss, every gradient, every buffer, within 1e-8. ``--processes`` runs ``autopar.verify`` on
+local processes as well (float32, 1e-5). With ``--output`` the rows of other models that the file has are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import transformers
+from rich.console import Console
+
+import autopar
+from autopar.assignment import Assignment
+from autopar.cluster import Cluster
+from autopar.cost.operations import family_of
+from autopar.errors import AutoparError
+from autopar.graph import Graph
+from autopar.options import Options
+from autopar.passes.annotate import annotate, is_fallback
+from autopar.passes.rule_table import RULES
+from autopar.planner import Question, Timings, solve_mesh
+from autopar.prices import Prices, local_type, placement_options
+from tests.zoo.check import Case, check_assignment, compute_bound, make_case
+from tests.zoo.models import ZOO
+
+from .report import describe_machine, make_table
+
+MESHES = ((4,), (2, 2))
+Row = dict[str, Any]
+
+
+def questions() -> dict[str, tuple[Cluster, Options]]:
+    """How plans are asked for: the cheapest, and one that must shard."""
+    fast = Cluster.get("dgx-a100-80gb")
+    return {"best": (fast, Options()), "sharded": (compute_bound(fast), Options(zero=3))}
+
+
+def work(graph: Graph, assignment: Assignment) -> tuple[float, float, dict[str, float]]:
+    """The share of FLOPs in operations that the mesh divides, the FLOPs of one device as a share of all, and the shares
+    of what is not divided by operation, the largest first."""
+    whole = local = 0
+    undivided: dict[str, int] = {}
+    for node in graph.nodes:
+        if node.name not in assignment.strategies or node.is_placeholder:
+            continue
+        strategy, flops = assignment.strategies[node.name], family_of(node.op).flops
+        kinds = tuple(graph.type_of(value) for value in node.operands)
+        taken = tuple(local_type(t, p, assignment.mesh) for t, p in zip(kinds, strategy.inputs, strict=True))
+        made = zip(node.types, strategy.outputs, strict=True)
+        given = tuple(t and local_type(t, p, assignment.mesh) for t, p in made)
+        total, here = int(flops(node, kinds, node.types)), int(flops(node, taken, given))
+        whole, local = whole + total, local + here
+        if here >= total > 0:
+            undivided[node.op] = undivided.get(node.op, 0) + total
+    whole = max(whole, 1)
+    largest = sorted(undivided.items(), key=lambda item: -item[1])[:5]
+    return 1 - sum(undivided.values()) / whole, local / whole, {op: count / whole for op, count in largest}
+
+
+def measure(name: str, processes: bool) -> Row:
+    """One row: the model's trace, and all its plans."""
+    start = time.process_time()
+    model, batch = ZOO[name]()
+    parameters = sum(p.numel() for p in model.parameters())
+    case = make_case(model, batch)
+    row: Row = {"parameters": parameters, "nodes": len(case.graph.nodes)}
+    row["trace_seconds"] = round(time.process_time() - start, 2)
+    row["plans"] = [_plan(name, case, mesh, kind, processes) for mesh in MESHES for kind in questions()]
+    return row
+
+
+def _plan(name: str, case: Case, mesh: tuple[int, ...], kind: str, processes: bool) -> Row:
+    cluster, options = questions()[kind]
+    timings, batch = Timings(), 1
+    question = Question(case.graph, None, batch, mesh, cluster, options)
+    solved, _ = solve_mesh(question, case.graph, timings)
+    graph = solved.instance.graph
+    divided, share, undivided = work(graph, solved.assignment)
+    annotated = annotate(case.graph, mesh)
+    prices = Prices(cluster, mesh, placement_options(annotated, mesh))
+    row: Row = {"mesh": list(mesh), "plan": kind, "divided_flops": round(divided, 4), "share_of_work": round(share, 4)}
+    row["undivided"] = {op: round(part, 4) for op, part in undivided.items() if part >= 1e-4}
+    row["fallbacks"] = sorted({node.op for node in graph.nodes if is_fallback(node, graph)})
+    row |= {f"{phase}_seconds": round(seconds, 2) for phase, seconds in timings.seconds.items()}
+    row["simulated"] = _outcome(lambda: check_assignment(case, graph, solved.assignment, prices, kind))
+    if processes:
+        row["processes"] = _outcome(lambda: _verify(name, mesh, cluster, options))
+    return row
+
+
+def _verify(name: str, mesh: tuple[int, ...], cluster: Cluster, options: Options) -> None:
+    model, batch = ZOO[name]()
+    report = autopar.verify(model, mesh, batch, cluster=cluster, options=options)
+    assert report.ok and not report.unpriced, str(report)
+
+
+def _outcome(check: Any) -> str:
+    """``equal``, or the first line of what is wrong."""
+    try:
+        check()
+    except (AssertionError, AutoparError, RuntimeError) as error:
+        return f"{type(error).__name__}: {str(error)[:300]}"
+    return "equal"
+
+
+def oracle() -> dict[str, int]:
+    """How many operations have rules, and how many of their strategies the rule oracle executes."""
+    from tests.oracle.harness import failures
+
+    files = sorted(Path("tests/oracle").glob("samples_*.py"))
+    modules = [importlib.import_module(f"tests.oracle.{file.stem}") for file in files]
+    skipped = {op for module in modules for op in getattr(module, "NEEDS_CUDA", {})}
+    found = [failures(sample) for module in modules for sample in module.SAMPLES if sample.op not in skipped]
+    wrong = sum(len(failed) for _, failed in found)
+    return {"operations_with_rules": len(RULES), "strategies_executed": sum(n for n, _ in found), "wrong": wrong}
+
+
+HEADER = ("model", "nodes", "equal", "processes", "divided (4,)", "divided (2, 2)", "trace s", "annotate s", "solve s")
+
+
+def _cells(name: str, row: Row) -> list[str]:
+    if "failed" in row:
+        return [name, "", row["failed"].splitlines()[0][:60], *[""] * (len(HEADER) - 3)]
+    plans, ran = row["plans"], [plan["processes"] for plan in row["plans"] if "processes" in plan]
+    sharded = [plan for plan in plans if plan["plan"] == "sharded"]
+    equal = sum(plan["simulated"] == "equal" for plan in plans)
+    return [
+        name,
+        str(row["nodes"]),
+        f"{equal} of {len(plans)}",
+        f"{ran.count('equal')} of {len(ran)}" if ran else "",
+        *(f"{plan['divided_flops']:.1%}" for plan in sharded),
+        f"{row['trace_seconds']:.1f}",
+        *(f"{max(plan[f'{phase}_seconds'] for plan in plans):.1f}" for phase in ("annotate", "solve")),
+    ]
+
+
+def summary(figures: Mapping[str, Any]) -> str:
+    """One sentence for people."""
+    rows = figures["models"]
+    plans = [plan for row in rows.values() for plan in row.get("plans", ())]
+    equal = sum(plan["simulated"] == "equal" for plan in plans)
+    ran = [plan["processes"] for plan in plans if "processes" in plan]
+    most = [p["divided_flops"] for p in plans if p["plan"] == "sharded" and p["mesh"] == [2, 2]]
+    above = sum(share >= 0.95 for share in most)
+    failed = sum("failed" in row for row in rows.values())
+    return (
+        f"{len(rows)} models, {failed} not planned; {equal} of {len(plans)} plans equal to one device in float64, "
+        f"{ran.count('equal')} of {len(ran)} run on processes equal in float32; at least 95% of the FLOPs divided in "
+        f"{above} of {len(most)} plans that must shard on (2, 2)"
+    )
+
+
+def document(figures: Mapping[str, Any]) -> str:
+    """The table as Markdown."""
+    lines = [
+        "# The zoo",
+        "",
+        f"{summary(figures)}.",
+        "",
+        "Made by `python -m benchmarks.zoo`, see there what each column",
+    ]
+    lines += ["says; *divided* is the share of FLOPs that the mesh divides in the plan that must shard.", ""]
+    if "oracle" in figures:
+        counted = figures["oracle"]
+        lines += [f"{counted['operations_with_rules']} operations have rules; the rule oracle executes "]
+        lines[-1] += f"{counted['strategies_executed']} strategies of theirs, {counted['wrong']} of them wrong."
+        lines += [""]
+    header = (*HEADER, "fallbacks", "largest undivided (2, 2)")
+    lines += [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
+    for name, row in sorted(figures["models"].items()):
+        lines.append(f"| {' | '.join([*_cells(name, row), *_notes(row)])} |")
+    return "\n".join([*lines, ""])
+
+
+def _notes(row: Row) -> Iterator[str]:
+    plans = row.get("plans", ())
+    yield ", ".join(sorted({op.removeprefix("aten.") for plan in plans for op in plan["fallbacks"]}))
+    last: Row = next(
+        (plan for plan in plans if plan["plan"] == "sharded" and plan["mesh"] == [2, 2]), {"undivided": {}}
+    )
+    large = {op: part for op, part in last["undivided"].items() if part >= 0.01}
+    yield ", ".join(f"{op.removeprefix('aten.')} {part:.0%}" for op, part in large.items())
+
+
+def _known(path: str | None) -> dict[str, Any]:
+    if path is None or not Path(path).is_file():
+        return {"models": {}}
+    found: dict[str, Any] = json.loads(Path(path).read_text())
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measures, prints a table, and writes JSON and Markdown where asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=sorted(ZOO), metavar="NAME", help="these models")
+    parser.add_argument("--processes", action="store_true", help="run autopar.verify on local processes too")
+    parser.add_argument("--oracle", action="store_true", help="count the rule oracle's cases")
+    parser.add_argument("--output", help="a JSON file to keep figures in")
+    parser.add_argument("--document", help="a Markdown file to write the table to")
+    chosen = parser.parse_args(arguments)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    figures = _known(chosen.output)
+    figures["machine"] = describe_machine()
+    if chosen.oracle:
+        figures["oracle"] = oracle()
+    for name in ZOO if chosen.only is None else chosen.only:
+        try:
+            figures["models"][name] = measure(name, chosen.processes)
+        except (AutoparError, AssertionError, RuntimeError) as error:
+            figures["models"][name] = {"failed": f"{type(error).__name__}: {str(error)[:500]}"}
+        if chosen.output:
+            Path(chosen.output).write_text(json.dumps(figures, indent=1, sort_keys=True) + "\n")
+    if chosen.document:
+        Path(chosen.document).write_text(document(figures))
+    rows = [_cells(name, row) for name, row in sorted(figures["models"].items())]
+    Console().print(make_table("the zoo", HEADER, rows, summary(figures)))
+
+
+if __name__ == "__main__":
+    main()
