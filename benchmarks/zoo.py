@@ -30,7 +30,7 @@ from autopar.options import Options
 from autopar.passes.annotate import annotate, is_fallback
 from autopar.passes.rule_table import RULES
 from autopar.planner import Question, Timings, solve_mesh
-from autopar.prices import Prices, local_type, placement_options
+from autopar.prices import Prices, local_type
 from tests.zoo.check import Case, check_assignment, compute_bound, make_case
 from tests.zoo.models import ZOO
 
@@ -88,7 +88,7 @@ def _plan(name: str, case: Case, mesh: tuple[int, ...], kind: str, processes: bo
     graph = solved.instance.graph
     divided, share, undivided = work(graph, solved.assignment)
     annotated = annotate(case.graph, mesh)
-    prices = Prices(cluster, mesh, placement_options(annotated, mesh))
+    prices = Prices.of(cluster, mesh, annotated)
     row: Row = {"mesh": list(mesh), "plan": kind, "divided_flops": round(divided, 4), "share_of_work": round(share, 4)}
     row["undivided"] = {op: round(part, 4) for op, part in undivided.items() if part >= 1e-4}
     row["fallbacks"] = sorted({node.op for node in graph.nodes if is_fallback(node, graph)})

@@ -102,7 +102,7 @@ def test_an_operation_takes_as_long_as_the_largest_shard() -> None:
 
     def seconds(first: TensorType, mesh: tuple[int, ...]) -> float:
         result = replace(node.types[0], shape=(first.shape[0], node.type.shape[1]))
-        return Prices(cluster, mesh, {}).node(replace(node, types=(result,)), (first, kinds[1]), strategy)
+        return Prices(cluster, mesh, {}, 0).node(replace(node, types=(result,)), (first, kinds[1]), strategy)
 
     # 102 rows on 4: 26, 26, 26, 24. As much as of 103 or 104, and more than of 100.
     assert seconds(kinds[0], (4,)) == seconds(wide, (4,)) == seconds(replace(wide, shape=(104, *wide.shape[1:])), (4,))
