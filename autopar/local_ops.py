@@ -17,13 +17,18 @@ All are pure and take any local length of at least one.
 ``autopar.masked_index_add``            ``index_add`` into a shard
 ``autopar.masked_index_put``            ``x[i, :, j] = values`` into a shard
 ======================================  ====================================================
+
+Attention has its own in :mod:`.local_attention`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+
+from .local_attention import causal_attention, causal_attention_backward
 
 Number = int | float | bool
 Indices = Sequence[torch.Tensor | None]
@@ -202,7 +207,7 @@ def layout_for(op: str) -> str | None:
     return "autopar.dense_rows" if name.startswith(_NEED_ROWS) else None
 
 
-LOCAL_OPS: dict[str, Callable[..., torch.Tensor]] = {
+LOCAL_OPS: dict[str, Callable[..., Any]] = {
     f"autopar.{function.__name__}": function
     for function in (
         masked_embedding,
@@ -217,6 +222,8 @@ LOCAL_OPS: dict[str, Callable[..., torch.Tensor]] = {
         masked_index_put,
         dense,
         dense_rows,
+        causal_attention,
+        causal_attention_backward,
     )
 }
 """The local operations by the names programs use."""

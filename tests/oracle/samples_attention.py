@@ -19,10 +19,11 @@ def _flash(
     causal: bool = False,
     mask: torch.Tensor | None = None,
     kv_heads: int | None = None,
+    lengths: tuple[int, int] | None = None,
 ) -> list[Sample]:
-    """Queries [batch, heads, 5, 8], keys of length 5 (7 unless causal)."""
-    keys = 5 if causal else 7
-    q, grad = floats(batch, heads, 5, 8), floats(batch, heads, 5, 8)
+    """Queries [batch, heads, 5, 8], keys of length 5 (7 unless causal), or of the ``lengths`` given."""
+    queries, keys = lengths or (5, 5 if causal else 7)
+    q, grad = floats(batch, heads, queries, 8), floats(batch, heads, queries, 8)
     k, v = (floats(batch, kv_heads or heads, keys, 8) for _ in range(2))
     kwargs = {} if mask is None else {"attn_mask": mask}
     out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, causal, **kwargs)
@@ -49,6 +50,12 @@ SAMPLES = [
     *_flash(4, 12, mask=floats(4, 1, 5, 7)),
     *_flash(5, 6, mask=floats(1, 6, 5, 7)),
     *_flash(5, 7, mask=floats(5, 7, 5, 7)),
+    *_flash(1, 3, causal=True, lengths=(17, 17)),
+    *_flash(2, 1, causal=True, lengths=(12, 12)),
+    *_flash(1, 1, causal=True, lengths=(12, 7)),
+    *_flash(1, 1, causal=True, lengths=(7, 12)),
+    *_flash(1, 3, mask=floats(17, 9), lengths=(17, 9)),
+    *_flash(2, 1, mask=floats(2, 1, 1, 9), lengths=(12, 9)),
     *_math(4, 7, 7, None, causal=True),
     *_math(5, 12, 4, None),
     *_math(4, 6, 3, floats(4, 1, 5, 5)),
