@@ -191,10 +191,13 @@ def _convolution_backward_matrix(inputs: Inputs, outputs: Outputs) -> Matrix:
     return _convolution_matrix(inputs[1:], (inputs[0],))
 
 
-def _attention(first: int, key_products: int, value_products: int) -> tuple[Count, Callable[[Inputs, Outputs], Matrix]]:
+def _attention(
+    first: int, key_products: int, value_products: int, *, shard_of_causal: bool = False
+) -> tuple[Count, Callable[[Inputs, Outputs], Matrix]]:
     """Scaled dot-product attention with query, key, value at operands ``first`` onward, each [batch, heads,
     length, width]: so many products over the width of the keys and of the values. Causal attention computes
-    half of each."""
+    half of each; on a shard of its queries the device with the last ones, for which others wait, all but half of the
+    square on the diagonal."""
 
     def flops(call: Operation, inputs: Inputs, outputs: Outputs) -> Dim:
         query, key, value = (tensor.shape for tensor in inputs[first : first + 3])
@@ -202,16 +205,23 @@ def _attention(first: int, key_products: int, value_products: int) -> tuple[Coun
         widths = key_products * query[-1] + value_products * value[-1]
         return per_product * math.prod(query[:-1]) * key[-2] * widths
 
+    def last(call: Operation, inputs: Inputs, outputs: Outputs) -> Dim:
+        query, key, value = (tensor.shape for tensor in inputs[first : first + 3])
+        widths = key_products * query[-1] + value_products * value[-1]
+        return math.prod(query[:-1]) * (2 * key[-2] - query[-2]) * widths
+
     def matrix(inputs: Inputs, outputs: Outputs) -> Matrix:
         return inputs[first].shape[-2], inputs[first + 1].shape[-2], inputs[first].shape[-1]
 
-    return flops, matrix
+    return (last if shard_of_causal else flops), matrix
 
 
 _MM, _MM_SHAPE = _product(0, 1)
 _ADDMM, _ADDMM_SHAPE = _product(1, 2)
 _SDPA, _SDPA_SHAPE = _attention(0, 1, 1)
 _SDPA_BACKWARD, _SDPA_BACKWARD_SHAPE = _attention(1, 3, 2)
+_CAUSAL, _ = _attention(0, 1, 1, shard_of_causal=True)
+_CAUSAL_BACKWARD, _ = _attention(1, 3, 2, shard_of_causal=True)
 
 DEFAULT = Family(_largest_tensor, _every_tensor)
 POINTWISE = Family(_first_result, _every_tensor)
@@ -229,6 +239,8 @@ CONVOLUTION = Family(_convolution_flops, _every_tensor, _convolution_matrix)
 CONVOLUTION_BACKWARD = Family(_convolution_backward_flops, _every_tensor, _convolution_backward_matrix)
 ATTENTION = Family(_SDPA, _every_tensor, _SDPA_SHAPE)
 ATTENTION_BACKWARD = Family(_SDPA_BACKWARD, _every_tensor, _SDPA_BACKWARD_SHAPE)
+CAUSAL_SHARD = Family(_CAUSAL, _every_tensor, _SDPA_SHAPE)
+CAUSAL_SHARD_BACKWARD = Family(_CAUSAL_BACKWARD, _every_tensor, _SDPA_BACKWARD_SHAPE)
 
 _NAMES: tuple[tuple[Family, str], ...] = (
     (FREE, " ".join(PLACEHOLDERS)),
@@ -294,6 +306,8 @@ _NAMES: tuple[tuple[Family, str], ...] = (
         _scaled_dot_product_fused_attention_overrideable_backward
         """,
     ),
+    (CAUSAL_SHARD, "causal_attention"),
+    (CAUSAL_SHARD_BACKWARD, "causal_attention_backward"),
 )
 FAMILIES: Mapping[str, Family] = {name: family for family, names in _NAMES for name in names.split()}
 
