@@ -18,7 +18,7 @@ All are pure and take any local length of at least one.
 ``autopar.masked_index_put``            ``x[i, :, j] = values`` into a shard
 ======================================  ====================================================
 
-Attention has its own in :mod:`.local_attention`.
+Attention has its own in :mod:`.local_attention`, mixture-of-experts blocks in :mod:`.local_experts`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from . import local_experts as local_experts  # registers its operations with torch
 from .local_attention import causal_attention, causal_attention_backward
 
 Number = int | float | bool

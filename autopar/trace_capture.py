@@ -26,6 +26,7 @@ from torch.nn.modules import module as module_hooks
 
 from .decompositions import decomposition_table
 from .trace_call import Call, Differentiate, LossFunction, Returned, call_loss, collect_outputs
+from .trace_experts import experts_as_operations
 from .trace_model import State, counters, exchanged, module_paths
 from .trace_patches import patched
 
@@ -242,6 +243,7 @@ def capture(request: Request, tracker: ModuleTracker, *, symbolic: bool) -> Capt
             _collecting_rarely(),
             _traceable(),
             patched(),
+            experts_as_operations(request.model),
             fx_traceback.preserve_node_meta(),
             tracker.listening(),
         ):

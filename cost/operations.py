@@ -216,6 +216,32 @@ def _attention(
     return (last if shard_of_causal else flops), matrix
 
 
+def _experts(tokens: int, products: int) -> tuple[Count, Count, Callable[[Inputs, Outputs], Matrix]]:
+    """FLOPs, bytes and (m, n, k) of a mixture-of-experts block: tokens at operand ``tokens``, then ids, weights and the
+    two matrices of the experts held here; ``products`` with each matrix. Every expert is taken to be chosen equally
+    often, so that a device does its share of the rows."""
+
+    def share(call: Operation, inputs: Inputs) -> Dim:
+        held, count = inputs[tokens + 3].shape[0], call.args[-2]
+        rows = math.prod(inputs[tokens + 1].shape)
+        return rows * held // count if isinstance(rows, int) and isinstance(held, int) else rows * held / count
+
+    def flops(call: Operation, inputs: Inputs, outputs: Outputs) -> Dim:
+        up, down = inputs[tokens + 3].shape, inputs[tokens + 4].shape
+        return 2 * products * share(call, inputs) * (math.prod(up[1:]) + math.prod(down[1:]))
+
+    def nbytes(call: Operation, inputs: Inputs, outputs: Outputs) -> Dim:
+        x, up, down = inputs[tokens], inputs[tokens + 3].shape, inputs[tokens + 4].shape
+        rows = share(call, inputs) * (2 * up[1] + 2 * down[2] + 2 * down[1]) * products * x.dtype.itemsize
+        return _every_tensor(call, inputs, outputs) + rows
+
+    def matrix(inputs: Inputs, outputs: Outputs) -> Matrix:
+        up = inputs[tokens + 3].shape
+        return math.prod(inputs[tokens + 1].shape), up[1], up[2]
+
+    return flops, nbytes, matrix
+
+
 _MM, _MM_SHAPE = _product(0, 1)
 _ADDMM, _ADDMM_SHAPE = _product(1, 2)
 _SDPA, _SDPA_SHAPE = _attention(0, 1, 1)
@@ -239,6 +265,8 @@ CONVOLUTION = Family(_convolution_flops, _every_tensor, _convolution_matrix)
 CONVOLUTION_BACKWARD = Family(_convolution_backward_flops, _every_tensor, _convolution_backward_matrix)
 ATTENTION = Family(_SDPA, _every_tensor, _SDPA_SHAPE)
 ATTENTION_BACKWARD = Family(_SDPA_BACKWARD, _every_tensor, _SDPA_BACKWARD_SHAPE)
+EXPERTS = Family(*_experts(0, 1))
+EXPERTS_BACKWARD = Family(*_experts(1, 3))
 CAUSAL_SHARD = Family(_CAUSAL, _every_tensor, _SDPA_SHAPE)
 CAUSAL_SHARD_BACKWARD = Family(_CAUSAL_BACKWARD, _every_tensor, _SDPA_BACKWARD_SHAPE)
 
@@ -306,6 +334,8 @@ _NAMES: tuple[tuple[Family, str], ...] = (
         _scaled_dot_product_fused_attention_overrideable_backward
         """,
     ),
+    (EXPERTS, "experts some_experts"),
+    (EXPERTS_BACKWARD, "experts_backward some_experts_backward"),
     (CAUSAL_SHARD, "causal_attention"),
     (CAUSAL_SHARD_BACKWARD, "causal_attention_backward"),
 )

@@ -68,11 +68,11 @@ class Failure:
 
 def find_op(name: str) -> Callable[..., Any]:
     """The function that runs the operation called ``name``: torch's, or one of autopar's local operations."""
-    namespace, *path = name.split(".")
-    if namespace == "autopar":
-        from autopar.local_ops import LOCAL_OPS
+    from autopar.local_ops import LOCAL_OPS
 
+    if name in LOCAL_OPS:
         return LOCAL_OPS[name]
+    namespace, *path = name.split(".")
     found: Any = getattr(torch.ops, namespace)
     for part in path:
         found = getattr(found, part)
