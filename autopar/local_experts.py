@@ -1,8 +1,8 @@
 """A mixture-of-experts block as one operation, ``autopar.experts``, and its gradient, ``autopar.experts_backward``.
 
-Tokens [T, H] go to k of E experts each; an expert is two matrices with an activation between them, which may also gate::
+Tokens [T, H] go to k of E experts each; an expert is two matrices with an activation between them, which may gate::
 
-    out[t] = sum over j of  weights[t, j] * (act(x[t] @ up[e].T + up_bias[e]) @ down[e].T + down_bias[e]),  e = ids[t, j]
+    out[t] = sum over j of weights[t, j] * (act(x[t] @ up[e].T + up_bias[e]) @ down[e].T + down_bias[e]),  e = ids[t, j]
 
 Why one operation: between the two matrices there is one row per choice of a token, in an order, and on a device that
 holds some of the experts in a number, that depend on values. Here these rows exist only inside: no token is ever
@@ -34,8 +34,9 @@ class Activation:
     """A function of a tensor [n, F] and its gradient, each as a list of ATen operations ``[op, args, kwargs]``.
 
     In arguments, ``{"value": i}`` is operand i, or, counted on, what an operation gave, with ``"item": j`` of a list;
-    ``{"dtype": name}`` is a dtype, ``{"rows": true}`` n and ``{"device": true}`` where the operands are. The last operation gives the result. The operands are x, and for the gradient also
-    that of the result. Text form: ``[forward, backward]`` in JSON.
+    ``{"dtype": name}`` is a dtype, ``{"rows": true}`` n and ``{"device": true}`` where the operands are. The last
+    operation gives the result. The operands are x, and for the gradient also that of the result. Text form:
+    ``[forward, backward]`` in JSON.
     """
 
     forward: tuple[Any, ...]

@@ -1,7 +1,7 @@
 """Mixture-of-experts blocks (:mod:`autopar.local_experts`): tokens can be sharded, and experts.
 
-*Expert parallelism* is the second: each device holds some of the experts, sees all tokens, and computes what its experts
-contribute to them, a Partial(sum). Tokens sharded outside of the block are thus gathered before it and
+*Expert parallelism* is the second: each device holds some of the experts, sees all tokens, and computes what its
+experts contribute to them, a Partial(sum). Tokens sharded outside of the block are thus gathered before it and
 reduce-scattered behind it. With shapes that are known beforehand and no token dropped that moves no more than an
 all-to-all would: in the worst case every token of a device goes to the same other device, so each pair of devices needs
 room for all of them, which is what a gather moves.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.spec import AxisStrategy
+from autopar.spec import AxisStrategy, Placement
 
 from .claims import P, R, S, claim, claim_rule
 from .rules import LocalCall, LocalContext, OpCall, localiser
@@ -25,9 +25,9 @@ def _biases(call: OpCall, tokens: int) -> list[bool]:
     return [call.args[tokens + 5] is not None, call.args[tokens + 6] is not None]
 
 
-def _parameters(call: OpCall, tokens: int) -> range:
-    """Indices of the operands that hold one entry per expert."""
-    return range(tokens + 3, tokens + 5 + sum(_biases(call, tokens)))
+def _by_experts(call: OpCall, tokens: int) -> dict[int | None, Placement]:
+    """The operands that hold one entry per expert, sharded by it."""
+    return dict.fromkeys(range(tokens + 3, tokens + 5 + sum(_biases(call, tokens))), S(0))
 
 
 @claim_rule(EXPERTS)
@@ -35,7 +35,7 @@ def experts(call: OpCall) -> Iterator[AxisStrategy]:
     """``(x, ids, weights, up, down, up_bias?, down_bias?, ...)`` -> [T, H]"""
     yield claim(call, {0: S(0), 1: S(0), 2: S(0)}, [S(0)])
     yield claim(call, {2: P}, [P])
-    yield claim(call, {index: S(0) for index in _parameters(call, 0)}, [P], _SOME[EXPERTS])
+    yield claim(call, _by_experts(call, 0), [P], _SOME[EXPERTS])
 
 
 @claim_rule(BACKWARD)
@@ -45,8 +45,7 @@ def experts_backward(call: OpCall) -> Iterator[AxisStrategy]:
     by_experts, by_tokens, linear = ([bias[kind] for bias in biases] for kind in range(3))
     yield claim(call, {0: S(0), 1: S(0), 2: S(0), 3: S(0)}, [S(0), S(0), P, P, *by_tokens])
     yield claim(call, {0: P}, [P, P, P, P, *linear])
-    some = {index: S(0) for index in _parameters(call, 1)}
-    yield claim(call, some, [P, P, S(0), S(0), *by_experts], _SOME[BACKWARD])
+    yield claim(call, _by_experts(call, 1), [P, P, S(0), S(0), *by_experts], _SOME[BACKWARD])
 
 
 @localiser(*_SOME.values())
