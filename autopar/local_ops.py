@@ -18,7 +18,8 @@ All are pure and take any local length of at least one.
 ``autopar.masked_index_put``            ``x[i, :, j] = values`` into a shard
 ======================================  ====================================================
 
-Attention has its own in :mod:`.local_attention`, mixture-of-experts blocks in :mod:`.local_experts`.
+Attention has its own in :mod:`.local_attention`, grouped products in :mod:`.local_grouped`, mixture-of-experts blocks
+in :mod:`.local_experts`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import torch
 
 from . import local_experts as local_experts  # registers its operations with torch
 from .local_attention import causal_attention, causal_attention_backward
+from .local_grouped import grouped_backward, grouped_inner, grouped_rows
 
 Number = int | float | bool
 Indices = Sequence[torch.Tensor | None]
@@ -225,6 +227,9 @@ LOCAL_OPS: dict[str, Callable[..., Any]] = {
         dense_rows,
         causal_attention,
         causal_attention_backward,
+        grouped_rows,
+        grouped_inner,
+        grouped_backward,
     )
 }
 """The local operations by the names programs use."""

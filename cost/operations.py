@@ -162,6 +162,22 @@ def _grouped_flops(call: Operation, inputs: Inputs, outputs: Outputs) -> Dim:
     return 2 * math.prod(a) * b[-1]
 
 
+def _grouped_here(products: int) -> Count:
+    """``grouped_rows(x, matrices, ends)`` of some of the groups, taken to be equally long, and its gradients."""
+
+    def flops(call: Operation, inputs: Inputs, outputs: Outputs) -> Dim:
+        x, matrices, ends = (tensor.shape for tensor in inputs[:3])
+        return 2 * products * math.prod(x) * matrices[-1] * matrices[0] / ends[0]
+
+    return flops
+
+
+def _grouped_inner_flops(call: Operation, inputs: Inputs, outputs: Outputs) -> Dim:
+    x, y, ends = (tensor.shape for tensor in inputs[:3])
+    groups = outputs[0].shape[0] if outputs[0] is not None else ends[0]
+    return 2 * math.prod(x) * y[-1] * groups / ends[0]
+
+
 def _convolution_flops(call: Operation, inputs: Inputs, outputs: Outputs) -> Dim:
     """Every weight meets every position: of the output, or of the input if transposed."""
     bias = _first_result(call, inputs, outputs) if len(inputs) > 2 else 0
@@ -261,6 +277,9 @@ MATMUL = Family(_MM, _every_tensor, _MM_SHAPE)
 ADDED_MATMUL = Family(_with_sum(_ADDMM), _every_tensor, _ADDMM_SHAPE)
 LINEAR = Family(_linear_flops, _every_tensor, _linear_matrix)
 GROUPED_MATMUL = Family(_grouped_flops, _every_tensor, _MM_SHAPE)
+GROUPED_ROWS = Family(_grouped_here(1), _every_tensor, _MM_SHAPE)
+GROUPED_INNER = Family(_grouped_inner_flops, _every_tensor, _MM_SHAPE)
+GROUPED_BACKWARD = Family(_grouped_here(2), _every_tensor, _MM_SHAPE)
 CONVOLUTION = Family(_convolution_flops, _every_tensor, _convolution_matrix)
 CONVOLUTION_BACKWARD = Family(_convolution_backward_flops, _every_tensor, _convolution_backward_matrix)
 ATTENTION = Family(_SDPA, _every_tensor, _SDPA_SHAPE)
@@ -308,7 +327,10 @@ _NAMES: tuple[tuple[Family, str], ...] = (
     (MATMUL, "mm bmm matmul mv dot vdot _scaled_mm _int_mm"),
     (ADDED_MATMUL, "addmm baddbmm addmv _addmm_activation"),
     (LINEAR, "linear _linear_pointwise"),
-    (GROUPED_MATMUL, "_grouped_mm grouped_mm _scaled_grouped_mm _grouped_mm_fallback"),
+    (GROUPED_MATMUL, "_grouped_mm grouped_mm _scaled_grouped_mm grouped_mm_fallback"),
+    (GROUPED_ROWS, "grouped_rows"),
+    (GROUPED_INNER, "grouped_inner"),
+    (GROUPED_BACKWARD, "grouped_backward grouped_mm_fallback_backward"),
     (
         CONVOLUTION,
         """

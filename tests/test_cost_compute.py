@@ -17,6 +17,7 @@ from autopar.cluster import Cluster, Device, Link
 from autopar.cost import FAMILIES, bytes_moved, compute_seconds, flops, node_seconds, total_bytes, total_flops
 from autopar.cost.operations import larger
 from autopar.graph import PLACEHOLDERS, Graph, Node, TensorType, Value, symbol
+from autopar.local_ops import LOCAL_OPS
 
 aten = torch.ops.aten
 F32, BF16, I64 = torch.float32, torch.bfloat16, torch.int64
@@ -163,7 +164,9 @@ def test_results_that_are_no_tensors_count_nothing() -> None:
 
 
 def test_every_name_in_the_table_is_an_operation() -> None:
-    ours = {*PLACEHOLDERS, "scatter_value", "_linear_pointwise", "grouped_mm", "_grouped_mm_fallback"}
+    ours = {*PLACEHOLDERS, "scatter_value", "_linear_pointwise", "grouped_mm", "experts", "experts_backward"}
+    ours |= {op.removeprefix("autopar.") for op in LOCAL_OPS} | {"some_experts", "some_experts_backward"}
+    ours |= {"grouped_mm_fallback", "grouped_mm_fallback_backward"}  # of transformers
     missing = [name for name in FAMILIES if name not in ours and not hasattr(aten, name)]
     assert missing == []
 
@@ -244,3 +247,21 @@ def test_a_large_product_comes_near_the_efficiency_of_a_gpu() -> None:
     seconds = node_seconds(Cluster.get("dgx-a100-80gb"), node, (skinny, square), (skinny,))
     moved = int(bytes_moved(node, (skinny, square), (skinny,)))
     assert seconds == pytest.approx(device.launch_seconds + moved / device.memory_bandwidth)
+
+
+def test_the_last_shard_of_causal_queries_is_priced_not_the_average() -> None:
+    node = Node("y", "aten._scaled_dot_product_flash_attention_for_cpu.default", (None, None, None, 0.0, True))
+    whole, shard = types((2, 4, 64, 8)) * 3, (*types((2, 4, 16, 8)), *types((2, 4, 64, 8)) * 2)
+    last = family_of("autopar.causal_attention").flops(node, shard, ())
+    square = 2 * 4 * 16 * 16 * 16  # half of the corner, two products of 2 FLOPs each, width 8
+    assert last == 2 * (2 * 4 * 16 * 48 * 16) + square
+    assert 4 * last == pytest.approx(flops(node, whole) * 1.75)
+
+
+@pytest.mark.parametrize("held", [8, 2])
+def test_experts_do_their_share_of_the_rows(held: int) -> None:
+    node = Node("y", "autopar.experts.default", (None, None, None, None, None, None, None, "", 8, 0))
+    inputs = types((64, 16), (64, 2), (64, 2), (held, 48, 16), (held, 16, 24))
+    rows = 128 * held // 8
+    assert flops(node, inputs) == 2 * rows * (48 * 16 + 24 * 16)
+    assert bytes_moved(node, inputs, types((64, 16))) > rows * 4 * (48 + 24)
