@@ -29,9 +29,9 @@ _BRANCH = (
 )
 _SHAPE = (
     "the shape of a result depends on the values of a tensor (nonzero, boolean indexing, unique, "
-    "masked_select, a loop over experts), but a graph has fixed shapes; use torch.where or a mask; for "
-    "mixture-of-experts models of transformers pass "
-    'experts_implementation="batched_mm" (or "grouped_mm") to the config'
+    "masked_select, a loop over experts), but a graph has fixed shapes; use torch.where or a mask; instead "
+    "of giving an expert its tokens, give it all and multiply what it returns by each token's weight for it, "
+    "zero where it was not chosen; blocks behind transformers' experts interface need no change"
 )
 _OPERATOR = (
     "this operator has no shape function, so it cannot be traced without data; register one with "

@@ -25,8 +25,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from .local_experts import Activation, experts
 
 _MODULE = "transformers.integrations.moe"
-# Numbers of rows that no width is by chance: wherever one appears in a graph, it is the number of rows.
-_ROWS = (97, 101)
+# Numbers of rows of which one does not divide the width: where it appears in a graph, it is the number of rows. (What
+# is taken for it by chance fails the comparison with another number of rows.)
+_ROWS = (11, 13)
 
 
 @contextmanager
@@ -60,8 +61,9 @@ def _run(module: Any, x: Tensor, ids: Tensor, weights: Tensor, text: str) -> Ten
         down_bias = module.down_proj_bias
     if module.is_transposed:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
-    out: Tensor = experts(x, ids, weights, up, down, up_bias, down_bias, text, int(up.shape[0]), 0)
-    return out
+    # Under autocast the tokens may have another dtype than the matrices.
+    out: Tensor = experts(x.to(up.dtype), ids, weights, up, down, up_bias, down_bias, text, int(up.shape[0]), 0)
+    return out.to(x.dtype)
 
 
 def _activation(module: Any) -> str | None:
@@ -71,7 +73,7 @@ def _activation(module: Any) -> str | None:
     if not has_all or getattr(module, "has_post_expert_norm", False) or getattr(module, "_is_expert_parallel", False):
         return None
     up = getattr(module, "gate_up_proj" if module.has_gate else "up_proj", None)
-    if not isinstance(up, Tensor) or up.dim() != 3 or module.down_proj.dim() != 3:
+    if not all(isinstance(matrix, Tensor) and matrix.dim() == 3 for matrix in (up, module.down_proj)):
         return None
     width = int(up.shape[2 if module.is_transposed else 1])
     function = module._apply_gate if module.has_gate else module.act_fn

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autopar
+from autopar.graph import Graph
 from autopar.planner import Timings, answer
 from autopar.spec import shard_dim
 from autopar.trace import trace
@@ -67,6 +68,12 @@ def test_any_assignment_is_the_eager_model(name: str) -> None:
     layers = 1 if name == "deepseek" else 2
     assert found.count("autopar.experts.default") == found.count("autopar.experts_backward.default") == layers
     check_assignments(case, (2, 2), range(2))
+
+
+def test_the_activation_survives_the_text_form() -> None:
+    model, batch = make("gpt_oss")
+    graph = trace(model, (), batch, device="cpu").graph
+    assert Graph.from_text(graph.to_text()).nodes == graph.nodes
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])

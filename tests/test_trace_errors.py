@@ -196,7 +196,7 @@ def test_custom_functions_inputs_in_trees_and_inputs_written_to() -> None:
         (Branch(), "the item", "torch.where"),
         (Truth(), "the truth", "torch.where"),
         (Select(), "the selection", "a graph has fixed shapes"),
-        (Experts(), "the experts", 'experts_implementation="batched_mm"'),
+        (Experts(), "the experts", "each token's weight"),
         (Numpy(), "the array", "real values"),
         (Listed(), "the list", "torch.where"),
         (Loop(), "the loop", "torch.where"),

@@ -112,19 +112,3 @@ causal("deepseek_v3", "DeepseekV3", GATED, num_key_value_heads=4, moe_intermedia
        num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=24, kv_lora_rank=16,
        qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16)  # fmt: skip
 causal("gpt_oss", "GptOss", GROUPED, num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=8)
-
-
-def with_router(kind: str) -> None:
-    """Registers a name for what is only traced with every expert's work batched."""
-    make = FAMILIES[kind]
-
-    def batched() -> tuple[nn.Module, Batch]:
-        model, batch = make()
-        model.config._experts_implementation = "batched_mm"  # type: ignore[union-attr, assignment]
-        return model, batch
-
-    FAMILIES[kind] = batched
-
-
-for _kind in ("qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss"):
-    with_router(_kind)

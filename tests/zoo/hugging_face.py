@@ -219,7 +219,6 @@ def whisper() -> tuple[nn.Module, Batch]:
 @family
 def mixtral() -> tuple[nn.Module, Batch]:
     config = hf.MixtralConfig(**_DECODER, num_key_value_heads=1, num_local_experts=4, output_router_logits=True)
-    config._experts_implementation = "batched_mm"
     return _text(hf.MixtralForCausalLM(config))
 
 
