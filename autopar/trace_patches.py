@@ -5,6 +5,8 @@
 - batch norm with a cumulative average (``momentum=None``) reads its counter as a Python number; here it stays a tensor;
 - ``SyncBatchNorm`` communicates by itself; a graph has the statistics of the whole batch anyway, so it is batch norm;
 - ``embedding_bag`` looks up and reduces in one kernel that no rule can divide (:mod:`.embedding_bags`);
+- ``flex_attention`` is a loop that a compiler makes out of Python functions; its definition, scores and all, is a graph
+  like any other, and has a gradient everywhere;
 - checks of linear algebra (``cholesky`` of a matrix that has none) raise on values; a graph has no place to raise from.
 """
 
@@ -18,7 +20,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch._higher_order_ops.effects import _get_effect, _register_effectful_op
+from torch._higher_order_ops.flex_attention import math_attention
 from torch.nn import functional as F
+from torch.nn.attention import flex_attention
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import checkpoint
 
@@ -37,6 +41,10 @@ def patched() -> Iterator[None]:
         stack.enter_context(patch.object(nn.SyncBatchNorm, "forward", _batch_norm))
         stack.enter_context(patch.object(F, "embedding_bag", embedding_bag))
         stack.enter_context(_without_effect(_CHECKS))
+        # Torch refuses gradients on the CPU for lack of a kernel, and compiles unless it is told not to.
+        stack.enter_context(patch.object(flex_attention, "_validate_device", lambda *_tensors: None))
+        stack.enter_context(patch.object(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True))
+        stack.enter_context(patch.object(flex_attention, "flex_attention_hop", math_attention))
         yield
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import autopar
 from autopar.assignment import Assignment
@@ -16,8 +17,10 @@ from autopar.graph import Graph
 from autopar.options import Options
 from autopar.passes.annotate import annotate
 from autopar.planner import Question, Timings, solve_mesh, step_graph
-from autopar.prices import Prices, placement_options
+from autopar.prices import Prices
 from autopar.spec import local_shape, shard_dim
+from autopar.trace import trace
+from tests.interpret import interpret
 from tests.questions import ask
 from tests.zoo.check import Case, check_assignment, compute_bound, make_case
 
@@ -92,7 +95,7 @@ BLOCKS = {
 def solved(case: Case, mesh: tuple[int, ...], pins: dict[str, str]) -> tuple[Graph, Assignment]:
     cluster = compute_bound(autopar.Cluster.get("dgx-a100-80gb"))
     found, _ = solve_mesh(Question(case.graph, None, 2, mesh, cluster, Options(pins=pins)), case.graph, Timings())
-    prices = Prices(cluster, mesh, placement_options(annotate(case.graph, mesh), mesh))
+    prices = Prices.of(cluster, mesh, annotate(case.graph, mesh))
     check_assignment(case, found.instance.graph, found.assignment, prices, f"mesh {mesh}")
     return found.instance.graph, found.assignment
 
@@ -123,6 +126,39 @@ def test_a_sharded_sequence_is_exact(name: str, mesh: tuple[int, ...]) -> None:
         assert largest_square(graph, assignment) < LENGTH * LENGTH
     else:
         assert next(shard_dim(assignment.strategies[node.name].outputs[0][-1]) for node in kernels) == 2
+
+
+class Flexible(nn.Module):
+    """Attention with a learnt slope per head, causal by a block mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.tensor([0.1, -0.2, 0.3]))
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        seen = create_block_mask(lambda b, h, i, j: i >= j, None, None, LENGTH, LENGTH, device=q.device)
+        return flex_attention(q, k, v, lambda score, b, h, i, j: score + self.slope[h] * (i - j), block_mask=seen)
+
+
+class Defined(Flexible):
+    """The same by its definition."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        apart = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+        bias = (self.slope[:, None, None] * apart).masked_fill(apart < 0, -torch.inf)
+        return (q @ k.mT / q.shape[-1] ** 0.5 + bias).softmax(-1) @ v
+
+
+def test_flexible_attention_is_its_definition() -> None:
+    torch.manual_seed(0)
+    flexible, x = Block(Flexible()), torch.randn(2, LENGTH, 12)
+    defined = Block(Defined())
+    defined.load_state_dict(flexible.state_dict())
+    defined(x).backward()
+    traced = trace(flexible, (x,), device="cpu")
+    found = interpret(traced.graph.at(), {**dict(flexible.named_parameters()), "0": x})
+    for name, parameter in defined.named_parameters():
+        torch.testing.assert_close(found["gradient", name], parameter.grad, rtol=1e-5, atol=1e-6)
 
 
 class Long(nn.Module):
