@@ -15,7 +15,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 from unittest.mock import patch
 
 import torch
@@ -73,11 +73,15 @@ def _activation(module: Any) -> str | None:
     if not has_all or getattr(module, "has_post_expert_norm", False) or getattr(module, "_is_expert_parallel", False):
         return None
     up = getattr(module, "gate_up_proj" if module.has_gate else "up_proj", None)
-    if not all(isinstance(matrix, Tensor) and matrix.dim() == 3 for matrix in (up, module.down_proj)):
+    if not (_is_stacked(up) and _is_stacked(module.down_proj)):
         return None
     width = int(up.shape[2 if module.is_transposed else 1])
     function = module._apply_gate if module.has_gate else module.act_fn
     return activation_text(function, width, up.dtype)
+
+
+def _is_stacked(matrix: object) -> TypeGuard[Tensor]:
+    return isinstance(matrix, Tensor) and matrix.dim() == 3
 
 
 def activation_text(function: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype) -> str | None:
