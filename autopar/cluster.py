@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from .cache_folder import cache_folder
 from .errors import OptionsError
 from .graph import DTYPE_NAMES
 from .presets import PRESETS
@@ -237,8 +238,7 @@ class Cluster:
 def local_file(name: str = "local") -> Path:
     """Where a calibration of this machine is kept: ``<name>.toml`` in ``$AUTOPAR_CACHE``, by default
     ``~/.cache/autopar``."""
-    folder = os.environ.get("AUTOPAR_CACHE")
-    return (Path(folder).expanduser() if folder else Path.home() / ".cache" / "autopar") / f"{name}.toml"
+    return cache_folder() / f"{name}.toml"
 
 
 def machine_memory() -> int:

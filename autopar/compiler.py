@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autopar.passes.annotate import annotate
+from autopar.passes.annotate import annotate, needs_finding
+from autopar.passes.found_rules import KNOWN, Known
 from autopar.passes.lower import Lowering, lower
 from autopar.passes.normalise import normalise
 from autopar.passes.overlap import overlap
@@ -185,7 +186,7 @@ class Compiler:
         assignment = self.plan.assignment(names)
         other = known
         if base is not self._base or batch != self.plan.batch:
-            other = annotate(step_graph(base.graph, base.loss, batch), self.plan.mesh)
+            other = self._annotated_alike(step_graph(base.graph, base.loss, batch))
             _check_same_model(known, other)
             assignment = refit(assignment, known, other)
             self._check_memory(other, assignment)
@@ -198,7 +199,7 @@ class Compiler:
         assert self.plan is not None
         base = self._prepare(request, grad=request.grad)
         graph = step_graph(base.graph, None if request.outputs == "all" else base.loss, base.batch)
-        graph = annotate(graph, self.plan.mesh)
+        graph = self._annotated_alike(graph)
         question = replace(self._question(base), mesh=self.plan.mesh)
         places = self.plan.parameters
         assignment = self._on_first_rank(lambda: fixed_assignment(question, graph, places))
@@ -207,8 +208,22 @@ class Compiler:
     def _annotate(self, base: Prepared, batch: int) -> Graph:
         assert self.plan is not None
         if batch not in self._annotated:
-            self._annotated[batch] = annotate(step_graph(base.graph, base.loss, batch), self.plan.mesh)
+            self._annotated[batch] = self._annotated_alike(step_graph(base.graph, base.loss, batch))
         return self._annotated[batch]
+
+    def _annotated_alike(self, graph: Graph) -> Graph:
+        """Annotated by what the first rank found out about operations without a rule: what ranks find must not differ,
+        and one of them is enough to look."""
+        assert self.plan is not None
+        mesh = self.plan.mesh
+
+        def find() -> Known:
+            annotate(graph, mesh)
+            return KNOWN
+
+        if needs_finding(graph):
+            KNOWN.adopt(self._on_first_rank(find))
+        return annotate(graph, mesh)
 
     def _lowered(self, graph: Graph, assignment: Assignment, annotated: Graph, base: Prepared) -> Compiled:
         assert self.plan is not None

@@ -37,3 +37,8 @@ class ExecutionError(AutoparError):
 
 class WorkerError(AutoparError):
     """A local process died or did not finish in time; carries that rank's traceback."""
+
+
+class OperatorError(AutoparError):
+    """An operation of the model that would compute something else on several devices; the message names it, where it
+    is called, and what its author can do."""

@@ -203,9 +203,11 @@ _NEED_ALL = ("_embedding_bag", "as_strided.", "as_strided_scatter.", "view.dtype
 
 
 def layout_for(op: str) -> str | None:
-    """The local operation (``autopar.dense``, ``autopar.dense_rows``) that operands of ``op`` need first, if any."""
+    """The local operation (``autopar.dense``, ``autopar.dense_rows``) that operands of ``op`` need first, if any.
+    Operations of other libraries always: a model that made an operand contiguous for them did so in a copy that the
+    graph has lost."""
     name = op.removeprefix("aten.")
-    if name.startswith(_NEED_ALL):
+    if name.startswith(_NEED_ALL) or not op.startswith(("aten.", "prims.", "autopar.")):
         return "autopar.dense"
     return "autopar.dense_rows" if name.startswith(_NEED_ROWS) else None
 

@@ -151,7 +151,9 @@ class Plan:
     the graph whose fingerprint is ``graph_hash``, ``nodes`` what these nodes are. ``baselines`` are other plans
     priced alike (None: it is not possible). ``alternatives`` lists, by the first node of those that choose alike,
     what else was possible and by how many seconds a step would change. ``module_nodes`` gives the node that makes a
-    module's output, ``gradient_values`` the value that is a parameter's gradient, by path.
+    module's output, ``gradient_values`` the value that is a parameter's gradient, by path. ``rules`` says, by
+    operation, where its sharding rules come from: written, DTensor, registered, probed, or fallback and why there are
+    none.
     """
 
     model: str
@@ -185,6 +187,7 @@ class Plan:
     module_nodes: Mapping[str, str] = field(default_factory=dict)
     gradient_values: Mapping[str, str] = field(default_factory=dict)
     holdings: tuple[Holding, ...] = ()
+    rules: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def placements(self) -> Mapping[str, Placements]:
@@ -261,7 +264,7 @@ class Plan:
         return PlanTree(self)
 
     def table(self, by: str = "module") -> PlanTable:
-        """The step's seconds and bytes summed ``by`` "module", "kind", "op", "phase" or "collective".
+        """The step's seconds and bytes summed ``by`` "module", "kind", "op", "rule", "phase" or "collective".
 
         Raises:
             OptionsError: for another ``by``.

@@ -15,7 +15,7 @@ VERSION = 2
 _STRINGS = ("model", "cluster", "cluster_source", "graph_hash")
 _NUMBERS = ("objective", "bound", "gap", "solve_seconds")
 _COUNTS = ("batch", "memory_limit", "stages", "microbatches")
-_NAMES = ("pinned", "module_nodes", "gradient_values")
+_NAMES = ("pinned", "module_nodes", "gradient_values", "rules")
 _OTHERS = ("mesh", "axis_names", "status", "fallbacks", "warnings", "timings", "schedule")
 _PLAIN = (*_STRINGS, *_COUNTS, *_NUMBERS, *_OTHERS, *_NAMES)
 

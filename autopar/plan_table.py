@@ -1,4 +1,4 @@
-"""The step of a plan summed by module, kind of line, operation, phase or collective."""
+"""The step of a plan summed by module, kind of line, operation, origin of its rule, phase or collective."""
 
 from __future__ import annotations
 
@@ -117,6 +117,11 @@ def _op(plan: Plan, line: PlanLine) -> str:
     return plan.nodes[line.name].op if line.name in plan.nodes else "?"
 
 
+def _rule(plan: Plan, line: PlanLine) -> str:
+    """Where the sharding rule of the operation comes from."""
+    return plan.rules.get(_op(plan, line), _op(plan, line))
+
+
 def _by_collective(plan: Plan) -> _Rows:
     """Every collective of a step. A line of several hops is priced as one: its seconds are shared among its
     collectives by bytes.
@@ -143,6 +148,7 @@ _TABLES: dict[str, Callable[[Plan], _Rows]] = {
     "module": _by_module,
     "kind": _by("kind", lambda plan, line: line.kind),
     "op": _by("op", _op),
+    "rule": _by("rule", _rule),
     "phase": _by("phase", lambda plan, line: line.phase),
     "collective": _by_collective,
 }

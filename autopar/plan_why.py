@@ -196,6 +196,8 @@ def _explain_node(plan: Plan, name: str) -> Explanation:
         choice["inputs"] = " ".join(map(short, strategy.inputs))
     if strategy.local:
         choice["runs as"] = strategy.local
+    if node.op in plan.rules:
+        choice["rule"] = plan.rules[node.op]
     provenance, reason = _provenance(plan, name, node.target or name)
     where = f" in {node.module}" if node.module else ""
     return Explanation(
@@ -280,7 +282,8 @@ def _provenance(plan: Plan, node: str, path: str) -> tuple[Provenance, str]:
     found = plan.alternatives.get(first)
     if found is None:
         op = plan.nodes[node].op if node in plan.nodes else ""
-        fallback = f": {op} has no sharding rule" if op in plan.fallbacks else ""
+        reason = plan.rules.get(op, "").removeprefix("fallback").removeprefix(": ")
+        fallback = f": {op} has no sharding rule" + (f" ({reason})" if reason else "") if op in plan.fallbacks else ""
         return "only", f"nobody: there is only one way{fallback}"
     if len(alike) > 1:
         return "tied", f"price, one choice for the same place in {len(alike)} layers: {_layers(path, plan, alike)}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from autopar.cost import total_flops, usable_bytes
-from autopar.passes.annotate import annotate, is_fallback
+from autopar.passes.annotate import annotate, rule_sources
 from autopar.passes.fold import fold_layers
 from autopar.passes.rest import InsertRests
 
@@ -290,7 +290,8 @@ def make_plan(
     """The answer as a plan."""
     instance, assignment, solution = best.instance, best.assignment, best.solution
     named = {node.name: node.target for node in graph.placeholders("param")}
-    fallbacks = tuple(dict.fromkeys(node.op for node in graph.nodes if is_fallback(node, instance.graph)))
+    rules = rule_sources(graph, question.mesh)
+    fallbacks = tuple(op for op, said in rules.items() if said[0].startswith("fallback"))
     return Plan(
         model=question.model,
         batch=question.batch,
@@ -314,7 +315,8 @@ def make_plan(
         **answers(instance, assignment, solution.choices),
         pinned=dict(question.options.pins),
         fallbacks=fallbacks,
-        warnings=tuple(_warnings(best, graph, fallbacks)),
+        rules={op: "; ".join(said) for op, said in rules.items()},
+        warnings=tuple(_warnings(best, graph, rules)),
         timings=dict(timings.seconds),
     )
 
@@ -327,9 +329,16 @@ def _plan_line(line: Line) -> PlanLine:
     return PlanLine(line.kind, line.name, line.module, line.phase, line.seconds, steps)
 
 
-def _warnings(best: Answer, graph: Graph, fallbacks: tuple[str, ...]) -> Iterator[str]:
-    for op in fallbacks:
-        seconds = sum(
-            line.seconds for line in best.account.lines if line.kind == "compute" and graph[line.name].op == op
-        )
-        yield f"{op} has no sharding rule: it runs whole on every device, {seconds * 1e3:.3g} ms a step"
+def _warnings(best: Answer, graph: Graph, rules: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+    for op, said in rules.items():
+        for text in said:
+            kind, _, reason = text.partition(": ")
+            if kind == "fallback":
+                lines = (line for line in best.account.lines if line.kind == "compute" and graph[line.name].op == op)
+                seconds = sum(line.seconds for line in lines)
+                price = f"{seconds * 1e3:.3g} ms a step"
+                yield f"{op} has no sharding rule ({reason}): it runs whole on every device, {price}"
+            elif kind == "refuted":
+                yield f"{op}: {reason} is registered for it, but not true when executed, and was left out"
+            elif kind == "registered, not proven":
+                yield f"{op}: the registered sharding rule is trusted and could not be proven ({reason})"

@@ -1,7 +1,7 @@
 """Lists, for every node of a concrete graph, the ways to run it on a mesh (``graph.strategies``).
 
-One-axis strategies come from, in this order: our rules; DTensor's rules as far as they hold when executed; for an
-operation with neither, replication alone, which the plan reports as a fallback with its price.
+One-axis strategies come from our rules, else from what is found out by execution (:mod:`.found_rules`); where that is
+nothing, there is replication alone, which the plan reports as a fallback with its price.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from torch.distributed.tensor import Partial, Shard
 
+from autopar.errors import OperatorError
 from autopar.graph import Graph, Node, TensorType, Value
 from autopar.spec import (
     PARTIAL_SUM,
@@ -32,11 +33,11 @@ from autopar.spec import (
 from .base import Pass
 from .compose import compose, op_call, shardable
 from .dimension_strings import strided_variants
+from .found_rules import found_strategies, refuted, source
 from .prune import Live, is_live, live_placements
 from .rest import REST
 from .rule_table import RULES
 from .rules import OpCall
-from .rules_dtensor import proven_strategies
 
 Factors = Mapping[int, frozenset[int]]
 RESHAPE = "aten.reshape.default"
@@ -58,15 +59,34 @@ def axis_strategies(call: OpCall, factors: Factors) -> tuple[AxisStrategy, ...]:
     """The strategies of one axis but the replicated one, strided variants for the given ``factors`` included."""
     if call.op == REST:
         return ()
-    found = tuple(RULES[call.op](call)) if call.op in RULES else proven_strategies(call)
+    found = tuple(RULES[call.op](call)) if call.op in RULES else found_strategies(call)
     variants = [v for strategy in found for v in strided_variants(call, strategy, factors)]
     return tuple(dict.fromkeys([*found, *variants]))
 
 
-def is_fallback(node: Node, graph: Graph) -> bool:
-    """Whether ``node`` of an annotated graph can only be replicated because nobody has a rule for its operation."""
-    ruled = node.is_placeholder or node.op == REST or node.op in RULES
-    return not ruled and len(graph.strategies[node.name]) == 1
+def needs_finding(graph: Graph) -> bool:
+    """Whether the graph has operations without a written rule."""
+    return any(not (node.is_placeholder or node.op == REST or node.op in RULES) for node in graph.nodes)
+
+
+def rule_sources(graph: Graph, mesh: tuple[int, ...]) -> dict[str, tuple[str, ...]]:
+    """Where the rules of each operation come from: ``written``, what :func:`.found_rules.source` says of its calls
+    (``fallback: ...`` if nothing is known), and ``refuted: ...`` for what was registered and is not true."""
+    found: dict[str, dict[str, None]] = {}
+    for node in graph.nodes:
+        if not node.is_placeholder and node.op != REST:
+            found.setdefault(node.op, {}).update(dict.fromkeys(_sources(graph, node, mesh)))
+    return {op: tuple(said) for op, said in found.items()}
+
+
+def _sources(graph: Graph, node: Node, mesh: tuple[int, ...]) -> list[str]:
+    if node.op in RULES:
+        return ["written"]
+    calls = [op_call(graph, node, size) for size in sorted({n for n in mesh if n > 1})]
+    lies = [f"refuted: {lie}" for call in calls for lie in refuted(call)]
+    said = [source(call) for call in calls]
+    # One axis that can be divided is enough.
+    return [*([s for s in said if not s.startswith("fallback")] or said)[:1], *lies]
 
 
 def reshape_factors(graph: Graph, mesh: tuple[int, ...]) -> Factors:
@@ -168,13 +188,23 @@ def _strategies(
         elif node.op != REST:
             call = op_call(graph, node)
             if call not in known:
-                known[call] = compose(call, mesh, offer)
+                known[call] = _composed(call, mesh, offer, node)
             strategies[node.name] = known[call]
     seen: dict[object, tuple[Strategy, ...]] = {}
     for node in graph.nodes:
         if node.op == REST:
             strategies[node.name] = _rest_strategies(graph, node, strategies, seen)
     return strategies
+
+
+def _composed(
+    call: OpCall, mesh: tuple[int, ...], offer: Callable[[OpCall], tuple[AxisStrategy, ...]], node: Node
+) -> tuple[Strategy, ...]:
+    try:
+        return compose(call, mesh, offer)
+    except OperatorError as error:
+        where = f"in module {node.module!r}" if node.module else "in the model"
+        raise OperatorError(f"{error} ({where}{f', {node.source}' if node.source else ''})") from error
 
 
 def placeholder_strategies(node: Node, mesh: tuple[int, ...]) -> tuple[Strategy, ...]:

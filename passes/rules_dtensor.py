@@ -1,5 +1,5 @@
-"""What torch's own DTensor knows about operations we have no rule for, trusted only where execution proves
-it.
+"""What torch's own DTensor, and whoever registered rules with it, says about operations we have no rule for: claims, to
+be proven by execution (:mod:`.found_rules`).
 
 Besides :mod:`autopar.trace` this is the one place that touches private parts of torch: DTensor keeps its
 sharding rules in three registries of its ``sharding_propagator``, all asked here on a mesh of one axis that
@@ -26,14 +26,15 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, OutputSharding
 from torch.distributed.tensor._ops.single_dim_strategy import _ShardingPlaceholder
+from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from autopar.graph import Arg, TensorType
 from autopar.spec import REPLICATE, AxisStrategy, Placement
 
 from .claims import leaves_none_empty
-from .proof import find_operation, guesses, prove
 from .rules import OpCall, Operand
+from .trials import find_operation
 
 _PLAIN = (Replicate, Shard, Partial)
 
@@ -146,7 +147,6 @@ def _collected(proposals: Iterable[AxisStrategy | None]) -> list[AxisStrategy]:
     return found
 
 
-@lru_cache(maxsize=4096)
 def dtensor_strategies(call: OpCall) -> tuple[AxisStrategy, ...]:
     """What DTensor's registries propose for one axis of ``call.size`` devices, unproven; without the
     replicated strategy."""
@@ -158,17 +158,9 @@ def dtensor_strategies(call: OpCall) -> tuple[AxisStrategy, ...]:
     return tuple(s for s in found if s.inputs != replicated and leaves_none_empty(call, s))
 
 
-@lru_cache(maxsize=4096)
-def proven_strategies(call: OpCall) -> tuple[AxisStrategy, ...]:
-    """What DTensor proposes, or is a fair guess, for one axis and execution on shards bears out (see
-    :mod:`autopar.passes.proof`).
-
-    Example:
-        >>> from autopar.graph import TensorType
-        >>> from autopar.passes.rules import Operand
-        >>> x = TensorType((8, 6), torch.float32)
-        >>> call = OpCall("aten.cumsum.default", (x,), (x,), (Operand(0), 1), (), 2)
-        >>> print(*proven_strategies(call), sep="; ")
-        S(0) -> S(0)
-    """
-    return prove(call, [*dtensor_strategies(call), *guesses(call)])
+def is_registered(op: str) -> bool:
+    """Whether a user registered a rule for it by ``torch.distributed.tensor.experimental.register_sharding``."""
+    operation = find_operation(op)
+    functions: dict[Any, Any] = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+    function = functions.get(operation)
+    return getattr(getattr(function, "func", None), "__module__", "") == register_sharding.__module__

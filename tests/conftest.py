@@ -34,6 +34,14 @@ def nothing_left_behind() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What is measured or found out on this machine is neither used nor written."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AUTOPAR_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     torch.manual_seed(0)
