@@ -2,7 +2,8 @@
 
 A file only says what to try: before a rule from it is used, execution confirms it
 (:func:`autopar.passes.probe.confirm`), since an operation may have changed behind an unchanged schema. Files that do
-not read, or were written for another version of torch, are as good as none. Writers replace a file as a whole, so that readers never see half of one.
+not read, or were written for another version of torch, are as good as none. Writers replace a file as a whole, so that
+readers never see half of one.
 """
 
 from __future__ import annotations
