@@ -78,7 +78,7 @@ def partial(subject: Subject) -> list[Inputs]:
     lengths = range(1, len(floats) + 1) if few else [len(floats)]
     found: list[Inputs] = []
     for chosen in [set(c) for n in lengths for c in combinations(floats, n)]:
-        ops = ("sum", "max", "min") if len(chosen) == len(floats) else ("sum",)
-        for op in ops:
-            found.append(tuple(Partial(op) if i in chosen else REPLICATE for i in range(len(subject.call.inputs))))
+        for op in ("sum", "max", "min") if len(chosen) == len(floats) else ("sum",):
+            placed = [Partial(op) if i in chosen else REPLICATE for i in range(len(subject.call.inputs))]
+            found.append(tuple(placed))
     return list(dict.fromkeys(found))

@@ -34,7 +34,7 @@ from autopar.spec import REPLICATE, AxisStrategy, Placement
 
 from .claims import leaves_none_empty
 from .rules import OpCall, Operand
-from .trials import find_operation
+from .trials import REDUCTIONS, find_operation
 
 _PLAIN = (Replicate, Shard, Partial)
 
@@ -85,6 +85,8 @@ def _strategy(call: OpCall, inputs: Sequence[Any], outputs: Sequence[Any]) -> Ax
     if len(inputs) != len(call.inputs) or len(outputs) != len(call.outputs):
         return None
     if not all(type(p) in _PLAIN for p in (*inputs, *placed)):
+        return None
+    if any(isinstance(p, Partial) and p.reduce_op not in REDUCTIONS for p in (*inputs, *placed)):
         return None
     return AxisStrategy(tuple(inputs), tuple(placed))
 
