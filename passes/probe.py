@@ -18,7 +18,6 @@ from math import prod
 
 import torch
 
-from autopar.graph import TensorType
 from autopar.spec import REPLICATE, AxisStrategy, Placement, shard_dim
 
 from .hypotheses import Inputs, beside, partial, sharded
@@ -118,7 +117,7 @@ class Examiner:
         for trial in trials:
             slots = [(i, d) for i, p in enumerate(inputs) if (d := shard_dim(p)) is not None]
             shapes = self.subject.sized(slots, trial.size, trial.values.seed)
-            if cuts_differ(shapes, inputs, trial.devices) or not leaves_none_out(shapes, inputs, trial.devices):
+            if cuts_differ(shapes, inputs) or not leaves_none_out(shapes, inputs, trial.devices):
                 return None
             total += 1
             try:
@@ -220,8 +219,11 @@ def _reduced(subject: Subject, claim: AxisStrategy) -> tuple[Shape, ...]:
 
 
 def fits(call: OpCall, proven: Proven) -> bool:
-    """Whether the strategy can be offered for ``call`` as far as evenness goes."""
-    tensors: tuple[TensorType | None, ...] = (*call.inputs, *call.outputs)
-    shapes = [None if t is None else tuple(map(int, t.shape)) for t in tensors]
+    """Whether the strategy can be offered for ``call``: trials were of sharded dims of one length, and for some only
+    even ones would do."""
+    inputs = [tuple(map(int, t.shape)) for t in call.inputs]
+    outputs = [None if t is None else tuple(map(int, t.shape)) for t in call.outputs]
     places = (*proven.strategy.inputs, *proven.strategy.outputs)
-    return not proven.even or are_even(shapes, places, call.size)
+    if cuts_differ(inputs, proven.strategy.inputs):
+        return False
+    return not proven.even or are_even([*inputs, *outputs], places, call.size)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations, islice
 from math import prod
 from typing import Any
 
@@ -19,6 +20,7 @@ from .trials import Range, Shape, Tensors, Values, execute, is_float, make_opera
 Slot = tuple[int, int]
 Family = frozenset[Slot]
 MOST_ELEMENTS = 1 << 21
+MOST_SETS = 200
 # Odd multiples of four: neither their halves nor their doubles are any of them.
 _BASE = tuple(range(4, 400, 8))
 _SMALL = (3, 5, 2, 7, 4, 11, 6, 13, 9, 17, 10, 19)
@@ -238,12 +240,15 @@ def _together(subject: Subject, slot: Slot, tied: Family) -> Family | None:
     def may_change(slots: Family) -> bool:
         return subject.runs(_changed(subject, slots, 2)) and subject.runs(_changed(subject, slots, 0))
 
-    if may_change(frozenset([slot])):
-        return frozenset([slot])
+    others = sorted(tied - {slot})
+    sets = (frozenset([slot, *more]) for n in range(len(others)) for more in combinations(others, n))
+    for slots in islice(sets, MOST_SETS):
+        if may_change(slots):
+            return slots
     if not may_change(tied):
         return None
     needed = tied
-    for other in sorted(tied - {slot}):
+    for other in others:
         if may_change(needed - {other}):
             needed -= {other}
     return needed

@@ -220,7 +220,7 @@ def are_even(shapes: Sequence[Shape | None], placements: Sequence[Placement], de
     return all(shape is None or dim is None or shape[dim] % devices == 0 for shape, dim in pairs)
 
 
-def cuts_differ(shapes: Sequence[Shape], placements: Sequence[Placement], devices: int) -> bool:
+def cuts_differ(shapes: Sequence[Shape], placements: Sequence[Placement]) -> bool:
     """Whether the sharded dims of the operands are of different lengths."""
     lengths = [shape[d] for shape, p in zip(shapes, placements, strict=True) if (d := shard_dim(p)) is not None]
     return any(a != b for a, b in pairwise(lengths))

@@ -56,6 +56,10 @@ EXPECTED: dict[str, tuple[OpCall, str]] = {
         custom("linear_gelu_backward", x(8, 32), x(8, 16), x(32, 16), x(32)),
         "S(0) S(0) R R -> S(0) P(sum) P(sum); S(1) R S(0) S(0) -> P(sum) S(0) S(0)",
     ),
+    "gradients, all sizes alike": (
+        custom("linear_gelu_backward", x(8, 8), x(8, 8), x(8, 8), x(8)),
+        "S(0) S(0) R R -> S(0) P(sum) P(sum); S(1) R S(0) S(0) -> P(sum) S(0) S(0)",
+    ),
     "all sizes alike": (
         custom("plain_linear", x(8, 8), x(8, 8)),
         "S(0) R -> S(0); S(1) S(1) -> P(sum); R S(0) -> S(1); P(sum) R -> P(sum); R P(sum) -> P(sum)",

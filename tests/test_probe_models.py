@@ -58,7 +58,7 @@ def test_what_has_no_rule_is_replicated_and_named_with_its_price() -> None:
 
 
 def test_what_draws_in_secret_is_an_error_that_says_where() -> None:
-    with pytest.raises(autopar.OperatorError, match="probing.noisy.default cannot run.*random.*in the model"):
+    with pytest.raises(autopar.OperatorError, match=r"probing.noisy.default cannot run.*random.*in the model"):
         autopar.plan(Gated("noisy"), (2,), torch.randn(8, 8), cluster="dgx-a100-80gb")
 
 
