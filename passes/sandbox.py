@@ -5,6 +5,7 @@ or change the state of its own library, and none of that is to reach the process
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import resource
@@ -63,6 +64,7 @@ def _child(function: Callable[[], Any], writer: int, cpu_seconds: int) -> None:
         quiet = os.open(os.devnull, os.O_WRONLY)
         os.dup2(quiet, 1)
         os.dup2(quiet, 2)
+        faulthandler.disable()
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         # Workers of a pool that the parent has started are not there: a second thread would wait for them for ever.
