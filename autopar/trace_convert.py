@@ -150,7 +150,7 @@ class _Converter:
         if isinstance(value, (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
             return self.expressions.number(value)
         if not isinstance(node.target, torch._ops.OpOverload):
-            raise TraceError(f"the trace contains {node.target}, which is no operator of a graph")
+            raise TraceError(_no_operator(node))
         args = self._arg(node.args)
         kwargs = tuple((key, self._arg(arg)) for key, arg in node.kwargs.items())
         path, source = module_path_of(node), _source(node)
@@ -223,6 +223,16 @@ class _Converter:
                 f'a buffer: self.register_buffer("{entry.name.rpartition(".")[2]}", ...)'
             )
         return entry.name
+
+
+def _no_operator(node: fx.Node) -> str:
+    """Why a call of something else than an operator cannot be in a graph."""
+    if "auto_functionalized" in str(node.target) and node.args:
+        return (
+            f"{node.args[0]} writes into its arguments ({_source(node) or 'in the model'}), but a graph has values that "
+            "never change; let the operator return what it computes (mutates_args=()), and use that"
+        )
+    return f"the trace contains {node.target}, which is no operator of a graph"
 
 
 def _placeholder_name(prefix: str, name: str) -> str:

@@ -27,7 +27,7 @@ from autopar.cost.operations import family_of
 from autopar.errors import AutoparError
 from autopar.graph import Graph
 from autopar.options import Options
-from autopar.passes.annotate import annotate, is_fallback
+from autopar.passes.annotate import annotate, rule_sources
 from autopar.passes.rule_table import RULES
 from autopar.planner import Question, Timings, solve_mesh
 from autopar.prices import Prices, local_type
@@ -91,7 +91,7 @@ def _plan(name: str, case: Case, mesh: tuple[int, ...], kind: str, processes: bo
     prices = Prices.of(cluster, mesh, annotated)
     row: Row = {"mesh": list(mesh), "plan": kind, "divided_flops": round(divided, 4), "share_of_work": round(share, 4)}
     row["undivided"] = {op: round(part, 4) for op, part in undivided.items() if part >= 1e-4}
-    row["fallbacks"] = sorted({node.op for node in graph.nodes if is_fallback(node, graph)})
+    row["fallbacks"] = sorted(op for op, said in rule_sources(graph, mesh).items() if said[0].startswith("fallback"))
     row |= {f"{phase}_seconds": round(seconds, 2) for phase, seconds in timings.seconds.items()}
     row["simulated"] = _outcome(lambda: check_assignment(case, graph, solved.assignment, prices, kind))
     if processes:

@@ -62,6 +62,11 @@ def test_what_draws_in_secret_is_an_error_that_says_where() -> None:
         autopar.plan(Gated("noisy"), (2,), torch.randn(8, 8), cluster="dgx-a100-80gb")
 
 
+def test_a_declared_write_is_an_error_that_names_the_operation() -> None:
+    with pytest.raises(autopar.TraceError, match="probing.increment.default writes into its arguments"):
+        autopar.plan(Gated("increment"), (2,), torch.randn(8, 8), cluster="dgx-a100-80gb")
+
+
 # One operation or two of every family of written rules.
 FAMILIES = {
     "samples_pointwise": ("add.Tensor", "mul.Tensor", "gelu.default", "where.self", "relu.default", "exp.default"),
