@@ -229,8 +229,8 @@ def _no_operator(node: fx.Node) -> str:
     """Why a call of something else than an operator cannot be in a graph."""
     if "auto_functionalized" in str(node.target) and node.args:
         return (
-            f"{node.args[0]} writes into its arguments ({_source(node) or 'in the model'}), but a graph has values that "
-            "never change; let the operator return what it computes (mutates_args=()), and use that"
+            f"{node.args[0]} writes into its arguments ({_source(node) or 'in the model'}), but a graph has values "
+            "that never change; let the operator return what it computes (mutates_args=()), and use that"
         )
     return f"the trace contains {node.target}, which is no operator of a graph"
 

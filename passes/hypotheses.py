@@ -64,7 +64,7 @@ def _floats(subject: Subject) -> list[int]:
 def beside(subject: Subject, inputs: Inputs) -> list[Inputs]:
     """The hypothesis with one, or all, of its replicated floats summed."""
     others = [i for i in _floats(subject) if inputs[i] == REPLICATE]
-    sets = [(i,) for i in others] if len(others) <= FEW_OPERANDS else []
+    sets: list[tuple[int, ...]] = [(i,) for i in others] if len(others) <= FEW_OPERANDS else []
     if len(others) > 1:
         sets.append(tuple(others))
     return [tuple(PARTIAL_SUM if i in chosen else p for i, p in enumerate(inputs)) for chosen in sets]

@@ -63,7 +63,7 @@ def test_what_draws_in_secret_is_an_error_that_says_where() -> None:
 
 
 def test_a_declared_write_is_an_error_that_names_the_operation() -> None:
-    with pytest.raises(autopar.TraceError, match="probing.increment.default writes into its arguments"):
+    with pytest.raises(autopar.TraceError, match=r"probing.increment.default writes into its arguments"):
         autopar.plan(Gated("increment"), (2,), torch.randn(8, 8), cluster="dgx-a100-80gb")
 
 
