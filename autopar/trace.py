@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import sympy
@@ -109,14 +110,16 @@ def _check_device(device: torch.device) -> None:
 
 def _captured(request: Request) -> tuple[Captured, Graph]:
     """Symbolically if the batch size has a symbol and nothing in the model fixes it, else with the real
-    sizes.
+    sizes; either way with equal calls of modules captured once, if that can be done.
     """
-    if request.call.batch:
-        # Any failure: the static trace may succeed, and if it fails too, says why in plain numbers.
-        with contextlib.suppress(Exception):
-            captured = capture(request, ModuleTracker(request.model), symbolic=True)
+    for symbolic, outlined in product((True, False) if request.call.batch else (False,), (True, False)):
+        if not symbolic and not outlined:
+            break
+        # Any failure: the next way may succeed, and if the last fails too, it says why in plain numbers.
+        with contextlib.suppress(Exception), _without_backward_traces():
+            captured = capture(request, ModuleTracker(request.model), symbolic=symbolic, outlined=outlined)
             graph = convert(captured, request)
-            if not _is_specialised(captured, graph, request.call):
+            if not symbolic or not _is_specialised(captured, graph, request.call):
                 return captured, graph
     tracker = ModuleTracker(request.model)
     try:
@@ -126,6 +129,14 @@ def _captured(request: Request) -> tuple[Captured, Graph]:
         raise
     except Exception as error:
         raise explain(error, tracker.path, request.model) from error
+
+
+@contextlib.contextmanager
+def _without_backward_traces() -> Iterator[None]:
+    """Torch warns with a stack trace when backward fails; what failed here is only one way of several."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Error detected in .*Backward")
+        yield
 
 
 def _is_specialised(captured: Captured, graph: Graph, call: Call) -> bool:

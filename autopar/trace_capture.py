@@ -9,14 +9,16 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import sympy
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
@@ -28,9 +30,10 @@ from .decompositions import decomposition_table
 from .trace_call import Call, Differentiate, LossFunction, Returned, call_loss, collect_outputs
 from .trace_experts import experts_as_operations
 from .trace_model import State, counters, exchanged, module_paths
+from .trace_outline import outline
 from .trace_patches import patched
-
-_PATH = "autopar_module"
+from .trace_record import PATH, PLACE, Recorder, UnrecordedError
+from .trace_replay import Bodies, capture_outlined
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Request:
 class Captured:
     """A joint graph as torch.fx has it. ``symbol`` is torch's symbol for the batch size, or None;
     ``guards`` must hold of it. ``counted`` are the plain numbers that modules change when called, by path.
+    ``bodies`` has what stands for the calls taken out of line, if any.
     """
 
     graph_module: torch.fx.GraphModule
@@ -58,6 +62,7 @@ class Captured:
     symbol: sympy.Symbol | None
     guards: tuple[sympy.Basic, ...]
     counted: tuple[str, ...] = ()
+    bodies: Bodies | None = None
 
 
 class ModuleTracker:
@@ -70,6 +75,11 @@ class ModuleTracker:
         self._running: list[tuple[nn.Module, Any]] = []
 
     @property
+    def modules(self) -> frozenset[int]:
+        """Identities of the modules it knows."""
+        return frozenset(self._paths)
+
+    @property
     def path(self) -> str:
         """The innermost module that runs, or that ran when an exception left it."""
         return self._paths[id(self._running[-1][0])] if self._running else ""
@@ -78,7 +88,7 @@ class ModuleTracker:
         if id(module) in self._paths:
             meta = fx_traceback.current_meta
             self._running.append((module, meta.get("custom")))
-            meta["custom"] = {**meta.get("custom", {}), _PATH: self._paths[id(module)]}
+            meta["custom"] = {**meta.get("custom", {}), PATH: self._paths[id(module)]}
 
     def _leave(self, module: nn.Module, _args: Any, _output: Any) -> None:
         # Modules whose exception was caught by a caller are still listed above this one.
@@ -223,9 +233,10 @@ def _guards(environment: ShapeEnv) -> tuple[sympy.Basic, ...]:
     return tuple(guard.expr for guard in environment.guards if "_subclasses/" not in str(guard.sloc))
 
 
-def capture(request: Request, tracker: ModuleTracker, *, symbolic: bool) -> Captured:
-    """The joint graph, with a symbol for the batch size or with the real sizes. Raises whatever the model
-    or torch raise.
+def capture(request: Request, tracker: ModuleTracker, *, symbolic: bool, outlined: bool = False) -> Captured:
+    """The joint graph, with a symbol for the batch size or with the real sizes; ``outlined``, with equal calls of
+    modules captured once. Raises whatever the model or torch raise, and :class:`UnrecordedError` if nothing can be
+    outlined.
     """
     environment = _shape_env() if symbolic else None
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment)
@@ -245,19 +256,58 @@ def capture(request: Request, tracker: ModuleTracker, *, symbolic: bool) -> Capt
             patched(),
             experts_as_operations(request.model),
             fx_traceback.preserve_node_meta(),
-            tracker.listening(),
         ):
             stack.enter_context(context)
         stack.enter_context(torch.set_grad_enabled(request.grad))
-        stack.enter_context(tracing(TracingContext(mode)))
-        table = decomposition_table()
-        joint = aot_export_joint_with_descriptors(stack, step, inputs, decompositions=table)
-        graph_module = joint.graph_module
+        with tracker.listening():
+            if not outlined:
+                graph_module, bodies = _export(mode, step, inputs), None
+        if outlined:
+            graph_module, bodies = _outlined(mode, step, tensors, inputs, batch)
     guards = _guards(environment) if environment is not None else ()
-    return Captured(graph_module, step.returned, batch.node.expr if batch is not None else None, guards, step.counted)
+    symbol = batch.node.expr if batch is not None else None
+    return Captured(graph_module, step.returned, symbol, guards, step.counted, bodies)
+
+
+def _export(mode: FakeTensorMode, module: nn.Module, inputs: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
+    with ExitStack() as stack:
+        stack.enter_context(tracing(TracingContext(mode)))
+        return aot_export_joint_with_descriptors(
+            stack, module, tuple(inputs), decompositions=decomposition_table()
+        ).graph_module
+
+
+def _outlined(
+    mode: FakeTensorMode, step: Step, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], batch: Any
+) -> tuple[torch.fx.GraphModule, Bodies]:
+    """The joint graphs of what the model does, recorded by one run of it."""
+    tracker: ModuleTracker = step.__dict__["tracker"]
+    recorder = Recorder((*inputs, *tensors), tracker.modules)
+    # As torch's own tracer does, for operations whose C++ code would fix a symbolic size.
+    symbolic = nullcontext() if batch is None else enable_python_dispatcher()
+    with tracker.listening(), symbolic, mode, recorder.listening():
+        outputs = step(*inputs)
+    found = outline(recorder.program(len(inputs) + len(tensors), outputs))
+    if not found.sites:
+        raise UnrecordedError("no two calls of modules are equal")
+    device = step.__dict__["request"].device
+    with _without_autocast(device):  # Its casts have been recorded.
+        with mode:
+            spare = [] if batch is None else [torch.empty((batch,), device=device)]
+        return capture_outlined(step, inputs, found, spare, mode, partial(_export, mode))
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
 def module_path_of(node: torch.fx.Node) -> str | None:
     """The path noted by :class:`ModuleTracker`, or None."""
-    found: str | None = node.meta.get("custom", {}).get(_PATH)
+    found: str | None = node.meta.get("custom", {}).get(PATH)
+    return found
+
+
+def place_of(node: torch.fx.Node) -> int | None:
+    """For a node of a body, which of its operations it came from, or None."""
+    found: int | None = node.meta.get("custom", {}).get(PLACE)
     return found

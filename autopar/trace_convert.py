@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,10 +24,11 @@ from autopar.passes.base import with_phases
 
 from .errors import TraceError
 from .graph import DTYPE_NAMES, Arg, Graph, Node, Output, TensorType, Value, symbol
-from .trace_capture import Captured, Request, module_path_of
+from .trace_capture import Captured, Request, module_path_of, place_of
 from .trace_errors import defined_at
 from .trace_expressions import Expressions
 from .trace_model import State
+from .trace_replay import BACKWARD, FORWARD, Bodies
 
 BATCH = "b"
 
@@ -51,25 +52,71 @@ class _Converter:
         self.nodes: list[Node] = []
         self.constants: dict[str, torch.Tensor] = {}
         self.names: set[str] = set()
+        self.counts: dict[str, int] = {}  # Where to look on for a free name: no name is ever free again.
         self.unplaced: set[str] = set()
         self.input_names = tuple(request.call.tensors)
+        self.graph_module = captured.graph_module
+        self.path_of = module_path_of
+        self.inlined: dict[int, dict[fx.Node, Any]] = {}
 
     def convert_nodes(self) -> None:
         for node in self.captured.graph_module.graph.nodes:
-            if node.op == "placeholder":
-                self.values[node] = self._placeholder(node)
-            elif node.op == "get_attr":
-                self.values[node] = self._constant(node)
-            elif node.op == "call_function":
-                self.values[node] = self._call(node)
+            self._convert(node)
+
+    def _convert(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            self.values[node] = self._placeholder(node)
+        elif node.op == "get_attr":
+            self.values[node] = self._constant(node)
+        elif node.target is FORWARD:
+            self.values[node] = self._forward_of(node)
+        elif node.target is BACKWARD:
+            self.values[node] = self._backward_of(node)
+        elif node.op == "call_function":
+            self.values[node] = self._call(node)
+
+    def _forward_of(self, node: fx.Node) -> tuple[Any, ...]:
+        """The results of a call out of line, whose forward operations now stand in line."""
+        inputs, site = self._arg(node.args)
+        body = self._bodies.graph_of(site)
+        self.inlined[site] = dict(zip(body.inputs, inputs, strict=True))
+        return self._in_line(site, body.forward, body.results)
+
+    def _backward_of(self, node: fx.Node) -> tuple[Any, ...]:
+        gradients, site, _ = self._arg(node.args)
+        body = self._bodies.graph_of(site)
+        self.inlined[site].update(zip(body.tangents, gradients, strict=True))
+        return self._in_line(site, body.backward, body.gradients)
+
+    def _in_line(self, index: int, nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> tuple[Any, ...]:
+        site, body = self._bodies.sites[index], self._bodies.graph_of(index)
+
+        def path_of(node: fx.Node) -> str | None:
+            place = place_of(node)
+            return None if place is None else site.paths[place]
+
+        outside = self.values, self.graph_module, self.path_of
+        self.values, self.graph_module, self.path_of = self.inlined[index], body.graph_module, path_of
+        try:
+            for node in nodes:
+                self._convert(node)
+            return tuple(self.values[node] for node in results)
+        finally:
+            self.values, self.graph_module, self.path_of = outside
+
+    @property
+    def _bodies(self) -> Bodies:
+        assert self.captured.bodies is not None
+        return self.captured.bodies
 
     def _name(self, wanted: str) -> str:
         base = re.sub(r"\W+", "_", wanted)
-        name, count = base, 0
+        name, count = base, self.counts.get(base, 0)
         while name in self.names:
             count += 1
             name = f"{base}_{count}"
         self.names.add(name)
+        self.counts[base] = count
         return name
 
     def _add(self, name: str, op: str, args: tuple[Arg, ...], value: Any, module: str | None, **kwargs: Any) -> Value:
@@ -115,7 +162,7 @@ class _Converter:
         return found
 
     def _constant(self, node: fx.Node) -> Value:
-        attribute = _attribute(self.captured.graph_module, str(node.target))
+        attribute = _attribute(self.graph_module, str(node.target))
         if not isinstance(attribute, torch.Tensor):
             raise self._no_tensor(node, attribute)
         tensor = _real(attribute)
@@ -123,11 +170,11 @@ class _Converter:
         if tensor.dim() == 0 and not tensor.is_meta and type(tensor) is torch.Tensor:
             options = (("dtype", tensor.dtype), ("device", self._device()))
             return self._add(
-                "full", "aten.full.default", ((), tensor.item()), value, module_path_of(node), kwargs=options
+                "full", "aten.full.default", ((), tensor.item()), value, self.path_of(node), kwargs=options
             )
         name = self._name("constant")
         self.names.discard(name)
-        found = self._add(name, "constant", (name,), value, module_path_of(node))
+        found = self._add(name, "constant", (name,), value, self.path_of(node))
         self.constants[found.node] = tensor
         return found
 
@@ -153,7 +200,7 @@ class _Converter:
             raise TraceError(_no_operator(node))
         args = self._arg(node.args)
         kwargs = tuple((key, self._arg(arg)) for key, arg in node.kwargs.items())
-        path, source = module_path_of(node), _source(node)
+        path, source = self.path_of(node), _source(node)
         return self._add(node.name, str(node.target), args, value, path, kwargs=kwargs, source=source)
 
     def _arg(self, arg: Any) -> Arg:
