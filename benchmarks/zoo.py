@@ -14,6 +14,7 @@ import json
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,18 @@ from rich.console import Console
 import autopar
 from autopar.assignment import Assignment
 from autopar.cluster import Cluster
+from autopar.cost import usable_bytes
 from autopar.cost.operations import family_of
 from autopar.errors import AutoparError
 from autopar.graph import Graph
+from autopar.instance import build_instance
 from autopar.options import Options
 from autopar.passes.annotate import annotate, rule_sources
+from autopar.passes.fold import fold_layers
 from autopar.passes.rule_table import RULES
-from autopar.planner import Question, Timings, solve_mesh
 from autopar.prices import Prices, local_type
+from autopar.restrict import with_choices, zero_allows
+from autopar.solve import solve
 from tests.zoo.check import Case, check_assignment, compute_bound, make_case
 from tests.zoo.models import ZOO
 
@@ -76,27 +81,39 @@ def measure(name: str, processes: bool) -> Row:
     case = make_case(model, batch)
     row: Row = {"parameters": parameters, "nodes": len(case.graph.nodes)}
     row["trace_seconds"] = round(time.process_time() - start, 2)
-    row["plans"] = [_plan(name, case, mesh, kind, processes) for mesh in MESHES for kind in questions()]
+    row["plans"] = [plan for mesh in MESHES for plan in _plans(name, case, mesh, processes)]
     return row
 
 
-def _plan(name: str, case: Case, mesh: tuple[int, ...], kind: str, processes: bool) -> Row:
-    cluster, options = questions()[kind]
-    timings, batch = Timings(), 1
-    question = Question(case.graph, None, batch, mesh, cluster, options)
-    solved, _ = solve_mesh(question, case.graph, timings)
-    graph = solved.instance.graph
-    divided, share, undivided = work(graph, solved.assignment)
+def _plans(name: str, case: Case, mesh: tuple[int, ...], processes: bool) -> Iterator[Row]:
+    start = time.process_time()
     annotated = annotate(case.graph, mesh)
-    prices = Prices.of(cluster, mesh, annotated)
-    row: Row = {"mesh": list(mesh), "plan": kind, "divided_flops": round(divided, 4), "share_of_work": round(share, 4)}
-    row["undivided"] = {op: round(part, 4) for op, part in undivided.items() if part >= 1e-4}
-    row["fallbacks"] = sorted(op for op, said in rule_sources(graph, mesh).items() if said[0].startswith("fallback"))
-    row |= {f"{phase}_seconds": round(seconds, 2) for phase, seconds in timings.seconds.items()}
-    row["simulated"] = _outcome(lambda: check_assignment(case, graph, solved.assignment, prices, kind))
-    if processes:
-        row["processes"] = _outcome(lambda: _verify(name, mesh, cluster, options))
-    return row
+    seconds = round(time.process_time() - start, 2)
+    sources = rule_sources(annotated, mesh)
+    fallbacks = sorted(op for op, said in sources.items() if said[0].startswith("fallback"))
+    for kind, (cluster, options) in questions().items():
+        prices = Prices.of(cluster, mesh, annotated)
+        row: Row = {"mesh": list(mesh), "plan": kind, "fallbacks": fallbacks, "annotate_seconds": seconds}
+        start = time.process_time()
+        assignment = solved(annotated, prices, options)
+        row["solve_seconds"] = round(time.process_time() - start, 2)
+        divided, share, undivided = work(annotated, assignment)
+        row |= {"divided_flops": round(divided, 4), "share_of_work": round(share, 4)}
+        row["undivided"] = {op: round(part, 4) for op, part in undivided.items() if part >= 1e-4}
+        row["simulated"] = _outcome(partial(check_assignment, case, annotated, assignment, prices, kind))
+        if processes:
+            row["processes"] = _outcome(partial(_verify, name, mesh, cluster, options))
+        yield row
+
+
+def solved(annotated: Graph, prices: Prices, options: Options) -> Assignment:
+    """What a planner answers for an annotated graph, without the baselines beside it."""
+    limit = float(usable_bytes(prices.cluster))
+    instance = build_instance(fold_layers(annotated), prices, optimizer=options.optimizer, memory_limit=limit)
+    if options.zero is not None:
+        instance = with_choices(instance, zero_allows(instance, options.zero), gathers=options.zero == 3)
+    found = solve(instance.problem, time_limit=options.time_limit, gap=options.gap, seed=options.seed)
+    return instance.assignment(found.choices)
 
 
 def _verify(name: str, mesh: tuple[int, ...], cluster: Cluster, options: Options) -> None:
