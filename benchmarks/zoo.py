@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import subprocess
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -43,6 +44,12 @@ from .report import describe_machine, make_table
 
 MESHES = ((4,), (2, 2))
 Row = dict[str, Any]
+
+
+def revision() -> str:
+    """The commit that is measured, with a plus if the working tree differs from it; empty outside of git."""
+    found = subprocess.run(["git", "describe", "--always", "--dirty=+"], capture_output=True, text=True, check=False)
+    return found.stdout.strip()
 
 
 def questions() -> dict[str, tuple[Cluster, Options]]:
@@ -79,7 +86,7 @@ def measure(name: str, processes: bool) -> Row:
     model, batch = ZOO[name]()
     parameters = sum(p.numel() for p in model.parameters())
     case = make_case(model, batch)
-    row: Row = {"parameters": parameters, "nodes": len(case.graph.nodes)}
+    row: Row = {"parameters": parameters, "nodes": len(case.graph.nodes), "revision": revision()}
     row["trace_seconds"] = round(time.process_time() - start, 2)
     row["plans"] = [plan for mesh in MESHES for plan in _plans(name, case, mesh, processes)]
     return row
@@ -158,7 +165,7 @@ def _cells(name: str, row: Row) -> list[str]:
         f"{equal} of {len(plans)}",
         f"{ran.count('equal')} of {len(ran)}" if ran else "",
         *(f"{plan['divided_flops']:.1%}" for plan in sharded),
-        f"{row['trace_seconds']:.1f}",
+        f"{row['trace_seconds']:.1f}" if "trace_seconds" in row else "",
         *(f"{max(plan[f'{phase}_seconds'] for plan in plans):.1f}" for phase in ("annotate", "solve")),
     ]
 
@@ -194,7 +201,9 @@ def document(figures: Mapping[str, Any]) -> str:
         lines += [f"{counted['operations_with_rules']} operations have rules; the rule oracle executes "]
         lines[-1] += f"{counted['strategies_executed']} strategies of theirs, {counted['wrong']} of them wrong."
         lines += [""]
-    header = (*HEADER, "fallbacks", "largest undivided (2, 2)")
+    if figures.get("note"):
+        lines += [figures["note"], ""]
+    header = (*HEADER, "fallbacks", "largest undivided (2, 2)", "revision")
     lines += [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
     for name, row in sorted(figures["models"].items()):
         lines.append(f"| {' | '.join([*_cells(name, row), *_notes(row)])} |")
@@ -209,6 +218,7 @@ def _notes(row: Row) -> Iterator[str]:
     )
     large = {op: part for op, part in last["undivided"].items() if part >= 0.01}
     yield ", ".join(f"{op.removeprefix('aten.')} {part:.0%}" for op, part in large.items())
+    yield row.get("revision", "")
 
 
 def _known(path: str | None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from autopar.graph import Arg
 from autopar.spec import AxisStrategy
 
+from .claims import P, S, claim, claim_rule
 from .dimension_strings import WHOLE, agnostic, dimension_rule, letters, strategies, without
 from .rules import LocalCall, LocalContext, OpCall, localiser, rule
 
@@ -79,3 +80,16 @@ def membership(call: OpCall) -> Iterator[AxisStrategy]:
     """``(x, table, ...)``: each element of ``x`` is looked for in all of the table"""
     spelled = letters(call.inputs[0].rank)
     yield from strategies(call, f"{spelled},{WHOLE * call.inputs[1].rank}->{spelled}", linear=())
+
+
+@claim_rule("aten.im2col.default", "aten.col2im.default")
+def columns(call: OpCall) -> Iterator[AxisStrategy]:
+    """``([batch,] channels, height, width)`` <-> ``([batch,] channels times window, windows)``, window innermost"""
+    image = call.inputs[0] if call.op == "aten.im2col.default" else call.outputs[0]
+    assert image is not None
+    yield claim(call, {0: P}, [P])
+    if image.rank == 4:
+        yield claim(call, {0: S(0)}, [S(0)])
+    channel = image.rank - 3
+    if int(image.shape[channel]) % call.size == 0:
+        yield claim(call, {0: S(channel)}, [S(channel)])

@@ -107,6 +107,11 @@ def _windows() -> Iterator[Sample]:
     yield Sample("aten._fft_r2c.default", (_x(7, 12), [1], 0, True))
     yield Sample("aten._fft_c2c.default", (torch.view_as_complex(_x(4, 7, 12, 2)), [0, 1], 0, True))
     yield Sample("aten._fft_c2r.default", (torch.view_as_complex(pairs), [1], 0, 22))
+    for image in (_x(5, 12, 6, 7), _x(12, 5, 6, 7), _x(12, 6, 7)):
+        window = ([2, 3], [1, 1], [0, 1], [2, 1])
+        found = torch.ops.aten.im2col.default(image, *window)
+        yield Sample("aten.im2col.default", (image, *window))
+        yield Sample("aten.col2im.default", (found, [6, 7], *window))
     yield Sample("aten.bucketize.Tensor", (_x(7, 12), torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64)))
     yield Sample("aten.isin.Tensor_Tensor", (torch.randint(9, (7, 12)), torch.tensor([1, 5])))
 
