@@ -106,6 +106,7 @@ class Recorder(TorchDispatchMode):
         self.aliases: list[torch.Tensor] = []  # Kept alive, so that their identities stay theirs.
         self.root = Region(0)
         self.refused: list[str] = []
+        self.grad_mode: bool | None = None  # The user's, where torch has switched it off meanwhile.
         self._modules = modules
         self._running: list[tuple[int, Region]] = []
         for tensor in inputs:
@@ -136,7 +137,7 @@ class Recorder(TorchDispatchMode):
                     numbers,
                     learns,
                     tuple(self._number(r) if isinstance(r, torch.Tensor) else None for r in results),
-                    torch.is_grad_enabled(),
+                    torch.is_grad_enabled() if self.grad_mode is None else self.grad_mode,
                     custom.get(PATH),
                 )
             )
@@ -179,7 +180,7 @@ class Recorder(TorchDispatchMode):
         before = module_hooks.register_module_forward_pre_hook(self._enter)
         after = module_hooks.register_module_forward_hook(self._leave)
         try:
-            with _plain_autograd(self.refused), self:
+            with _plain_autograd(self), self:
                 yield
         finally:
             before.remove()
@@ -203,18 +204,24 @@ class Recorder(TorchDispatchMode):
 
 
 @contextmanager
-def _plain_autograd(refused: list[str]) -> Iterator[None]:
+def _plain_autograd(recorder: Recorder) -> Iterator[None]:
     """Within, whatever makes a gradient other than that of the operations recorded raises
     :class:`UnrecordedError`."""
     apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
     def refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
-        refused.append("the model changes what autograd does")
-        raise UnrecordedError(refused[0])
+        recorder.refused.append("the model changes what autograd does")
+        raise UnrecordedError(recorder.refused[0])
 
     def apply_own(cls: type, *args: Any, **kwargs: Any) -> Any:
-        # What torch.library makes of an operator's registered derivative belongs to that operator.
-        return apply(cls, *args, **kwargs) if cls.__module__ == "torch._library.autograd" else refuse()
+        # What torch.library makes of an operator's registered derivative belongs to that operator, which runs inside.
+        if cls.__module__ != "torch._library.autograd":
+            refuse()
+        before, recorder.grad_mode = recorder.grad_mode, torch.is_grad_enabled()
+        try:
+            return apply(cls, *args, **kwargs)
+        finally:
+            recorder.grad_mode = before
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(torch.autograd.Function, "apply", classmethod(apply_own)))

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,15 +55,15 @@ def build_gpt2() -> tuple[nn.Module, dict[str, torch.Tensor]]:
         return GPT2LMHeadModel(config), token_batch(64, 128)
 
 
-def build_llama3_8b() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """The shape of Llama 3 8B."""
+def build_llama3_8b(layers: int = 32) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The shape of Llama 3 8B, of any depth."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=128256,
         hidden_size=4096,
         intermediate_size=14336,
-        num_hidden_layers=32,
+        num_hidden_layers=layers,
         num_attention_heads=32,
         num_key_value_heads=8,
         max_position_embeddings=8192,
@@ -86,6 +87,13 @@ CASES: Mapping[str, Case] = {
         limit_seconds=30.0,
         peer={"wall_seconds": 878.0},
     ),
+    # The same at other depths: what planning costs should hardly depend on them.
+    **{
+        f"llama3-8b-{layers}-layers": Case(
+            partial(build_llama3_8b, layers), f"the same, {layers} layers", limit_seconds=60.0, peer={}
+        )
+        for layers in (8, 128)
+    },
 }
 
 
@@ -156,6 +164,8 @@ def rows_of(name: str, figures: Mapping[str, Any]) -> list[tuple[str, ...]]:
     ]
     rows += [(f"  {phase}", f"{value:.1f}", "", "", "") for phase, value in figures["phases_cpu_seconds"].items()]
     peer = figures["peer"]
+    if not peer:
+        return rows
     cells = (f"{peer[key]:g}" if key in peer else "" for key in ("cpu_seconds", "wall_seconds", "peak_gib"))
     return [*rows, ("  peer", *cells, "")]
 
