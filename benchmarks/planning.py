@@ -153,7 +153,7 @@ def measure_apart(name: str) -> dict[str, Any]:
 
 def rows_of(name: str, figures: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """The table rows of a case: itself, its phases, and the peer."""
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             figures["model"],
             f"{figures['cpu_seconds']:.1f}",
