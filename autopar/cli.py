@@ -142,7 +142,7 @@ def _add_plan(subparsers: Any) -> None:
         "--show",
         choices=("plan", "tree", *commands.TABLES),
         default="plan",
-        help="print the plan, the tree of modules, or what a step costs by module, kind, op, phase or collective",
+        help="print the plan, the tree of modules, or what a step costs by module, kind, op, rule, phase or collective",
     )
     parser.add_argument("--html", metavar="PLAN.html", help="write the plan as a page")
     _add_planning(parser, mesh_required=True)

@@ -35,7 +35,7 @@ GIVEN = (
     *("memory_limit", "precision", "zero", "recompute", "microbatches", "stages", "schedule"),
     *("time_limit", "gap", "seed", "optimizer"),
 )
-TABLES = ("module", "kind", "op", "phase", "collective")
+TABLES = ("module", "kind", "op", "rule", "phase", "collective")
 BENCHMARKS = ("planning", "step_time")
 
 Command = Callable[[argparse.Namespace, Output], int]

@@ -245,7 +245,7 @@ def test_tree_shows_every_module(plan: Plan) -> None:
     assert max(map(len, text.splitlines())) <= 120
 
 
-@pytest.mark.parametrize("by", ["module", "kind", "op", "phase", "collective"])
+@pytest.mark.parametrize("by", ["module", "kind", "op", "rule", "phase", "collective"])
 def test_tables_sum_to_the_step(plan: Plan, by: str) -> None:
     table = plan.table(by=by)
     at = table.columns.index("seconds")
@@ -260,5 +260,5 @@ def test_tables_sum_to_the_step(plan: Plan, by: str) -> None:
 
 
 def test_no_such_table(plan: Plan) -> None:
-    with pytest.raises(OptionsError, match="'module', 'kind', 'op', 'phase', 'collective'"):
+    with pytest.raises(OptionsError, match="'module', 'kind', 'op', 'rule', 'phase', 'collective'"):
         plan.table(by="colour")
