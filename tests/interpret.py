@@ -24,12 +24,23 @@ def interpret(
     """
     values: dict[Value, Any] = {}
     for node in graph.nodes:
-        results = (_placeholder(node, graph, tensors, tangents or {}),) if node.is_placeholder else _call(node, values)
-        assert len(results) == len(node.types), f"{node.op} returned {len(results)} results, typed {len(node.types)}"
-        for index, (result, expected) in enumerate(zip(results, node.types, strict=True)):
-            _check(node, result, expected)
-            values[Value(node.name, index)] = result
+        evaluate(node, graph, values, tensors, tangents)
     return {(o.kind, o.name): None if o.value is None else values[o.value] for o in graph.outputs}
+
+
+def evaluate(
+    node: Node,
+    graph: Graph,
+    values: dict[Value, Any],
+    tensors: Mapping[str, torch.Tensor],
+    tangents: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Adds the results of ``node`` to ``values``, which has those before it."""
+    results = (_placeholder(node, graph, tensors, tangents or {}),) if node.is_placeholder else _call(node, values)
+    assert len(results) == len(node.types), f"{node.op} returned {len(results)} results, typed {len(node.types)}"
+    for index, (result, expected) in enumerate(zip(results, node.types, strict=True)):
+        _check(node, result, expected)
+        values[Value(node.name, index)] = result
 
 
 def _placeholder(

@@ -1,0 +1,152 @@
+"""Where a graph is best cut into pipeline stages, and what travels over each cut.
+
+Between two neighbours of the forward the values cross that are made before and used behind. Their bytes rise inside a
+layer and fall to the residual stream between layers: the candidates are the places where fewer bytes cross than on
+either side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from autopar.errors import OptionsError
+from autopar.graph import Graph, Node, Value
+
+from .dependence import data_only_nodes
+from .stage_layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class CutCandidate:
+    """A cut before the forward operation ``name``: the bytes that cross it forward and (as gradients) backward, for the
+    batch of the graph, if it were the only cut."""
+
+    name: str
+    forward_bytes: int
+    backward_bytes: int
+
+
+def crossing_bytes(graph: Graph) -> tuple[CutCandidate, ...]:
+    """Every place where the forward can be cut: before each operation but the first that computes anything."""
+    layout = Layout(graph, ())
+    order = [node for node in graph if node.phase == "forward" and node.name in layout.home]
+    last = _last_uses(layout, order)
+    differentiable = _differentiable(graph)
+    changes: dict[int, list[tuple[int, bool]]] = {}
+    places = {node.name: index for index, node in enumerate(order)}
+    for value, end in last.items():
+        size = int(graph.type_of(value).bytes)
+        learns = value.node in differentiable and graph.type_of(value).dtype in _FLOATING
+        changes.setdefault(places[value.node] + 1, []).append((size, learns))
+        changes.setdefault(end + 1, []).append((-size, learns))
+    found, forward, backward, worked = [], 0, 0, False
+    for index, node in enumerate(order):
+        for size, learns in changes.get(index, ()):
+            forward += size
+            backward += size if learns else 0
+        if node.name not in layout.repeated:
+            if worked:
+                found.append(CutCandidate(node.name, forward, backward))
+            worked = True
+    return tuple(found)
+
+
+_FLOATING = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128))
+
+
+def cut_candidates(graph: Graph) -> tuple[CutCandidate, ...]:
+    """The places where fewer bytes cross than around them, in the order of the graph; of neighbours over which the same
+    crosses, the first. ``graph`` is concrete, without rests."""
+    everywhere = crossing_bytes(graph)
+    found: list[CutCandidate] = []
+    start = 0
+    while start < len(everywhere):
+        end, bytes_ = start, _total(everywhere[start])
+        while end + 1 < len(everywhere) and _total(everywhere[end + 1]) == bytes_:
+            end += 1
+        before = _total(everywhere[start - 1]) if start else bytes_ + 1
+        behind = _total(everywhere[end + 1]) if end + 1 < len(everywhere) else bytes_ + 1
+        if bytes_ < before and bytes_ < behind:
+            found.append(everywhere[start])
+        start = end + 1
+    return tuple(found)
+
+
+def _total(candidate: CutCandidate) -> int:
+    return candidate.forward_bytes + candidate.backward_bytes
+
+
+def _last_uses(layout: Layout, order: list[Node]) -> dict[Value, int]:
+    """For each value that would travel the place of its last use in forward, uses through repeated operations
+    included."""
+    found: dict[Value, int] = {}
+    for index, node in enumerate(order):
+        waiting = [] if node.name in layout.repeated else list(node.operands)
+        while waiting:
+            value = waiting.pop()
+            if value.node in layout.repeated:
+                waiting += layout.graph[value.node].operands
+            elif value.node in layout.home:
+                found[value] = index
+    return found
+
+
+def _differentiable(graph: Graph) -> frozenset[str]:
+    """Nodes that depend on parameters, if the graph has a backward."""
+    if not any(output.kind == "gradient" and output.value is not None for output in graph.outputs):
+        return frozenset()
+    data = data_only_nodes(graph)
+    return frozenset(node.name for node in graph if node.name not in data)
+
+
+def cuts_for_owners(graph: Graph, owners: Mapping[str, tuple[int, ...]], count: int) -> tuple[str, ...]:
+    """Cuts that put every use of a parameter into one of its ``owners`` (chunks, by path), as in another graph of the
+    same model: each operation as early as possible.
+
+    ``graph`` may be another trace (without dropout, forward only). Raises :class:`OptionsError` if its order of
+    operations is another, so that no cut does.
+    """
+    layout = Layout(graph, ())
+    paths = {node.name: node.target for node in graph.placeholders("param")}
+    order = [node for node in graph if node.phase == "forward" and node.name in layout.home]
+    starts: dict[int, int] = {}
+    chunk = 0
+    for index, node in enumerate(order):
+        for path in sorted(_parameters_of(layout, node, paths)):
+            later = [owner for owner in owners.get(path, ()) if owner >= chunk]
+            if owners.get(path) and not later:
+                raise OptionsError(
+                    f"%{node.name} of this graph uses {path!r} in stage {chunk}, but stages {owners[path]} hold it"
+                )
+            if later and min(later) > chunk:
+                chunk = min(later)
+                starts[chunk] = index
+    return _cuts(order, starts, count)
+
+
+def _parameters_of(layout: Layout, node: Node, paths: Mapping[str, str]) -> set[str]:
+    """The parameters an operation reads, directly or through operations repeated for it."""
+    waiting = [] if node.name in layout.repeated else list(node.operands)
+    found: set[str] = set()
+    while waiting:
+        value = waiting.pop()
+        if value.node in paths:
+            found.add(paths[value.node])
+        elif value.node in layout.repeated:
+            waiting += layout.graph[value.node].operands
+    return found
+
+
+def _cuts(order: list[Node], starts: Mapping[int, int], count: int) -> tuple[str, ...]:
+    """The names that begin chunks 1, 2, ...; a chunk without parameters gets the operation before the next."""
+    found: list[int] = []
+    following = len(order)
+    for chunk in range(count - 1, 0, -1):
+        following = min(starts.get(chunk, following - 1), following - 1)
+        found.append(following)
+    if following < 1:
+        raise OptionsError(f"this graph has too few operations for {count} stages")
+    return tuple(order[index].name for index in reversed(found))

@@ -1,0 +1,255 @@
+"""Decides which chunk every operation of a cut graph belongs to.
+
+Forward operations belong where the cuts put them. Two kinds have no chunk of their own and are *repeated* in every
+chunk that has a use for them, for what they are made of costs less to send, or nothing: those that depend on data
+alone (positions, masks), and views. So are the operations of backward that no gradient goes into.
+
+The rest of backward follows from what it reads. A gradient travels down only, so an operation may stand no higher
+than the gradients it takes; and it stands where the forward values it takes are at hand, made there or sent there
+anyway. That settles most, since the operands of an operation are at hand where it ran. Of several chunks possible the
+one is taken from which fewer bytes travel; an operation that only a weight's gradient needs stands with the weight.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from autopar.errors import OptionsError
+from autopar.graph import Graph, Node, Value
+from autopar.program import is_random
+
+from .dependence import data_only_nodes
+
+Chunks = frozenset[int]
+_VIEWS = frozenset(("aten.reshape.default", "aten.permute.default", "aten.expand.default"))
+_ADD = "aten.add.Tensor"
+
+
+def forward_chunks(graph: Graph, cuts: tuple[str, ...]) -> dict[str, int]:
+    """The chunk of each forward operation by its place among the ``cuts``, the names of those that begin chunks.
+
+    Raises :class:`OptionsError` if they are not forward operations in the order of the graph.
+    """
+    order = [node.name for node in graph if node.phase == "forward" and not node.is_placeholder]
+    places = {name: index for index, name in enumerate(order)}
+    unknown = [name for name in cuts if name not in places]
+    if unknown:
+        raise OptionsError(f"cannot cut at %{unknown[0]}: the graph has no forward operation of that name")
+    starts = [places[name] for name in cuts]
+    if starts != sorted(set(starts)) or (starts and starts[0] == 0):
+        raise OptionsError(
+            f"cuts must follow the order of the graph, and leave something before each: {', '.join(cuts)}"
+        )
+    begins, found, chunk = set(cuts), {}, 0
+    for name in order:
+        chunk += name in begins
+        found[name] = chunk
+    return found
+
+
+def gradient_parts(graph: Graph) -> dict[str, tuple[Value, ...]]:
+    """For each parameter the values whose sum is its gradient: sums that nothing else uses are taken apart."""
+
+    def parts(value: Value, top: bool) -> tuple[Value, ...]:
+        node = graph[value.node]
+        alone = len(graph.users.get(value, ())) == (0 if top else 1) and results.count(value) == (1 if top else 0)
+        plain = node.op == _ADD and not node.kwargs and len(node.operands) == 2
+        if not (alone and plain and all(graph.type_of(operand) == node.type for operand in node.operands)):
+            return (value,)
+        return tuple(part for operand in node.operands for part in parts(operand, False))
+
+    results = [output.value for output in graph.outputs]
+    gradients = [o for o in graph.outputs if o.kind == "gradient"]
+    return {o.name: () if o.value is None else parts(o.value, True) for o in gradients}
+
+
+@dataclass
+class Layout:
+    """``home`` gives the chunk of every operation that has one, ``owners`` the chunks where forward uses a parameter
+    (by node name), ``parts`` the values each gradient is the sum of."""
+
+    graph: Graph
+    cuts: tuple[str, ...]
+    home: dict[str, int] = field(default_factory=dict)
+    owners: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    parts: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._received: defaultdict[Value, set[int]] = defaultdict(set)
+        self._seen: set[tuple[str, int]] = set()
+        self._tops: dict[str, int] = {}
+        self._options: dict[str, list[int]] = {}
+        self.home = forward_chunks(self.graph, self.cuts)
+        self.repeated = self._repeated()
+        self._follow_uses()
+        self._tangents()
+        self.parts = gradient_parts(self.graph)
+        self._lay_backward()
+
+    @property
+    def count(self) -> int:
+        return len(self.cuts) + 1
+
+    def _repeated(self) -> frozenset[str]:
+        """Operations repeated wherever they are used."""
+        data, found, driven = data_only_nodes(self.graph), set(), set()
+        for node in self.graph:
+            if node.is_placeholder:
+                driven.update([node.name] if node.op == "tangent" else [])
+                continue
+            if node.phase == "backward" and any(value.node in driven for value in node.operands):
+                driven.add(node.name)
+            elif is_random(node.op):
+                continue
+            elif node.phase == "backward" or node.name in data or self._is_view(node):
+                found.add(node.name)
+        return frozenset(found)
+
+    def _is_view(self, node: Node) -> bool:
+        if node.op == "aten._to_copy.default":
+            return int(node.type.bytes) > int(self.graph.type_of(node.operands[0]).bytes)
+        return node.op in _VIEWS
+
+    def _follow_uses(self) -> None:
+        """What forward sends where, and where it uses each parameter."""
+        for node in self.graph:
+            if node.name in self.home and node.name not in self.repeated:
+                self._use(node.operands, self.home[node.name])
+        for output in self.graph.outputs:
+            if output.kind in ("output", "mutation") and output.value is not None:
+                self._use((output.value,), self.home.get(output.value.node, 0))
+
+    def _use(self, values: Iterable[Value], chunk: int) -> None:
+        waiting = list(values)
+        while waiting:
+            value = waiting.pop()
+            node = self.graph[value.node]
+            if node.op == "param":
+                self.owners[node.name].add(chunk)
+            elif node.name in self.repeated and (node.name, chunk) not in self._seen:
+                self._seen.add((node.name, chunk))
+                waiting += node.operands
+            elif node.name in self.home and node.name not in self.repeated:
+                self._received[value].add(chunk)
+
+    def _tangents(self) -> None:
+        values = {output.name: output.value for output in self.graph.outputs if output.kind == "output"}
+        for node in self.graph.placeholders("tangent"):
+            value = values.get(node.target)
+            self._tops[node.name] = self.home.get(value.node, 0) if value else self.count - 1
+
+    # Backward
+
+    def at_hand(self, value: Value) -> Chunks | None:
+        """The chunks where a value of forward (or what it can be repeated from) is; None: everywhere."""
+        known: dict[str, Chunks | None] = {}
+
+        def of(value: Value) -> Chunks | None:
+            node = self.graph[value.node]
+            if node.op == "param":
+                return frozenset(self.owners[node.name])
+            if node.is_placeholder:
+                return None
+            if node.name not in self.repeated:
+                return frozenset(self._received[value] | {self.home[node.name]})
+            if node.name not in known:
+                known[node.name] = _common(of(operand) for operand in node.operands)
+            return known[node.name]
+
+        return of(value)
+
+    def _driven(self, node: Node) -> list[Value]:
+        """The operands that are gradients."""
+        return [value for value in node.operands if value.node in self._tops]
+
+    def _lay_backward(self) -> None:
+        dissolved = self._dissolved()
+        nodes = [
+            node
+            for node in self.graph
+            if node.phase == "backward"
+            and not node.is_placeholder
+            and node.name not in self.repeated
+            and node.name not in dissolved
+        ]
+        for node in nodes:
+            self._bound(node)
+        self._settle(nodes)
+
+    def _dissolved(self) -> set[str]:
+        """The additions that :func:`gradient_parts` took apart."""
+        found: set[str] = set()
+        for output in self.graph.outputs:
+            if output.kind == "gradient" and output.value is not None:
+                waiting, parts = [output.value], set(self.parts[output.name])
+                while waiting:
+                    value = waiting.pop()
+                    if value not in parts:
+                        found.add(value.node)
+                        waiting += self.graph[value.node].operands
+        return found
+
+    def _bound(self, node: Node) -> None:
+        """The chunks a backward operation can stand in, and the highest of them."""
+        top = min((self._tops[value.node] for value in self._driven(node)), default=self.count - 1)
+        saved = [value for value in node.operands if value.node not in self._tops]
+        common = _common(self.at_hand(value) for value in saved)
+        options = [chunk for chunk in range(top + 1) if common is None or chunk in common]
+        if not options:
+            options = [min(range(top, -1, -1), key=lambda chunk: self._missing(saved, chunk))]
+            self._use(saved, options[0])
+        self._options[node.name], self._tops[node.name] = options, options[-1]
+
+    def _missing(self, values: Iterable[Value], chunk: int) -> float:
+        """Bytes to send to have ``values`` in a chunk; what is made above of it would have to be computed again."""
+        total = 0.0
+        for value in values:
+            places = self.at_hand(value)
+            if places is not None and chunk not in places:
+                above = self.graph[value.node].op != "param" and min(places, default=0) > chunk
+                total += int(self.graph.type_of(value).bytes) * (1e6 if above else 1.0)
+        return total
+
+    def _settle(self, nodes: list[Node]) -> None:
+        """From the last operation to the first: as low as users allow, unless more bytes would travel so."""
+        wanted: defaultdict[Value, set[int]] = defaultdict(set)
+        for path, values in self.parts.items():
+            owners = self.owners[_parameter(self.graph, path).name] if values else ()
+            for value in values:
+                top = self._tops.get(value.node, self.count - 1)
+                wanted[value].add(max((chunk for chunk in owners if chunk <= top), default=min(top, self.count - 1)))
+        for node in reversed(nodes):
+            results = [Value(node.name, index) for index in range(len(node.types))]
+            low = max((chunk for value in results for chunk in wanted[value]), default=0)
+            options = [chunk for chunk in self._options[node.name] if chunk >= low]
+            chunk = self._cheaper(node, results, options[0], options[-1], wanted)
+            self.home[node.name] = chunk
+            for value in self._driven(node):
+                wanted[value].add(chunk)
+
+    def _cheaper(self, node: Node, results: list[Value], low: int, high: int, wanted: Mapping[Value, set[int]]) -> int:
+        if low == high:
+            return low
+        arriving = {
+            value
+            for value in self._driven(node)
+            if self._tops[value.node] > low and low not in wanted[value] and not self.graph[value.node].is_placeholder
+        }
+        leaving = [value for value in results if any(chunk < high for chunk in wanted[value])]
+        taken, given = (sum(int(self.graph.type_of(v).bytes) for v in values) for values in (arriving, leaving))
+        return low if taken <= given else high
+
+
+def _common(places: Iterable[Chunks | None]) -> Chunks | None:
+    """The chunks in all of ``places``, None standing for all."""
+    found: Chunks | None = None
+    for each in places:
+        if each is not None:
+            found = each if found is None else found & each
+    return found
+
+
+def _parameter(graph: Graph, path: str) -> Node:
+    return next(node for node in graph.placeholders("param") if node.target == path)
