@@ -7,6 +7,8 @@ either side.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,6 +19,13 @@ from autopar.graph import Graph, Node, Value
 
 from .dependence import data_only_nodes
 from .stage_layout import Layout
+
+SHALLOW = 4
+COSTLY = frozenset(
+    f"aten.{name}"
+    for name in ("mm.default", "bmm.default", "addmm.default", "baddbmm.default", "convolution.default", "mv.default")
+)
+_FLOATING = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,36 +52,36 @@ def crossing_bytes(graph: Graph) -> tuple[CutCandidate, ...]:
         changes.setdefault(places[value.node] + 1, []).append((size, learns))
         changes.setdefault(end + 1, []).append((-size, learns))
     found, forward, backward, worked = [], 0, 0, False
+    forbidden = _between_reads_and_writes(layout, order)
     for index, node in enumerate(order):
         for size, learns in changes.get(index, ()):
             forward += size
             backward += size if learns else 0
         if node.name not in layout.repeated:
-            if worked:
+            if worked and index not in forbidden:
                 found.append(CutCandidate(node.name, forward, backward))
             worked = True
     return tuple(found)
 
 
-_FLOATING = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128))
-
-
 def cut_candidates(graph: Graph) -> tuple[CutCandidate, ...]:
     """The places where fewer bytes cross than around them, in the order of the graph; of neighbours over which the same
-    crosses, the first. ``graph`` is concrete, without rests."""
-    everywhere = crossing_bytes(graph)
-    found: list[CutCandidate] = []
-    start = 0
-    while start < len(everywhere):
-        end, bytes_ = start, _total(everywhere[start])
-        while end + 1 < len(everywhere) and _total(everywhere[end + 1]) == bytes_:
-            end += 1
-        before = _total(everywhere[start - 1]) if start else bytes_ + 1
-        behind = _total(everywhere[end + 1]) if end + 1 < len(everywhere) else bytes_ + 1
-        if bytes_ < before and bytes_ < behind:
-            found.append(everywhere[start])
-        start = end + 1
-    return tuple(found)
+    crosses, and of those with no costly operation between them, the best. Places where :data:`SHALLOW` times as much
+    crosses as at the next are left out. ``graph`` is concrete, without rests."""
+    costly = itertools.accumulate((node.op in COSTLY or "dot_product" in node.op) for node in graph)
+    segment = dict(zip((node.name for node in graph), costly, strict=True))
+    grouped = itertools.groupby(_minima(crossing_bytes(graph)), lambda candidate: segment[candidate.name])
+    minima = [min(group, key=_total) for _, group in grouped]
+    sizes = [_total(candidate) for candidate in minima]
+    around = zip([math.inf, *sizes], [*sizes[1:], math.inf], strict=False)
+    return tuple(c for c, size, pair in zip(minima, sizes, around, strict=True) if size < SHALLOW * min(pair))
+
+
+def _minima(everywhere: tuple[CutCandidate, ...]) -> list[CutCandidate]:
+    """The first of each run of equal totals that is lower than those on both sides."""
+    runs = [next(run) for _, run in itertools.groupby(everywhere, _total)]
+    sizes = [math.inf, *map(_total, runs), math.inf]
+    return [run for index, run in enumerate(runs) if sizes[index] > sizes[index + 1] < sizes[index + 2]]
 
 
 def _total(candidate: CutCandidate) -> int:
@@ -91,6 +100,28 @@ def _last_uses(layout: Layout, order: list[Node]) -> dict[Value, int]:
                 waiting += layout.graph[value.node].operands
             elif value.node in layout.home:
                 found[value] = index
+    return found
+
+
+def _between_reads_and_writes(layout: Layout, order: list[Node]) -> set[int]:
+    """Places where a cut would separate the operations that read and write a buffer."""
+    graph, data = layout.graph, data_only_nodes(layout.graph)
+    buffers = {node.target: node.name for node in graph.placeholders("buffer")}
+    found: set[int] = set()
+    for output in graph.outputs:
+        if output.kind == "mutation" and output.value is not None and output.value.node not in data:
+            touching = {output.value.node} | _reading(layout, order, buffers.get(output.name, ""))
+            places = [index for index, node in enumerate(order) if node.name in touching]
+            found.update(range(min(places) + 1, max(places) + 1) if places else ())
+    return found
+
+
+def _reading(layout: Layout, order: list[Node], name: str) -> set[str]:
+    """Operations that read a placeholder, directly or through repeated ones."""
+    carries, found = {name}, set[str]()
+    for node in order:
+        if any(value.node in carries for value in node.operands):
+            (carries if node.name in layout.repeated else found).add(node.name)
     return found
 
 

@@ -213,33 +213,60 @@ class Layout:
         return total
 
     def _settle(self, nodes: list[Node]) -> None:
-        """From the last operation to the first: as low as users allow, unless more bytes would travel so."""
-        wanted: defaultdict[Value, set[int]] = defaultdict(set)
-        for path, values in self.parts.items():
-            owners = self.owners[_parameter(self.graph, path).name] if values else ()
-            for value in values:
-                top = self._tops.get(value.node, self.count - 1)
-                wanted[value].add(max((chunk for chunk in owners if chunk <= top), default=min(top, self.count - 1)))
+        """From the last operation to the first: as low as users allow, unless more bytes would travel so. Users not yet
+        settled are expected to do the same."""
+        lowest = self._lowest(nodes)
+        wanted = self._wanted_results()
+        users: defaultdict[Value, set[str]] = defaultdict(set)
+        for node in nodes:
+            for value in self._driven(node):
+                users[value].add(node.name)
         for node in reversed(nodes):
-            results = [Value(node.name, index) for index in range(len(node.types))]
-            low = max((chunk for value in results for chunk in wanted[value]), default=0)
+            low = max((chunk for value in _results(node) for chunk in wanted[value]), default=0)
             options = [chunk for chunk in self._options[node.name] if chunk >= low]
-            chunk = self._cheaper(node, results, options[0], options[-1], wanted)
+            alone = {
+                value
+                for value in self._driven(node)
+                if options[0] not in wanted[value]
+                and not any(
+                    lowest[user] == options[0] for user in users[value] if user != node.name and user not in self.home
+                )
+            }
+            chunk = self._cheaper(node, options[0], options[-1], alone, wanted)
             self.home[node.name] = chunk
             for value in self._driven(node):
                 wanted[value].add(chunk)
 
-    def _cheaper(self, node: Node, results: list[Value], low: int, high: int, wanted: Mapping[Value, set[int]]) -> int:
-        if low == high:
-            return low
-        arriving = {
-            value
-            for value in self._driven(node)
-            if self._tops[value.node] > low and low not in wanted[value] and not self.graph[value.node].is_placeholder
-        }
-        leaving = [value for value in results if any(chunk < high for chunk in wanted[value])]
+    def _wanted_results(self) -> defaultdict[Value, set[int]]:
+        """In which chunk each part of a parameter's gradient is wanted: where the parameter is."""
+        wanted: defaultdict[Value, set[int]] = defaultdict(set)
+        names = {node.target: node.name for node in self.graph.placeholders("param")}
+        for path, values in self.parts.items():
+            for value in values:
+                top = self._tops.get(value.node, self.count - 1)
+                wanted[value].add(max((chunk for chunk in self.owners[names[path]] if chunk <= top), default=top))
+        return wanted
+
+    def _lowest(self, nodes: list[Node]) -> dict[str, int]:
+        """The lowest chunk each backward operation could stand in if all its users stood as low as they can."""
+        wanted, found = self._wanted_results(), {}
+        for node in reversed(nodes):
+            low = max((chunk for value in _results(node) for chunk in wanted[value]), default=0)
+            found[node.name] = next(chunk for chunk in self._options[node.name] if chunk >= low)
+            for value in self._driven(node):
+                wanted[value].add(found[node.name])
+        return found
+
+    def _cheaper(self, node: Node, low: int, high: int, alone: set[Value], wanted: Mapping[Value, set[int]]) -> int:
+        """``low``, unless the gradients that would travel for this operation alone are more than its results."""
+        arriving = [v for v in alone if self._tops[v.node] > low and not self.graph[v.node].is_placeholder]
+        leaving = [value for value in _results(node) if any(chunk < high for chunk in wanted[value])]
         taken, given = (sum(int(self.graph.type_of(v).bytes) for v in values) for values in (arriving, leaving))
         return low if taken <= given else high
+
+
+def _results(node: Node) -> list[Value]:
+    return [Value(node.name, index) for index in range(len(node.types))]
 
 
 def _common(places: Iterable[Chunks | None]) -> Chunks | None:
@@ -249,7 +276,3 @@ def _common(places: Iterable[Chunks | None]) -> Chunks | None:
         if each is not None:
             found = each if found is None else found & each
     return found
-
-
-def _parameter(graph: Graph, path: str) -> Node:
-    return next(node for node in graph.placeholders("param") if node.target == path)

@@ -29,8 +29,7 @@ def run_chunks(staged: Staged, values: Tensors) -> Results:
             if output.kind != "send":
                 key = (output.kind, output.name)
                 before = found.get(key)
-                summed = output.kind == "gradient" and before is not None and value is not None
-                found[key] = before + value if summed else value
+                found[key] = value if before is None or value is None or output.kind != "gradient" else before + value
     return found
 
 
