@@ -22,7 +22,7 @@ from tests.questions import slow_devices
 
 
 def test_a_model_of_unknown_operations_is_divided_and_right() -> None:
-    report = autopar.verify(Fused(), (2, 2), torch.randn(8, 8), cluster=slow_devices(), timeout=250)
+    report = autopar.verify(Fused(32, 128), (2, 2), torch.randn(256, 32), cluster=slow_devices(), timeout=250)
     assert report.ok, str(report)
     assert report.unpriced == ()
     plan = report.plan
