@@ -17,7 +17,7 @@ activation as a text, see :class:`Activation`. An id out of range is a choice of
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -176,3 +176,10 @@ def _differentiate(context: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 experts.register_autograd(_differentiate, setup_context=_save)
+
+
+# These are in traced graphs, so torch knows them too.
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "autopar.experts.default": experts,
+    "autopar.experts_backward.default": experts_backward,
+}

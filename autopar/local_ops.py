@@ -29,8 +29,8 @@ from typing import Any
 
 import torch
 
-from . import local_experts as local_experts  # registers its operations with torch
 from .local_attention import causal_attention, causal_attention_backward
+from .local_experts import OPERATIONS as EXPERT_OPERATIONS
 from .local_grouped import grouped_backward, grouped_inner, grouped_rows
 
 Number = int | float | bool
@@ -233,5 +233,5 @@ LOCAL_OPS: dict[str, Callable[..., Any]] = {
         grouped_inner,
         grouped_backward,
     )
-}
+} | EXPERT_OPERATIONS
 """The local operations by the names programs use."""
