@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from torch.distributed.tensor import Partial
+
 from .assignment import Assignment, ParameterPlacement, parameter_node, travels_unseen, uses
 from .graph import Graph, Node, Phase, TensorType
 from .options import OPTIMIZER_STATES
 from .prices import Prices, local_bytes
+from .repeats import ONCE, Repeats
 from .reshard import Collective, Hop, make_hop
-from .spec import Strategy
+from .spec import Placements, Strategy
 
 LineKind = Literal["compute", "reshard", "weight", "gradient", "refresh", "optimizer"]
 REST = "autopar.rest"
@@ -32,7 +35,8 @@ VIEWS = (
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One priced item: ``name`` is the node computed, or the value moved by ``hops``."""
+    """One priced item: ``name`` is the node computed, or the value moved by ``hops``; ``times`` in a step, which takes
+    ``seconds`` in all."""
 
     kind: LineKind
     name: str
@@ -40,6 +44,7 @@ class Line:
     phase: Phase
     seconds: float
     hops: tuple[Hop, ...] = ()
+    times: int = 1
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -102,23 +107,27 @@ def temporary_bytes(prices: Prices, node: Node, inputs: tuple[TensorType, ...], 
     return taken + sum(local_bytes(t, p, prices.mesh) for t, p in made if t is not None)
 
 
-def account(graph: Graph, assignment: Assignment, prices: Prices, optimizer: str) -> Account:
-    """The bill of ``assignment``."""
-    lines = (*_compute_lines(graph, assignment, prices), *_use_lines(graph, assignment, prices))
-    return Account(
-        (*lines, *_optimizer_lines(graph, assignment, prices, optimizer)), memory(graph, assignment, prices, optimizer)
+def account(
+    graph: Graph, assignment: Assignment, prices: Prices, optimizer: str, repeats: Repeats = ONCE
+) -> Account:
+    """The bill of ``assignment`` for a step that runs ``graph`` as ``repeats`` says."""
+    lines = (
+        *_compute_lines(graph, assignment, prices, repeats.microbatches),
+        *_use_lines(graph, assignment, prices, repeats.microbatches),
+        *_optimizer_lines(graph, assignment, prices, optimizer),
     )
+    return Account(lines, memory(graph, assignment, prices, optimizer, repeats))
 
 
-def _compute_lines(graph: Graph, assignment: Assignment, prices: Prices) -> Iterator[Line]:
+def _compute_lines(graph: Graph, assignment: Assignment, prices: Prices, times: int) -> Iterator[Line]:
     for node in graph.nodes:
         if not node.is_placeholder and node.op != REST:
             inputs = tuple(graph.type_of(value) for value in node.operands)
             seconds = prices.node(node, inputs, assignment.strategies[node.name])
-            yield Line("compute", node.name, node.module, node.phase, seconds)
+            yield Line("compute", node.name, node.module, node.phase, seconds * times, (), times)
 
 
-def _use_lines(graph: Graph, assignment: Assignment, prices: Prices) -> Iterator[Line]:
+def _use_lines(graph: Graph, assignment: Assignment, prices: Prices, times: int) -> Iterator[Line]:
     for use in uses(graph, assignment):
         if use.source == use.target:
             continue
@@ -134,7 +143,8 @@ def _use_lines(graph: Graph, assignment: Assignment, prices: Prices) -> Iterator
             kind = "weight"
         module = graph[use.value.node].module or graph[use.consumer].module if use.consumer in graph else ""
         seconds = 0.0 if unseen else table.cost(use.source, use.target)
-        yield Line(kind, use.value.node, module, use.phase, seconds, hops)
+        often = 1 if bucketed else times
+        yield Line(kind, use.value.node, module, use.phase, seconds * often, hops, often)
 
 
 def _optimizer_lines(graph: Graph, assignment: Assignment, prices: Prices, optimizer: str) -> Iterator[Line]:
@@ -149,25 +159,35 @@ def trained(graph: Graph) -> tuple[str, ...]:
     return tuple(output.name for output in graph.outputs if output.kind == "gradient" and output.value is not None)
 
 
-def memory(graph: Graph, assignment: Assignment, prices: Prices, optimizer: str) -> Memory:
+def accumulator_bytes(prices: Prices, kind: TensorType, raw: Placements, repeats: Repeats) -> int:
+    """Bytes in which a gradient made as a partial sum is added up over microbatches, beside the reduced gradient; one
+    that is not is added up where it rests."""
+    if not repeats.accumulates or not any(isinstance(place, Partial) for place in raw):
+        return 0
+    return local_bytes(kind, raw, prices.mesh)
+
+
+def memory(
+    graph: Graph, assignment: Assignment, prices: Prices, optimizer: str, repeats: Repeats = ONCE
+) -> Memory:
     """Peak bytes by part: everything that rests on the device through the step, and the largest operation's operands
     and results."""
     weights = gradients = states = activations = inputs = temporary = 0
-    has_gradient = set(trained(graph))
+    made = {o.name: o.value for o in graph.outputs if o.kind == "gradient" and o.value is not None}
     for node in graph.nodes:
         if node.op == "param":
             place = assignment.parameters[node.name]
             parts = parameter_bytes(prices, node.type, place, optimizer)
-            learns = node.target in has_gradient
-            weights, gradients, states = (
-                weights + parts[0],
-                gradients + learns * parts[1],
-                states + learns * parts[2],
-            )
+            weights += parts[0]
+            if node.target in made:
+                raw = assignment.placements_of(made[node.target])
+                gradients += parts[1] + accumulator_bytes(prices, node.type, raw, repeats)
+                states += parts[2]
+        elif node.op in (REST, "receive"):
+            held = local_bytes(node.type, assignment.strategies[node.name].outputs[0], prices.mesh)
+            activations += held * repeats.in_flight
         elif node.is_placeholder:
             inputs += local_bytes(node.type, assignment.strategies[node.name].outputs[0], prices.mesh)
-        elif node.op == REST:
-            activations += local_bytes(node.type, assignment.strategies[node.name].outputs[0], prices.mesh)
         else:
             kinds = tuple(graph.type_of(value) for value in node.operands)
             temporary = max(temporary, temporary_bytes(prices, node, kinds, assignment.strategies[node.name]))

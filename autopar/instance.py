@@ -18,6 +18,7 @@ import numpy as np
 
 from .account import (
     REST,
+    accumulator_bytes,
     optimizer_seconds,
     parameter_bytes,
     temporary_bytes,
@@ -27,6 +28,7 @@ from .assignment import Assignment, ParameterPlacement, parameter_node, travels_
 from .graph import Graph, Node, Value
 from .prices import Prices, ReshardTable, local_bytes
 from .problem import Floats, Group, Ints, Problem, Transfer
+from .repeats import ONCE, Repeats
 from .spec import REPLICATE, Placements, Strategy, is_shard
 
 Choice = Strategy | ParameterPlacement
@@ -43,6 +45,7 @@ class Instance:
     names: tuple[str, ...]
     choices: tuple[tuple[Choice, ...], ...]
     problem: Problem
+    repeats: Repeats = ONCE
 
     @cached_property
     def index(self) -> Mapping[str, int]:
@@ -100,9 +103,11 @@ def _is_cut_from(weight: Placements, state: Placements) -> bool:
     return not any(w != s and s in weight[axis + 1 :] for axis, (w, s) in enumerate(zip(weight, state, strict=True)))
 
 
-def build_instance(graph: Graph, prices: Prices, *, optimizer: str, memory_limit: float) -> Instance:
+def build_instance(
+    graph: Graph, prices: Prices, *, optimizer: str, memory_limit: float, repeats: Repeats = ONCE
+) -> Instance:
     """The instance of an annotated graph; without ``graph.classes`` every node is its own class."""
-    return _Builder(graph, prices, optimizer).build(memory_limit)
+    return _Builder(graph, prices, optimizer, repeats).build(memory_limit)
 
 
 class _Route(NamedTuple):
@@ -118,8 +123,9 @@ class _Route(NamedTuple):
 class _Builder:
     """Collects groups and transfers; lives only while an instance is built."""
 
-    def __init__(self, graph: Graph, prices: Prices, optimizer: str) -> None:
-        self.graph, self.prices, self.optimizer = graph, prices, optimizer
+    def __init__(self, graph: Graph, prices: Prices, optimizer: str, repeats: Repeats) -> None:
+        self.graph, self.prices, self.optimizer, self.repeats = graph, prices, optimizer, repeats
+        self.gradients = {o.value for o in graph.outputs if o.kind == "gradient"}
         self.trained = set(trained(graph))
         self.results = {o.value for o in graph.outputs if o.kind in ("output", "mutation")}
         self.counts = Counter(graph.classes.get(node.name, node.name) for node in graph.nodes)
@@ -130,7 +136,7 @@ class _Builder:
     def build(self, memory_limit: float) -> Instance:
         groups = tuple(self._group(name, choices) for name, choices in zip(self.names, self.choices, strict=True))
         problem = Problem(groups, self._transfers(), memory_limit)
-        return Instance(self.graph, self.prices, self.optimizer, self.names, self.choices, problem)
+        return Instance(self.graph, self.prices, self.optimizer, self.names, self.choices, problem, self.repeats)
 
     def _choices(self, name: str) -> tuple[Choice, ...]:
         if name == OUTPUTS:
@@ -151,10 +157,22 @@ class _Builder:
         """Seconds, resting bytes and temporary bytes of one node."""
         if isinstance(choice, ParameterPlacement):
             return self._parameter_charges(node, choice)
+        repeats, kinds = self.repeats, tuple(self.graph.type_of(value) for value in node.operands)
+        raw = float(self._accumulated(node, choice))
         if node.is_placeholder or node.op == REST:
-            return 0.0, float(local_bytes(node.type, choice.outputs[0], self.prices.mesh)), 0.0
-        kinds = tuple(self.graph.type_of(value) for value in node.operands)
-        return self.prices.node(node, kinds, choice), 0.0, float(temporary_bytes(self.prices, node, kinds, choice))
+            often = repeats.in_flight if node.op == REST else 1
+            return 0.0, often * local_bytes(node.type, choice.outputs[0], self.prices.mesh) + raw, 0.0
+        seconds = self.prices.node(node, kinds, choice) * repeats.microbatches
+        return seconds, raw, float(temporary_bytes(self.prices, node, kinds, choice))
+
+    def _accumulated(self, node: Node, choice: Strategy) -> int:
+        """Bytes of the gradients that the node makes as partial sums, added up over microbatches."""
+        made = ((Value(node.name, i), place) for i, place in enumerate(choice.outputs))
+        return sum(
+            accumulator_bytes(self.prices, self.graph.type_of(value), place, self.repeats)
+            for value, place in made
+            if value in self.gradients
+        )
 
     def _parameter_charges(self, node: Node, place: ParameterPlacement) -> tuple[float, float, float]:
         parts = parameter_bytes(self.prices, node.type, place, self.optimizer)
@@ -203,7 +221,8 @@ class _Builder:
         rows = [_result_place(choice, result) for choice in self.choices[self.index[producer]]]
         needs = [[_operand_place(c, operand) for c in self.choices[self.index[name]]] for name, operand in consumers]
         row_places, column_places = list(dict.fromkeys(rows)), list(dict.fromkeys(p for n in needs for p in n))
-        cost = count * _submatrix(table, row_places, column_places)
+        often = 1 if role == "gradient" else self.repeats.microbatches
+        cost = count * often * _submatrix(table, row_places, column_places)
         if role != "gradient" and travels_unseen(self.graph, Value(producer, result)):
             cost = np.where(np.isfinite(cost), 0.0, cost)
         return Transfer(

@@ -48,7 +48,8 @@ class Step:
 @dataclass(frozen=True, slots=True)
 class PlanLine:
     """One priced item of a step, ``seconds`` in all. ``kind``: compute, reshard, weight (gathered for use), gradient,
-    refresh, optimizer. ``name`` is the node computed or the value moved.
+    refresh, optimizer. ``name`` is the node computed or the value moved, ``times`` in a step (once for each
+    microbatch, or once), by the devices of pipeline stage ``stage``.
     """
 
     kind: str
@@ -57,6 +58,8 @@ class PlanLine:
     phase: str
     seconds: float
     steps: tuple[Step, ...] = ()
+    times: int = 1
+    stage: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,12 +223,11 @@ class Plan:
 
     def collectives(self) -> tuple[PlannedCollective, ...]:
         """Every collective of a step, equal ones counted together."""
-        counts = Counter(
-            (step.kind, step.axes, step.bytes, line.kind)
-            for line in self.lines
-            for step in line.steps
-            if step.communicates
-        )
+        counts: Counter[tuple[str, tuple[int, ...], int, str]] = Counter()
+        for line in self.lines:
+            for step in line.steps:
+                if step.communicates:
+                    counts[step.kind, step.axes, step.bytes, line.kind] += line.times
         return tuple(
             PlannedCollective(kind, axes, size, count, reason)  # type: ignore[arg-type]
             for (kind, axes, size, reason), count in sorted(counts.items())

@@ -11,7 +11,7 @@ from .errors import OptionsError
 from .plan import Alternative, Alternatives, Holding, Plan, PlanLine, PlanNode, Predicted, Step
 from .spec import Placements, Strategy, parse_placements, short
 
-VERSION = 2
+VERSION = 3
 _STRINGS = ("model", "cluster", "cluster_source", "graph_hash")
 _NUMBERS = ("objective", "bound", "gap", "solve_seconds")
 _COUNTS = ("batch", "memory_limit", "stages", "microbatches")
@@ -71,7 +71,7 @@ def _strategy_data(strategy: Strategy) -> list[Any]:
 
 def _line_data(line: PlanLine) -> list[Any]:
     steps = [[s.kind, list(s.axes), s.source, s.target, s.bytes] for s in line.steps]
-    return [line.kind, line.name, line.module, line.phase, line.seconds, steps]
+    return [line.kind, line.name, line.module, line.phase, line.seconds, steps, line.times, line.stage]
 
 
 def plan_from_dict(data: Any) -> Plan:
@@ -148,9 +148,10 @@ def _strategy(data: Any, places: Any) -> Strategy:
 
 
 def _line(data: Any) -> PlanLine:
-    kind, name, module, phase, seconds, steps = data
+    kind, name, module, phase, seconds, steps, times, stage = data
     hops = tuple(Step(k, tuple(map(_count, axes)), s, t, _count(b)) for k, axes, s, t, b in steps)
-    return PlanLine(_string(kind), _string(name), _string(module), _string(phase), float(seconds), hops)
+    words = map(_string, (kind, name, module, phase))
+    return PlanLine(*words, float(seconds), hops, _count(times), _count(stage))
 
 
 def _string(value: object) -> str:

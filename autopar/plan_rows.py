@@ -94,7 +94,7 @@ def move(plan: Plan, line: PlanLine) -> Move:
         for kind, steps in itertools.groupby(wires, key=lambda step: step.kind)
     )
     source, target = parse_placements(line.steps[0].source), parse_placements(line.steps[-1].target)
-    return Move(what, way(source, target), sum(step.bytes for step in line.steps), line.kind, 1, line.seconds)
+    return Move(what, way(source, target), sum(step.bytes for step in line.steps), line.kind, line.times, line.seconds)
 
 
 def _axes(plan: Plan, step: Step) -> str:

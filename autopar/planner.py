@@ -326,7 +326,7 @@ def _plan_line(line: Line) -> PlanLine:
         Step(hop.kind, hop.axes, short(hop.source), short(hop.target), hop.collective.bytes if hop.collective else 0)
         for hop in line.hops
     )
-    return PlanLine(line.kind, line.name, line.module, line.phase, line.seconds, steps)
+    return PlanLine(line.kind, line.name, line.module, line.phase, line.seconds, steps, line.times)
 
 
 def _warnings(best: Answer, graph: Graph, rules: Mapping[str, tuple[str, ...]]) -> Iterator[str]:

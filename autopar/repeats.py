@@ -1,0 +1,19 @@
+"""How often a step runs a graph, and how many of its runs hold their saved values at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Repeats:
+    """A step runs the graph once for each of ``microbatches``; gradients are added up, reduced once, and the optimizer
+    steps once. At most ``in_flight`` microbatches have run forward and not yet backward: each holds its saved values.
+    With more than one microbatch (``accumulates``) a gradient is held as backward makes it until it is reduced."""
+
+    microbatches: int = 1
+    in_flight: int = 1
+    accumulates: bool = False
+
+
+ONCE = Repeats()
