@@ -107,9 +107,7 @@ def temporary_bytes(prices: Prices, node: Node, inputs: tuple[TensorType, ...], 
     return taken + sum(local_bytes(t, p, prices.mesh) for t, p in made if t is not None)
 
 
-def account(
-    graph: Graph, assignment: Assignment, prices: Prices, optimizer: str, repeats: Repeats = ONCE
-) -> Account:
+def account(graph: Graph, assignment: Assignment, prices: Prices, optimizer: str, repeats: Repeats = ONCE) -> Account:
     """The bill of ``assignment`` for a step that runs ``graph`` as ``repeats`` says."""
     lines = (
         *_compute_lines(graph, assignment, prices, repeats.microbatches),
@@ -167,9 +165,7 @@ def accumulator_bytes(prices: Prices, kind: TensorType, raw: Placements, repeats
     return local_bytes(kind, raw, prices.mesh)
 
 
-def memory(
-    graph: Graph, assignment: Assignment, prices: Prices, optimizer: str, repeats: Repeats = ONCE
-) -> Memory:
+def memory(graph: Graph, assignment: Assignment, prices: Prices, optimizer: str, repeats: Repeats = ONCE) -> Memory:
     """Peak bytes by part: everything that rests on the device through the step, and the largest operation's operands
     and results."""
     weights = gradients = states = activations = inputs = temporary = 0

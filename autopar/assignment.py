@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from .graph import Graph, Node, Phase, TensorType, Value
+from .graph import Graph, Node, Output, Phase, TensorType, Value
 from .spec import REPLICATE, Placements, Strategy
 
 
@@ -26,11 +26,12 @@ class ParameterPlacement:
 @dataclass(frozen=True)
 class Assignment:
     """``strategies[node]`` for every operation, input and buffer; ``parameters[node]`` for every parameter; by node
-    name."""
+    name. ``sends[name]``: the placements in which the value ``name`` leaves for other pipeline stages."""
 
     mesh: tuple[int, ...]
     strategies: Mapping[str, Strategy]
     parameters: Mapping[str, ParameterPlacement]
+    sends: Mapping[str, tuple[Placements, ...]] = field(default_factory=dict)
 
     def placements_of(self, value: Value) -> Placements:
         """How the result ``value`` lies when its node has run."""
@@ -69,8 +70,7 @@ def uses(graph: Graph, assignment: Assignment) -> Iterator[Use]:
                 source = assignment.placements_of(value)
                 yield Use(value, graph.type_of(value), node.phase, "operand", source, target, node.name)
     for output in graph.outputs:
-        if output.value is not None:
-            use = _output_use(graph, assignment, output.kind, output.name, output.value)
+        for use in _output_uses(graph, assignment, output):
             if use.role == "gradient":
                 yield use
             elif (use.value, use.phase, use.target) not in seen:
@@ -90,14 +90,20 @@ def travels_unseen(graph: Graph, value: Value) -> bool:
     return learns and value not in graph.users and graph.type_of(value).numel == 1
 
 
-def _output_use(graph: Graph, assignment: Assignment, kind: str, name: str, value: Value) -> Use:
-    source, target, role, consumer = assignment.placements_of(value), assignment.replicated, "output", name
-    if kind == "gradient":
-        consumer = parameter_node(graph, name).name
-        role, target = "gradient", assignment.parameters[consumer].gradient
-    elif kind == "input_gradient":
-        role = "gradient"
-    return Use(value, graph.type_of(value), graph[value.node].phase, role, source, target, consumer)
+def _output_uses(graph: Graph, assignment: Assignment, output: Output) -> Iterator[Use]:
+    if output.value is None:
+        return
+    value, source = output.value, assignment.placements_of(output.value)
+    kind, phase = graph.type_of(value), graph[value.node].phase
+    if output.kind == "send":
+        for target in assignment.sends[output.name]:
+            yield Use(value, kind, phase, "output", source, target, output.name)
+    elif output.kind == "gradient":
+        consumer = parameter_node(graph, output.name).name
+        yield Use(value, kind, phase, "gradient", source, assignment.parameters[consumer].gradient, consumer)
+    else:
+        role = "gradient" if output.kind == "input_gradient" else "output"
+        yield Use(value, kind, phase, role, source, assignment.replicated, output.name)
 
 
 def parameter_node(graph: Graph, path: str) -> Node:

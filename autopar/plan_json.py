@@ -150,8 +150,8 @@ def _strategy(data: Any, places: Any) -> Strategy:
 def _line(data: Any) -> PlanLine:
     kind, name, module, phase, seconds, steps, times, stage = data
     hops = tuple(Step(k, tuple(map(_count, axes)), s, t, _count(b)) for k, axes, s, t, b in steps)
-    words = map(_string, (kind, name, module, phase))
-    return PlanLine(*words, float(seconds), hops, _count(times), _count(stage))
+    kind, name, module, phase = map(_string, (kind, name, module, phase))
+    return PlanLine(kind, name, module, phase, float(seconds), hops, _count(times), _count(stage))
 
 
 def _string(value: object) -> str:

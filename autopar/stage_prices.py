@@ -1,0 +1,174 @@
+"""What a pipeline costs: each chunk's bill, and the step that a schedule makes of them.
+
+The bill of a chunk counts what its devices do in a step, so that its lines add up as those of a plan without stages;
+how long the step takes is more than any stage's bill, for stages wait: the simulator (:mod:`autopar.cost.pipeline`)
+replays the schedule with the durations of these lines, and what it adds to the fullest stage is the bubble.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from autopar.cost.pipeline import Simulation, simulate
+from autopar.cost.pipeline_prices import ChunkPrice, EdgePrice, PipelinePrices
+from autopar.cost.point_to_point import message_rate
+from autopar.passes.stages import split_backward
+
+from .account import REST, Account, Line, account
+from .cluster import Cluster
+from .prices import Prices, local_bytes
+from .repeats import Repeats
+from .schedule import Schedule
+from .spec import Placements
+from .stage_chunks import Chunk, WirePrice, WirePrices
+from .stages import Edge
+
+ONCE_A_STEP = ("gradient", "refresh", "optimizer")
+
+
+@dataclass(frozen=True)
+class StageBill:
+    """The bills of all chunks, and the simulated step."""
+
+    chunks: tuple[Chunk, ...]
+    accounts: tuple[Account, ...]
+    prices: PipelinePrices
+    simulation: Simulation
+    schedule: Schedule
+
+    @property
+    def seconds(self) -> float:
+        return self.simulation.seconds
+
+    @cached_property
+    def peaks(self) -> tuple[int, ...]:
+        """Peak bytes of each pipeline rank's devices: all its chunks rest there, one computes at a time."""
+        held = self.schedule.held
+        return tuple(
+            sum(self.accounts[c].memory.peak - self.accounts[c].memory.temporary for c in chunks)
+            + max(self.accounts[c].memory.temporary for c in chunks)
+            for chunks in held
+        )
+
+    @property
+    def fullest(self) -> int:
+        """The pipeline rank that holds most."""
+        return max(range(len(self.peaks)), key=lambda rank: self.peaks[rank])
+
+
+def wire_prices(
+    cluster: Cluster, schedule_placement: tuple[int, ...], devices: int, edges: tuple[Edge, ...]
+) -> WirePrices:
+    """The price of the wire of each pair of chunks with an edge; nothing within a rank."""
+    found: dict[tuple[int, int], WirePrice] = {}
+    for edge in edges:
+        source, target = schedule_placement[edge.source], schedule_placement[edge.target]
+        rate = (0.0, float("inf")) if source == target else message_rate(cluster, source, target, devices)
+        found[edge.source, edge.target] = WirePrice(*rate)
+    return found
+
+
+def bill_stages(
+    chunks: tuple[Chunk, ...],
+    wires: Mapping[Edge, Placements],
+    schedule: Schedule,
+    prices: Prices,
+    links: WirePrices,
+    optimizer: str,
+) -> StageBill:
+    """The bill of a cut and placed graph under ``schedule``."""
+    most = most_in_flight(schedule)
+    accounts = tuple(
+        account(
+            chunk.graph,
+            chunk.assignment,
+            prices,
+            optimizer,
+            Repeats(schedule.microbatches, most[chunk.index], accumulates=True),
+        )
+        for chunk in chunks
+    )
+    step = max(sum(accounts[c].seconds_of("optimizer", "refresh") for c in held) for held in schedule.held)
+    priced = PipelinePrices(
+        tuple(map(chunk_price, chunks, accounts)),
+        _edge_prices(chunks, wires, prices, links),
+        step=step,
+    )
+    return StageBill(chunks, accounts, priced, simulate(schedule, priced), schedule)
+
+
+def most_in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """For each chunk, how many microbatches at most have begun forward there and not ended backward."""
+    most = [1] * schedule.chunks
+    for listed in schedule.ranks:
+        open_now: dict[int, int] = {}
+        for instruction in listed:
+            chunk = instruction.chunk
+            if instruction.kind == "forward":
+                open_now[chunk] = open_now.get(chunk, 0) + 1
+                most[chunk] = max(most[chunk], open_now[chunk])
+            elif instruction.kind in ("weight_gradient", "backward"):
+                open_now[chunk] -= 1
+    return tuple(most)
+
+
+def chunk_price(chunk: Chunk, bill: Account) -> ChunkPrice:
+    """Seconds of a chunk for one microbatch by section, from the lines of its bill."""
+    early = split_backward(chunk.graph)
+    forward = input_gradient = weight_gradient = 0.0
+    for line in bill.lines:
+        if line.kind in ONCE_A_STEP:
+            continue
+        seconds = line.seconds / line.times
+        if line.phase == "forward":
+            forward += seconds
+        elif _is_early(line, chunk, early):
+            input_gradient += seconds
+        else:
+            weight_gradient += seconds
+    memory = bill.memory
+    saved = sum(
+        local_bytes(n.type, chunk.assignment.strategies[n.name].outputs[0], chunk.assignment.mesh)
+        for n in chunk.graph.nodes
+        if n.op in (REST, "receive")
+    )
+    return ChunkPrice(
+        forward,
+        input_gradient,
+        weight_gradient,
+        reduce=bill.seconds_of("gradient"),
+        until_weight_gradient=float(saved),
+        static=float(memory.weights + memory.gradients + memory.optimizer + memory.inputs),
+    )
+
+
+def _is_early(line: Line, chunk: Chunk, early: frozenset[str]) -> bool:
+    """Whether a line of backward belongs to the input gradient: a computation does by itself, a reshard if a node of it
+    is among the users."""
+    if line.kind == "compute":
+        return line.name in early
+    users = {user.name for value, uses in chunk.graph.users.items() if value.node == line.name for user, _ in uses}
+    return not users or bool(users & early)
+
+
+def _edge_prices(
+    chunks: tuple[Chunk, ...], wires: Mapping[Edge, Placements], prices: Prices, links: WirePrices
+) -> dict[tuple[int, int], EdgePrice]:
+    """By pair of chunks, the bytes that one rank sends forward and back."""
+    sizes: dict[tuple[int, int], float] = {}
+    for edge, place in wires.items():
+        node = next(n for n in chunks[edge.target].graph.placeholders("receive") if n.target == edge.name)
+        key = (edge.source, edge.target)
+        sizes[key] = sizes.get(key, 0.0) + local_bytes(node.type, place, prices.mesh)
+    pairs = {(min(pair), max(pair)) for pair in sizes}
+    return {
+        (low, high): EdgePrice(
+            sizes.get((low, high), 0.0),
+            links.get((low, high), links.get((high, low), WirePrice(0.0, float("inf")))).bandwidth,
+            links.get((low, high), links.get((high, low), WirePrice(0.0, float("inf")))).latency,
+            sizes.get((high, low), 0.0),
+        )
+        for low, high in sorted(pairs)
+    }
