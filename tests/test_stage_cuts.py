@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def make(seconds: list[float], static: list[float] | None = None, saved: list[fl
 def slowest(segments: Segments, cuts: tuple[str, ...], in_flight: tuple[int, ...], limit: float) -> float:
     edges = [0, *(int(cut[1:]) for cut in cuts), segments.count]
     worst = -np.inf
-    for chunk, (start, end) in enumerate(zip(edges, edges[1:], strict=False)):
+    for chunk, (start, end) in enumerate(pairwise(edges)):
         held = segments.static[start:end].sum() + in_flight[chunk] * segments.saved[start:end].sum()
         if held > limit:
             return np.inf
