@@ -21,7 +21,8 @@ from .compiler import Compiler, ask, prepare
 from .errors import OptionsError
 from .options import Options
 from .plan import Plan
-from .planner import Timings, answer
+from .planner import Timings
+from .search import answer
 
 Batch = torch.Tensor | Sequence[Any] | Mapping[str, Any]
 Mesh = DeviceMesh | Sequence[int] | int

@@ -33,10 +33,11 @@ from .errors import InfeasibleError, PlanMismatchError
 from .graph import Dim, Graph
 from .options import Options
 from .plan import Plan
-from .planner import Question, Timings, answer, fixed_assignment, graph_hash, step_graph
+from .planner import Question, Timings, fixed_assignment, graph_hash, step_graph
 from .prices import BUCKET_BYTES, Prices
 from .program import Program
 from .refit import refit
+from .search import answer
 from .trace import Traced, trace
 from .trace_call import describe_call
 

@@ -32,8 +32,11 @@ class Options:
         mesh_search: whether the planner may split and regroup the axes of the mesh; only a mesh given without axis
             names is regrouped.
         time_limit: seconds the solver may use; gap: relative distance from the proven bound at which it may stop.
-        microbatches, stages, schedule, precision, recompute: fixed at 1, 1, None, "fp32" and "none" for now: a plan has
-            no pipeline stages yet, other values raise :class:`OptionsError`.
+            ``"stage 1"`` for a module path fixes its pipeline stage.
+        stages: pipeline stages, which take the outermost devices of the mesh; 1: none.
+        microbatches: pieces of the batch that a step computes one after the other, adding up gradients.
+        schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zb-h1"`` or ``"zb-v"`` (:mod:`autopar.schedules`).
+        precision, recompute: fixed at "fp32" and "none" for now; other values raise :class:`OptionsError`.
     """
 
     memory_limit: int | None = None
@@ -60,9 +63,9 @@ class Options:
             raise OptionsError(f"zero={self.zero!r} is not a ZeRO stage; one of 0, 1, 2, 3, or None to search")
         if self.memory_limit is not None and self.memory_limit <= 0:
             raise OptionsError(f"memory_limit={self.memory_limit!r} is not a positive number of bytes")
-        self._refuse("microbatches", self.microbatches, (None, 1))
-        self._refuse("stages", self.stages, (None, 1))
-        self._refuse("schedule", self.schedule, (None,))
+        for name in ("microbatches", "stages"):
+            if getattr(self, name) is not None and (type(getattr(self, name)) is not int or getattr(self, name) < 1):
+                raise OptionsError(f"{name}={getattr(self, name)!r} is not a positive number, or None to search")
         self._refuse("precision", self.precision, (None, "fp32"))
         self._refuse("recompute", self.recompute, (None, "none"))
 

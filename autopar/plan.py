@@ -1,6 +1,7 @@
 """A plan: what was chosen, what it costs and why; frozen, without solver or torch model, and equal to its JSON.
 
-Invariants: ``predicted.step_seconds`` is the sum of ``lines``; ``collectives()`` are those of ``lines``;
+Invariants: ``predicted.step_seconds`` is the sum of ``lines`` (with stages: of those of the stage that is busy longest,
+and the bubble); ``collectives()`` are those of ``lines``;
 ``predicted.peak_bytes`` is the sum of ``holdings`` and the temporary bytes; ``Plan.from_json(plan.to_json()) == plan
 == Plan.from_text(plan.to_text())``.
 """
@@ -15,6 +16,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from .assignment import Assignment, ParameterPlacement
+from .planned_pipeline import PlannedPipeline
 from .program import CollectiveKind
 from .spec import Placements, Strategy
 
@@ -149,6 +151,9 @@ class Predicted:
 class Plan:
     """See the module docstring.
 
+    With pipeline ``stages``, ``mesh`` and ``axis_names`` are those inside a stage, and ``pipeline`` says how the model
+    is cut and run; one stage with several ``microbatches`` adds up gradients.
+
     ``placements`` gives, by path, how each parameter's value lies during a step, and how the output of each module
     lies; ``parameters`` adds where gradients and optimizer state rest. ``strategies`` is the choice for each node of
     the graph whose fingerprint is ``graph_hash``, ``nodes`` what these nodes are. ``baselines`` are other plans
@@ -191,6 +196,7 @@ class Plan:
     gradient_values: Mapping[str, str] = field(default_factory=dict)
     holdings: tuple[Holding, ...] = ()
     rules: Mapping[str, str] = field(default_factory=dict)
+    pipeline: PlannedPipeline | None = None
 
     @property
     def placements(self) -> Mapping[str, Placements]:

@@ -1,4 +1,4 @@
-"""From a traced model to a plan: annotate, price, solve, and read the answer."""
+"""From a traced model to a plan without stages: annotate, price, solve, and read the answer."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from .options import Options
 from .plan import Plan, PlanLine, Predicted, Step
 from .prices import Prices
 from .problem import Ints, Solution, evaluate, memory_of
+from .repeats import ONCE, Repeats
 from .restrict import baselines, module_outputs, pin_instance, pinned_apart, with_choices, zero_allows
 from .solve import smallest_memory, solve
 from .spec import short
@@ -39,7 +40,8 @@ BASELINE_GAP = 0.05
 @dataclass(frozen=True)
 class Question:
     """What a plan is asked for: the normalised ``graph`` (symbolic in the batch), its ``loss`` output, the ``batch``
-    size, the hardware and the options. ``model`` describes it for people."""
+    size, the hardware and the options. ``model`` describes it for people. ``repeats`` and ``memory_limit`` are those of
+    one placement program of a search over stages."""
 
     graph: Graph
     loss: str | None
@@ -49,6 +51,8 @@ class Question:
     options: Options
     model: str = "model"
     axis_names: tuple[str, ...] = ()
+    repeats: Repeats = ONCE
+    memory_limit: float | None = None
 
 
 @dataclass(frozen=True)
@@ -76,39 +80,22 @@ class Timings:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.process_time() - start
 
 
-def step_graph(graph: Graph, loss: str | None, batch: int) -> Graph:
+def bare_step_graph(graph: Graph, loss: str | None, batch: int) -> Graph:
     """What one training step computes: the loss (or, without one, every output), gradients and new buffers; at a batch
-    size, with rests for saved values."""
+    size."""
     kept = tuple(o for o in graph.outputs if o.kind != "output" or loss is None or o.name == loss)
     concrete = replace(graph, outputs=kept).without_dead()
-    return InsertRests()(concrete.at(**{name: batch for name, _ in graph.symbols}))
+    return concrete.at(**{name: batch for name, _ in graph.symbols})
+
+
+def step_graph(graph: Graph, loss: str | None, batch: int) -> Graph:
+    """:func:`bare_step_graph` with rests for saved values."""
+    return InsertRests()(bare_step_graph(graph, loss, batch))
 
 
 def graph_hash(graph: Graph) -> str:
     """Identifies a graph by its text."""
     return hashlib.sha256(graph.to_text().encode()).hexdigest()[:16]
-
-
-def answer(question: Question, timings: Timings) -> Plan:
-    """The best plan for ``question``. Raises :class:`InfeasibleError` if nothing fits into memory, and
-    :class:`~autopar.errors.OptionsError` for pins that cannot be met."""
-    graph = step_graph(question.graph, question.loss, question.batch)
-    found: list[tuple[Answer, dict[str, Predicted | None], Question]] = []
-    failure: InfeasibleError | None = None
-    for mesh in mesh_candidates(question):
-        asked = replace(question, mesh=mesh)
-        try:
-            solved, priced = solve_mesh(asked, graph, timings)
-        except InfeasibleError as error:
-            failure = failure or error
-            continue
-        found.append((solved, priced, asked))
-    if not found:
-        assert failure is not None
-        raise failure
-    best = min(found, key=lambda item: item[0].account.seconds)
-    with timings.phase("report"):
-        return make_plan(best[2], graph, best[0], best[1], timings)
 
 
 def mesh_candidates(question: Question) -> list[tuple[int, ...]]:
@@ -123,7 +110,7 @@ def mesh_candidates(question: Question) -> list[tuple[int, ...]]:
 
 def memory_limit_of(question: Question) -> int:
     """Bytes a device may use: as asked, or what the cluster's device leaves after its reserve."""
-    return question.options.memory_limit or usable_bytes(question.cluster)
+    return int(question.memory_limit or question.options.memory_limit or usable_bytes(question.cluster))
 
 
 def solve_mesh(question: Question, graph: Graph, timings: Timings) -> tuple[Answer, dict[str, Predicted | None]]:
@@ -149,6 +136,22 @@ def solve_mesh(question: Question, graph: Graph, timings: Timings) -> tuple[Answ
     return best, priced
 
 
+def solve_only(question: Question, graph: Graph, timings: Timings) -> Answer:
+    """The best answer on just this mesh, without baselines. Raises :class:`InfeasibleError`."""
+    with timings.phase("annotate"):
+        annotated = annotate(graph, question.mesh)
+        prices = Prices.of(question.cluster, question.mesh, annotated)
+    with timings.phase("price"):
+        apart = pinned_apart(annotated, question.options.pins)
+        instance = _instance(question, fold_layers(annotated, 1, apart), prices)
+    with timings.phase("solve"):
+        solution = _solve(question, instance)
+    if solution.status == "infeasible":
+        raise _infeasible(question, instance)
+    best = _read(instance, solution)
+    return _finer(question, annotated, prices, best, timings) if _memory_binds(instance, solution) else best
+
+
 def fixed_assignment(question: Question, graph: Graph, parameters: Mapping[str, ParameterPlacement]) -> Assignment:
     """The best assignment of an annotated graph whose parameters rest where ``parameters`` says (those it does not
     name: anywhere)."""
@@ -170,7 +173,11 @@ def fixed_assignment(question: Question, graph: Graph, parameters: Mapping[str, 
 
 def _instance(question: Question, graph: Graph, prices: Prices) -> Instance:
     instance = build_instance(
-        graph, prices, optimizer=question.options.optimizer, memory_limit=float(memory_limit_of(question))
+        graph,
+        prices,
+        optimizer=question.options.optimizer,
+        memory_limit=float(memory_limit_of(question)),
+        repeats=question.repeats,
     )
     stage = question.options.zero
     if stage is not None:
@@ -228,7 +235,10 @@ def _finer(question: Question, annotated: Graph, prices: Prices, best: Answer, t
 def _read(instance: Instance, solution: Solution) -> Answer:
     assignment = instance.assignment(solution.choices)
     return Answer(
-        instance, solution, assignment, account(instance.graph, assignment, instance.prices, instance.optimizer)
+        instance,
+        solution,
+        assignment,
+        account(instance.graph, assignment, instance.prices, instance.optimizer, instance.repeats),
     )
 
 
@@ -307,7 +317,7 @@ def make_plan(
         memory_limit=memory_limit_of(question),
         graph_hash=graph_hash(graph),
         predicted=predicted(best.account, instance, question.cluster),
-        lines=tuple(map(_plan_line, best.account.lines)),
+        lines=tuple(map(plan_line, best.account.lines)),
         strategies=assignment.strategies,
         parameters={named[name]: place for name, place in assignment.parameters.items()},
         outputs={path: assignment.strategies[name].outputs[0] for path, name in module_outputs(graph).items()},
@@ -321,7 +331,7 @@ def make_plan(
     )
 
 
-def _plan_line(line: Line) -> PlanLine:
+def plan_line(line: Line) -> PlanLine:
     steps = tuple(
         Step(hop.kind, hop.axes, short(hop.source), short(hop.target), hop.collective.bytes if hop.collective else 0)
         for hop in line.hops

@@ -74,7 +74,8 @@ def _chunk_costs(segments: Segments, in_flight: int, limit: float) -> Floats:
 def _between(part: Floats) -> Floats:
     """``[i, j]``: the sum of entries i to j - 1."""
     total = np.concatenate([[0.0], np.cumsum(part)])
-    return total[None, :] - total[:, None]
+    sums: Floats = total[None, :] - total[:, None]
+    return sums
 
 
 def _misplaced(allowed: Ints, rank: int) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:

@@ -59,14 +59,14 @@ class StageBill:
 
 
 def wire_prices(
-    cluster: Cluster, schedule_placement: tuple[int, ...], devices: int, edges: tuple[Edge, ...]
+    cluster: Cluster, placement: tuple[int, ...], devices: int, pairs: tuple[tuple[int, int], ...]
 ) -> WirePrices:
-    """The price of the wire of each pair of chunks with an edge; nothing within a rank."""
+    """The price of the wire of each of ``pairs`` of chunks; nothing within a rank. ``placement``: chunk to rank."""
     found: dict[tuple[int, int], WirePrice] = {}
-    for edge in edges:
-        source, target = schedule_placement[edge.source], schedule_placement[edge.target]
+    for pair in pairs:
+        source, target = placement[pair[0]], placement[pair[1]]
         rate = (0.0, float("inf")) if source == target else message_rate(cluster, source, target, devices)
-        found[edge.source, edge.target] = WirePrice(*rate)
+        found[pair] = WirePrice(*rate)
     return found
 
 
@@ -116,7 +116,10 @@ def most_in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 def chunk_price(chunk: Chunk, bill: Account) -> ChunkPrice:
     """Seconds of a chunk for one microbatch by section, from the lines of its bill."""
-    early = split_backward(chunk.graph)
+    early, _ = split_backward(chunk.graph)
+    users: dict[str, set[str]] = {}
+    for value, uses in chunk.graph.users.items():
+        users.setdefault(value.node, set()).update(user.name for user, _ in uses)
     forward = input_gradient = weight_gradient = 0.0
     for line in bill.lines:
         if line.kind in ONCE_A_STEP:
@@ -124,7 +127,7 @@ def chunk_price(chunk: Chunk, bill: Account) -> ChunkPrice:
         seconds = line.seconds / line.times
         if line.phase == "forward":
             forward += seconds
-        elif _is_early(line, chunk, early):
+        elif _is_early(line, users.get(line.name, set()), early):
             input_gradient += seconds
         else:
             weight_gradient += seconds
@@ -144,12 +147,11 @@ def chunk_price(chunk: Chunk, bill: Account) -> ChunkPrice:
     )
 
 
-def _is_early(line: Line, chunk: Chunk, early: frozenset[str]) -> bool:
+def _is_early(line: Line, users: set[str], early: frozenset[str]) -> bool:
     """Whether a line of backward belongs to the input gradient: a computation does by itself, a reshard if a node of it
-    is among the users."""
+    is among the users of the value."""
     if line.kind == "compute":
         return line.name in early
-    users = {user.name for value, uses in chunk.graph.users.items() if value.node == line.name for user, _ in uses}
     return not users or bool(users & early)
 
 

@@ -15,9 +15,10 @@ from autopar.assignment import Assignment
 from autopar.graph import Graph
 from autopar.instance import parameter_choices
 from autopar.passes.conformance import collectives_of, difference
-from autopar.planner import Question, Timings, answer
+from autopar.planner import Question, Timings
 from autopar.program import Instruction, Program, Section, TensorSlot
 from autopar.reshard import Collective
+from autopar.search import answer
 from autopar.spec import parse_placements
 from tests.models import MODELS, make
 from tests.questions import Setting, ask, setting, slow_devices

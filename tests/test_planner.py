@@ -21,9 +21,10 @@ from autopar.options import Options
 from autopar.passes.annotate import annotate
 from autopar.passes.fold import fold_layers
 from autopar.plan import Plan
-from autopar.planner import Question, Timings, answer, memory_limit_of, mesh_candidates, solve_mesh, step_graph
+from autopar.planner import Question, Timings, memory_limit_of, mesh_candidates, solve_mesh, step_graph
 from autopar.prices import Prices
 from autopar.problem import evaluate, memory_of
+from autopar.search import answer
 from autopar.solve import solve
 from autopar.spec import parse_placements, short
 from tests.models import Stack, make, text

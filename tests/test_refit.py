@@ -9,7 +9,8 @@ from autopar.compiler import Prepared, prepare
 from autopar.errors import PlanMismatchError
 from autopar.options import Options
 from autopar.plan import Plan
-from autopar.planner import Question, Timings, answer
+from autopar.planner import Question, Timings
+from autopar.search import answer
 from tests.models import Stack, make, text
 from tests.questions import slow_devices
 

@@ -1,0 +1,207 @@
+"""The best plan there is: with stages or without, on every way to lay the devices out.
+
+A plan without stages is sought first. Stages are then tried where they could win: the devices cannot take less than
+their share of what one device computes, and a pipeline idles besides, by at least a third of what 1F1B does
+(zero-bubble schedules fill no more than that). ``Options(stages=..., microbatches=..., schedule=...)`` fixes any.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from autopar.passes.annotate import annotate
+
+from .errors import InfeasibleError, OptionsError
+from .graph import Graph
+from .plan import Plan
+from .planner import (
+    Answer,
+    Question,
+    Timings,
+    bare_step_graph,
+    graph_hash,
+    make_plan,
+    memory_limit_of,
+    mesh_candidates,
+    plan_line,
+    solve_mesh,
+    solve_only,
+    step_graph,
+)
+from .prices import Prices
+from .repeats import Repeats
+from .stage_meshes import Layout, layouts, microbatch_counts
+from .stage_plan import new_strategies, staged_holdings, staged_lines, staged_predicted
+from .stage_search import Ask, Joint, StagedAnswer, search
+from .stage_segments import stage_pins
+
+# More operations than this, and only whole axes of the mesh are tried as stages: each try solves a placement program.
+LARGE_GRAPH = 2500
+
+
+@dataclass(frozen=True)
+class Found:
+    """A solved alternative: ``make`` writes its plan."""
+
+    seconds: float
+    make: Callable[[], Plan]
+
+
+def answer(question: Question, timings: Timings) -> Plan:
+    """The best plan for ``question``.
+
+    Raises:
+        InfeasibleError: nothing fits into memory.
+        OptionsError: pins, stages, microbatches or a schedule that cannot be had.
+    """
+    pinned, placed = stage_pins(question.options.pins)
+    asked = replace(question, options=replace(question.options, pins=placed))
+    found: list[Found] = []
+    failure: InfeasibleError | None = None
+    if _may_be_whole(question, pinned):
+        found, failure = _without_stages(asked, timings)
+    best = min((one.seconds for one in found), default=math.inf)
+    staged, complaint = _with_stages(asked, pinned, timings, best)
+    found += staged
+    if not found:
+        error = failure or complaint
+        assert error is not None
+        raise error
+    with timings.phase("report"):
+        return replace(min(found, key=lambda one: one.seconds).make(), pinned=dict(question.options.pins))
+
+
+def _may_be_whole(question: Question, pinned: Mapping[str, str]) -> bool:
+    options = question.options
+    return options.stages in (None, 1) and options.microbatches in (None, 1) and not pinned and not options.schedule
+
+
+def _without_stages(question: Question, timings: Timings) -> tuple[list[Found], InfeasibleError | None]:
+    """The best plan on every candidate mesh, or why there is none."""
+    graph = step_graph(question.graph, question.loss, question.batch)
+    found: list[Found] = []
+    failure: InfeasibleError | None = None
+    for mesh in mesh_candidates(question):
+        asked = replace(question, mesh=mesh)
+        try:
+            solved, priced = solve_mesh(asked, graph, timings)
+        except InfeasibleError as error:
+            failure = failure or error
+            continue
+        found.append(Found(solved.account.seconds, partial(make_plan, asked, graph, solved, priced, timings)))
+    return found, failure
+
+
+def _with_stages(
+    question: Question, pinned: Mapping[str, str], timings: Timings, best: float
+) -> tuple[list[Found], Exception | None]:
+    """Every pipeline (and gradient accumulation) worth trying, and the last reason why one was not possible. A reason
+    is an error only if nothing else was found, or if just this was asked for."""
+    whole = _whole_graph(question)
+    found: list[Found] = []
+    complaint: Exception | None = None
+    for layout, count in _attempts(question, whole, best):
+        try:
+            made = _staged(question, pinned, layout, count, whole, timings)
+        except InfeasibleError as error:
+            complaint = error
+            continue
+        except OptionsError as error:
+            if question.options.stages is not None or question.options.microbatches is not None:
+                raise
+            complaint = error
+            continue
+        found.append(made)
+    return found, complaint
+
+
+def _whole_graph(question: Question) -> Graph:
+    """The concrete step graph without rests; gradients of inputs are not part of a pipelined step."""
+    graph = bare_step_graph(question.graph, question.loss, question.batch)
+    outputs = tuple(output for output in graph.outputs if output.kind != "input_gradient")
+    return replace(graph, outputs=outputs).without_dead()
+
+
+def _attempts(question: Question, graph: Graph, best: float) -> Iterator[tuple[Layout, int]]:
+    """Layouts and numbers of microbatches to try, given the seconds of the best plan without stages."""
+    options, devices = question.options, math.prod(question.mesh)
+    one_stage = Layout(1, question.mesh, tuple(range(len(question.mesh))))
+    if options.stages in (None, 1) and options.microbatches is not None and options.microbatches > 1:
+        yield one_stage, options.microbatches
+    if options.stages == 1 and options.microbatches is None and math.isinf(best):
+        yield from ((one_stage, count) for count in microbatch_counts(question.batch, 1, None) if count > 1)
+    if options.stages == 1 or (devices == 1 and options.stages is None):
+        return
+    alone = single_device_seconds(question, graph)
+    for layout in layouts(question.mesh, options.stages):
+        asked = options.stages is not None or options.schedule is not None
+        if not asked and len(graph) > LARGE_GRAPH and not _takes_whole_axes(layout, question.mesh):
+            continue
+        for count in microbatch_counts(question.batch, layout.stages, options.microbatches):
+            least = alone / devices * (1.0 + (layout.stages - 1) / (3.0 * count))
+            if asked or least < best:
+                yield layout, count
+
+
+def _takes_whole_axes(layout: Layout, mesh: tuple[int, ...]) -> bool:
+    return layout.stages in [math.prod(mesh[:n]) for n in range(1, len(mesh) + 1)]
+
+
+def single_device_seconds(question: Question, graph: Graph) -> float:
+    """Seconds of computing a step on one device: however it is divided, the devices take this in sum."""
+    alone = annotate(graph, (1,))
+    prices = Prices.of(question.cluster, (1,), alone)
+    return sum(
+        prices.node(node, tuple(map(graph.type_of, node.operands)), alone.strategies[node.name][0])
+        for node in graph.nodes
+        if not node.is_placeholder
+    )
+
+
+def _staged(
+    question: Question, pinned: Mapping[str, str], layout: Layout, count: int, whole: Graph, timings: Timings
+) -> Found:
+    names = tuple(question.axis_names[axis] for axis in layout.axes) if question.axis_names else ()
+    inside = replace(question, mesh=layout.mesh, axis_names=names)
+    answers: dict[int, tuple[Question, Answer]] = {}
+
+    def solve(graph: Graph, repeats: Repeats, limit: float) -> Joint:
+        best: tuple[Question, Answer] | None = None
+        for mesh in mesh_candidates(inside):
+            asked = replace(inside, mesh=mesh, repeats=repeats, memory_limit=limit)
+            solved = solve_only(asked, graph, timings)
+            if best is None or solved.account.seconds < best[1].account.seconds:
+                best = asked, solved
+        assert best is not None
+        joint = Joint(best[1].instance, best[1].solution, best[1].assignment, best[1].account)
+        answers[id(joint.assignment)] = best
+        return joint
+
+    limit = float(memory_limit_of(question))
+    optimizer, schedule = question.options.optimizer, question.options.schedule
+    made = search(Ask(whole, layout, count, schedule, dict(pinned), limit, optimizer, solve))
+    asked, joint = answers[id(made.whole.assignment)]
+    return Found(made.seconds, partial(staged_plan, question, asked, joint, made, timings))
+
+
+def staged_plan(question: Question, asked: Question, joint: Answer, made: StagedAnswer, timings: Timings) -> Plan:
+    """The plan of a pipeline: that of the uncut graph on the mesh inside a stage, and what staging changes."""
+    graph = step_graph(question.graph, question.loss, question.batch)
+    limited = replace(asked, memory_limit=memory_limit_of(question))
+    base = make_plan(limited, joint.instance.graph, joint, {}, timings)
+    several = made.layout.stages > 1
+    return replace(
+        base,
+        predicted=staged_predicted(made),
+        lines=staged_lines(made.bill, plan_line),
+        strategies={**base.strategies, **new_strategies(made)},
+        holdings=staged_holdings(made),
+        stages=made.layout.stages,
+        schedule=made.pipeline.schedule.name if several else None,
+        microbatches=made.pipeline.schedule.microbatches,
+        pipeline=made.pipeline,
+        graph_hash=graph_hash(graph),
+    )

@@ -1,0 +1,113 @@
+"""A staged answer as the fields of a plan in which it differs from that of the uncut graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+
+from autopar.cost import total_flops
+
+from .account import REST, Line, LineKind, accumulator_bytes, parameter_bytes
+from .plan import Holding, PlanLine, Predicted
+from .prices import Prices, local_bytes
+from .repeats import Repeats
+from .spec import Strategy
+from .stage_chunks import Chunk
+from .stage_prices import StageBill, most_in_flight
+from .stage_search import StagedAnswer
+
+
+def staged_predicted(answer: StagedAnswer) -> Predicted:
+    """The figures of a pipeline: computing and communicating are those of the rank that is busy longest, the bubble is
+    what the step takes beyond; memory is that of the fullest rank's devices."""
+    bill = answer.bill
+    busiest = busiest_rank(bill)
+    compute = _rank_seconds(bill, busiest, "compute", "optimizer")
+    busy = _rank_seconds(bill, busiest, "compute", "optimizer", "reshard", "weight", "gradient", "refresh")
+    seconds = max(bill.seconds, busy)
+    memories = [bill.accounts[c].memory for c in bill.schedule.held[bill.fullest]]
+    prices = answer.whole.prices
+    graph = answer.whole.instance.graph
+    dtype = next((n.type.dtype for n in graph.placeholders("param")), torch.float32)
+    devices = answer.layout.stages * prices.devices
+    possible = devices * prices.cluster.device.flops(dtype) * seconds
+    return Predicted(
+        step_seconds=seconds,
+        compute_seconds=compute,
+        comm_seconds=busy - compute,
+        bubble_seconds=seconds - busy,
+        peak_bytes=bill.peaks[bill.fullest],
+        weight_bytes=sum(m.weights for m in memories),
+        gradient_bytes=sum(m.gradients for m in memories),
+        optimizer_bytes=sum(m.optimizer for m in memories),
+        activation_bytes=sum(m.activations for m in memories),
+        temporary_bytes=max(m.temporary for m in memories),
+        input_bytes=sum(m.inputs for m in memories),
+        mfu=float(total_flops(graph)) * bill.schedule.microbatches / possible if possible else 0.0,
+    )
+
+
+def busiest_rank(bill: StageBill) -> int:
+    """The pipeline rank with the longest bill."""
+    totals = [sum(bill.accounts[c].seconds for c in held) for held in bill.schedule.held]
+    return max(range(len(totals)), key=totals.__getitem__)
+
+
+def _rank_seconds(bill: StageBill, rank: int, *kinds: LineKind) -> float:
+    return sum(bill.accounts[c].seconds_of(*kinds) for c in bill.schedule.held[rank])
+
+
+def staged_lines(bill: StageBill, make: Callable[[Line], PlanLine]) -> tuple[PlanLine, ...]:
+    """Every line of every chunk as ``make`` writes it, with its stage."""
+    return tuple(
+        replace(make(line), stage=rank)
+        for rank, held in enumerate(bill.schedule.held)
+        for chunk in held
+        for line in bill.accounts[chunk].lines
+    )
+
+
+def new_strategies(answer: StagedAnswer) -> dict[str, Strategy]:
+    """The choices of nodes that only the cut graph has: sums of gradient parts, copies for other chunks."""
+    known = answer.whole.assignment.strategies
+    return {
+        name: strategy
+        for chunk in answer.bill.chunks
+        for name, strategy in chunk.assignment.strategies.items()
+        if name not in known and chunk.graph[name].op != "receive"
+    }
+
+
+def staged_holdings(answer: StagedAnswer) -> tuple[Holding, ...]:
+    """What rests on the fullest rank's devices; a saved activation once for each microbatch in flight."""
+    bill, most = answer.bill, most_in_flight(answer.bill.schedule)
+    found: list[Holding] = []
+    for index in bill.schedule.held[bill.fullest]:
+        repeats = Repeats(bill.schedule.microbatches, most[index], accumulates=True)
+        found += _holdings(bill.chunks[index], answer.whole.prices, answer.whole.instance.optimizer, repeats)
+    return tuple(found)
+
+
+def _holdings(chunk: Chunk, prices: Prices, optimizer: str, repeats: Repeats) -> Iterator[Holding]:
+    """What :func:`autopar.account.memory` adds up, item by item."""
+    made = {o.name: o.value for o in chunk.graph.outputs if o.kind == "gradient" and o.value is not None}
+    for node in chunk.graph.nodes:
+        if node.op == "param":
+            place = chunk.assignment.parameters[node.name]
+            weight, gradient, state = parameter_bytes(prices, node.type, place, optimizer)
+            module = node.target.rpartition(".")[0]
+            yield Holding("weight", node.name, module, weight)
+            if node.target in made:
+                raw = chunk.assignment.placements_of(made[node.target])
+                held = gradient + accumulator_bytes(prices, node.type, raw, repeats)
+                yield Holding("gradient", node.name, module, held)
+                if state:
+                    yield Holding("optimizer", node.name, module, state)
+        elif node.is_placeholder or node.op == REST:
+            count = local_bytes(node.type, chunk.assignment.strategies[node.name].outputs[0], prices.mesh)
+            kept = node.op in (REST, "receive")
+            yield Holding(
+                "activation" if kept else "input", node.name, node.module, count * (repeats.in_flight if kept else 1)
+            )

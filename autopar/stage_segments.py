@@ -1,0 +1,112 @@
+"""The segments of a graph between places where it may be cut, priced from the bill of the whole graph."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from autopar.passes.cut_candidates import CutCandidate
+from autopar.passes.stages import cut
+
+from .account import REST, Account, parameter_bytes
+from .assignment import Assignment
+from .errors import OptionsError
+from .graph import Graph
+from .instance import Instance
+from .prices import local_bytes
+from .problem import Ints
+from .stage_chunks import WirePrice
+from .stage_cuts import Segments
+
+STAGE_PIN = re.compile(r"^\s*stage\s*[= ]\s*(\d+)\s*$")
+
+
+def segment_of_nodes(graph: Graph, candidates: tuple[CutCandidate, ...]) -> dict[str, int]:
+    """For each node of ``graph`` (one microbatch, without rests) the segment it runs in, backward nodes with what they
+    belong to."""
+    finest = cut(graph, tuple(candidate.name for candidate in candidates))
+    found: dict[str, int] = {}
+    for index, chunk in enumerate(finest.chunks):
+        for node in chunk.nodes:
+            if node.op != "receive":
+                found.setdefault(node.name, index)
+    return found
+
+
+def price_segments(
+    graph: Graph,
+    candidates: tuple[CutCandidate, ...],
+    where: Mapping[str, int],
+    instance: Instance,
+    assignment: Assignment,
+    bill: Account,
+    link: WirePrice,
+) -> Segments:
+    """``instance``, ``assignment`` and ``bill`` are of ``graph`` with rests; ``where`` of :func:`segment_of_nodes`;
+    ``link`` is the slowest wire between stages. What a candidate lets cross is taken as sharded over the whole inner
+    mesh: the least it can take."""
+    count = len(candidates) + 1
+    seconds, static, saved, wire = (np.zeros(count) for _ in range(4))
+    for line in bill.lines:
+        if line.kind not in ("gradient", "refresh", "optimizer"):
+            seconds[_segment(line.name, where)] += line.seconds / line.times
+    for node in instance.graph.nodes:
+        if node.op == "param":
+            parts = parameter_bytes(instance.prices, node.type, assignment.parameters[node.name], instance.optimizer)
+            static[_segment(node.name, where)] += sum(parts)
+        elif node.op == REST:
+            place = assignment.strategies[node.name].outputs[0]
+            saved[_segment(node.operands[0].node, where)] += local_bytes(node.type, place, instance.prices.mesh)
+    for position, candidate in enumerate(candidates, start=1):
+        crossing = max(candidate.forward_bytes, candidate.backward_bytes) / instance.prices.devices
+        wire[position] = link.latency + crossing / link.bandwidth
+    return Segments(tuple(c.name for c in candidates), seconds, static, saved, wire)
+
+
+def _segment(name: str, where: Mapping[str, int]) -> int:
+    return where.get(name, where.get(name.removesuffix("_rest"), 0))
+
+
+def pinned_ranks(graph: Graph, where: Mapping[str, int], count: int, pins: Mapping[str, str], stages: int) -> Ints:
+    """For each of ``count`` segments the pipeline rank that pins such as ``{"h.3": "stage 1"}`` want it on, or -1.
+
+    Raises:
+        OptionsError: a pin matches nothing or names no stage, or two pins want one segment on different ranks.
+    """
+    found = np.full(count, -1, dtype=np.int64)
+    for pattern, text in pins.items():
+        match = STAGE_PIN.match(text)
+        assert match is not None
+        rank = int(match[1])
+        if rank >= stages:
+            raise OptionsError(f"the pin {pattern!r}: {text!r}: there are {stages} stages, counted from 0")
+        names = _nodes_within(graph, pattern)
+        if not names:
+            raise OptionsError(f"the pin {pattern!r} matches no parameter and no module of the model")
+        for segment in {where[name] for name in names if name in where}:
+            if found[segment] not in (-1, rank):
+                raise OptionsError(
+                    f"the pin {pattern!r}: {text!r} and another want what cannot be cut apart on stages "
+                    f"{found[segment]} and {rank}"
+                )
+            found[segment] = rank
+    return found
+
+
+def _nodes_within(graph: Graph, pattern: str) -> list[str]:
+    """The forward nodes of the modules that a pattern names, and of the modules below them."""
+
+    def is_named(path: str) -> bool:
+        parts = path.split(".")
+        return any(fnmatch.fnmatchcase(".".join(parts[:n]), pattern) for n in range(1, len(parts) + 1))
+
+    return [n.name for n in graph.nodes if n.phase == "forward" and n.module and is_named(n.module)]
+
+
+def stage_pins(pins: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """``pins`` apart: those that fix a stage, and those that fix placements."""
+    stages = {pattern: text for pattern, text in pins.items() if STAGE_PIN.match(text)}
+    return stages, {pattern: text for pattern, text in pins.items() if pattern not in stages}
