@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
+from autopar.cost.point_to_point import message_rate
 from autopar.passes.annotate import annotate
 
+from .account import VIEWS
 from .errors import InfeasibleError, OptionsError
 from .graph import Graph
 from .plan import Plan
@@ -40,6 +42,8 @@ from .stage_segments import stage_pins
 
 # More operations than this, and only whole axes of the mesh are tried as stages: each try solves a placement program.
 LARGE_GRAPH = 2500
+# A pipeline this many times slower than the best plan without is not helped by more microbatches.
+HOPELESS = 1.5
 
 
 @dataclass(frozen=True)
@@ -103,18 +107,24 @@ def _with_stages(
     whole = _whole_graph(question)
     found: list[Found] = []
     complaint: Exception | None = None
-    for layout, count in _attempts(question, whole, best):
-        try:
-            made = _staged(question, pinned, layout, count, whole, timings)
-        except InfeasibleError as error:
-            complaint = error
-            continue
-        except OptionsError as error:
-            if question.options.stages is not None or question.options.microbatches is not None:
-                raise
-            complaint = error
-            continue
-        found.append(made)
+    for layout, counts in _attempts(question, whole, best):
+        last = math.inf
+        for count in counts:
+            try:
+                made = _staged(question, pinned, layout, count, whole, timings)
+            except InfeasibleError as error:
+                complaint = error
+                continue
+            except OptionsError as error:
+                if question.options.stages is not None or question.options.microbatches is not None:
+                    raise
+                complaint = error
+                continue
+            found.append(made)
+            # More microbatches idle less and launch more: once that does not pay, it will not again.
+            if made.seconds > last or made.seconds > HOPELESS * best:
+                break
+            last = made.seconds
     return found, complaint
 
 
@@ -125,40 +135,52 @@ def _whole_graph(question: Question) -> Graph:
     return replace(graph, outputs=outputs).without_dead()
 
 
-def _attempts(question: Question, graph: Graph, best: float) -> Iterator[tuple[Layout, int]]:
-    """Layouts and numbers of microbatches to try, given the seconds of the best plan without stages."""
+def _attempts(question: Question, graph: Graph, best: float) -> Iterator[tuple[Layout, tuple[int, ...]]]:
+    """Layouts with the numbers of microbatches to try, given the seconds of the best plan without stages."""
     options, devices = question.options, math.prod(question.mesh)
     one_stage = Layout(1, question.mesh, tuple(range(len(question.mesh))))
     if options.stages in (None, 1) and options.microbatches is not None and options.microbatches > 1:
-        yield one_stage, options.microbatches
+        yield one_stage, (options.microbatches,)
     if options.stages == 1 and options.microbatches is None and math.isinf(best):
-        yield from ((one_stage, count) for count in microbatch_counts(question.batch, 1, None) if count > 1)
+        yield one_stage, tuple(n for n in microbatch_counts(question.batch, 1, None) if n > 1)
     if options.stages == 1 or (devices == 1 and options.stages is None):
         return
-    alone = single_device_seconds(question, graph)
+    alone, launches = single_device_seconds(question, graph)
     for layout in layouts(question.mesh, options.stages):
         asked = options.stages is not None or options.schedule is not None
         if not asked and len(graph) > LARGE_GRAPH and not _takes_whole_axes(layout, question.mesh):
             continue
-        for count in microbatch_counts(question.batch, layout.stages, options.microbatches):
-            least = alone / devices * (1.0 + (layout.stages - 1) / (3.0 * count))
-            if asked or least < best:
-                yield layout, count
+        counts = microbatch_counts(question.batch, layout.stages, options.microbatches)
+        least = [
+            (alone + (n - 1) * launches) / devices * (1.0 + (layout.stages - 1) / (3.0 * n)) + _hops(question, layout)
+            for n in counts
+        ]
+        worth = tuple(n for n, seconds in zip(counts, least, strict=True) if asked or seconds < best)
+        if worth:
+            yield layout, worth
+
+
+def _hops(question: Question, layout: Layout) -> float:
+    """Latencies on the way of a microbatch through all stages and back."""
+    devices = math.prod(layout.mesh)
+    pairs = ((s, s + 1) for s in range(layout.stages - 1))
+    return 2.0 * sum(message_rate(question.cluster, s, t, devices)[0] for s, t in pairs)
 
 
 def _takes_whole_axes(layout: Layout, mesh: tuple[int, ...]) -> bool:
     return layout.stages in [math.prod(mesh[:n]) for n in range(1, len(mesh) + 1)]
 
 
-def single_device_seconds(question: Question, graph: Graph) -> float:
-    """Seconds of computing a step on one device: however it is divided, the devices take this in sum."""
+def single_device_seconds(question: Question, graph: Graph) -> tuple[float, float]:
+    """Seconds of computing a step on one device, and what of it is paid again for each further microbatch: launching.
+    However it is divided, the devices take this in sum."""
     alone = annotate(graph, (1,))
     prices = Prices.of(question.cluster, (1,), alone)
-    return sum(
-        prices.node(node, tuple(map(graph.type_of, node.operands)), alone.strategies[node.name][0])
-        for node in graph.nodes
-        if not node.is_placeholder
+    nodes = [node for node in graph.nodes if not node.is_placeholder]
+    seconds = sum(
+        prices.node(node, tuple(map(graph.type_of, node.operands)), alone.strategies[node.name][0]) for node in nodes
     )
+    return seconds, question.cluster.device.launch_seconds * sum(node.op not in VIEWS for node in nodes)
 
 
 def _staged(
