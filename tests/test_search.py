@@ -1,0 +1,124 @@
+"""The search over stages: its plans hold together, what is fixed is honoured, what cannot be had is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar import Options, OptionsError, Plan
+from autopar.schedule_check import check
+from autopar.stage_meshes import Layout, layout_for, layouts, microbatch_counts
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    """Four residual blocks; the head is the embedding's weight."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(31, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(4))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.norm(x) @ self.embed.weight.T
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def plan(mesh: tuple[int, ...], batch: int = 8, **options: object) -> Plan:
+    torch.manual_seed(0)
+    ids = torch.randint(0, 31, (batch, 6))
+    return autopar.plan(
+        Model(),
+        mesh,
+        {"ids": ids, "labels": ids},
+        cluster="dgx-a100-80gb",
+        options=Options(**options),  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ((4,), {"stages": 4, "microbatches": 4, "schedule": "1f1b"}),
+        ((2, 2), {"stages": 2, "microbatches": 2}),
+        ((3,), {"stages": 3, "microbatches": 2, "schedule": "gpipe"}),
+        ((2, 2), {"stages": 1, "microbatches": 4}),
+    ],
+)
+def test_a_staged_plan_holds_together(mesh: tuple[int, ...], options: dict[str, object]) -> None:
+    found = plan(mesh, **options)
+    assert found.pipeline is not None
+    check(found.pipeline.schedule)
+    assert (found.stages, found.microbatches) == (options["stages"], options["microbatches"])
+    assert found.pipeline.schedule.stages == found.stages
+    assert max(found.pipeline.schedule.placement) == found.stages - 1
+    parts = found.predicted
+    assert parts.step_seconds == pytest.approx(parts.compute_seconds + parts.comm_seconds + parts.bubble_seconds)
+    by_stage = [sum(line.seconds for line in found.lines if line.stage == s) for s in range(found.stages)]
+    assert max(by_stage) == pytest.approx(parts.compute_seconds + parts.comm_seconds)
+    assert sum(h.bytes for h in found.holdings) + parts.temporary_bytes == parts.peak_bytes
+    assert Plan.from_json(found.to_json()) == found == Plan.from_text(found.to_text())
+
+
+def test_a_pin_fixes_the_stage_of_a_module() -> None:
+    found = plan((2,), stages=2, microbatches=2, schedule="1f1b", pins={"blocks.2": "stage 0", "blocks.3": "stage 1"})
+    where = {line.module: line.stage for line in found.lines if line.kind == "compute" and line.phase == "forward"}
+    assert where["blocks.2.up"] == where["blocks.2.down"] == 0
+    assert where["blocks.3.up"] == 1
+
+
+def test_less_memory_than_one_stage_has_is_spread_over_stages() -> None:
+    whole = plan((2,), stages=1, zero=0)
+    limit = int(whole.predicted.peak_bytes * 0.8)
+    found = plan((2,), stages=2, microbatches=4, memory_limit=limit)
+    assert found.predicted.peak_bytes <= limit
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"stages": 2, "microbatches": 3}, "does not divide into 3 microbatches"),
+        ({"stages": 3}, "does not divide into 3 stages"),
+        ({"stages": 2, "schedule": "2f2b"}, "not known"),
+        ({"microbatches": 0}, "not a positive number"),
+        ({"stages": 2, "pins": {"nowhere": "stage 1"}}, "matches no"),
+        ({"stages": 2, "pins": {"blocks.0": "stage 7"}}, "there are 2 stages"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(options: dict[str, object], said: str) -> None:
+    with pytest.raises(OptionsError, match=said):
+        plan((2, 2), **options)
+
+
+def test_more_stages_than_regions_names_how_many_there_are() -> None:
+    with pytest.raises(OptionsError, match="regions"):
+        plan((64,), batch=64, stages=64)
+
+
+def test_stages_take_the_outermost_devices() -> None:
+    assert layout_for((2, 4), 2) == Layout(2, (4,), (1,))
+    assert layout_for((2, 4), 4) == Layout(4, (2,), (1,))
+    assert layout_for((4, 2), 2) == Layout(2, (2, 2), (0, 1))
+    assert layout_for((2, 3), 6) == Layout(6, (1,), (1,))
+    assert layout_for((4, 3), 3) is None
+    assert [found.stages for found in layouts((2, 2), None)] == [2, 4]
+
+
+def test_microbatches_tried_divide_the_batch() -> None:
+    assert microbatch_counts(12, 2, None) == (2, 4, 6, 12)
+    assert microbatch_counts(7, 4, None) == (1, 7)
+    assert microbatch_counts(7, 4, 3) == (3,)
