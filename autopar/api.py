@@ -103,8 +103,10 @@ def parallelize(
     parameters DTensors. Called by every rank (``torchrun``), or by the only process for a mesh of one.
 
     Traced and planned at the first batch it sees, or now if ``example_inputs`` are given. A real model keeps its
-    weights (rank 0's); a meta model is materialised shard by shard. See :class:`~autopar.runtime.ParallelModule` for
-    what it can do.
+    weights (rank 0's); a meta model is materialised shard by shard. What the model draws (dropout, noise) depends on
+    ``options.seed`` (without one, on ``torch.initial_seed()`` of rank 0 now), on the step and on the model, and not on
+    the plan; ``torch.manual_seed`` later changes nothing, ``set_random_state`` does. See
+    :class:`~autopar.runtime.ParallelModule` for what it can do.
 
     Raises:
         OptionsError: the number of processes is not that of the mesh, or an option cannot be honoured.
@@ -127,7 +129,7 @@ def parallelize(
         loss_fn=loss_fn,
         plan=plan,
     )
-    parallel = ParallelModule(model, devices, compiler)
+    parallel = ParallelModule(model, devices, compiler, seed=settings.seed)
     if example_inputs is not None:
         args, kwargs = split_batch(example_inputs)
         parallel.prepare(args, kwargs, "loss")

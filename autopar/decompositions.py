@@ -9,7 +9,8 @@ Taken apart are
 - the log-softmax of a loss: as ``amax``, ``sum`` and pointwise, a sharded vocabulary exchanges two small
   reductions;
 - operations fused only for speed on one device (``addmm``), whose parts have simpler rules;
-- the many ways of writing a constant tensor: all become ``aten.full``.
+- the many ways of writing a constant tensor: all become ``aten.full``;
+- everything that draws random numbers (:mod:`.decompositions_random`).
 
 Where torch's own decomposition has the right form it is used.
 """
@@ -28,6 +29,7 @@ from torch._ops import OpOverload
 
 from .decomposed import Decomposition, Table, aten, into
 from .decompositions_product import PRODUCTS
+from .decompositions_random import RANDOM
 
 _OURS: Table = {}
 _for = into(_OURS)
@@ -77,7 +79,8 @@ _TORCHS = (
 def decomposition_table() -> dict[OpOverload, Decomposition]:
     """The table for the tracer."""
     table: dict[Any, Decomposition] = get_decompositions(_TORCHS)
-    return {**{op: how for op, how in table.items() if "out" not in op._overloadname}, **_OURS, **PRODUCTS}
+    ours = {**_OURS, **PRODUCTS, **RANDOM}
+    return {**{op: how for op, how in table.items() if "out" not in op._overloadname}, **ours}
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -193,45 +196,6 @@ def vector_norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = Fals
     if ord == 2:
         return _sum(wide * wide, dims, keepdim).sqrt().to(result)
     return (_sum(wide.abs() ** ord, dims, keepdim) ** (1.0 / ord)).to(result)
-
-
-@_for(aten.native_dropout.default)
-def native_dropout(x: Tensor, p: float, train: bool | None) -> Any:
-    """A draw that looks at no tensor but for its shape, and pointwise operations: only the draw cannot be sharded. The
-    draws are those of torch's own kernel on the CPU."""
-    if not train or p == 0:
-        return x.clone(), torch.ones_like(x, dtype=torch.bool)
-    kept = aten.bernoulli.p(_full(x.shape, False, None, torch.bool, x.device), 1 - p)
-    noise = kept.to(x.dtype) if p == 1 else kept.to(x.dtype) / (1 - p)
-    return x * noise, kept
-
-
-def _drawn_like(x: Tensor, draw: OpOverload, options: dict[str, Any], *bounds: Any) -> Any:
-    if not _is_strided(options):
-        return NotImplemented
-    dtype, device = options.get("dtype") or x.dtype, options.get("device") or x.device
-    return draw(*bounds, x.shape, dtype=dtype, device=device)
-
-
-@_for(aten.rand_like.default)
-def rand_like(x: Tensor, **options: Any) -> Any:
-    """Draws look at the shape of their operand only."""
-    return _drawn_like(x, aten.rand.default, options)
-
-
-@_for(aten.randn_like.default)
-def randn_like(x: Tensor, **options: Any) -> Any:
-    return _drawn_like(x, aten.randn.default, options)
-
-
-@_for(aten.randint_like.default)
-def randint_like(x: Tensor, high: int, **options: Any) -> Any:
-    return _drawn_like(x, aten.randint.low, options, 0, high)
-
-
-@_for(aten.randint_like.low_dtype)
-def randint_like_low(x: Tensor, low: int, high: int, **options: Any) -> Any:
-    return _drawn_like(x, aten.randint.low, options, low, high)
 
 
 def _memory_order(x: Tensor) -> list[int] | None:

@@ -14,7 +14,8 @@ Text form (round-trips through :meth:`Graph.to_text` / :meth:`Graph.from_text`):
 
 Invariants (:meth:`Graph.verify`): names are unique; every operand is defined before its use; every
 operand index exists; placeholder operations are ``param``, ``buffer``, ``input``, ``tangent``, ``constant`` and
-``receive`` (a value of another pipeline stage) with one string argument.
+``receive`` (a value of another pipeline stage) and ``random`` (the state of :mod:`autopar.random_ops`) with one string
+argument.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Dim: TypeAlias = int | sympy.Expr
 Phase = Literal["forward", "backward"]
 OutputKind = Literal["output", "gradient", "input_gradient", "mutation", "send"]
 
-PLACEHOLDERS = ("param", "buffer", "input", "tangent", "constant", "receive")
+PLACEHOLDERS = ("param", "buffer", "input", "tangent", "constant", "receive", "random")
 
 SHORT_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {

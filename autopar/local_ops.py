@@ -32,6 +32,7 @@ import torch
 from .local_attention import causal_attention, causal_attention_backward
 from .local_experts import OPERATIONS as EXPERT_OPERATIONS
 from .local_grouped import grouped_backward, grouped_inner, grouped_rows
+from .random_ops import DRAWS
 
 Number = int | float | bool
 Indices = Sequence[torch.Tensor | None]
@@ -233,5 +234,5 @@ LOCAL_OPS: dict[str, Callable[..., Any]] = {
         grouped_inner,
         grouped_backward,
     )
-} | EXPERT_OPERATIONS
-"""The local operations by the names programs use."""
+} | EXPERT_OPERATIONS | DRAWS
+"""The local operations by the names programs use; those of :mod:`.random_ops` among them."""

@@ -37,6 +37,8 @@ class Options:
         microbatches: pieces of the batch that a step computes one after the other, adding up gradients.
         schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zb-h1"`` or ``"zb-v"`` (:mod:`autopar.schedules`).
         precision, recompute: fixed at "fp32" and "none" for now; other values raise :class:`OptionsError`.
+        seed: decides what the model draws (dropout, noise), how a meta model is initialised, and the solver's ties;
+            default torch's initial seed on rank 0, and 0 for the solver.
     """
 
     memory_limit: int | None = None
@@ -49,7 +51,7 @@ class Options:
     pins: Mapping[str, str] = field(default_factory=dict)
     time_limit: float = 60.0
     gap: float = 0.01
-    seed: int = 0
+    seed: int | None = None
     mesh_search: bool = True
     optimizer: str = "adamw"
 

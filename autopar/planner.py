@@ -188,14 +188,14 @@ def _instance(question: Question, graph: Graph, prices: Prices) -> Instance:
 def _solve(question: Question, instance: Instance, incumbents: Sequence[Ints] = ()) -> Solution:
     options = question.options
     limits = {"time_limit": options.time_limit, "gap": options.gap}
-    return solve(instance.problem, **limits, seed=options.seed, incumbents=incumbents)
+    return solve(instance.problem, **limits, seed=options.seed or 0, incumbents=incumbents)
 
 
 def _solve_baseline(question: Question, instance: Instance) -> Solution:
     """A baseline is a comparison, not the answer: priced without a memory limit, and to a coarser gap than a plan."""
     options = question.options
     problem = replace(instance.problem, memory_limit=math.inf)
-    return solve(problem, time_limit=options.time_limit, gap=max(options.gap, BASELINE_GAP), seed=options.seed)
+    return solve(problem, time_limit=options.time_limit, gap=max(options.gap, BASELINE_GAP), seed=options.seed or 0)
 
 
 def _fits(instance: Instance, solution: Solution) -> bool:

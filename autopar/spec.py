@@ -176,6 +176,29 @@ def local_offset(shape: Shape, placements: Placements, mesh: Sequence[int], coor
     return offset
 
 
+def local_runs(
+    shape: Shape, placements: Placements, mesh: Sequence[int], coordinate: Sequence[int], dim: int
+) -> tuple[tuple[int, int, int], ...]:
+    """The global indices along ``dim`` of what the device holds, strided shards included, as nested loops from the
+    outermost in: ``(start, count, step)``, an index being the sum of one ``(start + k) * step`` with ``k < count`` from
+    each.
+
+    >>> local_runs((8,), (StridedShard(0, 2),), (2,), (1,), 0)  # 2, 3, 6, 7
+    ((0, 2, 4), (2, 2, 1))
+    """
+    start, count = 0, shape[dim]
+    runs: list[tuple[int, int, int]] = []
+    for before, axes in factor_groups(placements, dim):
+        unit = shape[dim] // before
+        if before > 1:
+            runs.append((start // unit, count // unit, unit))
+        start, count = 0, unit
+        for axis in axes:
+            moved, count = chunk_bounds(count, mesh[axis], coordinate[axis])
+            start += moved
+    return (*runs, (start, count, 1))
+
+
 def take_shard(tensor: torch.Tensor, dim: int, before: int, parts: int, index: int) -> torch.Tensor:
     """Piece ``index`` of ``parts`` of the factor of ``dim`` that follows ``before`` (a view when ``before`` is 1)."""
     if before == 1:

@@ -25,6 +25,7 @@ from autopar.passes.base import with_phases
 from .errors import TraceError
 from .graph import DTYPE_NAMES, Arg, Graph, Node, Output, TensorType, Value, symbol
 from .trace_capture import Captured, Request, module_path_of, place_of
+from .trace_draws import number_draws
 from .trace_errors import defined_at
 from .trace_expressions import Expressions
 from .trace_model import State
@@ -39,7 +40,7 @@ def convert(captured: Captured, request: Request) -> Graph:
     converter.convert_nodes()
     symbols = ((BATCH, request.call.batch),) if captured.symbol is not None else ()
     graph = Graph(tuple(converter.nodes), tuple(converter.outputs()), symbols, converter.constants)
-    return with_modules(with_phases(graph.without_dead()), converter.unplaced).verify()
+    return with_modules(with_phases(number_draws(graph).without_dead()), converter.unplaced).verify()
 
 
 class _Converter:

@@ -1,7 +1,9 @@
 """Parts of torch that a graph cannot hold, said another way while a model is traced.
 
-- ``checkpoint(..., use_reentrant=True)`` runs autograd inside autograd; which values to keep or compute again is the
-  plan's choice, so its function is simply called;
+- ``checkpoint`` computes again in backward, or runs autograd inside autograd; which values to keep is the plan's
+  choice, so its function is simply called;
+- dropout, in attention too, keeps whole floating-point masks on some devices and draws by a kernel of its own on
+  others; here it is ``native_dropout`` everywhere, and attention with dropout is written out;
 - batch norm with a cumulative average (``momentum=None``) reads its counter as a Python number; here it stays a tensor;
 - ``SyncBatchNorm`` communicates by itself; a graph has the statistics of the whole batch anyway, so it is batch norm;
 - ``embedding_bag`` looks up and reduces in one kernel that no rule can divide (:mod:`.embedding_bags`);
@@ -12,6 +14,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -24,6 +27,7 @@ from torch._higher_order_ops.flex_attention import math_attention
 from torch.nn import functional as F
 from torch.nn.attention import flex_attention
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from .embedding_bags import embedding_bag
@@ -37,6 +41,7 @@ def patched() -> Iterator[None]:
     """Within, the parts of torch named above are traceable."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(checkpoint.CheckpointFunction, "apply", staticmethod(_call)))
+        stack.enter_context(patch.object(checkpoint, "_checkpoint_without_reentrant_generator", _around_a_call))
         stack.enter_context(patch.object(_BatchNorm, "forward", _batch_norm))
         stack.enter_context(patch.object(nn.SyncBatchNorm, "forward", _batch_norm))
         stack.enter_context(patch.object(F, "embedding_bag", embedding_bag))
@@ -45,11 +50,62 @@ def patched() -> Iterator[None]:
         stack.enter_context(patch.object(flex_attention, "_validate_device", lambda *_tensors: None))
         stack.enter_context(patch.object(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True))
         stack.enter_context(patch.object(flex_attention, "flex_attention_hop", math_attention))
+        stack.enter_context(_PlainDropout())
         yield
 
 
 def _call(function: Callable[..., Any], _preserve_rng_state: bool, *args: Any) -> Any:
     return function(*args)
+
+
+def _around_a_call(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """Stands for what ``checkpoint`` does before and after calling its function: nothing."""
+    yield
+
+
+class _PlainDropout(TorchFunctionMode):
+    """Takes over dropout and attention with dropout, however they were imported."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.dropout:
+            return _dropout(*args, **kwargs)
+        if func is F.scaled_dot_product_attention and _dropout_of(*args, **kwargs):
+            return _attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
+    return torch.native_dropout(input, p, train)[0] if train and p and input.is_floating_point() else input
+
+
+def _dropout_of(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **_: Any) -> float:
+    return dropout_p
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention as its documentation defines it."""
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -math.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return _dropout(torch._safe_softmax(scores, -1), dropout_p, True) @ value
 
 
 def _batch_norm(module: _BatchNorm, x: Tensor) -> Tensor:

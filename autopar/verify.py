@@ -7,8 +7,8 @@ import copy
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,7 +41,9 @@ class Report:
     more than ten times what b itself is off by in float32 (against float64 on one process), the difference counts
     against a million times that instead, and the gradient is listed in ``noisy``. ``seconds`` is the wall time of it
     all, ``step_seconds`` that of one step under the plan after a first one. ``unpriced`` lists the collectives in which
-    the program that ran and the plan's prices differ: none, or the plan's predictions are not to be trusted.
+    the program that ran and the plan's prices differ: none, or the plan's predictions are not to be trusted. ``draws``:
+    the model draws random numbers, so that it was compared with one process under autopar with the same seed, not
+    with the model alone.
     """
 
     plan: Plan
@@ -53,6 +55,7 @@ class Report:
     seconds: float
     step_seconds: float
     unpriced: tuple[str, ...] = ()
+    draws: bool = False
 
     @property
     def max_error(self) -> float:
@@ -63,10 +66,14 @@ class Report:
         """Whether the loss and every gradient are within ``tolerance``; a NaN is not."""
         return all(error <= self.tolerance for error in (self.loss_error, *self.gradient_errors.values()))
 
+    @property
+    def _how(self) -> str:
+        return " under autopar with the same seed (the model draws random numbers)" if self.draws else ""
+
     def __str__(self) -> str:
         worst = sorted(self.gradient_errors.items(), key=lambda item: -item[1])[:8]
         lines = [
-            f"{'equal' if self.ok else 'NOT EQUAL'} to one process within {self.tolerance:g}: "
+            f"{'equal' if self.ok else 'NOT EQUAL'} to one process{self._how} within {self.tolerance:g}: "
             f"{self.plan.model} on mesh {self.plan.mesh}",
             f"{'loss':<60} {self.loss_error:10.2e}",
             *(f"{'gradient of ' + name:<60} {error:10.2e}" for name, error in worst),
@@ -104,6 +111,7 @@ class _Step:
     seconds: float = 0.0
     plan: Plan | None = None
     unpriced: tuple[str, ...] = ()
+    draws: bool = False
 
 
 def verify(
@@ -133,19 +141,30 @@ def verify(
         Whatever :func:`autopar.plan` raises.
     """
     start = time.perf_counter()
-    settings = options or Options()
+    settings = replace(options or Options(), seed=(options.seed if options else None) or 0)
     ready = materialised(model)
     task = _Task(ready, mesh_shape(mesh), batch, settings, Cluster.get(cluster or "local"), loss_fn, plan)
-    (expected,) = run_local(_reference, 1, timeout=timeout, args=(task, False))
-    exact = _exact(task, timeout)
+    expected = _plain(task, False, timeout)
+    exact = _exact(task, timeout, _plain)
     found = run_local(_parallel, math.prod(task.mesh), timeout=timeout, args=(task,))[0]
+    if found.draws:
+        expected, exact = _alone(task, False, timeout), _exact(task, timeout, _alone)
     errors, noisy = _compare(found, expected, exact)
     loss_error = _relative(found.loss, expected.loss, 0.0)[0]
     limit = TOLERANCE[settings.precision or "fp32"] if tolerance is None else tolerance
     assert found.plan is not None
     seconds = time.perf_counter() - start
     return Report(
-        found.plan, limit, float(expected.loss), loss_error, errors, noisy, seconds, found.seconds, found.unpriced
+        found.plan,
+        limit,
+        float(expected.loss),
+        loss_error,
+        errors,
+        noisy,
+        seconds,
+        found.seconds,
+        found.unpriced,
+        found.draws,
     )
 
 
@@ -173,11 +192,8 @@ def in_training(model: nn.Module) -> nn.Module:
 
 def _reference(rank: int, world: int, task: _Task, double: bool) -> _Step:
     """One plain step of the unmodified model."""
-    model = in_training(copy.deepcopy(task.model))
-    batch: Any = task.batch
-    if double:
-        model = model.double()
-        batch = pytree.tree_map(lambda t: t.double() if _is_float(t) else t, batch)
+    given = _doubled(task.model, task.batch) if double else (copy.deepcopy(task.model), task.batch)
+    model, batch = in_training(given[0]), given[1]
     args, kwargs = split_batch(batch)
     torch.manual_seed(0)
     loss = _loss_of(model(*args, **kwargs), task.loss_fn, args, kwargs)
@@ -210,10 +226,26 @@ def _loss_of(
     return found
 
 
-def _exact(task: _Task, timeout: float) -> _Step | None:
+def _plain(task: _Task, double: bool, timeout: float) -> _Step:
+    return run_local(_reference, 1, timeout=timeout, args=(task, double))[0]
+
+
+def _alone(task: _Task, double: bool, timeout: float) -> _Step:
+    """The step on one process under autopar, which draws what the plan draws; in float64 if ``double``."""
+    model, batch = (_doubled(task.model, task.batch)) if double else (task.model, task.batch)
+    options = Options(seed=task.options.seed)
+    single = replace(task, model=model, batch=batch, mesh=(1,), options=options, plan=None)
+    return run_local(_parallel, 1, timeout=timeout, args=(single,))[0]
+
+
+def _doubled(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
+    return copy.deepcopy(model).double(), pytree.tree_map(lambda t: t.double() if _is_float(t) else t, batch)
+
+
+def _exact(task: _Task, timeout: float, run: Callable[[_Task, bool, float], _Step]) -> _Step | None:
     """The step in float64, to know how far float32 itself is off; None if the model does not run in float64."""
     try:
-        return run_local(_reference, 1, timeout=timeout, args=(task, True))[0]
+        return run(task, True, timeout)
     except Exception:
         return None
 
@@ -240,7 +272,8 @@ def _parallel(rank: int, world: int, task: _Task) -> _Step:
     parallel.step(*args, **kwargs)
     seconds = time.perf_counter() - begin
     unpriced = _unpriced(call.program, parallel.plan) if rank == 0 else ()
-    return _Step(loss.detach().cpu(), gradients, seconds, parallel.plan, unpriced)
+    draws = any(slot.kind == "random" for slot in call.program.placeholders)
+    return _Step(loss.detach().cpu(), gradients, seconds, parallel.plan, unpriced, draws)
 
 
 def _unpriced(program: Program, plan: Plan) -> tuple[str, ...]:

@@ -100,6 +100,12 @@ def _selected_rows(call: Operation, inputs: Inputs, outputs: Outputs) -> Dim:
     return _every_tensor(call, inputs[1:], outputs) + _every_tensor(call, (), outputs)
 
 
+def _passes(call: Operation, inputs: Inputs, outputs: Outputs) -> Dim:
+    """Random numbers are mixed from 64-bit integers in many small steps, here counted as eight reads and writes of
+    each: what a core takes (10 ns an element). A device that goes through memory for each step takes twice that."""
+    return 128 * _first_result(call, inputs, outputs) + _every_tensor(call, (), outputs)
+
+
 # ---- FLOPs ------------------------------------------------------------
 
 
@@ -272,6 +278,7 @@ FREE = Family(_nothing, _nothing, is_view=True, is_free=True)
 MOVE = Family(_nothing, _every_tensor)
 FILL = Family(_nothing, _results_only)
 SELECT = Family(_nothing, _selected_rows)
+DRAW = Family(_first_result, _passes)
 ACCUMULATE = Family(_last_operand, _every_tensor)
 MATMUL = Family(_MM, _every_tensor, _MM_SHAPE)
 ADDED_MATMUL = Family(_with_sum(_ADDMM), _every_tensor, _ADDMM_SHAPE)
@@ -323,6 +330,7 @@ _NAMES: tuple[tuple[Family, str], ...] = (
         """,
     ),
     (SELECT, "embedding gather index index_select _unsafe_index take take_along_dim"),
+    (DRAW, "uniform normal bernoulli random_bits"),
     (ACCUMULATE, "scatter_add scatter_reduce index_add index_reduce"),
     (MATMUL, "mm bmm matmul mv dot vdot _scaled_mm _int_mm"),
     (ADDED_MATMUL, "addmm baddbmm addmv _addmm_activation"),

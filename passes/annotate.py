@@ -41,7 +41,7 @@ from .rules import OpCall
 
 Factors = Mapping[int, frozenset[int]]
 RESHAPE = "aten.reshape.default"
-REPLICATED_PLACEHOLDERS = ("buffer", "constant", "tangent")
+REPLICATED_PLACEHOLDERS = ("buffer", "constant", "tangent", "random")
 
 
 @dataclass(frozen=True)

@@ -83,11 +83,11 @@ def _renamed(output: Output, renamed: dict[Value, Value]) -> Output:
 
 @cache
 def is_pure(op: str) -> bool:
-    """Whether equal operands give equal results and nothing else happens: an ATen operation that neither
-    draws random numbers nor writes. Unknown operations are not."""
+    """Whether equal operands give equal results and nothing else happens: an operation of ATen or autopar that neither
+    writes nor takes numbers from a generator. Unknown operations are not."""
     namespace, _, rest = op.partition(".")
     name, _, overload = rest.rpartition(".")
-    packet = getattr(torch.ops.aten, name, None) if namespace == "aten" and name else None
+    packet = getattr(getattr(torch.ops, namespace), name, None) if namespace in ("aten", "autopar") and name else None
     found = getattr(packet, overload, None)
     if not isinstance(found, torch._ops.OpOverload):
         return False

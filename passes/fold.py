@@ -16,6 +16,7 @@ from typing import ClassVar
 
 from autopar.graph import Arg, Graph, Node, Value, map_arg
 from autopar.paths import fold_path, layers_among
+from autopar.random_ops import DRAWS
 
 from .base import Pass
 
@@ -44,7 +45,9 @@ def _part(node: Node, pattern: str, operand_types: tuple[Hashable, ...]) -> Hash
     def leaf(arg: Arg) -> Arg:
         return None if isinstance(arg, Value) else repr(arg)
 
-    args = () if node.is_placeholder else (map_arg(node.args, leaf), map_arg(node.kwargs, leaf))
+    # Draws differ in their number, which is no concern of how they are run.
+    kwargs = tuple((key, arg) for key, arg in node.kwargs if not (node.op in DRAWS and key == "place"))
+    args = () if node.is_placeholder else (map_arg(node.args, leaf), map_arg(kwargs, leaf))
     return pattern, node.phase, node.op, args, operand_types, node.types
 
 

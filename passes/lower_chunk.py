@@ -100,7 +100,7 @@ def lower_chunk(work: ChunkLowering) -> ChunkProgram:
 
 
 def _is_given(op: str) -> bool:
-    return op in ("param", "buffer", "input", "constant")
+    return op in ("param", "buffer", "input", "constant", "random")
 
 
 def _forward(

@@ -3,7 +3,7 @@ the model gives them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,11 +55,13 @@ def is_replicated(slot: TensorSlot) -> bool:
 
 class Call:
     """See the module docstring. Making one is collective (process groups, first placement of the
-    parameters)."""
+    parameters). ``draw_state`` gives what a run's random numbers are a function of, and counts the run."""
 
-    def __init__(self, compiled: Compiled, weights: Weights, groups: MeshGroups) -> None:
+    def __init__(
+        self, compiled: Compiled, weights: Weights, groups: MeshGroups, draw_state: Callable[[], torch.Tensor]
+    ) -> None:
         self.program, self.signature = compiled.program, compiled.signature
-        self.groups, self.weights = groups, weights
+        self.groups, self.weights, self._draw_state = groups, weights, draw_state
         self.executable = Executable(self.program, groups.mesh)
         weights.settle(self.program)
         self.parameters = weights.parameters(self.program)
@@ -144,6 +146,8 @@ class Call:
                 return mine.clone() if self._is_mutated(slot.target) else mine
             case "constant":
                 return self.executable.constants[slot.target]
+            case "random":
+                return self._draw_state()
         raise PlanMismatchError(
             f"the program takes a placeholder of kind {slot.kind!r} ({slot.target}) that a call has not"
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +22,8 @@ from .call import Call, settled
 from .compiled import Compile, OutputsWanted, Request
 from .groups import mesh_groups
 from .optimizer import make_optimizer
-from .parameters import gather_whole, make_dtensor
+from .parameters import broadcast_first, gather_whole, make_dtensor, shared_seed
+from .randomness import RandomState
 from .weights import Weights, accumulate
 
 _SHARED = (
@@ -41,7 +44,8 @@ class ParallelModule(nn.Module):
     ``compile`` turns a :class:`Request` into a program when a call of a new kind arrives (other shapes,
     training or not, with gradients or not); the first one also places the parameters, as DTensors and in
     place. Every rank calls with the same global batch, of which it takes its part, or with DTensors. ``seed``
-    initialises a meta model (default: torch's initial seed on rank 0); a real model keeps rank 0's weights.
+    (default: torch's initial seed on rank 0) decides what the model draws (dropout, noise) and how a meta model is
+    initialised; a real model keeps rank 0's weights.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, compile: Compile, *, seed: int | None = None) -> None:
@@ -52,6 +56,7 @@ class ParallelModule(nn.Module):
         self.__dict__["_original"] = module
         self._groups = mesh_groups(mesh)
         self._weights = Weights(module, self._groups, seed)
+        self._random = RandomState(shared_seed(self._groups, seed))
         self._compile = compile
         self._calls: dict[object, Call] = {}
         self._plan: object | None = None
@@ -108,7 +113,8 @@ class ParallelModule(nn.Module):
             compiled = self._compile(Request(args, dict(kwargs), self.training, grad, outputs))
             check_agreement(compiled.fingerprint, self._groups)
             self._groups = self._weights.groups = self._groups.regrouped(compiled.program.mesh)
-            self._calls[key] = Call(compiled, self._weights, self._groups)
+            draw_state = partial(self._random.advance, self.training and grad)
+            self._calls[key] = Call(compiled, self._weights, self._groups, draw_state)
             self._plan = compiled.plan
         return self._calls[key]
 
@@ -171,6 +177,20 @@ class ParallelModule(nn.Module):
             yield
         finally:
             self._weights.hold(False)
+
+    def random_state(self) -> dict[str, int]:
+        """What the random numbers of the next call are a function of, besides the model: the ``seed``, the training
+        calls made so far (``steps``) and all other calls (``evaluations``), counting those that draw. To be saved in a
+        checkpoint beside the ``state_dict``, which has the keys of the original."""
+        return asdict(self._random)
+
+    def set_random_state(self, state: Mapping[str, int]) -> None:
+        """Goes on as after :meth:`random_state`; rank 0's ``state`` counts. Collective."""
+        given = RandomState(**state)
+        values = [torch.tensor([given.seed, given.steps, given.evaluations])]
+        self._random.seed, self._random.steps, self._random.evaluations = next(broadcast_first(values, self._groups))[
+            1
+        ].tolist()
 
     def train(self, mode: bool = True) -> ParallelModule:
         super().train(mode)

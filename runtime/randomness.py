@@ -1,15 +1,20 @@
-"""One stream of random numbers for the whole mesh: that of rank 0.
+"""Random numbers of a model that runs on many devices: the same whatever the plan.
 
-An operation that draws (dropout, noise) draws the whole tensor on every rank, and each keeps its part; so all must draw
-the same. Before a section that draws, rank 0's generator is copied to all, and afterwards the others get their own
-back: what ranks draw for themselves (shuffling, augmentation) stays theirs, and ``torch.manual_seed`` on rank 0 decides
-what a model draws, as it does on one device.
+Almost every operation that draws is, in a program, a draw of :mod:`autopar.random_ops`: its numbers are a function of
+the seed, of how many steps were taken before, and of where a number stands in the whole tensor. :class:`RandomState`
+is that seed and count, one per parallel module.
+
+What is left (Poisson, binomial, gamma and Dirichlet distributions, draws from a generator of their own) draws the whole
+tensor on every rank, and each keeps its part; so all must draw the same. Before a section that has such an operation,
+rank 0's generator is copied to all, and afterwards the others get their own back: what ranks draw for themselves
+(shuffling, augmentation) stays theirs, and ``torch.manual_seed`` on rank 0 decides what is drawn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,6 +22,28 @@ import torch.distributed as dist
 from autopar.program import Section, draws_numbers
 
 from .groups import MeshGroups
+
+TRAINING, EVALUATION = 0, 1
+
+
+@dataclass
+class RandomState:
+    """What the next call of a model draws is a function of this: ``steps`` counts the calls that train, ``evaluations``
+    all others, which draw from a sequence of their own and so do not disturb training."""
+
+    seed: int
+    steps: int = 0
+    evaluations: int = 0
+
+    def advance(self, trains: bool) -> torch.Tensor:
+        """The state of this call, as :mod:`autopar.random_ops` takes it, for a batch from its first sample on; counts
+        the call."""
+        count = self.steps if trains else self.evaluations
+        if trains:
+            self.steps += 1
+        else:
+            self.evaluations += 1
+        return torch.tensor([self.seed, TRAINING if trains else EVALUATION, count, 0])
 
 
 def draws(section: Section) -> bool:

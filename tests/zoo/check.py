@@ -26,6 +26,7 @@ from autopar.planner import Question, Timings, solve_mesh, step_graph
 from autopar.prices import Prices
 from autopar.program import Program
 from autopar.trace import trace
+from tests.eager_draws import STATE, eager_draws
 from tests.interpret import interpret
 from tests.lowering import plain
 from tests.simulate import World
@@ -70,6 +71,7 @@ def make_case(model: nn.Module, batch: Any) -> Case:
     inputs = dict(zip(traced.signature.input_names, leaves, strict=True))
     values = {n: v.detach().clone() for n, v in (*model.named_parameters(), *model.named_buffers())}
     values |= {name: value for name, value in inputs.items() if name is not None}
+    values["random"] = STATE
     torch.manual_seed(0)
     case = Case(graph, values, interpret(plain(graph), values))
     _check_trace(case, model, args, kwargs, traced.signature.loss)
@@ -96,7 +98,8 @@ def _exact(graph: Graph) -> Graph:
 
 def _check_trace(case: Case, model: nn.Module, args: Any, kwargs: Any, loss: str | None) -> None:
     torch.manual_seed(0)
-    output = model(*args, **kwargs)
+    with eager_draws():
+        output = model(*args, **kwargs)
     flat = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.ndim == 0 and t.requires_grad]
     value = getattr(output, "loss", None)
     value = flat[0] if value is None else value

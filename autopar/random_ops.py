@@ -1,0 +1,221 @@
+"""Random numbers that depend on nothing but where they stand.
+
+Element ``i`` of draw ``place`` of a model is a function of (seed, stream, step, place, i), with ``i`` counted over the
+whole tensor: any device can make its part of it, in any order, twice if need be, and all plans see the same numbers.
+
+The function is SplitMix64 (Steele, Lea, Flood, *Fast splittable pseudorandom number generators*, OOPSLA 2014): element
+``i`` is ``mix(start + (i + 1) * gamma)`` in 64-bit arithmetic, ``mix`` being Stafford's variant 13 of the murmur
+finaliser. Each draw has its own ``start`` and odd ``gamma``, as splitting does there, taken from a BLAKE2b digest;
+``gamma`` is repaired as in the paper if its bits change too rarely.
+
+Operations take the state of the step first: ``i64[4]`` on the CPU, (seed, stream, step, sample).
+
+========================= ==============================================================
+``autopar.random_state``  that state; only while a model is traced
+``autopar.uniform``       uniform in [0, 1): 53, 24, 11 or 8 bits by dtype
+``autopar.bernoulli``     1 with probability ``p``, else 0
+``autopar.normal``        standard normal: the inverse distribution function of a uniform
+``autopar.random_bits``   integers, uniform in [0, 2^63)
+========================= ==============================================================
+
+Elements are counted samples first, so that the numbers of a sample do not depend on how many there are:
+``samples = (dim, each)`` says that ``dim`` counts samples (or equally many rows of each) and that a sample has ``each``
+elements; empty where nothing does. ``state[3]`` is the sample that the tensor begins with: not 0 where a batch is run
+in pieces. A part of the tensor is described as a ``first`` element and, for each loop over the part from the outermost
+in, how often it runs (``counts``) and how far it moves (``strides``); without counts it is the whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+_MASK = (1 << 64) - 1
+_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+# Elements made at a time: the passes over them stay in the cache of a core, or fill a larger device.
+_BLOCK = {"cpu": 1 << 15}
+_LARGE_BLOCK = 1 << 24
+STATE_SHAPE = (4,)
+
+Finish = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _signed(number: int) -> int:
+    """The same 64 bits as a signed integer."""
+    number &= _MASK
+    return number - (1 << 64) if number >> 63 else number
+
+
+def stream(seed: int, kind: int, step: int, place: int) -> tuple[int, int]:
+    """``(start, gamma)`` of the sequence of one draw, as signed integers.
+
+    >>> stream(0, 0, 0, 0) == stream(0, 0, 0, 0) != stream(0, 0, 1, 0)
+    True
+    """
+    digest = hashlib.blake2b(struct.pack("<4q", seed, kind, step, place), digest_size=16).digest()
+    start, gamma = struct.unpack("<2Q", digest)
+    gamma |= 1
+    if (gamma ^ (gamma >> 1)).bit_count() < 24:
+        gamma ^= 0xAAAAAAAAAAAAAAAA
+    return _signed(start), _signed(gamma)
+
+
+def _shifted(bits: torch.Tensor, count: int) -> torch.Tensor:
+    """A logical shift to the right: torch's repeats the sign."""
+    return (bits >> count).bitwise_and_((1 << (64 - count)) - 1)
+
+
+def _mix(bits: torch.Tensor) -> torch.Tensor:
+    """In place."""
+    bits.bitwise_xor_(_shifted(bits, 30)).mul_(_signed(_MULTIPLIERS[0]))
+    bits.bitwise_xor_(_shifted(bits, 27)).mul_(_signed(_MULTIPLIERS[1]))
+    return bits.bitwise_xor_(_shifted(bits, 31))
+
+
+def position_strides(size: Sequence[Any], samples: Sequence[Any]) -> tuple[Any, ...]:
+    """How far apart neighbours along each dim of a whole tensor are counted: row-major, the dim of samples
+    outermost.
+
+    >>> position_strides((2, 3, 4), ()), position_strides((2, 3, 4), (1, 8))
+    ((12, 4, 1), (4, 8, 1))
+    """
+    order = sorted(range(len(size)), key=lambda dim: (dim != samples[0] if samples else False, dim))
+    strides, step = [1] * len(size), 1
+    for dim in reversed(order):
+        strides[dim], step = step, step * size[dim]
+    return tuple(strides)
+
+
+def _loops(counts: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
+    """The loops without those of one turn, neighbours that move alike as one; at least one loop."""
+    found: list[tuple[int, int]] = []
+    for count, stride in zip(counts, strides, strict=True):
+        if count == 1:
+            continue
+        if found and found[-1][1] == count * stride:
+            found[-1] = (found[-1][0] * count, stride)
+        else:
+            found.append((count, stride))
+    return found or [(1, 1)]
+
+
+def _blocks(loops: list[tuple[int, int]], start: int, gamma: int, device: torch.device) -> Iterator[torch.Tensor]:
+    """Mixed bits of a part, block after block in the order of its elements."""
+    limit = _BLOCK.get(device.type, _LARGE_BLOCK)
+    count, stride = loops[-1]
+    outer = torch.full((1,), start, dtype=torch.int64, device=device)
+    for turns, step in loops[:-1]:
+        moves = torch.arange(turns, device=device).mul_(_signed(step * gamma))
+        outer = (outer[:, None] + moves).flatten()
+    width = min(count, limit)
+    rows = max(1, limit // width) if width == count else 1
+    for row in range(0, len(outer), rows):
+        for column in range(0, count, width):
+            inner = torch.arange(column, min(column + width, count), device=device).mul_(_signed(stride * gamma))
+            yield _mix(outer[row : row + rows, None] + inner).flatten()
+
+
+def _draw(
+    finish: Finish,
+    state: torch.Tensor,
+    size: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    place: int,
+    samples: Sequence[int],
+    part: tuple[int, Sequence[int], Sequence[int]],
+) -> torch.Tensor:
+    result = torch.empty(size, dtype=dtype, device=device)
+    if not result.numel():
+        return result
+    seed, kind, step, sample = state.tolist()
+    begin, gamma = stream(seed, kind, step, place)
+    first, counts, strides = part if part[1] else (0, size, position_strides(size, samples))
+    first += sample * samples[1] if samples else 0
+    flat, done = result.view(-1), 0
+    for bits in _blocks(_loops(counts, strides), _signed(begin + (first + 1) * gamma), gamma, device):
+        flat[done : done + bits.numel()].copy_(finish(bits))
+        done += bits.numel()
+    return result
+
+
+def _uniform(dtype: torch.dtype) -> Finish:
+    digits = _DIGITS[dtype]
+    exact = torch.float64 if digits > 24 else torch.float32
+    return lambda bits: _shifted(bits, 64 - digits).to(exact).mul_(2**-digits)
+
+
+def _normal(dtype: torch.dtype) -> Finish:
+    return lambda bits: torch.special.ndtri(_shifted(bits, 11).to(torch.float64).add_(0.5).mul_(2**-53))
+
+
+def _bernoulli(dtype: torch.dtype, p: float) -> Finish:
+    threshold = math.ceil(p * 2**53)
+    return lambda bits: _shifted(bits, 11) < threshold
+
+
+def _bits(dtype: torch.dtype) -> Finish:
+    return lambda bits: _shifted(bits, 1)
+
+
+def _no_state() -> torch.Tensor:
+    raise RuntimeError("autopar.random_state is a placeholder of graphs and holds no numbers by itself")
+
+
+_library = torch.library.Library("autopar", "DEF")
+_library.define("random_state() -> Tensor")
+_library.impl("random_state", _no_state, "CompositeExplicitAutograd")
+
+
+def _fake_state() -> torch.Tensor:
+    return torch.empty(STATE_SHAPE, dtype=torch.int64, device="cpu")
+
+
+torch.library.register_fake("autopar::random_state", _fake_state, lib=_library)
+
+
+def _define(name: str, finish: Callable[..., Finish], own: str = "") -> Any:
+    """The operation ``name``; ``own`` are its arguments after the size, which ``finish`` takes after the dtype."""
+    part = "int place=0, SymInt[] samples=[], int first=0, int[] counts=[], int[] strides=[]"
+    _library.define(f"{name}(Tensor state, SymInt[] size{own}, *, ScalarType dtype, Device device, {part}) -> Tensor")
+
+    def run(
+        state: torch.Tensor,
+        size: Sequence[int],
+        *given: float,
+        dtype: torch.dtype,
+        device: torch.device,
+        place: int = 0,
+        samples: Sequence[int] = (),
+        first: int = 0,
+        counts: Sequence[int] = (),
+        strides: Sequence[int] = (),
+    ) -> torch.Tensor:
+        part = (first, counts, strides)
+        return _draw(finish(dtype, *given), state, size, dtype, device, place, samples, part)
+
+    def fake(state: torch.Tensor, size: Sequence[int], *given: float, **options: Any) -> torch.Tensor:
+        return torch.empty(size, dtype=options["dtype"], device=options["device"])
+
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"autopar::{name}", fake, lib=_library)
+    return getattr(torch.ops.autopar, name).default
+
+
+STATE_OP = "autopar.random_state.default"
+DRAWS: dict[str, Any] = {
+    f"autopar.{name}.default": _define(name, finish, own)
+    for name, finish, own in (
+        ("uniform", _uniform, ""),
+        ("normal", _normal, ""),
+        ("bernoulli", _bernoulli, ", float p"),
+        ("random_bits", _bits, ""),
+    )
+}
+"""The operations that draw, by the names graphs and programs use."""

@@ -1,0 +1,47 @@
+"""Random draws: any part of the result can be made anywhere, for a number depends on its place in the whole.
+
+The local form is the same draw with the local size and a description of where its elements stand: see
+:mod:`autopar.random_ops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch.distributed.tensor import Shard
+
+from autopar.random_ops import DRAWS, position_strides
+from autopar.spec import REPLICATE, AxisStrategy, local_runs
+
+from .dimension_strings import agnostic, shardable
+from .rules import LocalCall, LocalContext, OpCall, localiser, rule
+
+
+@rule(*DRAWS)
+@agnostic(*DRAWS)
+def draw(call: OpCall) -> Iterator[AxisStrategy]:
+    """``(state, size, ...)``: the state whole, the result sharded on any dim."""
+    result = call.outputs[0]
+    assert result is not None
+    for dim, size in enumerate(result.shape):
+        if shardable(int(size), call.size):
+            yield AxisStrategy((REPLICATE,), (Shard(dim),))
+
+
+@localiser(*DRAWS)
+def local_draw(context: LocalContext) -> LocalCall:
+    """The part a device holds, as loops over positions of the whole."""
+    call = context.call
+    size = tuple(map(int, call.arg(1, "size")))
+    given = dict(call.kwargs)
+    strides = position_strides(size, given.get("samples", ()))
+    runs = [
+        (start * stride, count, step * stride)
+        for dim, stride in enumerate(strides)
+        for start, count, step in local_runs(size, context.outputs[0], context.mesh, context.coordinate, dim)
+    ]
+    given["first"] = given.get("first", 0) + sum(start for start, _, _ in runs)
+    given["counts"] = tuple(count for _, count, _ in runs)
+    given["strides"] = tuple(stride for _, _, stride in runs)
+    args = tuple(context.output_shape() if index == 1 else arg for index, arg in enumerate(call.args))
+    return call.op, args, tuple(given.items())

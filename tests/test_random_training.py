@@ -1,0 +1,201 @@
+"""Models that draw: the same numbers whatever the plan, those of an eager model that draws from the same generator."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import autopar
+from autopar.graph import Graph
+from autopar.passes.fold import fold_layers
+from autopar.passes.normalise import normalise
+from autopar.random_ops import DRAWS
+from autopar.runtime.module import ParallelModule
+from autopar.trace import trace
+from autopar.trace_draws import number_draws
+from tests.eager_draws import eager_draws
+from tests.models import VOCABULARY, text
+from tests.questions import CLUSTER, on, slow_devices
+from tests.test_verify_models import tensor_parallel
+from tests.zoo.check import check_assignments, check_plans, make_case
+
+
+class Block(nn.Module):
+    """Dropout on the stream and inside attention, noise on the sequence, all on shapes that divide nothing."""
+
+    def __init__(self, width: int = 12, heads: int = 3) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.out = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, s, w = x.shape
+        q, k, v = (t.view(b, s, self.heads, -1).transpose(1, 2) for t in self.qkv(x).split(w, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.3)
+        return F.dropout(self.out(y.transpose(1, 2).reshape(b, s, w)), 0.2)
+
+
+class Noisy(nn.Module):
+    """Layers under checkpoints, and most ways of drawing."""
+
+    def __init__(self, width: int = 12, layers: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(width) for _ in range(layers))
+        self.score = nn.Linear(width, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            x = x + checkpoint(layer, x, use_reentrant=index % 2 == 1)
+        x = x + torch.randn_like(x) * 0.1 + torch.rand(x.shape[1:], dtype=x.dtype) * 0.1
+        x = x * torch.bernoulli(torch.full_like(x, 0.9)) + F.rrelu(x, training=True)
+        choice = F.gumbel_softmax(self.score(F.alpha_dropout(x, 0.1)), tau=0.5)
+        picked = torch.multinomial(choice.detach().flatten(0, 1).softmax(-1), 1).view(x.shape[:-1])
+        noise = torch.randint(0, 4, x.shape[:2])
+        return (choice.gather(-1, picked[..., None]).squeeze(-1) * (1 + noise)).mean() + F.dropout2d(x, 0.5).pow(
+            2
+        ).mean()
+
+
+def test_any_assignment_draws_what_an_eager_model_draws() -> None:
+    """``make_case`` compares the graph with the eager model, the rest compares assignments with the graph."""
+    torch.manual_seed(0)
+    case = make_case(Noisy(), (torch.randn(6, 7, 12),))
+    for mesh in ((2,), (3,), (2, 2)):
+        check_assignments(case, mesh, range(3))
+    plans = check_plans(case, (2, 2))
+    drawn = [node for node in case.graph.nodes if node.op in DRAWS]
+    assert len(drawn) >= 11
+    sharded = [n for n in drawn if any(str(p) != "R" for p in plans["compute"].strategies[n.name].outputs[0])]
+    assert len(sharded) >= 7, [str(node.op) for node in drawn]
+
+
+def test_draws_are_numbered_and_know_their_samples() -> None:
+    graph = number_draws(
+        Graph.from_text("""
+        graph(b=4)
+        %x: f32[b, 6] = input("x")
+        %s: i64[4] = autopar.random_state.default()
+        %u: f32[3, 2*b] = autopar.uniform.default(%s, [3, 2*b], dtype=torch.float32)
+        %t: i64[4] = autopar.random_state.default()
+        %v: f32[3, 2] = autopar.uniform.default(%t, [3, 2], dtype=torch.float32)
+        return output "0" = %u
+        return output "1" = %v
+        """)
+    )
+    assert graph.to_text().splitlines() == [
+        "graph(b=4)",
+        '%random: i64[4] = random("random")',
+        '%x: f32[b, 6] = input("x")',
+        "%u: f32[3, 2*b] = autopar.uniform.default(%random, [3, 2*b], dtype=torch.float32, place=0, samples=[1, 6])",
+        "%v: f32[3, 2] = autopar.uniform.default(%random, [3, 2], dtype=torch.float32, place=1)",
+        'return output "0" = %u',
+        'return output "1" = %v',
+    ]
+    assert Graph.from_text(graph.to_text()).to_text() == graph.to_text()
+
+
+def test_equal_layers_choose_alike_though_their_draws_differ() -> None:
+    graph = fold_layers(normalise(trace(Noisy(layers=4), (torch.randn(6, 7, 12),), device="cpu").graph).at())
+    drawn = [node.name for node in graph if node.op in DRAWS and node.module.startswith("layers.")]
+    assert len(drawn) == 8
+    assert len({graph.classes[name] for name in drawn}) == 2
+
+
+def gpt2() -> nn.Module:
+    """With dropout 0.1 on embeddings, attention and the residual stream."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=1, n_embd=24, n_head=4, vocab_size=VOCABULARY, n_positions=16, bos_token_id=0, eos_token_id=0
+    )
+    return GPT2LMHeadModel(config).train()
+
+
+def train(model: ParallelModule, steps: int = 3) -> list[float]:
+    """Losses; an evaluation between two steps draws too, and must change nothing."""
+    optimizer = model.optimizer(torch.optim.SGD, lr=0.5)
+    losses = []
+    for step in range(steps):
+        losses.append(float(model.step(**text(4, 8, seed=step))))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            with torch.no_grad():
+                model(**text(4, 8))
+    return losses
+
+
+def plans() -> dict[str, dict[str, Any]]:
+    sharded = autopar.Options(seed=3, pins=tensor_parallel(gpt2(), (2,)).pins)
+    return {
+        "best": {"cluster": CLUSTER, "options": autopar.Options(seed=3)},
+        "slow devices": {"cluster": slow_devices(), "options": autopar.Options(seed=3)},
+        "fully sharded": {"cluster": CLUSTER, "options": autopar.Options(seed=3, zero=3)},
+        "tensor parallel": {"cluster": CLUSTER, "options": sharded},
+    }
+
+
+def test_training_has_the_same_losses_under_every_plan() -> None:
+    alone = train(autopar.parallelize(gpt2(), (1,), cluster=CLUSTER, options=autopar.Options(seed=3)))
+    other = train(autopar.parallelize(gpt2(), (1,), cluster=CLUSTER, options=autopar.Options(seed=4)))
+    assert max(abs(a - b) / a for a, b in zip(alone, other, strict=True)) > 1e-3
+
+    def work(rank: int, world: int) -> dict[str, list[float]]:
+        torch.manual_seed(rank)
+        return {name: train(autopar.parallelize(gpt2(), (world,), **given)) for name, given in plans().items()}
+
+    for name, losses in on(2, work)[0].items():
+        for found, expected in zip(losses, alone, strict=True):
+            assert math.isclose(found, expected, rel_tol=1e-5), (name, losses, alone)
+
+
+def test_one_process_is_an_eager_model_that_draws_from_the_same_generator() -> None:
+    reference, state = gpt2(), torch.tensor([3, 0, 0, 0])
+    model = autopar.parallelize(gpt2(), (1,), cluster=CLUSTER, options=autopar.Options(seed=3))
+    for step in range(2):
+        state[2] = step
+        model.zero_grad()
+        reference.zero_grad()
+        found = model.step(**text(4, 8))
+        with eager_draws(state):
+            expected = reference(**text(4, 8)).loss
+        expected.backward()
+        torch.testing.assert_close(found, expected.detach())
+        for name, parameter in reference.named_parameters():
+            torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), parameter.grad, msg=name)  # type: ignore[union-attr]
+
+
+def test_training_goes_on_where_it_was_saved() -> None:
+    model = autopar.parallelize(gpt2(), (1,), cluster=CLUSTER, options=autopar.Options(seed=3))
+    keys = set(model.state_dict())
+    model.step(**text(4, 8))
+    saved = model.random_state()
+    assert saved == {"seed": 3, "steps": 1, "evaluations": 0}
+    second = float(model.step(**text(4, 8)))
+    assert float(model.step(**text(4, 8))) != second
+    model.set_random_state(saved)
+    assert float(model.step(**text(4, 8))) == second
+    assert set(model.state_dict()) == keys == set(gpt2().state_dict())
+
+
+def test_without_a_seed_that_of_torch_decides() -> None:
+    def first_loss(seed: int) -> float:
+        model = gpt2()
+        torch.manual_seed(seed)
+        return float(autopar.parallelize(model, (1,), cluster=CLUSTER).step(**text(4, 8)))
+
+    assert first_loss(5) == first_loss(5) != first_loss(6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(2, 2), (4,)])
+def test_verify_says_what_it_compares_with(mesh: tuple[int, ...]) -> None:
+    report = autopar.verify(gpt2(), mesh, text(4, 8), cluster=slow_devices())
+    assert report.ok and report.draws, str(report)
+    assert "under autopar with the same seed (the model draws random numbers)" in str(report)
