@@ -128,9 +128,15 @@ class Compiler:
     def __call__(self, request: Request) -> Compiled:
         if self.plan is None or self._base is None:
             self._plan_for(replace(request, training=True))
-        if request.grad and request.training:
+        if request.grad and request.training and self._wants_same_gradients(self._base):
             return self._training_program(request)
         return self._other_program(request)
+
+    def _wants_same_gradients(self, base: Prepared | None) -> bool:
+        """Whether no parameter was frozen or thawed since the plan was made."""
+        assert base is not None
+        known = base.traced.parameters
+        return all(known.get(name, p.requires_grad) == p.requires_grad for name, p in self.model.named_parameters())
 
     def _plan_for(self, request: Request) -> None:
         """Plans training on such inputs, whatever the first call is for: parameters must rest somewhere, and training
@@ -196,7 +202,7 @@ class Compiler:
         return self._lowered(InsertRests()(whole.without_dead().at(**sizes)), assignment, other, base)
 
     def _other_program(self, request: Request) -> Compiled:
-        """A program in another mode or without gradients: solved anew with every parameter where it is."""
+        """A program in another mode, without gradients or with others: solved anew with every parameter where it is."""
         assert self.plan is not None
         base = self._prepare(request, grad=request.grad)
         graph = step_graph(base.graph, None if request.outputs == "all" else base.loss, base.batch)

@@ -134,7 +134,7 @@ def randint_like_low(x: Tensor, low: Any, high: Any, *, dtype: Any = None, devic
 
 
 @_for(aten.bernoulli.p)
-def bernoulli_p(x: Tensor, p: float) -> Any:
+def bernoulli_p(x: Tensor, p: float = 0.5) -> Any:
     return _kept(x.shape, p, x.dtype, x.device)
 
 

@@ -119,8 +119,9 @@ class ParallelModule(nn.Module):
         return self._calls[key]
 
     def _modes(self) -> tuple[bool, ...]:
-        """Which modules are training: a frozen batch norm makes another program."""
-        return tuple(module.training for module in self.modules())
+        """Which modules are training and which parameters want a gradient: a frozen one makes another program."""
+        wanted = (parameter.requires_grad for parameter in self.parameters())
+        return (*(module.training for module in self.modules()), *wanted)
 
     def _wants_grad(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         inputs = tree_flatten((args, dict(kwargs)))[0]

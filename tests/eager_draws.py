@@ -44,6 +44,11 @@ class _Replaced(TorchDispatchMode):
         if func in RANDOM:
             with self.numbered:
                 return RANDOM[func](*args, **(kwargs or {}))
+        if func is aten.rrelu_with_noise.default:
+            with self.numbered:
+                result, noise = RANDOM[aten.rrelu_with_noise_functional.default](*args)
+            args[1].copy_(noise)
+            return result
         functional = _FUNCTIONAL.get(func)
         if functional in RANDOM:
             with self.numbered:
