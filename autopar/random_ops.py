@@ -168,7 +168,7 @@ def _no_state() -> torch.Tensor:
     raise RuntimeError("autopar.random_state is a placeholder of graphs and holds no numbers by itself")
 
 
-_library = torch.library.Library("autopar", "DEF")
+_library = torch.library.Library("autopar", "FRAGMENT")
 _library.define("random_state() -> Tensor")
 _library.impl("random_state", _no_state, "CompositeExplicitAutograd")
 
