@@ -119,7 +119,7 @@ def solved(annotated: Graph, prices: Prices, options: Options) -> Assignment:
     instance = build_instance(fold_layers(annotated), prices, optimizer=options.optimizer, memory_limit=limit)
     if options.zero is not None:
         instance = with_choices(instance, zero_allows(instance, options.zero), gathers=options.zero == 3)
-    found = solve(instance.problem, time_limit=options.time_limit, gap=options.gap, seed=options.seed)
+    found = solve(instance.problem, time_limit=options.time_limit, gap=options.gap, seed=options.seed or 0)
     return instance.assignment(found.choices)
 
 
