@@ -213,26 +213,30 @@ def layout_for(op: str) -> str | None:
     return "autopar.dense_rows" if name.startswith(_NEED_ROWS) else None
 
 
-LOCAL_OPS: dict[str, Callable[..., Any]] = {
-    f"autopar.{function.__name__}": function
-    for function in (
-        masked_embedding,
-        masked_embedding_backward,
-        masked_gather,
-        masked_index_select,
-        masked_index,
-        masked_scatter,
-        masked_scatter_value,
-        masked_scatter_add,
-        masked_index_add,
-        masked_index_put,
-        dense,
-        dense_rows,
-        causal_attention,
-        causal_attention_backward,
-        grouped_rows,
-        grouped_inner,
-        grouped_backward,
-    )
-} | EXPERT_OPERATIONS | DRAWS
+LOCAL_OPS: dict[str, Callable[..., Any]] = (
+    {
+        f"autopar.{function.__name__}": function
+        for function in (
+            masked_embedding,
+            masked_embedding_backward,
+            masked_gather,
+            masked_index_select,
+            masked_index,
+            masked_scatter,
+            masked_scatter_value,
+            masked_scatter_add,
+            masked_index_add,
+            masked_index_put,
+            dense,
+            dense_rows,
+            causal_attention,
+            causal_attention_backward,
+            grouped_rows,
+            grouped_inner,
+            grouped_backward,
+        )
+    }
+    | EXPERT_OPERATIONS
+    | DRAWS
+)
 """The local operations by the names programs use; those of :mod:`.random_ops` among them."""
