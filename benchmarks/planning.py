@@ -92,7 +92,7 @@ CASES: Mapping[str, Case] = {
         f"llama3-8b-{layers}-layers": Case(
             partial(build_llama3_8b, layers), f"the same, {layers} layers", limit_seconds=60.0, peer={}
         )
-        for layers in (8, 128)
+        for layers in (8, 16)
     },
 }
 
