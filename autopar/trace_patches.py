@@ -9,12 +9,15 @@
 - ``embedding_bag`` looks up and reduces in one kernel that no rule can divide (:mod:`.embedding_bags`);
 - ``flex_attention`` is a loop that a compiler makes out of Python functions; its definition, scores and all, is a graph
   like any other, and has a gradient everywhere;
+- Hugging Face builds causal masks that eager attention leaves to the kernel, so that an exported graph holds for other
+  lengths; ours is traced anew for each length, and keeps to what eager does;
 - checks of linear algebra (``cholesky`` of a matrix that has none) raise on values; a graph has no place to raise from.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -50,6 +53,9 @@ def patched() -> Iterator[None]:
         stack.enter_context(patch.object(flex_attention, "_validate_device", lambda *_tensors: None))
         stack.enter_context(patch.object(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True))
         stack.enter_context(patch.object(flex_attention, "flex_attention_hop", math_attention))
+        masking = sys.modules.get("transformers.masking_utils")
+        if hasattr(masking, "is_torchdynamo_exporting"):
+            stack.enter_context(patch.object(masking, "is_torchdynamo_exporting", lambda: False))
         stack.enter_context(_PlainDropout())
         yield
 
