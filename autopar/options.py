@@ -35,7 +35,8 @@ class Options:
             ``"stage 1"`` for a module path fixes its pipeline stage.
         stages: pipeline stages, which take the outermost devices of the mesh; 1: none.
         microbatches: pieces of the batch that a step computes one after the other, adding up gradients.
-        schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zb-h1"`` or ``"zb-v"`` (:mod:`autopar.schedules`).
+        schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zb-h1"`` or ``"zb-v"`` (:mod:`autopar.schedules`);
+            ``"solved"``: made to measure by a solver for the cut of the best of these, in memory and time.
         precision, recompute: fixed at "fp32" and "none" for now; other values raise :class:`OptionsError`.
         seed: decides what the model draws (dropout, noise), how a meta model is initialised, and the solver's ties;
             default torch's initial seed on rank 0, and 0 for the solver.

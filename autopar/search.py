@@ -37,8 +37,9 @@ from .prices import Prices
 from .repeats import Repeats
 from .stage_meshes import Layout, layouts, microbatch_counts
 from .stage_plan import new_strategies, staged_holdings, staged_lines, staged_predicted
-from .stage_search import Ask, Joint, StagedAnswer, search
+from .stage_search import SOLVED, Ask, Joint, StagedAnswer, search
 from .stage_segments import stage_pins
+from .stage_solved import Measure, with_solved_schedule
 
 # More operations than this, and only whole axes of the mesh are tried as stages: each try solves a placement program.
 LARGE_GRAPH = 2500
@@ -48,10 +49,11 @@ HOPELESS = 1.5
 
 @dataclass(frozen=True)
 class Found:
-    """A solved alternative: ``make`` writes its plan."""
+    """A solved alternative: ``make`` writes its plan. A pipeline is ``improved`` by a schedule of its own."""
 
     seconds: float
     make: Callable[[], Plan]
+    improved: Callable[[], Found] | None = None
 
 
 def answer(question: Question, timings: Timings) -> Plan:
@@ -74,8 +76,12 @@ def answer(question: Question, timings: Timings) -> Plan:
         error = failure or complaint
         assert error is not None
         raise error
+    chosen = min(found, key=lambda one: one.seconds)
+    if chosen.improved is not None:
+        with timings.phase("schedule"):
+            chosen = chosen.improved()
     with timings.phase("report"):
-        return replace(min(found, key=lambda one: one.seconds).make(), pinned=dict(question.options.pins))
+        return replace(chosen.make(), pinned=dict(question.options.pins))
 
 
 def _may_be_whole(question: Question, pinned: Mapping[str, str]) -> bool:
@@ -206,10 +212,27 @@ def _staged(
     optimizer, schedule = question.options.optimizer, question.options.schedule
     made = search(Ask(whole, layout, count, schedule, dict(pinned), limit, optimizer, solve))
     asked, joint = answers[id(made.whole.assignment)]
-    return Found(made.seconds, partial(staged_plan, question, asked, joint, made, timings))
+    return Found(
+        made.seconds,
+        partial(staged_plan, question, asked, joint, made, timings),
+        partial(_improved, question, asked, joint, made, timings),
+    )
 
 
-def staged_plan(question: Question, asked: Question, joint: Answer, made: StagedAnswer, timings: Timings) -> Plan:
+def _improved(question: Question, asked: Question, joint: Answer, made: StagedAnswer, timings: Timings) -> Found:
+    """The pipeline under a schedule made to measure, where that is asked for, or nothing is and it pays."""
+    options = question.options
+    if options.schedule not in (None, SOLVED):
+        return Found(made.seconds, partial(staged_plan, question, asked, joint, made, timings))
+    limit = float(memory_limit_of(question))
+    measure = Measure(options.schedule == SOLVED, limit, options.optimizer, options.time_limit, options.seed or 0)
+    better, kept = with_solved_schedule(made, measure)
+    return Found(better.seconds, partial(staged_plan, question, asked, joint, better, timings, kept))
+
+
+def staged_plan(
+    question: Question, asked: Question, joint: Answer, made: StagedAnswer, timings: Timings, warning: str = ""
+) -> Plan:
     """The plan of a pipeline: that of the uncut graph on the mesh inside a stage, and what staging changes."""
     graph = step_graph(question.graph, question.loss, question.batch)
     limited = replace(asked, memory_limit=memory_limit_of(question))
@@ -226,4 +249,5 @@ def staged_plan(question: Question, asked: Question, joint: Answer, made: Staged
         microbatches=made.pipeline.schedule.microbatches,
         pipeline=made.pipeline,
         graph_hash=graph_hash(graph),
+        warnings=(*base.warnings, *filter(None, [warning])),
     )

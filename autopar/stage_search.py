@@ -40,6 +40,7 @@ from .stage_prices import StageBill, bill_stages, most_in_flight, wire_prices
 from .stage_segments import pinned_ranks, price_segments, segment_of_nodes
 from .stages import Staged
 
+SOLVED = "solved"
 ROUNDS = 3
 MOST_CHUNKS = 4
 
@@ -123,10 +124,12 @@ def _too_full(ask: Ask, worst: float) -> InfeasibleError:
 
 
 def schedule_choices(stages: int, asked: str | None) -> Iterator[tuple[str, int]]:
-    """Names of schedules with the chunks per stage to try them with. Raises :class:`OptionsError` for a name that is
-    none."""
+    """Names of schedules with the chunks per stage to try them with. One made to measure starts from the cut of the
+    best of them. Raises :class:`OptionsError` for a name that is none."""
+    asked = None if asked == SOLVED else asked
     if asked is not None and asked not in SCHEDULES:
-        raise OptionsError(f"schedule={asked!r} is not known; one of {', '.join(SCHEDULES)}, or None to search")
+        known = ", ".join((*SCHEDULES, SOLVED))
+        raise OptionsError(f"schedule={asked!r} is not known; one of {known}, or None to search")
     if stages == 1 and asked is None:
         yield "1f1b", 1
         return

@@ -122,3 +122,43 @@ def test_microbatches_tried_divide_the_batch() -> None:
     assert microbatch_counts(12, 2, None) == (2, 4, 6, 12)
     assert microbatch_counts(7, 4, None) == (1, 7)
     assert microbatch_counts(7, 4, 3) == (3,)
+
+
+class Lopsided(nn.Module):
+    """The head is far heavier than all the blocks together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(64) for _ in range(5))
+        self.head = nn.Linear(64, 4096)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x), labels)
+
+
+def lopsided(**options: object) -> Plan:
+    x, labels = torch.randn(512, 64), torch.randint(0, 4096, (512,))
+    asked = Options(stages=4, microbatches=4, **options)  # type: ignore[arg-type]
+    return autopar.plan(Lopsided(), (4,), {"x": x, "labels": labels}, cluster="dgx-a100-80gb", options=asked)
+
+
+def test_a_schedule_made_to_measure_is_quicker_in_the_memory_of_1f1b() -> None:
+    named = lopsided(schedule="1f1b")
+    limit = int(1.05 * named.predicted.peak_bytes)
+    solved, searched = (lopsided(schedule=schedule, memory_limit=limit) for schedule in ("solved", None))
+    assert solved.pipeline is not None
+    check(solved.pipeline.schedule)
+    assert solved.schedule == solved.pipeline.schedule.name == "solved"
+    assert solved.predicted.step_seconds < 0.95 * named.predicted.step_seconds
+    assert solved.predicted.peak_bytes <= limit
+    assert Plan.from_json(solved.to_json()) == solved == Plan.from_text(solved.to_text())
+    assert searched.predicted.step_seconds == solved.predicted.step_seconds
+
+
+def test_a_named_schedule_that_nothing_beats_is_kept_and_said() -> None:
+    found = lopsided(schedule="solved")
+    assert found.schedule == "zb-h1"
+    assert any("zb-h1 is kept" in warning for warning in found.warnings)
+    assert not lopsided().warnings
