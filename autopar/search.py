@@ -41,8 +41,8 @@ from .stage_search import SOLVED, Ask, Joint, StagedAnswer, search
 from .stage_segments import stage_pins
 from .stage_solved import Measure, with_solved_schedule
 
-# More operations than this, and only whole axes of the mesh are tried as stages: each try solves a placement program.
-LARGE_GRAPH = 2500
+# How many placement programs may be solved to see whether stages pay, times the operations of the graph: at least one.
+EFFORT = 2000
 # A pipeline this many times slower than the best plan without is not helped by more microbatches.
 HOPELESS = 1.5
 
@@ -128,7 +128,7 @@ def _with_stages(
                 continue
             found.append(made)
             # More microbatches idle less and launch more: once that does not pay, it will not again.
-            if made.seconds > last or made.seconds > HOPELESS * best:
+            if made.seconds > min(last, HOPELESS * best):
                 break
             last = made.seconds
     return found, complaint
@@ -151,19 +151,33 @@ def _attempts(question: Question, graph: Graph, best: float) -> Iterator[tuple[L
         yield one_stage, tuple(n for n in microbatch_counts(question.batch, 1, None) if n > 1)
     if options.stages == 1 or (devices == 1 and options.stages is None):
         return
+    every = [
+        (layout, microbatch_counts(question.batch, layout.stages, options.microbatches))
+        for layout in layouts(question.mesh, options.stages)
+    ]
+    if options.stages is not None or options.schedule is not None or math.isinf(best):
+        yield from every
+    else:
+        yield from _promising(question, graph, best, every)
+
+
+def _promising(
+    question: Question, graph: Graph, best: float, every: list[tuple[Layout, tuple[int, ...]]]
+) -> Iterator[tuple[Layout, tuple[int, ...]]]:
+    """Of all attempts those that could win, the one with the least bound of each layout first, as many as the effort
+    allows."""
+    devices = math.prod(question.mesh)
     alone, launches = single_device_seconds(question, graph)
-    for layout in layouts(question.mesh, options.stages):
-        asked = options.stages is not None or options.schedule is not None
-        if not asked and len(graph) > LARGE_GRAPH and not _takes_whole_axes(layout, question.mesh):
-            continue
-        counts = microbatch_counts(question.batch, layout.stages, options.microbatches)
-        least = [
+    found: list[tuple[float, int, Layout, int]] = []
+    for layout, counts in every:
+        bounds = [
             (alone + (n - 1) * launches) / devices * (1.0 + (layout.stages - 1) / (3.0 * n)) + _hops(question, layout)
             for n in counts
         ]
-        worth = tuple(n for n, seconds in zip(counts, least, strict=True) if asked or seconds < best)
-        if worth:
-            yield layout, worth
+        ranked = sorted(zip(bounds, counts, strict=True))
+        found += [(bound, turn, layout, n) for turn, (bound, n) in enumerate(ranked) if bound < best]
+    found.sort(key=lambda one: (one[1], one[0]))
+    yield from ((layout, (n,)) for _, _, layout, n in found[: max(1, EFFORT // len(graph))])
 
 
 def _hops(question: Question, layout: Layout) -> float:

@@ -13,9 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
+from autopar.cost.pipeline import simulate
+from autopar.cost.pipeline_prices import ChunkPrice, EdgePrice, PipelinePrices
 from autopar.passes.cut_candidates import CutCandidate, cut_candidates
 from autopar.passes.microbatch import Microbatched, microbatch
 from autopar.passes.rest import InsertRests
@@ -28,13 +31,13 @@ from .graph import Graph
 from .instance import Instance
 from .planned_pipeline import PlannedPipeline
 from .prices import Prices
-from .problem import Solution
+from .problem import Ints, Solution
 from .repeats import Repeats
 from .schedule import Edge as Link
 from .schedule import Schedule
 from .schedules import SCHEDULES, make_schedule
-from .stage_chunks import place_chunks
-from .stage_cuts import best_cuts
+from .stage_chunks import WirePrice, place_chunks
+from .stage_cuts import Segments, best_cuts
 from .stage_meshes import Layout
 from .stage_prices import StageBill, bill_stages, most_in_flight, wire_prices
 from .stage_segments import pinned_ranks, price_segments, segment_of_nodes
@@ -42,6 +45,8 @@ from .stages import Staged
 
 SOLVED = "solved"
 ROUNDS = 3
+# Schedules that are cut and priced exactly, of those whose estimates are best.
+PRICED = 2
 MOST_CHUNKS = 4
 
 
@@ -139,47 +144,58 @@ def schedule_choices(stages: int, asked: str | None) -> Iterator[tuple[str, int]
             yield from ((name, chunks) for chunks in range(named.least, most + 1) if chunks == 1 or name != "gpipe")
 
 
+@dataclass(frozen=True)
+class _Cut:
+    """A schedule (name, chunks per stage) with the cuts that suit it, and the step estimated from its segments."""
+
+    kind: tuple[str, int]
+    cuts: tuple[str, ...]
+    estimate: float
+
+
 def _scheduled(
     ask: Ask, pieces: Microbatched, candidates: tuple[CutCandidate, ...], where: dict[str, int], whole: Joint
 ) -> Iterator[StagedAnswer]:
-    """An answer for each schedule that the graph has enough cuts for."""
-    stages, enough = ask.layout.stages, False
-    pinned = pinned_ranks(pieces.graph, where, len(candidates) + 1, ask.pins, stages)
-    for name, chunks in schedule_choices(stages, ask.schedule):
-        if stages * chunks > len(candidates) + 1:
-            continue
-        enough = True
-        made = _cut_for(ask, pieces, candidates, where, whole, (name, chunks), pinned)
-        if made is not None:
-            yield made
-    if not enough:
-        raise OptionsError(
-            f"stages={stages}: the model has {len(candidates) + 1} regions between places where it can be cut; that "
-            f"many stages at most (chunks of interleaved schedules counted)"
-        )
-
-
-def _cut_for(
-    ask: Ask,
-    pieces: Microbatched,
-    candidates: tuple[CutCandidate, ...],
-    where: dict[str, int],
-    whole: Joint,
-    kind: tuple[str, int],
-    pinned: np.ndarray[tuple[int, ...], np.dtype[np.int64]],
-) -> StagedAnswer | None:
-    (name, chunks), stages = kind, ask.layout.stages
-    schedule = make_schedule(name, stages, ask.microbatches, chunks)
-    devices = math.prod(ask.layout.mesh)
-    links = wire_prices(whole.prices.cluster, tuple(range(stages)), devices, _ring(stages))
+    """Answers for the schedules that promise most, out of those the graph has enough cuts for."""
+    stages = ask.layout.stages
+    links = wire_prices(whole.prices.cluster, tuple(range(stages)), math.prod(ask.layout.mesh), _ring(stages))
     slowest = min(links.values(), key=lambda link: link.bandwidth)
     segments = price_segments(pieces.graph, candidates, where, whole.instance, whole.assignment, whole.account, slowest)
+    pinned = pinned_ranks(pieces.graph, where, len(candidates) + 1, ask.pins, stages)
+    kinds = [k for k in schedule_choices(stages, ask.schedule) if stages * k[1] <= segments.count]
+    if not kinds:
+        raise OptionsError(
+            f"stages={stages}: the model has {segments.count} regions between places where it can be cut; that many "
+            "stages at most (chunks of interleaved schedules counted)"
+        )
+    found = [cut for kind in kinds if (cut := _cut_for(ask, segments, kind, pinned, slowest)) is not None]
+    for chosen in sorted(found, key=lambda one: one.estimate)[:PRICED]:
+        yield cut_answer(ask.layout, pieces, chosen.cuts, chosen.kind, whole, ask.optimizer)
+
+
+def _cut_for(ask: Ask, segments: Segments, kind: tuple[str, int], pinned: Ints, link: WirePrice) -> _Cut | None:
+    """The best cuts for a schedule, None if no cut fits into memory."""
+    name, chunks = kind
+    schedule = make_schedule(name, ask.layout.stages, ask.microbatches, chunks)
     # The chunks of a rank share its memory: each may take its part of it.
     limit = ask.memory_limit / chunks
     cuts = best_cuts(segments, most_in_flight(schedule), limit, np.array(schedule.placement), pinned)
     if cuts is None:
         return None
-    return cut_answer(ask.layout, pieces, cuts, (name, chunks), whole, ask.optimizer)
+    return _Cut(kind, cuts, simulate(schedule, _estimated(segments, cuts, schedule, link)).seconds)
+
+
+def _estimated(segments: Segments, cuts: tuple[str, ...], schedule: Schedule, link: WirePrice) -> PipelinePrices:
+    """Prices of a chain of chunks as the segments have them: a third of the time each for forward, input gradient and
+    weight gradient."""
+    starts = [0, *(segments.starts.index(name) + 1 for name in cuts), segments.count]
+    seconds = [float(segments.seconds[a:b].sum()) / 3.0 for a, b in pairwise(starts)]
+    edges = {
+        (c, c + 1): EdgePrice(latency=float(segments.wire[start]))
+        for c, start in enumerate(starts[1:-1])
+        if schedule.placement[c] != schedule.placement[c + 1]
+    }
+    return PipelinePrices(tuple(ChunkPrice(s, s, s) for s in seconds), edges)
 
 
 def _ring(stages: int) -> tuple[tuple[int, int], ...]:
