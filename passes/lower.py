@@ -234,9 +234,11 @@ def _send(job: Lowering, lowerer: NodeLowerer, buckets: Buckets, position: int, 
     buckets.add(position, lowerer.local[output.value], kind, path)
 
 
-def without_aliases(emitter: Emitter, values: list[Value], inputs: set[str]) -> tuple[Value, ...]:
-    """``values`` with a copy of each that shares memory with an earlier one, with an input or (expanded) with itself:
-    gradients are updated in place."""
+def without_aliases(
+    emitter: Emitter, values: list[Value], inputs: set[str], others: Iterable[Value] = ()
+) -> tuple[Value, ...]:
+    """``values`` with a copy of each that shares memory with an earlier one, with an input, with one of ``others`` or
+    (expanded) with itself: gradients are updated in place."""
     root: dict[Value, Value] = {}
     expanded: set[Value] = set()
     for instruction in emitter.instructions:
@@ -245,7 +247,7 @@ def without_aliases(emitter: Emitter, values: list[Value], inputs: set[str]) -> 
             root[Value(instruction.name)] = root.get(operand, operand)
             if instruction.op == "aten.expand.default" or operand in expanded:
                 expanded.add(Value(instruction.name))
-    seen: set[Value] = set()
+    seen = {root.get(value, value) for value in others}
     found: list[Value] = []
     for value in values:
         base = root.get(value, value)

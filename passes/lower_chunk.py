@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.chunk import ChunkProgram, Port
+from autopar.errors import GraphError
 from autopar.graph import Arg, Output, Value, map_arg, values_in
 from autopar.program import Instruction, Section, TensorSlot
-from autopar.spec import Placements
+from autopar.spec import Placements, short
 from autopar.stages import Edge
 
 from .emit import Buckets, Emitter
@@ -50,6 +51,11 @@ class ChunkLowering:
     def _slot(self, edge: Edge) -> TensorSlot:
         value = self.value(edge)
         kind = self.job.graph.type_of(value)
+        if edge.target == self.chunk and self.job.home(value) != self.wires[edge]:
+            raise GraphError(
+                f"chunk {self.chunk} takes %{edge.name} as {short(self.job.home(value))}, but it travels as "
+                f"{short(self.wires[edge])}"
+            )
         shape = tuple(int(size) for size in kind.shape)
         return TensorSlot(value.node, "receive", edge.name, shape, self.wires[edge], kind.dtype)
 
@@ -73,6 +79,7 @@ def lower_chunk(work: ChunkLowering) -> ChunkProgram:
     saved = saved_values(graph, needed)
     forward = _forward(work, needed, results, receives, sends, saved)
     backward = _backward(work, needed, saved, gradients, gradient_receives, gradient_sends)
+    needs_tangents = bool(gradients or gradient_sends)
     first, second = split_section(backward, len(gradient_sends), "input_gradient", "weight_gradient")
     raw = tuple(job.output_slot(o, job.home(o.value)) for o in gradients if o.value is not None)
     everywhere = job.assignment.replicated
@@ -85,7 +92,7 @@ def lower_chunk(work: ChunkLowering) -> ChunkProgram:
         receives=receives,
         results=tuple(job.output_slot(o, everywhere) for o in results),
         sends=sends,
-        tangents=tuple(job.slot(node) for node in graph.placeholders("tangent")) if gradients else (),
+        tangents=tuple(job.slot(node) for node in graph.placeholders("tangent")) if needs_tangents else (),
         gradient_receives=gradient_receives,
         gradient_sends=gradient_sends,
         gradients=tuple(job.output_slot(o, gradient_place(job, o)[1]) for o in gradients),
@@ -137,7 +144,7 @@ def _backward(
     """All of backward: from saved values, tangents and received gradients to sent gradients and raw ones."""
     job = work.job
     lowerer = NodeLowerer(job, "backward", Emitter(job.mesh, job.coordinate))
-    tangents = [Value(node.name) for node in job.graph.placeholders("tangent")] if gradients else []
+    tangents = [Value(node.name) for node in job.graph.placeholders("tangent")] if gradients or sends else []
     given = [*saved, *tangents, *(Value(port.slot.name) for port in receives)]
     for value in given:
         fresh = lowerer.emitter.fresh(value.node if value.index == 0 else f"{value.node}_{value.index}")
@@ -148,7 +155,8 @@ def _backward(
             lowerer.lower(node)
     sent = [lowerer.take(work.value(port.edge), port.slot.placements) for port in sends]
     raw = [lowerer.local[o.value] for o in gradients if o.value is not None]
-    outputs = (*sent, *without_aliases(lowerer.emitter, raw, set(inputs)))
+    # What is sent may be on its way still when raw gradients are added to it in place.
+    outputs = (*sent, *without_aliases(lowerer.emitter, raw, set(inputs), sent))
     return lowerer.emitter.section("backward", inputs, outputs)
 
 

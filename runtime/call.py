@@ -9,43 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from autopar.errors import AutoparError, PlanMismatchError
-from autopar.program import TensorSlot
+from autopar.program import Program, TensorSlot
 from autopar.spec import PARTIAL_SUM, REPLICATE, local_shape, take_local
 
+from .calling import Calling
 from .collectives import Collectives, Handle
 from .compiled import Compiled
 from .executor import Executable
 from .groups import MeshGroups
 from .parameters import gather_whole, make_dtensor, torch_placements
-from .weights import Weights
-
-
-def flatten_as(spec: TreeSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The leaves of a call in the order of ``spec``, whatever the order of its keywords. Raises
-    :class:`PlanMismatchError` if the call has another structure."""
-    leaves, found = tree_flatten((args, dict(kwargs)))
-    if found == spec:
-        return leaves
-    order = spec.child(1).context
-    if set(order) == set(kwargs):
-        leaves, found = tree_flatten((args, {key: kwargs[key] for key in order}))
-    if found != spec:
-        raise PlanMismatchError(f"the call has the structure\n  {found}\nbut was traced with\n  {spec}")
-    return leaves
-
-
-def same_value(old: object, new: object) -> bool:
-    """Whether a non-tensor input is as it was; values that cannot be compared are the same only if
-    identical."""
-    if old is new:
-        return True
-    try:
-        return type(old) is type(new) and bool(old == new)
-    except Exception:
-        return False
+from .weights import Weights, accumulate
 
 
 def is_replicated(slot: TensorSlot) -> bool:
@@ -53,46 +28,25 @@ def is_replicated(slot: TensorSlot) -> bool:
     return all(placement == REPLICATE for placement in slot.placements)
 
 
-class Call:
+class Call(Calling):
     """See the module docstring. Making one is collective (process groups, first placement of the
     parameters). ``draw_state`` gives what a run's random numbers are a function of, and counts the run."""
 
     def __init__(
         self, compiled: Compiled, weights: Weights, groups: MeshGroups, draw_state: Callable[[], torch.Tensor]
     ) -> None:
-        self.program, self.signature = compiled.program, compiled.signature
+        super().__init__(compiled.signature)
+        assert isinstance(compiled.program, Program)
+        self.program = compiled.program
         self.groups, self.weights, self._draw_state = groups, weights, draw_state
         self.executable = Executable(self.program, groups.mesh)
-        weights.settle(self.program)
-        self.parameters = weights.parameters(self.program)
+        weights.settle([(slot, groups) for slot in self.program.parameters])
+        self.parameters = weights.parameters(self.program.parameters)
         self._parameter_index = {slot.target: i for i, slot in enumerate(self.program.parameters)}
         self._leaf_index = {name: i for i, name in enumerate(self.signature.input_names) if name is not None}
         self._partial = Collectives(groups).partial
         self.results = {slot.target: slot for slot in self.program.results if slot.kind == "output"}
         self.input_gradients = {s.target: s for s in self.program.gradients if s.kind == "input_gradient"}
-
-    def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The inputs, flat. Raises :class:`PlanMismatchError` if a non-tensor input is not what was
-        traced."""
-        leaves = flatten_as(self.signature.input_spec, args, kwargs)
-        for index, value in self.signature.constants.items():
-            if self.signature.input_names[index] is None and not same_value(value, leaves[index]):
-                raise PlanMismatchError(
-                    f"the non-tensor input {self.leaf_name(index)} was {value!r} when the model was "
-                    "traced and is now "
-                    f"{leaves[index]!r}; its value is part of the compiled program: pass the same, or "
-                    "make it a tensor"
-                )
-        return leaves
-
-    def leaf_name(self, index: int) -> str:
-        """Where leaf ``index`` of the inputs stands in the call, such as ``kwargs['use_cache']``."""
-        paths = tree_unflatten(list(range(len(self.signature.input_names))), self.signature.input_spec)
-        for head, part in zip(("args", "kwargs"), paths, strict=True):
-            for path, found in torch.utils._pytree.tree_flatten_with_path(part)[0]:
-                if found == index:
-                    return f"{head}{torch.utils._pytree.keystr(path)}"
-        return str(index)
 
     def own_input(self, slot: TensorSlot, value: torch.Tensor) -> torch.Tensor:
         """This rank's part of an input: a global tensor, or a DTensor as it lies or redistributed."""
@@ -118,7 +72,8 @@ class Call:
     def start(self, leaves: Sequence[Any]) -> tuple[dict[str, torch.Tensor | Handle], list[torch.Tensor]]:
         """:meth:`run`, but outputs may be on their way still (:func:`settled` waits for one)."""
         with torch.no_grad():
-            working = self.weights.working(self.executable, self.parameters)
+            refresh = self.program.refresh
+            working = self.weights.working(str(refresh), self.executable.refresh, self.parameters)
             module = self.weights.module
             results, saved = self.executable.forward(
                 [self._bind(s, leaves, working, module) for s in self.program.placeholders]
@@ -160,15 +115,6 @@ class Call:
         slot = self.results[name]
         return local.detach() if is_replicated(slot) else make_dtensor(local, slot, self.groups)
 
-    def rebuild(self, values: Mapping[str, torch.Tensor]) -> Any:
-        """The model's own return value from presented outputs by name."""
-        signature = self.signature
-        leaves = [
-            signature.output_constants.get(index) if name is None else values[name]
-            for index, name in enumerate(signature.output_names)
-        ]
-        return tree_unflatten(leaves, signature.output_spec)
-
     def own_tangent(self, slot: TensorSlot, gradient: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """This rank's part of the gradient of an output: zeros if none arrived."""
         if gradient is None:
@@ -202,20 +148,26 @@ class Call:
         slot = next(slot for slot in self.program.tangents if slot.target == name)
         return torch.ones(slot.shape, dtype=slot.dtype, device=self.groups.device)
 
-    def output_name(self, name: str) -> str:
-        """Where output ``name`` stands in the model's return value, such as ``['loss']``."""
-        index = self.signature.output_names.index(name)
-        tree = tree_unflatten(list(range(len(self.signature.output_names))), self.signature.output_spec)
-        for path, found in torch.utils._pytree.tree_flatten_with_path(tree)[0]:
-            if found == index:
-                return torch.utils._pytree.keystr(path) or name
-        return name
-
     def backward(self, saved: list[torch.Tensor], tangents: list[torch.Tensor]) -> dict[tuple[str, str], torch.Tensor]:
         """Local gradients by (kind, name); those that are None are absent."""
         values = self.executable.backward(saved, tangents)
         pairs = zip(self.program.gradients, values, strict=True)
         return {(slot.kind, slot.target): value for slot, value in pairs if value is not None}
+
+    def step(self, leaves: Sequence[Any]) -> torch.Tensor:
+        """Forward and backward of the loss, added to ``.grad`` of the parameters; the detached loss, whole."""
+        name = self.loss_name()
+        outputs, saved = self.start(leaves)
+        one = self.unit_tangent(name)
+        tangents = self.tangents({name: one}, {s.target: one.dtype for s in self.program.tangents})
+        gradients = self.backward(saved, tangents)
+        loss = gather_whole(settled(outputs.pop(name)), self.results[name], self.groups).detach()
+        with torch.no_grad():
+            for slot, parameter in zip(self.program.parameters, self.parameters, strict=True):
+                gradient = gradients.pop(("gradient", slot.target), None)
+                if gradient is not None:
+                    accumulate(parameter, gradient)
+        return loss
 
 
 def settled(value: torch.Tensor | Handle) -> torch.Tensor:

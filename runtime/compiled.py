@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from autopar.pipeline import PipelineProgram
 from autopar.program import Program
 from autopar.signature import Signature
 
@@ -27,10 +28,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Compiled:
-    """The answer: this rank's ``program``, how the model is called, and the ``plan`` shown to the user.
-    ``fingerprint`` identifies plan and graph; all ranks must have the same."""
+    """The answer: this rank's ``program`` (a :class:`PipelineProgram` if a step goes in microbatches), how the model is
+    called, and the ``plan`` shown to the user. ``fingerprint`` identifies plan and graph; all ranks must have the same."""
 
-    program: Program
+    program: Program | PipelineProgram
     signature: Signature
     plan: object
     fingerprint: str = field(default="")

@@ -27,7 +27,7 @@ import itertools
 import keyword
 import linecache
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CodeType, TracebackType
 from typing import Any
 
@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import AutoparError, ExecutionError, GraphError
 from autopar.graph import DTYPE_NAMES, Arg, Value, values_in
-from autopar.program import Instruction, Program, Section
+from autopar.program import Instruction, Program, Section, TensorSlot
 from autopar.spec import take_local
 
 from .collectives import Collectives
@@ -75,11 +75,11 @@ def returns_sequence(operation: Operation) -> bool:
     return len(returns) != 1 or isinstance(returns[0].type, torch.ListType)
 
 
-def instruction_axes(program: Program) -> set[tuple[int, ...]]:
-    """Every set of mesh axes that a collective of ``program`` runs over."""
-    sections = (program.refresh, program.forward, program.backward)
-    found = (i for s in sections for i in s.instructions if i.op.startswith("collective.") and len(i.args) > 1)
-    return {tuple(i.args[1]) for i in found}
+def instruction_axes(sections: Iterable[Section]) -> set[tuple[int, ...]]:
+    """Every set of mesh axes that a collective of ``sections`` runs over."""
+    found = (i for s in sections for i in s.instructions if i.op.startswith("collective."))
+    axes = (dict(i.kwargs)["axes"] if "axes" in dict(i.kwargs) else (*i.args, ())[1] for i in found)
+    return {tuple(each) for each in axes if each}
 
 
 class Source:
@@ -282,6 +282,45 @@ def _with_shared_random(section: Section, run: Run, groups: MeshGroups) -> Run:
     return drawing
 
 
+def _outside_autograd(run: Run, device: torch.device) -> Run:
+    """``run`` under ``no_grad`` and without autocast."""
+    kind = device.type
+
+    def plainly(values: list[torch.Tensor]) -> list[Any]:
+        with torch.no_grad():
+            if not torch.is_autocast_enabled(kind):
+                return run(values)
+            with torch.autocast(kind, enabled=False):
+                return run(values)
+
+    return plainly
+
+
+def runner(section: Section, groups: MeshGroups, where: str) -> Run:
+    """``section`` with its collectives on ``groups``, as :func:`compile_section` makes it, outside of autograd and
+    autocast."""
+    compiled = compile_section(section, operations_of(Collectives(groups)), groups.device, where)
+    return _outside_autograd(_with_shared_random(section, compiled, groups), groups.device)
+
+
+def own_constants(
+    slots: Iterable[TensorSlot], constants: Mapping[str, torch.Tensor], groups: MeshGroups
+) -> dict[str, torch.Tensor]:
+    """This rank's part of each constant that is among ``slots``."""
+    return {
+        slot.target: take_local(
+            constants[slot.target].to(groups.device), slot.placements, groups.shape, groups.coordinate
+        )
+        for slot in slots
+        if slot.kind == "constant"
+    }
+
+
+def as_list(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """``values`` itself if it is a list, which a section empties."""
+    return values if isinstance(values, list) else list(values)
+
+
 class Executable:
     """A program ready to run on this rank of ``mesh``; each call is under ``no_grad`` and without autocast.
 
@@ -296,36 +335,22 @@ class Executable:
                 f"the program is for coordinate {program.coordinate} of a mesh {program.mesh}, "
                 f"but this rank is at {groups.coordinate} of a mesh {groups.shape}"
             )
-        groups.prepare(instruction_axes(program))
+        groups.prepare(instruction_axes((program.refresh, program.forward, program.backward)))
         self.program = program
         self.device = groups.device
-        operations = operations_of(Collectives(groups))
         where = f"the rank at {program.coordinate} of mesh {program.mesh}"
-        self._refresh = compile_section(program.refresh, operations, self.device, where)
-        self._forward = _with_shared_random(
-            program.forward, compile_section(program.forward, operations, self.device, where), groups
+        self._refresh, self._forward, self._backward = (
+            runner(section, groups, where) for section in (program.refresh, program.forward, program.backward)
         )
-        self._backward = _with_shared_random(
-            program.backward, compile_section(program.backward, operations, self.device, where), groups
-        )
-        self.constants: dict[str, torch.Tensor] = {
-            slot.target: take_local(
-                program.constants[slot.target].to(self.device),
-                slot.placements,
-                program.mesh,
-                program.coordinate,
-            )
-            for slot in program.placeholders
-            if slot.kind == "constant"
-        }
+        self.constants = own_constants(program.placeholders, program.constants, groups)
 
     def refresh(self, stored: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Working tensors from ``stored`` local ones, both in the order of ``program.parameters``."""
-        return self._call(self._refresh, stored)
+        return self._refresh(as_list(stored))
 
     def forward(self, placeholders: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """``(results, saved)`` from local tensors in the order of ``program.placeholders``."""
-        values = self._call(self._forward, placeholders)
+        values = self._forward(as_list(placeholders))
         count = len(self.program.results)
         return values[:count], values[count:]
 
@@ -333,13 +358,4 @@ class Executable:
         """Local gradients in the order of ``program.gradients``; empties ``saved``."""
         values = [*saved, *tangents]
         saved.clear()
-        return self._call(self._backward, values)
-
-    def _call(self, run: Run, inputs: Sequence[Any]) -> list[Any]:
-        values = inputs if isinstance(inputs, list) else list(inputs)
-        kind = self.device.type
-        with torch.no_grad():
-            if not torch.is_autocast_enabled(kind):
-                return run(values)
-            with torch.autocast(kind, enabled=False):
-                return run(values)
+        return self._backward(values)

@@ -15,16 +15,18 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autopar.errors import AutoparError
+from autopar.pipeline import PipelineProgram
 
 from .agreement import check_agreement
 from .autograd import differentiate
-from .call import Call, settled
+from .call import Call
 from .compiled import Compile, OutputsWanted, Request
 from .groups import mesh_groups
 from .optimizer import make_optimizer
-from .parameters import broadcast_first, gather_whole, make_dtensor, shared_seed
+from .parameters import broadcast_first, make_dtensor, shared_seed
+from .pipeline_call import PipelineCall
 from .randomness import RandomState
-from .weights import Weights, accumulate
+from .weights import Weights
 
 _SHARED = (
     "_parameters",
@@ -35,6 +37,13 @@ _SHARED = (
     "_state_dict_pre_hooks",
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
+)
+
+AnyCall = Call | PipelineCall
+_NO_TAPE = (
+    "under a plan with microbatches, model(...) does not record for backward(), since forward and backward of several "
+    "microbatches take turns: run loss = model.step(...), which leaves .grad on the parameters, or model(...) under "
+    "torch.no_grad() to evaluate"
 )
 
 
@@ -58,7 +67,7 @@ class ParallelModule(nn.Module):
         self._weights = Weights(module, self._groups, seed)
         self._random = RandomState(shared_seed(self._groups, seed))
         self._compile = compile
-        self._calls: dict[object, Call] = {}
+        self._calls: dict[object, AnyCall] = {}
         self._plan: object | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -67,6 +76,10 @@ class ParallelModule(nn.Module):
         grad = torch.is_grad_enabled() and self._wants_grad(args, kwargs)
         call = self.prepare(args, kwargs, "all", grad=grad)
         leaves = call.leaves(args, kwargs)
+        if isinstance(call, PipelineCall):
+            if grad:
+                raise AutoparError(_NO_TAPE)
+            return call.rebuild(call.run(leaves))
         if grad:
             return call.rebuild(differentiate(call, leaves))
         outputs, _ = call.run(leaves)
@@ -74,26 +87,9 @@ class ParallelModule(nn.Module):
 
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of the model's loss, added to ``.grad`` of the parameters; returns the
-        detached loss. Raises :class:`AutoparError` if the model returns no loss."""
+        detached loss, the same on every rank. Raises :class:`AutoparError` if the model returns no loss."""
         call = self.prepare(args, kwargs, "loss", grad=True)
-        loss_name = call.signature.loss
-        if loss_name is None:
-            raise AutoparError(
-                "step() differentiates the loss that the model returns, but this call returns none: "
-                "pass labels, or run "
-                "out = model(...), compute a loss from out and call loss.backward()"
-            )
-        outputs, saved = call.start(call.leaves(args, kwargs))
-        one = call.unit_tangent(loss_name)
-        tangents = call.tangents({loss_name: one}, {s.target: one.dtype for s in call.program.tangents})
-        gradients = call.backward(saved, tangents)
-        loss = gather_whole(settled(outputs.pop(loss_name)), call.results[loss_name], self._groups).detach()
-        with torch.no_grad():
-            for slot, parameter in zip(call.program.parameters, call.parameters, strict=True):
-                gradient = gradients.pop(("gradient", slot.target), None)
-                if gradient is not None:
-                    accumulate(parameter, gradient)
-        return loss
+        return call.step(call.leaves(args, kwargs))
 
     def prepare(
         self,
@@ -102,7 +98,7 @@ class ParallelModule(nn.Module):
         outputs: OutputsWanted = "all",
         *,
         grad: bool = True,
-    ) -> Call:
+    ) -> AnyCall:
         """Compiles for a call like this one, if that is not done yet, without running it. Collective over the
         mesh."""
         ordered = dict(sorted(kwargs.items()))
@@ -113,8 +109,9 @@ class ParallelModule(nn.Module):
             compiled = self._compile(Request(args, dict(kwargs), self.training, grad, outputs))
             check_agreement(compiled.fingerprint, self._groups)
             self._groups = self._weights.groups = self._groups.regrouped(compiled.program.mesh)
+            kind = PipelineCall if isinstance(compiled.program, PipelineProgram) else Call
             draw_state = partial(self._random.advance, self.training and grad)
-            self._calls[key] = Call(compiled, self._weights, self._groups, draw_state)
+            self._calls[key] = kind(compiled, self._weights, self._groups, draw_state)
             self._plan = compiled.plan
         return self._calls[key]
 
@@ -149,6 +146,11 @@ class ParallelModule(nn.Module):
         if args and kwargs:
             raise AutoparError("local_batch takes positional inputs or keyword inputs, not both; call it twice")
         call = self._any_call(args, kwargs)
+        if isinstance(call, PipelineCall):
+            raise AutoparError(
+                "under a plan with microbatches each rank needs parts of every microbatch: pass the global batch to "
+                "step() rather than a local_batch()"
+            )
         slots = {slot.target: slot for slot in call.program.placeholders if slot.kind == "input"}
         leaves = call.leaves(args, kwargs)
         for index, name in enumerate(call.signature.input_names):
@@ -158,7 +160,7 @@ class ParallelModule(nn.Module):
         positional, keywords = tree_unflatten(leaves, call.signature.input_spec)
         return positional if args else keywords
 
-    def _any_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    def _any_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AnyCall:
         """A compiled call for such a batch, whatever its outputs: they all read the same placements."""
         leaves, spec = tree_flatten((args, dict(sorted(kwargs.items()))))
         kinds = tuple((v.shape, v.dtype) if isinstance(v, torch.Tensor) else None for v in leaves)

@@ -14,10 +14,12 @@ import gc
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
@@ -41,6 +43,23 @@ from .groups import AxisGroup, MeshGroups
 from .materialise import Initialiser
 
 _BUCKET_BYTES = 32 << 20
+
+
+class Place(Protocol):
+    """A mesh that tensors lie on, as this rank sees it: its ``coordinate`` there, None if it is no part of it."""
+
+    @property
+    def mesh(self) -> DeviceMesh: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def coordinate(self) -> tuple[int, ...] | None: ...
+
+
+# How a parameter is stored, and where.
+Stored = tuple[TensorSlot, Place]
 
 
 def before_when_cut(placements: Placements, axis: int, mesh: Sequence[int]) -> int:
@@ -102,22 +121,25 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
-def make_dtensor(local: torch.Tensor, slot: TensorSlot, groups: MeshGroups) -> DTensor:
+def make_dtensor(local: torch.Tensor, slot: TensorSlot, place: Place) -> DTensor:
     """The DTensor of global shape ``slot.shape``, placed as ``slot`` says, of which this rank holds
-    ``local``."""
+    ``local`` (nothing if it is no part of the mesh)."""
     return DTensor.from_local(
         local,
-        groups.mesh,
-        torch_placements(slot.placements, groups.shape),
+        place.mesh,
+        torch_placements(slot.placements, place.shape),
         run_check=False,
         shape=torch.Size(slot.shape),
         stride=contiguous_stride(slot.shape),
     )
 
 
-def take_own(whole: torch.Tensor, slot: TensorSlot, groups: MeshGroups) -> torch.Tensor:
-    """This rank's part of the global tensor ``whole``: contiguous, and no view of something larger."""
-    local = take_local(whole, slot.placements, groups.shape, groups.coordinate).contiguous()
+def take_own(whole: torch.Tensor, slot: TensorSlot, place: Place) -> torch.Tensor:
+    """This rank's part of the global tensor ``whole``: contiguous, and no view of something larger; empty if the rank
+    is no part of the mesh."""
+    if place.coordinate is None:
+        return whole.new_empty(0)
+    local = take_local(whole, slot.placements, place.shape, place.coordinate).contiguous()
     return local.clone() if local.untyped_storage().nbytes() > local.nbytes else local
 
 
@@ -217,32 +239,18 @@ def shared_seed(groups: MeshGroups, seed: int | None = None) -> int:
 
 
 def place_parameters(
-    module: nn.Module, slots: Mapping[str, TensorSlot], groups: MeshGroups, seed: int | None = None
+    module: nn.Module, stored: Mapping[str, Stored], groups: MeshGroups, seed: int | None = None
 ) -> None:
-    """Gives every wrapped parameter of ``module`` its place: as ``slots[name]`` says, or replicated if it has
-    no slot (the program does not use it). Buffers come to the mesh's device with rank 0's values. ``seed`` is
-    for a meta model; by default torch's initial seed on rank 0.
+    """Gives every wrapped parameter of ``module`` its place: as ``stored[name]`` says, or replicated on the mesh of
+    ``groups`` if it is not there (the program does not use it). Buffers come to the mesh's device with rank 0's values.
+    ``seed`` is for a meta model; by default torch's initial seed on rank 0. Collective over ``groups``.
 
     Raises :class:`PlanMismatchError` where a slot and its parameter differ in shape.
     """
     parameters = dict(module.named_parameters())
-    plain = Replicate()
-    complete = {
-        name: slots.get(name) or TensorSlot(name, "param", name, tuple(p.shape), (plain,) * len(groups.shape))
-        for name, p in parameters.items()
-    }
+    complete = {name: stored.get(name) or _replicated(name, p, groups) for name, p in parameters.items()}
     for name, parameter in parameters.items():
-        if tuple(parameter.shape) != complete[name].shape:
-            raise PlanMismatchError(
-                f"the parameter {name} has shape {list(parameter.shape)}, but the plan was made for "
-                f"{list(complete[name].shape)}"
-            )
-        if not torch_can_gather(complete[name].placements, groups.shape):
-            raise PlanMismatchError(
-                f"the parameter {name} would be stored as {short(complete[name].placements)}, of "
-                "which torch makes a wrong "
-                "full_tensor(): store the strided shard on the innermost axis of its dim"
-            )
+        _check_storable(name, parameter, complete[name])
     meta = [name for name, parameter in parameters.items() if parameter.is_meta]
     real = [name for name, parameter in parameters.items() if not parameter.is_meta]
     lost = [name for name, buffer in module.named_buffers() if buffer.is_meta]
@@ -250,21 +258,47 @@ def place_parameters(
         with unwrapped(module):
             initialiser = Initialiser(module, groups.device, shared_seed(groups, seed))
         for name in meta:
-            whole = initialiser.value(local_of(parameters[name]), f"the parameter {name}")
-            _replace(parameters[name], whole, complete[name], groups)
+            _replace(parameters[name], _initial(initialiser, name, parameters[name], complete[name]), complete[name])
         _fill_buffers(module, initialiser)
     for index, whole in broadcast_first([local_of(parameters[name]) for name in real], groups):
-        _replace(parameters[real[index]], whole, complete[real[index]], groups)
+        _replace(parameters[real[index]], whole, complete[real[index]])
     _place_buffers(module, groups)
 
 
-def _replace(parameter: nn.Parameter, whole: torch.Tensor, slot: TensorSlot, groups: MeshGroups) -> None:
+def _replicated(name: str, parameter: nn.Parameter, groups: MeshGroups) -> Stored:
+    everywhere = (Replicate(),) * len(groups.shape)
+    return TensorSlot(name, "param", name, tuple(parameter.shape), everywhere), groups
+
+
+def _check_storable(name: str, parameter: nn.Parameter, stored: Stored) -> None:
+    slot, place = stored
+    if tuple(parameter.shape) != slot.shape:
+        raise PlanMismatchError(
+            f"the parameter {name} has shape {list(parameter.shape)}, but the plan was made for {list(slot.shape)}"
+        )
+    if not torch_can_gather(slot.placements, place.shape):
+        raise PlanMismatchError(
+            f"the parameter {name} would be stored as {short(slot.placements)}, of which torch makes a wrong "
+            "full_tensor(): store the strided shard on the innermost axis of its dim"
+        )
+
+
+def _initial(initialiser: Initialiser, name: str, parameter: nn.Parameter, stored: Stored) -> torch.Tensor:
+    """The whole initial value; nothing where this rank holds none of it."""
+    local = local_of(parameter)
+    if stored[1].coordinate is None:
+        return torch.empty(0, dtype=local.dtype, device=initialiser.device)
+    return initialiser.value(local, f"the parameter {name}")
+
+
+def _replace(parameter: nn.Parameter, whole: torch.Tensor, stored: Stored) -> None:
+    slot, place = stored
     with torch.no_grad():
-        own = make_dtensor(take_own(whole, slot, groups), slot, groups)
+        own = make_dtensor(take_own(whole, slot, place), slot, place)
         replacement = nn.Parameter(own, parameter.requires_grad)
         if parameter.grad is not None and not parameter.grad.is_meta:
-            gradient = take_own(local_of(parameter.grad).to(groups.device), slot, groups)
-            replacement.grad = make_dtensor(gradient, slot, groups)
+            gradient = take_own(local_of(parameter.grad).to(whole.device), slot, place)
+            replacement.grad = make_dtensor(gradient, slot, place)
     swap_parameter(parameter, replacement, slot.target)
 
 
@@ -290,16 +324,19 @@ def _place_buffers(module: nn.Module, groups: MeshGroups) -> None:
                 part._buffers[key] = moved[id(tensor)]
 
 
-def check_placed(module: nn.Module, slots: Mapping[str, TensorSlot], groups: MeshGroups) -> None:
-    """Raises :class:`PlanMismatchError` if a parameter rests otherwise than ``slots`` says."""
+def check_placed(module: nn.Module, stored: Mapping[str, Stored]) -> None:
+    """Raises :class:`PlanMismatchError` if a parameter rests otherwise than ``stored`` says."""
     for name, parameter in module.named_parameters():
-        slot = slots.get(name)
-        if slot is None or not isinstance(parameter, DTensor):
+        if name not in stored or not isinstance(parameter, DTensor):
             continue
-        wanted = torch_placements(slot.placements, groups.shape)
-        if tuple(parameter.placements) != wanted:
+        slot, place = stored[name]
+        if tuple(parameter.placements) != torch_placements(slot.placements, place.shape):
             raise PlanMismatchError(
                 f"the parameter {name} rests as {tuple(map(str, parameter.placements))}, but this "
-                "program stores it as "
-                f"{short(slot.placements)}; all programs of one model must agree"
+                f"program stores it as {short(slot.placements)}; all programs of one model must agree"
+            )
+        if parameter.device_mesh != place.mesh:
+            raise PlanMismatchError(
+                f"the parameter {name} rests on ranks {parameter.device_mesh.mesh.flatten().tolist()}, but this "
+                f"program stores it on {place.mesh.mesh.flatten().tolist()}; all programs of one model must agree"
             )

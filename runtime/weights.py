@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.errors import PlanMismatchError
-from autopar.program import Program, TensorSlot
+from autopar.program import TensorSlot
 
-from .executor import Executable
 from .groups import MeshGroups
 from .parameters import (
+    Stored,
     check_placed,
     local_of,
     make_dtensor,
@@ -23,6 +24,8 @@ from .parameters import (
     wrap,
     wrap_parameters,
 )
+
+Made = TypeVar("Made")
 
 
 class Weights:
@@ -36,8 +39,8 @@ class Weights:
         self.module = module
         self.groups = groups
         self._seed = seed
-        self._slots: dict[str, TensorSlot] | None = None
-        self._held: dict[str, list[torch.Tensor]] | None = None
+        self._stored: dict[str, Stored] | None = None
+        self._held: dict[str, Any] | None = None
         wrap_parameters(module, groups)
 
     @property
@@ -45,42 +48,43 @@ class Weights:
         first = {id(parameter): name for name, parameter in self.module.named_parameters()}
         return {n: first[id(p)] for n, p in self.module.named_parameters(remove_duplicate=False)}
 
-    def settle(self, program: Program) -> None:
-        """Places the parameters as ``program`` stores them, or checks that they are. Collective the first
-        time."""
+    def settle(self, stored: Sequence[Stored]) -> None:
+        """Places the parameters as ``stored`` says, or checks that they are. Collective the first time."""
         names = self.names
-        unknown = [slot.target for slot in program.parameters if slot.target not in names]
+        unknown = [slot.target for slot, _ in stored if slot.target not in names]
         if unknown:
             raise PlanMismatchError(f"the program has parameters that the model has not: {', '.join(unknown)}")
-        slots = {names[slot.target]: slot for slot in program.parameters}
-        if self._slots is None:
-            place_parameters(self.module, slots, self.groups, self._seed)
-            self._slots = slots
+        found = {names[slot.target]: (slot, place) for slot, place in stored}
+        if self._stored is None:
+            place_parameters(self.module, found, self.groups, self._seed)
+            self._stored = found
         else:
-            check_placed(self.module, slots, self.groups)
+            check_placed(self.module, found)
 
-    def parameters(self, program: Program) -> list[nn.Parameter]:
-        """The parameters in the order of ``program.parameters``."""
+    def parameters(self, slots: Sequence[TensorSlot]) -> list[nn.Parameter]:
+        """The parameters in the order of ``slots``."""
         known = dict(self.module.named_parameters(remove_duplicate=False))
-        return [known[slot.target] for slot in program.parameters]
+        return [known[slot.target] for slot in slots]
 
     def hold(self, on: bool) -> None:
         """While held, working weights are made once and reused: stored values must not change."""
         self._held = {} if on else None
 
-    def working(self, executable: Executable, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
-        """The working tensors of ``parameters``.
+    def working(
+        self, key: str, refresh: Callable[[Sequence[torch.Tensor]], Made], parameters: Sequence[nn.Parameter]
+    ) -> Made:
+        """What ``refresh`` makes of the local tensors of ``parameters``: the working ones; kept by ``key``.
 
         Made anew each time unless held: no version counter of a DTensor sees every write (``.data``, fused
         optimizers), and a stale weight would be silent.
         """
         stored = [local_of(parameter) for parameter in parameters]
         if self._held is None:
-            return executable.refresh(stored)
-        key = str(executable.program.refresh)
+            return refresh(stored)
         if key not in self._held:
-            self._held[key] = executable.refresh(stored)
-        return self._held[key]
+            self._held[key] = refresh(stored)
+        made: Made = self._held[key]
+        return made
 
     def whole_to_own(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """A whole ``value`` for the parameter ``name`` (any of its names) as a DTensor placed like it. A meta
@@ -88,11 +92,11 @@ class Weights:
         parameter = self.module.get_parameter(name)
         if value.shape != parameter.shape:
             return value
-        if self._slots is None:
+        if self._stored is None:
             return self._replicated(name, parameter, value)
         whole = TensorSlot(name, "param", name, tuple(value.shape), (Replicate(),) * len(self.groups.shape))
-        slot = self._slots.get(self.names[name], whole)
-        return make_dtensor(take_own(value.to(self.groups.device), slot, self.groups), slot, self.groups)
+        slot, place = self._stored.get(self.names[name], (whole, self.groups))
+        return make_dtensor(take_own(value.to(self.groups.device), slot, place), slot, place)
 
     def _replicated(self, name: str, parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
         local = value.detach().to(parameter.dtype)

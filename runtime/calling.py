@@ -1,0 +1,96 @@
+"""How a model is called, as its signature says: the user's inputs to flat leaves, and results back to what the model
+returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from autopar.errors import AutoparError, PlanMismatchError
+from autopar.signature import Signature
+
+
+def flatten_as(spec: TreeSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The leaves of a call in the order of ``spec``, whatever the order of its keywords. Raises
+    :class:`PlanMismatchError` if the call has another structure."""
+    leaves, found = tree_flatten((args, dict(kwargs)))
+    if found == spec:
+        return leaves
+    order = spec.child(1).context
+    if set(order) == set(kwargs):
+        leaves, found = tree_flatten((args, {key: kwargs[key] for key in order}))
+    if found != spec:
+        raise PlanMismatchError(f"the call has the structure\n  {found}\nbut was traced with\n  {spec}")
+    return leaves
+
+
+def same_value(old: object, new: object) -> bool:
+    """Whether a non-tensor input is as it was; values that cannot be compared are the same only if
+    identical."""
+    if old is new:
+        return True
+    try:
+        return type(old) is type(new) and bool(old == new)
+    except Exception:
+        return False
+
+
+class Calling:
+    """The calling convention of one traced model; see the module docstring."""
+
+    def __init__(self, signature: Signature) -> None:
+        self.signature = signature
+
+    def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The inputs, flat. Raises :class:`PlanMismatchError` if a non-tensor input is not what was
+        traced."""
+        leaves = flatten_as(self.signature.input_spec, args, kwargs)
+        for index, value in self.signature.constants.items():
+            if self.signature.input_names[index] is None and not same_value(value, leaves[index]):
+                raise PlanMismatchError(
+                    f"the non-tensor input {self.leaf_name(index)} was {value!r} when the model was "
+                    "traced and is now "
+                    f"{leaves[index]!r}; its value is part of the compiled program: pass the same, or "
+                    "make it a tensor"
+                )
+        return leaves
+
+    def leaf_name(self, index: int) -> str:
+        """Where leaf ``index`` of the inputs stands in the call, such as ``kwargs['use_cache']``."""
+        paths = tree_unflatten(list(range(len(self.signature.input_names))), self.signature.input_spec)
+        for head, part in zip(("args", "kwargs"), paths, strict=True):
+            for path, found in torch.utils._pytree.tree_flatten_with_path(part)[0]:
+                if found == index:
+                    return f"{head}{torch.utils._pytree.keystr(path)}"
+        return str(index)
+
+    def rebuild(self, values: Mapping[str, torch.Tensor]) -> Any:
+        """The model's own return value from presented outputs by name."""
+        signature = self.signature
+        leaves = [
+            signature.output_constants.get(index) if name is None else values[name]
+            for index, name in enumerate(signature.output_names)
+        ]
+        return tree_unflatten(leaves, signature.output_spec)
+
+    def output_name(self, name: str) -> str:
+        """Where output ``name`` stands in the model's return value, such as ``['loss']``."""
+        index = self.signature.output_names.index(name)
+        tree = tree_unflatten(list(range(len(self.signature.output_names))), self.signature.output_spec)
+        for path, found in torch.utils._pytree.tree_flatten_with_path(tree)[0]:
+            if found == index:
+                return torch.utils._pytree.keystr(path) or name
+        return name
+
+    def loss_name(self) -> str:
+        """The output that ``step`` differentiates. Raises :class:`AutoparError` if the model returns no loss."""
+        if self.signature.loss is None:
+            raise AutoparError(
+                "step() differentiates the loss that the model returns, but this call returns none: "
+                "pass labels, or run "
+                "out = model(...), compute a loss from out and call loss.backward()"
+            )
+        return self.signature.loss

@@ -1,0 +1,92 @@
+"""Runs the sections of a :class:`~autopar.chunk.ChunkProgram`, with what crosses its borders sorted by the chunk at the
+other end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from autopar.chunk import ChunkProgram, Port
+from autopar.errors import ExecutionError
+from autopar.spec import local_shape
+
+from .executor import instruction_axes, own_constants, runner
+from .groups import MeshGroups
+
+# What is exchanged with each other chunk: (chunk, local shape and dtype of each tensor of the message).
+Exchange = tuple[tuple[int, tuple[tuple[tuple[int, ...], torch.dtype], ...]], ...]
+Messages = dict[int, list[torch.Tensor]]
+
+
+def exchanges(program: ChunkProgram, ports: Iterable[Port], *, sends: bool) -> Exchange:
+    """The ends of edges by the chunk at their other end; ports come in that order."""
+
+    def other(port: Port) -> int:
+        return port.edge.target if sends else port.edge.source
+
+    def local(port: Port) -> tuple[tuple[int, ...], torch.dtype]:
+        slot = port.slot
+        return local_shape(slot.shape, slot.placements, program.mesh, program.coordinate), slot.dtype
+
+    return tuple((peer, tuple(map(local, several))) for peer, several in groupby(ports, other))
+
+
+class ChunkExecutable:
+    """The sections of ``program`` on ``groups`` of the mesh inside its stage. Making one is collective there. Raises
+    :class:`ExecutionError` if the program is another rank's."""
+
+    def __init__(self, program: ChunkProgram, groups: MeshGroups) -> None:
+        if groups.shape != program.mesh or groups.coordinate != program.coordinate:
+            raise ExecutionError(
+                f"chunk {program.chunk} is lowered for coordinate {program.coordinate} of a mesh {program.mesh}, but "
+                f"this rank is at {groups.coordinate} of a mesh {groups.shape}"
+            )
+        groups.prepare(instruction_axes(program.sections))
+        where = f"the rank at {program.coordinate} of mesh {program.mesh} for chunk {program.chunk}"
+        self.program = program
+        self._refresh, self._forward, self._input_gradient, self._weight_gradient, self._reduce = (
+            runner(section, groups, where) for section in program.sections
+        )
+        self.constants = own_constants(program.placeholders, program.constants, groups)
+        self.receives = exchanges(program, program.receives, sends=False)
+        self.sends = exchanges(program, program.sends, sends=True)
+        self.gradient_receives = exchanges(program, program.gradient_receives, sends=False)
+        self.gradient_sends = exchanges(program, program.gradient_sends, sends=True)
+
+    def refresh(self, stored: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Working parameters from stored ones."""
+        return self._refresh(list(stored))
+
+    def forward(self, inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], Messages, list[torch.Tensor]]:
+        """From placeholders and received values to results, what goes to each chunk, and saved values."""
+        made = self._forward(inputs)
+        results, rest = _part(made, len(self.program.results))
+        sends, saved = _part(rest, len(self.program.sends))
+        return results, _messages(sends, self.sends), saved
+
+    def input_gradient(self, inputs: list[torch.Tensor]) -> tuple[Messages, list[torch.Tensor]]:
+        """From saved values, tangents and received gradients to what goes to each chunk, and carried values."""
+        sends, carried = _part(self._input_gradient(inputs), len(self.program.gradient_sends))
+        return _messages(sends, self.gradient_sends), carried
+
+    def weight_gradient(self, carried: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Raw gradients; empties ``carried``."""
+        return self._weight_gradient(carried)
+
+    def reduce(self, raw: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Gradients as stored; empties ``raw``."""
+        return self._reduce(raw)
+
+
+def _part(values: list[Any], count: int) -> tuple[list[Any], list[Any]]:
+    return values[:count], values[count:]
+
+
+def _messages(values: list[torch.Tensor], exchange: Exchange) -> Messages:
+    found: Messages = {}
+    for peer, several in exchange:
+        found[peer], values = _part(values, len(several))
+    return found

@@ -1,0 +1,146 @@
+"""Carries out one rank's list of instructions (:mod:`autopar.schedule`), once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from autopar.errors import ExecutionError
+from autopar.pipeline import PipelineProgram
+from autopar.schedule import Instruction, Message
+
+from .chunk_executable import ChunkExecutable, Exchange, Messages
+from .messages import Arrival, Messenger
+
+# What a chunk computes for a microbatch is told apart by both.
+Task = tuple[int, int]
+Inputs = Callable[[int, int], list[torch.Tensor]]
+Record = Callable[[Instruction, float, float], None]
+
+
+@dataclass
+class PipelineRun:
+    """The state of one pass. ``inputs(chunk, microbatch)`` gives the placeholders of forward; ``tangents[chunk]`` those
+    of backward. Values live from when they are made, or arrive, to their use.
+
+    Afterwards ``results`` has, by chunk and microbatch, the results of forward, and ``gradients[chunk]`` the gradients
+    as stored, in the order of the chunk's program.
+    """
+
+    program: PipelineProgram
+    chunks: Mapping[int, ChunkExecutable]
+    messenger: Messenger
+    inputs: Inputs
+    tangents: Mapping[int, Sequence[torch.Tensor]]
+    device: torch.device
+    record: Record | None = None
+    results: dict[Task, list[torch.Tensor]] = field(default_factory=dict)
+    gradients: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    _arrivals: dict[Message, Arrival] = field(default_factory=dict)
+    _leaving: dict[Message, list[torch.Tensor]] = field(default_factory=dict)
+    _saved: dict[Task, list[torch.Tensor]] = field(default_factory=dict)
+    _carried: dict[Task, list[torch.Tensor]] = field(default_factory=dict)
+    _raw: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Does everything on this rank's list; returns when all that was sent has left."""
+        for instruction in self.program.schedule.ranks[self.program.stage]:
+            start = time.perf_counter()
+            self._do(instruction)
+            if self.record is not None:
+                self.record(instruction, start, time.perf_counter())
+        self.messenger.finish()
+
+    def _do(self, instruction: Instruction) -> None:
+        match instruction.kind:
+            case "forward":
+                self._forward(instruction)
+            case "input_gradient":
+                self._input_gradient(instruction)
+            case "weight_gradient":
+                self._weight_gradient(instruction)
+            case "backward":
+                self._input_gradient(instruction)
+                self._weight_gradient(instruction)
+            case "send_forward" | "send_backward":
+                message = instruction.message
+                self.messenger.send(self._leaving.pop(message), self.program.stage_of(message.target))
+            case "receive_forward" | "receive_backward":
+                self._receive(instruction)
+            case "reduce":
+                self._reduce(instruction.chunk)
+            case "step":
+                pass
+            case _:
+                raise ExecutionError(f"the instruction {instruction} of kind {instruction.kind!r} is not known")
+
+    def _forward(self, instruction: Instruction) -> None:
+        chunk, task = self.chunks[instruction.chunk], (instruction.chunk, instruction.microbatch)
+        values = self.inputs(*task)
+        values += self._arrived(chunk.receives, instruction, "forward")
+        self.results[task], messages, saved = chunk.forward(values)
+        if self.program.schedule.training:
+            self._saved[task] = saved
+        self._give(messages, instruction, "forward")
+
+    def _input_gradient(self, instruction: Instruction) -> None:
+        chunk, task = self.chunks[instruction.chunk], (instruction.chunk, instruction.microbatch)
+        values = self._saved.pop(task)
+        values += self.tangents[instruction.chunk]
+        values += self._arrived(chunk.gradient_receives, instruction, "backward")
+        messages, self._carried[task] = chunk.input_gradient(values)
+        self._give(messages, instruction, "backward")
+
+    def _weight_gradient(self, instruction: Instruction) -> None:
+        raw = self.chunks[instruction.chunk].weight_gradient(
+            self._carried.pop((instruction.chunk, instruction.microbatch))
+        )
+        total = self._raw.setdefault(instruction.chunk, raw)
+        if total is not raw and raw:
+            torch._foreach_add_(total, raw)
+
+    def _reduce(self, chunk: int) -> None:
+        self.gradients[chunk] = self.chunks[chunk].reduce(self._raw.pop(chunk))
+
+    def _arrived(self, exchange: Exchange, instruction: Instruction, direction: str) -> list[torch.Tensor]:
+        """What other chunks sent to this one, in the order of its ports."""
+        found: list[torch.Tensor] = []
+        for peer, _ in exchange:
+            message = _message(direction, peer, instruction.chunk, instruction.microbatch)
+            if message not in self._arrivals:
+                raise ExecutionError(f"{instruction} needs {message}, but the schedule has not received it")
+            found += self._arrivals.pop(message).wait()
+        return found
+
+    def _give(self, messages: Messages, instruction: Instruction, direction: str) -> None:
+        """Hands over what a chunk of this rank needs, and lays out the rest for its send."""
+        chunk, stage = instruction.chunk, self.program.stage
+        for peer in self._peers(chunk, direction):
+            message = _message(direction, chunk, peer, instruction.microbatch)
+            tensors = messages.pop(peer, [])
+            if self.program.stage_of(peer) == stage:
+                self._arrivals[message] = Arrival(tensors)
+            else:
+                self._leaving[message] = tensors
+        if messages:
+            raise ExecutionError(f"chunk {chunk} has values for {list(messages)}, where no edge of the schedule leads")
+
+    def _peers(self, chunk: int, direction: str) -> list[int]:
+        edges = self.program.schedule.edges
+        if direction == "forward":
+            return [edge.target for edge in edges if edge.source == chunk]
+        return [edge.source for edge in edges if edge.target == chunk and edge.gradient]
+
+    def _receive(self, instruction: Instruction) -> None:
+        message, chunk = instruction.message, self.chunks[instruction.chunk]
+        exchange = chunk.receives if message.direction == "forward" else chunk.gradient_receives
+        kinds = next((kinds for peer, kinds in exchange if peer == message.source), ())
+        tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in kinds]
+        self._arrivals[message] = self.messenger.receive(tensors, self.program.stage_of(message.source))
+
+
+def _message(direction: str, source: int, target: int, microbatch: int) -> Message:
+    return Message("forward" if direction == "forward" else "backward", source, target, microbatch)
