@@ -56,6 +56,8 @@ def pipeline_program(
         parameters=tuple(_parameters(staged, jobs)),
         results=tuple(_results(pieces, jobs)),
         inputs=pieces.inputs,
+        draws=any(job.graph.placeholders("random") for job in jobs)
+        or (staged.prelude is not None and bool(staged.prelude.placeholders("random"))),
         prelude=None if staged.prelude is None else prelude_program(staged.prelude),
     )
 

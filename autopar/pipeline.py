@@ -62,7 +62,8 @@ class PipelineProgram:
 
     ``inputs`` gives for each input the dim along which microbatch k takes piece k of equal ones, None if it takes all.
     The forward of ``prelude`` (on a mesh of no axes: every rank alone, on whole tensors) runs once, before anything
-    else; its results are further inputs, by their names.
+    else; its results are further inputs, by their names. ``draws``: whether anything takes a random state; microbatch k
+    finds k in place 3 of it, the prelude 0.
     """
 
     mesh: tuple[int, ...]
@@ -73,6 +74,7 @@ class PipelineProgram:
     results: tuple[StagedResult, ...]
     inputs: Mapping[str, int | None]
     prelude: Program | None = None
+    draws: bool = False
 
     @property
     def stage(self) -> int:

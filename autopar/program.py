@@ -144,6 +144,11 @@ class Program:
     backward: Section
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
 
+    @property
+    def draws(self) -> bool:
+        """Whether it takes a random state."""
+        return any(slot.kind == "random" for slot in self.placeholders)
+
     def __str__(self) -> str:
         head = f"# rank at {self.coordinate} of mesh {self.mesh}"
         return "\n".join([head, str(self.refresh), str(self.forward), str(self.backward)]) + "\n"

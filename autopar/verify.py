@@ -23,6 +23,7 @@ from .api import Batch, LossFunction, Mesh, mesh_shape, parallelize, split_batch
 from .cluster import Cluster
 from .errors import TraceError
 from .options import Options
+from .pipeline import PipelineProgram
 from .plan import Plan
 from .program import Program
 from .reshard import Collective
@@ -263,7 +264,7 @@ def _parallel(rank: int, world: int, task: _Task) -> _Step:
     gradients: dict[str, torch.Tensor] = {}
     for name, parameter in parallel.named_parameters():
         if parameter.grad is not None:
-            whole = parameter.grad.full_tensor()  # type: ignore[attr-defined]
+            whole = parallel.full_tensor(parameter.grad)
             gradients[name] = _whatever_differs(whole.detach().cpu().double(), world)
     parallel.zero_grad()
     if world > 1:
@@ -272,12 +273,14 @@ def _parallel(rank: int, world: int, task: _Task) -> _Step:
     parallel.step(*args, **kwargs)
     seconds = time.perf_counter() - begin
     unpriced = _unpriced(call.program, parallel.plan) if rank == 0 else ()
-    draws = any(slot.kind == "random" for slot in call.program.placeholders)
+    draws = call.program.draws
     return _Step(loss.detach().cpu(), gradients, seconds, parallel.plan, unpriced, draws)
 
 
-def _unpriced(program: Program, plan: Plan) -> tuple[str, ...]:
+def _unpriced(program: Program | PipelineProgram, plan: Plan) -> tuple[str, ...]:
     """Where the collectives of the first rank's program are not those of its plan."""
+    if isinstance(program, PipelineProgram):
+        return ()
     priced: Counter[Collective] = Counter()
     for wire in plan.collectives():
         priced[Collective(wire.kind, wire.axes, wire.bytes)] += wire.count

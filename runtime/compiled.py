@@ -29,7 +29,7 @@ class Request:
 @dataclass(frozen=True)
 class Compiled:
     """The answer: this rank's ``program`` (a :class:`PipelineProgram` if a step goes in microbatches), how the model is
-    called, and the ``plan`` shown to the user. ``fingerprint`` identifies plan and graph; all ranks must have the same."""
+    called, and the ``plan`` shown to the user. ``fingerprint`` identifies plan and graph: the same on all ranks."""
 
     program: Program | PipelineProgram
     signature: Signature

@@ -21,11 +21,13 @@ from .agreement import check_agreement
 from .autograd import differentiate
 from .call import Call
 from .compiled import Compile, OutputsWanted, Request
+from .gradient_norm import clip, gradients_of, total_norm
 from .groups import mesh_groups
 from .optimizer import make_optimizer
 from .parameters import broadcast_first, make_dtensor, shared_seed
 from .pipeline_call import PipelineCall
 from .randomness import RandomState
+from .stage_mesh import whole_everywhere
 from .weights import Weights
 
 _SHARED = (
@@ -139,6 +141,25 @@ class ParallelModule(nn.Module):
         """``cls`` over the named parameters, before or after the first batch; its state rests as the parameters do, and
         it steps on local shards where that gives the same numbers (:mod:`autopar.runtime.optimizer`)."""
         return make_optimizer(cls, self.named_parameters(), **kwargs)
+
+    def full_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A parameter, gradient or optimizer state of this model, whole on every rank, also where only another pipeline
+        stage holds it (whose own ``full_tensor()`` is empty here). Collective over the mesh."""
+        with torch.no_grad():
+            return whole_everywhere(tensor.detach(), self._groups)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """As :func:`torch.nn.utils.clip_grad_norm_` of all parameters, under any plan: that one cannot put together
+        gradients of several pipeline stages. Collective over the mesh; returns the norm before, on every rank."""
+        with torch.no_grad():
+            gradients = gradients_of(self.parameters())
+            norm = total_norm(gradients, self._groups, float(norm_type))
+            if error_if_nonfinite and not bool(norm.isfinite()):
+                raise AutoparError(f"the norm of order {norm_type} of the gradients is {float(norm)}: not clipped")
+            clip(gradients, norm, float(max_norm))
+        return norm
 
     def local_batch(self, *args: Any, **kwargs: Any) -> Any:
         """The batch with each tensor as a DTensor of which this rank holds its part: a dict for keyword

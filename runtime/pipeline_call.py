@@ -7,20 +7,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from autopar.errors import AutoparError, PlanMismatchError
+from autopar.errors import AutoparError
 from autopar.pipeline import PipelineProgram, StagedParameter, StagedResult
-from autopar.program import TensorSlot
 from autopar.spec import PARTIAL_SUM, take_local
 
 from .calling import Calling
 from .chunk_executable import ChunkExecutable
 from .collectives import Collectives
 from .compiled import Compiled
-from .executor import own_constants, runner
 from .groups import MeshGroups
 from .messages import Messenger
+from .microbatch_inputs import Prelude, StepInputs, input_shapes, whole_input
 from .parameters import local_of
 from .pipeline_run import PipelineRun, Record
 from .shared_weights import SharedWeights
@@ -51,8 +49,8 @@ class PipelineCall(Calling):
         self._leaf_index = {name: i for i, name in enumerate(self.signature.input_names) if name is not None}
         self._refresh_key = "".join(str(chunk.program.refresh) for chunk in self.chunks.values())
         self._tangents = {index: self._ones(chunk) for index, chunk in self.chunks.items()}
-        if program.prelude is not None:
-            self._prelude = runner(program.prelude.forward, self.stages.own, "every rank, before the step")
+        self._shapes = input_shapes(program)
+        self._prelude = None if program.prelude is None else Prelude(program.prelude, groups)
 
     def step(self, leaves: Sequence[Any]) -> torch.Tensor:
         """All microbatches forward and backward, gradients added to ``.grad`` of the parameters; the detached loss, on
@@ -75,11 +73,10 @@ class PipelineCall(Calling):
 
     def _run(self, leaves: Sequence[Any]) -> PipelineRun:
         with torch.no_grad():
-            values = self._values(leaves)
-            working = self._working()
+            given = self._inputs(leaves)
 
             def inputs(chunk: int, microbatch: int) -> list[torch.Tensor]:
-                return self._bind(chunk, microbatch, values, working[chunk])
+                return given.of(self.chunks[chunk], microbatch)
 
             messenger = Messenger(self.stages)
             run = PipelineRun(
@@ -101,76 +98,13 @@ class PipelineCall(Calling):
 
         return self.weights.working(self._refresh_key, refresh, self.parameters)
 
-    def _values(self, leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
-        """All inputs, whole, with the results of the prelude."""
-        values = {name: self._whole(name, leaves[index]) for name, index in self._leaf_index.items()}
-        prelude = self.program.prelude
-        if prelude is None:
-            return values
-        constants = own_constants(prelude.placeholders, prelude.constants, self.groups)
-        given = [self._given(slot, values, constants) for slot in prelude.placeholders]
-        made = self._prelude(given)[: len(prelude.results)]
-        return values | {slot.target: value for slot, value in zip(prelude.results, made, strict=True)}
-
-    def _whole(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        whole = value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()
-        wanted = self._input_shapes().get(name)
-        if wanted is not None and tuple(whole.shape) != wanted:
-            raise PlanMismatchError(
-                f"the input {name} has shape {list(whole.shape)}, but the program was compiled for {list(wanted)}"
-            )
-        return whole
-
-    def _input_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The whole shapes of the inputs that this rank's chunks read."""
-        found: dict[str, tuple[int, ...]] = {}
-        for chunk in self.program.chunks.values():
-            for slot in chunk.placeholders:
-                if slot.kind == "input":
-                    sizes, dim = list(slot.shape), self.program.inputs[slot.target]
-                    if dim is not None:
-                        sizes[dim] *= self.program.microbatches
-                    found[slot.target] = tuple(sizes)
-        return found
-
-    def _bind(self, chunk: int, microbatch: int, values: Values, working: Values) -> list[torch.Tensor]:
-        """The placeholders of one chunk for one microbatch."""
-        executable = self.chunks[chunk]
-        found = []
-        for slot in executable.program.placeholders:
-            if slot.kind == "param":
-                found.append(working[slot.target])
-            elif slot.kind == "input":
-                found.append(self._piece(slot, values[slot.target], microbatch))
-            else:
-                found.append(self._own(slot, self._given(slot, values, executable.constants)))
-        return found
-
-    def _given(self, slot: TensorSlot, values: Values, constants: Values) -> torch.Tensor:
-        """An input, buffer or constant."""
-        match slot.kind:
-            case "input":
-                return values[slot.target].to(self.groups.device, non_blocking=True)
-            case "buffer":
-                return self.weights.module.get_buffer(slot.target)
-            case "constant":
-                return constants[slot.target]
-        raise PlanMismatchError(
-            f"the program takes a placeholder of kind {slot.kind!r} ({slot.target}) that a step has not"
-        )
-
-    def _own(self, slot: TensorSlot, whole: torch.Tensor) -> torch.Tensor:
-        if slot.kind == "constant":
-            return whole
-        return take_local(whole, slot.placements, self.stages.own.shape, self.stages.own.coordinate)
-
-    def _piece(self, slot: TensorSlot, whole: torch.Tensor, microbatch: int) -> torch.Tensor:
-        """This rank's part of an input for one microbatch."""
-        dim = self.program.inputs[slot.target]
-        if dim is not None:
-            size = whole.shape[dim] // self.program.microbatches
-            whole = whole.narrow(dim, microbatch * size, size)
-        return self._own(slot, whole).to(self.groups.device, non_blocking=True).contiguous()
+    def _inputs(self, leaves: Sequence[Any]) -> StepInputs:
+        """What this step reads. Collective: parameters are made ready."""
+        values = {name: whole_input(name, leaves[i], self._shapes.get(name)) for name, i in self._leaf_index.items()}
+        module, state = self.weights.module, self._draw_state()
+        if self._prelude is not None:
+            values |= self._prelude.run(values, module, state)
+        return StepInputs(self.program, module, self.stages.own, values, self._working(), state)
 
     def _ones(self, chunk: ChunkExecutable) -> list[torch.Tensor]:
         """The tangents of the loss, as they lie."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from .groups import MeshGroups, mesh_groups
 from .parameters import Place
@@ -75,3 +76,19 @@ def stage_meshes(whole: MeshGroups) -> StageMeshes:
     if id(whole) not in _MADE:
         _MADE[id(whole)] = StageMeshes(whole)
     return _MADE[id(whole)]
+
+
+def whole_everywhere(tensor: torch.Tensor, groups: MeshGroups) -> torch.Tensor:
+    """A DTensor whole on every rank of ``groups``, also of a stage that this rank is no part of; anything else as it is.
+    Collective."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    ranks = tensor.device_mesh.mesh
+    if ranks.numel() == groups.mesh.mesh.numel():
+        return tensor.full_tensor()
+    stage = int((groups.mesh.mesh == ranks.flatten()[0]).nonzero()[0, 0])
+    if stage == groups.coordinate[0]:
+        whole = tensor.full_tensor().contiguous()
+    else:
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=groups.device)
+    return stage_meshes(groups).everywhere(whole, stage)
