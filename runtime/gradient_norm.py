@@ -45,7 +45,7 @@ def total_norm(gradients: list[torch.Tensor], groups: MeshGroups, norm_type: flo
         return own
     power = own**norm_type
     dist.all_reduce(power, group=everyone.group)
-    return power ** (1.0 / norm_type)  # type: ignore[no-any-return]
+    return power ** (1.0 / norm_type)
 
 
 def _share(count: int, norm_type: float) -> float:

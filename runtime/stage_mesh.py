@@ -79,8 +79,8 @@ def stage_meshes(whole: MeshGroups) -> StageMeshes:
 
 
 def whole_everywhere(tensor: torch.Tensor, groups: MeshGroups) -> torch.Tensor:
-    """A DTensor whole on every rank of ``groups``, also of a stage that this rank is no part of; anything else as it is.
-    Collective."""
+    """A DTensor whole on every rank of ``groups``, also of a stage that this rank is no part of; what is no DTensor
+    as it is. Collective."""
     if not isinstance(tensor, DTensor):
         return tensor
     ranks = tensor.device_mesh.mesh
