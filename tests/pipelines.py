@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
-from autopar.assignment import Assignment
+from torch import nn
+
+from autopar.assignment import ParameterPlacement
 from autopar.compile_pipeline import PlacedChunk, pipeline_program
 from autopar.graph import Graph
 from autopar.passes.annotate import annotate
-from autopar.passes.cut_candidates import cut_candidates
+from autopar.passes.cut_candidates import cut_candidates, cuts_for_owners
 from autopar.passes.lower_chunk import Wires
 from autopar.passes.microbatch import Microbatched, microbatch
+from autopar.passes.normalise import normalise
 from autopar.passes.rest import InsertRests
 from autopar.passes.stages import cut
 from autopar.pipeline import PipelineProgram
+from autopar.planner import step_graph
 from autopar.prices import Prices
+from autopar.runtime import Compiled, Request
 from autopar.schedule import Schedule
 from autopar.schedule_messages import forward_only
 from autopar.schedules import SCHEDULES
 from autopar.stage_chunks import WirePrice, place_chunks
 from autopar.stage_search import scheduled
 from autopar.stages import Staged
+from autopar.trace import trace
+from tests.lowering import plain
 from tests.zoo.check import prices_for, random_assignment
 
 SCHEDULE_NAMES = tuple(SCHEDULES)
@@ -79,25 +87,57 @@ def cuts_of(graph: Graph, wanted: Wanted) -> tuple[str, ...]:
     return tuple(places[index] for index in chosen)
 
 
-def replicated_assignment(graph: Graph, assignment: Assignment, share: float, seed: int) -> Assignment:
-    """Some of the random choices undone, or everything would be resharded everywhere."""
-    draw = random.Random(seed)
-    strategies = {
-        name: graph.strategies[name][0] if draw.random() < share else strategy
-        for name, strategy in assignment.strategies.items()
-    }
-    return Assignment(assignment.mesh, strategies, assignment.parameters)
-
-
-def make_pipeline(graph: Graph, wanted: Wanted, *, training: bool = True) -> Made:
-    """``graph``: a concrete step graph without rests."""
-    inside = wanted.mesh[1:] or (1,)
+def make_pipeline(graph: Graph, wanted: Wanted, *, like: Made | None = None) -> Made:
+    """``graph``: a concrete step graph without rests; one that only goes forward gets a forward schedule. ``like``:
+    parameters lie where that one has them."""
+    inside = wanted.mesh[1:]
     pieces = microbatch(graph, wanted.microbatches)
-    staged = cut(pieces, cuts_of(pieces.graph, wanted))
+    cuts = (
+        cuts_of(pieces.graph, wanted)
+        if like is None
+        else cuts_for_owners(pieces.graph, like.staged.owners, wanted.count)
+    )
+    staged = cut(pieces, cuts)
     schedule = scheduled((wanted.schedule, wanted.count // wanted.mesh[0]), wanted.mesh[0], pieces.count, staged)
+    if not graph.placeholders("tangent"):
+        schedule = forward_only(schedule)
     whole = annotate(InsertRests()(pieces.graph), inside)
     prices = prices_for(whole, inside)
     assignment = random_assignment(whole, inside, wanted.seed)
+    if like is not None:
+        assignment = replace(assignment, parameters=_parameters_of(like, whole))
     links = {(edge.source, edge.target): WirePrice(1e-5, 1e10) for edge in staged.edges}
     chunks, wires = place_chunks(staged, assignment, prices, links)
-    return Made(pieces, staged, chunks, wires, schedule if training else forward_only(schedule), prices)
+    return Made(pieces, staged, chunks, wires, schedule, prices)
+
+
+def _parameters_of(like: Made, graph: Graph) -> dict[str, ParameterPlacement]:
+    """Where ``like`` has the parameters, by their names in another trace."""
+    places = {
+        node.target: chunk.assignment.parameters[node.name]
+        for chunk in like.chunks
+        for node in chunk.graph.placeholders("param")
+    }
+    return {node.name: places[node.target] for node in graph.placeholders("param")}
+
+
+@dataclass
+class PipelineCompiler:
+    """Compiles requests for one rank of ``wanted.mesh``, by hand; the first must be for training."""
+
+    model: nn.Module
+    wanted: Wanted
+    coordinate: tuple[int, ...]
+    first: Made | None = None
+
+    def __call__(self, request: Request) -> Compiled:
+        traced = trace(
+            self.model, request.args, request.kwargs, device="cpu", training=request.training, grad=request.grad
+        )
+        sizes = dict(traced.graph.symbols)
+        loss = None if request.outputs == "all" else traced.signature.loss
+        graph = step_graph(normalise(traced.graph), loss, next(iter(sizes.values()), 1))
+        made = make_pipeline(plain(graph), self.wanted, like=self.first)
+        self.first = self.first or made
+        fingerprint = hashlib.sha256(f"{graph.to_text()}{made.schedule}{self.wanted}".encode()).hexdigest()
+        return Compiled(made.program(self.coordinate), traced.signature, self.wanted, fingerprint)

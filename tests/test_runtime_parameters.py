@@ -160,7 +160,7 @@ def test_meta_model_is_the_same_on_a_mesh_as_in_one_process() -> None:
             )
             for name, p in model.named_parameters()
         }
-        place_parameters(model, slots, groups, seed=11)
+        place_parameters(model, {name: (slot, groups) for name, slot in slots.items()}, groups, seed=11)
         assert all(a is b for a, b in zip(model.parameters(), optimizer.param_groups[0]["params"], strict=True))
         assert all(a is b for a, b in zip(model.parameters(), kept, strict=True))
         for name, parameter in model.named_parameters():
@@ -219,7 +219,8 @@ def test_wrong_shape_is_named() -> None:
         groups = mesh_groups(init_device_mesh("cpu", (1,)))
         model = nn.Linear(3, 4)
         wrap_parameters(model, groups)
-        place_parameters(model, {"weight": TensorSlot("w", "param", "weight", (3, 4), parse_placements("R"))}, groups)
+        slot = TensorSlot("w", "param", "weight", (3, 4), parse_placements("R"))
+        place_parameters(model, {"weight": (slot, groups)}, groups)
 
     with pytest.raises(PlanMismatchError, match=r"weight has shape \[4, 3\], but the plan was made for \[3, 4\]"):
         run_local(work, 1, timeout=30)
@@ -237,7 +238,7 @@ def test_rank_zero_decides_and_dtypes_survive() -> None:
         model.p2.tag = "kept"
         wrap_parameters(model, groups)
         slots = {n: TensorSlot(n, "param", n, (5, 3), parse_placements("S(0)")) for n in ("p0", "p1", "p2")}
-        place_parameters(model, slots, groups)
+        place_parameters(model, {name: (slot, groups) for name, slot in slots.items()}, groups)
         torch.manual_seed(0)
         for index, dtype in enumerate((torch.float32, torch.bfloat16, torch.float64, torch.float16)):
             wanted = torch.randn(5, 3).to(dtype)

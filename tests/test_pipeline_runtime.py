@@ -1,0 +1,174 @@
+"""Steps in microbatches over pipeline stages, on processes, against the plain model."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._pytree import tree_map
+
+from autopar.api import split_batch
+from autopar.errors import AutoparError
+from autopar.runtime import ParallelModule, run_local
+from tests.pipelines import SCHEDULE_NAMES, PipelineCompiler, Wanted
+from tests.test_stages import _make
+
+transformers.logging.set_verbosity_error()
+Work = Callable[[ParallelModule, nn.Module, Any], Any]
+TOLERANCE = 1e-5
+
+
+def on_ranks(name: str, wanted: Wanted, work: Work, *, timeout: float = 100.0) -> list[Any]:
+    """``work(model, reference, batch)`` on every rank; only rank 0 starts with the reference's weights."""
+    model, batch = _make(name)
+    model = model.train()
+
+    def rank_work(rank: int, world: int) -> Any:
+        warnings.simplefilter("error")
+        plain = copy.deepcopy(model)
+        if rank:
+            with torch.no_grad():
+                for parameter in plain.parameters():
+                    parameter.zero_()
+        mesh = init_device_mesh("cpu", wanted.mesh)
+        compiler = PipelineCompiler(plain, wanted, tuple(mesh.get_coordinate() or ()))
+        return work(ParallelModule(plain, mesh, compiler), copy.deepcopy(model), batch)
+
+    return run_local(rank_work, math.prod(wanted.mesh), timeout=timeout, backend="gloo")
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    found = output if isinstance(output, torch.Tensor) else output.loss
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def reference_step(reference: nn.Module, batch: Any) -> torch.Tensor:
+    args, kwargs = split_batch(batch)
+    loss = loss_of(reference(*args, **kwargs))
+    loss.backward()
+    return loss.detach()
+
+
+def step(model: ParallelModule, batch: Any) -> torch.Tensor:
+    args, kwargs = split_batch(batch)
+    return model.step(*args, **kwargs)
+
+
+def check_equal(found: torch.Tensor, wanted: torch.Tensor, name: str, tolerance: float = TOLERANCE) -> None:
+    assert found.shape == wanted.shape, name
+    error = float((found.double() - wanted.double()).abs().max()) / max(float(wanted.double().abs().max()), 1e-3)
+    assert error <= tolerance, f"{name}: {error}"
+
+
+def check_gradients(model: ParallelModule, reference: nn.Module) -> None:
+    wanted = dict(reference.named_parameters())
+    found = dict(model.named_parameters())
+    assert found.keys() == wanted.keys()
+    for name, parameter in found.items():
+        assert (parameter.grad is None) == (wanted[name].grad is None), name
+        if parameter.grad is not None:
+            check_equal(model.full_tensor(parameter.grad), wanted[name].grad, name)
+
+
+def one_step(model: ParallelModule, reference: nn.Module, batch: Any) -> None:
+    wanted = reference_step(reference, batch)
+    check_equal(step(model, batch), wanted, "loss")
+    check_gradients(model, reference)
+    for name, buffer in reference.named_buffers():
+        check_equal(model.get_buffer(name), buffer, name)
+
+
+QUICK = [
+    ("gpt2", Wanted((4, 1), "1f1b", 5)),
+    ("llama", Wanted((2, 2), "gpipe", 2)),
+    ("gpt2", Wanted((1, 2), "1f1b", 8)),
+    ("t5", Wanted((2, 2), "zb-v", 5)),
+    ("unet", Wanted((3, 1), "zb-h1", 4)),
+]
+MODELS = ("gpt2", "llama", "t5", "unet", "vit")
+REST = [
+    (name, Wanted(mesh, schedule, count, seed=seed))
+    for seed, (name, mesh) in enumerate(itertools.product(MODELS, [(4, 1), (2, 2), (3, 1), (2, 2, 2)]))
+    for schedule, count in zip(SCHEDULE_NAMES, (1, 2, 5, 8, 5), strict=True)
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"), [*QUICK, *(pytest.param(*r, marks=pytest.mark.slow) for r in REST)], ids=str
+)
+def test_loss_and_gradients_are_those_of_one_process(name: str, wanted: Wanted) -> None:
+    on_ranks(name, wanted, one_step)
+
+
+def trains(model: ParallelModule, reference: nn.Module, batch: Any) -> list[str]:
+    """Optimizers of both kinds, clipping, another batch size, evaluation, gradients added up, names and state."""
+    ours = model.optimizer(torch.optim.AdamW, lr=0.01)
+    theirs = torch.optim.AdamW(reference.named_parameters(), lr=0.01)
+    half = tree_map(lambda t: t[:20], batch)
+    for turn, given in enumerate((batch, half, batch)):
+        check_equal(step(model, given), reference_step(reference, given), f"loss {turn}", 1e-4)
+        norm = model.clip_grad_norm_(0.5, [2.0, math.inf, 1.0][turn])
+        check_equal(
+            norm, torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5, [2.0, math.inf, 1.0][turn]), "norm"
+        )
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert model.state_dict().keys() == reference.state_dict().keys()
+    for name, value in reference.state_dict().items():
+        check_equal(model.full_tensor(model.state_dict()[name]), value, name, 1e-3)
+    one_step_more(model, reference, batch)
+    evaluates(model, reference, batch)
+    return list(model.state_dict())
+
+
+def one_step_more(model: ParallelModule, reference: nn.Module, batch: Any) -> None:
+    """Gradients of two steps add up."""
+    model.load_state_dict(reference.state_dict())
+    for _ in range(2):
+        step(model, batch)
+        reference_step(reference, batch)
+    check_gradients(model, reference)
+
+
+def evaluates(model: ParallelModule, reference: nn.Module, batch: Any) -> None:
+    args, kwargs = split_batch(batch)
+    with pytest.raises(AutoparError, match=r"run loss = model\.step"):
+        model(*args, **kwargs)
+    model.eval()
+    reference.eval()
+    with torch.no_grad():
+        found, wanted = model(*args, **kwargs), reference(*args, **kwargs)
+    check_equal(found.loss, wanted.loss, "loss")
+    check_equal(found.logits, wanted.logits, "logits", 1e-4)
+    model.train()
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"), [("gpt2", Wanted((2, 2), "1f1b", 4)), ("gpt2", Wanted((1, 2), "gpipe", 4))]
+)
+def test_training_and_evaluation(name: str, wanted: Wanted) -> None:
+    names = on_ranks(name, wanted, trains)
+    assert all(one == names[0] for one in names)
+
+
+def refuses(model: ParallelModule, reference: nn.Module, batch: Any) -> None:
+    step(model, batch)
+    with pytest.raises(AutoparError, match="pass the global batch"):
+        model.local_batch(**batch)
+    with pytest.raises(RuntimeError, match="mesh"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def test_what_a_pipeline_refuses() -> None:
+    on_ranks("llama", Wanted((2, 1), "1f1b", 2), refuses)
