@@ -78,13 +78,12 @@ class Made:
 
 def cuts_of(graph: Graph, wanted: Wanted) -> tuple[str, ...]:
     """Names of the nodes that begin chunks: every so many good places, or random ones."""
-    draw = random.Random(wanted.seed)
     if wanted.anywhere:
-        places = [node.name for node in graph if node.phase == "forward" and not node.is_placeholder][1:]
-    else:
-        places = [candidate.name for candidate in cut_candidates(graph)]
-    chosen = sorted(draw.sample(range(len(places)), wanted.count - 1))
-    return tuple(places[index] for index in chosen)
+        forward = [node.name for node in graph if node.phase == "forward" and not node.is_placeholder][1:]
+        chosen = sorted(random.Random(wanted.seed).sample(range(len(forward)), wanted.count - 1))
+        return tuple(forward[index] for index in chosen)
+    places = [candidate.name for candidate in cut_candidates(graph)]
+    return tuple(places[len(places) * index // wanted.count] for index in range(1, wanted.count))
 
 
 def make_pipeline(graph: Graph, wanted: Wanted, *, like: Made | None = None) -> Made:
