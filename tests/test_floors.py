@@ -25,6 +25,7 @@ VOCABULARY = frozenset(
         "problem",
         "program",
         "chunk",
+        "pipeline",
         "stages",
         "reshard",
         "schedule",
