@@ -19,7 +19,7 @@ JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow check format bench bench-step bench-planning clean
+.PHONY: help install demo test test-slow check format bench bench-step bench-planning bench-schedules clean
 
 help:
 	@sed -n 's/^#  *make/make/p' Makefile
@@ -52,13 +52,16 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: bench-planning bench-step
+bench: bench-planning bench-step bench-schedules
 
 bench-planning: $(STAMP)
 	$(BIN)/python -m benchmarks.planning --output benchmarks/results/planning.json
 
 bench-step: $(STAMP)
 	$(BIN)/python -m benchmarks.step_time --output benchmarks/results/step_time.json
+
+bench-schedules: $(STAMP)
+	$(BIN)/python -m benchmarks.schedules --output benchmarks/results/schedules.json
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -70,8 +70,10 @@ SETTINGS = (
     Setting("slow links", 8, 16, wire=1.0),
     Setting("tight memory", 4, 8, memory=3),
     Setting("tight memory", 8, 16, memory=5),
-    Setting("tight memory, heavy embedding", 4, 16, first=2, memory=4),
-    Setting("heavy head, too large to solve", 8, 64, last=2.5),
+    Setting("tight memory, heavy embedding", 4, 16, first=2, memory=3),
+    Setting("tight memory, 2 chunks", 4, 8, 2, memory=6),
+    Setting("slow links", 8, 32, wire=1.0),
+    Setting("slow links, heavy head, 2 chunks", 8, 32, 2, last=1.5, wire=0.5),
 )
 
 
@@ -79,7 +81,7 @@ def measure(setting: Setting) -> dict[str, Any]:
     """Step time and bubble of the named schedules that fit, and of the solved one."""
     prices, edges = setting.prices, chain(len(setting.placement))
     began = time.process_time()
-    solved = solve_schedule(prices, setting.placement, setting.microbatches, edges, setting.limits)
+    solved = solve_schedule(prices, setting.placement, setting.microbatches, edges, setting.limits, time_limit=4)
     spent = time.process_time() - began
     return {
         "setting": setting.name,

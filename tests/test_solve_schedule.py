@@ -203,3 +203,18 @@ def test_named_schedules_are_those_whose_chunks_lie_so() -> None:
     assert next(iter(named_schedules(v_placement(2), chain(4), 3, prices))) == make_schedule(
         "zb-v", 2, 3, 2, chain(4), prices.duration
     )
+
+
+@pytest.mark.parametrize("amounts", [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0), (1.0, 1.0, 1.0)])
+def test_every_kind_of_held_bytes_counts(amounts: tuple[float, float, float]) -> None:
+    """Limits that no eager order keeps; the bound of less memory is not below that of more."""
+    first, second, between = amounts
+    chunks = tuple(
+        ChunkPrice(t, t, t, until_input_gradient=first, until_weight_gradient=second, between_gradients=between)
+        for t in (1.0, 2.0, 1.0)
+    )
+    prices = PipelinePrices(chunks)
+    solved = solve_schedule(prices, loop_placement(3, 1), 5, chain(3), (sum(amounts),) * 3, time_limit=0.5)
+    assert_holds(solved, prices)
+    assert max(simulate(solved.schedule, prices).peak_bytes) <= sum(amounts)
+    assert solved.bound >= solve_schedule(prices, loop_placement(3, 1), 5, chain(3)).bound * (1 - OPTIMAL)
