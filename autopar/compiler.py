@@ -8,6 +8,7 @@ them there. Plans are made on rank 0 and sent to all others, so that a solver's 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -29,11 +30,13 @@ from autopar.runtime.groups import AxisGroup
 from .account import memory
 from .assignment import Assignment
 from .cluster import Cluster
+from .compile_stages import StageCompiler
 from .errors import InfeasibleError, PlanMismatchError
 from .graph import Dim, Graph
 from .options import Options
+from .pipeline import PipelineProgram
 from .plan import Plan
-from .planner import Question, Timings, fixed_assignment, graph_hash, step_graph
+from .planner import Question, Timings, fixed_assignment, graph_hash, pipelined_graph, step_graph
 from .prices import BUCKET_BYTES, Prices
 from .program import Program
 from .refit import refit
@@ -188,6 +191,8 @@ class Compiler:
         base, batch = self._base, batch_size(request.args, request.kwargs)
         if not _same_but_batch(base, request) or (batch != base.batch and not base.traced.holds_for(batch)):
             base = self._prepare(request, grad=True)
+        if self.plan.pipeline is not None:
+            return self._staged_training(base, batch)
         known = self._annotate(self._base, self.plan.batch)
         names = {node.target: node.name for node in known.placeholders("param")}
         assignment = self.plan.assignment(names)
@@ -205,12 +210,47 @@ class Compiler:
         """A program in another mode, without gradients or with others: solved anew with every parameter where it is."""
         assert self.plan is not None
         base = self._prepare(request, grad=request.grad)
+        if self.plan.pipeline is not None:
+            return self._staged_other(base, None if request.outputs == "all" else base.loss)
         graph = step_graph(base.graph, None if request.outputs == "all" else base.loss, base.batch)
         graph = self._annotated_alike(graph)
         question = replace(self._question(base), mesh=self.plan.mesh)
         places = self.plan.parameters
         assignment = self._on_first_rank(lambda: fixed_assignment(question, graph, places))
         return self._lowered(graph, assignment, graph, base)
+
+    def _staged_training(self, base: Prepared, batch: int) -> Compiled:
+        """The planned step in microbatches, or the same at another batch size."""
+        assert self.plan is not None and self._base is not None
+        planned = pipelined_graph(self._base.graph, self._base.loss, self.plan.batch)
+        if base is self._base and batch == self.plan.batch:
+            return self._as_compiled(self._stages().planned(planned, base.graph), planned, base)
+        graph = pipelined_graph(base.graph, base.loss, batch)
+        _check_same_model(planned, graph)
+        return self._as_compiled(self._stages().refitted(graph, planned, base.graph), graph, base)
+
+    def _staged_other(self, base: Prepared, loss: str | None) -> Compiled:
+        """Another graph of a model that was planned in stages: evaluation, other gradients."""
+        assert self.plan is not None and self._base is not None
+        planned = pipelined_graph(self._base.graph, self._base.loss, self.plan.batch)
+        graph = pipelined_graph(base.graph, loss, base.batch)
+        program = self._stages().other(graph, base.graph, planned, self._base.graph)
+        return self._as_compiled(program, graph, base)
+
+    def _stages(self) -> StageCompiler:
+        assert self.plan is not None and self._base is not None
+        question, places = replace(self._question(self._base), mesh=self.plan.mesh), self.plan.parameters
+
+        def solve(graph: Graph) -> Assignment:
+            return self._on_first_rank(lambda: fixed_assignment(question, graph, places))
+
+        optimizer, index = self.options.optimizer, self.ranks.index
+        return StageCompiler(self.plan, self.cluster, optimizer, index, self._annotated_alike, solve)
+
+    def _as_compiled(self, program: PipelineProgram, graph: Graph, base: Prepared) -> Compiled:
+        assert self.plan is not None
+        text = f"{self.plan.to_json()}{graph.to_text()}{program.schedule}{torch.__version__}"
+        return Compiled(program, base.traced.signature, self.plan, hashlib.sha256(text.encode()).hexdigest())
 
     def _annotate(self, base: Prepared, batch: int) -> Graph:
         assert self.plan is not None
@@ -300,14 +340,11 @@ def _check_same_model(known: Graph, other: Graph) -> None:
 
 def _check(plan: Plan, base: Prepared, mesh: tuple[int, ...]) -> None:
     """A plan given by the user must be for this model and number of devices."""
-    devices, planned = 1, 1
-    for size in mesh:
-        devices *= size
-    for size in plan.mesh:
-        planned *= size
+    devices, planned = math.prod(mesh), plan.stages * math.prod(plan.mesh)
     if devices != planned:
+        stages = f"{plan.stages} stages of " if plan.stages > 1 else ""
         raise PlanMismatchError(
-            f"the plan is for mesh {plan.mesh} of {planned} devices, but the mesh is {mesh} of {devices}"
+            f"the plan is for {stages}mesh {plan.mesh}, {planned} devices, but the mesh is {mesh} of {devices}"
         )
     found = graph_hash(step_graph(base.graph, base.loss, plan.batch))
     if found != plan.graph_hash:

@@ -88,6 +88,13 @@ def bare_step_graph(graph: Graph, loss: str | None, batch: int) -> Graph:
     return concrete.at(**{name: batch for name, _ in graph.symbols})
 
 
+def pipelined_graph(graph: Graph, loss: str | None, batch: int) -> Graph:
+    """:func:`bare_step_graph` without gradients of inputs: a step in microbatches gives none."""
+    found = bare_step_graph(graph, loss, batch)
+    outputs = tuple(output for output in found.outputs if output.kind != "input_gradient")
+    return replace(found, outputs=outputs).without_dead()
+
+
 def step_graph(graph: Graph, loss: str | None, batch: int) -> Graph:
     """:func:`bare_step_graph` with rests for saved values."""
     return InsertRests()(bare_step_graph(graph, loss, batch))

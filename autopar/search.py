@@ -14,6 +14,7 @@ from functools import partial
 
 from autopar.cost.point_to_point import message_rate
 from autopar.passes.annotate import annotate
+from autopar.passes.microbatch import split_inputs
 
 from .account import VIEWS
 from .errors import InfeasibleError, OptionsError
@@ -23,11 +24,11 @@ from .planner import (
     Answer,
     Question,
     Timings,
-    bare_step_graph,
     graph_hash,
     make_plan,
     memory_limit_of,
     mesh_candidates,
+    pipelined_graph,
     plan_line,
     solve_mesh,
     solve_only,
@@ -110,7 +111,7 @@ def _with_stages(
 ) -> tuple[list[Found], Exception | None]:
     """Every pipeline (and gradient accumulation) worth trying, and the last reason why one was not possible. A reason
     is an error only if nothing else was found, or if just this was asked for."""
-    whole = _whole_graph(question)
+    whole = pipelined_graph(question.graph, question.loss, question.batch)
     found: list[Found] = []
     complaint: Exception | None = None
     for layout, counts in _attempts(question, whole, best):
@@ -132,13 +133,6 @@ def _with_stages(
                 break
             last = made.seconds
     return found, complaint
-
-
-def _whole_graph(question: Question) -> Graph:
-    """The concrete step graph without rests; gradients of inputs are not part of a pipelined step."""
-    graph = bare_step_graph(question.graph, question.loss, question.batch)
-    outputs = tuple(output for output in graph.outputs if output.kind != "input_gradient")
-    return replace(graph, outputs=outputs).without_dead()
 
 
 def _attempts(question: Question, graph: Graph, best: float) -> Iterator[tuple[Layout, tuple[int, ...]]]:
@@ -224,7 +218,9 @@ def _staged(
 
     limit = float(memory_limit_of(question))
     optimizer, schedule = question.options.optimizer, question.options.schedule
-    made = search(Ask(whole, layout, count, schedule, dict(pinned), limit, optimizer, solve))
+    made = search(
+        Ask(whole, split_inputs(question.graph), layout, count, schedule, dict(pinned), limit, optimizer, solve)
+    )
     asked, joint = answers[id(made.whole.assignment)]
     return Found(
         made.seconds,

@@ -49,10 +49,15 @@ WirePrices = Mapping[tuple[int, int], WirePrice]
 
 
 def place_chunks(
-    staged: Staged, whole: Assignment, prices: Prices, links: WirePrices
+    staged: Staged,
+    whole: Assignment,
+    prices: Prices,
+    links: WirePrices,
+    known: Mapping[Edge, Placements] | None = None,
 ) -> tuple[tuple[Chunk, ...], dict[Edge, Placements]]:
     """The chunks of ``staged`` with the choices of ``whole``, an assignment of the uncut graph, and the placement of
-    every edge on the wire. ``links``: by (source, target) chunk."""
+    every edge on the wire: as ``known``, or chosen by price. ``links``: by (source, target) chunk."""
+    known = known or {}
     graphs = [InsertRests()(graph) for graph in staged.chunks]
     bare = [_carried(graph, whole, prices) for graph in graphs]
     senders = [_sent_values(graph) for graph in graphs]
@@ -61,7 +66,8 @@ def place_chunks(
         value = senders[edge.source][edge.name]
         home, kind = bare[edge.source].placements_of(value), graphs[edge.source].type_of(value)
         needs = _needs(graphs[edge.target], bare[edge.target], edge.name)
-        wires[edge] = best_wire(kind, home, needs, prices, links[edge.source, edge.target])
+        link = links[edge.source, edge.target]
+        wires[edge] = known.get(edge) or best_wire(kind, home, needs, prices, link)
     chunks = [
         Chunk(index, graph, _with_wires(index, graph, assignment, wires))
         for index, (graph, assignment) in enumerate(zip(graphs, bare, strict=True))

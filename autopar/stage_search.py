@@ -11,7 +11,7 @@ less memory, a few times.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -81,9 +81,11 @@ class StagedAnswer:
 @dataclass(frozen=True)
 class Ask:
     """What is searched: the concrete step ``graph`` (no rests) at the whole batch, how to divide it, and what is
-    fixed. ``solve`` solves the placement program of a graph with rests within so many bytes."""
+    fixed. ``inputs``: along which dim each is divided. ``solve`` solves the placement program of a graph with rests
+    within so many bytes."""
 
     graph: Graph
+    inputs: Mapping[str, int | None]
     layout: Layout
     microbatches: int
     schedule: str | None
@@ -100,7 +102,7 @@ def search(ask: Ask) -> StagedAnswer:
         InfeasibleError: no stage division fits into memory.
         OptionsError: the batch does not divide, the model has too few places to cut, or a pin cannot be met.
     """
-    pieces = microbatch(ask.graph, ask.microbatches)
+    pieces = microbatch(ask.graph, ask.microbatches, ask.inputs)
     candidates = cut_candidates(pieces.graph) if ask.layout.stages > 1 else ()
     where = segment_of_nodes(pieces.graph, candidates)
     limit, worst = ask.memory_limit * ask.layout.stages, math.inf

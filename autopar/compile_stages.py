@@ -1,0 +1,149 @@
+"""Programs of plans with pipeline stages or microbatches: the plan's cut, schedule and placements, applied to a graph.
+
+The graph that was planned takes them as they are; at another batch size every choice is carried over
+(:mod:`.refit`); another graph of the same model (evaluation) is cut so that each parameter is used where it lies, and
+its placements are solved anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from autopar.passes.cut_candidates import cuts_for_owners
+from autopar.passes.microbatch import Microbatched, microbatch, split_inputs
+from autopar.passes.rest import InsertRests
+from autopar.passes.stages import cut
+
+from .assignment import Assignment
+from .cluster import Cluster
+from .compile_pipeline import pipeline_program
+from .errors import InfeasibleError
+from .graph import Graph
+from .pipeline import PipelineProgram
+from .plan import Plan
+from .planned_pipeline import PlannedPipeline
+from .prices import BUCKET_BYTES, Prices
+from .refit import refit
+from .schedule import Schedule, loop_placement
+from .schedule_messages import forward_only
+from .schedules import SCHEDULES
+from .stage_chunks import place_chunks
+from .stage_prices import bill_stages, wire_prices
+from .stage_search import scheduled
+from .stages import Staged
+
+Annotate = Callable[[Graph], Graph]
+Solve = Callable[[Graph], Assignment]
+
+
+@dataclass(frozen=True)
+class StageCompiler:
+    """Compiles for the rank ``index`` of the mesh; ``annotate`` and ``solve`` (for a graph whose parameters lie as
+    planned) work on the mesh inside a stage."""
+
+    plan: Plan
+    cluster: Cluster
+    optimizer: str
+    index: int
+    annotate: Annotate
+    solve: Solve
+
+    @property
+    def pipeline(self) -> PlannedPipeline:
+        assert self.plan.pipeline is not None
+        return self.plan.pipeline
+
+    def planned(self, graph: Graph, symbolic: Graph) -> PipelineProgram:
+        """The program of the planned step; ``graph`` is concrete and without rests, ``symbolic`` in the batch."""
+        pieces = self._pieces(graph, symbolic)
+        annotated = self.annotate(InsertRests()(pieces.graph))
+        return self._program(pieces, cut(pieces, self.pipeline.cuts), self._choices(annotated), annotated)
+
+    def refitted(self, graph: Graph, planned: Graph, symbolic: Graph) -> PipelineProgram:
+        """The program of ``graph``, the ``planned`` one at another batch size.
+
+        Raises:
+            OptionsError: the batch does not divide into the plan's microbatches.
+            PlanMismatchError: a dim that was divided evenly no longer is.
+            InfeasibleError: the device cannot hold it.
+        """
+        before = self.annotate(InsertRests()(self._pieces(planned, symbolic).graph))
+        pieces = self._pieces(graph, symbolic)
+        after = self.annotate(InsertRests()(pieces.graph))
+        known = self._choices(before)
+        own = {name: choice for name, choice in known.strategies.items() if name in before}
+        assignment = refit(replace(known, strategies=own), before, after)
+        names = {old.name: new.name for old, new in zip(before.nodes, after.nodes, strict=True)}
+        staged = cut(pieces, tuple(names[name] for name in self.pipeline.cuts))
+        return self._program(pieces, staged, assignment, after, checked=True)
+
+    def other(self, graph: Graph, symbolic: Graph, planned: Graph, planned_symbolic: Graph) -> PipelineProgram:
+        """The program of another graph of the model: forward only if it has no gradients."""
+        owners = cut(self._pieces(planned, planned_symbolic), self.pipeline.cuts).owners
+        count = self.plan.microbatches
+        while not _divides(graph, symbolic, count):
+            count -= 1
+        pieces = microbatch(graph, count, split_inputs(symbolic))
+        cuts = cuts_for_owners(pieces.graph, owners, self.pipeline.chunks) if self.pipeline.cuts else ()
+        annotated = self.annotate(InsertRests()(pieces.graph))
+        return self._program(pieces, cut(pieces, cuts), self.solve(annotated), annotated)
+
+    def _pieces(self, graph: Graph, symbolic: Graph) -> Microbatched:
+        return microbatch(graph, self.plan.microbatches, split_inputs(symbolic))
+
+    def _choices(self, annotated: Graph) -> Assignment:
+        return self.plan.assignment({node.target: node.name for node in annotated.placeholders("param")})
+
+    def _program(
+        self, pieces: Microbatched, staged: Staged, whole: Assignment, annotated: Graph, checked: bool = False
+    ) -> PipelineProgram:
+        schedule = self._schedule(staged, pieces)
+        prices = Prices.of(self.cluster, self.plan.mesh, annotated)
+        devices = math.prod(self.plan.mesh)
+        pairs = tuple((edge.source, edge.target) for edge in staged.edges)
+        links = wire_prices(self.cluster, schedule.placement, devices, pairs)
+        chunks, wires = place_chunks(staged, whole, prices, links, self.pipeline.wires)
+        if checked:
+            peak = max(bill_stages(chunks, wires, schedule, prices, links, self.optimizer).peaks)
+            self._check_memory(peak, pieces)
+        coordinate = _coordinate(self.index, (self.plan.stages, *self.plan.mesh))
+        return pipeline_program(pieces, staged, chunks, wires, schedule, coordinate, prices.path, BUCKET_BYTES)
+
+    def _schedule(self, staged: Staged, pieces: Microbatched) -> Schedule:
+        """The planned schedule, or its like for another graph: fewer microbatches, other edges, forward only."""
+        planned = self.pipeline.schedule
+        name, each = planned.name, planned.chunks // planned.stages
+        if name not in SCHEDULES:
+            name = "gpipe" if planned.placement == loop_placement(planned.stages, each) else "zb-v"
+        made = scheduled((name, each), planned.stages, pieces.count, staged)
+        if not any(output.kind == "gradient" for chunk in staged.chunks for output in chunk.outputs):
+            return forward_only(made)
+        same = made.edges == planned.edges and made.microbatches == planned.microbatches
+        return planned if same else made
+
+    def _check_memory(self, peak: int, pieces: Microbatched) -> None:
+        if peak > self.plan.memory_limit:
+            shapes = ", ".join(f"{n.target} {n.type}" for n in pieces.graph.placeholders("input"))
+            raise InfeasibleError(
+                f"the plan made for batch {self.plan.batch} needs {peak} bytes per device for microbatches of "
+                f"({shapes}), more than its limit of {self.plan.memory_limit}; use a smaller batch, or make a plan "
+                "for this one"
+            )
+
+
+def _divides(graph: Graph, symbolic: Graph, count: int) -> bool:
+    """Whether every divided input divides into ``count`` microbatches."""
+    dims = split_inputs(symbolic)
+    sizes = [int(n.type.shape[d]) for n in graph.placeholders("input") if (d := dims.get(n.target)) is not None]
+    return count == 1 or (bool(sizes) and all(size % count == 0 for size in sizes))
+
+
+def _coordinate(index: int, mesh: tuple[int, ...]) -> tuple[int, ...]:
+    """Where rank ``index`` lies on a row-major ``mesh``."""
+    found = []
+    for size in reversed(mesh):
+        found.append(index % size)
+        index //= size
+    return tuple(reversed(found))
