@@ -227,6 +227,13 @@ class ScheduleProgram:
             elif instruction.computes:
                 self.model.add_hint(self.start[instruction], start)
 
+    def _depth(self, instruction: Instruction) -> tuple[int, int, int]:
+        """Larger than that of everything the computation needs."""
+        if instruction.kind == "forward":
+            return instruction.chunk, 0, instruction.microbatch
+        half = int(instruction.kind == "weight_gradient")
+        return 2 * len(self.chunks) - instruction.chunk, half, instruction.microbatch
+
     def solve(self, time_limit: float, seed: int, gap: float) -> tuple[Orders | None, float]:
         """The computations of each rank in the order of their starts, if any were found, and the least seconds that a
         step takes (infinite: nothing fits)."""
@@ -243,7 +250,7 @@ class ScheduleProgram:
         least = max(0.0, solver.best_objective_bound) * self.tick + self.prices.step
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return None, least
-        # Of two that begin together the first takes no time: it keeps the order of forward and its halves.
-        at = {i: (solver.value(start), self._length(i) > 0, n) for n, (i, start) in enumerate(self.start.items())}
+        # Of those that begin together, the ones that take no ticks come first, in an order in which none needs a later.
+        at = {i: (solver.value(start), self._length(i) > 0, self._depth(i)) for i, start in self.start.items()}
         orders = tuple(tuple(sorted((i for i in at if i.chunk in held), key=lambda i: at[i])) for held in self.held)
         return orders, least

@@ -108,6 +108,12 @@ def test_too_large_is_said_and_the_best_known_returned() -> None:
     assert solved.seconds <= min(seconds for _, seconds in solved.named)
 
 
+def test_computations_that_take_no_time_keep_an_order_that_can_run() -> None:
+    """Everything begins at once; the solver is asked because reducing keeps the bound from being met."""
+    prices = PipelinePrices((*(ChunkPrice(0, 0, 0),) * 3, ChunkPrice(0, 0, 0, reduce=1.0)))
+    assert_holds(solve_schedule(prices, v_placement(2), 2, chain(4)), prices)
+
+
 def test_halves_are_joined_where_nobody_waits() -> None:
     prices = PipelinePrices((ChunkPrice(1, 1, 1, until_weight_gradient=1.0),) * 2)
     solved = solve_schedule(prices, (0, 0), 2, chain(2), (2.0,))
@@ -175,7 +181,7 @@ chunk_prices = st.builds(ChunkPrice, times, times, times, st.none() | times, tim
 edge_prices = st.builds(EdgePrice, times, st.just(2.0), times, st.none() | times)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data(), placement=st.sampled_from([loop_placement(3, 1), v_placement(2), loop_placement(2, 2)]))
 def test_the_bound_is_one_and_named_schedules_are_not_better(data: st.DataObject, placement: tuple[int, ...]) -> None:
     edges = chain(len(placement))
@@ -187,7 +193,7 @@ def test_the_bound_is_one_and_named_schedules_are_not_better(data: st.DataObject
         links={(0, 1): "shared", (1, 0): "shared"} if data.draw(st.booleans()) else {},
     )
     microbatches = data.draw(st.integers(1, 4))
-    solved = solve_schedule(prices, placement, microbatches, edges, time_limit=0.2)
+    solved = solve_schedule(prices, placement, microbatches, edges, time_limit=0.1)
     assert_holds(solved, prices)
     named = [*named_schedules(placement, edges, microbatches, prices)]
     assert [s.name for s in named] == [name for name, _ in solved.named]
