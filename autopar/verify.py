@@ -91,7 +91,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class _Task:
+class Task:
     """What every rank is told."""
 
     model: nn.Module
@@ -104,7 +104,7 @@ class _Task:
 
 
 @dataclass(frozen=True)
-class _Step:
+class OneStep:
     """Loss and gradients of one step, as whole float tensors on the CPU."""
 
     loss: torch.Tensor
@@ -144,21 +144,31 @@ def verify(
     start = time.perf_counter()
     settings = replace(options or Options(), seed=(options.seed if options else None) or 0)
     ready = materialised(model)
-    task = _Task(ready, mesh_shape(mesh), batch, settings, Cluster.get(cluster or "local"), loss_fn, plan)
-    expected = _plain(task, False, timeout)
-    exact = _exact(task, timeout, _plain)
-    found = run_local(_parallel, math.prod(task.mesh), timeout=timeout, args=(task,))[0]
+    task = Task(ready, mesh_shape(mesh), batch, settings, Cluster.get(cluster or "local"), loss_fn, plan)
+    expected = one_process(task, timeout)
+    found = run_local(parallel_step, math.prod(task.mesh), timeout=timeout, args=(task,))[0]
     if found.draws:
-        expected, exact = _alone(task, False, timeout), _exact(task, timeout, _alone)
-    errors, noisy = _compare(found, expected, exact)
-    loss_error = _relative(found.loss, expected.loss, 0.0)[0]
+        expected = one_process(task, timeout, found.draws)
     limit = TOLERANCE[settings.precision or "fp32"] if tolerance is None else tolerance
+    return judge(found, expected, limit, time.perf_counter() - start)
+
+
+def one_process(task: Task, timeout: float, draws: bool = False) -> tuple[OneStep, OneStep | None]:
+    """The step on one process, and if the model runs in it in float64, to know how far float32 itself is off: of the
+    model alone, or if it draws random numbers of autopar, which draws what a plan draws."""
+    run = _alone if draws else _plain
+    return run(task, False, timeout), _exact(task, timeout, run)
+
+
+def judge(found: OneStep, expected: tuple[OneStep, OneStep | None], limit: float, seconds: float) -> Report:
+    """What a step under a plan is, compared with that of one process (see :func:`one_process`)."""
+    errors, noisy = _compare(found, *expected)
+    loss_error = _relative(found.loss, expected[0].loss, 0.0)[0]
     assert found.plan is not None
-    seconds = time.perf_counter() - start
     return Report(
         found.plan,
         limit,
-        float(expected.loss),
+        float(expected[0].loss),
         loss_error,
         errors,
         noisy,
@@ -191,7 +201,7 @@ def in_training(model: nn.Module) -> nn.Module:
     return model if model.training else model.train()
 
 
-def _reference(rank: int, world: int, task: _Task, double: bool) -> _Step:
+def _reference(rank: int, world: int, task: Task, double: bool) -> OneStep:
     """One plain step of the unmodified model."""
     given = _doubled(task.model, task.batch) if double else (copy.deepcopy(task.model), task.batch)
     model, batch = in_training(given[0]), given[1]
@@ -200,7 +210,7 @@ def _reference(rank: int, world: int, task: _Task, double: bool) -> _Step:
     loss = _loss_of(model(*args, **kwargs), task.loss_fn, args, kwargs)
     loss.backward()
     gradients = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
-    return _Step(loss.detach(), gradients)
+    return OneStep(loss.detach(), gradients)
 
 
 def _is_float(leaf: object) -> bool:
@@ -227,23 +237,23 @@ def _loss_of(
     return found
 
 
-def _plain(task: _Task, double: bool, timeout: float) -> _Step:
+def _plain(task: Task, double: bool, timeout: float) -> OneStep:
     return run_local(_reference, 1, timeout=timeout, args=(task, double))[0]
 
 
-def _alone(task: _Task, double: bool, timeout: float) -> _Step:
+def _alone(task: Task, double: bool, timeout: float) -> OneStep:
     """The step on one process under autopar, which draws what the plan draws; in float64 if ``double``."""
     model, batch = (_doubled(task.model, task.batch)) if double else (task.model, task.batch)
     options = Options(seed=task.options.seed)
     single = replace(task, model=model, batch=batch, mesh=(1,), options=options, plan=None)
-    return run_local(_parallel, 1, timeout=timeout, args=(single,))[0]
+    return run_local(parallel_step, 1, timeout=timeout, args=(single,))[0]
 
 
 def _doubled(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
     return copy.deepcopy(model).double(), pytree.tree_map(lambda t: t.double() if _is_float(t) else t, batch)
 
 
-def _exact(task: _Task, timeout: float, run: Callable[[_Task, bool, float], _Step]) -> _Step | None:
+def _exact(task: Task, timeout: float, run: Callable[[Task, bool, float], OneStep]) -> OneStep | None:
     """The step in float64, to know how far float32 itself is off; None if the model does not run in float64."""
     try:
         return run(task, True, timeout)
@@ -251,7 +261,7 @@ def _exact(task: _Task, timeout: float, run: Callable[[_Task, bool, float], _Ste
         return None
 
 
-def _parallel(rank: int, world: int, task: _Task) -> _Step:
+def parallel_step(rank: int, world: int, task: Task) -> OneStep:
     """The same step under the plan, on this rank; whole gradients on rank 0."""
     model = in_training(copy.deepcopy(task.model))
     parallel = parallelize(
@@ -274,7 +284,7 @@ def _parallel(rank: int, world: int, task: _Task) -> _Step:
     seconds = time.perf_counter() - begin
     unpriced = _unpriced(call.program, parallel.plan) if rank == 0 else ()
     draws = call.program.draws
-    return _Step(loss.detach().cpu(), gradients, seconds, parallel.plan, unpriced, draws)
+    return OneStep(loss.detach().cpu(), gradients, seconds, parallel.plan, unpriced, draws)
 
 
 def _unpriced(program: Program | PipelineProgram, plan: Plan) -> tuple[str, ...]:
@@ -298,7 +308,7 @@ def _whatever_differs(value: torch.Tensor, world: int) -> torch.Tensor:
     return value.masked_fill(highest - lowest > 1e-6 * size, math.inf)
 
 
-def _compare(found: _Step, expected: _Step, exact: _Step | None) -> tuple[dict[str, float], tuple[str, ...]]:
+def _compare(found: OneStep, expected: OneStep, exact: OneStep | None) -> tuple[dict[str, float], tuple[str, ...]]:
     """The error of every gradient, and the names of those that are zero but for rounding."""
     errors: dict[str, float] = {}
     noisy = []
