@@ -253,7 +253,7 @@ def main(arguments: list[str] | None = None) -> None:
         figures["oracle"] = oracle()
     for name in ZOO if chosen.only is None else chosen.only:
         try:
-            if "simulated" in chosen.checks:
+            if "simulated" in chosen.checks or name not in figures["models"]:
                 figures["models"][name] = measure(name)
             if "processes" in chosen.checks:
                 add_processes(name, figures["models"][name])
