@@ -27,7 +27,6 @@ _IF_SAME_TYPE = frozenset(
         "slice.Tensor",
         "slice_backward.default",
         "_to_copy.default",
-        "constant_pad_nd.default",
         "repeat.default",
         "squeeze.dims",
     )
@@ -102,6 +101,11 @@ def _adds_nothing(node: Node, graph: Graph) -> bool:
     return is_number and node.args[1] == _NEUTRAL[node.op] and _same_type(node, graph)
 
 
+def _pads_nothing(node: Node, graph: Graph) -> bool:
+    """Equal types do not say so: a dim padded at one end and cropped at the other is shifted."""
+    return all(amount == 0 for amount in node.args[1]) and _same_type(node, graph)
+
+
 def _keeps_order(node: Node, graph: Graph) -> bool:
     return tuple(node.args[1]) == tuple(range(node.type.rank))
 
@@ -124,6 +128,7 @@ _SHAPES: dict[str, Callable[[Node, Graph], bool]] = {
     **dict.fromkeys(_IF_SAME_TYPE, _same_type),
     **dict.fromkeys(_NEUTRAL, _adds_nothing),
     **dict.fromkeys(_CONJUNCTIONS, _conjoins_true),
+    "aten.constant_pad_nd.default": _pads_nothing,
     "aten.permute.default": _keeps_order,
 }
 

@@ -67,12 +67,14 @@ def test_drop_noops_keeps_what_changes_something() -> None:
         %t: b8[] = aten.full.default([], True)
         %m: b8[4] = aten.ne.Scalar(%w, 1)
         %k: b8[4] = aten.bitwise_and.Tensor(%t, %m)
+        %p: f32[b, 4] = aten.constant_pad_nd.default(%x, [1, -1])
         return output "0" = %a
         return output "1" = %e
         return output "2" = %f
         return output "3" = %g
         return output "4" = %h
         return output "5" = %k
+        return output "6" = %p
         """
     after = body.replace("        %c: f32[b, 4] = aten.slice.Tensor(%x, 0, 0, 9223372036854775807, 1)\n", "")
     after = after.replace("        %k: b8[4] = aten.bitwise_and.Tensor(%t, %m)\n", "").replace("= %k", "= %m")

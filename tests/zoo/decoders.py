@@ -7,7 +7,7 @@ from typing import Any
 import transformers as hf
 from torch import nn
 
-from .hugging_face import FAMILIES, SPECIAL, Batch, tokens
+from .hugging_face import FAMILIES, SPECIAL, Batch, family, tokens
 
 BATCH, LENGTH, WORDS = 8, 16, 320
 SIZES: dict[str, Any] = {
@@ -90,8 +90,19 @@ causal("mamba2", "Mamba2", SPECIAL, vocab_size=WORDS, hidden_size=32, num_hidden
        head_dim=16, n_groups=2, chunk_size=8, use_cache=False)  # fmt: skip
 causal("falcon_mamba", "FalconMamba", SPECIAL, vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, state_size=4,
        use_cache=False)  # fmt: skip
-causal("rwkv", "Rwkv", SPECIAL, vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32,
-       context_length=32, use_cache=False)  # fmt: skip
+
+
+@family
+def rwkv() -> tuple[nn.Module, Batch]:
+    """One layer and few tokens: on CPU its recurrence is a loop over them."""
+    config = hf.RwkvConfig(
+        vocab_size=WORDS, hidden_size=32, num_hidden_layers=1, attention_hidden_size=32, context_length=32,
+        use_cache=False, **SPECIAL,
+    )  # fmt: skip
+    ids = tokens(BATCH, 5, WORDS)
+    return hf.RwkvForCausalLM(config), {"input_ids": ids, "labels": ids.clone()}
+
+
 causal("recurrent_gemma", "RecurrentGemma", GATED | {"num_hidden_layers": 3}, num_key_value_heads=1, lru_width=64,
        attention_window_size=8, head_dim=16)  # fmt: skip
 causal("bamba", "Bamba", GROUPED, mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1,
