@@ -13,24 +13,15 @@ from typing import Literal
 
 from torch.distributed.tensor import Partial
 
-from .assignment import Assignment, ParameterPlacement, parameter_node, travels_unseen, uses
-from .graph import Graph, Node, Phase, TensorType
-from .options import OPTIMIZER_STATES
-from .prices import Prices, local_bytes
+from .assignment import Assignment, ParameterPlacement, travels_unseen, uses
+from .graph import REST, VIEWS, Graph, Node, Phase, TensorType
+from .optimizers import optimizer_bytes
+from .prices import Prices, local_bytes, local_type
 from .repeats import ONCE, Repeats
 from .reshard import Collective, Hop, make_hop
 from .spec import Placements, Strategy
 
 LineKind = Literal["compute", "reshard", "weight", "gradient", "refresh", "optimizer"]
-REST = "autopar.rest"
-VIEWS = (
-    "aten.reshape.default",
-    "aten.permute.default",
-    "aten.transpose.int",
-    "aten.t.default",
-    "aten.expand.default",
-    REST,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +75,8 @@ class Account:
 
 def optimizer_seconds(prices: Prices, kind: TensorType, place: ParameterPlacement, optimizer: str) -> float:
     """One update of a parameter: reads value, gradient and states, writes value and states, at memory bandwidth."""
-    moved = (3 + 2 * OPTIMIZER_STATES[optimizer]) * local_bytes(kind, place.optimizer, prices.mesh)
+    shard = local_type(kind, place.optimizer, prices.mesh)
+    moved = 3 * int(shard.bytes) + 2 * int(optimizer_bytes(optimizer, shard))
     return moved / prices.cluster.device.memory_bandwidth
 
 
@@ -93,14 +85,15 @@ def parameter_bytes(
 ) -> tuple[int, int, int]:
     """Bytes on a device of (weights, gradients, optimizer state) of one trained parameter. A working weight kept beside
     the stored shard counts as weight."""
-    stored = local_bytes(kind, place.optimizer, prices.mesh)
+    shard = local_type(kind, place.optimizer, prices.mesh)
     working = local_bytes(kind, place.weight, prices.mesh) if place.weight != place.optimizer else 0
-    return stored + working, local_bytes(kind, place.gradient, prices.mesh), OPTIMIZER_STATES[optimizer] * stored
+    gradient = local_bytes(kind, place.gradient, prices.mesh)
+    return int(shard.bytes) + working, gradient, int(optimizer_bytes(optimizer, shard))
 
 
 def temporary_bytes(prices: Prices, node: Node, inputs: tuple[TensorType, ...], strategy: Strategy) -> int:
     """What one operation holds at once: its operands and results, as placed by the strategy."""
-    if node.is_placeholder or node.op in VIEWS:
+    if node.is_placeholder or node.op in VIEWS or node.op == REST:
         return 0
     taken = sum(local_bytes(t, p, prices.mesh) for t, p in zip(inputs, strategy.inputs, strict=True))
     made = zip(node.types, strategy.outputs, strict=True)
@@ -147,7 +140,7 @@ def _use_lines(graph: Graph, assignment: Assignment, prices: Prices, times: int)
 
 def _optimizer_lines(graph: Graph, assignment: Assignment, prices: Prices, optimizer: str) -> Iterator[Line]:
     for path in trained(graph):
-        node = parameter_node(graph, path)
+        node = graph.parameters[path]
         seconds = optimizer_seconds(prices, node.type, assignment.parameters[node.name], optimizer)
         yield Line("optimizer", node.name, node.target.rpartition(".")[0], "backward", seconds)
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from .account import REST, parameter_bytes, trained
+from .account import parameter_bytes, trained
 from .assignment import Assignment, ParameterPlacement
-from .graph import Graph
+from .graph import REST, Graph
 from .instance import Choice, Instance
 from .plan import Alternative, Alternatives, Holding, PlanNode
 from .prices import local_bytes

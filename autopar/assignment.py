@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from .graph import Graph, Node, Output, Phase, TensorType, Value
+from .graph import Graph, Output, Phase, TensorType, Value
 from .spec import REPLICATE, Placements, Strategy
 
 
@@ -99,13 +99,8 @@ def _output_uses(graph: Graph, assignment: Assignment, output: Output) -> Iterat
         for target in assignment.sends[output.name]:
             yield Use(value, kind, phase, "output", source, target, output.name)
     elif output.kind == "gradient":
-        consumer = parameter_node(graph, output.name).name
+        consumer = graph.parameters[output.name].name
         yield Use(value, kind, phase, "gradient", source, assignment.parameters[consumer].gradient, consumer)
     else:
         role = "gradient" if output.kind == "input_gradient" else "output"
         yield Use(value, kind, phase, role, source, assignment.replicated, output.name)
-
-
-def parameter_node(graph: Graph, path: str) -> Node:
-    """The placeholder of the parameter at ``path``."""
-    return next(node for node in graph.placeholders("param") if node.target == path)

@@ -20,7 +20,7 @@ from . import cli_commands as commands
 from .cli_output import Output
 from .cli_target import parse_bytes, parse_mesh
 from .errors import AutoparError, OptionsError
-from .options import OPTIMIZER_STATES
+from .optimizers import OPTIMIZERS
 
 TARGET_HELP = "file.py:function or module:function, which returns (model, batch)"
 
@@ -122,7 +122,7 @@ def _add_planning(parser: argparse.ArgumentParser, mesh_required: bool) -> None:
     group.add_argument("--microbatches", type=_checked(_positive))
     group.add_argument("--stages", type=_checked(_positive))
     group.add_argument("--schedule")
-    group.add_argument("--optimizer", choices=sorted(OPTIMIZER_STATES), help="decides the bytes of optimizer state")
+    group.add_argument("--optimizer", choices=sorted(OPTIMIZERS), help="decides the bytes of optimizer state")
     group.add_argument("--time-limit", type=float, metavar="SECONDS", help="for the solver")
     group.add_argument("--gap", type=float, help="relative distance from the proven bound that is good enough")
     group.add_argument("--seed", type=int)

@@ -37,6 +37,10 @@ Phase = Literal["forward", "backward"]
 OutputKind = Literal["output", "gradient", "input_gradient", "mutation", "send"]
 
 PLACEHOLDERS = ("param", "buffer", "input", "tangent", "constant", "receive", "random")
+# The identity that keeps a value for backward (:mod:`autopar.passes.rest`).
+REST = "autopar.rest"
+# The views of a normalised graph: they cost nothing to repeat and hold no memory of their own.
+VIEWS = frozenset(("aten.reshape.default", "aten.permute.default", "aten.expand.default"))
 
 SHORT_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -221,6 +225,11 @@ class Graph:
 
     def placeholders(self, kind: str) -> tuple[Node, ...]:
         return tuple(node for node in self.nodes if node.op == kind)
+
+    @cached_property
+    def parameters(self) -> Mapping[str, Node]:
+        """The placeholders of the parameters by their paths."""
+        return {node.target: node for node in self.placeholders("param")}
 
     def type_of(self, value: Value) -> TensorType:
         found = self[value.node].types[value.index]

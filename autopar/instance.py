@@ -17,15 +17,14 @@ from typing import NamedTuple
 import numpy as np
 
 from .account import (
-    REST,
     accumulator_bytes,
     optimizer_seconds,
     parameter_bytes,
     temporary_bytes,
     trained,
 )
-from .assignment import Assignment, ParameterPlacement, parameter_node, travels_unseen
-from .graph import Graph, Node, Value
+from .assignment import Assignment, ParameterPlacement, travels_unseen
+from .graph import REST, Graph, Node, Value
 from .prices import Prices, ReshardTable, local_bytes
 from .problem import Floats, Group, Ints, Problem, Transfer
 from .repeats import ONCE, Repeats
@@ -211,7 +210,7 @@ class _Builder:
         producer = self._class(value.node)
         if kind == "input_gradient":
             return _Route(producer, value.index, "gradient", ((OUTPUTS, 0),))
-        parameter = parameter_node(self.graph, name).name
+        parameter = self.graph.parameters[name].name
         return _Route(producer, value.index, "gradient", ((self._class(parameter), -1),))
 
     def _transfer(self, route: _Route, count: int) -> Transfer:

@@ -7,15 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .errors import OptionsError
-
-OPTIMIZER_STATES: Mapping[str, int] = {
-    "adamw": 2,
-    "adam": 2,
-    "sgd": 0,
-    "momentum": 1,
-    "lion": 1,
-    "adagrad": 1,
-}
+from .optimizers import OPTIMIZERS
 
 
 @dataclass(frozen=True)
@@ -57,8 +49,8 @@ class Options:
     optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
-        if self.optimizer not in OPTIMIZER_STATES:
-            known = ", ".join(sorted(OPTIMIZER_STATES))
+        if self.optimizer not in OPTIMIZERS:
+            known = ", ".join(sorted(OPTIMIZERS))
             raise OptionsError(
                 f"unknown optimizer {self.optimizer!r}: its bytes of state are not known; one of {known}"
             )

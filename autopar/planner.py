@@ -16,16 +16,17 @@ from autopar.passes.annotate import annotate, rule_sources
 from autopar.passes.fold import fold_layers
 from autopar.passes.rest import InsertRests
 
-from .account import REST, Account, Line, account
+from .account import Account, Line, account
 from .alternatives import answers
 from .assignment import Assignment, ParameterPlacement
 from .axis_names import default_names
 from .cluster import Cluster
 from .errors import InfeasibleError
-from .graph import Graph, Node
+from .graph import REST, Graph, Node
 from .instance import Choice, Instance, build_instance
 from .options import Options
 from .plan import Plan, PlanLine, Predicted, Step
+from .plan_units import size
 from .prices import Prices
 from .problem import Ints, Solution, evaluate, memory_of
 from .repeats import ONCE, Repeats
@@ -283,22 +284,15 @@ def _infeasible(question: Question, instance: Instance) -> InfeasibleError:
     largest = sorted(values, key=lambda n: -int(n.type.bytes))[:5]
     named = "; ".join(
         f"{n.target if n.op == 'param' else 'activation of ' + (n.module or n.name)} {n.type}, "
-        f"{_size(int(n.type.bytes))}"
+        f"{size(int(n.type.bytes))}"
         for n in largest
     )
     return InfeasibleError(
-        f"no plan on mesh {question.mesh} fits into {_size(limit)} per device. The smallest limit that would fit is "
-        f"{math.ceil(least)} bytes ({_size(least)}): Options(memory_limit={math.ceil(least)}). "
+        f"no plan on mesh {question.mesh} fits into {size(limit)} per device. The smallest limit that would fit is "
+        f"{math.ceil(least)} bytes ({size(least)}): Options(memory_limit={math.ceil(least)}). "
         f"Largest tensors: {named}. "
         "More devices, a smaller batch or an optimizer with less state also lower it."
     )
-
-
-def _size(count: float) -> str:
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= scale:
-            return f"{count / scale:.2f} {unit}"
-    return f"{count:.0f} B"
 
 
 def make_plan(

@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch.distributed.tensor import Shard
 
-from .account import REST
 from .assignment import ParameterPlacement
 from .errors import OptionsError
-from .graph import Graph, Node
+from .graph import REST, Graph, Node
 from .instance import OUTPUTS, Choice, Instance
 from .problem import Transfer
 from .spec import REPLICATE, Placement, Placements, is_shard, parse_placements, short

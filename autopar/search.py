@@ -16,9 +16,8 @@ from autopar.cost.point_to_point import message_rate
 from autopar.passes.annotate import annotate
 from autopar.passes.microbatch import split_inputs
 
-from .account import VIEWS
 from .errors import InfeasibleError, OptionsError
-from .graph import Graph
+from .graph import VIEWS, Graph
 from .plan import Plan
 from .planner import (
     Answer,

@@ -18,9 +18,8 @@ from torch.distributed.tensor import Partial
 from autopar.passes.annotate import annotate
 from autopar.passes.rest import InsertRests
 
-from .account import REST
 from .assignment import Assignment
-from .graph import Graph, Node, Phase, TensorType, Value
+from .graph import REST, Graph, Node, Phase, TensorType, Value
 from .prices import Prices, local_bytes
 from .spec import Placements, Strategy
 from .stages import Edge, Staged

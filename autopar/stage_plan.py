@@ -9,7 +9,8 @@ import torch
 
 from autopar.cost import total_flops
 
-from .account import REST, Line, LineKind, accumulator_bytes, parameter_bytes
+from .account import Line, LineKind, accumulator_bytes, parameter_bytes
+from .graph import REST
 from .plan import Holding, PlanLine, Predicted
 from .prices import Prices, local_bytes
 from .repeats import Repeats

@@ -16,8 +16,9 @@ from autopar.cost.pipeline_prices import ChunkPrice, EdgePrice, PipelinePrices
 from autopar.cost.point_to_point import message_rate
 from autopar.passes.stages import split_backward
 
-from .account import REST, Account, Line, account
+from .account import Account, Line, account
 from .cluster import Cluster
+from .graph import REST
 from .prices import Prices, local_bytes
 from .repeats import Repeats
 from .schedule import Schedule

@@ -11,10 +11,10 @@ import numpy as np
 from autopar.passes.cut_candidates import CutCandidate
 from autopar.passes.stages import cut
 
-from .account import REST, Account, parameter_bytes
+from .account import Account, parameter_bytes
 from .assignment import Assignment
 from .errors import OptionsError
-from .graph import Graph
+from .graph import REST, Graph
 from .instance import Instance
 from .prices import local_bytes
 from .problem import Ints

@@ -1,4 +1,4 @@
-"""Prices: seconds of computing and communicating, FLOPs and bytes, and what lives in memory, for a described
+"""Prices: seconds of computing and communicating, FLOPs and bytes, and the memory there is, for a described
 cluster.
 
 Formulas, their sources and what they leave out: ``docs/cost-model.md``.
@@ -6,15 +6,7 @@ Formulas, their sources and what they leave out: ``docs/cost-model.md``.
 
 from .collective import bucketed_seconds, check_mesh, collective_seconds, fan_out
 from .compute import bytes_moved, compute_seconds, flops, node_seconds, total_bytes, total_flops
-from .memory import (
-    OPTIMIZERS,
-    ParameterBytes,
-    optimizer_bytes,
-    parameter_bytes,
-    reserve,
-    state_bytes_per_element,
-    usable_bytes,
-)
+from .memory import reserve, usable_bytes
 from .operations import FAMILIES, Family, family_of
 from .pipeline import Simulation, simulate
 from .pipeline_bounds import bubble_fraction, step_lower_bound
@@ -22,11 +14,9 @@ from .pipeline_prices import ChunkPrice, EdgePrice, PipelinePrices
 
 __all__ = [
     "FAMILIES",
-    "OPTIMIZERS",
     "ChunkPrice",
     "EdgePrice",
     "Family",
-    "ParameterBytes",
     "PipelinePrices",
     "Simulation",
     "bubble_fraction",
@@ -39,11 +29,8 @@ __all__ = [
     "fan_out",
     "flops",
     "node_seconds",
-    "optimizer_bytes",
-    "parameter_bytes",
     "reserve",
     "simulate",
-    "state_bytes_per_element",
     "step_lower_bound",
     "total_bytes",
     "total_flops",

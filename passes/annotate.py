@@ -16,7 +16,7 @@ from typing import ClassVar
 from torch.distributed.tensor import Partial, Shard
 
 from autopar.errors import OperatorError
-from autopar.graph import Graph, Node, TensorType, Value
+from autopar.graph import REST, Graph, Node, TensorType, Value
 from autopar.spec import (
     PARTIAL_SUM,
     REPLICATE,
@@ -35,7 +35,6 @@ from .compose import compose, op_call, shardable
 from .dimension_strings import strided_variants
 from .found_rules import found_strategies, refuted, source
 from .prune import Live, is_live, live_placements
-from .rest import REST
 from .rule_table import RULES
 from .rules import OpCall
 

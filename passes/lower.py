@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from autopar.assignment import Assignment, parameter_node, travels_unseen
-from autopar.graph import Arg, Graph, Node, Output, Phase, TensorType, Value, map_arg
+from autopar.assignment import Assignment, travels_unseen
+from autopar.graph import REST, VIEWS, Arg, Graph, Node, Output, Phase, TensorType, Value, map_arg
 from autopar.local_ops import layout_for
 from autopar.program import Program, Section, TensorSlot
 from autopar.reshard import Hop, make_hop
@@ -22,20 +22,12 @@ from autopar.spec import Placements, Strategy
 
 from .compose import op_call
 from .emit import Buckets, Emitter
-from .rest import REST
 from .rules import LocalContext, Operand, local_call
 
 Path = Callable[[TensorType, Placements, Placements, bool], tuple[Hop, ...]]
 CONTIGUOUS = (("memory_format", torch.contiguous_format),)
-VIEWS = (
-    "aten.reshape.default",
-    "aten.permute.default",
-    "aten.expand.default",
-    "aten.slice.Tensor",
-    "aten.select.int",
-    "collective.slice",
-    "collective.partial",
-)
+# Instructions whose result may share the memory of their operand.
+ALIASING = VIEWS | {"aten.slice.Tensor", "aten.select.int", "collective.slice", "collective.partial"}
 
 
 @dataclass(frozen=True)
@@ -195,7 +187,7 @@ def gradient_place(job: Lowering, output: Output) -> tuple[Placements, Placement
     """Where a gradient is reduced to, and where it finally lies."""
     if output.kind == "input_gradient":
         return job.assignment.replicated, job.assignment.replicated
-    place = job.assignment.parameters[parameter_node(job.graph, output.name).name]
+    place = job.assignment.parameters[job.graph.parameters[output.name].name]
     return place.gradient, place.optimizer
 
 
@@ -243,7 +235,7 @@ def without_aliases(
     expanded: set[Value] = set()
     for instruction in emitter.instructions:
         operand = instruction.args[0] if instruction.args else None
-        if instruction.op in VIEWS and isinstance(operand, Value):
+        if instruction.op in ALIASING and isinstance(operand, Value):
             root[Value(instruction.name)] = root.get(operand, operand)
             if instruction.op == "aten.expand.default" or operand in expanded:
                 expanded.add(Value(instruction.name))

@@ -17,11 +17,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from autopar.graph import Graph, Node, Value
+from autopar.graph import REST, Graph, Node, Value
 
 from .base import Pass
-
-REST = "autopar.rest"
 
 
 @dataclass(frozen=True)

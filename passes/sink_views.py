@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from autopar.graph import Graph, Node, Value
+from autopar.graph import VIEWS, Graph, Node, Value
 
 from .base import Pass, is_pure
-
-_VIEWS = frozenset(("aten.reshape.default", "aten.permute.default", "aten.expand.default"))
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ def _sinkable(graph: Graph) -> frozenset[str]:
         if all(value.node in fixed for value in node.operands):
             fixed.add(node.name)
             found.add(node.name)
-        elif node.op in _VIEWS:
+        elif node.op in VIEWS:
             found.add(node.name)
     return frozenset(name for name in found if graph[name].phase == "forward")
 

@@ -17,13 +17,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from autopar.errors import OptionsError
-from autopar.graph import Graph, Node, Value
+from autopar.graph import VIEWS, Graph, Node, Value
 from autopar.program import is_random
 
 from .dependence import data_only_nodes
 
 Chunks = frozenset[int]
-_VIEWS = frozenset(("aten.reshape.default", "aten.permute.default", "aten.expand.default"))
 _ADD = "aten.add.Tensor"
 
 
@@ -110,7 +109,7 @@ class Layout:
     def _is_view(self, node: Node) -> bool:
         if node.op == "aten._to_copy.default":
             return int(node.type.bytes) > int(self.graph.type_of(node.operands[0]).bytes)
-        return node.op in _VIEWS
+        return node.op in VIEWS
 
     def _follow_uses(self) -> None:
         """What forward sends where, and where it uses each parameter."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from autopar.graph import Graph, Node, Value
+from autopar.graph import REST, Graph, Node, Value
 from autopar.passes.base import rewrite
-from autopar.passes.rest import REST
 
 
 def plain(graph: Graph) -> Graph:

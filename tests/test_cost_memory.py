@@ -9,17 +9,16 @@ import pytest
 import torch
 from torch import optim
 
+from autopar.account import optimizer_seconds, parameter_bytes
+from autopar.assignment import ParameterPlacement
 from autopar.cluster import Cluster
-from autopar.cost import (
-    OPTIMIZERS,
-    optimizer_bytes,
-    parameter_bytes,
-    reserve,
-    state_bytes_per_element,
-    usable_bytes,
-)
+from autopar.cost import reserve, usable_bytes
 from autopar.errors import OptionsError
-from autopar.graph import TensorType, symbol
+from autopar.graph import Graph, TensorType
+from autopar.optimizers import OPTIMIZERS, optimizer_bytes
+from autopar.passes.annotate import annotate
+from autopar.prices import Prices
+from autopar.spec import parse_placements
 
 Parameters = list[torch.nn.Parameter]
 REAL: dict[str, Callable[[Parameters], optim.Optimizer]] = {
@@ -59,24 +58,6 @@ def test_bytes_are_what_torch_allocates(name: str, dtype: torch.dtype) -> None:
     assert allocated(REAL[name](parameters), parameters) == expected
 
 
-def test_names_are_forgiving_and_errors_list_them() -> None:
-    weight = TensorType((6, 4), torch.float32)
-    assert optimizer_bytes("AdamW", weight) == 2 * 24 * 4
-    assert optimizer_bytes("sgd momentum", weight) == optimizer_bytes("SGD-momentum", weight) == 24 * 4
-    with pytest.raises(OptionsError, match=r"unknown optimizer 'adamww'.*adamw, .*sgd"):
-        optimizer_bytes("adamww", weight)
-
-
-def test_bytes_of_a_parameter() -> None:
-    weight = TensorType((6, 4), torch.bfloat16)
-    held = parameter_bytes("adamw", weight)
-    assert (held.weight, held.gradient, held.optimizer, held.total) == (48, 48, 96, 192)
-    assert parameter_bytes("adamw", weight, trained=False).total == 48
-    assert state_bytes_per_element("adamw") == 8
-    b = symbol("b")
-    assert parameter_bytes("adam", TensorType((b, 2), torch.float32)).total == 32 * b
-
-
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_state_is_known_for_any_rank(name: str) -> None:
     for shape in ((), (3,), (3, 2), (2, 3, 2)):
@@ -92,3 +73,31 @@ def test_reserve() -> None:
     assert 70 * 2**30 < usable_bytes(cluster) < 75 * 2**30
     with pytest.raises(OptionsError, match="reserves 1250 of 1000 bytes"):
         usable_bytes(replace(cluster, device=replace(device, reserve_bytes=1000)))
+
+
+PARAMETER = """
+graph()
+%w: f32[4, 6] = param("w")
+%x: f32[8, 4] = input("x")
+%y: f32[8, 6] = aten.mm.default(%x, %w)
+return output "0" = %y
+"""
+
+
+def test_a_parameter_holds_what_its_resting_places_say() -> None:
+    graph = annotate(Graph.from_text(PARAMETER), (2, 2))
+    prices = Prices.of(Cluster.get("dgx-a100-80gb"), (2, 2), graph)
+    kind = TensorType((4, 6), torch.float32)
+
+    def held(optimizer: str, weight: str, gradient: str, state: str) -> tuple[int, int, int]:
+        place = ParameterPlacement(*map(parse_placements, (weight, gradient, state)))
+        return parameter_bytes(prices, kind, place, optimizer)
+
+    assert held("adamw", "R,R", "R,R", "R,R") == (96, 96, 192)
+    assert held("amsgrad", "S(0),R", "S(0),R", "S(0),R") == (48, 48, 144)
+    # The stored shard stays beside the gathered weight; Adafactor has a row and a column of its shard [2, 6] or [2, 3].
+    assert held("adafactor", "R,R", "S(0),R", "S(0),R") == (48 + 96, 48, 4 * (2 + 6))
+    assert held("adafactor", "S(0),S(1)", "S(0),S(1)", "S(0),S(1)") == (24, 24, 4 * (2 + 3))
+    whole = ParameterPlacement(*[parse_placements("R,R")] * 3)
+    moved = optimizer_seconds(prices, kind, whole, "adamw") * prices.cluster.device.memory_bandwidth
+    assert round(moved) == 3 * 96 + 2 * 192

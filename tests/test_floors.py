@@ -20,6 +20,7 @@ VOCABULARY = frozenset(
         "errors",
         "graph",
         "local_ops",
+        "optimizers",
         "options",
         "plan",
         "problem",
