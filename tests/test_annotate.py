@@ -1,0 +1,210 @@
+"""Annotation and pruning, text in, text out: the strategies of small graphs."""
+
+from __future__ import annotations
+
+from autopar.graph import Graph, Value
+from autopar.passes.annotate import annotate, rule_sources
+from autopar.passes.prune import live_placements
+from autopar.passes.rest import insert_rests
+from autopar.spec import Strategy, parse_placements
+
+
+def strategies(text: str, mesh: tuple[int, ...]) -> dict[str, list[str]]:
+    """The strategies of each node, operands and results as text."""
+    graph = annotate(insert_rests(Graph.from_text("graph()\n" + text)), mesh)
+    return {name: [str(strategy).strip() for strategy in found] for name, found in graph.strategies.items()}
+
+
+CHAIN = """
+%w: f32[4, 6] = param("w")
+%x: f32[8, 4] = input("x")
+%y: f32[8, 6] = aten.mm.default(%x, %w)
+%z: f32[8, 6] = aten.tanh.default(%y)
+return output "0" = %z
+"""
+
+
+def test_one_axis() -> None:
+    found = strategies(CHAIN, (2,))
+    assert found["w"] == ["-> (R)", "-> (S(0))", "-> (S(1))"]
+    assert found["x"] == ["-> (R)", "-> (S(0))", "-> (S(1))"]
+    assert found["y"] == [
+        "(R) (R) -> (R)",
+        "(S(0)) (R) -> (S(0))",
+        "(S(1)) (S(0)) -> (P(sum))",
+        "(R) (S(1)) -> (S(1))",
+    ]
+    assert found["z"] == ["(R) -> (R)", "(S(0)) -> (S(0))", "(S(1)) -> (S(1))"]
+
+
+def test_two_axes_are_one_after_the_other() -> None:
+    """A strategy of two axes is one of each; the inner axis shards what the outer one left."""
+    one, two = strategies(CHAIN, (2,)), strategies(CHAIN, (2, 2))
+    assert {name: len(found) for name, found in two.items()} == {name: len(found) ** 2 for name, found in one.items()}
+    assert two["y"][6:10] == [
+        "(S(0),S(1)) (R,S(0)) -> (S(0),P(sum))",
+        "(S(0),R) (R,S(1)) -> (S(0),S(1))",
+        "(S(1),R) (S(0),R) -> (P(sum),R)",
+        "(S(1),S(0)) (S(0),R) -> (P(sum),S(0))",
+    ]
+
+
+def test_an_axis_of_one_device_shards_nothing() -> None:
+    assert strategies(CHAIN, (2, 1))["z"] == ["(R,R) -> (R,R)", "(S(0),R) -> (S(0),R)", "(S(1),R) -> (S(1),R)"]
+
+
+def test_a_dim_shorter_than_the_axis_is_sharded_only_at_rest() -> None:
+    """Three rows leave the fourth device none: no operation runs so. Six columns leave it none either (2, 2, 2, 0). A
+    parameter may be stored so."""
+    found = strategies(CHAIN.replace("8", "3"), (4,))
+    assert found["w"] == ["-> (R)", "-> (S(0))", "-> (S(1))"]
+    assert found["x"] == ["-> (R)", "-> (S(1))"]
+    assert found["y"] == ["(R) (R) -> (R)", "(S(1)) (S(0)) -> (P(sum))"]
+    assert found["z"] == ["(R) -> (R)"]
+
+
+def test_a_dim_behind_another_is_sharded_through_a_reshape() -> None:
+    """A sequence sharded, then flattened with the batch: ``S(0/8)``, the rows of each of 8 samples."""
+    found = strategies(
+        """
+        %w: f32[4, 12] = param("w")
+        %x: f32[8, 6, 4] = input("x")
+        %f: f32[48, 4] = aten.reshape.default(%x, [48, 4])
+        %y: f32[48, 12] = aten.mm.default(%f, %w)
+        return output "0" = %y
+        """,
+        (2,),
+    )
+    assert found["f"] == ["(R) -> (R)", "(S(0)) -> (S(0))", "(S(1)) -> (S(0/8))", "(S(2)) -> (S(1))"]
+    assert found["y"] == [
+        "(R) (R) -> (R)",
+        "(S(0)) (R) -> (S(0))",
+        "(S(1)) (S(0)) -> (P(sum))",
+        "(R) (S(1)) -> (S(1))",
+        "(S(0/8)) (R) -> (S(0/8))",
+    ]
+
+
+REDUCED = """
+%x: f32[8, 6, 4] = input("x")
+%m: f32[6] = buffer("m")
+%a: f32[8, 6, 4] = aten.mul.Tensor(%x, %x)
+%t: f32[6, 8, 4] = aten.permute.default(%a, [1, 0, 2])
+%r: f32[6] = aten.sum.dim_IntList(%t, [1, 2])
+%e: f32[6] = aten.exp.default(%r)
+%s: f32[6] = aten.add.Tensor(%e, %m)
+return output "0" = %s
+"""
+
+
+def test_placements_flow_through_views_and_pointwise_operations() -> None:
+    found = strategies(REDUCED, (2,))
+    assert found["m"] == ["-> (R)"]
+    assert found["t"] == ["(R) -> (R)", "(S(0)) -> (S(1))", "(S(1)) -> (S(0))", "(S(2)) -> (S(2))"]
+    assert found["r"] == ["(R) -> (R)", "(S(0)) -> (S(0))", "(S(1)) -> (P(sum))", "(S(2)) -> (P(sum))"]
+    assert found["e"] == ["(R) -> (R)", "(S(0)) -> (S(0))"]
+    assert found["s"] == ["(R) (R) -> (R)", "(S(0)) (S(0)) -> (S(0))"]
+
+
+BACKWARD = """
+%w: f32[4, 6] = param("w")
+%x: f32[8, 4] = {kind}("x")
+%one: f32[8, 6] = tangent("0")
+%y: f32[8, 6] = aten.mm.default(%x, %w)
+%z: f32[8, 6] = aten.tanh.default(%y)
+backward %g: f32[8, 6] = aten.tanh_backward.default(%one, %z)
+backward %xt: f32[4, 8] = aten.permute.default(%x, [1, 0])
+backward %dw: f32[4, 6] = aten.mm.default(%xt, %g)
+return output "0" = %z
+return gradient "w" = %dw
+"""
+
+
+def test_a_saved_value_rests_where_it_is_made_or_used() -> None:
+    found = strategies(BACKWARD.format(kind="input"), (2,))
+    assert found["z_rest"] == ["(R) -> (R)", "(S(0)) -> (S(0))", "(S(1)) -> (S(1))"]
+    assert found["dw"][2] == "(S(1)) (S(0)) -> (P(sum))"
+
+
+POINTWISE = """
+%x: f32[8, 4] = {kind}("x")
+%y: f32[8, 4] = aten.tanh.default(%x)
+%z: f32[8, 4] = aten.mul.Tensor(%y, %y)
+return output "0" = %z
+"""
+
+
+def test_what_no_costly_operation_wants_is_left_out() -> None:
+    """An input can be had sharded, and the chain follows; a buffer cannot, and nothing in the chain is worth it."""
+    assert len(strategies(POINTWISE.format(kind="input"), (2,))["z"]) == 3
+    assert strategies(POINTWISE.format(kind="buffer"), (2,))["z"] == ["(R) (R) -> (R)"]
+
+
+def live(text: str, offered: dict[str, list[str]]) -> dict[str, set[str]]:
+    """The live placements of each value, given the strategies offered to each node on one axis."""
+    graph = Graph.from_text("graph()\n" + text)
+    read = {
+        name: [
+            Strategy(*(tuple(map(parse_placements, side.split())) for side in strategy.split("->")))
+            for strategy in found
+        ]
+        for name, found in offered.items()
+    }
+    found = live_placements(graph, read)
+    return {node.name: set(map(str, found.get(Value(node.name), ()))) for node in graph.nodes}
+
+
+LINKED = """
+%w: f32[8, 8] = param("w")
+%x: f32[8, 8] = buffer("x")
+%p: f32[8, 8] = aten.tanh.default(%x)
+%y: f32[8, 8] = aten.mm.default(%p, %w)
+%q: f32[8, 8] = aten.sin.default(%y)
+return output "0" = %q
+"""
+
+
+def test_live_is_what_an_anchor_has_and_what_links_to_it() -> None:
+    offered = {
+        "w": ["-> R", "-> S(0)", "-> S(1)"],
+        "x": ["-> R"],
+        "p": ["R -> R", "S(0) -> S(0)", "S(1) -> S(1)"],
+        "y": ["R R -> R", "S(0) R -> S(0)"],
+        "q": ["R -> R", "S(0) -> S(0)", "S(1) -> S(1)"],
+    }
+    assert live(LINKED, offered) == {"w": set(), "x": {"S(0)"}, "p": {"S(0)"}, "y": {"S(0)"}, "q": {"S(0)"}}
+
+
+def test_a_strided_shard_of_an_anchor_only_passes_on_what_others_want() -> None:
+    offered = {
+        "w": ["-> R"],
+        "x": ["-> R"],
+        "p": ["R -> R", "S(0) -> S(0)", "S(0/2) -> S(0/2)"],
+        "y": ["R R -> R", "S(0/2) R -> S(0/2)"],
+        "q": ["R -> R", "S(0/2) -> S(0/2)"],
+    }
+    assert not any(live(LINKED, offered).values())
+    assert live(LINKED.replace('buffer("x")', 'input("x")'), {**offered, "x": ["-> R", "-> S(0/2)"]})["q"] == {"S(0/2)"}
+
+
+def test_a_product_takes_no_partial_sum() -> None:
+    """To put off a reduction past a product saves nothing; pointwise linear operations do take it."""
+    found = strategies(
+        """
+        %w: f32[4, 6] = param("w")
+        %v: f32[6, 6] = param("v")
+        %x: f32[8, 4] = input("x")
+        %y: f32[8, 6] = aten.mm.default(%x, %w)
+        %n: f32[8, 6] = aten.neg.default(%y)
+        %z: f32[8, 6] = aten.mm.default(%n, %v)
+        return output "0" = %z
+        """,
+        (2,),
+    )
+    assert "(P(sum)) -> (P(sum))" in found["n"]
+    assert not any(strategy.startswith("(P(sum))") for strategy in found["z"])
+
+
+def test_where_rules_come_from() -> None:
+    graph = Graph.from_text("graph()\n" + CHAIN)
+    assert rule_sources(graph, (2,)) == {"aten.mm.default": ("written",), "aten.tanh.default": ("written",)}
