@@ -10,7 +10,7 @@ from autopar.passes.lower import Lowering, Path, lower
 from autopar.passes.lower_chunk import ChunkLowering, Wires, lower_chunk
 from autopar.passes.microbatch import Microbatched
 
-from .assignment import Assignment, parameter_node
+from .assignment import Assignment
 from .errors import PlanMismatchError
 from .graph import Graph
 from .pipeline import PipelineProgram, StagedParameter, StagedResult
@@ -98,7 +98,7 @@ def _parameters(staged: Staged, jobs: Sequence[Lowering]) -> Iterable[StagedPara
 
 
 def _stored(job: Lowering, path: str) -> TensorSlot:
-    node = parameter_node(job.graph, path)
+    node = job.graph.parameters[path]
     return job.slot(node, job.assignment.parameters[node.name].optimizer)
 
 

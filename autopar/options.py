@@ -21,10 +21,14 @@ class Options:
         optimizer: decides the bytes of optimizer state: ``"adamw"``, ``"sgd"``, ``"momentum"``, ...
         pins: placements by module path or parameter name, globs allowed: ``{"lm_head.weight": "S(0),R"}``. A path
             that names a parameter fixes how it is stored; one that names a module fixes its output.
+            ``"stage 1"`` for a module path fixes its pipeline stage.
         mesh_search: whether the planner may split and regroup the axes of the mesh; only a mesh given without axis
             names is regrouped.
-        time_limit: seconds the solver may use; gap: relative distance from the proven bound at which it may stop.
-            ``"stage 1"`` for a module path fixes its pipeline stage.
+        time_limit: seconds that the solvers of one plan may take together, kept approximately; what else planning does
+            (tracing, rules, prices) is not counted. Each placement program (one for each mesh shape and pipeline
+            tried, and the baselines) may take half of what is left. Plans are the same on every run unless a
+            solver is cut off.
+        gap: relative distance from the proven bound at which a solver may stop.
         stages: pipeline stages, which take the outermost devices of the mesh; 1: none.
         microbatches: pieces of the batch that a step computes one after the other, adding up gradients.
         schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zb-h1"`` or ``"zb-v"`` (:mod:`autopar.schedules`);

@@ -28,7 +28,7 @@ from .options import Options
 from .plan import Plan, PlanLine, Predicted, Step
 from .plan_units import size
 from .prices import Prices
-from .problem import Ints, Solution, evaluate, memory_of
+from .problem import Ints, Problem, Solution, evaluate, memory_of
 from .repeats import ONCE, Repeats
 from .restrict import baselines, module_outputs, pin_instance, pinned_apart, with_choices, zero_allows
 from .solve import smallest_memory, solve
@@ -68,9 +68,17 @@ class Answer:
 
 @dataclass
 class Timings:
-    """CPU seconds by phase."""
+    """CPU seconds by phase, and the wall-clock seconds that solvers took of ``Options.time_limit``."""
 
     seconds: dict[str, float] = field(default_factory=dict)
+    solving: float = 0.0
+
+    def left(self, time_limit: float) -> float:
+        return max(time_limit - self.solving, 0.0)
+
+    def is_spent(self, time_limit: float) -> bool:
+        """Whether too little is left to solve anything; each program leaves half of what it finds."""
+        return self.left(time_limit) <= 0.02 * time_limit
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -130,9 +138,9 @@ def solve_mesh(question: Question, graph: Graph, timings: Timings) -> tuple[Answ
         apart = pinned_apart(annotated, question.options.pins)
         instance = _instance(question, fold_layers(annotated, 1, apart), prices)
     with timings.phase("solve"):
-        others = {line.name: _solve_baseline(question, line.instance) for line in baselines(instance)}
+        others = {line.name: _solve_baseline(question, line.instance, timings) for line in baselines(instance)}
         fitting = [s.choices for s in others.values() if _fits(instance, s)]
-        solution = _solve(question, instance, fitting)
+        solution = _solve(question, instance, timings, fitting)
         if solution.status == "infeasible":
             raise _infeasible(question, instance)
         solution = _best(instance, solution, [s for s in others.values() if _fits(instance, s)])
@@ -153,7 +161,7 @@ def solve_only(question: Question, graph: Graph, timings: Timings) -> Answer:
         apart = pinned_apart(annotated, question.options.pins)
         instance = _instance(question, fold_layers(annotated, 1, apart), prices)
     with timings.phase("solve"):
-        solution = _solve(question, instance)
+        solution = _solve(question, instance, timings)
     if solution.status == "infeasible":
         raise _infeasible(question, instance)
     best = _read(instance, solution)
@@ -171,7 +179,7 @@ def fixed_assignment(question: Question, graph: Graph, parameters: Mapping[str, 
             return True
         return choice.weight == parameters[node.target].weight
 
-    solution = _solve(question, with_choices(instance, allowed))
+    solution = _solve(question, with_choices(instance, allowed), Timings())
     chosen = instance.assignment(solution.choices)
     places = {
         node.name: parameters.get(node.target, chosen.parameters[node.name]) for node in graph.placeholders("param")
@@ -193,17 +201,26 @@ def _instance(question: Question, graph: Graph, prices: Prices) -> Instance:
     return pin_instance(instance, question.options.pins)
 
 
-def _solve(question: Question, instance: Instance, incumbents: Sequence[Ints] = ()) -> Solution:
-    options = question.options
-    limits = {"time_limit": options.time_limit, "gap": options.gap}
-    return solve(instance.problem, **limits, seed=options.seed or 0, incumbents=incumbents)
+def _solve(question: Question, instance: Instance, timings: Timings, incumbents: Sequence[Ints] = ()) -> Solution:
+    return _solve_in_time(question, instance.problem, timings, question.options.gap, incumbents)
 
 
-def _solve_baseline(question: Question, instance: Instance) -> Solution:
+def _solve_baseline(question: Question, instance: Instance, timings: Timings) -> Solution:
     """A baseline is a comparison, not the answer: priced without a memory limit, and to a coarser gap than a plan."""
-    options = question.options
     problem = replace(instance.problem, memory_limit=math.inf)
-    return solve(problem, time_limit=options.time_limit, gap=max(options.gap, BASELINE_GAP), seed=options.seed or 0)
+    return _solve_in_time(question, problem, timings, max(question.options.gap, BASELINE_GAP))
+
+
+def _solve_in_time(
+    question: Question, problem: Problem, timings: Timings, gap: float, incumbents: Sequence[Ints] = ()
+) -> Solution:
+    """Solves in at most half of the time that is left, so that a hard program leaves some to those after it. One that
+    needs less is solved as it would be with any other limit."""
+    options = question.options
+    seconds = timings.left(options.time_limit) / 2
+    solution = solve(problem, time_limit=seconds, gap=gap, seed=options.seed or 0, incumbents=incumbents)
+    timings.solving += solution.seconds
+    return solution
 
 
 def _fits(instance: Instance, solution: Solution) -> bool:
@@ -234,7 +251,7 @@ def _finer(question: Question, annotated: Graph, prices: Prices, best: Answer, t
         apart = pinned_apart(annotated, question.options.pins)
         instance = _instance(question, fold_layers(annotated, STRETCHES, apart), prices)
     with timings.phase("solve"):
-        solution = _solve(question, instance, [instance.chosen(best.assignment)])
+        solution = _solve(question, instance, timings, [instance.chosen(best.assignment)])
     if solution.status == "infeasible" or solution.objective >= best.solution.objective:
         return best
     return _read(instance, solution)

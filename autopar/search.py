@@ -81,7 +81,15 @@ def answer(question: Question, timings: Timings) -> Plan:
         with timings.phase("schedule"):
             chosen = chosen.improved()
     with timings.phase("report"):
-        return replace(chosen.make(), pinned=dict(question.options.pins))
+        plan = chosen.make()
+        warnings = (*plan.warnings, *_warnings_of_time(question, timings))
+        return replace(plan, pinned=dict(question.options.pins), warnings=warnings)
+
+
+def _warnings_of_time(question: Question, timings: Timings) -> Iterator[str]:
+    limit = question.options.time_limit
+    if timings.is_spent(limit):
+        yield f"solving took all of time_limit={limit:g} s: other pipelines or placements may be better"
 
 
 def _may_be_whole(question: Question, pinned: Mapping[str, str]) -> bool:
@@ -114,6 +122,8 @@ def _with_stages(
     found: list[Found] = []
     complaint: Exception | None = None
     for layout, counts in _attempts(question, whole, best):
+        if timings.is_spent(question.options.time_limit) and (found or math.isfinite(best)):
+            break
         last = math.inf
         for count in counts:
             try:

@@ -73,8 +73,13 @@ class ParallelModule(nn.Module):
         self._plan: object | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the original returns, of plain global tensors (DTensors where the plan leaves an output
-        distributed); with gradients enabled ``loss.backward()`` leaves ``.grad`` on the parameters."""
+        """What the original returns, of plain global tensors; with gradients enabled ``loss.backward()`` leaves
+        ``.grad`` on the parameters.
+
+        Every output, large ones such as logits too, is gathered whole on every rank, which no plan prices: ranks may
+        then use outputs differently (one alone prints them, say), where a tensor gathered at its first use would make
+        the others wait for ever. Where only the loss counts, :meth:`step` gathers nothing else.
+        """
         grad = torch.is_grad_enabled() and self._wants_grad(args, kwargs)
         call = self.prepare(args, kwargs, "all", grad=grad)
         leaves = call.leaves(args, kwargs)

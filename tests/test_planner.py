@@ -3,6 +3,7 @@ better."""
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from itertools import pairwise
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from autopar import planner
 from autopar.cluster import Cluster
 from autopar.cost import collective_seconds
 from autopar.errors import InfeasibleError, OptionsError
@@ -23,7 +25,7 @@ from autopar.passes.fold import fold_layers
 from autopar.plan import Plan
 from autopar.planner import Question, Timings, memory_limit_of, mesh_candidates, solve_mesh, step_graph
 from autopar.prices import Prices
-from autopar.problem import evaluate, memory_of
+from autopar.problem import Problem, Solution, evaluate, memory_of
 from autopar.search import answer
 from autopar.solve import solve
 from autopar.spec import parse_placements, short
@@ -87,6 +89,26 @@ def test_the_same_question_has_the_same_answer() -> None:
     first, second = (planned("stack", (2, 2), cluster=slow_devices()) for _ in range(2))
     assert without_times(first) == without_times(second)
     assert without_times(first).to_json() == without_times(second).to_json()
+
+
+def test_the_time_limit_is_that_of_the_whole_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Solvers that take all they are given: each gets half of what is left."""
+    given: list[float] = []
+
+    def exhausting(problem: Problem, *, time_limit: float, **arguments: Any) -> Solution:
+        given.append(time_limit)
+        return replace(solve(problem, time_limit=20, **arguments), seconds=time_limit)
+
+    monkeypatch.setattr(planner, "solve", exhausting)
+    plan = planned("plain", (4,), mesh_search=True, time_limit=64.0, cluster=slow_devices())
+    assert given == [64.0 / 2 ** (n + 1) for n in range(len(given))] and len(given) > 2
+    assert any("solving took all of time_limit=64 s" in warning for warning in plan.warnings) == (given[-1] <= 1.0)
+
+
+def test_without_time_there_is_still_a_plan_that_says_so() -> None:
+    plan = planned("stack", (2, 2), time_limit=0.0)
+    assert math.isfinite(plan.predicted.step_seconds) and plan.predicted.step_seconds > 0
+    assert any("solving took all of time_limit=0 s" in warning for warning in plan.warnings)
 
 
 def objectives(question: Question) -> tuple[float, float, float]:
