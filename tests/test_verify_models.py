@@ -33,7 +33,7 @@ def tensor_parallel(model: nn.Module, mesh: tuple[int, ...]) -> autopar.Options:
         for name, parameter in model.named_parameters()
         if parameter.ndim == 2
     }
-    return autopar.Options(zero=0, pins=pins)
+    return autopar.Options(zero=0, stages=1, pins=pins)
 
 
 def arguments(kind: str, model: nn.Module, mesh: tuple[int, ...]) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def arguments(kind: str, model: nn.Module, mesh: tuple[int, ...]) -> dict[str, A
         case "slow devices":
             return {"cluster": slow_devices()}
         case "fully sharded":
-            return {"cluster": CLUSTER, "options": autopar.Options(zero=3)}
+            return {"cluster": CLUSTER, "options": autopar.Options(zero=3, stages=1)}
         case "tensor parallel":
             return {"cluster": CLUSTER, "options": tensor_parallel(model, mesh)}
     return {"cluster": CLUSTER}
