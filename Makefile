@@ -34,7 +34,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/autopar calibrate --if-missing
+	$(BIN)/autopar calibrate --if-missing || echo 'This machine could not be measured: planning with figures of another.'
 	$(BIN)/autopar run --nproc 4 examples/demo.py
 
 test: $(STAMP)
