@@ -27,7 +27,7 @@ class Options:
         time_limit: seconds that the solvers of one plan may take together, kept approximately; what else planning does
             (tracing, rules, prices) is not counted. Each placement program (one for each mesh shape and pipeline
             tried, and the baselines) may take half of what is left. Plans are the same on every run unless a
-            solver is cut off.
+            solver is cut off. A schedule made to measure is sought for up to 5 seconds besides.
         gap: relative distance from the proven bound at which a solver may stop.
         stages: pipeline stages, which take the outermost devices of the mesh; 1: none.
         microbatches: pieces of the batch that a step computes one after the other, adding up gradients.
