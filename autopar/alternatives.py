@@ -35,7 +35,7 @@ def answers(instance: Instance, assignment: Assignment, chosen: Ints) -> dict[st
         o.name: str(o.value).removeprefix("%") for o in graph.outputs if o.kind == "gradient" and o.value is not None
     }
     return {
-        "nodes": _nodes(graph),
+        "nodes": plan_nodes(graph),
         "module_nodes": module_outputs(graph),
         "gradient_values": gradients,
         "holdings": tuple(_holdings(instance, assignment)),
@@ -43,7 +43,8 @@ def answers(instance: Instance, assignment: Assignment, chosen: Ints) -> dict[st
     }
 
 
-def _nodes(graph: Graph) -> dict[str, PlanNode]:
+def plan_nodes(graph: Graph) -> dict[str, PlanNode]:
+    """What each node of ``graph`` is."""
     found = {}
     for node in graph.nodes:
         first = graph.classes.get(node.name, node.name)

@@ -142,7 +142,8 @@ def _add_plan(subparsers: Any) -> None:
         "--show",
         choices=("plan", "tree", *commands.TABLES),
         default="plan",
-        help="print the plan, the tree of modules, or what a step costs by module, kind, op, rule, phase or collective",
+        help="print the plan, the tree of modules, or what a step costs by module, kind, op, rule, phase, collective "
+        "or stage",
     )
     parser.add_argument("--html", metavar="PLAN.html", help="write the plan as a page")
     _add_planning(parser, mesh_required=True)
@@ -151,7 +152,10 @@ def _add_plan(subparsers: Any) -> None:
 def _add_explain(subparsers: Any) -> None:
     parser = _add(subparsers, commands.explain)
     parser.add_argument("target", help=f"a plan written by `autopar plan --output`, or {TARGET_HELP}")
-    parser.add_argument("name", help="parameter or module path, such as model.layers.0.mlp.up_proj.weight")
+    parser.add_argument("name", nargs="?", help="parameter or module path, such as model.layers.0.mlp.up_proj.weight")
+    parser.add_argument(
+        "--timeline", metavar="STEP.json", help="write when each rank does what, for chrome://tracing or Perfetto"
+    )
     parser.add_argument("--meta", action="store_true", help="build the model on the meta device: takes no memory")
     _add_planning(parser, mesh_required=False)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -35,7 +36,7 @@ GIVEN = (
     *("memory_limit", "precision", "zero", "recompute", "microbatches", "stages", "schedule"),
     *("time_limit", "gap", "seed", "optimizer"),
 )
-TABLES = ("module", "kind", "op", "rule", "phase", "collective")
+TABLES = ("module", "kind", "op", "rule", "phase", "collective", "stage")
 BENCHMARKS = ("planning", "step_time")
 
 Command = Callable[[argparse.Namespace, Output], int]
@@ -97,13 +98,20 @@ def _write(path: Path, text: str) -> None:
 
 
 def explain(arguments: argparse.Namespace, output: Output) -> int:
-    """Why the plan places a tensor or module as it does."""
+    """Why the plan places a tensor or module as it does; and when each pipeline rank does what."""
     if ":" not in arguments.target or Path(arguments.target).is_file():
         found = _read_plan(arguments.target)
     elif arguments.mesh is None:
         raise OptionsError("to plan the model first, give --mesh (or name a plan written by `autopar plan --output`)")
     else:
         found = _make_plan(arguments, output)
+    if arguments.timeline:
+        _write(Path(arguments.timeline), json.dumps(found.timeline().to_chrome_trace(), allow_nan=False) + "\n")
+    if arguments.name is None:
+        if not arguments.timeline:
+            raise OptionsError("name a parameter or module to explain, or a file for --timeline")
+        output.result(f"timeline written to {arguments.timeline}", {"timeline": arguments.timeline})
+        return OK
     reason = found.why(arguments.name)
     output.result(reason, {"name": arguments.name, "why": reason, "text": str(reason)})
     return OK

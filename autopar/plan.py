@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .plan_table import PlanTable
     from .plan_tree import PlanTree
     from .plan_why import Explanation
+    from .timeline import Timeline
 
 Item = TypeVar("Item")
 Status = Literal["optimal", "feasible", "fallback"]
@@ -159,9 +160,9 @@ class Plan:
     the graph whose fingerprint is ``graph_hash``, ``nodes`` what these nodes are. ``baselines`` are other plans
     priced alike (None: it is not possible). ``alternatives`` lists, by the first node of those that choose alike,
     what else was possible and by how many seconds a step would change. ``module_nodes`` gives the node that makes a
-    module's output, ``gradient_values`` the value that is a parameter's gradient, by path. ``rules`` says, by
-    operation, where its sharding rules come from: written, DTensor, registered, probed, or fallback and why there are
-    none.
+    module's output, ``gradient_values`` the value that is a parameter's gradient, by path (with stages one for each
+    chunk that uses the parameter, with commas between). ``rules`` says, by operation, where its sharding rules come
+    from: written, DTensor, registered, probed, or fallback and why there are none.
     """
 
     model: str
@@ -227,10 +228,14 @@ class Plan:
         parameters = {names[path]: place for path, place in self.parameters.items()}
         return Assignment(self.mesh, self.strategies, parameters)
 
-    def collectives(self) -> tuple[PlannedCollective, ...]:
-        """Every collective of a step, equal ones counted together."""
+    def collectives(self, stage: int | None = None) -> tuple[PlannedCollective, ...]:
+        """Every collective of a step, equal ones counted together; of all pipeline stages, or those that the devices of
+        one ``stage`` take part in. Messages between stages are none.
+        """
         counts: Counter[tuple[str, tuple[int, ...], int, str]] = Counter()
         for line in self.lines:
+            if stage not in (None, line.stage):
+                continue
             for step in line.steps:
                 if step.communicates:
                     counts[step.kind, step.axes, step.bytes, line.kind] += line.times
@@ -271,8 +276,17 @@ class Plan:
 
         return PlanTree(self)
 
+    def timeline(self) -> Timeline:
+        """When each pipeline rank does what in a step, simulated from the prices the plan was made with; without
+        stages, the priced items one after the other. ``timeline().save_chrome_trace(path)`` writes it for
+        ``chrome://tracing``.
+        """
+        from .plan_timeline import plan_timeline
+
+        return plan_timeline(self)
+
     def table(self, by: str = "module") -> PlanTable:
-        """The step's seconds and bytes summed ``by`` "module", "kind", "op", "rule", "phase" or "collective".
+        """The step's seconds and bytes summed ``by`` "module", "kind", "op", "rule", "phase", "collective" or "stage".
 
         Raises:
             OptionsError: for another ``by``.

@@ -9,6 +9,7 @@ from .paths import fold_path
 from .plan import Plan, Predicted
 from .plan_columns import columns
 from .plan_units import duration, signed_duration, signed_size, size
+from .planned_pipeline import PlannedPipeline
 from .spec import short
 
 SHOWN = 60
@@ -30,7 +31,8 @@ _FIGURES = (
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One path placed differently: ``what`` is weight, gradient, optimizer, output or a setting; ``-`` where a plan
+    """One path placed differently: ``what`` is weight, gradient, optimizer, output, sent (from chunk to chunk)
+    or a setting; ``-`` where a plan
     has none.
     """
 
@@ -120,7 +122,7 @@ def difference(before: Plan, after: Plan) -> Difference:
     names = (*before.baselines, *(name for name in after.baselines if name not in before.baselines))
     return Difference(
         settings=tuple(_settings(before, after)),
-        placements=tuple(_placements(before, after)),
+        placements=(*_placements(before, after), *_wires(before.pipeline, after.pipeline)),
         operations=sum(before.strategies.get(name) != after.strategies.get(name) for name in shared),
         figures=tuple(_figures(before.predicted, after.predicted)),
         baselines={name: (_step(before, name), _step(after, name)) for name in names},
@@ -148,10 +150,21 @@ def _settings(before: Plan, after: Plan) -> Iterator[Change]:
         # Names that follow from the placements are no setting of their own.
         if first != second and not (name == "axis_names" and before.mesh == after.mesh):
             yield Change(name, "setting", _setting(name, first), _setting(name, second))
+    yield from _pipeline_settings(before.pipeline, after.pipeline)
     for pattern in dict.fromkeys([*before.pinned, *after.pinned]):
         first, second = before.pinned.get(pattern, ABSENT), after.pinned.get(pattern, ABSENT)
         if first != second:
             yield Change(f"pin {pattern}", "setting", first, second)
+
+
+def _pipeline_settings(before: PlannedPipeline | None, after: PlannedPipeline | None) -> Iterator[Change]:
+    """Chunks per stage and the places of cuts."""
+    chunks = [str(p.chunks_per_stage) if p is not None else "1" for p in (before, after)]
+    if chunks[0] != chunks[1]:
+        yield Change("chunks per stage", "setting", *chunks)
+    cuts = [", ".join(p.cuts) if p is not None and p.cuts else ABSENT for p in (before, after)]
+    if cuts[0] != cuts[1]:
+        yield Change("cuts", "setting", *cuts)
 
 
 def _setting(name: str, value: object) -> str:
@@ -171,6 +184,16 @@ def _placements(before: Plan, after: Plan) -> Iterator[Change]:
         now = short(after.outputs[path]) if path in after.outputs else ABSENT
         if was != now:
             yield Change(path, "output", was, now)
+
+
+def _wires(before: PlannedPipeline | None, after: PlannedPipeline | None) -> Iterator[Change]:
+    """Values that travel between other chunks, or placed otherwise."""
+    first, second = (p.wires if p is not None else {} for p in (before, after))
+    for edge in sorted(first.keys() | second.keys()):
+        was = short(first[edge]) if edge in first else ABSENT
+        now = short(second[edge]) if edge in second else ABSENT
+        if was != now:
+            yield Change(edge.name, f"sent {edge.source} to {edge.target}", was, now)
 
 
 def _figures(before: Predicted, after: Predicted) -> Iterator[FigureChange]:

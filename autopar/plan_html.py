@@ -13,9 +13,13 @@ from .errors import OptionsError
 from .plan import Plan
 from .plan_page import PAGE
 from .plan_rows import ModuleRow, module_rows
+from .plan_stage_text import stage_lines
+from .plan_stages import busiest_stage, mesh_text
 from .plan_text import compared
 from .plan_units import duration, share, signed_duration, size
 from .spec import short
+
+MOST_STAGE_LINES = 400
 
 
 def write_html(plan: Plan, path: str | PathLike[str]) -> None:
@@ -32,11 +36,12 @@ def render(plan: Plan) -> str:
     environment.filters |= {"duration": duration, "size": size, "signed": signed_duration}
     return environment.from_string(PAGE).render(
         plan=plan,
-        mesh=", ".join(f"{name}={n}" for name, n in zip(plan.axis_names, plan.mesh, strict=True)),
+        mesh=mesh_text(plan),
+        stages=stage_lines(plan, MOST_STAGE_LINES) if plan.stages > 1 else [],
         parts=_parts(plan),
         memory=_memory(plan),
         rows=module_rows(plan),
-        share=lambda row, times: share(row.seconds * row.count * times, plan.predicted.step_seconds),
+        share=lambda row, times: share(row.seconds * row.count * times, _time(plan)),
         is_open=lambda row, times: _is_open(plan, row, times),
         parameters=_parameters(plan),
         baselines=[(name, " ".join(compared(plan, other).split())) for name, other in plan.baselines.items()],
@@ -46,11 +51,16 @@ def render(plan: Plan) -> str:
 
 
 def _parts(plan: Plan) -> list[tuple[str, float, float]]:
-    """``(name, seconds, percent)`` of what a step is made of."""
+    """``(name, seconds, percent)`` of what a step is made of; with stages that of the busiest."""
     kinds = {"compute": "compute", "optimizer": "optimizer", "reshard": "reshard", "weight": "weight gather"}
     kinds |= {"gradient": "grad sync", "refresh": "weight refresh"}
     total = plan.predicted.step_seconds or 1.0
-    found = [(label, plan.seconds_of(kind)) for kind, label in kinds.items()]
+    busiest = busiest_stage(plan)
+    found = [
+        (label, sum(line.seconds for line in plan.lines if line.kind == kind and line.stage == busiest))
+        for kind, label in kinds.items()
+    ]
+    found.append(("bubble", plan.predicted.bubble_seconds))
     return [(label, seconds, 100 * seconds / total) for label, seconds in found if seconds]
 
 
@@ -61,7 +71,12 @@ def _memory(plan: Plan) -> list[tuple[str, int, float]]:
 
 
 def _is_open(plan: Plan, row: ModuleRow, times: int) -> bool:
-    return row.seconds * row.count * times > 0.2 * plan.predicted.step_seconds
+    return row.seconds * row.count * times > 0.2 * _time(plan)
+
+
+def _time(plan: Plan) -> float:
+    """The step of all stages: what modules of all stages are shares of."""
+    return plan.predicted.step_seconds * plan.stages
 
 
 def _parameters(plan: Plan) -> list[Mapping[str, Any]]:

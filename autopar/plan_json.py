@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from typing import Any
 
 from .assignment import ParameterPlacement
 from .errors import OptionsError
+from .pipeline_json import pipeline_from_data, pipeline_to_data
 from .plan import Alternative, Alternatives, Holding, Plan, PlanLine, PlanNode, Predicted, Step
-from .planned_pipeline import PlannedPipeline
-from .schedule_text import schedule_from_json
 from .spec import Placements, Strategy, parse_placements, short
-from .stages import Edge
 
-VERSION = 3
+VERSION = 4
 _STRINGS = ("model", "cluster", "cluster_source", "graph_hash")
 _NUMBERS = ("objective", "bound", "gap", "solve_seconds")
 _COUNTS = ("batch", "memory_limit", "stages", "microbatches")
@@ -62,7 +59,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     }
     data["holdings"] = [[h.kind, h.name, h.module, h.bytes] for h in plan.holdings]
     data["lines"] = [_line_data(line) for line in plan.lines]
-    data["pipeline"] = plan.pipeline and _pipeline_data(plan.pipeline)
+    data["pipeline"] = plan.pipeline and pipeline_to_data(plan.pipeline)
     return data
 
 
@@ -77,16 +74,6 @@ def _strategy_data(strategy: Strategy) -> list[Any]:
 def _line_data(line: PlanLine) -> list[Any]:
     steps = [[s.kind, list(s.axes), s.source, s.target, s.bytes] for s in line.steps]
     return [line.kind, line.name, line.module, line.phase, line.seconds, steps, line.times, line.stage]
-
-
-def _pipeline_data(pipeline: PlannedPipeline) -> dict[str, Any]:
-    wires = [[e.source, e.target, e.name, short(place)] for e, place in sorted(pipeline.wires.items())]
-    return {"cuts": list(pipeline.cuts), "schedule": pipeline.schedule.to_json(), "wires": wires}
-
-
-def _pipeline(data: Any, places: Callable[[str], Placements]) -> PlannedPipeline:
-    wires = {Edge(_count(s), _count(t), _string(name)): places(text) for s, t, name, text in data["wires"]}
-    return PlannedPipeline(tuple(map(_string, data["cuts"])), schedule_from_json(data["schedule"]), wires)
 
 
 def plan_from_dict(data: Any) -> Plan:
@@ -136,7 +123,7 @@ def _fields(data: dict[str, Any]) -> dict[str, Any]:
     fields |= _node_fields(data, [_strategy(item, places) for item in data["strategy_table"]])
     fields["holdings"] = tuple(Holding(kind, name, module, _count(n)) for kind, name, module, n in data["holdings"])
     fields["lines"] = tuple(map(_line, data["lines"]))
-    fields["pipeline"] = data["pipeline"] and _pipeline(data["pipeline"], places)
+    fields["pipeline"] = data["pipeline"] and pipeline_from_data(data["pipeline"], places)
     if data["status"] not in ("optimal", "feasible", "fallback") or len(fields["axis_names"]) != len(mesh):
         raise ValueError(f"status {data['status']!r} with axes {fields['axis_names']} of mesh {mesh}")
     return fields

@@ -48,7 +48,7 @@ table { border-collapse: collapse; width: 100% } th, td { text-align: left; padd
 .key span { display: inline-block; width: .8em; height: .8em; margin-right: .4em; border-radius: .2em }
 .part1 { background: #4878d0 } .part2 { background: #ee854a } .part3 { background: #6acc64 }
 .part4 { background: #d65f5f }
-.part5 { background: #956cb4 } .part6 { background: #8c613c } .warning { color: #b00 }
+.part5 { background: #956cb4 } .part6 { background: #8c613c } .part7 { background: #8888 } .warning { color: #b00 }
 pre { overflow-x: auto; font-size: .8em }
 </style>
 </head>
@@ -60,6 +60,10 @@ pre { overflow-x: auto; font-size: .8em }
 {% for warning in plan.warnings %}<p class="warning">{{ warning }}</p>{% endfor %}
 <h2>One step: {{ plan.predicted.step_seconds | duration }}</h2>
 {{ bar(parts, "s") }}
+{% if stages %}
+<h2>Stages</h2>
+<pre>{{ stages | join("\n") }}</pre>
+{% endif %}
 <h2>One device: {{ plan.predicted.peak_bytes | size }} of {{ plan.memory_limit | size }}</h2>
 {{ bar(memory, "B") }}
 {% if baselines %}
@@ -67,7 +71,8 @@ pre { overflow-x: auto; font-size: .8em }
 <table>{% for name, figures in baselines %}<tr><td>{{ name }}</td><td>{{ figures }}</td></tr>{% endfor %}</table>
 {% endif %}
 <h2>Modules</h2>
-<p class="dim">Forward and backward; figures include what is below; equal layers are folded.</p>
+<p class="dim">Forward and backward; figures include what is below; equal layers are folded.{% if stages %}
+ Shares are of the time of all stages.{% endif %}</p>
 {% for row in rows %}{{ module(row, 1) }}{% endfor %}
 <h2>Parameters</h2>
 <table><tr><th>parameter<th>type<th>weight<th>gradient<th>optimizer<th>why</tr>

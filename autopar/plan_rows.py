@@ -40,7 +40,8 @@ class Move:
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """See the module docstring. ``paths`` are the modules folded into the row, ``held`` bytes rest for them."""
+    """See the module docstring. ``paths`` are the modules folded into the row, ``held`` bytes rest for them,
+    ``stages`` are the pipeline stages that compute them."""
 
     label: str
     paths: tuple[str, ...]
@@ -52,6 +53,7 @@ class ModuleRow:
     moves: tuple[Move, ...] = ()
     children: tuple[ModuleRow, ...] = ()
     kind: Hashable = ()
+    stages: frozenset[int] = frozenset()
 
     @property
     def count(self) -> int:
@@ -71,6 +73,7 @@ class _Module:
     moves: dict[Hashable, Move] = field(default_factory=dict)
     weights: dict[str, tuple[str, int]] = field(default_factory=dict)
     children: dict[str, _Module] = field(default_factory=dict)
+    stages: set[int] = field(default_factory=set)
 
     @property
     def is_empty(self) -> bool:
@@ -146,7 +149,9 @@ def _gather(plan: Plan) -> _Module:
 
     for line in plan.lines:
         if line.kind == "compute":
-            at(line.module).compute += line.seconds
+            module = at(line.module)
+            module.compute += line.seconds
+            module.stages.add(line.stage)
         elif line.kind in MOVES:
             _add_move(at(line.module).moves, move(plan, line))
     sizes = {holding.name: holding.bytes for holding in plan.holdings if holding.kind == "weight"}
@@ -201,6 +206,7 @@ def _row(plan: Plan, module: _Module, label: str, path: str) -> ModuleRow:
         moves=moves,
         children=children,
         kind=(types, tuple((row.label, row.kind) for row in children)),
+        stages=frozenset(module.stages).union(*(row.stages for row in children)),
     )
 
 
@@ -269,6 +275,7 @@ def _merged(rows: list[ModuleRow], label: str) -> ModuleRow:
         held=sum(row.held for row in rows) / count,
         moves=tuple(replace(m, count=m.count / count, seconds=m.seconds / count) for m in moves.values()),
         children=tuple(_below(list(same), count) for same in children),
+        stages=frozenset().union(*(row.stages for row in rows)),
     )
 
 

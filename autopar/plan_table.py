@@ -1,4 +1,4 @@
-"""The step of a plan summed by module, kind of line, operation, origin of its rule, phase or collective."""
+"""The step of a plan summed by module, kind of line, operation, origin of its rule, phase, collective or stage."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from .errors import OptionsError
 from .paths import fold_path
 from .plan import Plan, PlanLine
 from .plan_columns import columns
+from .plan_stages import folded_modules, stage_rows
 from .plan_units import duration, share, size
 
 Cell = str | int | float
@@ -17,7 +18,8 @@ Cell = str | int | float
 @dataclass(frozen=True)
 class PlanTable:
     """The answer of :meth:`autopar.plan.Plan.table`: ``rows`` of ``columns``, the dearest first; ``str`` prints it
-    with units. Columns called ``seconds`` are in seconds, ``bytes`` in bytes.
+    with units. Columns called ``seconds`` are in seconds, ``bytes`` in bytes. ``step_seconds`` is what shares are
+    of: the step, times the pipeline stages if the rows sum over them.
     """
 
     by: str
@@ -39,7 +41,7 @@ class PlanTable:
         return "\n".join(columns(header, rows, right=places)) if rows else f"nothing by {self.by}"
 
 
-_TIMES = ("seconds", "compute", "comm")
+_TIMES = ("seconds", "compute", "comm", "idle")
 _SIZES = ("bytes", "communicated", "held")
 
 
@@ -60,7 +62,8 @@ def plan_table(plan: Plan, by: str) -> PlanTable:
     names, rows = _TABLES[by](plan)
     at = names.index("seconds")
     ordered = sorted(rows, key=lambda row: (-float(row[at]), str(row[0])))
-    return PlanTable(by, names, tuple(ordered), plan.predicted.step_seconds)
+    stages = 1 if by == "stage" else plan.stages
+    return PlanTable(by, names, tuple(ordered), plan.predicted.step_seconds * stages)
 
 
 _Rows = tuple[tuple[str, ...], list[tuple[Cell, ...]]]
@@ -95,7 +98,7 @@ def _by_module(plan: Plan) -> _Rows:
 
 
 def _sent(lines: list[PlanLine]) -> int:
-    return sum(step.bytes for line in lines for step in line.steps)
+    return sum(step.bytes * line.times for line in lines for step in line.steps)
 
 
 def _by(name: str, key: Callable[[Plan, PlanLine], str]) -> Callable[[Plan], _Rows]:
@@ -104,7 +107,8 @@ def _by(name: str, key: Callable[[Plan, PlanLine], str]) -> Callable[[Plan], _Ro
         for line in plan.lines:
             found.setdefault(key(plan, line), []).append(line)
         rows: list[tuple[Cell, ...]] = [
-            (text, len(lines), sum(line.seconds for line in lines), _sent(lines)) for text, lines in found.items()
+            (text, sum(line.times for line in lines), sum(line.seconds for line in lines), _sent(lines))
+            for text, lines in found.items()
         ]
         return (name, "count", "seconds", "communicated"), rows
 
@@ -126,22 +130,35 @@ def _by_collective(plan: Plan) -> _Rows:
     """Every collective of a step. A line of several hops is priced as one: its seconds are shared among its
     collectives by bytes.
     """
-    found: dict[tuple[str, str, int, str], list[float]] = {}
+    found: dict[tuple[str, str, int, str], list[tuple[int, float]]] = {}
     for line in plan.lines:
         for (kind, axes, count), seconds in _collectives(plan, line):
-            found.setdefault((kind, axes, count, line.kind), []).append(seconds)
+            found.setdefault((kind, axes, count, line.kind), []).append((line.times, seconds))
     rows: list[tuple[Cell, ...]] = [
-        (kind, axes, reason, len(times), count, sum(times)) for (kind, axes, count, reason), times in found.items()
+        (kind, axes, reason, sum(times for times, _ in lines), count, sum(seconds for _, seconds in lines))
+        for (kind, axes, count, reason), lines in found.items()
     ]
     return ("collective", "axes", "for", "count", "bytes", "seconds"), rows
 
 
 def _collectives(plan: Plan, line: PlanLine) -> Iterator[tuple[tuple[str, str, int], float]]:
-    total = _sent([line])
+    total = sum(step.bytes for step in line.steps)
     for step in line.steps:
         if step.communicates:
             axes = ",".join(plan.axis_names[axis] for axis in step.axes)
             yield (step.kind, axes, step.bytes), line.seconds * step.bytes / total
+
+
+def _by_stage(plan: Plan) -> _Rows:
+    """What each pipeline stage does in a step, and idles; ``sent``: to other stages, by each of its devices."""
+    rows: list[tuple[Cell, ...]] = []
+    for row in stage_rows(plan):
+        sent = sum(one.bytes for one in row.sent) * plan.microbatches
+        idle = plan.predicted.step_seconds - row.busy
+        held = " | ".join(map(folded_modules, row.modules))
+        ranks = f"{row.ranks[0]}-{row.ranks[1]}"
+        rows.append((str(row.stage), ranks, held, row.compute, row.comm, idle, row.busy, sent, row.peak))
+    return ("stage", "ranks", "holds", "compute", "comm", "idle", "seconds", "communicated", "held"), rows
 
 
 _TABLES: dict[str, Callable[[Plan], _Rows]] = {
@@ -151,4 +168,5 @@ _TABLES: dict[str, Callable[[Plan], _Rows]] = {
     "rule": _by("rule", _rule),
     "phase": _by("phase", lambda plan, line: line.phase),
     "collective": _by_collective,
+    "stage": _by_stage,
 }

@@ -12,10 +12,12 @@ import itertools
 import math
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .plan import Plan, Predicted
 from .plan_rows import ModuleRow, Move, module_rows, moves_of
+from .plan_stage_text import stage_lines
+from .plan_stages import busiest_stage, fullest_stage, mesh_text
 from .plan_units import clip, duration, share, size, trim
 
 LINES = 40
@@ -31,15 +33,18 @@ MOST_WARNINGS = 3
 def plan_text(plan: Plan) -> str:
     """``str(plan)``."""
     head, foot = list(_head(plan)), list(_foot(plan))
-    table = list(_table(plan, LINES - len(head) - len(foot)))
-    return "\n".join(line.rstrip() for line in (*head, *table, *foot))
+    left = LINES - len(head) - len(foot)
+    stages = [*stage_lines(plan, max(4, (left - 1) // 2)), ""] if plan.stages > 1 else []
+    table = list(_table(plan, left - len(stages)))
+    return "\n".join(line.rstrip() for line in (*head, *stages, *table, *foot))
 
 
 def _head(plan: Plan) -> Iterator[str]:
-    names = ", ".join(f"{name}={n}" for name, n in zip(plan.axis_names, plan.mesh, strict=True))
-    p = plan.predicted
+    names, p = mesh_text(plan), plan.predicted
     yield f"Plan   {trim(plan.model, WIDTH - 7)}"
     reading = f"placements read ({', '.join(plan.axis_names)}): S(d) shard dim d · R replicate · P partial"
+    if plan.stages > 1 and math.prod(plan.mesh) == 1:
+        reading = "each stage on one device: nothing is sharded"
     lines = [f"mesh   ({names})   {reading}"]
     if len(lines[0]) > WIDTH:
         lines = [f"mesh   ({names})", f"       {reading}"]
@@ -56,9 +61,13 @@ def _head(plan: Plan) -> Iterator[str]:
 def _table(plan: Plan, budget: int) -> Iterator[str]:
     ranks = math.prod(plan.mesh)
     named = f"ranks 0-{ranks - 1}" if ranks > 1 else "rank 0"
-    microbatches = f"{plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''}"
-    stage = f"stage 0 · {named} · {microbatches}"
-    yield f"{stage:<{WIDTH - 21}}{'forward + backward':>21}"
+    microbatches = f"{plan.microbatches} microbatches" if plan.microbatches > 1 else "1 microbatch"
+    if plan.pipeline is not None:
+        microbatches = f"a whole step of {microbatches}"
+    what = f"stage 0 · {named} · {microbatches}"
+    if plan.stages > 1:
+        what = f"modules of all stages · {microbatches}"
+    yield f"{what:<{WIDTH - 21}}{'forward + backward':>21}"
     rows = module_rows(plan)
     widths = _widths(rows)
     yield _line(widths, "module", "weight", "output", "compute", "comm")
@@ -247,7 +256,10 @@ def _foot(plan: Plan) -> Iterator[str]:
 
 
 def _sync(plan: Plan) -> Iterator[str]:
-    """Gradients to where they rest, and updated weights back to where they are used: once a step, in buckets."""
+    """Gradients to where they rest, and updated weights back to where they are used: once a step, in buckets; those of
+    the busiest stage.
+    """
+    plan = _of_busiest(plan)
     for kind, label in (("gradient", "gradients"), ("refresh", "weights")):
         found: dict[tuple[str, str], list[Move]] = {}
         for one in moves_of(plan, kind):
@@ -266,7 +278,17 @@ def _sync(plan: Plan) -> Iterator[str]:
             yield _move_line(text, sum(one.seconds for one in rest))
 
 
+def _of_busiest(plan: Plan) -> Plan:
+    """The plan with the lines of its busiest stage alone: these and the bubble are the step."""
+    busiest = busiest_stage(plan)
+    return replace(plan, lines=tuple(line for line in plan.lines if line.stage == busiest))
+
+
 def _totals(plan: Plan) -> Iterator[str]:
+    label, filled = "total", "memory"
+    if plan.stages > 1:
+        label, filled = f"stage {busiest_stage(plan)}", f"in stage {fullest_stage(plan)}"
+    plan = _of_busiest(plan)
     parts = {
         "compute": plan.seconds_of("compute"),
         "optimizer": plan.seconds_of("optimizer"),
@@ -276,7 +298,7 @@ def _totals(plan: Plan) -> Iterator[str]:
         "bubble": plan.predicted.bubble_seconds,
     }
     p, total = plan.predicted, plan.predicted.step_seconds
-    yield from _wrapped("total", [f"{name} {duration(s)} ({share(s, total)})" for name, s in parts.items() if s])
+    yield from _wrapped(label, [f"{name} {duration(s)} ({share(s, total)})" for name, s in parts.items() if s])
     held = {
         "weights": p.weight_bytes,
         "gradients": p.gradient_bytes,
@@ -285,7 +307,7 @@ def _totals(plan: Plan) -> Iterator[str]:
         "temporary": p.temporary_bytes,
         "inputs": p.input_bytes,
     }
-    yield from _wrapped("memory", [f"{name} {size(count)}" for name, count in held.items() if count])
+    yield from _wrapped(filled, [f"{name} {size(count)}" for name, count in held.items() if count])
 
 
 def _wrapped(label: str, parts: Sequence[str]) -> Iterator[str]:
@@ -296,7 +318,7 @@ def _wrapped(label: str, parts: Sequence[str]) -> Iterator[str]:
 
 
 def _also_priced(plan: Plan) -> Iterator[str]:
-    others = list(plan.baselines.items())
+    others = sorted(plan.baselines.items(), key=lambda item: item[1].step_seconds if item[1] else math.inf)
     shown = others if len(others) <= MOST_BASELINES else others[: MOST_BASELINES - 1]
     for position, (name, other) in enumerate(shown):
         lead = "also priced" if position == 0 else ""

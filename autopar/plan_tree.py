@@ -10,7 +10,8 @@ from rich.text import Text
 from rich.tree import Tree
 
 from .plan import Plan
-from .plan_rows import ModuleRow, Move, module_rows
+from .plan_rows import ModuleRow, Move, module_rows, numbers
+from .plan_stages import mesh_text
 from .plan_units import duration, share, size
 
 WIDTH = 120
@@ -35,8 +36,9 @@ class PlanTree:
         return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
     def __rich__(self) -> Tree:
-        names = ", ".join(f"{name}={n}" for name, n in zip(self.plan.axis_names, self.plan.mesh, strict=True))
-        tree = Tree(Text(f"{self.plan.model}   mesh ({names})", no_wrap=True, overflow="ellipsis"))
+        stages = f"   shares of the time of all {self.plan.stages} stages" if self.plan.stages > 1 else ""
+        about = f"{self.plan.model}   mesh ({mesh_text(self.plan)}){stages}"
+        tree = Tree(Text(about, no_wrap=True, overflow="ellipsis"))
         for row in self.rows:
             self._add(tree, row, 1)
         return tree
@@ -58,8 +60,11 @@ class PlanTree:
                 label.append(f"  {name} ", style="dim")
                 label.append(place, style="cyan")
         if row.seconds:
-            part = share(row.seconds * times, self.plan.predicted.step_seconds)
+            part = share(row.seconds * times, self.plan.predicted.step_seconds * self.plan.stages)
             label.append(f"  {duration(row.seconds)} ({part}{' in all' if times > 1 else ''})", style="green")
+        if row.stages and self.plan.stages > 1:
+            named = numbers([str(stage) for stage in row.stages])
+            label.append(f"  stage{'s' if len(row.stages) > 1 else ''} {named}", style="blue")
         if row.held:
             label.append(f"  {size(row.held)}", style="magenta")
         return label

@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .errors import OptionsError
@@ -15,6 +15,7 @@ from .plan import Alternatives, Plan, PlanLine
 from .plan_columns import columns
 from .plan_rows import move, numbers
 from .plan_units import clip, duration, signed_duration, signed_size, size
+from .plan_why_stage import is_stage_pin, sent_reasons, stage_reason
 from .spec import short
 
 Provenance = Literal["user", "tied", "price", "only"]
@@ -40,7 +41,8 @@ class Explanation:
     ``choice`` maps what was chosen (``weight``, ``gradient``, ``optimizer``; ``output``; ``inputs``) to its
     placements. ``provenance`` says who chose: the "user" by a pin, "price", price for all layers "tied" to one
     choice, or nobody, for there is "only" one possibility; ``reason`` says it in words. ``alternatives`` are None
-    where there is no choice; they change ``together`` nodes. ``costs`` are those of this one.
+    where there is no choice; they change ``together`` nodes. ``costs`` are those of this one. With
+    pipeline stages, ``stage`` says on which it is and why, and ``sent`` how its value travels to others.
     """
 
     name: str
@@ -56,6 +58,8 @@ class Explanation:
     step_seconds: float
     spare_bytes: int
     parameters: Mapping[str, str] = field(default_factory=dict)
+    stage: str = ""
+    sent: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return "\n".join(line.rstrip() for line in self._lines())
@@ -66,6 +70,10 @@ class Explanation:
         for position, (what, place) in enumerate(self.choice.items()):
             yield f"  {what:<11}{place}" + (f"   placements read {names}" if position == 0 else "")
         yield f"  {'chosen by':<11}{self.reason}"
+        if self.stage:
+            yield f"  {'stage':<11}{self.stage}"
+        for position, text in enumerate(self.sent):
+            yield f"  {'sent' if position == 0 else '':<11}{text}"
         for path, place in self.parameters.items():
             yield f"  {'holds' if path == next(iter(self.parameters)) else '':<11}{clip(path, 60):<60} {place}"
         yield from (f"  {line}" for line in self._cost_lines())
@@ -124,6 +132,14 @@ class Explanation:
 
 def explain(plan: Plan, name: str) -> Explanation:
     """``plan.why(name)``. Raises :class:`OptionsError` for an unknown name."""
+    found = _explained(plan, name)
+    if plan.stages == 1:
+        return found
+    plain = name.removeprefix("%")
+    return replace(found, stage=stage_reason(plan, found.name, found.kind), sent=sent_reasons(plan, plain))
+
+
+def _explained(plan: Plan, name: str) -> Explanation:
     plain = name.removeprefix("%")
     if plain in plan.parameters:
         return _explain_parameter(plan, plain)
@@ -172,18 +188,21 @@ def _explain_parameter(plan: Plan, path: str) -> Explanation:
 def _parameter_lines(plan: Plan, path: str, node: str) -> Iterator[PlanLine]:
     yield from (line for line in plan.lines_by_name.get(node, ()) if line.kind != "gradient")
     if path in plan.gradient_values:
-        producer = plan.gradient_values[path].partition(".")[0]
-        # One node may make several gradients: its lines are in their order, none for those that lie right already.
-        moved = [
-            p for p, value in plan.gradient_values.items() if value.partition(".")[0] == producer and _is_moved(plan, p)
-        ]
-        lines = [line for line in plan.lines_by_name.get(producer, ()) if line.kind == "gradient"]
-        yield from (line for other, line in zip(moved, lines, strict=True) if other == path)
+        for value in plan.gradient_values[path].split(","):
+            yield from _gradient_lines(plan, path, value.partition(".")[0])
 
 
-def _is_moved(plan: Plan, path: str) -> bool:
-    """Whether the gradient of a parameter is made in another placement than it rests in."""
-    producer, _, index = plan.gradient_values[path].partition(".")
+def _gradient_lines(plan: Plan, path: str, producer: str) -> Iterator[PlanLine]:
+    """One node may make several gradients: its lines are in their order, none for those that lie right already."""
+    made = ((p, value) for p, values in plan.gradient_values.items() for value in values.split(","))
+    moved = [p for p, value in made if value.partition(".")[0] == producer and _is_moved(plan, p, value)]
+    lines = [line for line in plan.lines_by_name.get(producer, ()) if line.kind == "gradient"]
+    yield from (line for other, line in zip(moved, lines, strict=True) if other == path)
+
+
+def _is_moved(plan: Plan, path: str, value: str) -> bool:
+    """Whether ``value``, the gradient of a parameter, is made in another placement than it rests in."""
+    producer, _, index = value.partition(".")
     if producer in plan.parameter_nodes.values():
         return plan.parameters[plan.nodes[producer].target].weight != plan.parameters[path].gradient
     return plan.strategies[producer].outputs[int(index or 0)] != plan.parameters[path].gradient
@@ -274,7 +293,7 @@ def _provenance(plan: Plan, node: str, path: str) -> tuple[Provenance, str]:
     """Who chose for ``node``, whose path for people is ``path``."""
     first, alike = _first(plan, node), _alike(plan, node)
     for pattern, text in plan.pinned.items():
-        for name in alike:
+        for name in () if is_stage_pin(text) else alike:
             pinned = next((p for p in _paths(plan, name) if fnmatch.fnmatchcase(p, pattern)), None)
             if pinned is not None:
                 also = "" if name == node else f", which fixes {pinned} and so all {len(alike)} of its kind"
@@ -323,10 +342,9 @@ def _line_costs(plan: Plan, lines: list[PlanLine]) -> Iterator[Cost]:
             found.setdefault((labels[line.kind], one.what, one.way), []).append(line)
     by_price = sorted(found.items(), key=lambda item: -sum(line.seconds for line in item[1]))
     for (label, what, changed), group in by_price[:8]:
-        count = sum(step.bytes for line in group for step in line.steps)
-        detail = f"{what}  {changed}  {size(count) if count else 'local'}" + (
-            f" in {len(group)}" if len(group) > 1 else ""
-        )
+        count = sum(step.bytes * line.times for line in group for step in line.steps)
+        often = sum(line.times for line in group)
+        detail = f"{what}  {changed}  {size(count) if count else 'local'}" + (f" in {often}" if often > 1 else "")
         yield Cost(label, detail, sum(line.seconds for line in group))
     rest = [line for _, group in by_price[8:] for line in group]
     if rest:

@@ -7,11 +7,15 @@ size that divides like the planned one. The solver is not asked: at another size
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
 from autopar.passes.annotate import annotate
 from autopar.passes.fold import fold_layers
+from autopar.passes.microbatch import microbatch
+from autopar.passes.rest import InsertRests
+from autopar.passes.stages import cut
 
 from .account import account
 from .assignment import Assignment
@@ -22,10 +26,15 @@ from .graph import Graph
 from .instance import build_instance
 from .options import Options
 from .plan import Plan
+from .planned_pipeline import PlannedPipeline
 from .planner import Answer, Question, Timings, graph_hash, make_plan, step_graph
 from .prices import Prices
 from .problem import Solution, evaluate
 from .refit import refit
+from .repeats import ONCE, Repeats
+from .search import staged_plan, whole_graph
+from .stage_meshes import Layout
+from .stage_search import Joint, inner_repeats, scheduled_answer
 
 
 def reprice(
@@ -35,11 +44,13 @@ def reprice(
 
     ``prepared`` is the model it was made for (:func:`autopar.compiler.prepare`). ``cluster`` and ``options`` (of which
     only the optimizer and the memory limit count) default to the plan's cluster and limit. The result is
-    "feasible", its bound is 0 and it lists no baselines: nothing was solved.
+    "feasible", its bound is 0 and it lists no baselines: nothing was solved. A pipeline keeps its cuts, schedule and
+    number of microbatches.
 
     Raises:
         PlanMismatchError: the plan is of another graph, the graph is right only for its own batch size, or this size
             does not divide as the planned one does.
+        OptionsError: the batch does not divide into the plan's microbatches; names the numbers that do.
     """
     known = step_graph(prepared.graph, prepared.loss, plan.batch)
     if graph_hash(known) != plan.graph_hash:
@@ -50,9 +61,6 @@ def reprice(
         raise PlanMismatchError(
             f"the graph was traced at batch {prepared.batch} and is not the same at {batch}: trace the model at {batch}"
         )
-    other = annotate(step_graph(prepared.graph, prepared.loss, batch), plan.mesh)
-    names = {node.target: node.name for node in known.placeholders("param")}
-    assignment = refit(plan.assignment(names), annotate(known, plan.mesh), other)
     settings = options or Options(memory_limit=plan.memory_limit)
     question = Question(
         prepared.graph,
@@ -64,17 +72,47 @@ def reprice(
         plan.model,
         plan.axis_names,
     )
-    return make_plan(question, other, _answer(question, other, assignment), {}, Timings())
+    if plan.pipeline is not None:
+        return _reprice_staged(plan, plan.pipeline, question)
+    other = annotate(step_graph(prepared.graph, prepared.loss, batch), plan.mesh)
+    assignment = _carried(plan, annotate(known, plan.mesh), other)
+    return make_plan(question, other, _answer(question, other, assignment, ONCE), {}, Timings())
 
 
-def _answer(question: Question, graph: Graph, assignment: Assignment) -> Answer:
+def _carried(plan: Plan, known: Graph, other: Graph) -> Assignment:
+    """The choices of ``plan``, made for the annotated graph ``known``, for that of another batch size."""
+    chosen = plan.assignment({node.target: node.name for node in known.placeholders("param")})
+    strategies = {name: strategy for name, strategy in chosen.strategies.items() if name in known}
+    return refit(replace(chosen, strategies=strategies), known, other)
+
+
+def _reprice_staged(plan: Plan, pipeline: PlannedPipeline, question: Question) -> Plan:
+    """The same cuts, schedule and number of microbatches: each microbatch is of another size."""
+    count, stages = plan.microbatches, plan.stages
+    before, pieces = (
+        microbatch(whole_graph(replace(question, batch=batch)), count) for batch in (plan.batch, question.batch)
+    )
+    known, other = (annotate(InsertRests()(one.graph), plan.mesh) for one in (before, pieces))
+    repeats = inner_repeats(count, stages)
+    solved = _answer(question, other, _carried(plan, known, other), repeats)
+    renamed = {old.name: new.name for old, new in zip(before.graph.nodes, pieces.graph.nodes, strict=True)}
+    cuts = tuple(renamed[name] for name in pipeline.cuts)
+    whole = Joint(solved.instance, solved.solution, solved.assignment, solved.account)
+    layout = Layout(stages, plan.mesh, tuple(range(len(plan.mesh))))
+    made = scheduled_answer(layout, cut(pieces, cuts), cuts, pipeline.schedule, whole, question.options.optimizer)
+    return staged_plan(question, replace(question, repeats=repeats), solved, made, Timings())
+
+
+def _answer(question: Question, graph: Graph, assignment: Assignment, repeats: Repeats) -> Answer:
     """The assignment as if it had been solved for; layers are folded only if they all choose alike."""
     prices = Prices.of(question.cluster, question.mesh, graph)
     optimizer = question.options.optimizer
-    instance = build_instance(graph, prices, optimizer=optimizer, memory_limit=math.inf)
-    folded = build_instance(fold_layers(graph), prices, optimizer=optimizer, memory_limit=math.inf)
+    instance, folded = (
+        build_instance(one, prices, optimizer=optimizer, memory_limit=math.inf, repeats=repeats)
+        for one in (graph, fold_layers(graph))
+    )
     if folded.assignment(folded.chosen(assignment)) == assignment:
         instance = folded
     chosen = np.asarray(instance.chosen(assignment))
     solution = Solution(chosen, evaluate(instance.problem, chosen), 0.0, "feasible", 0.0)
-    return Answer(instance, solution, assignment, account(graph, assignment, prices, optimizer))
+    return Answer(instance, solution, assignment, account(graph, assignment, prices, optimizer, repeats))

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from autopar.cost.point_to_point import message_rate
 from autopar.passes.annotate import annotate
 from autopar.passes.microbatch import split_inputs
 
+from .assignment import Assignment
+from .axis_names import default_names
 from .errors import InfeasibleError, OptionsError
 from .graph import VIEWS, Graph
-from .plan import Plan
+from .plan import Plan, Predicted
 from .planner import (
     Answer,
     Question,
@@ -29,6 +31,7 @@ from .planner import (
     mesh_candidates,
     pipelined_graph,
     plan_line,
+    predicted,
     solve_mesh,
     solve_only,
     step_graph,
@@ -36,7 +39,7 @@ from .planner import (
 from .prices import Prices
 from .repeats import Repeats
 from .stage_meshes import Layout, layouts, microbatch_counts
-from .stage_plan import new_strategies, staged_holdings, staged_lines, staged_predicted
+from .stage_plan import gradient_values, new_nodes, new_strategies, staged_holdings, staged_lines, staged_predicted
 from .stage_search import SOLVED, Ask, Joint, StagedAnswer, search
 from .stage_segments import stage_pins
 from .stage_solved import Measure, with_solved_schedule
@@ -49,10 +52,15 @@ HOPELESS = 1.5
 
 @dataclass(frozen=True)
 class Found:
-    """A solved alternative: ``make`` writes its plan. A pipeline is ``improved`` by a schedule of its own."""
+    """A solved alternative: ``make`` writes its plan, ``figures`` its name and predictions; of those of one ``layout``
+    (None: without stages) only the quickest is listed beside the answer. ``baselines`` were priced with it. A pipeline
+    is ``improved`` by a schedule of its own."""
 
     seconds: float
+    layout: Layout | None
     make: Callable[[], Plan]
+    figures: Callable[[], tuple[str, Predicted]]
+    baselines: Mapping[str, Predicted | None] = field(default_factory=dict)
     improved: Callable[[], Found] | None = None
 
 
@@ -81,15 +89,26 @@ def answer(question: Question, timings: Timings) -> Plan:
         with timings.phase("schedule"):
             chosen = chosen.improved()
     with timings.phase("report"):
-        plan = chosen.make()
+        plan, listed = chosen.make(), _also_priced(found, chosen)
         warnings = (*plan.warnings, *_warnings_of_time(question, timings))
-        return replace(plan, pinned=dict(question.options.pins), warnings=warnings)
+        return replace(plan, pinned=dict(question.options.pins), baselines=listed, warnings=warnings)
 
 
 def _warnings_of_time(question: Question, timings: Timings) -> Iterator[str]:
     limit = question.options.time_limit
     if timings.is_spent(limit):
         yield f"solving took all of time_limit={limit:g} s: other pipelines or placements may be better"
+
+
+def _also_priced(found: list[Found], best: Found) -> dict[str, Predicted | None]:
+    """What else was priced, by name: the baselines on the best mesh without stages, and the quickest of every other
+    way to divide the devices."""
+    quickest: dict[Layout | None, Found] = {}
+    for one in sorted(found, key=lambda one: one.seconds):
+        quickest.setdefault(one.layout, one)
+    listed = {name: priced for one in quickest.values() for name, priced in one.baselines.items()}
+    listed.update(one.figures() for one in quickest.values() if one.layout != best.layout)
+    return listed
 
 
 def _may_be_whole(question: Question, pinned: Mapping[str, str]) -> bool:
@@ -109,8 +128,21 @@ def _without_stages(question: Question, timings: Timings) -> tuple[list[Found], 
         except InfeasibleError as error:
             failure = failure or error
             continue
-        found.append(Found(solved.account.seconds, partial(make_plan, asked, graph, solved, priced, timings)))
+        make = partial(make_plan, asked, graph, solved, priced, timings)
+        figures = partial(_whole_figures, asked, solved)
+        found.append(Found(solved.account.seconds, None, make, figures, priced))
     return found, failure
+
+
+def _whole_figures(question: Question, solved: Answer) -> tuple[str, Predicted]:
+    figures = predicted(solved.account, solved.instance, question.cluster)
+    return f"no stages, {_axes(question, solved.assignment, solved.instance.graph)}", figures
+
+
+def _axes(question: Question, assignment: Assignment, graph: Graph) -> str:
+    """``(dp=2, tp=2)``."""
+    names = question.axis_names or default_names(question.mesh, assignment, graph)
+    return f"({', '.join(f'{name}={n}' for name, n in zip(names, question.mesh, strict=True))})"
 
 
 def _with_stages(
@@ -231,22 +263,36 @@ def _staged(
         Ask(whole, split_inputs(question.graph), layout, count, schedule, dict(pinned), limit, optimizer, solve)
     )
     asked, joint = answers[id(made.whole.assignment)]
-    return Found(
-        made.seconds,
-        partial(staged_plan, question, asked, joint, made, timings),
-        partial(_improved, question, asked, joint, made, timings),
-    )
+    found = _found(question, asked, joint, made, timings)
+    return replace(found, improved=partial(_improved, question, asked, joint, made, timings))
+
+
+def _found(
+    question: Question, asked: Question, joint: Answer, made: StagedAnswer, timings: Timings, warning: str = ""
+) -> Found:
+    make = partial(staged_plan, question, asked, joint, made, timings, warning)
+    return Found(staged_predicted(made).step_seconds, made.layout, make, partial(_staged_figures, asked, made))
+
+
+def _staged_figures(asked: Question, made: StagedAnswer) -> tuple[str, Predicted]:
+    where = _axes(asked, made.whole.assignment, made.whole.instance.graph)
+    schedule = made.pipeline.schedule
+    count = f"{schedule.microbatches} microbatch{'es' if schedule.microbatches > 1 else ''}"
+    if made.layout.stages == 1:
+        return f"{where}, {count}", staged_predicted(made)
+    stages = f"{made.layout.stages} stages" + (f" x {where}" if math.prod(asked.mesh) > 1 else "")
+    return f"{stages}, {schedule.name}, {count}", staged_predicted(made)
 
 
 def _improved(question: Question, asked: Question, joint: Answer, made: StagedAnswer, timings: Timings) -> Found:
     """The pipeline under a schedule made to measure, where that is asked for, or nothing is and it pays."""
     options = question.options
     if options.schedule not in (None, SOLVED):
-        return Found(made.seconds, partial(staged_plan, question, asked, joint, made, timings))
+        return _found(question, asked, joint, made, timings)
     limit = float(memory_limit_of(question))
     measure = Measure(options.schedule == SOLVED, limit, options.optimizer, options.time_limit, options.seed or 0)
     better, kept = with_solved_schedule(made, measure)
-    return Found(better.seconds, partial(staged_plan, question, asked, joint, better, timings, kept))
+    return _found(question, asked, joint, better, timings, kept)
 
 
 def staged_plan(
@@ -262,6 +308,8 @@ def staged_plan(
         predicted=staged_predicted(made),
         lines=staged_lines(made.bill, plan_line),
         strategies={**base.strategies, **new_strategies(made)},
+        nodes={**base.nodes, **new_nodes(made, base.nodes)},
+        gradient_values=gradient_values(made),
         holdings=staged_holdings(made),
         stages=made.layout.stages,
         schedule=made.pipeline.schedule.name if several else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -10,8 +10,9 @@ import torch
 from autopar.cost import total_flops
 
 from .account import Line, LineKind, accumulator_bytes, parameter_bytes
+from .alternatives import plan_nodes
 from .graph import REST
-from .plan import Holding, PlanLine, Predicted
+from .plan import Holding, PlanLine, PlanNode, Predicted
 from .prices import Prices, local_bytes
 from .repeats import Repeats
 from .spec import Strategy
@@ -79,6 +80,26 @@ def new_strategies(answer: StagedAnswer) -> dict[str, Strategy]:
         for name, strategy in chunk.assignment.strategies.items()
         if name not in known and chunk.graph[name].op != "receive"
     }
+
+
+def new_nodes(answer: StagedAnswer, known: Mapping[str, PlanNode]) -> dict[str, PlanNode]:
+    """What the nodes are that only the cut graph has."""
+    return {
+        name: node
+        for chunk in answer.bill.chunks
+        for name, node in plan_nodes(chunk.graph).items()
+        if name not in known and node.op != "receive"
+    }
+
+
+def gradient_values(answer: StagedAnswer) -> dict[str, str]:
+    """The value of each gradient, one for each chunk that makes a part of it."""
+    found: dict[str, list[str]] = {}
+    for chunk in answer.bill.chunks:
+        for output in chunk.graph.outputs:
+            if output.kind == "gradient" and output.value is not None:
+                found.setdefault(output.name, []).append(str(output.value).removeprefix("%"))
+    return {path: ",".join(dict.fromkeys(values)) for path, values in found.items()}
 
 
 def staged_holdings(answer: StagedAnswer) -> tuple[Holding, ...]:

@@ -38,6 +38,7 @@ from .schedule import Schedule
 from .schedules import SCHEDULES, make_schedule
 from .stage_chunks import WirePrice, place_chunks
 from .stage_cuts import Segments, best_cuts
+from .stage_figures import planned_pipeline
 from .stage_meshes import Layout
 from .stage_prices import StageBill, bill_stages, most_in_flight, wire_prices
 from .stage_segments import pinned_ranks, price_segments, segment_of_nodes
@@ -107,7 +108,7 @@ def search(ask: Ask) -> StagedAnswer:
     where = segment_of_nodes(pieces.graph, candidates)
     limit, worst = ask.memory_limit * ask.layout.stages, math.inf
     for _ in range(ROUNDS):
-        whole = ask.solve(InsertRests()(pieces.graph), _repeats(ask), limit)
+        whole = ask.solve(InsertRests()(pieces.graph), inner_repeats(ask.microbatches, ask.layout.stages), limit)
         found = list(_scheduled(ask, pieces, candidates, where, whole))
         fitting = [answer for answer in found if max(answer.bill.peaks) <= ask.memory_limit]
         if fitting:
@@ -117,9 +118,10 @@ def search(ask: Ask) -> StagedAnswer:
     raise _too_full(ask, worst)
 
 
-def _repeats(ask: Ask) -> Repeats:
-    """On average over stages, half as many microbatches are in flight as there are stages."""
-    return Repeats(ask.microbatches, min(ask.microbatches, math.ceil((ask.layout.stages + 1) / 2)), accumulates=True)
+def inner_repeats(microbatches: int, stages: int) -> Repeats:
+    """How the placement program takes the uncut graph: on average over stages, half as many microbatches are in flight
+    as there are stages."""
+    return Repeats(microbatches, min(microbatches, math.ceil((stages + 1) / 2)), accumulates=True)
 
 
 def _too_full(ask: Ask, worst: float) -> InfeasibleError:
@@ -210,11 +212,18 @@ def cut_answer(
     """The graph cut at ``cuts`` under the schedule ``kind`` (name, chunks per stage): placed and priced."""
     staged = cut(pieces, cuts)
     schedule = scheduled(kind, layout.stages, pieces.count, staged)
+    return scheduled_answer(layout, staged, cuts, schedule, whole, optimizer)
+
+
+def scheduled_answer(
+    layout: Layout, staged: Staged, cuts: tuple[str, ...], schedule: Schedule, whole: Joint, optimizer: str
+) -> StagedAnswer:
+    """The cut graph under ``schedule``: placed as ``whole`` chooses, and priced."""
     pairs = tuple((edge.source, edge.target) for edge in staged.edges)
     links = wire_prices(whole.prices.cluster, schedule.placement, math.prod(layout.mesh), pairs)
     chunks, wires = place_chunks(staged, whole.assignment, whole.prices, links)
     bill = bill_stages(chunks, wires, schedule, whole.prices, links, optimizer)
-    return StagedAnswer(layout, whole, bill, PlannedPipeline(cuts, schedule, wires))
+    return StagedAnswer(layout, whole, bill, planned_pipeline(cuts, bill, wires, whole.prices))
 
 
 def scheduled(kind: tuple[str, int], stages: int, microbatches: int, staged: Staged) -> Schedule:

@@ -10,6 +10,7 @@ from .schedule import Schedule
 from .schedules import SCHEDULES
 from .solve_schedule import SolvedSchedule, solve_schedule
 from .solve_schedule_program import MOST_COMPUTATIONS, computations
+from .stage_figures import planned_pipeline
 from .stage_prices import StageBill, bill_stages, wire_prices
 from .stage_search import SOLVED, StagedAnswer
 
@@ -44,7 +45,8 @@ def with_solved_schedule(made: StagedAnswer, measure: Measure) -> tuple[StagedAn
     least = made.seconds * (1.0 if measure.asked else 1.0 - WORTH)
     bill = _billed(made, solved.schedule, measure.optimizer)
     if bill.seconds < least and max(bill.peaks) <= measure.memory_limit and solved.schedule.name not in SCHEDULES:
-        return replace(made, bill=bill, pipeline=replace(made.pipeline, schedule=solved.schedule)), ""
+        pipeline = planned_pipeline(made.pipeline.cuts, bill, made.pipeline.wires, made.whole.prices)
+        return replace(made, bill=bill, pipeline=pipeline), ""
     found = f"nothing quicker was found ({solved.status}; no schedule saves more than {solved.gap:.1%})"
     return made, _kept(made, found) if measure.asked else ""
 

@@ -1,0 +1,58 @@
+"""When each pipeline rank does what in a step, as a plan was priced."""
+
+from __future__ import annotations
+
+from autopar.cost.pipeline import simulate
+from autopar.cost.pipeline_prices import ChunkPrice, EdgePrice, PipelinePrices
+
+from .plan import Plan
+from .planned_pipeline import PlannedPipeline
+from .timeline import Span, Timeline
+
+# A step without stages is priced as a sum; its lines run in this order.
+_ORDER = ("weight", "compute", "reshard", "gradient", "optimizer", "refresh")
+_COMPUTES = ("compute", "optimizer")
+
+
+def plan_timeline(plan: Plan) -> Timeline:
+    """``plan.timeline()``."""
+    if plan.pipeline is None:
+        return _one_after_the_other(plan)
+    return simulate(plan.pipeline.schedule, pipeline_prices(plan.pipeline)).timeline
+
+
+def pipeline_prices(pipeline: PlannedPipeline) -> PipelinePrices:
+    """The prices the schedule was simulated with."""
+    chunks = tuple(
+        ChunkPrice(
+            c.forward,
+            c.input_gradient,
+            c.weight_gradient,
+            reduce=c.reduce,
+            until_weight_gradient=c.saved,
+            static=c.resting,
+        )
+        for c in pipeline.chunk_figures
+    )
+    edges = {
+        (link.source, link.target): EdgePrice(link.forward_bytes, link.bandwidth, link.latency, link.backward_bytes)
+        for link in pipeline.link_figures
+    }
+    return PipelinePrices(chunks, edges, step=pipeline.update_seconds)
+
+
+def _one_after_the_other(plan: Plan) -> Timeline:
+    def when(position: int) -> tuple[bool, int, int]:
+        line = plan.lines[position]
+        once = line.kind in ("gradient", "optimizer", "refresh")
+        return line.phase == "backward" or once, _ORDER.index(line.kind) if once else 0, position
+
+    spans: list[Span] = []
+    now = 0.0
+    for position in sorted(range(len(plan.lines)), key=when):
+        line = plan.lines[position]
+        if line.seconds:
+            lane = "compute" if line.kind in _COMPUTES else "communication"
+            spans.append(Span(0, f"{line.kind} {line.name}", line.kind, now, now + line.seconds, lane))
+            now += line.seconds
+    return Timeline(1, tuple(spans), (), "step")

@@ -1,0 +1,40 @@
+"""What a plan keeps of the prices of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .planned_pipeline import ChunkFigures, LinkFigures, PlannedPipeline
+from .prices import Prices, local_bytes
+from .spec import Placements
+from .stage_prices import StageBill
+from .stages import Edge
+
+
+def planned_pipeline(
+    cuts: tuple[str, ...], bill: StageBill, wires: Mapping[Edge, Placements], prices: Prices
+) -> PlannedPipeline:
+    """The pipeline of a bill as a plan keeps it: enough to simulate the step again."""
+    chunks = tuple(
+        ChunkFigures(p.forward, p.input_gradient, p.weight_gradient, p.reduce, p.until_weight_gradient, p.static)
+        for p in bill.prices.chunks
+    )
+    links = tuple(
+        LinkFigures(source, target, p.bytes_of("forward"), p.bytes_of("backward"), p.bandwidth, p.latency)
+        for (source, target), p in sorted(bill.prices.edges.items())
+    )
+    return PlannedPipeline(
+        cuts=cuts,
+        schedule=bill.schedule,
+        wires=wires,
+        wire_bytes=_wire_bytes(bill, wires, prices),
+        chunk_figures=chunks,
+        link_figures=links,
+        peaks=bill.peaks,
+        update_seconds=bill.prices.step,
+    )
+
+
+def _wire_bytes(bill: StageBill, wires: Mapping[Edge, Placements], prices: Prices) -> dict[Edge, int]:
+    received = [{n.target: n.type for n in chunk.graph.placeholders("receive")} for chunk in bill.chunks]
+    return {edge: local_bytes(received[edge.target][edge.name], place, prices.mesh) for edge, place in wires.items()}
