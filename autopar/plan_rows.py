@@ -149,9 +149,9 @@ def _gather(plan: Plan) -> _Module:
 
     for line in plan.lines:
         if line.kind == "compute":
-            module = at(line.module)
-            module.compute += line.seconds
-            module.stages.add(line.stage)
+            computing = at(line.module)
+            computing.compute += line.seconds
+            computing.stages.add(line.stage)
         elif line.kind in MOVES:
             _add_move(at(line.module).moves, move(plan, line))
     sizes = {holding.name: holding.bytes for holding in plan.holdings if holding.kind == "weight"}

@@ -7,7 +7,7 @@ from autopar.cost.pipeline_prices import ChunkPrice, EdgePrice, PipelinePrices
 
 from .plan import Plan
 from .planned_pipeline import PlannedPipeline
-from .timeline import Span, Timeline
+from .timeline import Lane, Span, Timeline
 
 # A step without stages is priced as a sum; its lines run in this order.
 _ORDER = ("weight", "compute", "reshard", "gradient", "optimizer", "refresh")
@@ -52,7 +52,7 @@ def _one_after_the_other(plan: Plan) -> Timeline:
     for position in sorted(range(len(plan.lines)), key=when):
         line = plan.lines[position]
         if line.seconds:
-            lane = "compute" if line.kind in _COMPUTES else "communication"
+            lane: Lane = "compute" if line.kind in _COMPUTES else "communication"
             spans.append(Span(0, f"{line.kind} {line.name}", line.kind, now, now + line.seconds, lane))
             now += line.seconds
     return Timeline(1, tuple(spans), (), "step")
