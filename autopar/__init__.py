@@ -21,6 +21,7 @@ from .errors import (
 from .graph import Graph
 from .options import Options
 from .plan import Plan
+from .plan_timeline import step_timeline
 from .reprice import reprice
 from .verify import Report, verify
 
@@ -42,5 +43,6 @@ __all__ = [
     "parallelize",
     "plan",
     "reprice",
+    "step_timeline",
     "verify",
 ]

@@ -25,6 +25,7 @@ from .doctor import examine
 from .errors import OptionsError
 from .options import Options
 from .plan import Plan
+from .plan_timeline import step_timeline
 from .verify import verify as verify_model
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def explain(arguments: argparse.Namespace, output: Output) -> int:
     else:
         found = _make_plan(arguments, output)
     if arguments.timeline:
-        _write(Path(arguments.timeline), json.dumps(found.timeline().to_chrome_trace(), allow_nan=False) + "\n")
+        _write(Path(arguments.timeline), json.dumps(step_timeline(found).to_chrome_trace(), allow_nan=False) + "\n")
     if arguments.name is None:
         if not arguments.timeline:
             raise OptionsError("name a parameter or module to explain, or a file for --timeline")

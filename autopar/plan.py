@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from .plan_table import PlanTable
     from .plan_tree import PlanTree
     from .plan_why import Explanation
-    from .timeline import Timeline
 
 Item = TypeVar("Item")
 Status = Literal["optimal", "feasible", "fallback"]
@@ -275,15 +274,6 @@ class Plan:
         from .plan_tree import PlanTree
 
         return PlanTree(self)
-
-    def timeline(self) -> Timeline:
-        """When each pipeline rank does what in a step, simulated from the prices the plan was made with; without
-        stages, the priced items one after the other. ``timeline().save_chrome_trace(path)`` writes it for
-        ``chrome://tracing``.
-        """
-        from .plan_timeline import plan_timeline
-
-        return plan_timeline(self)
 
     def table(self, by: str = "module") -> PlanTable:
         """The step's seconds and bytes summed ``by`` "module", "kind", "op", "rule", "phase", "collective" or "stage".

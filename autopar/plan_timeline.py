@@ -14,8 +14,11 @@ _ORDER = ("weight", "compute", "reshard", "gradient", "optimizer", "refresh")
 _COMPUTES = ("compute", "optimizer")
 
 
-def plan_timeline(plan: Plan) -> Timeline:
-    """``plan.timeline()``."""
+def step_timeline(plan: Plan) -> Timeline:
+    """When each pipeline rank does what in a step of ``plan``, simulated from the prices it was made with; without
+    stages, the priced items one after the other. ``save_chrome_trace(path)`` of the result writes it for
+    ``chrome://tracing``.
+    """
     if plan.pipeline is None:
         return _one_after_the_other(plan)
     return simulate(plan.pipeline.schedule, pipeline_prices(plan.pipeline)).timeline

@@ -183,12 +183,12 @@ def test_diff_names_cuts_and_what_is_sent() -> None:
 
 def test_timeline_is_the_step_that_was_predicted(tmp_path: Path) -> None:
     plan = Plan.from_json(staged().to_json())
-    timeline = plan.timeline()
+    timeline = autopar.step_timeline(plan)
     assert timeline.seconds == pytest.approx(plan.predicted.step_seconds)
     assert timeline.stages == 2 and plan.pipeline is not None
     check(plan.pipeline.schedule)
     whole = planned((2,), stages=1)
-    assert whole.timeline().seconds == pytest.approx(whole.predicted.step_seconds)
+    assert autopar.step_timeline(whole).seconds == pytest.approx(whole.predicted.step_seconds)
     source, target = tmp_path / "plan.json", tmp_path / "step.json"
     source.write_text(plan.to_json())
     assert main(["explain", str(source), "--timeline", str(target)]) == 0
