@@ -13,7 +13,7 @@ import numpy as np
 
 from autopar.passes.annotate import annotate
 from autopar.passes.fold import fold_layers
-from autopar.passes.microbatch import microbatch
+from autopar.passes.microbatch import microbatch, split_inputs
 from autopar.passes.rest import InsertRests
 from autopar.passes.stages import cut
 
@@ -27,12 +27,12 @@ from .instance import build_instance
 from .options import Options
 from .plan import Plan
 from .planned_pipeline import PlannedPipeline
-from .planner import Answer, Question, Timings, graph_hash, make_plan, step_graph
+from .planner import Answer, Question, Timings, graph_hash, make_plan, pipelined_graph, step_graph
 from .prices import Prices
 from .problem import Solution, evaluate
 from .refit import refit
 from .repeats import ONCE, Repeats
-from .search import staged_plan, whole_graph
+from .search import staged_plan
 from .stage_meshes import Layout
 from .stage_search import Joint, inner_repeats, scheduled_answer
 
@@ -90,7 +90,8 @@ def _reprice_staged(plan: Plan, pipeline: PlannedPipeline, question: Question) -
     """The same cuts, schedule and number of microbatches: each microbatch is of another size."""
     count, stages = plan.microbatches, plan.stages
     before, pieces = (
-        microbatch(whole_graph(replace(question, batch=batch)), count) for batch in (plan.batch, question.batch)
+        microbatch(pipelined_graph(question.graph, question.loss, batch), count, split_inputs(question.graph))
+        for batch in (plan.batch, question.batch)
     )
     known, other = (annotate(InsertRests()(one.graph), plan.mesh) for one in (before, pieces))
     repeats = inner_repeats(count, stages)
