@@ -28,6 +28,7 @@ from autopar import Options
 
 from .report import describe_machine, emit, make_table
 from .step_time import measure
+from .variants import Step
 
 PROCESSES = 4
 BATCH, SEQUENCE = 16, 64
@@ -78,7 +79,7 @@ def run(arguments: argparse.Namespace) -> None:
     steps, predicted = {}, {}
     for name in arguments.plans:
         model = autopar.parallelize(make_model(), mesh, options=Options(**PLANS[name]))
-        steps[name] = _step(model, model.optimizer(torch.optim.AdamW, lr=1e-4, foreach=False), batch)
+        steps[name] = make_step(model, model.optimizer(torch.optim.AdamW, lr=1e-4, foreach=False), batch)
         for _ in range(2):
             steps[name]()
         predicted[name] = model.plan.predicted.step_seconds
@@ -89,7 +90,9 @@ def run(arguments: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def _step(model: Any, optimizer: torch.optim.Optimizer, batch: Mapping[str, torch.Tensor]) -> Any:
+def make_step(model: Any, optimizer: torch.optim.Optimizer, batch: Mapping[str, torch.Tensor]) -> Step:
+    """A whole training step."""
+
     def step() -> torch.Tensor:
         optimizer.zero_grad()
         loss: torch.Tensor = model.step(**batch)

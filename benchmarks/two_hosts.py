@@ -1,0 +1,111 @@
+"""Whether the plan that the search picks for two hosts with a slow link between them is the fastest there.
+
+    sudo python -m benchmarks.two_hosts [--megabits 200] [--json] [--output FILE]
+
+Two emulated hosts (:mod:`.emulated_hosts`) of two processes each. The plan that the search picks, everything free, is
+measured beside ten others that fix stages, schedule, microbatches or ZeRO stage. Prices: the calibration of this
+machine inside a host, the link's rate shared by the processes of a host between hosts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import autopar
+from autopar import Options
+from autopar.cluster import Cluster, Link
+
+from .emulated_hosts import emulated_hosts, run_on_hosts
+from .pipeline_plans import BATCH, PLANS, SEQUENCE, make_batch, make_model, make_step, rank_correlation
+from .report import describe_machine, emit, make_table
+from .step_time import measure
+
+HOSTS, PER_HOST = 2, 2
+PICKED = "picked by the search"
+LATENCY = 1e-3
+OTHERS: Mapping[str, Mapping[str, Any]] = {**PLANS, "one stage, zero 1": {"stages": 1, "zero": 1}}
+
+
+def two_hosts(megabits: int) -> Cluster:
+    """This machine's calibration inside a host, and a link of ``megabits`` per second that its processes share."""
+    local = Cluster.get("local")
+    inside = replace(local.links[0], name="host", size=PER_HOST)
+    between = Link("network", None, megabits * 1e6 / 8 / PER_HOST, LATENCY)
+    source = f"{local.source}; {megabits} Mbit/s between hosts, shared by {PER_HOST} processes"
+    return replace(local, name="two-hosts", source=source, links=(inside, between))
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """What each process does."""
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    mesh, batch = init_device_mesh("cpu", (HOSTS, PER_HOST)), make_batch()
+    cluster = two_hosts(arguments.megabits)
+    steps, plans = {}, {}
+    for name, fixed in {PICKED: {}, **OTHERS}.items():
+        model = autopar.parallelize(make_model(), mesh, options=Options(**fixed), cluster=cluster)
+        steps[name] = make_step(model, model.optimizer(torch.optim.AdamW, lr=1e-4, foreach=False), batch)
+        steps[name]()
+        plans[name] = model.plan
+    seconds = measure(steps, arguments.rounds, 1, "cpu")
+    if dist.get_rank() == 0:
+        report(plans, {name: statistics.median(found) for name, found in seconds.items()}, arguments)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def report(plans: Mapping[str, autopar.Plan], measured: Mapping[str, float], arguments: argparse.Namespace) -> None:
+    """Prints and writes the figures."""
+    names = sorted(measured, key=measured.__getitem__)
+    predicted = {name: plans[name].predicted.step_seconds for name in names}
+    fastest = min(measured[name] for name in names if name != PICKED)
+    picked = plans[PICKED]
+    described = f"{picked.stages} stages of mesh {picked.mesh}, {picked.schedule}, {picked.microbatches} microbatches"
+    figures = {
+        "benchmark": "two_hosts",
+        "model": f"GPT-2, 8 layers, width 256, batch {BATCH} x {SEQUENCE}, fp32, AdamW",
+        "hosts": f"{HOSTS} of {PER_HOST} processes, {arguments.megabits} Mbit/s",
+        "cluster": picked.cluster_source,
+        "machine": describe_machine(),
+        "picked": described,
+        "picked_to_fastest_other": measured[PICKED] / fastest,
+        "kendall_tau": rank_correlation([predicted[n] for n in names], [measured[n] for n in names]),
+        "plans": {n: {"predicted_seconds": predicted[n], "measured_seconds": measured[n]} for n in names},
+    }
+    rows = [(n, f"{measured[n] * 1e3:.0f}", f"{predicted[n] * 1e3:.0f}") for n in names]
+    caption = f"picked: {described}; {figures['picked_to_fastest_other']:.2f} times the fastest other"
+    table = make_table(
+        f"{figures['model']}, {figures['hosts']}", ("plan", "measured ms", "predicted ms"), rows, caption
+    )
+    emit(figures, table, arguments.json, arguments.output)
+
+
+def main(words: Sequence[str]) -> int:
+    """Sets the hosts up and starts their processes, unless this is one of them."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.two_hosts", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--output", metavar="FILE", help="write the JSON there as well")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--megabits", type=int, default=200, help="rate of each host's outgoing link")
+    arguments = parser.parse_args(words)
+    if "RANK" in os.environ:
+        run(arguments)
+        return 0
+    if os.geteuid() != 0:
+        parser.error("making network namespaces needs root")
+    with emulated_hosts(HOSTS, arguments.megabits):
+        return run_on_hosts(HOSTS, PER_HOST, "benchmarks.two_hosts", words, timeout=1800.0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
