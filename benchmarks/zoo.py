@@ -16,7 +16,7 @@ import json
 import subprocess
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from .report import describe_machine, make_table
 
 MESHES = ((4,), (2, 2))
 CHECKS = ("simulated", "processes")
+PHASES = ("annotate", "solve")
 Row = dict[str, Any]
 
 
@@ -164,33 +165,41 @@ HEADER = ("model", "nodes", "equal", "processes", "divided (4,)", "divided (2, 2
 def _cells(name: str, row: Row) -> list[str]:
     if "failed" in row:
         return [name, "", row["failed"].splitlines()[0][:60], *[""] * (len(HEADER) - 3)]
-    plans, ran = row["plans"], [plan["processes"] for plan in row["plans"] if "processes" in plan]
-    sharded = [plan for plan in plans if plan["plan"] == "sharded"]
-    equal = sum(plan["simulated"] == "equal" for plan in plans)
+    plans = row["plans"]
+    simulated, ran = outcomes(plans, "simulated"), outcomes(plans, "processes")
+    sharded = {tuple(plan["mesh"]): plan for plan in plans if plan["plan"] == "sharded"}
+    shares = [sharded.get(mesh, {}).get("divided_flops") for mesh in MESHES]
+    seconds = [[plan[f"{phase}_seconds"] for plan in plans if f"{phase}_seconds" in plan] for phase in PHASES]
     return [
         name,
-        str(row["nodes"]),
-        f"{equal} of {len(plans)}",
-        f"{ran.count('equal')} of {len(ran)}" if ran else "",
-        *(f"{plan['divided_flops']:.1%}" for plan in sharded),
+        str(row.get("nodes", "")),
+        f"{simulated.count('equal')} of {len(simulated)}" if simulated else "",
+        f"{ran.count('equal')} of {len(ran)}" if ran else row.get("processes_failed", "")[:60],
+        *("" if share is None else f"{share:.1%}" for share in shares),
         f"{row['trace_seconds']:.1f}" if "trace_seconds" in row else "",
-        *(f"{max(plan[f'{phase}_seconds'] for plan in plans):.1f}" for phase in ("annotate", "solve")),
+        *(f"{max(taken):.1f}" if taken else "" for taken in seconds),
     ]
+
+
+def outcomes(plans: Sequence[Row], check: str) -> list[str]:
+    """What became of the plans that were run so."""
+    return [plan[check] for plan in plans if check in plan]
 
 
 def summary(figures: Mapping[str, Any]) -> str:
     """One sentence for people."""
     rows = figures["models"]
     plans = [plan for row in rows.values() for plan in row.get("plans", ())]
-    equal = sum(plan["simulated"] == "equal" for plan in plans)
-    ran = [plan["processes"] for plan in plans if "processes" in plan]
-    most = [p["divided_flops"] for p in plans if p["plan"] == "sharded" and p["mesh"] == [2, 2]]
+    simulated, ran = outcomes(plans, "simulated"), outcomes(plans, "processes")
+    families = sum(bool(outcomes(row.get("plans", ()), "processes")) for row in rows.values())
+    most = [p["divided_flops"] for p in plans if p["plan"] == "sharded" and p["mesh"] == [2, 2] and "undivided" in p]
     above = sum(share >= 0.95 for share in most)
     failed = sum("failed" in row for row in rows.values())
     return (
-        f"{len(rows)} models, {failed} not planned; {equal} of {len(plans)} plans equal to one device in float64, "
-        f"{ran.count('equal')} of {len(ran)} run on processes equal in float32; at least 95% of the FLOPs divided in "
-        f"{above} of {len(most)} plans that must shard on (2, 2)"
+        f"{len(rows)} models, {failed} not planned; {simulated.count('equal')} of {len(simulated)} plans simulated are "
+        f"equal to one device in float64, {ran.count('equal')} of {len(ran)} run on processes, of {families} models, "
+        f"are equal in float32; at least 95% of the FLOPs divided in {above} of {len(most)} plans that must shard on "
+        "(2, 2)"
     )
 
 
@@ -211,7 +220,7 @@ def document(figures: Mapping[str, Any]) -> str:
         lines += [""]
     if figures.get("note"):
         lines += [figures["note"], ""]
-    header = (*HEADER, "fallbacks", "largest undivided (2, 2)", "revision")
+    header = (*HEADER, "fallbacks", "largest undivided (2, 2)", "revision", "revision of processes")
     lines += [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
     for name, row in sorted(figures["models"].items()):
         lines.append(f"| {' | '.join([*_cells(name, row), *_notes(row)])} |")
@@ -220,13 +229,14 @@ def document(figures: Mapping[str, Any]) -> str:
 
 def _notes(row: Row) -> Iterator[str]:
     plans = row.get("plans", ())
-    yield ", ".join(sorted({op.removeprefix("aten.") for plan in plans for op in plan["fallbacks"]}))
+    yield ", ".join(sorted({op.removeprefix("aten.") for plan in plans for op in plan.get("fallbacks", ())}))
     last: Row = next(
         (plan for plan in plans if plan["plan"] == "sharded" and plan["mesh"] == [2, 2]), {"undivided": {}}
     )
-    large = {op: part for op, part in last["undivided"].items() if part >= 0.01}
+    large = {op: part for op, part in last.get("undivided", {}).items() if part >= 0.01}
     yield ", ".join(f"{op.removeprefix('aten.')} {part:.0%}" for op, part in large.items())
     yield row.get("revision", "")
+    yield row.get("processes_revision", "")
 
 
 def _known(path: str | None) -> dict[str, Any]:
