@@ -10,6 +10,7 @@ Taken apart are
   reductions;
 - operations fused only for speed on one device (``addmm``), whose parts have simpler rules;
 - the many ways of writing a constant tensor: all become ``aten.full``;
+- repetition: an expansion and a reshape, which shard between the repeats too;
 - everything that draws random numbers (:mod:`.decompositions_random`).
 
 Where torch's own decomposition has the right form it is used.
@@ -302,3 +303,17 @@ def fill(x: Tensor, value: Any) -> Any:
 @_for(aten.zero.default)
 def zero(x: Tensor) -> Any:
     return _full(x.shape, 0, x, None, None)
+
+
+@_for(aten.repeat.default)
+def repeat(x: Tensor, repeats: Sequence[Any]) -> Tensor:
+    """Each repeated dim as ``repeats x size``, the first factor expanded; dims of one element need no second."""
+    own = [1] * (len(repeats) - x.dim()) + list(x.shape)
+    thin: list[Any] = []
+    wide: list[Any] = []
+    for times, size in zip(repeats, own, strict=True):
+        once, single = isinstance(times, int) and times == 1, isinstance(size, int) and size == 1
+        thin += [size] if once or single else [1, size]
+        wide += [size] if once else [times] if single else [times, size]
+    expanded = x.reshape(thin).expand(wide)
+    return expanded.reshape([times * size for times, size in zip(repeats, own, strict=True)])

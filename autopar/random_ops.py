@@ -8,7 +8,7 @@ The function is SplitMix64 (Steele, Lea, Flood, *Fast splittable pseudorandom nu
 finaliser. Each draw has its own ``start`` and odd ``gamma``, as splitting does there, taken from a BLAKE2b digest;
 ``gamma`` is repaired as in the paper if its bits change too rarely.
 
-Operations take the state of the step first: ``i64[4]`` on the CPU, (seed, stream, step, sample).
+Operations take the state of the step first: ``i64[4]`` on the CPU, (seed, stream, step, piece).
 
 ========================= ==============================================================
 ``autopar.random_state``  that state; only while a model is traced
@@ -20,8 +20,8 @@ Operations take the state of the step first: ``i64[4]`` on the CPU, (seed, strea
 
 Elements are counted samples first, so that the numbers of a sample do not depend on how many there are:
 ``samples = (dim, each)`` says that ``dim`` counts samples (or equally many rows of each) and that a sample has ``each``
-elements; empty where nothing does. ``state[3]`` is the sample that the tensor begins with: not 0 where a batch is run
-in pieces. A part of the tensor is described as a ``first`` element and, for each loop over the part from the outermost
+elements; empty where nothing does. Where a batch is run in pieces, ``each`` is how far the tensors of two consecutive
+pieces begin apart (0 if all draw the same), and ``state[3]`` is the piece; else it is 0. A part of the tensor is described as a ``first`` element and, for each loop over the part from the outermost
 in, how often it runs (``counts``) and how far it moves (``strides``); without counts it is the whole.
 """
 
@@ -134,10 +134,10 @@ def _draw(
     result = torch.empty(size, dtype=dtype, device=device)
     if not result.numel():
         return result
-    seed, kind, step, sample = state.tolist()
+    seed, kind, step, piece = state.tolist()
     begin, gamma = stream(seed, kind, step, place)
     first, counts, strides = part if part[1] else (0, size, position_strides(size, samples))
-    first += sample * samples[1] if samples else 0
+    first += piece * samples[1] if samples else 0
     flat, done = result.view(-1), 0
     for bits in _blocks(_loops(counts, strides), _signed(begin + (first + 1) * gamma), gamma, device):
         flat[done : done + bits.numel()].copy_(finish(bits))

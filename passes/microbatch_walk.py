@@ -11,7 +11,7 @@ they can cheaply become without any exchange:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch.distributed.tensor import Shard
@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard
 from autopar.errors import OptionsError
 from autopar.graph import Arg, Graph, Node, Output, Phase, TensorType, Value, map_arg
 from autopar.program import is_random
+from autopar.random_ops import DRAWS
 from autopar.spec import PARTIAL_SUM, REPLICATE, AxisStrategy, Placement, StridedShard, is_shard, local_shape, shard_dim
 
 from .annotate import axis_strategies
@@ -26,6 +27,7 @@ from .compose import op_call, replicated
 from .dependence import data_only_nodes
 from .rule_table import RULES
 from .rules import LOCALISERS, LocalCall, LocalContext, OpCall, Operand, local_call
+from .rules_random import draw_of_each_piece
 
 IMPOSSIBLE = math.inf
 REMAKE, PART, PRELUDE = 1.0, 2.0, 100.0
@@ -66,7 +68,7 @@ class Walk:
         self._local: dict[tuple[OpCall, AxisStrategy], LocalCall | None] = {}
         self._calls: dict[str, OpCall] = {}
         self._remakes: dict[tuple[Value, Placement], tuple[float, AxisStrategy | None]] = {}
-        self._offered: dict[str, list[AxisStrategy]] = {}
+        self._offered: dict[tuple[str, Factors], list[AxisStrategy]] = {}
 
     def run(self) -> None:
         """Walks forward, then backward: what the tangents are like depends on the outputs."""
@@ -152,24 +154,31 @@ class Walk:
         values.sort(key=lambda v: is_shard(self.homes[v]))
         return (values or list(node.operands) or [Value(node.name)])[0]
 
-    def _offers(self, node: Node) -> list[AxisStrategy]:
-        """Replication first, then what rules say, strided shards among them where an operand is one."""
-        if node.name not in self._offered:
+    def _offers(self, node: Node, wanted: Factors = ()) -> list[AxisStrategy]:
+        """Replication first, then what rules say, strided shards among them where an operand is one, and by the
+        ``wanted`` factors (a size of a dim, what stands before its shard)."""
+        if (node.name, wanted) not in self._offered:
             call = self._call(node)
             factors = {
-                (int(kind.shape[place.dim]), place.before)
-                for value, kind in zip(node.operands, call.inputs, strict=True)
-                if isinstance(place := self.homes[value], StridedShard)
+                *wanted,
+                *(
+                    (int(kind.shape[place.dim]), place.before)
+                    for value, kind in zip(node.operands, call.inputs, strict=True)
+                    if isinstance(place := self.homes[value], StridedShard)
+                ),
             }
             key = (call, tuple(sorted(factors)))
             if key not in self._strategies:
-                sizes = {size: frozenset(b for s, b in factors if s == size) for size, _ in factors}
-                # Microbatches would draw other numbers than the whole batch does.
-                draws = is_random(node.op) and node.op not in RULES
-                found = () if draws else (replicated(call), *axis_strategies(call, sizes))
-                self._strategies[key] = [s for s in found if self._divides(call, s)]
-            self._offered[node.name] = self._strategies[key]
-        return self._offered[node.name]
+                self._strategies[key] = self._found(call, factors)
+            self._offered[node.name, wanted] = self._strategies[key]
+        return self._offered[node.name, wanted]
+
+    def _found(self, call: OpCall, factors: Collection[tuple[int, int]]) -> list[AxisStrategy]:
+        if is_random(call.op) and call.op not in RULES:
+            # Microbatches would draw other numbers than the whole batch does.
+            return []
+        sizes = {size: frozenset(b for s, b in factors if s == size) for size, _ in factors}
+        return [s for s in (replicated(call), *axis_strategies(call, sizes)) if self._divides(call, s)]
 
     def _divides(self, call: OpCall, strategy: AxisStrategy) -> bool:
         """Whether all pieces are equal."""
@@ -206,12 +215,19 @@ class Walk:
             node = self.graph[value.node]
             self._remakes[key] = (IMPOSSIBLE, None)
             if self.homes[value] == REPLICATE and not node.is_placeholder:
-                fitting = [s for s in self._offers(node) if s.outputs[value.index] == place]
+                wanted = self._factors(value, place)
+                fitting = [s for s in self._offers(node, wanted) if s.outputs[value.index] == place]
                 possible = [s for s in fitting if self.local_form(node, s) is not None]
                 costs = [(REMAKE + self._operands_cost(node, s), s) for s in possible]
                 best = min(costs, key=lambda pair: pair[0], default=(IMPOSSIBLE, None))
                 self._remakes[key] = best if best[0] < IMPOSSIBLE else (IMPOSSIBLE, None)
         return self._remakes[key]
+
+    def _factors(self, value: Value, place: Placement) -> Factors:
+        """What strategies must be asked for that leave ``value`` in ``place``."""
+        if not isinstance(place, StridedShard):
+            return ()
+        return ((int(self.graph.type_of(value).shape[place.dim]), place.before),)
 
     # What is written
 
@@ -272,7 +288,8 @@ class Walk:
         return made
 
     def local_form(self, node: Node, strategy: AxisStrategy) -> LocalCall | None:
-        """The call every microbatch makes, or None if they would make different ones."""
+        """The call every microbatch makes, or None if they would make different ones. A draw may: it is told which it
+        is by its state."""
         call = self._call(node)
         if (call, strategy) not in self._local:
             self._local[call, strategy] = self._same_form(call, strategy)
@@ -282,6 +299,8 @@ class Walk:
         if not strategy.local and call.op not in LOCALISERS:
             return local_call(self._context(call, strategy, 0))
         first, last = (local_call(self._context(call, strategy, k), strategy.local) for k in (0, self.count - 1))
+        if call.op in DRAWS:
+            return draw_of_each_piece(first, local_call(self._context(call, strategy, 1)))
         return first if first == last else None
 
     def _context(self, call: OpCall, strategy: AxisStrategy, index: int) -> LocalContext:

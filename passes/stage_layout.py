@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from autopar.errors import OptionsError
 from autopar.graph import VIEWS, Graph, Node, Value
 from autopar.program import is_random
+from autopar.random_ops import DRAWS
 
 from .dependence import data_only_nodes
 
@@ -77,9 +78,11 @@ class Layout:
 
     def __post_init__(self) -> None:
         self._received: defaultdict[Value, set[int]] = defaultdict(set)
+        self._drawn: defaultdict[str, set[int]] = defaultdict(set)
         self._seen: set[tuple[str, int]] = set()
         self._tops: dict[str, int] = {}
         self._options: dict[str, list[int]] = {}
+        self._data = data_only_nodes(self.graph)
         self.home = forward_chunks(self.graph, self.cuts)
         self.repeated = self._repeated()
         self._follow_uses()
@@ -93,7 +96,7 @@ class Layout:
 
     def _repeated(self) -> frozenset[str]:
         """Operations repeated wherever they are used."""
-        data, found, driven = data_only_nodes(self.graph), set(), set()
+        found, driven = set(), set()
         for node in self.graph:
             if node.is_placeholder:
                 driven.update([node.name] if node.op == "tangent" else [])
@@ -102,7 +105,7 @@ class Layout:
                 driven.add(node.name)
             elif is_random(node.op):
                 continue
-            elif node.phase == "backward" or node.name in data or self._is_view(node):
+            elif node.phase == "backward" or node.name in self._data or self._is_view(node):
                 found.add(node.name)
         return frozenset(found)
 
@@ -129,6 +132,8 @@ class Layout:
                 self.owners[node.name].add(chunk)
             elif node.name in self.repeated and (node.name, chunk) not in self._seen:
                 self._seen.add((node.name, chunk))
+                if node.op in DRAWS:
+                    self._drawn[node.name].add(chunk)
                 waiting += node.operands
             elif node.name in self.home and node.name not in self.repeated:
                 self._received[value].add(chunk)
@@ -142,7 +147,8 @@ class Layout:
     # Backward
 
     def at_hand(self, value: Value) -> Chunks | None:
-        """The chunks where a value of forward (or what it can be repeated from) is; None: everywhere."""
+        """The chunks where a value of forward (or what it can be repeated from) is; None: everywhere. A draw, though it
+        can be repeated, is rather used where it has been made."""
         known: dict[str, Chunks | None] = {}
 
         def of(value: Value) -> Chunks | None:
@@ -151,6 +157,8 @@ class Layout:
                 return frozenset(self.owners[node.name])
             if node.is_placeholder:
                 return None
+            if node.name in self._drawn:
+                return frozenset(self._drawn[node.name])
             if node.name not in self.repeated:
                 return frozenset(self._received[value] | {self.home[node.name]})
             if node.name not in known:
@@ -202,11 +210,12 @@ class Layout:
         self._options[node.name], self._tops[node.name] = options, options[-1]
 
     def _missing(self, values: Iterable[Value], chunk: int) -> float:
-        """Bytes to send to have ``values`` in a chunk; what is made above of it would have to be computed again."""
+        """Bytes to send to have ``values`` in a chunk; what is made above of it would have to be computed again. What
+        depends on data alone is never sent."""
         total = 0.0
         for value in values:
             places = self.at_hand(value)
-            if places is not None and chunk not in places:
+            if places is not None and chunk not in places and value.node not in self._data:
                 above = self.graph[value.node].op != "param" and min(places, default=0) > chunk
                 total += int(self.graph.type_of(value).bytes) * (1e6 if above else 1.0)
         return total

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from autopar.passes.microbatch import Microbatched
+from tests.eager_draws import STATE
 from tests.interpret import Results, interpret
 
 Tensors = Mapping[str, torch.Tensor]
@@ -22,8 +23,16 @@ def run_microbatches(made: Microbatched, values: Tensors, piece: Callable[[Tenso
     return {key: _combined([results[key] for results in found], how) for key, how in made.combine.items()}
 
 
+def random_state(index: int) -> torch.Tensor:
+    """What draws of microbatch ``index`` are a function of."""
+    state = STATE.clone()
+    state[3] = index
+    return state
+
+
 def _piece(made: Microbatched, values: Tensors, index: int) -> Tensors:
     divided = {target: dim for target, dim in made.inputs.items() if dim is not None}
+    values = {**values, "random": random_state(index)}
     return {**values, **{t: values[t].chunk(made.count, dim)[index] for t, dim in divided.items()}}
 
 
