@@ -73,10 +73,26 @@ def test_pieces_of_every_kind_of_draw(count: int) -> None:
     compare(run_microbatches(made, values), interpret(graph, values), f"{count} microbatches", 1e-6)
 
 
-def test_what_depends_on_draws_alone_comes_from_the_prelude() -> None:
-    made = microbatch(Graph.from_text(AWKWARD), 2)
+def test_a_count_of_what_inputs_and_draws_keep_comes_from_the_prelude() -> None:
+    graph = Graph.from_text("""
+    graph()
+    %random: i64[4] = random("random")
+    %x: f32[8] = input("x")
+    %w: f32[] = param("w")
+    %drawn: b8[8] = autopar.bernoulli.default(%random, [8], 0.5, dtype=torch.bool, device=device("cpu"), samples=[0, 1])
+    %positive: b8[8] = aten.gt.Scalar(%x, 0.0)
+    %kept: b8[8] = aten.logical_and.default(%drawn, %positive)
+    %count: i64[] = aten.sum.default(%kept)
+    %y: f32[8] = aten.mul.Tensor(%x, %w)
+    %masked: f32[8] = aten.mul.Tensor(%y, %kept)
+    %mean: f32[8] = aten.div.Tensor(%masked, %count)
+    return output "0" = %mean
+    """)
+    made = microbatch(graph, 2)
     assert made.prelude is not None
-    assert [node.name for node in made.prelude] == ["random", "kept", "count"]
+    assert [node.name for node in made.prelude] == ["random", "x", "drawn", "positive", "kept", "count"]
+    values = {"x": torch.randn(8).abs(), "w": torch.tensor(2.0), "random": STATE}
+    compare(run_microbatches(made, values), interpret(graph, values), "microbatches", 1e-6)
 
 
 def test_a_draw_that_is_the_same_for_all() -> None:
