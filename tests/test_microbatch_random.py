@@ -104,7 +104,7 @@ def test_a_draw_that_is_the_same_for_all() -> None:
     %u: f32[3, 4] = autopar.uniform.default(%random, [3, 4], dtype=torch.float32, device=device("cpu"), samples=[1, 3])
     %y: f32[4, 4] = aten.mm.default(%x, %u)
     return output "0" = %y
-    """)  # noqa: E501
+    """)
     made = microbatch(graph, 2)
     (drawn,) = (dict(node.kwargs) for node in made.graph if node.op in DRAWS)
     assert drawn["samples"] == (1, 0)
