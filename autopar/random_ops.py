@@ -21,7 +21,8 @@ Operations take the state of the step first: ``i64[4]`` on the CPU, (seed, strea
 Elements are counted samples first, so that the numbers of a sample do not depend on how many there are:
 ``samples = (dim, each)`` says that ``dim`` counts samples (or equally many rows of each) and that a sample has ``each``
 elements; empty where nothing does. Where a batch is run in pieces, ``each`` is how far the tensors of two consecutive
-pieces begin apart (0 if all draw the same), and ``state[3]`` is the piece; else it is 0. A part of the tensor is described as a ``first`` element and, for each loop over the part from the outermost
+pieces begin apart (0 if all draw the same), and ``state[3]`` is the piece; else it is 0.
+A part of the tensor is described as a ``first`` element and, for each loop over the part from the outermost
 in, how often it runs (``counts``) and how far it moves (``strides``); without counts it is the whole.
 """
 
