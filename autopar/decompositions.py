@@ -308,7 +308,7 @@ def zero(x: Tensor) -> Any:
 @_for(aten.repeat.default)
 def repeat(x: Tensor, repeats: Sequence[Any]) -> Tensor:
     """Each repeated dim as ``repeats x size``, the first factor expanded; dims of one element need no second."""
-    own = [1] * (len(repeats) - x.dim()) + list(x.shape)
+    own: list[Any] = [1] * (len(repeats) - x.dim()) + list(x.shape)
     thin: list[Any] = []
     wide: list[Any] = []
     for times, size in zip(repeats, own, strict=True):
