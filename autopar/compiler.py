@@ -108,7 +108,17 @@ def ask(
 ) -> Question:
     """What to plan for a prepared model, described for people."""
     inputs = {node.target: node.type.shape for node in base.graph.at().placeholders("input")}
-    return Question(base.graph, base.loss, base.batch, mesh, cluster, options, describe(model, inputs), axis_names)
+    return Question(
+        base.graph,
+        base.loss,
+        base.batch,
+        mesh,
+        cluster,
+        options,
+        describe(model, inputs),
+        axis_names,
+        notes=base.traced.notes,
+    )
 
 
 @dataclass

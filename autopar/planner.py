@@ -42,7 +42,7 @@ BASELINE_GAP = 0.05
 class Question:
     """What a plan is asked for: the normalised ``graph`` (symbolic in the batch), its ``loss`` output, the ``batch``
     size, the hardware and the options. ``model`` describes it for people. ``repeats`` and ``memory_limit`` are those of
-    one placement program of a search over stages."""
+    one placement program of a search over stages; ``notes`` become warnings of the plan."""
 
     graph: Graph
     loss: str | None
@@ -54,6 +54,7 @@ class Question:
     axis_names: tuple[str, ...] = ()
     repeats: Repeats = ONCE
     memory_limit: float | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -344,7 +345,7 @@ def make_plan(
         pinned=dict(question.options.pins),
         fallbacks=fallbacks,
         rules={op: "; ".join(said) for op, said in rules.items()},
-        warnings=tuple(_warnings(best, graph, rules)),
+        warnings=(*question.notes, *_warnings(best, graph, rules)),
         timings=dict(timings.seconds),
     )
 

@@ -33,7 +33,8 @@ class Traced:
 
     ``parameters`` maps the canonical path of each parameter to whether it requires a gradient, ``buffers``
     that of each buffer to whether it belongs to the ``state_dict``; both in the model's order. ``guards``
-    are conditions on the batch size under which the model runs the same operations (``b > 4``).
+    are conditions on the batch size under which the model runs the same operations (``b > 4``). ``notes`` say
+    to people what tracing made dearer than it looks.
     """
 
     graph: Graph
@@ -41,6 +42,7 @@ class Traced:
     parameters: Mapping[str, bool]
     buffers: Mapping[str, bool]
     guards: tuple[sympy.Basic, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def holds_for(self, batch: int) -> bool:
         """Whether the graph is right for this batch size."""
@@ -159,7 +161,7 @@ def _traced(request: Request, captured: Captured, graph: Graph) -> Traced:
     guards: tuple[sympy.Basic, ...] = ()
     if captured.symbol is not None:
         guards = tuple(guard.subs(captured.symbol, symbol(BATCH)) for guard in captured.guards)
-    return Traced(graph, _signature(request, captured.returned), parameters, buffers, guards)
+    return Traced(graph, _signature(request, captured.returned), parameters, buffers, guards, captured.notes)
 
 
 def _is_persistent(entry: State) -> bool:

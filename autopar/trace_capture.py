@@ -34,6 +34,7 @@ from .trace_outline import outline
 from .trace_patches import patched
 from .trace_record import PATH, PLACE, Recorder, UnrecordedError
 from .trace_replay import Bodies, capture_outlined
+from .trace_rows import SelectedRows
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Request:
 class Captured:
     """A joint graph as torch.fx has it. ``symbol`` is torch's symbol for the batch size, or None;
     ``guards`` must hold of it. ``counted`` are the plain numbers that modules change when called, by path.
-    ``bodies`` has what stands for the calls taken out of line, if any.
+    ``bodies`` has what stands for the calls taken out of line, if any; ``notes`` are for people.
     """
 
     graph_module: torch.fx.GraphModule
@@ -63,6 +64,7 @@ class Captured:
     guards: tuple[sympy.Basic, ...]
     counted: tuple[str, ...] = ()
     bodies: Bodies | None = None
+    notes: tuple[str, ...] = ()
 
 
 class ModuleTracker:
@@ -122,12 +124,15 @@ class Step(nn.Module):
     are the model's state.
     """
 
-    def __init__(self, request: Request, tensors: Sequence[torch.Tensor], tracker: ModuleTracker) -> None:
+    def __init__(
+        self, request: Request, tensors: Sequence[torch.Tensor], tracker: ModuleTracker, selected: SelectedRows
+    ) -> None:
         super().__init__()
         self.returned = Returned()
         self.counted: tuple[str, ...] = ()
         # Past nn.Module's bookkeeping: as a submodule, the model would have its parameters lifted too.
         self.__dict__["request"], self.__dict__["tracker"] = request, tracker
+        self.__dict__["selected"] = selected
         for index, (entry, tensor) in enumerate(zip(request.state, tensors, strict=True)):
             members = self._parameters if entry.role == "param" else self._buffers
             members[f"t{index}"] = tensor  # type: ignore[assignment]
@@ -142,6 +147,7 @@ class Step(nn.Module):
         """The model's outputs, and the loss, as :class:`Returned` orders them."""
         request: Request = self.__dict__["request"]
         self.__dict__["tracker"].restart()
+        self.__dict__["selected"].restart()
         args, kwargs = request.call.rebuild(inputs)
         tensors = [self._state(index) for index in range(len(request.state))]
         with exchanged(request.model, request.state, tensors), torch.set_grad_enabled(request.grad):
@@ -248,7 +254,8 @@ def capture(request: Request, tracker: ModuleTracker, *, symbolic: bool, outline
     with mode:
         inputs = _fake_inputs(request, batch)
         tensors = [_fake(entry.tensor, entry.tensor.shape, request) for entry in request.state]
-    step = Step(request, tensors, tracker)
+    selected = SelectedRows(lambda: tracker.path)
+    step = Step(request, tensors, tracker, selected)
     with ExitStack() as stack:
         for context in (
             _collecting_rarely(),
@@ -256,6 +263,7 @@ def capture(request: Request, tracker: ModuleTracker, *, symbolic: bool, outline
             patched(),
             experts_as_operations(request.model),
             fx_traceback.preserve_node_meta(),
+            selected,
         ):
             stack.enter_context(context)
         stack.enter_context(torch.set_grad_enabled(request.grad))
@@ -266,7 +274,7 @@ def capture(request: Request, tracker: ModuleTracker, *, symbolic: bool, outline
             graph_module, bodies = _outlined(mode, step, tensors, inputs, batch)
     guards = _guards(environment) if environment is not None else ()
     symbol = batch.node.expr if batch is not None else None
-    return Captured(graph_module, step.returned, symbol, guards, step.counted, bodies)
+    return Captured(graph_module, step.returned, symbol, guards, step.counted, bodies, selected.notes())
 
 
 def _export(mode: FakeTensorMode, module: nn.Module, inputs: Sequence[torch.Tensor]) -> torch.fx.GraphModule:

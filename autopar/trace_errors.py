@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from .errors import TraceError
+from .trace_row_regions import SelectionError
 
 _OWN = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 _STANDARD = os.path.dirname(os.__file__) + os.sep
@@ -73,6 +74,8 @@ def explain(error: BaseException, module: str, model: torch.nn.Module) -> TraceE
 
 
 def _reason(error: BaseException) -> str:
+    if isinstance(error, SelectionError):
+        return str(error)
     if isinstance(error, DynamicOutputShapeException):
         return f"{_operator_of(error)}{_SHAPE}"
     if is_data_dependent(error):

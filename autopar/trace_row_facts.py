@@ -1,0 +1,189 @@
+"""What is known of tensors that select rows, while a model is traced: where they can be nonzero, by name.
+
+A *key* names a set of nonzero places: tensors with equal keys are nonzero at the same places. ``within`` are keys of
+which one being empty means that this tensor is all zero: its own, those of the tensors it is a part of, those of the
+factors of a conjunction. So it can be said that a write through one mask does nothing if another has no element.
+
+Keys are made from the operations that gave a tensor; what came otherwise is a name of its own. Writing to a tensor
+in place makes every name of its dtype void, since views are not followed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Key = Hashable
+
+
+@dataclass(frozen=True)
+class Fact:
+    """``not_negative``: no element is; ``distinct``: no number twice along the last dim; ``single``: at most one
+    element along the last dim is not zero. ``tells``: of a reduction, the key of what was reduced and the dims kept;
+    ``is_count`` whether it counts (or sums what is not negative) rather than tells whether there is any."""
+
+    key: Key
+    within: frozenset[Key]
+    not_negative: bool = False
+    distinct: bool = False
+    single: bool = False
+    tells: tuple[Key, tuple[int, ...]] | None = None
+    is_count: bool = False
+
+
+_COMPARISONS = {
+    name: {getattr(Tensor, f"__{name}__"), getattr(Tensor, name), getattr(torch, name)}
+    for name in ("eq", "ne", "gt", "ge", "lt", "le")
+}
+_COMPARISONS["gt"] |= {torch.greater, Tensor.greater}
+_AND = {
+    Tensor.__and__, Tensor.__mul__, Tensor.mul, torch.mul, torch.logical_and, Tensor.logical_and, torch.bitwise_and,
+    Tensor.bitwise_and, Tensor.__rmul__, Tensor.__rand__,
+}  # fmt: skip
+_CASTS = {
+    Tensor.to, Tensor.long, Tensor.int, Tensor.float, Tensor.bool, Tensor.contiguous, Tensor.clone, Tensor.type_as,
+    Tensor.detach,
+}  # fmt: skip
+_VIEWS = {
+    Tensor.permute, torch.permute, Tensor.transpose, torch.transpose, Tensor.squeeze, torch.squeeze, Tensor.unsqueeze,
+    torch.unsqueeze, Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.t, torch.t,
+    Tensor.select, torch.select, Tensor.__getitem__,
+}  # fmt: skip
+_COUNTS = {Tensor.sum, torch.sum, Tensor.count_nonzero, torch.count_nonzero}
+_ANYS = {Tensor.any, torch.any}
+# Of a count: whether the comparison with that number says that there is any (True), or none (False).
+_SAYS: dict[tuple[str, int], bool] = {
+    ("gt", 0): True, ("ge", 1): True, ("ne", 0): True, ("eq", 0): False, ("le", 0): False, ("lt", 1): False,
+}  # fmt: skip
+
+
+def says_any(comparison: str, number: Any) -> bool | None:
+    """What ``count <comparison> number`` says: that there is any, that there is none, or (None) something else."""
+    return _SAYS.get((comparison, number)) if type(number) is int else None
+
+
+class Facts:
+    """The facts of the tensors of one trace."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Tensor, int, Fact]] = {}
+        self._epochs: Counter[torch.dtype] = Counter()
+
+    def written(self, tensor: Tensor) -> None:
+        """``tensor``, or a view of it, was changed in place."""
+        self._epochs[tensor.dtype] += 1
+
+    def of(self, tensor: Tensor) -> Fact:
+        """What is known of ``tensor``."""
+        epoch = self._epochs[tensor.dtype]
+        found = self._known.get(id(tensor))
+        if found is None or found[0] is not tensor or found[1] != epoch:
+            key = ("leaf", id(tensor), epoch)
+            found = tensor, epoch, Fact(key, frozenset((key,)), tensor.dtype is torch.bool)
+            self._known[id(tensor)] = found  # Kept alive, so that its identity stays its own.
+        return found[2]
+
+    def learn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Notes what follows for ``result`` of a call."""
+        if func in (torch.topk, Tensor.topk) and len(args) < 3 and kwargs.get("dim", -1) == -1:
+            self._note(result[1], replace(self.of(result[1]), distinct=True))
+            return
+        if not isinstance(result, Tensor) or not (args and isinstance(args[0], Tensor)):
+            return
+        if func is F.one_hot:
+            self._note(result, replace(self.of(result), not_negative=True))
+        fact = self._derived(func, args, kwargs, result)
+        if fact is not None:
+            self._note(result, replace(fact, not_negative=fact.not_negative or result.dtype is torch.bool))
+
+    def _note(self, tensor: Tensor, fact: Fact) -> None:
+        self._known[id(tensor)] = tensor, self._epochs[tensor.dtype], fact
+
+    def _static(self, arg: Any) -> Key:
+        if isinstance(arg, Tensor):
+            return self.of(arg).key
+        if isinstance(arg, (tuple, list)):
+            return tuple(map(self._static, arg))
+        return repr(arg)
+
+    def _derived(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Fact | None:
+        first = self.of(args[0])
+        rest = self._static((*args[1:], *sorted(kwargs.items())))
+        if func in _CASTS:
+            exact = not args[0].is_floating_point() or result.is_floating_point()
+            narrow = result.dtype not in (args[0].dtype, torch.bool, torch.int64, torch.float32, torch.float64)
+            return first if exact and not narrow else None
+        if func in _VIEWS:
+            return self._view(func, first, args, rest, result)
+        if func in _AND and isinstance(args[1], Tensor) and not result.is_floating_point():
+            second = self.of(args[1])
+            key = ("and", first.key, second.key)
+            fact = Fact(key, frozenset((key,)) | first.within | second.within)
+            return replace(fact, not_negative=first.not_negative and second.not_negative)
+        if func in _ANYS | _COUNTS and (func in _ANYS or first.not_negative or "count_nonzero" in func.__name__):
+            return self._reduction(func, first, args, kwargs)
+        name = next((name for name, functions in _COMPARISONS.items() if func in functions), None)
+        return None if name is None or len(args) != 2 else self._comparison(name, first, args, result)
+
+    def _view(self, func: Any, first: Fact, args: tuple[Any, ...], rest: Key, result: Tensor) -> Fact:
+        key: Key = (func.__name__, first.key, rest)
+        dim, place = _selected(func, args)
+        if place is not None:
+            key = ("select", first.key, dim, place)
+            if isinstance(args[1] if func is Tensor.__getitem__ else 0, slice):
+                key = ("narrow", key)
+        parts = {key, key[1]} if isinstance(key, tuple) and key[0] == "narrow" else {key}
+        same = bool(result.dim() and args[0].dim()) and func in (Tensor.view, Tensor.reshape, torch.reshape)
+        last = same and _static_equal(result.shape[-1], args[0].shape[-1])
+        return Fact(
+            key,
+            first.within | parts,
+            first.not_negative,
+            distinct=first.distinct and last,
+            single=first.single and last,
+        )
+
+    def _reduction(self, func: Any, first: Fact, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fact | None:
+        dims = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
+        keep = kwargs.get("keepdim", False) or len(args) > 2
+        rank = args[0].dim()
+        reduced = (
+            range(rank) if dims is None else [d % rank for d in (dims if isinstance(dims, (tuple, list)) else (dims,))]
+        )
+        if keep and dims is not None:
+            return None
+        kept = tuple(d for d in range(rank) if d not in reduced)
+        key: Key = ("any", first.key, kept)
+        return Fact(key, first.within | {key}, True, tells=(first.key, kept), is_count=func in _COUNTS)
+
+    def _comparison(self, name: str, first: Fact, args: tuple[Any, ...], result: Tensor) -> Fact:
+        key: Key = (name, first.key, self._static(args[1]))
+        fact = Fact(key, frozenset((key,)), True)
+        if name == "eq" and first.distinct and not isinstance(args[1], Tensor):
+            fact = replace(fact, single=True)
+        if first.tells and first.is_count and says_any(name, args[1]):
+            fact = replace(fact, tells=first.tells, within=fact.within | first.within)
+        return fact
+
+
+def _selected(func: Any, args: tuple[Any, ...]) -> tuple[int, int | None]:
+    """The dim and place of which a part is taken by ``select``, ``[e]`` or ``[e:e + 1]``."""
+    if func in (Tensor.select, torch.select) and len(args) == 3:
+        return args[1] % args[0].dim(), args[2]
+    if func is Tensor.__getitem__:
+        index = args[1]
+        if type(index) is int and index >= 0:
+            return 0, index
+        if isinstance(index, slice) and type(index.start) is int and index.stop == index.start + 1:
+            return 0, index.start
+    return 0, None
+
+
+def _static_equal(one: Any, other: Any) -> bool:
+    return type(one) is int and type(other) is int and one == other
