@@ -117,9 +117,9 @@ def _path_to(frame: FrameType) -> list[ast.AST]:
         raise SelectionError(f"it is not known where in the source this condition stands{_HINT}")
 
     def holds(node: ast.AST) -> bool:
-        if not hasattr(node, "lineno"):
+        if not isinstance(node, (ast.stmt, ast.expr)):
             return isinstance(node, ast.Module)
-        begin, end = (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+        begin, end = (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)
         return begin <= (line, column) and (end_line, end_column) <= end
 
     path: list[ast.AST] = [_parsed(frame.f_code.co_filename)]
@@ -179,8 +179,9 @@ def _harmless(
             raise SelectionError(
                 f"{problem} in line {statement.lineno}, which runs only if a selection has rows{_HINT}"  # type: ignore[attr-defined]
             )
-    bound = {n.id for part in [*body, *([target] if target else [])] for n in ast.walk(part) if _is_bound(n)}
-    inside = {id(node) for part in [*body, *([target] if target else [])] for node in ast.walk(part)}
+    parts: list[ast.AST] = [*body, *([target] if target else [])]
+    bound = {name for part in parts for name in _bound_in(part)}
+    inside = {id(node) for part in parts for node in ast.walk(part)}
     for node in ast.walk(function):
         if (
             id(node) not in inside
@@ -201,8 +202,8 @@ def _harmless(
     return body
 
 
-def _is_bound(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)
+def _bound_in(node: ast.AST) -> set[str]:
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
 
 
 def _check_bases(body: list[ast.stmt], bound: set[str], frame: FrameType) -> None:
@@ -234,7 +235,7 @@ def _read_before_bound(body: list[ast.stmt], bound: set[str], known: set[str]) -
         early = (reads & bound) - known - _inner_targets(statement)
         if early:
             return sorted(early)[0]
-        known |= {n.id for n in ast.walk(statement) if _is_bound(n)} if isinstance(statement, ast.Assign) else set()
+        known |= _bound_in(statement) if isinstance(statement, ast.Assign) else set()
     return ""
 
 
