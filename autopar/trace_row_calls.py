@@ -115,6 +115,8 @@ def _flat(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @_handles(Tensor.unbind, torch.unbind, _getter("T"), Tensor.t)
 def _coordinates(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    if isinstance(x, Rows) and dim == 0:  # As a loop asks.
+        return _iterate(mode, args, kwargs)
     if not isinstance(x, Rows) or x.coordinates is None or x.data_.dim() == x.grid or dim not in (1, -1):
         return NotImplemented
     return tuple(_coordinate(x, which) for which in range(len(x.coordinates)))

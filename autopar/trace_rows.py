@@ -54,7 +54,7 @@ class SelectedRows(TorchFunctionMode):
         leaves = tree_flatten((args, kwargs))[0]
         has_rows = any(isinstance(leaf, Rows) for leaf in leaves)
         if any(isinstance(leaf, Known) for leaf in leaves):
-            found = _of_known(func, args, kwargs)
+            found = _of_known(self, func, args, kwargs)
             if found is not NotImplemented:
                 return found
             args, kwargs = tree_map(lambda leaf: leaf.number if isinstance(leaf, Known) else leaf, (args, kwargs))
@@ -115,13 +115,13 @@ def _writes(name: str, kwargs: dict[str, Any]) -> bool:
     )
 
 
-def _of_known(func: Any, args: Any, kwargs: Any) -> Any:
+def _of_known(mode: SelectedRows, func: Any, args: Any, kwargs: Any) -> Any:
     """What is asked of the number of an expert."""
     name = getattr(func, "__name__", "")
     if func is Tensor.__getitem__ and isinstance(args[0], Tensor) and not isinstance(args[0], Known):
         index = args[1]
         if isinstance(index, Known) and index.rank:
-            return args[0][index.number : index.number + 1]
+            return mode._plain(func, (args[0], slice(index.number, index.number + 1)), {})
         return NotImplemented
     if not isinstance(args[0], Known):
         return NotImplemented
