@@ -23,7 +23,7 @@ from .signature import Signature
 from .trace_call import Call, Differentiate, LossFunction, Returned, describe_call
 from .trace_capture import Captured, ModuleTracker, Request, capture
 from .trace_convert import BATCH, convert
-from .trace_errors import explain
+from .trace_errors import explain, is_data_dependent
 from .trace_model import State, model_state, unchanged
 
 
@@ -111,6 +111,16 @@ def _check_device(device: torch.device) -> None:
 
 
 def _captured(request: Request) -> tuple[Captured, Graph]:
+    """As the model is, or, where that fails because values decide, with selected rows as masks."""
+    try:
+        return _captured_as(request, select=False)
+    except TraceError as error:
+        if error.__cause__ is None or not is_data_dependent(error.__cause__):
+            raise
+    return _captured_as(request, select=True)
+
+
+def _captured_as(request: Request, *, select: bool) -> tuple[Captured, Graph]:
     """Symbolically if the batch size has a symbol and nothing in the model fixes it, else with the real
     sizes; either way with equal calls of modules captured once, if that can be done.
     """
@@ -119,13 +129,15 @@ def _captured(request: Request) -> tuple[Captured, Graph]:
             break
         # Any failure: the next way may succeed, and if the last fails too, it says why in plain numbers.
         with contextlib.suppress(Exception), _without_backward_traces():
-            captured = capture(request, ModuleTracker(request.model), symbolic=symbolic, outlined=outlined)
+            captured = capture(
+                request, ModuleTracker(request.model), symbolic=symbolic, outlined=outlined, select=select
+            )
             graph = convert(captured, request)
             if not symbolic or not _is_specialised(captured, graph, request.call):
                 return captured, graph
     tracker = ModuleTracker(request.model)
     try:
-        captured = capture(request, tracker, symbolic=False)
+        captured = capture(request, tracker, symbolic=False, select=select)
         return captured, convert(captured, request)
     except TraceError:
         raise

@@ -239,9 +239,11 @@ def _guards(environment: ShapeEnv) -> tuple[sympy.Basic, ...]:
     return tuple(guard.expr for guard in environment.guards if "_subclasses/" not in str(guard.sloc))
 
 
-def capture(request: Request, tracker: ModuleTracker, *, symbolic: bool, outlined: bool = False) -> Captured:
+def capture(
+    request: Request, tracker: ModuleTracker, *, symbolic: bool, outlined: bool = False, select: bool = False
+) -> Captured:
     """The joint graph, with a symbol for the batch size or with the real sizes; ``outlined``, with equal calls of
-    modules captured once. Raises whatever the model or torch raise, and :class:`UnrecordedError` if nothing can be
+    modules captured once; ``select``, with rows selected by values as masks. Raises whatever the model or torch raise, and :class:`UnrecordedError` if nothing can be
     outlined.
     """
     environment = _shape_env() if symbolic else None
@@ -263,7 +265,7 @@ def capture(request: Request, tracker: ModuleTracker, *, symbolic: bool, outline
             patched(),
             experts_as_operations(request.model),
             fx_traceback.preserve_node_meta(),
-            selected,
+            selected if select else nullcontext(),
         ):
             stack.enter_context(context)
         stack.enter_context(torch.set_grad_enabled(request.grad))
