@@ -243,7 +243,8 @@ def capture(
     request: Request, tracker: ModuleTracker, *, symbolic: bool, outlined: bool = False, select: bool = False
 ) -> Captured:
     """The joint graph, with a symbol for the batch size or with the real sizes; ``outlined``, with equal calls of
-    modules captured once; ``select``, with rows selected by values as masks. Raises whatever the model or torch raise, and :class:`UnrecordedError` if nothing can be
+    modules captured once; ``select``, with rows selected by values as masks.
+    Raises whatever the model or torch raise, and :class:`UnrecordedError` if nothing can be
     outlined.
     """
     environment = _shape_env() if symbolic else None
