@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from autopar.graph import TensorType
 from autopar.passes.rule_table import RULES
 from autopar.passes.rules import OpCall, Operand
-from autopar.spec import REPLICATE, AxisStrategy, Placement, is_shard, shard, shard_dim
 
+from .graph import TensorType
+from .spec import REPLICATE, AxisStrategy, Placement, is_shard, shard, shard_dim
 from .trace_row_regions import SelectionError
 
 # More than this many rows are never needed; the number equals no other size.
