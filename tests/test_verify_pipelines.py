@@ -1,0 +1,82 @@
+"""Plans with stages that the planner makes, on processes: loss and every gradient are those of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import autopar
+from autopar import Options
+from autopar.runtime.launch import run_local
+from tests.questions import CLUSTER, slow_devices
+from tests.test_search import Model
+from tests.test_stages import _make
+
+ON_FOUR = [((4,), 4), ((2, 2), 2), ((4,), 2)]
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "solved")
+QUICK: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
+    ("gpt2", (2, 2), {"stages": 2, "microbatches": 4, "schedule": "1f1b"}),
+    ("llama", (2,), {"stages": 1, "microbatches": 5}),
+]
+REST: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
+    (name, mesh, {"stages": stages, "microbatches": count, "schedule": schedule})
+    for turn, name in enumerate(("gpt2", "llama", "t5", "unet", "vit"))
+    for mesh, stages in ON_FOUR
+    for schedule, count in zip(SCHEDULES, (1, 2, 5, 8, 5, 4), strict=True)
+    if turn % 2 or schedule != "solved"
+] + [
+    (name, (2, 2, 2), {"stages": 2, "microbatches": 4, "schedule": schedule})
+    for name, schedule in (("gpt2", "1f1b"), ("llama", "zb-v"))
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "options"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in REST)]
+)
+@pytest.mark.parametrize("cluster", ["dgx", "slow devices"])
+def test_equal_to_one_process(name: str, mesh: tuple[int, ...], options: dict[str, Any], cluster: str) -> None:
+    """On slow devices the placements inside a stage shard whatever they can."""
+    if cluster == "dgx" and options["stages"] == 1:
+        pytest.skip("one of the two is enough")
+    model, batch = _make(name)
+    prices = slow_devices() if cluster == "slow devices" else CLUSTER
+    report = autopar.verify(model, mesh, batch, cluster=prices, timeout=250, options=Options(**options))
+    assert report.ok, str(report)
+    assert report.unpriced == ()
+    assert (report.plan.stages, report.plan.microbatches) == (options["stages"], options["microbatches"])
+
+
+def _trains(rank: int, world: int) -> list[float]:
+    """Losses of a planned pipeline: two batch sizes, evaluation in between."""
+    torch.manual_seed(0)
+    found = autopar.parallelize(Model(), (world,), options=Options(stages=2, microbatches=2), cluster=CLUSTER)
+    optimizer = found.optimizer(torch.optim.SGD, lr=0.1)
+    losses = []
+    for size in (8, 12, 8):
+        ids = torch.randint(0, 31, (size, 6), generator=torch.Generator().manual_seed(size))
+        losses.append(float(found.step(ids=ids, labels=ids)))
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            losses.append(float(found(ids=ids, labels=ids)))
+    return losses
+
+
+def test_it_trains_and_evaluates_as_one_process_does() -> None:
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wanted = []
+    for size in (8, 12, 8):
+        ids = torch.randint(0, 31, (size, 6), generator=torch.Generator().manual_seed(size))
+        loss = model(ids, ids)
+        loss.backward()
+        wanted.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            wanted.append(float(model(ids, ids)))
+    for losses in run_local(_trains, 2, timeout=200.0):
+        assert losses == pytest.approx(wanted, rel=1e-5)
