@@ -190,7 +190,7 @@ def _attempts(question: Question, graph: Graph, best: float) -> Iterator[tuple[L
         (layout, microbatch_counts(question.batch, layout.stages, options.microbatches))
         for layout in layouts(question.mesh, options.stages)
     ]
-    if options.stages is not None or options.schedule is not None or math.isinf(best):
+    if options.stages is not None or options.schedule is not None:
         yield from every
     else:
         yield from _promising(question, graph, best, every)
@@ -212,7 +212,9 @@ def _promising(
         ranked = sorted(zip(bounds, counts, strict=True))
         found += [(bound, turn, layout, n) for turn, (bound, n) in enumerate(ranked) if bound < best]
     found.sort(key=lambda one: (one[1], one[0]))
-    yield from ((layout, (n,)) for _, _, layout, n in found[: max(1, EFFORT // len(graph))])
+    # Where nothing fits without stages there is more to find.
+    most = max(4 if math.isinf(best) else 1, EFFORT // len(graph))
+    yield from ((layout, (n,)) for _, _, layout, n in found[:most])
 
 
 def _hops(question: Question, layout: Layout) -> float:

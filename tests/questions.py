@@ -53,10 +53,10 @@ def slow_devices() -> Cluster:
 def ask(
     model: nn.Module, batch: Batch, mesh: tuple[int, ...], cluster: str | Cluster = CLUSTER, **options: Any
 ) -> Question:
-    """The question :func:`autopar.plan` would ask, for just this mesh."""
+    """The question :func:`autopar.plan` would ask, for just this mesh and without stages."""
     args, kwargs = split_batch(batch)
     base = prepare(model, args, kwargs, device="cpu", loss_fn=None, training=True)
-    settings = Options(**{"mesh_search": False, **options})
+    settings = Options(**{"mesh_search": False, "stages": 1, **options})
     return Question(base.graph, base.loss, base.batch, mesh, Cluster.get(cluster), settings)
 
 
