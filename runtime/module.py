@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autopar.errors import AutoparError
 from autopar.pipeline import PipelineProgram
+from autopar.timeline import Timeline
 
 from .agreement import check_agreement
 from .autograd import differentiate
@@ -71,6 +72,7 @@ class ParallelModule(nn.Module):
         self._compile = compile
         self._calls: dict[object, AnyCall] = {}
         self._plan: object | None = None
+        self._timelines: list[Timeline] | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original returns, of plain global tensors; with gradients enabled ``loss.backward()`` leaves
@@ -120,7 +122,10 @@ class ParallelModule(nn.Module):
             draw_state = partial(self._random.advance, self.training and grad)
             self._calls[key] = kind(compiled, self._weights, self._groups, draw_state)
             self._plan = compiled.plan
-        return self._calls[key]
+        call = self._calls[key]
+        if isinstance(call, PipelineCall):
+            call.timelines = self._timelines
+        return call
 
     def _modes(self) -> tuple[bool, ...]:
         """Which modules are training and which parameters want a gradient: a frozen one makes another program."""
@@ -220,6 +225,16 @@ class ParallelModule(nn.Module):
         self._random.seed, self._random.steps, self._random.evaluations = next(broadcast_first(values, self._groups))[
             1
         ].tolist()
+
+    @contextmanager
+    def record_timeline(self) -> Iterator[list[Timeline]]:
+        """Within, what each instruction of a step in microbatches took is measured: a :class:`Timeline` of all pipeline
+        stages for each pass, appended to the list this gives. Steps that are no pipeline have none."""
+        self._timelines = timelines = []
+        try:
+            yield timelines
+        finally:
+            self._timelines = None
 
     def train(self, mode: bool = True) -> ParallelModule:
         super().train(mode)

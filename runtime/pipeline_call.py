@@ -11,6 +11,7 @@ from torch import nn
 from autopar.errors import AutoparError
 from autopar.pipeline import PipelineProgram, StagedParameter, StagedResult
 from autopar.spec import PARTIAL_SUM, take_local
+from autopar.timeline import Timeline
 
 from .calling import Calling
 from .chunk_executable import ChunkExecutable
@@ -20,9 +21,10 @@ from .groups import MeshGroups
 from .messages import Messenger
 from .microbatch_inputs import Prelude, StepInputs, input_shapes, whole_input
 from .parameters import local_of
-from .pipeline_run import PipelineRun, Record
+from .pipeline_run import PipelineRun
 from .shared_weights import SharedWeights
 from .stage_mesh import stage_meshes
+from .timeline_record import Recorder
 from .weights import Weights, accumulate
 
 Values = Mapping[str, torch.Tensor]
@@ -44,7 +46,7 @@ class PipelineCall(Calling):
         weights.settle([(p.slot, self.stages.place[program.stage_of(p.owner)]) for p in program.parameters])
         self.parameters = weights.parameters([p.slot for p in program.parameters])
         self.results = {r.slot.target: r for r in program.results if r.slot.kind == "output"}
-        self.record: Record | None = None
+        self.timelines: list[Timeline] | None = None
         self._shared = SharedWeights(program, self.stages)
         self._leaf_index = {name: i for i, name in enumerate(self.signature.input_names) if name is not None}
         self._refresh_key = "".join(str(chunk.program.refresh) for chunk in self.chunks.values())
@@ -78,11 +80,14 @@ class PipelineCall(Calling):
             def inputs(chunk: int, microbatch: int) -> list[torch.Tensor]:
                 return given.of(self.chunks[chunk], microbatch)
 
-            messenger = Messenger(self.stages)
-            run = PipelineRun(
-                self.program, self.chunks, messenger, inputs, self._tangents, self.groups.device, self.record
-            )
+            messenger, device = Messenger(self.stages), self.groups.device
+            recorder = None if self.timelines is None else Recorder(self.stages)
+            run = PipelineRun(self.program, self.chunks, messenger, inputs, self._tangents, device, recorder)
+            if recorder is not None:
+                recorder.start()
             run.run()
+            if recorder is not None and self.timelines is not None:
+                self.timelines.append(recorder.timeline(self.program.schedule.name))
         return run
 
     def _working(self) -> dict[int, dict[str, torch.Tensor]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,15 +9,15 @@ import torch
 
 from autopar.errors import ExecutionError
 from autopar.pipeline import PipelineProgram
-from autopar.schedule import Instruction, Message
+from autopar.schedule import Instruction, Kind, Message
 
 from .chunk_executable import ChunkExecutable, Exchange, Messages
 from .messages import Arrival, Messenger
+from .timeline_record import Recorder
 
 # What a chunk computes for a microbatch is told apart by both.
 Task = tuple[int, int]
 Inputs = Callable[[int, int], list[torch.Tensor]]
-Record = Callable[[Instruction, float, float], None]
 
 
 @dataclass
@@ -36,7 +35,7 @@ class PipelineRun:
     inputs: Inputs
     tangents: Mapping[int, Sequence[torch.Tensor]]
     device: torch.device
-    record: Record | None = None
+    recorder: Recorder | None = None
     results: dict[Task, list[torch.Tensor]] = field(default_factory=dict)
     gradients: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     _arrivals: dict[Message, Arrival] = field(default_factory=dict)
@@ -44,14 +43,16 @@ class PipelineRun:
     _saved: dict[Task, list[torch.Tensor]] = field(default_factory=dict)
     _carried: dict[Task, list[torch.Tensor]] = field(default_factory=dict)
     _raw: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    _began: float = 0.0
 
     def run(self) -> None:
         """Does everything on this rank's list; returns when all that was sent has left."""
+        recorder = self.recorder
         for instruction in self.program.schedule.ranks[self.program.stage]:
-            start = time.perf_counter()
+            self._began = 0.0 if recorder is None else recorder.now()
             self._do(instruction)
-            if self.record is not None:
-                self.record(instruction, start, time.perf_counter())
+            if recorder is not None and not instruction.receives and instruction.kind != "step":
+                recorder.add(instruction, self._began)
         self.messenger.finish()
 
     def _do(self, instruction: Instruction) -> None:
@@ -112,7 +113,13 @@ class PipelineRun:
             message = _message(direction, peer, instruction.chunk, instruction.microbatch)
             if message not in self._arrivals:
                 raise ExecutionError(f"{instruction} needs {message}, but the schedule has not received it")
-            found += self._arrivals.pop(message).wait()
+            arrival = self._arrivals.pop(message)
+            found += arrival.wait()
+            if self.recorder is not None and arrival.works:
+                kind: Kind = "receive_forward" if direction == "forward" else "receive_backward"
+                receive = Instruction(kind, instruction.chunk, instruction.microbatch, peer)
+                self.recorder.add(receive, self._began)
+                self._began = self.recorder.now()
         return found
 
     def _give(self, messages: Messages, instruction: Instruction, direction: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ import transformers
 
 from autopar.schedule_check import check
 from tests.lowering import plain
-from tests.pipelines import Wanted, make_pipeline
+from tests.pipelines import SCHEDULE_NAMES, Wanted, make_pipeline
 from tests.simulate_pipeline import Pipeline
-from tests.test_stages import _make
+from tests.test_stages import MODELS, _make
 from tests.zoo.check import Case, _doubles, compare, make_case
 
 transformers.logging.set_verbosity_error()
@@ -34,14 +35,24 @@ def _check(name: str, wanted: Wanted) -> None:
     compare(found, case.expected, f"{name} {wanted}")
 
 
-@pytest.mark.parametrize(
-    ("name", "wanted"),
-    [
-        ("gpt2", Wanted((4, 1), "1f1b", 5)),
-        ("gpt2", Wanted((2, 2), "gpipe", 2)),
-        ("gpt2", Wanted((1, 2), "1f1b", 4)),
-    ],
-    ids=str,
-)
+QUICK = [
+    ("gpt2", Wanted((4, 1), "1f1b", 5)),
+    ("gpt2", Wanted((2, 2), "interleaved", 2, anywhere=True, seed=1)),
+    ("gpt2", Wanted((1, 2), "gpipe", 4)),
+    ("t5", Wanted((2, 2), "zb-v", 5, anywhere=True, seed=2)),
+    ("unet", Wanted((3, 2), "zb-h1", 4, anywhere=True, seed=3)),
+    ("vit", Wanted((2, 3), "1f1b", 2, anywhere=True, seed=4)),
+    ("resnet", Wanted((3, 2), "1f1b", 1, seed=5)),
+]
+REST = [
+    (name, Wanted(mesh, schedule, count, seed=seed * 10 + turn, anywhere=True))
+    for seed, (name, mesh) in enumerate(product(MODELS, [(4, 1), (2, 2), (3, 2), (2, 2, 2)]))
+    for turn, (schedule, count) in enumerate(zip(SCHEDULE_NAMES, (1, 2, 5, 8, 5), strict=True))
+]
+CASES = [*QUICK, *(pytest.param(*rest, marks=pytest.mark.slow) for rest in REST)]
+
+
+@pytest.mark.parametrize(("name", "wanted"), CASES, ids=str)
 def test_chunks_compute_what_one_device_does(name: str, wanted: Wanted) -> None:
+    """Whatever is chosen for every node, wherever it is cut."""
     _check(name, wanted)

@@ -5,20 +5,26 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import os
+import signal
+import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as checkpoint
 import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map
 
 from autopar.api import split_batch
-from autopar.errors import AutoparError
-from autopar.runtime import ParallelModule, run_local
+from autopar.errors import AutoparError, WorkerError
+from autopar.runtime import ParallelModule, materialise, run_local
+from autopar.runtime.chunk_executable import ChunkExecutable
 from tests.pipelines import SCHEDULE_NAMES, PipelineCompiler, Wanted
 from tests.test_stages import _make
 
@@ -172,3 +178,106 @@ def refuses(model: ParallelModule, reference: nn.Module, batch: Any) -> None:
 
 def test_what_a_pipeline_refuses() -> None:
     on_ranks("llama", Wanted((2, 1), "1f1b", 2), refuses)
+
+
+def records(model: ParallelModule, reference: nn.Module, batch: Any) -> Any:
+    step(model, batch)
+    with model.record_timeline() as timelines:
+        step(model, batch)
+    step(model, batch)
+    return timelines
+
+
+def test_a_measured_timeline() -> None:
+    """Every computation of every stage once, one after the other, and none before what it needs."""
+    wanted = Wanted((3, 1), "1f1b", 4)
+    for (timeline,) in on_ranks("gpt2", wanted, records):
+        assert timeline.stages == 3
+        for rank in range(3):
+            ran = [span for span in timeline.spans if span.rank == rank and span.lane == "compute"]
+            assert len(ran) == 2 * wanted.microbatches
+            assert all(a.end <= b.start for a, b in itertools.pairwise(ran))
+        ends = {span.name: span.end for span in timeline.spans}
+        starts = {span.name: span.start for span in timeline.spans}
+        for k in range(wanted.microbatches):
+            assert starts[f"F1.{k}"] >= ends[f"F0.{k}"]
+            assert starts[f"B1.{k}"] >= ends[f"B2.{k}"]
+        assert 0 < timeline.idle_fraction < 1
+        events = timeline.to_chrome_trace()["traceEvents"]
+        assert sum(event["ph"] == "X" for event in events) == len(timeline.spans)
+
+
+def test_checkpoints_of_a_pipeline_load_into_another(tmp_path: Path) -> None:
+    """Saved by one division into stages, loaded by another, and by the plain model."""
+
+    def saves(model: ParallelModule, reference: nn.Module, batch: Any) -> None:
+        step(model, batch)
+        checkpoint.save(model.state_dict(), checkpoint_id=tmp_path)
+
+    def loads(model: ParallelModule, reference: nn.Module, batch: Any) -> None:
+        step(model, batch)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        state = model.state_dict()
+        checkpoint.load(state, checkpoint_id=tmp_path)
+        for name, value in reference.state_dict().items():
+            assert torch.equal(model.full_tensor(state[name]), value), name
+
+    on_ranks("gpt2", Wanted((2, 2), "1f1b", 2), saves)
+    on_ranks("gpt2", Wanted((4, 1), "gpipe", 2), loads)
+    model, _ = _make("gpt2")
+    state = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Without processes, which is what is meant.
+        checkpoint.load(state, checkpoint_id=tmp_path)
+    for name, value in model.state_dict().items():
+        assert torch.equal(state[name], value), name
+
+
+def test_meta_models_are_initialised_stage_by_stage() -> None:
+    model, batch = _make("gpt2")
+    meta = copy.deepcopy(model).to("meta")
+
+    def work(rank: int, world: int) -> None:
+        wanted = Wanted((2, 2), "1f1b", 2)
+        mesh = init_device_mesh("cpu", wanted.mesh)
+        own = copy.deepcopy(meta)
+        compiler = PipelineCompiler(own, wanted, tuple(mesh.get_coordinate() or ()))
+        parallel = ParallelModule(own, mesh, compiler, seed=3)
+        step(parallel, batch)
+        whole = copy.deepcopy(meta)
+        materialise(whole, torch.device("cpu"), 3)
+        held = 0
+        for name, parameter in whole.named_parameters():
+            here = dict(parallel.named_parameters())[name]
+            held += here.to_local().numel()  # type: ignore[attr-defined]
+            check_equal(parallel.full_tensor(here), parameter, name, 0.0)
+        assert held < 0.9 * sum(parameter.numel() for parameter in whole.parameters())
+
+    run_local(work, 4, timeout=100, backend="gloo")
+
+
+@pytest.mark.parametrize("how", ["killed", "raises"])
+def test_a_rank_that_fails_in_a_step_ends_it(how: str) -> None:
+    """Within seconds, and with that rank's error, whoever waits for it."""
+
+    def fails(model: ParallelModule, reference: nn.Module, batch: Any) -> None:
+        step(model, batch)
+        if torch.distributed.get_rank() == 2:
+            forward, calls = ChunkExecutable.forward, itertools.count()
+
+            def broken(self: ChunkExecutable, inputs: list[torch.Tensor]) -> Any:
+                if next(calls) == 2:
+                    if how == "killed":
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    raise ValueError("out of luck")
+                return forward(self, inputs)
+
+            ChunkExecutable.forward = broken  # type: ignore[method-assign]
+        step(model, batch)
+
+    begin = time.monotonic()
+    with pytest.raises(WorkerError, match=r"(?s)rank 2 of 4" + (".*out of luck" if how == "raises" else "")):
+        on_ranks("gpt2", Wanted((4, 1), "1f1b", 5), fails, timeout=90)
+    assert time.monotonic() - begin < 80
