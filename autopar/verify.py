@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autopar.passes.conformance import collectives_of, difference
+from autopar.passes.conformance import collectives_of, collectives_of_stage, difference
 from autopar.runtime.launch import run_local
 
 from .api import Batch, LossFunction, Mesh, mesh_shape, parallelize, split_batch
@@ -282,19 +282,33 @@ def parallel_step(rank: int, world: int, task: Task) -> OneStep:
     begin = time.perf_counter()
     parallel.step(*args, **kwargs)
     seconds = time.perf_counter() - begin
-    unpriced = _unpriced(call.program, parallel.plan) if rank == 0 else ()
+    unpriced = _unpriced(call.program, parallel.plan)
     draws = call.program.draws
     return OneStep(loss.detach().cpu(), gradients, seconds, parallel.plan, unpriced, draws)
 
 
 def _unpriced(program: Program | PipelineProgram, plan: Plan) -> tuple[str, ...]:
-    """Where the collectives of the first rank's program are not those of its plan."""
-    if isinstance(program, PipelineProgram):
-        return ()
-    priced: Counter[Collective] = Counter()
-    for wire in plan.collectives():
-        priced[Collective(wire.kind, wire.axes, wire.bytes)] += wire.count
-    return difference(collectives_of(program), priced)
+    """Where the collectives of the first rank's program are not those of its plan; with stages, of the first rank of
+    each."""
+    if isinstance(program, Program):
+        return () if any(program.coordinate) else difference(collectives_of(program), _priced(plan, 0))
+    found: list[tuple[str, ...]] = [()] * dist.get_world_size()
+    here: tuple[str, ...] = ()
+    if not any(program.coordinate[1:]):
+        lines = difference(collectives_of_stage(program), _priced(plan, program.stage))
+        here = tuple(f"stage {program.stage}: {line}" for line in lines)
+    dist.all_gather_object(found, here)
+    return tuple(line for lines in found for line in lines)
+
+
+def _priced(plan: Plan, stage: int) -> Counter[Collective]:
+    """What the devices of a stage are to say in a step."""
+    found: Counter[Collective] = Counter()
+    for line in plan.lines:
+        for step in line.steps:
+            if line.stage == stage and step.communicates:
+                found[Collective(step.kind, step.axes, step.bytes)] += line.times  # type: ignore[arg-type]
+    return found
 
 
 def _whatever_differs(value: torch.Tensor, world: int) -> torch.Tensor:

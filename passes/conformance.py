@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autopar.chunk import ChunkProgram
 from autopar.graph import Arg, Value
 from autopar.local_ops import LOCAL_OPS
+from autopar.pipeline import PipelineProgram
 from autopar.program import COLLECTIVES, Instruction, Program, Section, TensorSlot
 from autopar.reshard import Collective
 from autopar.spec import chunk_bounds, local_shape
@@ -47,6 +49,29 @@ def collectives_of(program: Program) -> Counter[Collective]:
     return reader.found
 
 
+def collectives_of_stage(program: PipelineProgram) -> Counter[Collective]:
+    """The same for one stage of a pipeline, whose chunks run once for each microbatch but for their refresh and reduce.
+    What travels between stages is no collective."""
+    found: Counter[Collective] = Counter()
+    for chunk in program.chunks.values():
+        found += _collectives_of_chunk(chunk, program.microbatches)
+    return found
+
+
+def _collectives_of_chunk(chunk: ChunkProgram, microbatches: int) -> Counter[Collective]:
+    count = len(chunk.results) + len(chunk.sends)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        once, each = _Reader(chunk), _Reader(chunk)
+        once.run(chunk.refresh, _tensors(chunk, chunk.parameters))
+        given = [*chunk.placeholders, *(port.slot for port in chunk.receives)]
+        saved = each.run(chunk.forward, _tensors(chunk, given))[count:]
+        if chunk.gradients or chunk.gradient_sends:
+            given = [*chunk.tangents, *(port.slot for port in chunk.gradient_receives)]
+            made = each.run(chunk.input_gradient, [*saved, *_tensors(chunk, given)])
+            once.run(chunk.reduce, each.run(chunk.weight_gradient, made[len(chunk.gradient_sends) :]))
+    return once.found + Counter({wire: often * microbatches for wire, often in each.found.items()})
+
+
 def difference(found: Counter[Collective], priced: Counter[Collective]) -> tuple[str, ...]:
     """What a program does beyond its price and what was priced in vain, a line each; nothing if they agree."""
 
@@ -57,7 +82,7 @@ def difference(found: Counter[Collective], priced: Counter[Collective]) -> tuple
     return (*lines(found - priced, "done but not priced"), *lines(priced - found, "priced but not done"))
 
 
-def _tensors(program: Program, slots: Iterable[TensorSlot]) -> list[torch.Tensor]:
+def _tensors(program: Program | ChunkProgram, slots: Iterable[TensorSlot]) -> list[torch.Tensor]:
     """What the rank holds of each placeholder."""
     return [
         torch.empty(local_shape(slot.shape, slot.placements, program.mesh, program.coordinate), dtype=slot.dtype)
@@ -69,7 +94,7 @@ def _tensors(program: Program, slots: Iterable[TensorSlot]) -> list[torch.Tensor
 class _Reader:
     """Runs sections on fake tensors and counts their collectives."""
 
-    program: Program
+    program: Program | ChunkProgram
     found: Counter[Collective] = field(default_factory=Counter)
 
     def run(self, section: Section, inputs: Iterable[Any]) -> list[Any]:

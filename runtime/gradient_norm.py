@@ -14,9 +14,8 @@ from .parameters import local_of
 
 
 def gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients there are, each once."""
-    found = {id(p): p.grad for p in parameters if p.grad is not None}
-    return list(found.values())
+    """The gradients there are."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def copies(gradient: torch.Tensor, groups: MeshGroups) -> int:

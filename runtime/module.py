@@ -230,7 +230,8 @@ class ParallelModule(nn.Module):
     def record_timeline(self) -> Iterator[list[Timeline]]:
         """Within, what each instruction of a step in microbatches took is measured: a :class:`Timeline` of all pipeline
         stages for each pass, appended to the list this gives. Steps that are no pipeline have none."""
-        self._timelines = timelines = []
+        timelines: list[Timeline] = []
+        self._timelines = timelines
         try:
             yield timelines
         finally:

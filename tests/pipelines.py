@@ -10,7 +10,7 @@ from itertools import product
 from torch import nn
 
 from autopar.assignment import ParameterPlacement
-from autopar.compile_pipeline import PlacedChunk, pipeline_program
+from autopar.compile_pipeline import pipeline_program
 from autopar.graph import Graph
 from autopar.passes.annotate import annotate
 from autopar.passes.cut_candidates import cut_candidates, cuts_for_owners
@@ -26,7 +26,7 @@ from autopar.runtime import Compiled, Request
 from autopar.schedule import Schedule
 from autopar.schedule_messages import forward_only
 from autopar.schedules import SCHEDULES
-from autopar.stage_chunks import WirePrice, place_chunks
+from autopar.stage_chunks import Chunk, WirePrice, place_chunks
 from autopar.stage_search import scheduled
 from autopar.stages import Staged
 from autopar.trace import trace
@@ -60,7 +60,7 @@ class Made:
 
     pieces: Microbatched
     staged: Staged
-    chunks: tuple[PlacedChunk, ...]
+    chunks: tuple[Chunk, ...]
     wires: Wires
     schedule: Schedule
     prices: Prices

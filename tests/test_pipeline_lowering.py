@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 from itertools import product
 
@@ -9,7 +10,11 @@ import pytest
 import torch
 import transformers
 
+from autopar.passes.conformance import collectives_of_stage, difference
+from autopar.reshard import Collective
 from autopar.schedule_check import check
+from autopar.stage_chunks import WirePrice
+from autopar.stage_prices import bill_stages
 from tests.lowering import plain
 from tests.pipelines import SCHEDULE_NAMES, Wanted, make_pipeline
 from tests.simulate_pipeline import Pipeline
@@ -56,3 +61,28 @@ CASES = [*QUICK, *(pytest.param(*rest, marks=pytest.mark.slow) for rest in REST)
 def test_chunks_compute_what_one_device_does(name: str, wanted: Wanted) -> None:
     """Whatever is chosen for every node, wherever it is cut."""
     _check(name, wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("gpt2", Wanted((2, 2), "1f1b", 4, seed=1)),
+        ("t5", Wanted((2, 2, 2), "zb-v", 5, seed=2, anywhere=True)),
+        ("unet", Wanted((1, 4), "gpipe", 5, seed=3)),
+    ],
+    ids=str,
+)
+def test_stages_communicate_what_was_priced(name: str, wanted: Wanted) -> None:
+    made = make_pipeline(_case(name).graph, wanted)
+    links = {(edge.source, edge.target): WirePrice(1e-5, 1e10) for edge in made.staged.edges}
+    bill = bill_stages(made.chunks, made.wires, made.schedule, made.prices, links, "adamw")
+    said = 0
+    for stage, held in enumerate(made.schedule.held):
+        priced: Counter[Collective] = Counter()
+        for line in (line for chunk in held for line in bill.accounts[chunk].lines):
+            for wire in line.collectives:
+                priced[wire] += line.times
+        found = collectives_of_stage(made.program((stage, *[0] * len(made.prices.mesh))))
+        assert difference(found, priced) == ()
+        said += sum(found.values())
+    assert said > wanted.microbatches
