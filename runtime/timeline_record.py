@@ -25,10 +25,10 @@ class Recorder:
     begin: float = 0.0
 
     def start(self) -> None:
-        """Begins a step: the clocks of all stages are set to zero together. Collective."""
-        if self.stages.peers is not None:
-            dist.barrier(group=self.stages.peers)
-        self.begin = time.perf_counter()
+        """Begins a step: zero is when the first stage does, by the hosts' clocks. Collective."""
+        first = torch.tensor([time.time()], dtype=torch.float64, device=self.stages.whole.device)
+        zero = float(self.stages.everywhere(first, 0))
+        self.begin = time.perf_counter() - (time.time() - zero)
 
     def now(self) -> float:
         """Seconds since the step began, once the device is done."""
