@@ -19,6 +19,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "solved")
 QUICK: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
     ("gpt2", (2, 2), {"stages": 2, "microbatches": 4, "schedule": "1f1b"}),
     ("llama", (2,), {"stages": 1, "microbatches": 5}),
+    ("t5", (2,), {"stages": 2, "microbatches": 5, "schedule": "zb-v"}),
 ]
 REST: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
     (name, mesh, {"stages": stages, "microbatches": count, "schedule": schedule})
