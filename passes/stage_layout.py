@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from autopar.errors import OptionsError
 from autopar.graph import VIEWS, Graph, Node, Value
@@ -93,6 +94,25 @@ class Layout:
     @property
     def count(self) -> int:
         return len(self.cuts) + 1
+
+    @cached_property
+    def parameters(self) -> Mapping[str, Node]:
+        """By path."""
+        return {node.target: node for node in self.graph.placeholders("param")}
+
+    @cached_property
+    def order(self) -> Mapping[str, int]:
+        """The place of each node in the graph."""
+        return {node.name: index for index, node in enumerate(self.graph)}
+
+    @cached_property
+    def members(self) -> Mapping[int, tuple[Node, ...]]:
+        """The operations of each chunk, in the order of the graph."""
+        found: defaultdict[int, list[Node]] = defaultdict(list)
+        for node in self.graph:
+            if not node.is_placeholder and node.name in self.home:
+                found[self.home[node.name]].append(node)
+        return {chunk: tuple(nodes) for chunk, nodes in found.items()}
 
     def _repeated(self) -> frozenset[str]:
         """Operations repeated wherever they are used."""

@@ -91,9 +91,8 @@ class _Writer:
     def write(self) -> None:
         """All operations of the chunk, forward first, and what it returns."""
         for phase in ("forward", "backward"):
-            for node in self.graph:
-                own = not node.is_placeholder and self.layout.home.get(node.name) == self.chunk
-                if own and node.phase == phase and not (phase == "backward" and node.name in self.layout.repeated):
+            for node in self.layout.members.get(self.chunk, ()):
+                if node.phase == phase and not (phase == "backward" and node.name in self.layout.repeated):
                     self._emit(node, node.name, node.phase)
         for output in self.graph.outputs:
             if output.kind == "gradient":
@@ -107,7 +106,7 @@ class _Writer:
 
     def _gradient(self, path: str) -> None:
         """The part of a gradient that is made here."""
-        node = next(node for node in _parameters(self.graph) if node.target == path)
+        node = self.layout.parameters[path]
         owners = self.layout.owners[node.name]
         parts = self.layout.parts[path]
         if not parts:
@@ -167,8 +166,7 @@ class _Writer:
     def finished(self, sends: Iterable[Value]) -> Graph:
         """The chunk without what nothing needs; ``sends`` are the values other chunks need."""
         given = tuple(Output("send", wire_name(value), self.local[value]) for value in sends)
-        order = {node.name: index for index, node in enumerate(self.graph)}
-        own = sorted(self.placeholders.values(), key=lambda node: order[node.name])
+        own = sorted(self.placeholders.values(), key=lambda node: self.layout.order[node.name])
         nodes = (*own, *self.received.values(), *self.nodes)
         graph = Graph(nodes, (*self.outputs, *given))
         kept = {o.name for o in graph.outputs if o.kind == "gradient"}
@@ -186,9 +184,8 @@ def _connected(layout: Layout, writers: list[_Writer]) -> tuple[tuple[Graph, ...
             [v for v in dict.fromkeys(v for want in wants for v in want) if layout.home[v.node] == writer.chunk]
             for writer in writers
         ]
-        order = {node.name: index for index, node in enumerate(layout.graph)}
         for values in sends:
-            values.sort(key=lambda value: (order[value.node], value.index))
+            values.sort(key=lambda value: (layout.order[value.node], value.index))
         chunks = [writer.finished(values) for writer, values in zip(writers, sends, strict=True)]
         alive = [{v for v, n in w.received.items() if n.name in c} for w, c in zip(writers, chunks, strict=True)]
         if alive == wants:
