@@ -46,7 +46,7 @@ from .stages import Staged
 
 SOLVED = "solved"
 ROUNDS = 3
-# Schedules that are cut and priced exactly, of those whose estimates are best.
+# Schedules that fit into memory and are priced exactly, of those whose estimates are best.
 PRICED = 2
 MOST_CHUNKS = 4
 
@@ -109,8 +109,13 @@ def search(ask: Ask) -> StagedAnswer:
     limit, worst = ask.memory_limit * ask.layout.stages, math.inf
     for _ in range(ROUNDS):
         whole = ask.solve(InsertRests()(pieces.graph), inner_repeats(ask.microbatches, ask.layout.stages), limit)
-        found = list(_scheduled(ask, pieces, candidates, where, whole))
-        fitting = [answer for answer in found if max(answer.bill.peaks) <= ask.memory_limit]
+        found: list[StagedAnswer] = []
+        fitting: list[StagedAnswer] = []
+        for made in _scheduled(ask, pieces, candidates, where, whole):
+            found.append(made)
+            fitting += [made] if max(made.bill.peaks) <= ask.memory_limit else []
+            if len(fitting) == PRICED:
+                break
         if fitting:
             return min(fitting, key=lambda answer: answer.seconds)
         worst = min([worst, *(float(max(answer.bill.peaks)) for answer in found)])
@@ -160,7 +165,7 @@ class _Cut:
 def _scheduled(
     ask: Ask, pieces: Microbatched, candidates: tuple[CutCandidate, ...], where: dict[str, int], whole: Joint
 ) -> Iterator[StagedAnswer]:
-    """Answers for the schedules that promise most, out of those the graph has enough cuts for."""
+    """Answers for the schedules the graph has enough cuts for, those that promise most first."""
     stages = ask.layout.stages
     links = wire_prices(whole.prices.cluster, tuple(range(stages)), math.prod(ask.layout.mesh), _ring(stages))
     slowest = min(links.values(), key=lambda link: link.bandwidth)
@@ -173,7 +178,7 @@ def _scheduled(
             "stages at most (chunks of interleaved schedules counted)"
         )
     found = [cut for kind in kinds if (cut := _cut_for(ask, segments, kind, pinned, slowest)) is not None]
-    for chosen in sorted(found, key=lambda one: one.estimate)[:PRICED]:
+    for chosen in sorted(found, key=lambda one: one.estimate):
         yield cut_answer(ask.layout, pieces, chosen.cuts, chosen.kind, whole, ask.optimizer)
 
 

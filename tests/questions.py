@@ -56,7 +56,7 @@ def ask(
     """The question :func:`autopar.plan` would ask, for just this mesh and without stages."""
     args, kwargs = split_batch(batch)
     base = prepare(model, args, kwargs, device="cpu", loss_fn=None, training=True)
-    settings = Options(**{"mesh_search": False, "stages": 1, **options})
+    settings = Options(**{"mesh_search": False, "stages": 1, "microbatches": 1, **options})
     return Question(base.graph, base.loss, base.batch, mesh, Cluster.get(cluster), settings)
 
 
