@@ -124,7 +124,9 @@ def _captured_as(request: Request, *, select: bool) -> tuple[Captured, Graph]:
     """Symbolically if the batch size has a symbol and nothing in the model fixes it, else with the real
     sizes; either way with equal calls of modules captured once, if that can be done.
     """
-    for symbolic, outlined in product((True, False) if request.call.batch else (False,), (True, False)):
+    # Not outlined with selected rows: what is recorded of them has not always had the right gradients.
+    ways = product((True, False) if request.call.batch else (False,), (False,) if select else (True, False))
+    for symbolic, outlined in ways:
         if not symbolic and not outlined:
             break
         # Any failure: the next way may succeed, and if the last fails too, it says why in plain numbers.

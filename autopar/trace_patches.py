@@ -4,6 +4,7 @@
   choice, so its function is simply called;
 - dropout, in attention too, keeps whole floating-point masks on some devices and draws by a kernel of its own on
   others; here it is ``native_dropout`` everywhere, and attention with dropout is written out;
+- ``Module.to`` within a forward gives parameters other data; here it is an operation with a gradient;
 - batch norm with a cumulative average (``momentum=None``) reads its counter as a Python number; here it stays a tensor;
 - ``SyncBatchNorm`` communicates by itself; a graph has the statistics of the whole batch anyway, so it is batch norm;
 - ``embedding_bag`` looks up and reduces in one kernel that no rule can divide (:mod:`.embedding_bags`);
@@ -45,6 +46,7 @@ def patched() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(checkpoint.CheckpointFunction, "apply", staticmethod(_call)))
         stack.enter_context(patch.object(checkpoint, "_checkpoint_without_reentrant_generator", _around_a_call))
+        stack.enter_context(patch.object(nn.Module, "_apply", _convert))
         stack.enter_context(patch.object(_BatchNorm, "forward", _batch_norm))
         stack.enter_context(patch.object(nn.SyncBatchNorm, "forward", _batch_norm))
         stack.enter_context(patch.object(F, "embedding_bag", embedding_bag))
@@ -67,6 +69,19 @@ def _call(function: Callable[..., Any], _preserve_rng_state: bool, *args: Any) -
 def _around_a_call(*args: Any, **kwargs: Any) -> Iterator[None]:
     """Stands for what ``checkpoint`` does before and after calling its function: nothing."""
     yield
+
+
+def _convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """``Module.to`` and its like, called by a forward: torch gives a parameter other data, or swaps fake parameters,
+    and the gradient would go to what stands in its place. Here the conversion is an operation with a gradient, and a
+    parameter that is already as it should be stays itself."""
+    for child in module.children() if recurse else ():
+        child._apply(function)
+    with torch.enable_grad():
+        for tensors in (module._parameters, module._buffers):
+            for key, tensor in tensors.items():
+                tensors[key] = tensor if tensor is None else function(tensor)
+    return module
 
 
 class _PlainDropout(TorchFunctionMode):

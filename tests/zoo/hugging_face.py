@@ -249,15 +249,3 @@ def switch_transformers() -> tuple[nn.Module, Batch]:
         use_cache=False,
     )  # fmt: skip
     return _text(hf.SwitchTransformersForConditionalGeneration(config), masked=True)
-
-
-@family
-def nllb_moe() -> tuple[nn.Module, Batch]:
-    config = hf.NllbMoeConfig(
-        vocab_size=VOCABULARY, d_model=WIDTH, encoder_layers=2, decoder_layers=2, encoder_attention_heads=HEADS,
-        decoder_attention_heads=HEADS, encoder_ffn_dim=HIDDEN, decoder_ffn_dim=HIDDEN, num_experts=4, expert_capacity=8,
-        encoder_sparse_step=2, decoder_sparse_step=2, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0,
-        moe_token_dropout=0.0, encoder_layerdrop=0.0, decoder_layerdrop=0.0, max_position_embeddings=40,
-        decoder_start_token_id=0, use_cache=False, **SPECIAL,
-    )  # fmt: skip
-    return _text(hf.NllbMoeForConditionalGeneration(config), masked=True)
