@@ -78,7 +78,8 @@ def _convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: b
     for child in module.children() if recurse else ():
         child._apply(function)
     with torch.enable_grad():
-        for tensors in (module._parameters, module._buffers):
+        kinds: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in kinds:
             for key, tensor in tensors.items():
                 tensors[key] = tensor if tensor is None else function(tensor)
     return module
