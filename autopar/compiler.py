@@ -33,7 +33,7 @@ from .cluster import Cluster
 from .compile_stages import StageCompiler
 from .errors import InfeasibleError, PlanMismatchError
 from .graph import Dim, Graph
-from .options import Options
+from .options import Options, without_stages
 from .pipeline import PipelineProgram
 from .plan import Plan
 from .planner import Question, Timings, fixed_assignment, graph_hash, pipelined_graph, step_graph
@@ -153,12 +153,15 @@ class Compiler:
 
     def _plan_for(self, request: Request) -> None:
         """Plans training on such inputs, whatever the first call is for: parameters must rest somewhere, and training
-        needs most. Prices are rank 0's, or a calibration file that differs between hosts would make them take different
-        ways."""
+        needs most. A model that is called, and not stepped, records for ``backward()``, which only plans without stages
+        can do: then none is chosen unasked. Prices are rank 0's, or a calibration file that differs between hosts would
+        make them take different ways."""
         timings = Timings()
         base = self._prepare(request, grad=True, timings=timings)
         self.cluster = self._on_first_rank(lambda: self.cluster)
         question = self._question(base)
+        if request.grad and request.outputs == "all":
+            question = replace(question, options=without_stages(question.options))
         if self.plan is None:
             self.plan = self._on_first_rank(lambda: answer(question, timings))
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .errors import OptionsError
@@ -29,7 +29,9 @@ class Options:
             tried, and the baselines) may take half of what is left. Plans are the same on every run unless a
             solver is cut off. A schedule made to measure is sought for up to 5 seconds besides.
         gap: relative distance from the proven bound at which a solver may stop.
-        stages: pipeline stages, which take the outermost devices of the mesh; 1: none.
+        stages: pipeline stages, which take the outermost devices of the mesh; 1: none. If None they are searched, but
+            not where something else that is fixed speaks of the axes of the mesh: pins, zero, named axes,
+            mesh_search=False.
         microbatches: pieces of the batch that a step computes one after the other, adding up gradients.
         schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zb-h1"`` or ``"zb-v"`` (:mod:`autopar.schedules`);
             ``"solved"``: made to measure by a solver for the cut of the best of these, in memory and time.
@@ -72,3 +74,9 @@ class Options:
     def _refuse(name: str, value: object, supported: tuple[object, ...]) -> None:
         if value not in supported:
             raise OptionsError(f"{name}={value!r} is not supported yet; leave it out or use {supported[-1]!r}")
+
+
+def without_stages(options: Options) -> Options:
+    """``options`` with neither stages nor microbatches, unless they ask for some."""
+    asked = options.stages is not None or options.microbatches is not None or options.schedule is not None
+    return options if asked else replace(options, stages=1, microbatches=1)

@@ -184,7 +184,7 @@ def _attempts(question: Question, graph: Graph, best: float) -> Iterator[tuple[L
         yield one_stage, (options.microbatches,)
     if options.stages == 1 and options.microbatches is None and math.isinf(best):
         yield one_stage, tuple(n for n in microbatch_counts(question.batch, 1, None) if n > 1)
-    if options.stages == 1 or (devices == 1 and options.stages is None):
+    if options.stages == 1 or (options.stages is None and (devices == 1 or keeps_axes(question))):
         return
     every = [
         (layout, microbatch_counts(question.batch, layout.stages, options.microbatches))
@@ -194,6 +194,13 @@ def _attempts(question: Question, graph: Graph, best: float) -> Iterator[tuple[L
         yield from every
     else:
         yield from _promising(question, graph, best, every)
+
+
+def keeps_axes(question: Question) -> bool:
+    """Whether what is fixed speaks of the axes of the mesh, so that they are not given to stages unasked."""
+    options = question.options
+    fixed = options.zero is not None or bool(options.pins) or bool(question.axis_names) or not options.mesh_search
+    return fixed and options.schedule is None and options.microbatches is None
 
 
 def _promising(

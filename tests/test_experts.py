@@ -170,28 +170,6 @@ def test_capacity_is_exact() -> None:
     check_assignments(make_case(model, batch), (2, 2), range(2))
 
 
-class Loop(nn.Module):
-    """Experts as a list, with a loop over those that some token chose."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.experts = nn.Linear(8, 4), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        chosen, out = self.router(x).argmax(-1), torch.zeros_like(x)
-        for index, expert in enumerate(self.experts):
-            (rows,) = torch.where(chosen == index)
-            out = out.index_add(0, rows, expert(x[rows]))
-        return out.square().mean()
-
-
-def test_a_loop_over_experts_is_refused_with_what_to_do() -> None:
-    with pytest.raises(
-        autopar.TraceError, match=r"(?s)Loop.*test_experts\.py:\d+.*torch\.where\(chosen == index\).*mask"
-    ):
-        trace(Loop(), (torch.randn(6, 8),), device="cpu")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh"), [("mixtral", (2, 2)), ("gpt_oss", (4,))])
 def test_processes_agree_with_the_eager_model(name: str, mesh: tuple[int, ...]) -> None:

@@ -264,7 +264,7 @@ def test_every_rule_file_is_registered() -> None:
 
 
 def test_registers_name_operations_that_exist() -> None:
-    for op in {*RULES, *AGNOSTIC, *VARIANTS, *(name for name in LOCALISERS if name.startswith("aten."))}:
+    for op in {name for name in (*RULES, *AGNOSTIC, *VARIANTS, *LOCALISERS) if name.startswith("aten.")}:
         _, base, overload = op.split(".")
         assert hasattr(getattr(torch.ops.aten, base), overload), op
     assert AGNOSTIC - set(RULES) == set()

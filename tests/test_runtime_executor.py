@@ -172,7 +172,7 @@ def tiny_program(coordinate: tuple[int, ...] = (0,)) -> Program:
 def test_executable_on_one_device() -> None:
     def work(rank: int, world: int) -> None:
         program = tiny_program()
-        assert instruction_axes(program) == {(0,)}
+        assert instruction_axes((program.refresh, program.forward, program.backward)) == {(0,)}
         executable = Executable(program, mesh_of_one())
         weight = torch.arange(4.0, requires_grad=True)
         (working,) = executable.refresh([weight.detach()])
