@@ -357,7 +357,7 @@ def _check(plan: Plan, base: Prepared, mesh: tuple[int, ...]) -> None:
     if devices != planned:
         stages = f"{plan.stages} stages of " if plan.stages > 1 else ""
         raise PlanMismatchError(
-            f"the plan is for {stages}mesh {plan.mesh}, {planned} devices, but the mesh is {mesh} of {devices}"
+            f"the plan is for {stages}mesh {plan.mesh} of {planned} devices, but the mesh is {mesh} of {devices}"
         )
     found = graph_hash(step_graph(base.graph, base.loss, plan.batch))
     if found != plan.graph_hash:
