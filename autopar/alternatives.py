@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from .account import parameter_bytes, trained
+from .account import accumulator_bytes, parameter_bytes
 from .assignment import Assignment, ParameterPlacement
 from .graph import REST, Graph
 from .instance import Choice, Instance
 from .plan import Alternative, Alternatives, Holding, PlanNode
-from .prices import local_bytes
+from .prices import Prices, local_bytes
 from .problem import Floats, Ints, Problem, Transfer
+from .repeats import Repeats
 from .restrict import module_outputs
 from .spec import short
 
@@ -38,7 +39,7 @@ def answers(instance: Instance, assignment: Assignment, chosen: Ints) -> dict[st
         "nodes": plan_nodes(graph),
         "module_nodes": module_outputs(graph),
         "gradient_values": gradients,
-        "holdings": tuple(_holdings(instance, assignment)),
+        "holdings": tuple(holdings(graph, assignment, instance.prices, instance.optimizer, instance.repeats)),
         "alternatives": alternatives(instance, chosen),
     }
 
@@ -59,20 +60,27 @@ def plan_nodes(graph: Graph) -> dict[str, PlanNode]:
     return found
 
 
-def _holdings(instance: Instance, assignment: Assignment) -> Iterator[Holding]:
+def holdings(
+    graph: Graph, assignment: Assignment, prices: Prices, optimizer: str, repeats: Repeats
+) -> Iterator[Holding]:
     """What :func:`autopar.account.memory` adds up, item by item."""
-    graph, prices, learns = instance.graph, instance.prices, set(trained(instance.graph))
+    made = {o.name: o.value for o in graph.outputs if o.kind == "gradient" and o.value is not None}
     for node in graph.nodes:
         if node.op == "param":
             place = assignment.parameters[node.name]
-            parts = parameter_bytes(prices, node.type, place, instance.optimizer)
-            for kind, count in zip(("weight", "gradient", "optimizer"), parts, strict=True):
-                if count and (kind == "weight" or node.target in learns):
-                    yield Holding(kind, node.name, node.target.rpartition(".")[0], count)
+            weight, gradient, state = parameter_bytes(prices, node.type, place, optimizer)
+            parts = {"weight": weight}
+            if node.target in made:
+                raw = assignment.placements_of(made[node.target])
+                held = gradient + accumulator_bytes(prices, node.type, raw, repeats)
+                parts |= {"gradient": held, "optimizer": state}
+            module = node.target.rpartition(".")[0]
+            yield from (Holding(kind, node.name, module, count) for kind, count in parts.items() if count)
         elif node.is_placeholder or node.op == REST:
-            kind = "activation" if node.op == REST else "input"
             count = local_bytes(node.type, assignment.strategies[node.name].outputs[0], prices.mesh)
-            yield Holding(kind, node.name, node.module, count)
+            kept = node.op in (REST, "receive")
+            held = count * repeats.in_flight if kept else count
+            yield Holding("activation" if kept else "input", node.name, node.module, held)
 
 
 def alternatives(instance: Instance, chosen: Ints, kept: int = KEPT) -> dict[str, Alternatives]:

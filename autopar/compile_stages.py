@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autopar.passes.cut_candidates import cuts_for_owners
 from autopar.passes.microbatch import Microbatched, microbatch, split_inputs
@@ -25,10 +25,11 @@ from .pipeline import PipelineProgram
 from .plan import Plan
 from .planned_pipeline import PlannedPipeline
 from .prices import BUCKET_BYTES, Prices
-from .refit import refit
+from .refit import refit_plan
 from .schedule import Schedule, loop_placement
 from .schedule_messages import forward_only
 from .schedules import SCHEDULES
+from .spec import coordinate_of
 from .stage_chunks import place_chunks
 from .stage_prices import bill_stages, wire_prices
 from .stage_search import scheduled
@@ -72,9 +73,7 @@ class StageCompiler:
         before = self.annotate(InsertRests()(self._pieces(planned, symbolic).graph))
         pieces = self._pieces(graph, symbolic)
         after = self.annotate(InsertRests()(pieces.graph))
-        known = self._choices(before)
-        own = {name: choice for name, choice in known.strategies.items() if name in before}
-        assignment = refit(replace(known, strategies=own), before, after)
+        assignment = refit_plan(self.plan, before, after)
         names = {old.name: new.name for old, new in zip(before.nodes, after.nodes, strict=True)}
         staged = cut(pieces, tuple(names[name] for name in self.pipeline.cuts))
         return self._program(pieces, staged, assignment, after, checked=True)
@@ -107,8 +106,8 @@ class StageCompiler:
         chunks, wires = place_chunks(staged, whole, prices, links, self.pipeline.wires)
         if checked:
             peak = max(bill_stages(chunks, wires, schedule, prices, links, self.optimizer).peaks)
-            self._check_memory(peak, pieces)
-        coordinate = _coordinate(self.index, (self.plan.stages, *self.plan.mesh))
+            check_memory(self.plan, peak, pieces.graph, "microbatches of ")
+        coordinate = coordinate_of(self.index, (self.plan.stages, *self.plan.mesh))
         return pipeline_program(pieces, staged, chunks, wires, schedule, coordinate, prices.path, BUCKET_BYTES)
 
     def _schedule(self, staged: Staged, pieces: Microbatched) -> Schedule:
@@ -123,14 +122,16 @@ class StageCompiler:
         same = made.edges == planned.edges and made.microbatches == planned.microbatches
         return planned if same else made
 
-    def _check_memory(self, peak: int, pieces: Microbatched) -> None:
-        if peak > self.plan.memory_limit:
-            shapes = ", ".join(f"{n.target} {n.type}" for n in pieces.graph.placeholders("input"))
-            raise InfeasibleError(
-                f"the plan made for batch {self.plan.batch} needs {peak} bytes per device for microbatches of "
-                f"({shapes}), more than its limit of {self.plan.memory_limit}; use a smaller batch, or make a plan "
-                "for this one"
-            )
+
+def check_memory(plan: Plan, peak: int, graph: Graph, what: str = "") -> None:
+    """Refuses a batch that the plan can run but the device cannot hold: ``peak`` bytes for ``graph``, which computes
+    ``what`` of it. Raises :class:`InfeasibleError`."""
+    if peak > plan.memory_limit:
+        shapes = ", ".join(f"{node.target} {node.type}" for node in graph.placeholders("input"))
+        raise InfeasibleError(
+            f"the plan made for batch {plan.batch} needs {peak} bytes per device for {what}({shapes}), more than its "
+            f"limit of {plan.memory_limit}; use a smaller batch, or make a plan for this one"
+        )
 
 
 def _divides(graph: Graph, symbolic: Graph, count: int) -> bool:
@@ -138,12 +139,3 @@ def _divides(graph: Graph, symbolic: Graph, count: int) -> bool:
     dims = split_inputs(symbolic)
     sizes = [int(n.type.shape[d]) for n in graph.placeholders("input") if (d := dims.get(n.target)) is not None]
     return count == 1 or (bool(sizes) and all(size % count == 0 for size in sizes))
-
-
-def _coordinate(index: int, mesh: tuple[int, ...]) -> tuple[int, ...]:
-    """Where rank ``index`` lies on a row-major ``mesh``."""
-    found = []
-    for size in reversed(mesh):
-        found.append(index % size)
-        index //= size
-    return tuple(reversed(found))

@@ -30,8 +30,8 @@ from autopar.runtime.groups import AxisGroup
 from .account import memory
 from .assignment import Assignment
 from .cluster import Cluster
-from .compile_stages import StageCompiler
-from .errors import InfeasibleError, PlanMismatchError
+from .compile_stages import StageCompiler, check_memory
+from .errors import PlanMismatchError
 from .graph import Dim, Graph
 from .options import Options, without_stages
 from .pipeline import PipelineProgram
@@ -41,6 +41,7 @@ from .prices import BUCKET_BYTES, Prices
 from .program import Program
 from .refit import refit
 from .search import answer
+from .spec import coordinate_of
 from .trace import Traced, trace
 from .trace_call import describe_call
 
@@ -214,7 +215,8 @@ class Compiler:
             other = self._annotated_alike(step_graph(base.graph, base.loss, batch))
             _check_same_model(known, other)
             assignment = refit(assignment, known, other)
-            self._check_memory(other, assignment)
+            prices = Prices.of(self.cluster, self.plan.mesh, other)
+            check_memory(self.plan, memory(other, assignment, prices, self.options.optimizer).peak, other)
         whole = base.graph if request.outputs == "all" else replace(base.graph, outputs=_loss_outputs(base))
         sizes = {name: batch for name, _ in whole.symbols}
         return self._lowered(InsertRests()(whole.without_dead().at(**sizes)), assignment, other, base)
@@ -288,32 +290,11 @@ class Compiler:
     def _lowered(self, graph: Graph, assignment: Assignment, annotated: Graph, base: Prepared) -> Compiled:
         assert self.plan is not None
         prices = Prices.of(self.cluster, self.plan.mesh, annotated)
-        job = Lowering(graph, assignment, self._coordinate(), prices.path, BUCKET_BYTES)
+        job = Lowering(graph, assignment, coordinate_of(self.ranks.index, self.plan.mesh), prices.path, BUCKET_BYTES)
         program = overlap(lower(job, graph.outputs))
         text = f"{self.plan.to_json()}{graph.to_text()}{_messages(program)}{torch.__version__}"
         fingerprint = hashlib.sha256(text.encode()).hexdigest()
         return Compiled(program, base.traced.signature, self.plan, fingerprint)
-
-    def _check_memory(self, graph: Graph, assignment: Assignment) -> None:
-        """Refuses a batch that the plan can run but the device cannot hold."""
-        assert self.plan is not None
-        prices = Prices.of(self.cluster, self.plan.mesh, graph)
-        peak = memory(graph, assignment, prices, self.options.optimizer).peak
-        if peak > self.plan.memory_limit:
-            shapes = ", ".join(f"{node.target} {node.type}" for node in graph.placeholders("input"))
-            raise InfeasibleError(
-                f"the plan made for batch {self.plan.batch} needs {peak} bytes per device for ({shapes}), "
-                f"more than its limit of "
-                f"{self.plan.memory_limit}; use a smaller batch, or make a plan for this one"
-            )
-
-    def _coordinate(self) -> tuple[int, ...]:
-        assert self.plan is not None
-        left, found = self.ranks.index, []
-        for size in reversed(self.plan.mesh):
-            found.append(left % size)
-            left //= size
-        return tuple(reversed(found))
 
 
 def _messages(program: Program) -> list[tuple[str, Any]]:

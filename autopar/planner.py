@@ -66,6 +66,10 @@ class Answer:
     assignment: Assignment
     account: Account
 
+    @property
+    def prices(self) -> Prices:
+        return self.instance.prices
+
 
 @dataclass
 class Timings:
@@ -115,14 +119,18 @@ def graph_hash(graph: Graph) -> str:
     return hashlib.sha256(graph.to_text().encode()).hexdigest()[:16]
 
 
+def axes_are_fixed(question: Question) -> bool:
+    """Whether the axes of the mesh are spoken of, so that they cannot be regrouped."""
+    return not question.options.mesh_search or bool(question.options.pins) or bool(question.axis_names)
+
+
 def mesh_candidates(question: Question) -> list[tuple[int, ...]]:
     """The mesh as given; if it has one axis and may be regrouped, its devices split into two axes every way. Placements
     that coincide on both axes make them one, so that the single axis is among them."""
     given = question.mesh
     devices = math.prod(given)
-    fixed = not question.options.mesh_search or bool(question.options.pins) or bool(question.axis_names)
     splits: list[tuple[int, ...]] = [(k, devices // k) for k in range(2, devices) if devices % k == 0]
-    return [given] if fixed or len(given) > 1 or not splits else splits
+    return [given] if axes_are_fixed(question) or len(given) > 1 or not splits else splits
 
 
 def memory_limit_of(question: Question) -> int:
@@ -130,14 +138,20 @@ def memory_limit_of(question: Question) -> int:
     return int(question.memory_limit or question.options.memory_limit or usable_bytes(question.cluster))
 
 
-def solve_mesh(question: Question, graph: Graph, timings: Timings) -> tuple[Answer, dict[str, Predicted | None]]:
-    """The best answer on just this mesh, and the baselines priced on it."""
+def _posed(question: Question, graph: Graph, timings: Timings) -> tuple[Graph, Instance]:
+    """The annotated graph, and the placement program of it with its layers folded."""
     with timings.phase("annotate"):
         annotated = annotate(graph, question.mesh)
         prices = Prices.of(question.cluster, question.mesh, annotated)
     with timings.phase("price"):
         apart = pinned_apart(annotated, question.options.pins)
         instance = _instance(question, fold_layers(annotated, 1, apart), prices)
+    return annotated, instance
+
+
+def solve_mesh(question: Question, graph: Graph, timings: Timings) -> tuple[Answer, dict[str, Predicted | None]]:
+    """The best answer on just this mesh, and the baselines priced on it."""
+    annotated, instance = _posed(question, graph, timings)
     with timings.phase("solve"):
         others = {line.name: _solve_baseline(question, line.instance, timings) for line in baselines(instance)}
         fitting = [s.choices for s in others.values() if _fits(instance, s)]
@@ -149,24 +163,19 @@ def solve_mesh(question: Question, graph: Graph, timings: Timings) -> tuple[Answ
         best = _read(instance, solution)
         priced = {name: _priced(instance, other, question) for name, other in others.items()}
     if _memory_binds(instance, solution):
-        best = _finer(question, annotated, prices, best, timings)
+        best = _finer(question, annotated, instance.prices, best, timings)
     return best, priced
 
 
 def solve_only(question: Question, graph: Graph, timings: Timings) -> Answer:
     """The best answer on just this mesh, without baselines. Raises :class:`InfeasibleError`."""
-    with timings.phase("annotate"):
-        annotated = annotate(graph, question.mesh)
-        prices = Prices.of(question.cluster, question.mesh, annotated)
-    with timings.phase("price"):
-        apart = pinned_apart(annotated, question.options.pins)
-        instance = _instance(question, fold_layers(annotated, 1, apart), prices)
+    annotated, instance = _posed(question, graph, timings)
     with timings.phase("solve"):
         solution = _solve(question, instance, timings)
     if solution.status == "infeasible":
         raise _infeasible(question, instance)
     best = _read(instance, solution)
-    return _finer(question, annotated, prices, best, timings) if _memory_binds(instance, solution) else best
+    return _finer(question, annotated, instance.prices, best, timings) if _memory_binds(instance, solution) else best
 
 
 def fixed_assignment(question: Question, graph: Graph, parameters: Mapping[str, ParameterPlacement]) -> Assignment:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from .assignment import Assignment
 from .errors import PlanMismatchError
 from .graph import Graph, Node
+from .plan import Plan
 from .spec import Strategy, is_shard, shard_before, shard_dim, short
 
 
@@ -35,6 +37,13 @@ def refit(assignment: Assignment, known: Graph, other: Graph) -> Assignment:
         strategies[names[name]] = after[place] if kept else same[0]
     parameters = {names[name]: place for name, place in assignment.parameters.items()}
     return Assignment(assignment.mesh, strategies, parameters)
+
+
+def refit_plan(plan: Plan, known: Graph, other: Graph) -> Assignment:
+    """:func:`refit` of the choices of ``plan``, made for ``known``. What only a cut graph has is left out."""
+    chosen = plan.assignment({node.target: node.name for node in known.placeholders("param")})
+    strategies = {name: strategy for name, strategy in chosen.strategies.items() if name in known}
+    return refit(replace(chosen, strategies=strategies), known, other)
 
 
 def _kind(strategy: Strategy) -> object:

@@ -30,11 +30,11 @@ from .planned_pipeline import PlannedPipeline
 from .planner import Answer, Question, Timings, graph_hash, make_plan, pipelined_graph, step_graph
 from .prices import Prices
 from .problem import Solution, evaluate
-from .refit import refit
+from .refit import refit_plan
 from .repeats import ONCE, Repeats
 from .search import staged_plan
 from .stage_meshes import Layout
-from .stage_search import Joint, inner_repeats, scheduled_answer
+from .stage_search import inner_repeats, scheduled_answer
 
 
 def reprice(
@@ -75,15 +75,8 @@ def reprice(
     if plan.pipeline is not None:
         return _reprice_staged(plan, plan.pipeline, question)
     other = annotate(step_graph(prepared.graph, prepared.loss, batch), plan.mesh)
-    assignment = _carried(plan, annotate(known, plan.mesh), other)
+    assignment = refit_plan(plan, annotate(known, plan.mesh), other)
     return make_plan(question, other, _answer(question, other, assignment, ONCE), {}, Timings())
-
-
-def _carried(plan: Plan, known: Graph, other: Graph) -> Assignment:
-    """The choices of ``plan``, made for the annotated graph ``known``, for that of another batch size."""
-    chosen = plan.assignment({node.target: node.name for node in known.placeholders("param")})
-    strategies = {name: strategy for name, strategy in chosen.strategies.items() if name in known}
-    return refit(replace(chosen, strategies=strategies), known, other)
 
 
 def _reprice_staged(plan: Plan, pipeline: PlannedPipeline, question: Question) -> Plan:
@@ -95,13 +88,12 @@ def _reprice_staged(plan: Plan, pipeline: PlannedPipeline, question: Question) -
     )
     known, other = (annotate(InsertRests()(one.graph), plan.mesh) for one in (before, pieces))
     repeats = inner_repeats(count, stages)
-    solved = _answer(question, other, _carried(plan, known, other), repeats)
+    solved = _answer(question, other, refit_plan(plan, known, other), repeats)
     renamed = {old.name: new.name for old, new in zip(before.graph.nodes, pieces.graph.nodes, strict=True)}
     cuts = tuple(renamed[name] for name in pipeline.cuts)
-    whole = Joint(solved.instance, solved.solution, solved.assignment, solved.account)
     layout = Layout(stages, plan.mesh, tuple(range(len(plan.mesh))))
-    made = scheduled_answer(layout, cut(pieces, cuts), cuts, pipeline.schedule, whole, question.options.optimizer)
-    return staged_plan(question, replace(question, repeats=repeats), solved, made, Timings())
+    made = scheduled_answer(layout, cut(pieces, cuts), cuts, pipeline.schedule, solved, question.options.optimizer)
+    return staged_plan(question, replace(question, repeats=repeats), made, Timings())
 
 
 def _answer(question: Question, graph: Graph, assignment: Assignment, repeats: Repeats) -> Answer:

@@ -25,6 +25,7 @@ from .planner import (
     Answer,
     Question,
     Timings,
+    axes_are_fixed,
     graph_hash,
     make_plan,
     memory_limit_of,
@@ -40,7 +41,7 @@ from .prices import Prices
 from .repeats import Repeats
 from .stage_meshes import Layout, layouts, microbatch_counts
 from .stage_plan import gradient_values, new_nodes, new_strategies, staged_holdings, staged_lines, staged_predicted
-from .stage_search import SOLVED, Ask, Joint, StagedAnswer, search
+from .stage_search import SOLVED, Ask, StagedAnswer, search
 from .stage_segments import stage_pins
 from .stage_solved import Measure, with_solved_schedule
 
@@ -199,7 +200,7 @@ def _attempts(question: Question, graph: Graph, best: float) -> Iterator[tuple[L
 def keeps_axes(question: Question) -> bool:
     """Whether what is fixed speaks of the axes of the mesh, so that they are not given to stages unasked."""
     options = question.options
-    fixed = options.zero is not None or bool(options.pins) or bool(question.axis_names) or not options.mesh_search
+    fixed = options.zero is not None or axes_are_fixed(question)
     return fixed and options.schedule is None and options.microbatches is None
 
 
@@ -252,34 +253,24 @@ def _staged(
 ) -> Found:
     names = tuple(question.axis_names[axis] for axis in layout.axes) if question.axis_names else ()
     inside = replace(question, mesh=layout.mesh, axis_names=names)
-    answers: dict[int, tuple[Question, Answer]] = {}
 
-    def solve(graph: Graph, repeats: Repeats, limit: float) -> Joint:
-        best: tuple[Question, Answer] | None = None
-        for mesh in mesh_candidates(inside):
-            asked = replace(inside, mesh=mesh, repeats=repeats, memory_limit=limit)
-            solved = solve_only(asked, graph, timings)
-            if best is None or solved.account.seconds < best[1].account.seconds:
-                best = asked, solved
-        assert best is not None
-        joint = Joint(best[1].instance, best[1].solution, best[1].assignment, best[1].account)
-        answers[id(joint.assignment)] = best
-        return joint
+    def solve(graph: Graph, repeats: Repeats, limit: float) -> Answer:
+        asked = replace(inside, repeats=repeats, memory_limit=limit)
+        solved = (solve_only(replace(asked, mesh=mesh), graph, timings) for mesh in mesh_candidates(inside))
+        return min(solved, key=lambda one: one.account.seconds)
 
     limit = float(memory_limit_of(question))
     optimizer, schedule = question.options.optimizer, question.options.schedule
     made = search(
         Ask(whole, split_inputs(question.graph), layout, count, schedule, dict(pinned), limit, optimizer, solve)
     )
-    asked, joint = answers[id(made.whole.assignment)]
-    found = _found(question, asked, joint, made, timings)
-    return replace(found, improved=partial(_improved, question, asked, joint, made, timings))
+    asked = replace(inside, mesh=made.whole.prices.mesh)
+    found = _found(question, asked, made, timings)
+    return replace(found, improved=partial(_improved, question, asked, made, timings))
 
 
-def _found(
-    question: Question, asked: Question, joint: Answer, made: StagedAnswer, timings: Timings, warning: str = ""
-) -> Found:
-    make = partial(staged_plan, question, asked, joint, made, timings, warning)
+def _found(question: Question, asked: Question, made: StagedAnswer, timings: Timings, warning: str = "") -> Found:
+    make = partial(staged_plan, question, asked, made, timings, warning)
     return Found(staged_predicted(made).step_seconds, made.layout, make, partial(_staged_figures, asked, made))
 
 
@@ -293,24 +284,23 @@ def _staged_figures(asked: Question, made: StagedAnswer) -> tuple[str, Predicted
     return f"{stages}, {schedule.name}, {count}", staged_predicted(made)
 
 
-def _improved(question: Question, asked: Question, joint: Answer, made: StagedAnswer, timings: Timings) -> Found:
+def _improved(question: Question, asked: Question, made: StagedAnswer, timings: Timings) -> Found:
     """The pipeline under a schedule made to measure, where that is asked for, or nothing is and it pays."""
     options = question.options
     if options.schedule not in (None, SOLVED):
-        return _found(question, asked, joint, made, timings)
+        return _found(question, asked, made, timings)
     limit = float(memory_limit_of(question))
     measure = Measure(options.schedule == SOLVED, limit, options.optimizer, options.time_limit, options.seed or 0)
     better, kept = with_solved_schedule(made, measure)
-    return _found(question, asked, joint, better, timings, kept)
+    return _found(question, asked, better, timings, kept)
 
 
-def staged_plan(
-    question: Question, asked: Question, joint: Answer, made: StagedAnswer, timings: Timings, warning: str = ""
-) -> Plan:
-    """The plan of a pipeline: that of the uncut graph on the mesh inside a stage, and what staging changes."""
+def staged_plan(question: Question, asked: Question, made: StagedAnswer, timings: Timings, warning: str = "") -> Plan:
+    """The plan of a pipeline: that of the uncut graph on the mesh inside a stage (``asked``), and what staging
+    changes."""
     graph = step_graph(question.graph, question.loss, question.batch)
     limited = replace(asked, memory_limit=memory_limit_of(question))
-    base = make_plan(limited, joint.instance.graph, joint, {}, timings)
+    base = make_plan(limited, made.whole.instance.graph, made.whole, {}, timings)
     several = made.layout.stages > 1
     return replace(
         base,

@@ -69,6 +69,19 @@ def shard(dim: int, before: int = 1) -> Placement:
     return Shard(dim) if before == 1 else StridedShard(dim, before)
 
 
+def coordinate_of(index: int, mesh: tuple[int, ...]) -> tuple[int, ...]:
+    """Where the ``index``-th device lies on a row-major mesh of that shape.
+
+    >>> coordinate_of(5, (2, 3))
+    (1, 2)
+    """
+    found = []
+    for size in reversed(mesh):
+        found.append(index % size)
+        index //= size
+    return tuple(reversed(found))
+
+
 def short(placements: Placements | Placement) -> str:
     """``(S(0),R)`` for people; a single placement without parentheses."""
     if isinstance(placements, tuple):

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 
 from autopar.cost import total_flops
 
-from .account import Line, LineKind, accumulator_bytes, parameter_bytes
-from .alternatives import plan_nodes
-from .graph import REST
+from .account import Line, LineKind
+from .alternatives import holdings, plan_nodes
 from .plan import Holding, PlanLine, PlanNode, Predicted
-from .prices import Prices, local_bytes
 from .repeats import Repeats
 from .spec import Strategy
-from .stage_chunks import Chunk
 from .stage_prices import StageBill, most_in_flight
 from .stage_search import StagedAnswer
 
@@ -108,28 +105,6 @@ def staged_holdings(answer: StagedAnswer) -> tuple[Holding, ...]:
     found: list[Holding] = []
     for index in bill.schedule.held[bill.fullest]:
         repeats = Repeats(bill.schedule.microbatches, most[index], accumulates=True)
-        found += _holdings(bill.chunks[index], answer.whole.prices, answer.whole.instance.optimizer, repeats)
+        chunk = bill.chunks[index]
+        found += holdings(chunk.graph, chunk.assignment, answer.whole.prices, answer.whole.instance.optimizer, repeats)
     return tuple(found)
-
-
-def _holdings(chunk: Chunk, prices: Prices, optimizer: str, repeats: Repeats) -> Iterator[Holding]:
-    """What :func:`autopar.account.memory` adds up, item by item."""
-    made = {o.name: o.value for o in chunk.graph.outputs if o.kind == "gradient" and o.value is not None}
-    for node in chunk.graph.nodes:
-        if node.op == "param":
-            place = chunk.assignment.parameters[node.name]
-            weight, gradient, state = parameter_bytes(prices, node.type, place, optimizer)
-            module = node.target.rpartition(".")[0]
-            yield Holding("weight", node.name, module, weight)
-            if node.target in made:
-                raw = chunk.assignment.placements_of(made[node.target])
-                held = gradient + accumulator_bytes(prices, node.type, raw, repeats)
-                yield Holding("gradient", node.name, module, held)
-                if state:
-                    yield Holding("optimizer", node.name, module, state)
-        elif node.is_placeholder or node.op == REST:
-            count = local_bytes(node.type, chunk.assignment.strategies[node.name].outputs[0], prices.mesh)
-            kept = node.op in (REST, "receive")
-            yield Holding(
-                "activation" if kept else "input", node.name, node.module, count * (repeats.in_flight if kept else 1)
-            )

@@ -160,17 +160,21 @@ def _edge_prices(
     chunks: tuple[Chunk, ...], wires: Mapping[Edge, Placements], prices: Prices, links: WirePrices
 ) -> dict[tuple[int, int], EdgePrice]:
     """By pair of chunks, the bytes that one rank sends forward and back."""
+    kinds = [{n.target: n.type for n in chunk.graph.placeholders("receive")} for chunk in chunks]
     sizes: dict[tuple[int, int], float] = {}
     for edge, place in wires.items():
-        node = next(n for n in chunks[edge.target].graph.placeholders("receive") if n.target == edge.name)
         key = (edge.source, edge.target)
-        sizes[key] = sizes.get(key, 0.0) + local_bytes(node.type, place, prices.mesh)
+        sizes[key] = sizes.get(key, 0.0) + local_bytes(kinds[edge.target][edge.name], place, prices.mesh)
+
+    def link(low: int, high: int) -> WirePrice:
+        return links.get((low, high)) or links.get((high, low)) or WirePrice(0.0, float("inf"))
+
     pairs = {(min(pair), max(pair)) for pair in sizes}
     return {
         (low, high): EdgePrice(
             sizes.get((low, high), 0.0),
-            links.get((low, high), links.get((high, low), WirePrice(0.0, float("inf")))).bandwidth,
-            links.get((low, high), links.get((high, low), WirePrice(0.0, float("inf")))).latency,
+            link(low, high).bandwidth,
+            link(low, high).latency,
             sizes.get((high, low), 0.0),
         )
         for low, high in sorted(pairs)

@@ -24,14 +24,11 @@ from autopar.passes.microbatch import Microbatched, microbatch
 from autopar.passes.rest import InsertRests
 from autopar.passes.stages import cut
 
-from .account import Account
-from .assignment import Assignment
 from .errors import InfeasibleError, OptionsError
 from .graph import Graph
-from .instance import Instance
 from .planned_pipeline import PlannedPipeline
-from .prices import Prices
-from .problem import Ints, Solution
+from .planner import Answer
+from .problem import Ints
 from .repeats import Repeats
 from .schedule import Edge as Link
 from .schedule import Schedule
@@ -52,25 +49,12 @@ MOST_CHUNKS = 4
 
 
 @dataclass(frozen=True)
-class Joint:
-    """The answer of the placement program for the uncut graph of one microbatch."""
-
-    instance: Instance
-    solution: Solution
-    assignment: Assignment
-    account: Account
-
-    @property
-    def prices(self) -> Prices:
-        return self.instance.prices
-
-
-@dataclass(frozen=True)
 class StagedAnswer:
-    """A cut, placed and scheduled graph; ``whole`` is the answer it was cut from."""
+    """A cut, placed and scheduled graph; ``whole`` is the answer of the placement program for the uncut graph of one
+    microbatch."""
 
     layout: Layout
-    whole: Joint
+    whole: Answer
     bill: StageBill
     pipeline: PlannedPipeline
 
@@ -93,7 +77,7 @@ class Ask:
     pins: dict[str, str]
     memory_limit: float
     optimizer: str
-    solve: Callable[[Graph, Repeats, float], Joint]
+    solve: Callable[[Graph, Repeats, float], Answer]
 
 
 def search(ask: Ask) -> StagedAnswer:
@@ -163,7 +147,7 @@ class _Cut:
 
 
 def _scheduled(
-    ask: Ask, pieces: Microbatched, candidates: tuple[CutCandidate, ...], where: dict[str, int], whole: Joint
+    ask: Ask, pieces: Microbatched, candidates: tuple[CutCandidate, ...], where: dict[str, int], whole: Answer
 ) -> Iterator[StagedAnswer]:
     """Answers for the schedules the graph has enough cuts for, those that promise most first."""
     stages = ask.layout.stages
@@ -212,7 +196,7 @@ def _ring(stages: int) -> tuple[tuple[int, int], ...]:
 
 
 def cut_answer(
-    layout: Layout, pieces: Microbatched, cuts: tuple[str, ...], kind: tuple[str, int], whole: Joint, optimizer: str
+    layout: Layout, pieces: Microbatched, cuts: tuple[str, ...], kind: tuple[str, int], whole: Answer, optimizer: str
 ) -> StagedAnswer:
     """The graph cut at ``cuts`` under the schedule ``kind`` (name, chunks per stage): placed and priced."""
     staged = cut(pieces, cuts)
@@ -221,7 +205,7 @@ def cut_answer(
 
 
 def scheduled_answer(
-    layout: Layout, staged: Staged, cuts: tuple[str, ...], schedule: Schedule, whole: Joint, optimizer: str
+    layout: Layout, staged: Staged, cuts: tuple[str, ...], schedule: Schedule, whole: Answer, optimizer: str
 ) -> StagedAnswer:
     """The cut graph under ``schedule``: placed as ``whole`` chooses, and priced."""
     pairs = tuple((edge.source, edge.target) for edge in staged.edges)
