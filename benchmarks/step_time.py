@@ -2,8 +2,8 @@
 
     python -m benchmarks.step_time [--json] [--output FILE] [--variants DDP TP ...]
 
-All variants live in one run and take turns (their order rotates), so that a busy machine slows all of them
-alike. A figure is the median over the rounds; a step takes as long as its slowest process. Before anything is
+All variants live in one run and take turns in an order drawn anew every round (the same on all processes), so that
+a busy machine slows all of them alike and none always inherits the caches and the allocator of the same other. A figure is the median over the rounds; a step takes as long as its slowest process. Before anything is
 timed, each variant must follow the losses of a single process on the same batch.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -77,8 +78,7 @@ def measure(steps: Mapping[str, Step], rounds: int, count: int, device: str) -> 
     order = list(steps)
     found: dict[str, list[float]] = {name: [] for name in order}
     for index in range(rounds):
-        turn = index % len(order)
-        for name in order[turn:] + order[:turn]:
+        for name in random.Random(index).sample(order, len(order)):
             found[name].append(timed(steps[name], count, device))
     return found
 
