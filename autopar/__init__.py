@@ -19,6 +19,9 @@ from .errors import (
     WorkerError,
 )
 from .graph import Graph
+from .layout import Layout
+from .layout_model import price
+from .layout_price import Priced
 from .options import Options
 from .plan import Plan
 from .plan_timeline import step_timeline
@@ -31,17 +34,20 @@ __all__ = [
     "Graph",
     "GraphError",
     "InfeasibleError",
+    "Layout",
     "OperatorError",
     "Options",
     "OptionsError",
     "ParallelModule",
     "Plan",
     "PlanMismatchError",
+    "Priced",
     "Report",
     "TraceError",
     "WorkerError",
     "parallelize",
     "plan",
+    "price",
     "reprice",
     "step_timeline",
     "verify",

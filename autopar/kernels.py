@@ -1,0 +1,232 @@
+"""Which operations run as one kernel, what each kernel reads and writes, and what forward has to keep for backward.
+
+Elementwise operations, reductions and copies that follow each other are one kernel: it reads what comes from outside of
+it and writes what is used outside of it. Matrix products, attention, lookups and the like are kernels of their own. Two
+operations share a kernel only if no way from one to the other leads through another kernel or a collective: each
+operation has a *depth*, the most kernels on a way to it, and a kernel is a connected set of equal depth.
+
+A value that forward would keep for elementwise use in backward is *remade* there instead, in the kernel that uses it,
+where what it is made from takes no more memory: of a normalisation the input is kept, of a gated activation the two
+products. (Compilers find the same by a minimum cut; fused kernels of training libraries are written so.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from autopar.cost import family_of
+
+from .graph import REST, VIEWS, Graph, Node, Value
+
+Moves = Callable[[Node, Node], bool]
+Alone = Callable[[Node], bool]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Nodes that run as one (views and rests among them free); ``reads`` and ``writes`` are what crosses its edge,
+    views looked through."""
+
+    nodes: tuple[Node, ...]
+    reads: tuple[Value, ...]
+    writes: tuple[Value, ...]
+
+    @property
+    def phase(self) -> str:
+        return self.nodes[0].phase
+
+    @property
+    def heavy(self) -> Node | None:
+        """The operation, if it is one that never shares its kernel."""
+        return self.nodes[0] if len(self.nodes) == 1 and is_heavy(self.nodes[0]) else None
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of a graph in order, and the values kept for backward."""
+
+    graph: Graph
+    kernels: tuple[Kernel, ...]
+    saved: tuple[Value, ...]
+    remade: Mapping[Value, tuple[Value, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def of(self) -> Mapping[str, Kernel]:
+        return {node.name: kernel for kernel in self.kernels for node in kernel.nodes}
+
+
+def is_heavy(node: Node) -> bool:
+    """Whether the node is a kernel of its own."""
+    family = family_of(node.op)
+    name = node.op.split(".")[1] if "." in node.op else node.op
+    return family.matrix is not None or name in _ALONE
+
+
+_ALONE = frozenset(
+    (
+        *("embedding", "embedding_dense_backward", "gather_rows", "index", "index_put", "_unsafe_index_put"),
+        *("index_add", "scatter", "scatter_add", "sort", "topk", "cumsum"),
+        *("experts", "some_experts", "experts_backward", "some_experts_backward"),
+    )
+)
+
+
+def origin(graph: Graph, value: Value) -> Value:
+    """What a view, or a value at rest, is a view of."""
+    node = graph[value.node]
+    while node.op in VIEWS or node.op == REST:
+        value = node.operands[0]
+        node = graph[value.node]
+    return value
+
+
+def _is_alias(node: Node) -> bool:
+    return node.op in VIEWS or node.op == REST
+
+
+def find_kernels(graph: Graph, moves: Moves, eager: Alone) -> Kernels:
+    """The kernels of a concrete graph with rests. ``moves(producer, consumer)`` says whether a value is resharded
+    between two operations, or they should not share a kernel for another reason; ``eager(node)`` whether one runs
+    alone."""
+
+    def joins(producer: Node, consumer: Node) -> bool:
+        light = not any(is_heavy(node) or eager(node) for node in (producer, consumer))
+        return light and producer.phase == consumer.phase and not moves(producer, consumer)
+
+    groups = _groups(graph, _depths(graph, joins), joins)
+    users = _users(graph)
+    kernels = tuple(_kernel(graph, nodes, users) for nodes in groups)
+    return _with_remade(graph, kernels, users, eager)
+
+
+def _real_operands(graph: Graph, node: Node) -> list[Value]:
+    return [origin(graph, value) for value in node.operands]
+
+
+def _depths(graph: Graph, joins: Moves) -> dict[str, int]:
+    depth: dict[str, int] = {}
+    for node in graph.nodes:
+        if node.is_placeholder or _is_alias(node):
+            continue
+        deepest = 0
+        for value in _real_operands(graph, node):
+            producer = graph[value.node]
+            if not producer.is_placeholder:
+                step = 0 if joins(producer, node) else 1
+                deepest = max(deepest, depth[producer.name] + step)
+        depth[node.name] = deepest
+    return depth
+
+
+def _groups(graph: Graph, depth: Mapping[str, int], joins: Moves) -> list[list[Node]]:
+    parent = {name: name for name in depth}
+
+    def root(name: str) -> str:
+        while parent[name] != name:
+            parent[name] = parent[parent[name]]
+            name = parent[name]
+        return name
+
+    for node in graph.nodes:
+        if node.name in depth:
+            for value in _real_operands(graph, node):
+                producer = graph[value.node]
+                level = depth.get(producer.name) == depth[node.name]
+                if level and joins(producer, node):
+                    parent[root(node.name)] = root(producer.name)
+    found: dict[str, list[Node]] = {}
+    for node in graph.nodes:
+        if node.name in depth:
+            found.setdefault(root(node.name), []).append(node)
+    return list(found.values())
+
+
+def _users(graph: Graph) -> dict[Value, list[Node]]:
+    """The real operations that use each value, views looked through."""
+    found: dict[Value, list[Node]] = {}
+    for node in graph.nodes:
+        if not _is_alias(node):
+            for value in dict.fromkeys(_real_operands(graph, node)):
+                found.setdefault(value, []).append(node)
+    return found
+
+
+def _kernel(graph: Graph, nodes: list[Node], users: Mapping[Value, list[Node]]) -> Kernel:
+    inside = {node.name for node in nodes}
+    results = {origin(graph, value) for value in graph.output_values}
+    reads = dict.fromkeys(value for node in nodes for value in _real_operands(graph, node) if value.node not in inside)
+    made = (Value(node.name, i) for node in nodes for i, kind in enumerate(node.types) if kind is not None)
+    writes = [v for v in made if v in results or any(user.name not in inside for user in users.get(v, ()))]
+    return Kernel(tuple(nodes), tuple(reads), tuple(writes))
+
+
+def _with_remade(graph: Graph, kernels: tuple[Kernel, ...], users: Mapping[Value, list[Node]], eager: Alone) -> Kernels:
+    """Decides kernel by kernel, the last first, what is kept and what is remade."""
+
+    def fusable(node: Node) -> bool:
+        return not is_heavy(node) and not eager(node)
+
+    wanted = dict.fromkeys(_kept_for_backward(graph, users))
+    remade: dict[Value, tuple[Value, ...]] = {}
+    for kernel in reversed(kernels):
+        if kernel.phase != "forward" or not fusable(kernel.nodes[0]):
+            continue
+        candidates = [v for v in kernel.writes if v in wanted and all(map(fusable, _users_in_backward(v, users)))]
+        sources = {v: _sources(graph, v, kernel) for v in candidates}
+        needed = dict.fromkeys(s for found in sources.values() for s in found if not graph[s.node].is_placeholder)
+        price = sum(_bytes(graph, s) for s in needed if s not in wanted)
+        if candidates and price <= sum(_bytes(graph, v) for v in candidates):
+            remade.update(sources)
+            for value in candidates:
+                del wanted[value]
+            wanted.update(needed)
+    order = {node.name: i for i, node in enumerate(graph.nodes)}
+    saved = tuple(sorted(wanted, key=lambda v: (order[v.node], v.index)))
+    return Kernels(graph, tuple(_remaking(kernel, remade, users) for kernel in kernels), saved, remade)
+
+
+def _kept_for_backward(graph: Graph, users: Mapping[Value, list[Node]]) -> Iterable[Value]:
+    for value, found in users.items():
+        node = graph[value.node]
+        if node.phase == "forward" and not node.is_placeholder and any(user.phase == "backward" for user in found):
+            yield value
+
+
+def _users_in_backward(value: Value, users: Mapping[Value, list[Node]]) -> list[Node]:
+    return [user for user in users.get(value, ()) if user.phase == "backward"]
+
+
+def _sources(graph: Graph, value: Value, kernel: Kernel) -> tuple[Value, ...]:
+    """What the kernel needs from outside to make ``value``."""
+    inside = {node.name for node in kernel.nodes}
+    needed, found = {value.node}, dict[Value, None]()
+    for node in reversed(kernel.nodes):
+        if node.name in needed:
+            for operand in _real_operands(graph, node):
+                if operand.node in inside:
+                    needed.add(operand.node)
+                else:
+                    found[operand] = None
+    return tuple(found)
+
+
+def _bytes(graph: Graph, value: Value) -> int:
+    return int(graph.type_of(value).bytes)
+
+
+def _remaking(kernel: Kernel, remade: Mapping[Value, tuple[Value, ...]], users: Mapping[Value, list[Node]]) -> Kernel:
+    """The kernel, reading what remade values are made from, and not writing what only backward would read."""
+    inside = {node.name for node in kernel.nodes}
+    reads = dict.fromkeys(s for value in kernel.reads for s in _from(value, kernel, remade))
+
+    def is_read(value: Value) -> bool:
+        later = (user for user in users.get(value, ()) if user.name not in inside)
+        return value not in remade or any(user.phase == "forward" for user in later)
+
+    return Kernel(kernel.nodes, tuple(reads), tuple(filter(is_read, kernel.writes)))
+
+
+def _from(value: Value, kernel: Kernel, remade: Mapping[Value, tuple[Value, ...]]) -> tuple[Value, ...]:
+    return remade.get(value, (value,)) if kernel.phase == "backward" else (value,)

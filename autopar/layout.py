@@ -1,0 +1,111 @@
+"""A layout people choose by hand: degrees of parallelism, microbatches, schedule, recomputation, resting places."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from .errors import OptionsError
+
+Recompute = Literal["none", "selective", "full"]
+Overlap = Literal["gradient", "weight", "message", "tensor"]
+_DEGREES = ("tensor", "pipeline", "data", "context", "expert", "microbatch", "interleave")
+_CHOICES = {"recompute": ("none", "selective", "full"), "zero": (0, 1, 2, 3), "precision": ("fp32", "bf16", "fp16")}
+_OVERLAPS = ("gradient", "weight", "message", "tensor")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How devices share a training step, in the terms of the field.
+
+    Args:
+        tensor, pipeline, data, context: devices among which weights, layers, the batch and the sequence are divided;
+            their product is the number of devices, tensor innermost, pipeline outermost.
+        expert: devices among which experts are divided, out of ``data`` x ``context``.
+        microbatch: samples that one data rank computes at a time.
+        interleave: chunks of layers on each pipeline stage.
+        recompute: what backward computes again: nothing, the insides of attention (everything between a product of
+            two activations and the next), or whole layers from their inputs.
+        sequence_parallel: whether what lies between tensor-parallel regions is divided along the sequence.
+        zero: 1 shards the optimizer state over data ranks, 2 gradients too, 3 weights too.
+        schedule: by name (:mod:`autopar.schedules`); default ``"1f1b"``, ``"interleaved"`` with several chunks.
+        precision: what is computed in; reduced ones keep fp32 master weights and add gradients up in fp32.
+        overlap: what travels while devices compute: ``"gradient"`` reductions under the last backward, ``"weight"``
+            gathers under the layer before, ``"message"`` s between stages, ``"tensor"`` (and context) collectives
+            under the products next to them.
+        eager: modules (globs of paths) whose elementwise operations run one by one, each reading and writing memory;
+            everywhere else a run of them is one kernel, and what backward can cheaply compute again is not kept.
+        offload: whether optimizer states rest in host memory.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    context: int = 1
+    expert: int = 1
+    microbatch: int = 1
+    interleave: int = 1
+    recompute: Recompute = "none"
+    sequence_parallel: bool = False
+    zero: Literal[0, 1, 2, 3] = 0
+    schedule: str | None = None
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    overlap: tuple[Overlap, ...] = ("gradient", "weight", "message")
+    eager: tuple[str, ...] = ()
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        for name in _DEGREES:
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise OptionsError(f"Layout({name}={value!r}): not a positive whole number")
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise OptionsError(f"Layout({name}={getattr(self, name)!r}): one of {', '.join(map(repr, known))}")
+        unknown = [one for one in self.overlap if one not in _OVERLAPS]
+        if unknown:
+            raise OptionsError(f"Layout(overlap=...): {unknown[0]!r} is none of {', '.join(_OVERLAPS)}")
+        if (self.data * self.context) % self.expert:
+            raise OptionsError(
+                f"Layout(expert={self.expert}): experts are divided among data x context ranks, and {self.expert} "
+                f"does not divide {self.data} x {self.context}"
+            )
+
+    @property
+    def devices(self) -> int:
+        return self.stage_devices * self.pipeline
+
+    @property
+    def stage_devices(self) -> int:
+        """Devices of one pipeline stage."""
+        return self.data * self.context * self.tensor
+
+    @property
+    def chunks(self) -> int:
+        return self.pipeline * self.interleave
+
+    @property
+    def schedule_name(self) -> str:
+        return self.schedule or ("interleaved" if self.interleave > 1 else "1f1b")
+
+    def microbatches(self, batch: int) -> int:
+        """How many microbatches a data rank computes of a global ``batch``. Raises :class:`OptionsError` if they do
+        not come out even."""
+        if batch % (self.data * self.microbatch):
+            sizes = [d for d in range(1, batch // self.data + 1) if batch % (self.data * d) == 0] or [batch]
+            nearest = min(sizes, key=lambda size: abs(size - self.microbatch))
+            raise OptionsError(
+                f"a batch of {batch} does not divide into {self.data} data ranks x microbatches of "
+                f"{self.microbatch}; a microbatch of {nearest} does"
+                if batch % self.data == 0
+                else f"a batch of {batch} does not divide among {self.data} data ranks; "
+                f"{math.ceil(batch / self.data) * self.data} does"
+            )
+        return batch // (self.data * self.microbatch)
+
+    def __str__(self) -> str:
+        """What differs from one device: ``tensor=8 pipeline=8 microbatch=1``."""
+        said = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
+        found = [f"{name}={value}" for name, value, default in said if value != default or name == "microbatch"]
+        return " ".join(found)

@@ -1,0 +1,95 @@
+"""What a layout holds on each pipeline rank: weights, gradients, optimizer state, activations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .layout import Layout
+from .layout_sections import Section, Weight
+from .schedules import SCHEDULES
+
+MASTER_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes on a device of one pipeline rank, by part."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.working
+
+
+def gradient_bytes(layout: Layout) -> int:
+    """Bytes of an element of a gradient that is added up: fp32 whatever is computed in."""
+    return MASTER_BYTES
+
+
+def state_bytes(layout: Layout) -> int:
+    """Bytes of optimizer state of an element: Adam's two moments, and the master weight of reduced precisions."""
+    return 2 * MASTER_BYTES + (MASTER_BYTES if layout.precision != "fp32" else 0)
+
+
+def data_ranks(weight: Weight, layout: Layout) -> int:
+    """Over how many devices ZeRO divides what belongs to a weight."""
+    return layout.data * layout.context
+
+
+def held_by(rank: int, chunks: Sequence[Sequence[Section]], layout: Layout, microbatches: int) -> Held:
+    """What pipeline rank ``rank`` holds, whose chunks consist of the given sections."""
+    weights = gradients = optimizer = 0
+    for section in (section for chunk in chunks for section in chunk):
+        for weight in section.weights:
+            shards = data_ranks(weight, layout)
+            weights += weight.elements * weight.itemsize // (shards if layout.zero >= 3 else 1)
+            gradients += weight.elements * gradient_bytes(layout) // (shards if layout.zero >= 2 else 1)
+            optimizer += weight.elements * state_bytes(layout) // (shards if layout.zero >= 1 else 1)
+    gathered = _gathered(chunks, layout)
+    activations = _activations(rank, chunks, layout, microbatches)
+    return Held(
+        weights + gathered, gradients, 0 if layout.offload else optimizer, activations, _working(chunks, layout)
+    )
+
+
+def _gathered(chunks: Sequence[Sequence[Section]], layout: Layout) -> int:
+    """Whole weights of the two sections that are at work or fetched, and the gradient of one."""
+    if layout.zero < 3:
+        return 0
+    sizes = sorted(
+        sum(weight.elements * weight.itemsize for weight in section.weights) for chunk in chunks for section in chunk
+    )
+    return sum(sizes[-2:]) + sizes[-1]
+
+
+def _activations(rank: int, chunks: Sequence[Sequence[Section]], layout: Layout, microbatches: int) -> int:
+    """Saved by the microbatches in flight. What comes after the layers is in flight once: its backward follows its
+    forward at once."""
+    pairs = SCHEDULES[layout.schedule_name].in_flight(rank, layout.pipeline, microbatches, layout.interleave)
+    often = pairs / layout.interleave
+    kept = sum(
+        _saved(section, layout, i == 0) for chunk in chunks for i, section in enumerate(chunk) if section.is_layer
+    )
+    ends = [section for chunk in chunks for section in chunk if not section.is_layer]
+    return int(often * kept) + sum(section.saved for section in ends)
+
+
+def _saved(section: Section, layout: Layout, first: bool) -> int:
+    if layout.recompute == "full":
+        return section.entry
+    kept = section.saved - (section.saved_inside if layout.recompute == "selective" else 0)
+    return kept + (section.entry if first else 0)
+
+
+def _working(chunks: Sequence[Sequence[Section]], layout: Layout) -> int:
+    """The largest results that backward of one section makes, and all that a layer saves if it is computed again."""
+    sections = [section for chunk in chunks for section in chunk]
+    again = {"none": 0, "selective": max(s.saved_inside for s in sections)}
+    whole = max((s.saved for s in sections if s.is_layer), default=0)
+    return again.get(layout.recompute, whole) + 2 * max(section.working for section in sections)

@@ -1,0 +1,82 @@
+"""A model ready to be priced under layouts: traced once, short, with what was placed and billed remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from .api import Batch, split_batch
+from .cluster import Cluster
+from .compiler import Prepared, batch_size, prepare
+from .depth import Depth, shortened
+from .layout import Layout
+from .layout_place import Placed, place
+from .layout_price import Priced, price_sections
+from .layout_sections import Sections, bill_sections
+from .options import Options
+from .planner import step_graph
+
+
+@dataclass(frozen=True, eq=False)
+class LayoutModel:
+    """See the module docstring; ``batch`` is the global batch that layouts divide."""
+
+    prepared: Prepared
+    depth: Depth
+    batch: int
+    _sections: dict[object, Sections] = field(default_factory=dict)
+    _placed: dict[object, Placed] = field(default_factory=dict)
+
+    @staticmethod
+    def of(model: nn.Module, batch: Batch, loss_fn: Callable[..., torch.Tensor] | None = None) -> LayoutModel:
+        """``model`` traced with two layers of each kind. Raises :class:`TraceError`."""
+        args, kwargs = split_batch(batch)
+        with shortened(model) as depth:
+            prepared = prepare(model, args, kwargs, device="cpu", loss_fn=loss_fn, training=True)
+        return LayoutModel(prepared, depth, batch_size(args, kwargs))
+
+    def price(self, layout: Layout, cluster: Cluster, batch: int | None = None, limit: int | None = None) -> Priced:
+        """The price of ``layout`` on ``cluster`` for a global batch, and memory of ``limit`` bytes."""
+        return price_sections(self.sections(layout, cluster), layout, batch or self.batch, cluster, limit)
+
+    def sections(self, layout: Layout, cluster: Cluster) -> Sections:
+        key = (layout.tensor, layout.context, layout.microbatch, layout.sequence_parallel, layout.eager, cluster)
+        if key not in self._sections:
+            self._sections[key] = bill_sections(self.placed(layout, cluster), self.depth, layout)
+        return self._sections[key]
+
+    def placed(self, layout: Layout, cluster: Cluster) -> Placed:
+        key = (layout.tensor, layout.context, layout.microbatch, layout.sequence_parallel, cluster)
+        if key not in self._placed:
+            graph = step_graph(self.prepared.graph, self.prepared.loss, layout.microbatch)
+            self._placed[key] = place(graph, layout, cluster)
+        return self._placed[key]
+
+
+def price(
+    model: nn.Module,
+    batch: Batch,
+    cluster: str | Cluster,
+    *,
+    layout: Layout,
+    options: Options | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+) -> Priced:
+    """What a step of ``model`` on global batches like ``batch`` takes under a layout chosen by hand, and whether it
+    fits: the prices, placements and schedules are those that planning uses. The model is priced in the dtype it is in.
+
+    Args:
+        cluster: the hardware: a name, a file or a :class:`Cluster`.
+        options: ``memory_limit`` counts; default the device's memory less its reserve.
+        loss_fn: as for :func:`autopar.plan`.
+
+    Raises:
+        TraceError: the model cannot be captured.
+        OptionsError: layers, batch or devices do not divide so.
+    """
+    hardware = Cluster.get(cluster)
+    limit = (options or Options()).memory_limit
+    return LayoutModel.of(model, batch, loss_fn).price(layout, hardware, limit=limit)

@@ -1,0 +1,103 @@
+"""Where a layout puts every tensor: the placement program, restricted to what the layout says.
+
+One data rank's share of a step is placed on the mesh (context, tensor): on the context axis inputs lie in shards of
+their dim 1, the sequence, and weights whole; on the tensor axis inputs lie whole, every matrix of weights is divided
+and no weight is gathered. Which matrix is divided by rows and which by columns follows from solving: it is what
+communicates least. Without sequence parallelism no activation may be divided along the sequence on the tensor axis;
+which dim of each tensor that is is found by placing the sequence alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch.distributed.tensor import Shard
+
+from autopar.passes.annotate import annotate
+from autopar.passes.fold import fold_layers
+
+from .assignment import Assignment, ParameterPlacement
+from .cluster import Cluster
+from .errors import OptionsError
+from .graph import Graph, Node, TensorType
+from .instance import Choice, Instance, build_instance
+from .layout import Layout
+from .prices import Prices, exchanged_bytes, placement_options
+from .reshard import Hop
+from .restrict import Allowed, with_choices
+from .solve import solve
+from .spec import REPLICATE, Placement, is_shard
+
+SECONDS = 20.0
+GAP = 0.005
+CONTEXT, TENSOR = 0, 1
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A step graph at one microbatch, and how it lies on the mesh (context, tensor)."""
+
+    graph: Graph
+    assignment: Assignment
+    prices: Prices
+
+
+def place(graph: Graph, layout: Layout, cluster: Cluster) -> Placed:
+    """The placements of ``layout``. Raises :class:`OptionsError` if the model cannot be divided so."""
+    mesh = (layout.context, layout.tensor)
+    annotated = annotate(graph, mesh)
+    kind = Prices if layout.sequence_parallel else _ReducedOnly
+    prices = kind(cluster, mesh, placement_options(annotated, mesh), exchanged_bytes(annotated))
+    instance = build_instance(fold_layers(annotated, 1), prices, optimizer="sgd", memory_limit=math.inf)
+    allowed = _all_of(_weights(instance), _inputs(layout))
+    found = solve(with_choices(instance, allowed, gathers=False).problem, time_limit=SECONDS, gap=GAP)
+    if found.status == "infeasible":
+        raise OptionsError(f"the model cannot be laid out as {layout}: no placements communicate what it would need")
+    return Placed(annotated, instance.assignment(found.choices), prices)
+
+
+class _ReducedOnly(Prices):
+    """Prices at which only all-reduces can be had on the tensor axis."""
+
+    def hop(self, kind: TensorType, hop: Hop, *, bucketed: bool = False) -> float:
+        if TENSOR in hop.axes and hop.kind not in ("all_reduce", "partial"):
+            return math.inf
+        return super().hop(kind, hop, bucketed=bucketed)
+
+
+def _all_of(*rules: Allowed) -> Allowed:
+    return lambda node, choice: all(rule(node, choice) for rule in rules)
+
+
+def _weights(instance: Instance) -> Allowed:
+    """Weights whole on the context axis; matrices divided on the tensor axis where they can be; states as weights."""
+    divisible = {
+        name
+        for name, choices in zip(instance.names, instance.choices, strict=True)
+        if any(isinstance(choice, ParameterPlacement) and is_shard(choice.weight[TENSOR]) for choice in choices)
+    }
+
+    def allowed(node: Node, choice: Choice) -> bool:
+        if not isinstance(choice, ParameterPlacement):
+            return True
+        weight = choice.weight
+        if weight[CONTEXT] != REPLICATE or not weight == choice.gradient == choice.optimizer:
+            return False
+        matrix = node.type.rank > 1 and instance.graph.classes.get(node.name, node.name) in divisible
+        return not matrix or is_shard(weight[TENSOR])
+
+    return allowed
+
+
+def _inputs(layout: Layout) -> Allowed:
+    """Inputs in shards of the sequence on the context axis, whole on the tensor axis."""
+    context: Placement = Shard(1) if layout.context > 1 else REPLICATE
+
+    def allowed(node: Node, choice: Choice) -> bool:
+        if node.op != "input" or isinstance(choice, ParameterPlacement):
+            return True
+        place = choice.outputs[0]
+        return place[TENSOR] == REPLICATE and place[CONTEXT] == (context if node.type.rank > 1 else REPLICATE)
+
+    return allowed

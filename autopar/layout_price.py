@@ -1,0 +1,236 @@
+"""The step of a layout: chunks of sections under a schedule, reductions over data ranks, the optimizer, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autopar.cost import collective_seconds, reserve, simulate
+from autopar.cost.pipeline_prices import ChunkPrice, EdgePrice, PipelinePrices
+from autopar.cost.point_to_point import message_rate
+
+from .cluster import Cluster
+from .errors import OptionsError
+from .layout import Layout
+from .layout_memory import Held, gradient_bytes, held_by, state_bytes
+from .layout_sections import Seconds, Section, Sections
+from .plan import Predicted
+from .schedules import SCHEDULES, make_schedule
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Microbatches beyond this many rounds of the pipeline repeat each other: the time of a round is extrapolated.
+ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A layout and what it was priced at: ``predicted`` as of a plan, its bytes those of the fullest pipeline rank;
+    ``held`` the bytes of every rank; ``reserved`` bytes that are not for a plan to use; ``flops`` of products of a
+    step, nothing computed again among them; ``parts`` of the step in seconds of the rank that is busiest."""
+
+    layout: Layout
+    batch: int
+    cluster: str
+    predicted: Predicted
+    held: tuple[Held, ...]
+    memory_limit: int
+    reserved: int
+    flops: float
+    parts: dict[str, float]
+
+    @property
+    def fits(self) -> bool:
+        return self.predicted.peak_bytes <= self.memory_limit
+
+    @property
+    def excess_bytes(self) -> int:
+        """By how much the fullest device is over the limit; negative: what is left free."""
+        return self.predicted.peak_bytes - self.memory_limit
+
+    @property
+    def flops_per_second(self) -> float:
+        """FLOP/s of the model per device."""
+        return self.flops / self.predicted.step_seconds / self.layout.devices
+
+
+def price_sections(
+    sections: Sections, layout: Layout, batch: int, cluster: Cluster, limit: int | None = None
+) -> Priced:
+    """The price of a layout whose sections are billed. Raises :class:`OptionsError` if layers, batch or devices do not
+    divide so."""
+    microbatches = layout.microbatches(batch)
+    if cluster.size is not None and layout.devices > cluster.size:
+        raise OptionsError(f"{layout} takes {layout.devices} devices; {cluster.name} has {cluster.size}")
+    chunks = _chunks(sections, layout)
+    step = _Step(chunks, layout, microbatches, cluster)
+    seconds = step.seconds()
+    held = tuple(
+        held_by(rank, [chunks[c] for c in _held(rank, layout)], layout, microbatches) for rank in range(layout.pipeline)
+    )
+    fullest = max(held, key=lambda one: one.total)
+    flops = sum(section.flops for chunk in chunks for section in chunk) * microbatches * layout.data
+    compute, communicate = step.busiest()
+    peak = cluster.device.flops(DTYPES[layout.precision])
+    predicted = Predicted(
+        step_seconds=seconds,
+        compute_seconds=compute,
+        comm_seconds=communicate,
+        bubble_seconds=max(0.0, seconds - compute - communicate),
+        peak_bytes=fullest.total,
+        weight_bytes=fullest.weights,
+        gradient_bytes=fullest.gradients,
+        optimizer_bytes=fullest.optimizer,
+        activation_bytes=fullest.activations,
+        temporary_bytes=fullest.working,
+        input_bytes=0,
+        mfu=flops / (seconds * layout.devices * peak),
+    )
+    limit = limit or cluster.device.memory_bytes - reserve(cluster)
+    return Priced(layout, batch, cluster.name, predicted, held, limit, reserve(cluster), flops, dict(step.parts()))
+
+
+def _held(rank: int, layout: Layout) -> list[int]:
+    placement = SCHEDULES[layout.schedule_name].placement(layout.pipeline, layout.interleave)
+    return [chunk for chunk, holder in enumerate(placement) if holder == rank]
+
+
+def _chunks(sections: Sections, layout: Layout) -> list[list[Section]]:
+    """Layers in as many chunks, equal but for one layer; the short ones are those at the ends, which have embeddings
+    and the loss besides."""
+    layers = [sections.layers[i] for i in sections.standing]
+    count = layout.chunks
+    if count > max(1, len(layers)):
+        raise OptionsError(f"{layout} cuts {len(layers)} layers into {count} chunks; at most {len(layers)} can be had")
+    small, extra = divmod(len(layers), count)
+    order = sorted(range(count), key=lambda c: -min(c, count - 1 - c))
+    sizes = [small] * count
+    for chunk in order[:extra]:
+        sizes[chunk] += 1
+    found, start = [], 0
+    for size in sizes:
+        found.append(layers[start : start + size])
+        start += size
+    return [[sections.before, *found[0]] if c == 0 else found[c] for c in range(count - 1)] + [
+        [*([sections.before] if count == 1 else []), *found[-1], sections.after]
+    ]
+
+
+class _Step:
+    """Prices of one step, kept while they are put together."""
+
+    def __init__(
+        self, chunks: Sequence[Sequence[Section]], layout: Layout, microbatches: int, cluster: Cluster
+    ) -> None:
+        self.chunks, self.layout, self.microbatches, self.cluster = chunks, layout, microbatches, cluster
+        self.mesh = (layout.data, layout.context, layout.tensor)
+        self.prices = [self.chunk_price(chunk) for chunk in chunks]
+
+    def over_data(self, kind: str, nbytes: float, extra: tuple[int, ...] = ()) -> float:
+        """Seconds of a collective over data and context ranks (and tensor ranks, if ``extra`` says so)."""
+        if nbytes == 0:
+            return 0.0
+        return collective_seconds(self.cluster, self.mesh, kind, (0, 1, *extra), nbytes)
+
+    def again(self, section: Section) -> Seconds:
+        """What backward computes again of a section."""
+        if not section.is_layer or self.layout.recompute == "none":
+            return Seconds()
+        return section.forward if self.layout.recompute == "full" else section.inside
+
+    def gradients(self, section: Section) -> float:
+        return float(sum(w.elements for w in section.weights) * gradient_bytes(self.layout))
+
+    def weights(self, section: Section) -> float:
+        return float(sum(w.elements * w.itemsize for w in section.weights))
+
+    def times(self, section: Section) -> tuple[float, float]:
+        """Seconds of forward and backward of one section, ZeRO-3's collectives included."""
+        forward, backward = section.forward.total, (section.backward + self.again(section)).total
+        if self.layout.zero < 3:
+            return forward, backward
+        gather = self.over_data("all_gather", self.weights(section))
+        scatter = self.over_data("reduce_scatter", self.gradients(section))
+        if "weight" in self.layout.overlap:
+            return max(forward, gather), max(backward, gather + scatter)
+        return forward + gather, backward + gather + scatter
+
+    def chunk_price(self, chunk: Sequence[Section]) -> ChunkPrice:
+        times = [self.times(section) for section in chunk]
+        forward, backward = sum(f for f, _ in times), sum(b for _, b in times)
+        return ChunkPrice(forward, backward / 2, backward / 2, backward=backward, reduce=self.reduce(chunk, backward))
+
+    def reduce(self, chunk: Sequence[Section], window: float) -> float:
+        """Seconds of reducing a chunk's gradients that the last backward does not hide."""
+        if self.layout.zero >= 3:
+            return 0.0
+        kind = "reduce_scatter" if self.layout.zero else "all_reduce"
+        seconds = self.over_data(kind, sum(map(self.gradients, chunk)))
+        return max(0.0, seconds - window) if "gradient" in self.layout.overlap else seconds
+
+    def update(self, rank: int) -> float:
+        """Seconds of the optimizer, and of gathering what it updated."""
+        sections = [section for c in _held(rank, self.layout) for section in self.chunks[c]]
+        elements = sum(weight.elements for section in sections for weight in section.weights)
+        shards = self.layout.data * self.layout.context if self.layout.zero else 1
+        moved = elements / shards * (gradient_bytes(self.layout) + 2 * state_bytes(self.layout) + 2)
+        seconds = moved / self.cluster.device.memory_bandwidth
+        if self.layout.zero in (1, 2):
+            seconds += self.over_data("all_gather", sum(map(self.weights, sections)))
+        return seconds
+
+    def edges(self) -> dict[tuple[int, int], EdgePrice]:
+        found = {}
+        for c in range(1, len(self.chunks)):
+            size = self.chunks[c][0].entry
+            if not self.layout.sequence_parallel:
+                size //= self.layout.tensor
+            latency, bandwidth = message_rate(self.cluster, 0, 1, self.layout.stage_devices)
+            found[c - 1, c] = EdgePrice(float(size), bandwidth, latency)
+        return found
+
+    def seconds(self) -> float:
+        """The simulated step; many microbatches are extrapolated from the last round of few."""
+        rounds, round_size = self.microbatches / self.layout.pipeline, self.layout.pipeline
+        if rounds <= ROUNDS + 1:
+            return self.simulated(self.microbatches)
+        few = round_size * ROUNDS + self.microbatches % round_size
+        last, before = self.simulated(few), self.simulated(few - round_size)
+        return last + (self.microbatches - few) / round_size * (last - before)
+
+    def simulated(self, microbatches: int) -> float:
+        update = max(map(self.update, range(self.layout.pipeline)))
+        if self.layout.chunks == 1:
+            price = self.prices[0]
+            return microbatches * (price.forward + price.whole_backward) + price.reduce + update
+        schedule = make_schedule(self.layout.schedule_name, self.layout.pipeline, microbatches, self.layout.interleave)
+        overlap = "message" in self.layout.overlap
+        return simulate(schedule, PipelinePrices(tuple(self.prices), self.edges(), update, overlap=overlap)).seconds
+
+    def busiest(self) -> tuple[float, float]:
+        """Seconds of computing and of communicating of the rank that is busy longest."""
+        return max(map(self.of_rank, range(self.layout.pipeline)), key=sum)
+
+    def of_rank(self, rank: int) -> tuple[float, float]:
+        held = _held(rank, self.layout)
+        compute = total = 0.0
+        for section in (section for c in held for section in self.chunks[c]):
+            compute += section.forward.compute + section.backward.compute + self.again(section).compute
+            total += sum(self.times(section))
+        update = self.update(rank)
+        reduce = sum(self.prices[c].reduce for c in held)
+        return self.microbatches * compute, self.microbatches * (total - compute) + reduce + update
+
+    def parts(self) -> dict[str, float]:
+        rank = max(range(self.layout.pipeline), key=lambda r: sum(self.of_rank(r)))
+        sections = [section for c in _held(rank, self.layout) for section in self.chunks[c]]
+        often = self.microbatches
+        return {
+            "forward": often * sum(s.forward.compute for s in sections),
+            "backward": often * sum(s.backward.compute for s in sections),
+            "again": often * sum(self.again(s).compute for s in sections),
+            "tensor": often * sum((s.forward + s.backward + self.again(s)).communicate for s in sections),
+            "reduce": sum(self.prices[c].reduce for c in _held(rank, self.layout)),
+            "update": self.update(rank),
+        }

@@ -1,0 +1,320 @@
+"""What one microbatch costs on one device, section by section of the model.
+
+Sections are what comes before the layers, every kept layer (:mod:`.depth`) and what comes after them. Each is billed
+from the placed graph: kernels by the roofline of their local shapes, collectives at their links, the bytes that forward
+keeps, and what it takes to compute again what recomputation did not keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import torch
+from torch.distributed.tensor import Partial
+
+from autopar.cost import compute_seconds, family_of, node_seconds
+
+from .assignment import Use, uses
+from .depth import Depth
+from .graph import REST, VIEWS, Graph, Node, TensorType, Value
+from .kernels import Kernel, Kernels, find_kernels, is_heavy, origin
+from .layout import Layout
+from .layout_place import Placed
+from .prices import local_bytes, local_type
+from .spec import Placements
+
+BEFORE, AFTER = "(before)", "(after)"
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Computing and communicating."""
+
+    compute: float = 0.0
+    communicate: float = 0.0
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(self.compute + other.compute, self.communicate + other.communicate)
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.communicate
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A trained parameter on one device of the mesh (context, tensor): its elements there and its dtype's bytes;
+    ``partial`` axes are those over which its gradient is left as a sum to be taken."""
+
+    path: str
+    elements: int
+    itemsize: int
+    partial: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Section:
+    """One section for one microbatch. ``inside`` is what of forward selective recomputation runs again; ``saved`` the
+    bytes kept for backward, ``saved_inside`` those of them that selective recomputation does not keep, ``entry`` those
+    of what comes in from the section before; ``working`` the most that one kernel makes. ``flops``: of products, all
+    devices together."""
+
+    forward: Seconds = Seconds()
+    backward: Seconds = Seconds()
+    inside: Seconds = Seconds()
+    saved: int = 0
+    saved_inside: int = 0
+    entry: int = 0
+    working: int = 0
+    flops: float = 0.0
+    weights: tuple[Weight, ...] = ()
+    is_layer: bool = False
+
+
+@dataclass(frozen=True)
+class Sections:
+    """All sections: ``layers`` in order, each with the number of layers it stands for."""
+
+    before: Section
+    layers: tuple[Section, ...]
+    after: Section
+    standing: tuple[int, ...] = field(default=())
+
+    @property
+    def every(self) -> tuple[Section, ...]:
+        """The sections of the whole model, layers repeated."""
+        return (self.before, *(self.layers[i] for i in self.standing), self.after)
+
+
+def bill_sections(placed: Placed, depth: Depth, layout: Layout) -> Sections:
+    """The sections of a placed graph of one microbatch."""
+    paths, standing = _layers(depth)
+    biller = _Biller(placed, _home(placed.graph, paths), layout)
+    layers = tuple(biller.section(path) for path in paths)
+    return Sections(biller.section(BEFORE), layers, biller.section(AFTER), standing)
+
+
+def _layers(depth: Depth) -> tuple[list[str], tuple[int, ...]]:
+    """Paths of the kept layers, and for each layer of the whole model the position of the one that stands for it."""
+    paths: list[str] = []
+    standing: list[int] = []
+    for path, kinds in depth.kinds.items():
+        standing += [len(paths) + number for number in kinds]
+        paths += [f"{path}.{number}" for number in range(max(kinds) + 1)]
+    return paths, tuple(standing)
+
+
+def _home(graph: Graph, paths: list[str]) -> Mapping[str, str]:
+    """The section of each node: by its module; of those in no layer, by whether layers came before them."""
+    homes: dict[str, str] = {}
+    begun = {"forward": False, "backward": False}
+    for node in graph.nodes:
+        where = node.target if node.op == "param" else node.module
+        found = next((path for path in paths if where == path or where.startswith(f"{path}.")), None)
+        if found is not None and not node.is_placeholder:
+            begun[node.phase] = True
+        late = begun["forward"] if node.phase == "forward" else not begun["backward"]
+        homes[node.name] = found or (AFTER if late else BEFORE)
+    for node in graph.placeholders("param"):
+        users = graph.users.get(Value(node.name), ())
+        if homes[node.name] in (BEFORE, AFTER) and users:
+            homes[node.name] = homes[users[0][0].name]
+    return homes
+
+
+class _Biller:
+    """Holds what all sections share while they are billed."""
+
+    def __init__(self, placed: Placed, homes: Mapping[str, str], layout: Layout) -> None:
+        self.placed, self.homes, self.layout = placed, homes, layout
+        self.graph, self.prices, self.assignment = placed.graph, placed.prices, placed.assignment
+        self.kernels = self._find_kernels()
+        self.varying = _varying(self.graph)
+        self.inside = _inside_attention(self.graph, self.kernels, homes)
+        self.moves = [use for use in uses(self.graph, self.assignment) if use.source != use.target]
+        self.raw = {o.name: o.value for o in self.graph.outputs if o.kind == "gradient" and o.value is not None}
+
+    def _find_kernels(self) -> Kernels:
+        placed = {(use.value, use.consumer): use.source != use.target for use in uses(self.graph, self.assignment)}
+        eager = self.layout.eager
+
+        def moves(producer: Node, consumer: Node) -> bool:
+            if self.homes[producer.name] != self.homes[consumer.name]:
+                return True
+            return any(placed.get((v, consumer.name), False) for v in consumer.operands if v.node == producer.name)
+
+        def runs_alone(node: Node) -> bool:
+            return any(fnmatchcase(node.module, pattern) for pattern in eager)
+
+        return find_kernels(self.graph, moves, runs_alone)
+
+    def section(self, name: str) -> Section:
+        forward, backward, inside, working = Seconds(), Seconds(), Seconds(), 0
+        for kernel in self.kernels.kernels:
+            if self.homes[kernel.nodes[0].name] != name:
+                continue
+            seconds = Seconds(self.seconds(kernel), 0.0)
+            working = max(working, sum(map(self.local, kernel.writes)))
+            if kernel.phase == "backward":
+                backward += seconds
+            else:
+                forward += seconds
+                if any(node.name in self.inside for node in kernel.nodes):
+                    inside += seconds
+        moved = {"forward": 0.0, "backward": 0.0}
+        for use in self.moves:
+            if use.role == "operand" and self.homes[use.consumer] == name:
+                moved[use.phase] += self.move_seconds(use)
+        saved = [value for value in self.kernels.saved if self.homes[value.node] == name]
+        return Section(
+            forward + Seconds(0.0, moved["forward"]),
+            backward + Seconds(0.0, moved["backward"]),
+            inside,
+            sum(map(self.local, saved)),
+            sum(self.local(value) for value in saved if self._stays_inside(value)),
+            self.entry(name),
+            working,
+            self.flops(name),
+            self.weights(name),
+            name not in (BEFORE, AFTER),
+        )
+
+    def _stays_inside(self, value: Value) -> bool:
+        """Whether forward uses a value inside attention only: it is remade from what goes in."""
+        users = (user for user in self._users(value) if user.phase == "forward")
+        return value.node in self.inside and all(user.name in self.inside for user in users)
+
+    def _users(self, value: Value) -> Iterator[Node]:
+        """Operations that use a value, views looked through."""
+        for user, _ in self.graph.users.get(value, ()):
+            if user.op in VIEWS or user.op == REST:
+                yield from self._users(Value(user.name))
+            else:
+                yield user
+
+    def local(self, value: Value) -> int:
+        """Bytes of a value on one device; of one that rests, as it rests."""
+        rest = next((u for u, _ in self.graph.users.get(value, ()) if u.op == REST), None)
+        place = self.assignment.placements_of(Value(rest.name) if rest is not None else value)
+        return local_bytes(self.graph.type_of(value), place, self.prices.mesh)
+
+    def seconds(self, kernel: Kernel) -> float:
+        heavy = kernel.heavy
+        if heavy is not None:
+            strategy = self.assignment.strategies[heavy.name]
+            taken = zip(map(self.graph.type_of, heavy.operands), strategy.inputs, strict=True)
+            made = zip(heavy.types, strategy.outputs, strict=True)
+            inputs = tuple(local_type(t, p, self.prices.mesh) for t, p in taken)
+            outputs = tuple(t and local_type(t, p, self.prices.mesh) for t, p in made)
+            return node_seconds(self.prices.cluster, heavy, inputs, outputs, strategy.local)
+        if all(node.op in VIEWS or node.op == REST or family_of(node.op).is_view for node in kernel.nodes):
+            return 0.0
+        moved = sum(map(self.local, (*kernel.reads, *kernel.writes)))
+        return compute_seconds(self.prices.cluster, 0.0, moved, torch.float32)
+
+    def move_seconds(self, use: Use) -> float:
+        return self.prices.table(use.kind).cost(use.source, use.target)
+
+    def entry(self, name: str) -> int:
+        """Bytes of what comes in from the sections before, in forward."""
+        found = {
+            origin(self.graph, value): local_bytes(
+                self.graph.type_of(value), self.assignment.strategies[node.name].inputs[i], self.prices.mesh
+            )
+            for node in self.graph.nodes
+            if node.phase == "forward" and not node.is_placeholder and self.homes[node.name] == name
+            for i, value in enumerate(node.operands)
+        }
+        outside = {v: size for v, size in found.items() if self._comes_in(v, name)}
+        return sum(outside.values())
+
+    def _comes_in(self, value: Value, name: str) -> bool:
+        return value.node in self.varying and self.homes[value.node] != name
+
+    def flops(self, name: str) -> float:
+        """Of the matrix products of a section, on whole tensors."""
+        found = 0.0
+        for node in self.graph.nodes:
+            family = family_of(node.op)
+            if family.matrix is not None and self.homes[node.name] == name:
+                inputs = tuple(map(self.graph.type_of, node.operands))
+                found += float(family.flops(node, inputs, node.types))
+        return found
+
+    def weights(self, name: str) -> tuple[Weight, ...]:
+        return tuple(
+            self._weight(node)
+            for node in self.graph.placeholders("param")
+            if self.homes[node.name] == name and node.target in self.raw
+        )
+
+    def _weight(self, node: Node) -> Weight:
+        place = self.assignment.parameters[node.name].weight
+        kind: TensorType = local_type(node.type, place, self.prices.mesh)
+        raw: Placements = self.assignment.placements_of(self.raw[node.target])
+        partial = tuple(axis for axis, one in enumerate(raw) if isinstance(one, Partial))
+        return Weight(node.target, int(kind.numel), node.type.dtype.itemsize, partial)
+
+
+def _inside_attention(graph: Graph, kernels: Kernels, homes: Mapping[str, str]) -> frozenset[str]:
+    """Forward nodes from a product of two activations up to the next one that takes its result, elementwise operations
+    and reductions between: the inside of attention written out."""
+    derived = _from_weights(graph)
+    products = {
+        node.name
+        for node in graph.nodes
+        if node.phase == "forward"
+        and is_heavy(node)
+        and family_of(node.op).matrix is not None
+        and not any(value.node in derived for value in node.operands)
+    }
+    after: dict[str, set[str]] = {}
+    for node in graph.nodes:
+        if node.phase != "forward" or node.is_placeholder:
+            continue
+        if node.name in products:
+            after[node.name] = {node.name}
+        elif not is_heavy(node):
+            after[node.name] = set().union(*(after.get(v.node, set()) for v in node.operands))
+    found: set[str] = set()
+    for node in graph.nodes:
+        if node.name in products:
+            for value in node.operands:
+                if after.get(value.node):
+                    found |= {node.name, *_way_back(graph, value.node, products)}
+    return frozenset(found)
+
+
+def _way_back(graph: Graph, name: str, products: set[str]) -> set[str]:
+    """Nodes from ``name`` back to the products it comes from."""
+    found, open_now = set[str](), [name]
+    while open_now:
+        node = graph[open_now.pop()]
+        if node.name in found or node.is_placeholder or (is_heavy(node) and node.name not in products):
+            continue
+        found.add(node.name)
+        if node.name not in products:
+            open_now += [value.node for value in node.operands]
+    return found
+
+
+def _varying(graph: Graph) -> frozenset[str]:
+    """Nodes that depend on weights or inputs: all else, such as a mask, is made where it is needed."""
+    found: set[str] = set()
+    for node in graph.nodes:
+        if not node.is_placeholder:
+            taken = (graph[value.node] for value in node.operands)
+            if any(one.op in ("param", "input") or one.name in found for one in taken):
+                found.add(node.name)
+    return frozenset(found)
+
+
+def _from_weights(graph: Graph) -> frozenset[str]:
+    found: set[str] = set()
+    for node in graph.nodes:
+        taken = {value.node for value in node.operands}
+        if node.op == "param" or (taken and taken <= found):
+            found.add(node.name)
+    return frozenset(found)

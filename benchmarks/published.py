@@ -1,0 +1,105 @@
+"""Prices against published measurements: ``python -m benchmarks.published FILE.jsonl... [--json]``.
+
+Each row of a file is one measured training step (or one that did not fit): its model is built from its fields, its
+layout priced on its cluster, and predicted and published seconds printed side by side; then, per file and overall, the
+mean absolute error, Kendall's tau within each sweep (one model, batch and cluster under several layouts), how much
+slower the layout that is best by our prices was measured than the best, and how often "fits" was right. Rows that
+cannot be expressed are skipped with a reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autopar.errors import AutoparError
+from autopar.layout_model import LayoutModel
+from autopar.layout_price import Priced
+
+from .published_models import NotExpressible, Shape, build
+from .published_rows import Question, question_of, read_rows
+from .published_scores import Scored, summary
+
+
+class Models:
+    """Models traced once for each shape."""
+
+    def __init__(self) -> None:
+        self.known: dict[Shape, LayoutModel] = {}
+
+    def __getitem__(self, shape: Shape) -> LayoutModel:
+        if shape not in self.known:
+            ids = torch.empty(2, shape.seq, dtype=torch.long, device="meta")
+            self.known[shape] = LayoutModel.of(build(shape), (ids, ids))
+        return self.known[shape]
+
+
+@dataclass(frozen=True)
+class Skipped:
+    row: str
+    reason: str
+
+
+def price_row(question: Question, models: Models) -> Priced:
+    return models[question.shape].price(question.layout, question.cluster, question.batch)
+
+
+def score_file(path: Path, models: Models) -> tuple[list[Scored], list[Skipped]]:
+    scored: list[Scored] = []
+    skipped: list[Skipped] = []
+    for row in read_rows(path):
+        name = str(row.get("id") or row.get("row"))
+        try:
+            question = question_of(row)
+            priced = price_row(question, models)
+        except (NotExpressible, AutoparError) as error:
+            skipped.append(Skipped(name, str(error)))
+            continue
+        scored.append(Scored(name, path.stem, question, priced))
+        print(scored[-1].line(), file=sys.stderr, flush=True)
+    return scored, skipped
+
+
+def report(files: Iterable[Path]) -> dict[str, Any]:
+    models, every, out = Models(), list[Scored](), dict[str, Any](files={})
+    start = time.time()
+    for path in files:
+        scored, skipped = score_file(path, models)
+        every += scored
+        out["files"][path.stem] = {
+            **summary(scored),
+            "rows": [one.to_json() for one in scored],
+            "skipped": [vars(one) for one in skipped],
+        }
+    out["overall"] = summary(every)
+    out["seconds"] = time.time() - start
+    return out
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--out", type=Path, help="also write the JSON there")
+    given = parser.parse_args(arguments)
+    found = report(given.files)
+    if given.out:
+        given.out.write_text(json.dumps(found, indent=1) + "\n")
+    if given.json:
+        print(json.dumps(found, indent=1))
+        return
+    for name, one in (*found["files"].items(), ("overall", found["overall"])):
+        figures = {k: v for k, v in one.items() if k not in ("rows", "skipped", "sweeps")}
+        print(f"{name:28} {figures}")
+
+
+if __name__ == "__main__":
+    main()

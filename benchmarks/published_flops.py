@@ -1,0 +1,79 @@
+"""FLOPs of a step as published figures count them: seconds follow from TFLOP/s only through the source's convention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Row = Mapping[str, Any]
+Count = Callable[[Mapping[str, Any], float], float]
+
+
+def _megatron(passes: float, head: float) -> Count:
+    """``passes`` x 24 B s l h^2 (1 + s/6h + V/(head l h)): Narayanan et al. 2021, equation 3."""
+
+    def count(model: Mapping[str, Any], tokens: float) -> float:
+        layers, hidden, seq, vocab = (model[k] for k in ("layers", "hidden", "seq", "vocab"))
+        body = 1 + seq / (6 * hidden) + vocab / (head * layers * hidden)
+        return float(passes * 24 * tokens * layers * hidden**2 * body)
+
+    return count
+
+
+def _attention(model: Mapping[str, Any], tokens: float) -> float:
+    """12 l a d s per token: both products of attention, forward and backward, not halved."""
+    inner = model["heads"] * (model.get("head_dim") or model["hidden"] / model["heads"])
+    return float(12 * model["layers"] * inner * model["seq"] * tokens)
+
+
+def _six_and_attention(model: Mapping[str, Any], tokens: float) -> float:
+    return float(6 * model["params"] * tokens + _attention(model, tokens))
+
+
+def _products(model: Mapping[str, Any]) -> float:
+    """Elements of all weights that are multiplied with: all but the embedding's table."""
+    return float(model["params"] - model["vocab"] * model["hidden"])
+
+
+CONVENTIONS: Mapping[str, Count] = {
+    "megatron_hw_full": _megatron(4, 16),
+    "megatron_model": _megatron(3, 12),
+    "6N+attn": _six_and_attention,
+    "6N": lambda model, tokens: 6 * model["params"] * tokens,
+    "8N": lambda model, tokens: 8 * model["params"] * tokens,
+    "arch": lambda model, tokens: 6 * _products(model) * tokens + _attention(model, tokens),
+    "arch_causal": lambda model, tokens: 6 * _products(model) * tokens + _attention(model, tokens) / 2,
+    "alpa_remat": _megatron(4, 10),
+}
+
+
+def published_seconds(row: Row) -> float | None:
+    """Seconds per optimizer step that the row reports, or that follow from its tokens or FLOP/s; None if none do."""
+    measured, parallel, model = row["measured"], row["parallel"], row["model"]
+    if measured.get("iter_s"):
+        return float(measured["iter_s"])
+    devices, batch = row["cluster"].get("n_gpus"), parallel.get("global_batch")
+    if not devices or not batch or not model.get("seq"):
+        return None
+    tokens = batch * model["seq"]
+    if measured.get("tokens_per_s_per_gpu"):
+        return float(tokens / measured["tokens_per_s_per_gpu"] / devices)
+    count = CONVENTIONS.get(measured.get("flops_convention", ""))
+    rate = measured.get("tflops_per_gpu") or _from_utilisation(measured)
+    if count is None or not rate:
+        return _derived(measured)
+    try:
+        return count(model, tokens) / (float(rate) * 1e12 * float(devices))
+    except KeyError:
+        return _derived(measured)
+
+
+def _derived(measured: Mapping[str, Any]) -> float | None:
+    found = measured.get("iter_s_derived")
+    return None if found is None else float(found)
+
+
+def _from_utilisation(measured: Mapping[str, Any]) -> float | None:
+    """TFLOP/s per device from a utilisation of the A100's peak, or the one given."""
+    share = measured.get("mfu")
+    return float(share) * float(measured.get("mfu_peak", 312.0)) if share else None

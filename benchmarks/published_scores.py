@@ -1,0 +1,111 @@
+"""Scores of predictions: errors, rank correlation within sweeps, best layouts, and what fits."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from autopar.layout_price import Priced
+
+from .published_rows import Question
+
+# Fewer layouts than these make no sweep.
+LEAST = 4
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A priced row."""
+
+    name: str
+    file: str
+    question: Question
+    priced: Priced
+
+    @property
+    def predicted(self) -> float:
+        return self.priced.predicted.step_seconds
+
+    @property
+    def error(self) -> float | None:
+        """Relative error of the step's seconds, positive if predicted too slow."""
+        seconds = self.question.seconds
+        return None if seconds is None else self.predicted / seconds - 1
+
+    def line(self) -> str:
+        seconds, error = self.question.seconds, self.error
+        said = "did not fit" if seconds is None else f"{seconds:9.3f} s published {error:+7.1%}"
+        fit = "fits" if self.priced.fits else "too big"
+        peak = self.priced.predicted.peak_bytes / 2**30
+        row = f"{self.file[:16]:16} {str(self.question.row['row'])[:44]:44}"
+        return f"{row} {self.predicted:9.3f} s {said} {peak:6.1f} GiB {fit}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "id": self.name,
+            "row": self.question.row.get("row"),
+            "layout": str(self.priced.layout),
+            "published_seconds": self.question.seconds,
+            "predicted_seconds": self.predicted,
+            "error": self.error,
+            "predicted_tflops_per_device": self.priced.flops_per_second / 1e12,
+            "published_tflops_per_device": self.question.row["measured"].get("tflops_per_gpu"),
+            "peak_bytes": self.priced.predicted.peak_bytes,
+            "memory_limit": self.priced.memory_limit,
+            "fits": self.priced.fits,
+            "published_oom": bool(self.question.oom),
+            "parts": self.priced.parts,
+        }
+
+
+def kendall(pairs: Sequence[tuple[float, float]]) -> float:
+    """Kendall's tau-a of (predicted, published) pairs."""
+    agree = 0
+    for (a, b), (c, d) in combinations(pairs, 2):
+        product = (a - c) * (b - d)
+        agree += (product > 0) - (product < 0)
+    return agree / (len(pairs) * (len(pairs) - 1) / 2)
+
+
+def sweeps(scored: Sequence[Scored]) -> list[list[Scored]]:
+    """Rows with a time that measure the same under several layouts."""
+    found: dict[object, list[Scored]] = {}
+    for one in scored:
+        if one.question.seconds is not None:
+            found.setdefault((one.file, *one.question.sweep), []).append(one)
+    return [rows for rows in found.values() if len(rows) >= LEAST]
+
+
+def regret(rows: Sequence[Scored]) -> float:
+    """How much slower than the best measured the row was measured that is best by our prices, of those that fit by
+    our memory (of all, if none do)."""
+    fitting = [one for one in rows if one.priced.fits] or rows
+    chosen = min(fitting, key=lambda one: one.predicted)
+    best = min(one.question.seconds or 0.0 for one in rows)
+    return (chosen.question.seconds or 0.0) / best - 1
+
+
+def summary(scored: Sequence[Scored]) -> dict[str, Any]:
+    """Figures of some rows; None where there is nothing to judge."""
+    errors = [one.error for one in scored if one.error is not None]
+    found = sweeps(scored)
+    taus = [kendall([(one.predicted, one.question.seconds or 0.0) for one in rows]) for rows in found]
+    judged = [one for one in scored if any(other.question.oom for other in scored)]
+    right = [one.priced.fits != bool(one.question.oom) for one in judged]
+    return {
+        "priced": len(scored),
+        "timed": len(errors),
+        "mean_absolute_error": statistics.fmean(map(abs, errors)) if errors else None,
+        "mean_error": statistics.fmean(errors) if errors else None,
+        "sweeps": [
+            {"rows": len(rows), "first": rows[0].name, "kendall_tau": tau, "best_is_slower_by": regret(rows)}
+            for rows, tau in zip(found, taus, strict=True)
+        ],
+        "median_kendall_tau": statistics.median(taus) if taus else None,
+        "median_best_is_slower_by": statistics.median(map(regret, found)) if found else None,
+        "fits_judged": len(judged),
+        "fits_right": statistics.fmean(right) if right else None,
+    }

@@ -1,0 +1,193 @@
+"""Layouts chosen by hand: what they divide, what they communicate, what they hold and how long they take."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+
+import pytest
+import torch
+
+import autopar
+from autopar.assignment import uses
+from autopar.cluster import Cluster
+from autopar.cost import total_flops
+from autopar.errors import OptionsError
+from autopar.layout import Layout
+from autopar.layout_model import LayoutModel
+from autopar.planner import step_graph
+from benchmarks.published_models import Decoder, Shape, build
+
+A100 = Cluster.get("dgx-a100-80gb")
+SHAPE = Shape(6, 256, 8, 8, 32, 1024, gated=False, vocab=1024, seq=128, flash=False)
+
+
+def batch(size: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.empty(size, SHAPE.seq, dtype=torch.long, device="meta")
+    return ids, ids
+
+
+@cache
+def model() -> LayoutModel:
+    return LayoutModel.of(build(SHAPE), batch())
+
+
+def price(**named: object) -> autopar.Priced:
+    return model().price(Layout(**named), A100)  # type: ignore[arg-type]
+
+
+def test_one_layer_stands_for_many() -> None:
+    """Two kept layers priced for six: the work and the weights of the whole model."""
+    deep = build(SHAPE)
+    priced = LayoutModel.of(deep, batch(8)).price(Layout(microbatch=8), A100)
+    assert len(deep.layers) == SHAPE.layers
+    weights = sum(parameter.numel() for parameter in deep.parameters())
+    assert priced.predicted.weight_bytes == 2 * weights
+    assert priced.predicted.optimizer_bytes == 12 * weights
+    ids = batch(8)
+    from autopar.compiler import prepare
+
+    whole = prepare(deep, ids, {}, device="cpu", loss_fn=None, training=True)
+    products = float(total_flops(step_graph(whole.graph, whole.loss, 8)))
+    assert products * 0.95 < priced.flops < products
+
+
+@cache
+def wide() -> LayoutModel:
+    """Wide enough that bytes count and not latencies."""
+    shape = dataclasses.replace(SHAPE, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=16384, seq=1024)
+    ids = torch.empty(2, shape.seq, dtype=torch.long, device="meta")
+    return LayoutModel.of(build(shape), (ids, ids))
+
+
+def moved(**named: object) -> list[tuple[str, str]]:
+    """(phase, kind) of the collectives of the second layer."""
+    placed = wide().placed(Layout(**named), A100)  # type: ignore[arg-type]
+    found = []
+    for use in uses(placed.graph, placed.assignment):
+        if use.role == "operand" and placed.graph[use.consumer].module.startswith("layers.1"):
+            hops = placed.prices.path(use.kind, use.source, use.target)
+            found += [(use.phase, hop.collective.kind) for hop in hops if hop.collective is not None]
+    return sorted(found)
+
+
+def test_tensor_parallel_layer_reduces_twice_each_way() -> None:
+    assert moved(tensor=4) == [("backward", "all_reduce")] * 2 + [("forward", "all_reduce")] * 2
+
+
+def test_sequence_parallel_layer_gathers_and_scatters() -> None:
+    kinds = moved(tensor=4, sequence_parallel=True)
+    assert kinds.count(("forward", "all_gather")) == 2
+    assert kinds.count(("forward", "reduce_scatter")) == 2
+    assert ("forward", "all_reduce") not in kinds
+
+
+def test_same_flops_however_divided() -> None:
+    whole = price(microbatch=4).flops
+    assert price(tensor=4, microbatch=4).flops == pytest.approx(whole)
+    assert price(pipeline=3, microbatch=4, data=4).flops == pytest.approx(whole)
+
+
+def test_recomputation_trades_memory_for_time() -> None:
+    none, selective, full = (price(microbatch=8, recompute=kind) for kind in ("none", "selective", "full"))
+    held = [one.predicted.activation_bytes for one in (none, selective, full)]
+    assert held[0] > held[1] > held[2]
+    assert none.predicted.step_seconds < selective.predicted.step_seconds < full.predicted.step_seconds
+    assert full.flops == none.flops
+
+
+def test_full_recomputation_keeps_only_the_inputs_of_layers() -> None:
+    sections = model().sections(Layout(microbatch=4), A100)
+    assert sections.layers[1].entry == 4 * SHAPE.seq * SHAPE.hidden * 2
+
+
+def test_saved_bytes_are_those_of_the_published_formula() -> None:
+    """Korthikanti et al. 2022, without dropout: norms and products keep 2 bytes of what they take, scores 2 a s^2 b."""
+    section = model().sections(Layout(microbatch=4), A100).layers[1]
+    unit = 4 * SHAPE.seq * SHAPE.hidden
+    scores = 2 * SHAPE.heads * SHAPE.seq**2 * 4
+    assert section.saved_inside >= scores
+    assert section.saved - section.saved_inside == pytest.approx(32 * unit, rel=0.02)
+
+
+def test_zero_divides_what_rests() -> None:
+    stages = [price(data=8, zero=zero).predicted for zero in (0, 1, 2)]
+    assert stages[1].optimizer_bytes == pytest.approx(stages[0].optimizer_bytes / 8, rel=0.01)
+    assert stages[2].gradient_bytes == pytest.approx(stages[0].gradient_bytes / 8, rel=0.01)
+    assert price(data=8, zero=3).predicted.weight_bytes < stages[0].weight_bytes
+
+
+def test_larger_microbatches_idle_longer_at_the_same_batch() -> None:
+    shares = []
+    for microbatch in (1, 2, 4):
+        found = price(pipeline=3, microbatch=microbatch).predicted
+        shares.append(found.bubble_seconds / found.step_seconds)
+    assert shares[0] < shares[1] < shares[2]
+
+
+def test_interleaving_shrinks_the_bubble() -> None:
+    plain, interleaved = price(pipeline=2, microbatch=8), price(pipeline=2, microbatch=8, interleave=3)
+    assert interleaved.predicted.bubble_seconds < plain.predicted.bubble_seconds
+
+
+def test_many_microbatches_are_extrapolated_truly(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = price(pipeline=3, microbatch=1).predicted.step_seconds
+    monkeypatch.setattr("autopar.layout_price.ROUNDS", 100)
+    assert price(pipeline=3, microbatch=1).predicted.step_seconds == pytest.approx(quick, rel=1e-6)
+
+
+def test_grouped_and_gated_models_are_priced() -> None:
+    shape = dataclasses.replace(SHAPE, kv_heads=2, gated=True, flash=True)
+    found = autopar.price(build(shape), batch(), A100, layout=Layout(tensor=2, data=2, pipeline=2, zero=1))
+    assert found.fits and found.predicted.comm_seconds > 0
+
+
+def test_eager_modules_keep_and_move_more() -> None:
+    fused, eager = (model().sections(Layout(eager=globs), A100).layers[1] for globs in ((), ("*",)))
+    assert eager.saved > fused.saved
+    assert eager.forward.compute > fused.forward.compute
+
+
+def test_a_limit_too_small_says_by_how_much() -> None:
+    options = autopar.Options(memory_limit=1 << 20)
+    found = autopar.price(build(SHAPE), batch(), A100, layout=Layout(), options=options)
+    assert not found.fits
+    assert found.excess_bytes == found.predicted.peak_bytes - (1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ({"tensor": 0}, "tensor=0"),
+        ({"recompute": "some"}, "'selective'"),
+        ({"zero": 4}, "zero=4"),
+        ({"expert": 3, "data": 4}, "does not divide 4"),
+        ({"overlap": ("all",)}, "'all'"),
+    ],
+)
+def test_bad_layouts_are_refused(named: dict[str, object], said: str) -> None:
+    with pytest.raises(OptionsError, match=said):
+        Layout(**named)  # type: ignore[arg-type]
+
+
+def test_what_does_not_divide_is_refused() -> None:
+    with pytest.raises(OptionsError, match="63 does not divide"):
+        price_at(63, data=2)
+    with pytest.raises(OptionsError, match="a microbatch of 2 does"):
+        price_at(6, microbatch=4, data=3)
+    with pytest.raises(OptionsError, match="at most 6"):
+        price(pipeline=7)
+
+
+def price_at(size: int, **named: int) -> autopar.Priced:
+    return model().price(Layout(**named), A100, size)  # type: ignore[arg-type]
+
+
+def test_the_decoder_is_a_model_like_any() -> None:
+    small = dataclasses.replace(SHAPE, layers=1, hidden=16, heads=2, kv_heads=2, head_dim=8, ffn=32, vocab=32, seq=8)
+    decoder = Decoder(small)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.normal_(0, 0.02)
+    ids = torch.randint(0, 32, (2, 8))
+    assert decoder(ids, ids).isfinite()
