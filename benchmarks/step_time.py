@@ -3,8 +3,9 @@
     python -m benchmarks.step_time [--json] [--output FILE] [--variants DDP TP ...]
 
 All variants live in one run and take turns in an order drawn anew every round (the same on all processes), so that
-a busy machine slows all of them alike and none always inherits the caches and the allocator of the same other. A figure is the median over the rounds; a step takes as long as its slowest process. Before anything is
-timed, each variant must follow the losses of a single process on the same batch.
+a busy machine slows all of them alike and none always inherits the caches and the allocator of the same other. A figure
+is the median over the rounds; a step takes as long as its slowest process. Before anything is timed, each variant must
+follow the losses of a single process on the same batch.
 """
 
 from __future__ import annotations
