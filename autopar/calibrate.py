@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from autopar.cost.collective import steps, traffic
+from autopar.cost.algorithms import steps, traffic
 
 from .cluster import Cluster, Device, Link, Rate, local_file, machine_memory
 from .errors import OptionsError, WorkerError

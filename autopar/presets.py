@@ -6,44 +6,57 @@ Pure data: adding hardware is adding an entry. Where each number comes from: ``d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
-PRESETS: Mapping[str, str] = {
-    "dgx-a100-80gb": """
-name = "dgx-a100-80gb"
-source = "NVIDIA DGX A100 data sheet, with sustained rates as in docs/cost-model.md"
-collective_seconds = 10e-6
+from . import preset_devices as device
+from . import preset_links as link
 
-[device]
-name = "A100-SXM4-80GB"
-memory_bytes = 84987740160      # 79.15 GiB, what torch reports of 80
-memory_bandwidth = 1.75e12      # 2039 GB/s nominal
-launch_seconds = 4e-6
-view_seconds = 1e-6
-matmul_efficiency = 0.8
-matmul_padding = 48
-reserve_bytes = 1610612736      # CUDA context and NCCL buffers
-reserve_fraction = 0.05         # fragmentation of the caching allocator
+_NCCL = 'algorithms = ["ring", "tree"]'
+_NCCL_SHARP = 'algorithms = ["ring", "tree", "nvls"]'
+_FITTED = "links and products fitted to published measurements"
+_SHEETS = "data sheets, efficiencies estimated"
 
-[device.peak_flops]
-bf16 = 312e12
-f16 = 312e12
-tf32 = 156e12
-f32 = 19.5e12
-f64 = 19.5e12
 
-[[links]]                       # 12 NVLinks of 25 GB/s each way: 300 nominal
-name = "nvswitch"
-size = 8
-bandwidth = 235e9
-latency = 2e-6
+def _preset(name: str, source: str, library: str, *tables: str) -> tuple[str, str]:
+    text = f'name = "{name}"\nsource = "{source}; docs/cost-model.md"\noverlaps = true\n{library}\n'
+    return name, text + "".join(tables)
 
-[[links]]                       # one 200 Gb/s HDR adapter per GPU: 25 nominal
-name = "infiniband"
-bandwidth = 23e9
-latency = 5e-6
-""",
-    "local": """
+
+def _tpu(name: str, chip: str, dims: tuple[int, ...], gigabytes: float) -> tuple[str, str]:
+    slices = link.network("dcn", math.prod(dims) // 4, 200, 20e-6)
+    return _preset(name, _SHEETS, 'algorithms = ["ring"]', chip, link.torus(dims, gigabytes), slices)
+
+
+_INFINIBAND = {gigabits: link.network("infiniband", 8, gigabits) for gigabits in (200, 400, 800)}
+_KNOWN = (
+    _preset("dgx-v100", _SHEETS, _NCCL, device.V100_32, link.NVLINK_V100, link.network("infiniband", 4, 100)),
+    _preset("p3.16xlarge", _SHEETS, _NCCL, device.V100_16, link.NVLINK_V100, link.network("ethernet", 1, 25, 25e-6)),
+    _preset("dgx-a100-40gb", _FITTED, _NCCL, device.A100_40, link.NVSWITCH_A100, _INFINIBAND[200]),
+    _preset("dgx-a100-80gb", _FITTED, _NCCL, device.A100_80, link.NVSWITCH_A100, _INFINIBAND[200]),
+    _preset("p4d.24xlarge", _FITTED, _NCCL, device.A100_40, link.NVSWITCH_A100, link.network("efa", 4, 100, 15e-6)),
+    _preset("p4de.24xlarge", _FITTED, _NCCL, device.A100_80, link.NVSWITCH_A100, link.network("efa", 4, 100, 15e-6)),
+    _preset("jean-zay-a100", _FITTED, _NCCL, device.A100_80, link.NVSWITCH_A100, link.network("omni-path", 4, 100)),
+    _preset("dgx-h100", _FITTED, _NCCL_SHARP, device.H100, link.NVSWITCH_H100, _INFINIBAND[400]),
+    _preset("p5.48xlarge", _FITTED, _NCCL_SHARP, device.H100, link.NVSWITCH_H100, link.network("efa", 32, 100, 15e-6)),
+    _preset(
+        "h100-clos-24k", _FITTED, _NCCL_SHARP, device.H100, link.NVSWITCH_H100,
+        link.spine(3072, "roce", 8, 400, 7, 6e-6),
+    ),
+    _preset("dgx-h200", _FITTED, _NCCL_SHARP, device.H200, link.NVSWITCH_H100, _INFINIBAND[400]),
+    _preset("dgx-b200", _FITTED, _NCCL_SHARP, device.B200, link.NVSWITCH_B200, _INFINIBAND[400]),
+    _preset("p6-b200.48xlarge", _FITTED, _NCCL_SHARP, device.B200, link.NVSWITCH_B200, link.network("efa", 8, 400, 15e-6)),
+    _preset("dgx-b300", _FITTED, _NCCL_SHARP, device.B300, link.NVSWITCH_B200, _INFINIBAND[800]),
+    _preset("gb200-nvl72", _FITTED, _NCCL_SHARP, device.GB200, link.NVSWITCH_GB200, link.network("infiniband", 72, 400)),
+    _preset("gb300-nvl72", _FITTED, _NCCL_SHARP, device.GB300, link.NVSWITCH_GB200, link.network("infiniband", 72, 800)),
+    _preset("mi250x", _SHEETS, _NCCL, device.MI250X, link.XGMI_MI250X, link.network("slingshot", 4, 200)),
+    _preset("mi300x", _FITTED, _NCCL, device.MI300X, link.XGMI_MI300X, _INFINIBAND[400]),
+    _tpu("tpu-v4", device.TPU_V4, (16, 16, 16), 50),
+    _tpu("tpu-v5e", device.TPU_V5E, (16, 16), 50),
+    _tpu("tpu-v5p", device.TPU_V5P, (16, 20, 28), 100),
+)  # fmt: skip
+
+_LOCAL = """
 name = "local"
 source = "shipped defaults for 4 gloo processes on 2 cores, not measured here: run `autopar calibrate`"
 synchronisation_seconds = 4e-3  # of four processes on two cores, one calibration rounded
@@ -76,5 +89,6 @@ all_to_all = {latency = 0.45e-3, bandwidth = 1e9, growth = 1.5}
 [measurement]
 processes = 4
 threads = 1
-""",
-}
+"""
+
+PRESETS: Mapping[str, str] = {**dict(_KNOWN), "local": _LOCAL}

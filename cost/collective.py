@@ -1,45 +1,31 @@
-"""Seconds of a collective over axes of a mesh: alpha-beta per level of links, hierarchical where a group
-spans several.
+"""Seconds of a collective over axes of a mesh: alpha-beta per level of links, by the quickest algorithm the library has.
 
 Sizes are as in nccl-tests: ``nbytes`` is the full tensor of the group (all-gather output, reduce-scatter
 input, all-reduce tensor; for all-to-all the number of devices times what each holds).
 
-A group of N devices has ``f_l`` members (the *fan-out*) joined by links of level l; f_0 f_1 ... = N. It works
-level by level: a reduce-scatter reduces inside a node first, so that only 1/f_0 of the tensor crosses the
-slow link, an all-gather is the mirror image, an all-reduce is one after the other (Thakur et al. 2005; NCCL's
-trees and rings move the same traffic). With ``F_l = f_0 ... f_{l-1}``, each device of level l takes
+What each algorithm does on each level is in :mod:`autopar.cost.algorithms`. The price is ``collective_seconds +
+synchronisation_seconds`` and the least, over algorithms, of the sum over phases of the largest line ``start + latency x
+steps + x + 2 sqrt(ramp x)`` with ``x = bytes / bandwidth``.
 
-==================  ===============================  ==========================================
-kind                steps                            bytes sent by each device
-==================  ===============================  ==========================================
-all_gather          log2 f_l                         (f_l - 1) / f_l   x nbytes / F_l
-reduce_scatter      log2 f_l                         (f_l - 1) / f_l   x nbytes / F_l
-all_reduce          2 log2 f_l                       2 (f_l - 1) / f_l x nbytes / F_l
-all_to_all          log2 f_l                         (f_l - 1) F_l / N x nbytes / N
-==================  ===============================  ==========================================
-
-and the price is ``collective_seconds + synchronisation_seconds + sum_l max over rates of (latency x steps + bytes /
-bandwidth)``.
-
-Steps are counted log2 (trees, recursive halving and doubling) and rates combine by max: this makes one
-collective over two axes never dearer than two over one axis each, and one of two tensors together never
-dearer than one for each, so that a solver finds no gain in splitting that the hardware would not show. A rate
-with ``growth`` g above 1 counts (log2 f_l)^g steps; it describes links where splitting does pay.
+Lines are concave and combine so that one collective of two tensors together is never dearer than one for each: a solver
+finds no gain in splitting that the hardware would not show.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import lru_cache
 
 import numpy as np
 
-from autopar.cluster import Cluster, Link
+from autopar.cluster import Cluster
 from autopar.errors import OptionsError
 from autopar.program import COLLECTIVES
 
-# Per level the lines (seconds, seconds per byte of the full tensor) of which the largest counts.
-Lines = tuple[tuple[float, float], ...]
+from .algorithms import Level, Route, routes
+
+Blocks = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
 def check_mesh(cluster: Cluster, mesh: tuple[int, ...]) -> None:
@@ -66,13 +52,8 @@ def fan_out(cluster: Cluster, mesh: tuple[int, ...], axes: tuple[int, ...]) -> t
     >>> fan_out(Cluster.get("dgx-a100-80gb"), (8, 8), (0, 1))
     (8.0, 8.0)
     """
-    check_mesh(cluster, mesh)
-    if len(set(axes)) != len(axes) or any(not 0 <= axis < len(mesh) for axis in axes):
-        raise OptionsError(f"axes {axes} are not distinct axes of the mesh {mesh}")
-    ranks = np.arange(math.prod(mesh)).reshape(mesh)
-    members = math.prod(mesh[axis] for axis in axes)
-    groups = np.moveaxis(ranks, axes, range(-len(axes), 0)).reshape(-1, members)
-    found, inside = [], members
+    groups = _groups(cluster, mesh, axes)
+    inside, found = groups.shape[1], []
     for link in cluster.links:
         blocks = 1 if link.size is None else _most_blocks(groups // link.size)
         found.append(inside / blocks)
@@ -80,44 +61,48 @@ def fan_out(cluster: Cluster, mesh: tuple[int, ...], axes: tuple[int, ...]) -> t
     return tuple(found)
 
 
-def _most_blocks(blocks: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> int:
+def _groups(cluster: Cluster, mesh: tuple[int, ...], axes: tuple[int, ...]) -> Blocks:
+    """The ranks of each group, a row."""
+    check_mesh(cluster, mesh)
+    if len(set(axes)) != len(axes) or any(not 0 <= axis < len(mesh) for axis in axes):
+        raise OptionsError(f"axes {axes} are not distinct axes of the mesh {mesh}")
+    ranks = np.arange(math.prod(mesh)).reshape(mesh)
+    members = math.prod(mesh[axis] for axis in axes)
+    return np.moveaxis(ranks, axes, range(-len(axes), 0)).reshape(-1, members)
+
+
+def _most_blocks(blocks: Blocks) -> int:
     """The largest number of distinct values in a row."""
     rows = np.sort(blocks, axis=1)
     return int((np.diff(rows, axis=1) != 0).sum(axis=1).max(initial=0)) + 1
 
 
-def steps(kind: str, fan: float, growth: float = 1.0) -> float:
-    """How many latencies a collective of that kind takes among ``fan`` devices."""
-    return math.pow(math.log2(fan), growth) * (2.0 if kind == "all_reduce" else 1.0)
+def levels_of(cluster: Cluster, mesh: tuple[int, ...], axes: tuple[int, ...]) -> tuple[Level, ...]:
+    """The levels of links that the groups of ``axes`` use, innermost first; none for groups of one device."""
+    found, inner, below = [], 1.0, 1
+    for link, fan in zip(cluster.links, fan_out(cluster, mesh, axes), strict=True):
+        if fan > 1.0:
+            dims = _dims(_groups(cluster, mesh, axes), below, link.torus) if link.torus else (fan,)
+            found.append(Level(link, fan, inner, link.share(below), dims))
+        inner *= fan
+        below = link.size or below
+    return tuple(found)
 
 
-def traffic(kind: str, fan: float, inner: float = 1.0, members: float | None = None) -> float:
-    """Bytes each device sends at one level per byte of the full tensor: ``fan`` devices joined there,
-    ``inner`` of the ``members`` of the group (by default all of them) below each."""
-    if kind == "all_to_all":
-        members = members or fan * inner
-        return (fan - 1.0) * inner / members / members
-    share = (fan - 1.0) / fan / inner
-    return 2.0 * share if kind == "all_reduce" else share
-
-
-def _level_lines(link: Link, kind: str, fan: float, inner: float, members: float) -> Lines:
-    share = traffic(kind, fan, inner, members)
-    return tuple((rate.latency * steps(kind, fan, rate.growth), share / rate.bandwidth) for rate in link.lines(kind))
+def _dims(groups: Blocks, below: int, torus: tuple[int, ...]) -> tuple[float, ...]:
+    """Fan-outs of the groups in the dims of a torus of blocks of ``below`` devices, those above 1."""
+    cuts = [below * math.prod(torus[: i + 1]) for i in range(len(torus))]
+    counts = [_most_blocks(groups // cut) for cut in (below, *cuts)]
+    return tuple(inside / blocks for inside, blocks in itertools.pairwise(counts) if inside > blocks)
 
 
 @lru_cache(maxsize=1 << 14)
-def _route(cluster: Cluster, mesh: tuple[int, ...], kind: str, axes: tuple[int, ...]) -> tuple[Lines, ...]:
-    """The lines of every level the group uses; none for a group of one device."""
+def _route(cluster: Cluster, mesh: tuple[int, ...], kind: str, axes: tuple[int, ...]) -> Route:
+    """The ways of the collective; none for a group of one device."""
     if kind not in COLLECTIVES:
         raise OptionsError(f"{kind!r} is not a collective; one of {', '.join(COLLECTIVES)}")
-    fans = fan_out(cluster, mesh, axes)
-    members, inner, found = math.prod(fans), 1.0, []
-    for link, fan in zip(cluster.links, fans, strict=True):
-        if fan > 1.0:
-            found.append(_level_lines(link, kind, fan, inner, members))
-        inner *= fan
-    return tuple(found)
+    levels = levels_of(cluster, mesh, axes)
+    return routes(kind, levels, cluster.algorithms) if levels else ()
 
 
 def collective_seconds(
@@ -130,10 +115,14 @@ def collective_seconds(
     route = _route(cluster, mesh, kind, axes)
     if not route:
         return 0.0
-    total = cluster.collective_seconds + cluster.synchronisation_seconds
-    for lines in route:
-        total += max([fixed + slope * nbytes for fixed, slope in lines])
-    return total
+    root = math.sqrt(nbytes)
+    found = math.inf
+    for phases in route:
+        total = 0.0
+        for lines in phases:
+            total += max([fixed + slope * nbytes + ramp * root for fixed, slope, ramp in lines])
+        found = min(found, total)
+    return cluster.collective_seconds + cluster.synchronisation_seconds + found
 
 
 def bucketed_seconds(

@@ -1,14 +1,15 @@
 """Seconds of one operation on one device: the roofline model, and its inputs, FLOPs and bytes.
 
-    seconds = launch + max(flops x padding / (peak x efficiency), bytes / bandwidth)
+    seconds = launch + max(seconds of its products, bytes / bandwidth)
 
-(Williams, Waterman, Patterson 2009). ``padding`` is (m+h)(n+h)(k+h) / mnk for matrix products, h being the
-device's ``matmul_padding``: small and skinny products fill tiles and pipelines badly. Other operations run at
-the peak without it: they are bound by bytes on any device we know. Views cost ``view_seconds`` and
-placeholders nothing.
+(Williams, Waterman, Patterson 2009). Matrix products and attention have efficiencies by shape
+(:mod:`autopar.cost.products`). Other operations run at the peak: they are bound by bytes on any device we know.
+Views cost ``view_seconds`` and placeholders nothing.
 """
 
 from __future__ import annotations
+
+import math
 
 import sympy
 import torch
@@ -17,6 +18,7 @@ from autopar.cluster import Cluster
 from autopar.graph import Dim, Graph, Node
 
 from .operations import Family, Inputs, Operation, Outputs, family_of
+from .products import attention_seconds, product_seconds
 
 
 def _outputs(node: Operation, outputs: Outputs | None) -> Outputs:
@@ -47,17 +49,19 @@ def compute_seconds(
     nbytes: float,
     dtype: torch.dtype,
     matrix: tuple[float, float, float] | None = None,
+    attention: bool = False,
 ) -> float:
     """Roofline seconds of one operation; ``matrix`` is (m, n, k) if it consists of matrix products of that
-    shape."""
+    shape, ``attention`` says that they are those of fused attention."""
     device = cluster.device
-    rate = device.flops(dtype)
-    if matrix is not None and flops:
-        m, n, k = matrix
-        h = device.matmul_padding
-        flops = flops * (1.0 + h / m) * (1.0 + h / n) * (1.0 + h / k)
-        rate *= device.matmul_efficiency
-    return device.launch_seconds + max(flops / rate, nbytes / device.memory_bandwidth)
+    if matrix is None or not flops:
+        work = flops / device.flops(dtype)
+    elif attention and device.attention_efficiency:
+        work = attention_seconds(device, device.flops(dtype) * device.sustained, flops, matrix[2])
+    else:
+        batch = flops / (2.0 * math.prod(matrix))
+        work = product_seconds(device, device.matmul_rate(dtype), batch, matrix, dtype.itemsize)
+    return device.launch_seconds + max(work, nbytes / device.memory_bandwidth)
 
 
 def node_seconds(
@@ -71,7 +75,7 @@ def node_seconds(
     found = _outputs(node, outputs)
     work, nbytes = family.flops(node, inputs, found), family.bytes(node, inputs, found)
     matrix = family.matrix(inputs, found) if family.matrix is not None else None
-    return compute_seconds(cluster, work, nbytes, _dtype(inputs, found), matrix)
+    return compute_seconds(cluster, work, nbytes, _dtype(inputs, found), matrix, family.is_attention)
 
 
 def _dtype(inputs: Inputs, outputs: Outputs) -> torch.dtype:

@@ -48,6 +48,7 @@ class Family:
     matrix: Callable[[Inputs, Outputs], Matrix] | None = None
     is_view: bool = False
     is_free: bool = False
+    is_attention: bool = False
 
 
 def larger(left: Dim, right: Dim) -> Dim:
@@ -289,12 +290,12 @@ GROUPED_INNER = Family(_grouped_inner_flops, _every_tensor, _MM_SHAPE)
 GROUPED_BACKWARD = Family(_grouped_here(2), _every_tensor, _MM_SHAPE)
 CONVOLUTION = Family(_convolution_flops, _every_tensor, _convolution_matrix)
 CONVOLUTION_BACKWARD = Family(_convolution_backward_flops, _every_tensor, _convolution_backward_matrix)
-ATTENTION = Family(_SDPA, _every_tensor, _SDPA_SHAPE)
-ATTENTION_BACKWARD = Family(_SDPA_BACKWARD, _every_tensor, _SDPA_BACKWARD_SHAPE)
+ATTENTION = Family(_SDPA, _every_tensor, _SDPA_SHAPE, is_attention=True)
+ATTENTION_BACKWARD = Family(_SDPA_BACKWARD, _every_tensor, _SDPA_BACKWARD_SHAPE, is_attention=True)
 EXPERTS = Family(*_experts(0, 1))
 EXPERTS_BACKWARD = Family(*_experts(1, 3))
-CAUSAL_SHARD = Family(_CAUSAL, _every_tensor, _SDPA_SHAPE)
-CAUSAL_SHARD_BACKWARD = Family(_CAUSAL_BACKWARD, _every_tensor, _SDPA_BACKWARD_SHAPE)
+CAUSAL_SHARD = Family(_CAUSAL, _every_tensor, _SDPA_SHAPE, is_attention=True)
+CAUSAL_SHARD_BACKWARD = Family(_CAUSAL_BACKWARD, _every_tensor, _SDPA_BACKWARD_SHAPE, is_attention=True)
 
 _NAMES: tuple[tuple[Family, str], ...] = (
     (FREE, " ".join(PLACEHOLDERS)),

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from autopar.cluster import Cluster, Link
-
-# Messages between two devices are priced as what a collective that is closest to them measures.
-_KIND = "all_to_all"
-
+from autopar.links import MESSAGE, Rate
 
 def link_between(cluster: Cluster, source: int, target: int, devices: int) -> Link:
     """The slowest level of links on the way from the block ``source`` of ``devices`` consecutive ranks to the block
@@ -20,9 +17,17 @@ def link_between(cluster: Cluster, source: int, target: int, devices: int) -> Li
     return cluster.links[-1]
 
 
+def _rate(link: Link) -> Rate:
+    """Where messages were not measured, as what the collective closest to them was: an all-to-all."""
+    rates = link.rates.get(MESSAGE) or link.lines("all_to_all", "direct")
+    return min(rates, key=lambda rate: rate.bandwidth)
+
+
 def message_rate(cluster: Cluster, source: int, target: int, devices: int) -> tuple[float, float]:
     """(latency in seconds, bytes per second) of what one rank of stage ``source`` sends to its counterpart of stage
     ``target``, all ``devices`` of both sending at once."""
     link = link_between(cluster, source, target, devices)
-    slowest = min(link.lines(_KIND), key=lambda rate: rate.bandwidth)
-    return cluster.collective_seconds + slowest.latency, slowest.bandwidth
+    level = cluster.links.index(link)
+    below = (cluster.links[level - 1].size or 1) if level else 1
+    slowest = _rate(link)
+    return cluster.collective_seconds + slowest.start + slowest.latency, slowest.bandwidth * link.share(below)

@@ -78,7 +78,7 @@ def test_get_reads_a_file(tmp_path: Path) -> None:
 
 
 def test_unknown_name_lists_names_and_the_way_out() -> None:
-    with pytest.raises(OptionsError, match=r"dgx-a100-80gb, local.*autopar calibrate.*to_toml"):
+    with pytest.raises(OptionsError, match=r"dgx-a100-80gb, .*local.*autopar calibrate.*to_toml"):
         Cluster.get("dgx-a100")
 
 
@@ -167,3 +167,29 @@ def test_rates_are_of_known_collectives(kind: str) -> None:
 def test_rates_are_positive(rate: tuple[float, float, float]) -> None:
     with pytest.raises(OptionsError, match="not"):
         Rate(*rate)
+
+
+def test_nodes_of_another_size_keep_their_adapters() -> None:
+    whole, half = Cluster.get("p4d.24xlarge"), Cluster.get("p4d.24xlarge").with_node(4)
+    assert (half.links[0].size, half.links[1].adapters) == (4, 4)
+    assert half.links[1].share(4) == 2 * whole.links[1].share(8)
+
+
+def test_a_cluster_of_so_many_devices() -> None:
+    assert [link.size for link in Cluster.get("dgx-h100").of_devices(64).links] == [8, 64]
+    assert [link.size for link in Cluster.get("dgx-h100").of_devices(4).links] == [4]
+    assert Cluster.get("tpu-v4").of_devices(64).links[0].torus == (16, 4, 1)
+    with pytest.raises(OptionsError, match="'toy' has 4 devices, not 8"):
+        replace(TOY, links=TOY.links[:1]).of_devices(8)
+    with pytest.raises(OptionsError, match="24 devices are no block of the torus 16 x 16 x 16"):
+        Cluster.get("tpu-v4").of_devices(24)
+
+
+def test_a_torus_has_as_many_places_as_devices() -> None:
+    with pytest.raises(OptionsError, match="'t' joins 4 blocks, its torus 2 x 4 has 8"):
+        replace(TOY, links=(Link("t", 4, 1.0, 0.0, torus=(2, 4)),))
+
+
+def test_algorithms_are_known() -> None:
+    with pytest.raises(OptionsError, match="'toy': 'butterfly' is not an algorithm; one of ring"):
+        replace(TOY, algorithms=("butterfly",))
