@@ -18,10 +18,9 @@ def table_of(value: Any) -> Any:
     """Dataclasses, mappings and tuples as TOML tables and arrays; what is None or empty is left out."""
     if is_dataclass(value) and not isinstance(value, type):
         found = {item.name: getattr(value, item.name) for item in fields(value)}
-        usual = {item.name: item.default for item in fields(value) if isinstance(value, Rate) or item.default == math.inf}
-        return {
-            k: table_of(v) for k, v in found.items() if v is not None and v not in ({}, ()) and v != usual.get(k, None)
-        }
+        in_short = isinstance(value, Rate)
+        usual = {item.name: item.default for item in fields(value) if in_short or item.default == math.inf}
+        return {k: table_of(v) for k, v in found.items() if v is not None and v not in ({}, ()) and v != usual.get(k)}
     if isinstance(value, Mapping):
         return {str(k): table_of(v) for k, v in value.items()}
     return [table_of(item) for item in value] if isinstance(value, tuple) else value

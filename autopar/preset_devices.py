@@ -27,9 +27,7 @@ f16 = 125e12
 f32 = 15.7e12
 f64 = 7.8e12
 """
-V100_32 = V100_16.replace("16GB", "32GB").replace(
-    "16935682048      # 15.77 GiB", "34079637504      # 31.74 GiB"
-)
+V100_32 = V100_16.replace("16GB", "32GB").replace("16935682048      # 15.77 GiB", "34079637504      # 31.74 GiB")
 
 A100_80 = """
 [device]
@@ -56,7 +54,9 @@ f64 = 19.5e12
 """
 A100_40 = (
     A100_80.replace("80GB", "40GB")
-    .replace("84987740160      # 79.15 GiB, what torch reports of 80", "42297786368      # 39.39 GiB, what torch reports")
+    .replace(
+        "84987740160      # 79.15 GiB, what torch reports of 80", "42297786368      # 39.39 GiB, what torch reports"
+    )
     .replace("1.75e12      # of 2039", "1.34e12      # of 1555")
 )
 
@@ -130,9 +130,7 @@ GB200 = (
     .replace("bf16 = 2250e12\nf16 = 2250e12", "bf16 = 2500e12\nf16 = 2500e12")
     .replace("4500e12", "5000e12")
 )
-GB300 = GB200.replace("GB200-186GB", "GB300-288GB").replace(
-    "197568495616     # 184 GiB", "298500227072     # 278 GiB"
-)
+GB300 = GB200.replace("GB200-186GB", "GB300-288GB").replace("197568495616     # 184 GiB", "298500227072     # 278 GiB")
 B300 = GB300.replace("GB300-288GB", "B300-288GB").replace("= 2500e12", "= 2250e12").replace("= 5000e12", "= 4500e12")
 
 MI250X = """

@@ -162,10 +162,13 @@ def spine(pod: int, name: str, adapters: int, gigabits: float, oversubscription:
     inner = network(name, adapters, gigabits, latency, f"size = {pod}")
     # Seen from the spine a pod has one adapter per device.
     rate = 0.95 * gigabits / 8
-    return inner + f"""
+    return (
+        inner
+        + f"""
 [[links]]                       # the stage above pods
 name = "{name}-spine"
 bandwidth = {rate:.4g}e9
 oversubscription = {oversubscription:g}
 latency = {2 * latency:g}
 """
+    )

@@ -13,9 +13,8 @@ from . import preset_devices as device
 from . import preset_links as link
 
 _NCCL = 'algorithms = ["ring", "tree"]'
-_NCCL_SHARP = 'algorithms = ["ring", "tree", "nvls"]'
-_FITTED = "links and products fitted to published measurements"
-_SHEETS = "data sheets, efficiencies estimated"
+_NVLS = 'algorithms = ["ring", "tree", "nvls"]'
+_XLA = 'algorithms = ["ring"]'
 
 
 def _preset(name: str, source: str, library: str, *tables: str) -> tuple[str, str]:
@@ -25,32 +24,55 @@ def _preset(name: str, source: str, library: str, *tables: str) -> tuple[str, st
 
 def _tpu(name: str, chip: str, dims: tuple[int, ...], gigabytes: float) -> tuple[str, str]:
     slices = link.network("dcn", math.prod(dims) // 4, 200, 20e-6)
-    return _preset(name, _SHEETS, 'algorithms = ["ring"]', chip, link.torus(dims, gigabytes), slices)
+    source = "Google Cloud TPU documentation, efficiencies estimated"
+    return _preset(name, source, _XLA, chip, link.torus(dims, gigabytes), slices)
 
 
+_V100 = "V100 data sheet, efficiencies estimated"
+_A100 = "A100 data sheet, links fitted to nccl-tests of 8 GPUs, products like the H100's"
+_H100 = "H100 data sheet, links and products fitted to XLA's tables and all_reduce_bench"
+_H200 = "H200 data sheet, links and products as fitted of the H100"
+_B200 = "B200 data sheet, links and products fitted to XLA's tables and all_reduce_bench"
+_GB200 = "GB200 NVL72 data sheet, links fitted to XLA's tables, products like the B200's"
+_MI250X = "MI250X data sheet, links fitted to nnScaler's profile, the rest estimated"
+_MI300X = "MI300X data sheet, links fitted to XLA's tables, products to one measurement"
 _INFINIBAND = {gigabits: link.network("infiniband", 8, gigabits) for gigabits in (200, 400, 800)}
+_RACK = {gigabits: link.network("infiniband", 72, gigabits) for gigabits in (400, 800)}
+_EFA = {
+    "p4": link.network("efa", 4, 100, 15e-6),
+    "p5": link.network("efa", 32, 100, 15e-6),
+    "p6": link.network("efa", 8, 400, 15e-6),
+}
+_CLOS = link.spine(3072, "roce", 8, 400, 7, 6e-6)
+_AWS = "AWS's instance types"
+
 _KNOWN = (
-    _preset("dgx-v100", _SHEETS, _NCCL, device.V100_32, link.NVLINK_V100, link.network("infiniband", 4, 100)),
-    _preset("p3.16xlarge", _SHEETS, _NCCL, device.V100_16, link.NVLINK_V100, link.network("ethernet", 1, 25, 25e-6)),
-    _preset("dgx-a100-40gb", _FITTED, _NCCL, device.A100_40, link.NVSWITCH_A100, _INFINIBAND[200]),
-    _preset("dgx-a100-80gb", _FITTED, _NCCL, device.A100_80, link.NVSWITCH_A100, _INFINIBAND[200]),
-    _preset("p4d.24xlarge", _FITTED, _NCCL, device.A100_40, link.NVSWITCH_A100, link.network("efa", 4, 100, 15e-6)),
-    _preset("p4de.24xlarge", _FITTED, _NCCL, device.A100_80, link.NVSWITCH_A100, link.network("efa", 4, 100, 15e-6)),
-    _preset("jean-zay-a100", _FITTED, _NCCL, device.A100_80, link.NVSWITCH_A100, link.network("omni-path", 4, 100)),
-    _preset("dgx-h100", _FITTED, _NCCL_SHARP, device.H100, link.NVSWITCH_H100, _INFINIBAND[400]),
-    _preset("p5.48xlarge", _FITTED, _NCCL_SHARP, device.H100, link.NVSWITCH_H100, link.network("efa", 32, 100, 15e-6)),
+    _preset("dgx-v100", f"NVIDIA {_V100}", _NCCL, device.V100_32, link.NVLINK_V100, link.network("infiniband", 4, 100)),
     _preset(
-        "h100-clos-24k", _FITTED, _NCCL_SHARP, device.H100, link.NVSWITCH_H100,
-        link.spine(3072, "roce", 8, 400, 7, 6e-6),
+        "p3.16xlarge", f"{_AWS}; {_V100}", _NCCL, device.V100_16, link.NVLINK_V100,
+        link.network("ethernet", 1, 25, 25e-6),
     ),
-    _preset("dgx-h200", _FITTED, _NCCL_SHARP, device.H200, link.NVSWITCH_H100, _INFINIBAND[400]),
-    _preset("dgx-b200", _FITTED, _NCCL_SHARP, device.B200, link.NVSWITCH_B200, _INFINIBAND[400]),
-    _preset("p6-b200.48xlarge", _FITTED, _NCCL_SHARP, device.B200, link.NVSWITCH_B200, link.network("efa", 8, 400, 15e-6)),
-    _preset("dgx-b300", _FITTED, _NCCL_SHARP, device.B300, link.NVSWITCH_B200, _INFINIBAND[800]),
-    _preset("gb200-nvl72", _FITTED, _NCCL_SHARP, device.GB200, link.NVSWITCH_GB200, link.network("infiniband", 72, 400)),
-    _preset("gb300-nvl72", _FITTED, _NCCL_SHARP, device.GB300, link.NVSWITCH_GB200, link.network("infiniband", 72, 800)),
-    _preset("mi250x", _SHEETS, _NCCL, device.MI250X, link.XGMI_MI250X, link.network("slingshot", 4, 200)),
-    _preset("mi300x", _FITTED, _NCCL, device.MI300X, link.XGMI_MI300X, _INFINIBAND[400]),
+    _preset("dgx-a100-40gb", f"NVIDIA {_A100}", _NCCL, device.A100_40, link.NVSWITCH_A100, _INFINIBAND[200]),
+    _preset("dgx-a100-80gb", f"NVIDIA {_A100}", _NCCL, device.A100_80, link.NVSWITCH_A100, _INFINIBAND[200]),
+    _preset("p4d.24xlarge", f"{_AWS}; {_A100}", _NCCL, device.A100_40, link.NVSWITCH_A100, _EFA["p4"]),
+    _preset("p4de.24xlarge", f"{_AWS}; {_A100}", _NCCL, device.A100_80, link.NVSWITCH_A100, _EFA["p4"]),
+    _preset(
+        "jean-zay-a100", f"IDRIS's description of Jean Zay; {_A100}", _NCCL, device.A100_80, link.NVSWITCH_A100,
+        link.network("omni-path", 4, 100),
+    ),
+    _preset("dgx-h100", f"NVIDIA {_H100}", _NVLS, device.H100, link.NVSWITCH_H100, _INFINIBAND[400]),
+    _preset("p5.48xlarge", f"{_AWS}; {_H100}", _NVLS, device.H100, link.NVSWITCH_H100, _EFA["p5"]),
+    _preset(
+        "h100-clos-24k", f"Llama Team 2024, section 3.3.1; {_H100}", _NVLS, device.H100, link.NVSWITCH_H100, _CLOS
+    ),
+    _preset("dgx-h200", f"NVIDIA {_H200}", _NVLS, device.H200, link.NVSWITCH_H100, _INFINIBAND[400]),
+    _preset("dgx-b200", f"NVIDIA {_B200}", _NVLS, device.B200, link.NVSWITCH_B200, _INFINIBAND[400]),
+    _preset("p6-b200.48xlarge", f"{_AWS}; {_B200}", _NVLS, device.B200, link.NVSWITCH_B200, _EFA["p6"]),
+    _preset("dgx-b300", f"NVIDIA {_B200}", _NVLS, device.B300, link.NVSWITCH_B200, _INFINIBAND[800]),
+    _preset("gb200-nvl72", f"NVIDIA {_GB200}", _NVLS, device.GB200, link.NVSWITCH_GB200, _RACK[400]),
+    _preset("gb300-nvl72", f"NVIDIA {_GB200}", _NVLS, device.GB300, link.NVSWITCH_GB200, _RACK[800]),
+    _preset("mi250x", f"AMD {_MI250X}", _NCCL, device.MI250X, link.XGMI_MI250X, link.network("slingshot", 4, 200)),
+    _preset("mi300x", f"AMD {_MI300X}", _NCCL, device.MI300X, link.XGMI_MI300X, _INFINIBAND[400]),
     _tpu("tpu-v4", device.TPU_V4, (16, 16, 16), 50),
     _tpu("tpu-v5e", device.TPU_V5E, (16, 16), 50),
     _tpu("tpu-v5p", device.TPU_V5P, (16, 20, 28), 100),

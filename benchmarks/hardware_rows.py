@@ -31,12 +31,15 @@ PRESETS = {
     "GB200-NVL72": "gb200-nvl72",
     "GB300-NVL72": "gb200-nvl72",
     "MI300X": "mi300x",
+    "MI250X_GCD": "mi250x",
     "V100-16GB": "dgx-v100",
     "V100-32GB": "dgx-v100",
 }
 # dtypes of products as the rows of products name them; f32 is computed in TF32 there.
 DTYPES = {"bf16xbf16->bf16": "bf16", "f32xf32->f32": "tf32", "f8e4m3fnxf8e4m3fn->bf16": "f8e4m3"}
 MESSAGE = "p2p"
+# Words of a row for its network: adapters of a node, and gigabits of each.
+NETWORKS = (("4x HDR", 4, 200), ("8x HDR", 8, 200), ("4x Omni-Path 100", 4, 100), ("EFA v4", 8, 400))
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ def _collective_row(table: dict[str, Any]) -> CollectiveRow | None:
 def _with_network(cluster: Cluster, *descriptions: str | None) -> Cluster:
     """The cluster with as many adapters per node, of as many gigabits, as a row's words say."""
     text = " ".join(filter(None, descriptions))
-    for words, adapters, gigabits in (("4x HDR", 4, 200), ("4x Omni-Path 100", 4, 100), ("8x HDR", 8, 200), ("EFA v4", 8, 400)):
+    for words, adapters, gigabits in NETWORKS:
         if words in text:
             network = replace(cluster.links[-1], adapters=adapters, bandwidth=0.95 * gigabits / 8 * 1e9)
             if words.startswith("EFA"):

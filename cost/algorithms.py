@@ -1,7 +1,7 @@
 """What a collective does on each level of links, by algorithm: steps and bytes.
 
-A group of N devices has ``f_l`` members (the *fan-out*) joined by links of level l and ``F_l = f_0 ... f_(l-1)`` of them
-below each; ``x`` is 1 for an all-gather or reduce-scatter, 2 for an all-reduce, of a full tensor of one byte.
+A group of N devices has ``f_l`` members (the *fan-out*) joined by links of level l and ``F_l = f_0 ... f_(l-1)`` of
+them below each; ``x`` is 1 for an all-gather or reduce-scatter, 2 for an all-reduce, of a full tensor of one byte.
 
 ============  =============================  ====================================  ========
 algorithm     steps at level l               bytes each device sends at level l    levels

@@ -1,4 +1,4 @@
-"""Seconds of a collective over axes of a mesh: alpha-beta per level of links, by the quickest algorithm the library has.
+"""Seconds of a collective over axes of a mesh: alpha-beta per level of links, by the quickest algorithm there is.
 
 Sizes are as in nccl-tests: ``nbytes`` is the full tensor of the group (all-gather output, reduce-scatter
 input, all-reduce tensor; for all-to-all the number of devices times what each holds).

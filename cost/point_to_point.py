@@ -5,6 +5,7 @@ from __future__ import annotations
 from autopar.cluster import Cluster, Link
 from autopar.links import MESSAGE, Rate
 
+
 def link_between(cluster: Cluster, source: int, target: int, devices: int) -> Link:
     """The slowest level of links on the way from the block ``source`` of ``devices`` consecutive ranks to the block
     ``target``: each rank sends to the one at its position in the other block."""

@@ -1,14 +1,14 @@
 """Seconds of matrix products and fused attention at full speed of their operands: efficiency by shape.
 
-A library computes a product in tiles of the result, dealt out to the device's multiprocessors in waves, the last of which
-may leave most of them idle. With T(a, b) tiles of a x b among P processors, and device constants d
+A library computes a product in tiles of the result, dealt out to the device's multiprocessors in waves, the last of
+which may leave most of them idle. With T(a, b) tiles of a x b among P processors, and device constants d
 (``tile_depth``) and c (``tile_border``),
 
     seconds = min over tiles a x b of  ceil(T / P) · 2 a b (k + d) · (1 + c/a + c/b) / (rate / P)
 
-d is what a tile takes to fill its pipeline and write its result, as an inner dim of so many bytes; c says how many columns'
-time it takes to fetch a border: operands of a x b are read a + b times k, and used a b k times. The library tries tiles
-of many shapes; those of :data:`TILES` are enough to see its steps. Neither a smaller product nor fewer of them is
+d is what a tile takes to fill its pipeline and write its result, as an inner dim of so many bytes; c says what fetching
+takes beside multiplying: of the operands of a tile a + b rows are read, and used a b times. The library tries tiles of
+many shapes; those of :data:`TILES` are enough to see its steps. Neither a smaller product nor fewer of them is
 dearer, since every term grows with m, n, k and their number.
 """
 
@@ -38,6 +38,6 @@ def product_seconds(
 
 
 def attention_seconds(device: Device, rate: float, flops: float, width: float) -> float:
-    """Seconds of fused attention of ``flops`` with heads of ``width``; narrow heads use less of a device's matrix units,
-    which softmax keeps waiting between two products."""
+    """Seconds of fused attention of ``flops`` with heads of ``width``; narrow heads use less of a device's matrix
+    units, which softmax keeps waiting between two products."""
     return flops * (1.0 + device.attention_width / width) / (rate * device.attention_efficiency)
