@@ -124,19 +124,31 @@ all_to_all = {latency = 14e-6, bandwidth = 92e9, start = 201e-6}
 """
 
 
-def network(name: str, adapters: int, gigabits: float, latency: float = 5e-6, more: str = "") -> str:
+def network(
+    name: str,
+    adapters: int,
+    gigabits: float,
+    latency: float = 5e-6,
+    start: float = 0.0,
+    ramp: float = 0.0,
+    more: str = "",
+) -> str:
     """The level that joins any number of nodes: ``adapters`` in each, of so many gigabits per second each way, of
     which a collective reaches 95%. A step of ``latency`` seconds; an all-to-all has many messages on their way."""
-    rate = 0.95 * gigabits / 8
+    bandwidth = f"bandwidth = {0.95 * gigabits / 8:.4g}e9"
+    usual = f"{{latency = {latency:g}, {bandwidth}, start = {start:g}, ramp = {ramp:g}}}"
     return f"""
 [[links]]                       # {adapters} adapters of {gigabits:g} Gb/s in each node
 name = "{name}"
-bandwidth = {rate:.4g}e9
+{bandwidth}
 adapters = {adapters}
 latency = {latency:g}
 {more}
 [links.rates]
-all_to_all = {{latency = {latency / 5:g}, bandwidth = {rate:.4g}e9, start = {4 * latency:g}}}
+all_reduce = {usual}
+all_gather = {usual}
+reduce_scatter = {usual}
+all_to_all = {{latency = {latency / 5:g}, {bandwidth}, start = {start + 4 * latency:g}}}
 """
 
 
@@ -159,7 +171,7 @@ latency = 1e-6
 def spine(pod: int, name: str, adapters: int, gigabits: float, oversubscription: float, latency: float) -> str:
     """A pod of ``pod`` devices whose nodes have so many adapters, and above it a stage that carries all pods' traffic
     only ``oversubscription`` times slower."""
-    inner = network(name, adapters, gigabits, latency, f"size = {pod}")
+    inner = network(name, adapters, gigabits, latency, more=f"size = {pod}")
     # Seen from the spine a pod has one adapter per device.
     rate = 0.95 * gigabits / 8
     return (

@@ -39,9 +39,9 @@ _MI300X = "MI300X data sheet, links fitted to XLA's tables, products to one meas
 _INFINIBAND = {gigabits: link.network("infiniband", 8, gigabits) for gigabits in (200, 400, 800)}
 _RACK = {gigabits: link.network("infiniband", 72, gigabits) for gigabits in (400, 800)}
 _EFA = {
-    "p4": link.network("efa", 4, 100, 15e-6),
-    "p5": link.network("efa", 32, 100, 15e-6),
-    "p6": link.network("efa", 8, 400, 15e-6),
+    "p4": link.network("efa", 4, 100, 40e-6, 200e-6, 15e-6),
+    "p5": link.network("efa", 32, 100, 40e-6, 200e-6, 15e-6),
+    "p6": link.network("efa", 8, 400, 40e-6, 200e-6, 15e-6),
 }
 _CLOS = link.spine(3072, "roce", 8, 400, 7, 6e-6)
 _AWS = "AWS's instance types"

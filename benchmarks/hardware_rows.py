@@ -100,7 +100,7 @@ def _collective_row(table: dict[str, Any]) -> CollectiveRow | None:
     if not measured.get("bytes") or not measured.get("time_us") or kind not in (*COLLECTIVES, MESSAGE):
         return None
     cluster = preset_of(about["gpu"])
-    if cluster is not None and nodes > 1:
+    if cluster is not None and (nodes > 1 or members > (cluster.links[0].size or members)):
         cluster = _with_network(cluster.with_node(int(about["gpus_per_node"])), about.get("inter"), table.get("notes"))
     # nccl-tests counts for an all-to-all what one device holds.
     nbytes = float(measured["bytes"]) * (members if kind == "all_to_all" else 1)
@@ -114,9 +114,9 @@ def _with_network(cluster: Cluster, *descriptions: str | None) -> Cluster:
     text = " ".join(filter(None, descriptions))
     for words, adapters, gigabits in NETWORKS:
         if words in text:
-            network = replace(cluster.links[-1], adapters=adapters, bandwidth=0.95 * gigabits / 8 * 1e9)
+            network = replace(cluster.links[-1], adapters=adapters, bandwidth=0.95 * gigabits / 8 * 1e9, rates={})
             if words.startswith("EFA"):
-                network = replace(network, latency=Cluster.get("p6-b200.48xlarge").links[-1].latency)
+                network = Cluster.get("p6-b200.48xlarge").links[-1]
             return replace(cluster, links=(*cluster.links[:-1], network))
     return cluster
 

@@ -9,8 +9,8 @@ algorithm     steps at level l               bytes each device sends at level l 
 hierarchical  x log2 f_l                     x (f_l - 1) / f_l / F_l               in turn
 levels        x (f_l - 1)                    x (f_l - 1) / f_l / F_l               in turn
 ring          x (f_l - 1) N / F_(l+1)        x (N - 1) / N / F_l                   at once
-tree          2 log2 f_l                     2 / F_l, of two members 1 / F_l       at once
-nvls          as tree; inside log2 f_0       as tree; inside 1                     at once
+tree          2 log2 f_l                     2 / F_l                               at once
+nvls          as tree; inside log2 f_0       as tree; two 1 / F_1; inside 1        at once
 direct        F_l (f_l - 1)                  (f_l - 1) F_l / N / N                 at once
 ============  =============================  ====================================  ========
 
@@ -139,15 +139,11 @@ def _ring(kind: str, levels: Sequence[Level]) -> tuple[tuple[Line, ...], ...]:
     return _at_once(kind, "ring", levels, counts, shares)
 
 
-def _tree_share(level: Level) -> float:
-    """Inner devices of one tree are leaves of the other, so each sends its half up twice and down twice; with two
-    members, one is the root of each."""
-    return 2.0 * ((level.fan - 1.0) / level.fan if level.fan <= 2.0 else 1.0) / level.inner
-
-
 def _tree(kind: str, levels: Sequence[Level]) -> tuple[tuple[Line, ...], ...]:
+    """Inner devices of one tree are leaves of the other: each sends half of the tensor once as a leaf, and as an inner
+    device once up and twice down."""
     counts = [2.0 * math.log2(level.fan) for level in levels]
-    return _at_once(kind, "tree", levels, counts, [_tree_share(level) for level in levels])
+    return _at_once(kind, "tree", levels, counts, [2.0 / level.inner for level in levels])
 
 
 def _nvls(kind: str, levels: Sequence[Level]) -> tuple[tuple[Line, ...], ...]:
@@ -155,7 +151,12 @@ def _nvls(kind: str, levels: Sequence[Level]) -> tuple[tuple[Line, ...], ...]:
     if not any(rate.algorithm == "nvls" for rate in levels[0].link.rates.get(kind, ())):
         return ()
     counts = [math.log2(levels[0].fan), *(2.0 * math.log2(level.fan) for level in levels[1:])]
-    return _at_once(kind, "nvls", levels, counts, [1.0, *(_tree_share(level) for level in levels[1:])])
+    return _at_once(kind, "nvls", levels, counts, [1.0, *(_between(level) for level in levels[1:])])
+
+
+def _between(level: Level) -> float:
+    """Of two trees among nodes: of two members each is the root of one and sends its half once."""
+    return min(2.0, level.fan - 1.0) / level.inner
 
 
 def _direct(kind: str, levels: Sequence[Level]) -> tuple[tuple[Line, ...], ...]:
