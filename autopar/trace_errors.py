@@ -28,12 +28,16 @@ _BRANCH = (
     "Python loop over values), but a graph is captured without values; use torch.where or a mask instead, or "
     "compute the number outside the model"
 )
-_SHAPE = (
-    "the shape of a result depends on the values of a tensor (nonzero, boolean indexing, unique, "
-    "masked_select, a loop over experts), but a graph has fixed shapes; use torch.where or a mask; instead "
-    "of giving an expert its tokens, give it all and multiply what it returns by each token's weight for it, "
-    "zero where it was not chosen; blocks behind transformers' experts interface need no change"
+_SHAPE = "the shape of a result depends on the values of a tensor, but a graph has fixed shapes; "
+_SELECT = (
+    "use torch.where or a mask; instead of giving an expert its tokens, give it all and multiply what it returns by "
+    "each token's weight for it, zero where it was not chosen; blocks behind transformers' experts interface need no "
+    "change"
 )
+_COUNT = "for counts among n, add up ones: torch.zeros(n).index_add(0, x, torch.ones(len(x)))"
+_OUTSIDE = "take an operation whose result has a size known beforehand, or compute this outside the model"
+# Names of operations -> what to do instead.
+_INSTEAD = {"bincount": _COUNT, "histc": _COUNT, "nonzero": _SELECT, "masked_select": _SELECT, "index": _SELECT}
 _OPERATOR = (
     "this operator has no shape function, so it cannot be traced without data; register one with "
     "torch.library.register_fake, or replace the operator"
@@ -77,7 +81,7 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, SelectionError):
         return str(error)
     if isinstance(error, DynamicOutputShapeException):
-        return f"{_operator_of(error)}{_SHAPE}"
+        return f"{_operator_of(error)}{_SHAPE}{_INSTEAD.get(_name_of(error), _OUTSIDE)}"
     if is_data_dependent(error):
         return _BRANCH
     if isinstance(error, UnsupportedOperatorException):
@@ -89,8 +93,18 @@ def _reason(error: BaseException) -> str:
 
 
 def _operator_of(error: BaseException) -> str:
-    operator = getattr(error, "func", error.args[0] if error.args else "")
-    return f"{operator}: " if isinstance(operator, torch._ops.OpOverload) else ""
+    operator = _operator(error)
+    return f"{operator}: " if operator else ""
+
+
+def _name_of(error: BaseException) -> str:
+    operator = _operator(error)
+    return str(operator.overloadpacket.__name__) if operator else ""
+
+
+def _operator(error: BaseException) -> torch._ops.OpOverload | None:
+    found = getattr(error, "func", error.args[0] if error.args else None)
+    return found if isinstance(found, torch._ops.OpOverload) else None
 
 
 def user_location(error: BaseException) -> tuple[str, str] | None:

@@ -12,7 +12,8 @@
   like any other, and has a gradient everywhere;
 - Hugging Face builds causal masks that eager attention leaves to the kernel, so that an exported graph holds for other
   lengths; ours is traced anew for each length, and keeps to what eager does;
-- checks of linear algebra (``cholesky`` of a matrix that has none) raise on values; a graph has no place to raise from.
+- checks of linear algebra (``cholesky`` of a matrix that has none) and of distributions raise on values; a graph has no
+  place to raise from.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch._higher_order_ops.effects import _get_effect, _register_effectful_op
 from torch._higher_order_ops.flex_attention import math_attention
+from torch.distributions import Distribution
 from torch.nn import functional as F
 from torch.nn.attention import flex_attention
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -51,6 +53,7 @@ def patched() -> Iterator[None]:
         stack.enter_context(patch.object(nn.SyncBatchNorm, "forward", _batch_norm))
         stack.enter_context(patch.object(F, "embedding_bag", embedding_bag))
         stack.enter_context(_without_effect(_CHECKS))
+        stack.enter_context(patch.object(Distribution, "_validate_args", False))
         # Torch refuses gradients on the CPU for lack of a kernel, and compiles unless it is told not to.
         stack.enter_context(patch.object(flex_attention, "_validate_device", lambda *_tensors: None))
         stack.enter_context(patch.object(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True))

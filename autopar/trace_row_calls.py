@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .trace_row_checks import truth_without_raising
 from .trace_row_facts import Facts, says_any
 from .trace_row_moves import Index, parse_index, put, whole
 from .trace_row_regions import Regions, SelectionError
@@ -27,6 +28,8 @@ class Mode(Protocol):
     def select(self, mask: Tensor) -> Selection: ...
 
     def take(self, x: Tensor, index: Index) -> Rows: ...
+
+    def left_out(self, truth: bool, check: str) -> bool: ...
 
 
 Handler = Callable[[Mode, tuple[Any, ...], dict[str, Any]], Any]
@@ -331,6 +334,9 @@ def _truth(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x = args[0]
     if isinstance(x, (Rows, Known)):
         return NotImplemented
+    checked = truth_without_raising()
+    if checked is not None:
+        return mode.left_out(*checked)
     fact = mode.facts.of(x)
     if fact.tells is None or fact.tells[1] or x.dim():
         said = _none_of(fact.key)

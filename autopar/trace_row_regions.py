@@ -109,7 +109,7 @@ def _parsed(filename: str) -> ast.Module:
         raise SelectionError(f"the source of this condition cannot be read ({error}){_HINT}") from None
 
 
-def _path_to(frame: FrameType) -> list[ast.AST]:
+def path_to(frame: FrameType) -> list[ast.AST]:
     """The nodes around what ``frame`` runs now, outermost first, from its function on."""
     positions = list(frame.f_code.co_positions())[frame.f_lasti // 2]
     line, end_line, column, end_column = positions
@@ -133,7 +133,7 @@ def _path_to(frame: FrameType) -> list[ast.AST]:
 
 def _skipped(frame: FrameType, truth: bool) -> list[ast.stmt]:
     """The statements that run only if the condition being asked is worth ``truth``."""
-    path = _path_to(frame)
+    path = path_to(frame)
     place, found = next(
         ((i, node) for i, node in reversed(list(enumerate(path))) if isinstance(node, ast.stmt)), (0, None)
     )
@@ -161,7 +161,7 @@ def _is_plain(test: ast.expr, path: list[ast.AST]) -> bool:
 
 
 def _loop_body(frame: FrameType) -> list[ast.stmt]:
-    path = _path_to(frame)
+    path = path_to(frame)
     statements = [node for node in path if isinstance(node, ast.stmt)]
     loop = statements[-1]
     if not isinstance(loop, ast.For) or loop.orelse:

@@ -10,6 +10,8 @@ depends on how many rows there are in another way is an error.
 An expert then works on all tokens, which is exact, drops nothing, and costs as many times the FLOPs as there are
 experts for each that a token has: :class:`SelectedRows` counts, and the plan warns.
 
+What only raises where values are bad (``assert good.all()``) is left out (:mod:`.trace_row_checks`).
+
 A loop over the experts that some token chose (``for e in counts.nonzero()``) is one over all, and a branch taken only
 if a selection has rows is always taken, if that changes nothing (:mod:`.trace_row_regions`).
 """
@@ -48,6 +50,7 @@ class SelectedRows(TorchFunctionMode):
         """Forgets what was done; torch runs the model more than once."""
         self.facts, self.regions = Facts(), Regions()
         self.taken: Counter[str] = Counter()
+        self.checks: dict[str, None] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -83,8 +86,10 @@ class SelectedRows(TorchFunctionMode):
         return result
 
     def notes(self) -> tuple[str, ...]:
-        """What it costs, for people: per module, how often rows were taken."""
-        return tuple(
+        """What it costs, for people: per module, how often rows were taken; and the checks of values that are not in
+        the graph."""
+        checks = tuple(f"{place} checks values; a captured graph leaves the check out" for place in self.checks)
+        return checks + tuple(
             f"{path or 'the model'} selects rows by values {times} times and works on all rows each time, with masks: "
             f"exact, but up to {times} times the work of running on each row once"
             for path, times in self.taken.items()
@@ -96,6 +101,11 @@ class SelectedRows(TorchFunctionMode):
         fact = self.facts.of(mask)
         places = mask.clone() if mask.dtype is torch.bool else mask != 0
         return Selection(places, fact, self.regions)
+
+    def left_out(self, truth: bool, check: str) -> bool:
+        """``truth``, after noting that ``check`` (``file:line``) is not in the graph."""
+        self.checks[check] = None
+        return truth
 
     def take(self, x: Tensor, index: Index) -> Rows:
         """``x[index]``, counted."""

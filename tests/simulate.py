@@ -15,6 +15,7 @@ import torch
 from autopar.graph import Arg, Value
 from autopar.local_ops import LOCAL_OPS
 from autopar.program import Instruction, Program, Section, TensorSlot
+from autopar.runtime.executor import returns_sequence
 from autopar.spec import take_local, take_shard
 
 Tensors = dict[str, Any]
@@ -103,7 +104,7 @@ class World:
         for step in zip(*(section.instructions for section in sections), strict=True):
             results = self._execute(step, known)
             for rank, instruction in enumerate(step):
-                several = results[rank] if instruction.results > 1 else [results[rank]]
+                several = results[rank] if _is_sequence(instruction) else [results[rank]]
                 for index, value in enumerate(several):
                     known[rank][Value(instruction.name, index)] = value
         return [[None if v is None else known[r][v] for v in s.outputs] for r, s in enumerate(sections)]
@@ -151,6 +152,12 @@ class World:
             # Kernels may count on what a collective returns being contiguous.
             found.append(_one(kind, [args[r][0] for r in group], group.index(rank), kw).contiguous())
         return found
+
+
+def _is_sequence(instruction: Instruction) -> bool:
+    """Whether what an instruction gives is a list of results rather than the only one."""
+    local = not instruction.op.startswith("collective.")
+    return instruction.results > 1 or (local and returns_sequence(resolve(instruction.op)))
 
 
 def _one(kind: str, pieces: list[torch.Tensor], index: int, kw: Mapping[str, Any]) -> torch.Tensor:

@@ -1,0 +1,73 @@
+"""Checks of values that only raise are left out of a graph, whatever way they are written; what else depends on values
+is an error."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from eager import assert_close
+from interpret import interpret
+from torch import Tensor, nn
+from value_checks import (
+    Checked,
+    asserts,
+    both,
+    computes,
+    continues,
+    either,
+    otherwise,
+    raises,
+    raises_unless,
+    returns_early,
+)  # fmt: skip
+
+from autopar.errors import TraceError
+from autopar.trace import trace
+
+
+class Guarded(nn.Module):
+    def __init__(self, check: Checked) -> None:
+        super().__init__()
+        self.layer, self.check = nn.Linear(4, 4), check
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.check(self.layer(x), True).square().mean()
+
+
+@pytest.mark.parametrize("check", [raises, raises_unless, either, both, asserts, otherwise, continues])
+def test_a_check_is_left_out_and_said(check: Checked) -> None:
+    model, x = Guarded(check).double(), torch.randn(3, 4).double()
+    traced = trace(model, (x,), device="cpu")
+    (name,) = (node.target for node in traced.graph.placeholders("input"))
+    graph = traced.graph.at(b=3) if traced.graph.symbols else traced.graph
+    found = interpret(graph, {**dict(model.named_parameters()), name: x})
+    assert traced.signature.loss is not None
+    assert_close("loss", found["output", traced.signature.loss], model(x).detach(), 0.0)
+    assert all("value_checks.py:" in note and "checks values" in note for note in traced.notes)
+    assert len(traced.notes) == (2 if check is asserts else 1)
+
+
+@pytest.mark.parametrize("check", [returns_early, computes])
+def test_other_conditions_are_errors(check: Checked) -> None:
+    with pytest.raises(TraceError, match=r"value_checks.py:\d+"):
+        trace(Guarded(check), (torch.randn(3, 4),), device="cpu")
+
+
+class Variational(nn.Module):
+    """Distributions check their arguments by values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(4, 6), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, scale = self.encode(x).chunk(2, -1)
+        posterior = torch.distributions.Normal(mean, scale.exp())
+        prior = torch.distributions.Normal(torch.zeros_like(mean), torch.ones_like(mean))
+        likelihood = torch.distributions.Laplace(self.decode(posterior.rsample()), 1.0)
+        return (torch.distributions.kl_divergence(posterior, prior).sum(-1) - likelihood.log_prob(x).sum(-1)).mean()
+
+
+def test_distributions_are_traced() -> None:
+    traced = trace(Variational(), (torch.randn(3, 4),), device="cpu")
+    assert not traced.notes and traced.graph.symbols
