@@ -334,7 +334,7 @@ def _truth(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x = args[0]
     if isinstance(x, (Rows, Known)):
         return NotImplemented
-    checked = truth_without_raising()
+    checked = truth_without_raising() if x.dtype is torch.bool else None
     if checked is not None:
         return mode.left_out(*checked)
     fact = mode.facts.of(x)

@@ -17,24 +17,33 @@ def truth_without_raising() -> tuple[bool, str] | None:
     """What the condition that a model's code asks for must be worth for the code not to raise, and ``file:line`` of
     the check; None where more depends on it than that."""
     frame = user_frame()
-    asking = next(i for i in dis.get_instructions(frame.f_code) if i.offset == frame.f_lasti)
-    if "JUMP" not in asking.opname or "IF_" not in asking.opname:
+    try:
+        path = path_to(frame)
+    except SelectionError:  # Its source cannot be read.
         return None
-    statement = _statement(frame)
+    asking = _asking(frame, path[-1])
+    statement = next((node for node in reversed(path) if isinstance(node, ast.stmt)), None)
     raising = statement and _raising(statement)
-    if statement is None or raising is None:
+    if asking is None or statement is None or raising is None:
         return None
     jumps = not _is_target_in(frame, asking.argval, raising)
     return ("IF_TRUE" in asking.opname) == jumps, f"{frame.f_code.co_filename}:{statement.lineno}"
 
 
-def _statement(frame: FrameType) -> ast.stmt | None:
-    """The innermost statement that runs, None if its source cannot be read."""
-    try:
-        path = path_to(frame)
-    except SelectionError:
-        return None
-    return next((node for node in reversed(path) if isinstance(node, ast.stmt)), None)
+def _asking(frame: FrameType, node: ast.AST) -> dis.Instruction | None:
+    """The jump that depends on what is asked for, also where it is asked for by ``t.item()`` or ``bool(t)``."""
+    rest = (i for i in dis.get_instructions(frame.f_code) if i.offset >= frame.f_lasti)
+    found = next(rest)
+    if found.opname.startswith("CALL") and _takes_value(node):
+        found = next(rest)
+    return found if "JUMP" in found.opname and "IF_" in found.opname else None
+
+
+def _takes_value(node: ast.AST) -> bool:
+    called = node.func if isinstance(node, ast.Call) else None
+    return (isinstance(called, ast.Attribute) and called.attr == "item") or (
+        isinstance(called, ast.Name) and called.id == "bool"
+    )
 
 
 def _raising(statement: ast.stmt) -> tuple[Place, Place] | None:

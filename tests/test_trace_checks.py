@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from value_checks import (
     Checked,
     asserts,
+    asserts_of_numbers,
     both,
+    called,
     computes,
     continues,
     either,
@@ -24,6 +26,8 @@ from value_checks import (
 from autopar.errors import TraceError
 from autopar.trace import trace
 
+CHECKS = (raises, raises_unless, either, both, asserts, asserts_of_numbers, otherwise, continues)
+
 
 class Guarded(nn.Module):
     def __init__(self, check: Checked) -> None:
@@ -34,7 +38,7 @@ class Guarded(nn.Module):
         return self.check(self.layer(x), True).square().mean()
 
 
-@pytest.mark.parametrize("check", [raises, raises_unless, either, both, asserts, otherwise, continues])
+@pytest.mark.parametrize("check", CHECKS)
 def test_a_check_is_left_out_and_said(check: Checked) -> None:
     model, x = Guarded(check).double(), torch.randn(3, 4).double()
     traced = trace(model, (x,), device="cpu")
@@ -44,10 +48,10 @@ def test_a_check_is_left_out_and_said(check: Checked) -> None:
     assert traced.signature.loss is not None
     assert_close("loss", found["output", traced.signature.loss], model(x).detach(), 0.0)
     assert all("value_checks.py:" in note and "checks values" in note for note in traced.notes)
-    assert len(traced.notes) == (2 if check is asserts else 1)
+    assert len(traced.notes) == (2 if check in (asserts, asserts_of_numbers) else 1)
 
 
-@pytest.mark.parametrize("check", [returns_early, computes])
+@pytest.mark.parametrize("check", [returns_early, computes, called])
 def test_other_conditions_are_errors(check: Checked) -> None:
     with pytest.raises(TraceError, match=r"value_checks.py:\d+"):
         trace(Guarded(check), (torch.randn(3, 4),), device="cpu")

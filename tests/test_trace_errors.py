@@ -71,12 +71,6 @@ class Prints(Branch):
         return y.sum()
 
 
-class Checks(Branch):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        assert (x > -100).all(), "too small"  # the check
-        return self.linear(x).sum()
-
-
 class Steps(Branch):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.linear(x).sum()
@@ -192,7 +186,6 @@ def test_custom_functions_inputs_in_trees_and_inputs_written_to() -> None:
         (Loop(), "the loop", "torch.where"),
         (Rows(), "the rows", "one by one"),
         (Prints(), "the print", "print outside the model"),
-        (Checks(), "the check", "torch.where"),
         (Steps(), "the backward", "return the loss"),
         (Mismatch(), "the mismatch", "[4, 6] X [4, 4]"),
     ],

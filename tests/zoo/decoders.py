@@ -94,9 +94,9 @@ causal("falcon_mamba", "FalconMamba", SPECIAL, vocab_size=WORDS, hidden_size=32,
 
 @family
 def rwkv() -> tuple[nn.Module, Batch]:
-    """One layer and few tokens: on CPU its recurrence is a loop over them."""
+    """Few tokens: on CPU its recurrence is a loop over them."""
     config = hf.RwkvConfig(
-        vocab_size=WORDS, hidden_size=32, num_hidden_layers=1, attention_hidden_size=32, context_length=32,
+        vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32, context_length=32,
         use_cache=False, **SPECIAL,
     )  # fmt: skip
     ids = tokens(BATCH, 5, WORDS)
@@ -113,6 +113,9 @@ causal("zamba2", "Zamba2", GROUPED | {"num_hidden_layers": 3}, mamba_d_state=8, 
 causal("jamba", "Jamba", GROUPED, num_experts=1, num_experts_per_tok=1, attn_layer_period=2, attn_layer_offset=1,
        mamba_d_state=4, mamba_dt_rank=4, use_mamba_kernels=False)  # fmt: skip
 causal("lfm2", "Lfm2", GROUPED, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False)
+causal("qwen3_next", "Qwen3Next", GROUPED, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+       shared_expert_intermediate_size=48, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=16,
+       linear_value_head_dim=16, layer_types=["linear_attention", "full_attention"])  # fmt: skip
 
 
 EXPERTS: dict[str, Any] = GROUPED | {"num_experts_per_tok": 2, "output_router_logits": True}

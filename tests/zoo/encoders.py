@@ -52,6 +52,8 @@ text("funnel", "FunnelForMaskedLM|FunnelConfig", {}, vocab_size=WORDS, block_siz
      d_head=16, d_inner=96, hidden_dropout=0.0, attention_dropout=0.0, activation_dropout=0.0,
      num_decoder_layers=1)  # fmt: skip
 text("big_bird_full", "BigBirdForMaskedLM|BigBirdConfig", ENCODER, attention_type="original_full")
+text("big_bird_sparse", "BigBirdForMaskedLM|BigBirdConfig", ENCODER | {"max_position_embeddings": 128},
+     attention_type="block_sparse", block_size=2, num_random_blocks=1)  # fmt: skip
 text("longformer", "LongformerForMaskedLM|LongformerConfig", ENCODER | SPECIAL, attention_window=8)
 text("mbart", "MBartForConditionalGeneration|MBartConfig", HALVES)
 text("pegasus", "PegasusForConditionalGeneration|PegasusConfig", HALVES)
@@ -67,6 +69,9 @@ text("switch_transformers", "SwitchTransformersForConditionalGeneration|SwitchTr
      vocab_size=WORDS, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_decoder_layers=2, num_heads=4, num_experts=4,
      num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, dropout_rate=0.0, router_jitter_noise=0.0,
      decoder_start_token_id=0, pad_token_id=2, use_cache=False)  # fmt: skip
+text("nllb_moe", "NllbMoeForConditionalGeneration|NllbMoeConfig", HALVES, num_experts=4, expert_capacity=40,
+     encoder_sparse_step=2, decoder_sparse_step=2, encoder_layerdrop=0.0, decoder_layerdrop=0.0,
+     activation_dropout=0.0, attention_dropout=0.0, moe_token_dropout=0.0)  # fmt: skip
 
 
 @family
