@@ -23,7 +23,7 @@ def truth_without_raising() -> tuple[bool, str] | None:
         return None
     asking = _asking(frame, path[-1])
     statement = next((node for node in reversed(path) if isinstance(node, ast.stmt)), None)
-    raising = statement and _raising(statement)
+    raising = None if statement is None else _raising(statement)
     if asking is None or statement is None or raising is None:
         return None
     jumps = not _is_target_in(frame, asking.argval, raising)
