@@ -3,8 +3,8 @@
 Measured on loopback with 4 processes (milliseconds, whole tensor 4 KiB / 1 MiB / 16 MiB): gloo's own
 all_reduce takes 3.7 / 11 / 53, all_gather 1.3 / 6.7 / 18, reduce_scatter 4.0 / 5.8 / 32, but all_to_all 0.6 /
 0.8 / 11. So reductions here are an all-to-all followed by a local sum, which also makes every rank's result
-bit-equal, and large gathers are one broadcast per rank. A function starts what it can at once and returns
-``finish``, which waits and completes.
+bit-equal. Gathers send each rank's piece straight to every other: four fifths of the time of a broadcast per rank at
+12 MB, half of it at 256 KB. A function starts what it can at once and returns ``finish``, which waits and completes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from .groups import AxisGroup
 
 Finish = Callable[[], torch.Tensor]
 
-# Below this many bytes in all, latency decides: one all-to-all of copies beats a broadcast per rank.
+# Below this many bytes in all, latency decides: everyone gathers and reduces everything.
 SMALL_BYTES = 1 << 20
+# Messages between the same two ranks of a group are told apart by tag, and under one tag arrive in the order of
+# posting, which is that of the program. Zero is that of messages between stages.
+GATHER_TAG = 1
 
 _ON_THE_WIRE = (
     torch.float32,
@@ -67,17 +70,15 @@ def all_to_all(send: torch.Tensor, group: AxisGroup) -> Finish:
 
 def all_gather(piece: torch.Tensor, group: AxisGroup) -> Finish:
     """``piece`` [...] of every rank, as [n, ...]."""
-    if piece.nbytes * group.size <= SMALL_BYTES:
-        return all_to_all(piece.unsqueeze(0).repeat(group.size, *[1] * piece.dim()), group)
     receive = piece.new_empty((group.size, *piece.shape))
+    others = [(group.index + step) % group.size for step in range(1, group.size)]
+    works = [dist.irecv(wire(receive[k]), group=group.group, group_src=k, tag=GATHER_TAG) for k in others]
+    works += [dist.isend(wire(piece), group=group.group, group_dst=k, tag=GATHER_TAG) for k in others]
     receive[group.index].copy_(piece)
-    works = [
-        dist.broadcast(wire(receive[rank]), group=group.group, group_src=rank, async_op=True)
-        for rank in range(group.size)
-    ]
 
     def finish() -> torch.Tensor:
         for work in works:
+            assert work is not None  # None is for ranks outside the group
             work.wait()
         return receive
 

@@ -161,8 +161,19 @@ def buckets(collectives: Collectives) -> None:
         expect(value, wanted, "all_gather_bucket")
 
 
+def outstanding(collectives: Collectives) -> None:
+    """Gathers of all sizes under way at once, beside a reduction, awaited last first; operands are let go at once."""
+    count = collectives.groups.over((0,)).size
+    wholes = [torch.arange(float(count * length)) + length for length in (1, 300_000, 7, 100_000, 50)]
+    started = [collectives.all_gather(own(collectives, t, (shard(0),)), (0,), 0, len(t)) for t in wholes]
+    reduced = collectives.all_reduce(torch.ones(300_000), (0,))
+    for handle, tensor in reversed(list(zip(started, wholes, strict=True))):
+        expect(collectives.wait(handle), tensor, "outstanding gather")
+    expect(collectives.wait(reduced), torch.full((300_000,), float(count)), "outstanding reduction")
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("work", [gathers, reductions, exchanges, buckets])
+@pytest.mark.parametrize("work", [gathers, reductions, exchanges, buckets, outstanding])
 def test_one_axis(work: Callable[[Collectives], None], size: int) -> None:
     on_mesh((size,), work)
 
