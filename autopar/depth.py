@@ -24,6 +24,21 @@ class Depth:
 
     kinds: dict[str, tuple[int, ...]]
 
+    @property
+    def paths(self) -> list[str]:
+        """Paths of the kept layers in the shortened model."""
+        return [f"{path}.{number}" for path, kinds in self.kinds.items() for number in range(max(kinds) + 1)]
+
+    @property
+    def standing(self) -> tuple[int, ...]:
+        """For each layer of the whole model, the position in :attr:`paths` of the one it is priced as."""
+        found: list[int] = []
+        first = 0
+        for kinds in self.kinds.values():
+            found += [first + number for number in kinds]
+            first += max(kinds) + 1
+        return tuple(found)
+
     def count(self, path: str, number: int) -> int:
         """How many layers of the whole model the kept layer ``number`` of the list at ``path`` stands for."""
         return self.kinds[path].count(number)

@@ -11,7 +11,12 @@ from .errors import OptionsError
 Recompute = Literal["none", "selective", "full"]
 Overlap = Literal["gradient", "weight", "message", "tensor"]
 _DEGREES = ("tensor", "pipeline", "data", "context", "expert", "microbatch", "interleave")
-_CHOICES = {"recompute": ("none", "selective", "full"), "zero": (0, 1, 2, 3), "precision": ("fp32", "bf16", "fp16")}
+_CHOICES = {
+    "recompute": ("none", "selective", "full"),
+    "zero": (0, 1, 2, 3),
+    "gradients": ("fp32", "own"),
+    "precision": ("fp32", "bf16", "fp16", "fp8"),
+}
 _OVERLAPS = ("gradient", "weight", "message", "tensor")
 
 
@@ -30,12 +35,17 @@ class Layout:
         sequence_parallel: whether what lies between tensor-parallel regions is divided along the sequence.
         zero: 1 shards the optimizer state over data ranks, 2 gradients too, 3 weights too.
         schedule: by name (:mod:`autopar.schedules`); default ``"1f1b"``, ``"interleaved"`` with several chunks.
-        precision: what is computed in; reduced ones keep fp32 master weights and add gradients up in fp32.
+        precision: what is computed in; reduced ones keep fp32 master weights and add gradients up in fp32. ``"fp8"``:
+            products with weights, all else in bf16.
         overlap: what travels while devices compute: ``"gradient"`` reductions under the last backward, ``"weight"``
             gathers under the layer before, ``"message"`` s between stages, ``"tensor"`` (and context) collectives
             under the products next to them.
         eager: modules (globs of paths) whose elementwise operations run one by one, each reading and writing memory;
             everywhere else a run of them is one kernel, and what backward can cheaply compute again is not kept.
+        whole: modules (globs of paths) that run alike on every tensor rank, what they take gathered first: a loss that
+            sees all logits.
+        gradients: ``"fp32"``, or ``"own"``: added up in the dtype of their weights.
+        scatter: whether a value that is whole on every tensor rank travels between stages in shards.
         offload: whether optimizer states rest in host memory.
     """
 
@@ -50,9 +60,12 @@ class Layout:
     sequence_parallel: bool = False
     zero: Literal[0, 1, 2, 3] = 0
     schedule: str | None = None
-    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    precision: Literal["fp32", "bf16", "fp16", "fp8"] = "bf16"
     overlap: tuple[Overlap, ...] = ("gradient", "weight", "message")
     eager: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+    gradients: Literal["fp32", "own"] = "fp32"
+    scatter: bool = True
     offload: bool = False
 
     def __post_init__(self) -> None:

@@ -27,9 +27,9 @@ class Held:
         return self.weights + self.gradients + self.optimizer + self.activations + self.working
 
 
-def gradient_bytes(layout: Layout) -> int:
-    """Bytes of an element of a gradient that is added up: fp32 whatever is computed in."""
-    return MASTER_BYTES
+def gradient_bytes(weight: Weight, layout: Layout) -> int:
+    """Bytes of the gradient of a weight as it is added up."""
+    return weight.elements * (MASTER_BYTES if layout.gradients == "fp32" else weight.itemsize)
 
 
 def state_bytes(layout: Layout) -> int:
@@ -49,7 +49,7 @@ def held_by(rank: int, chunks: Sequence[Sequence[Section]], layout: Layout, micr
         for weight in section.weights:
             shards = data_ranks(weight, layout)
             weights += weight.elements * weight.itemsize // (shards if layout.zero >= 3 else 1)
-            gradients += weight.elements * gradient_bytes(layout) // (shards if layout.zero >= 2 else 1)
+            gradients += gradient_bytes(weight, layout) // (shards if layout.zero >= 2 else 1)
             optimizer += weight.elements * state_bytes(layout) // (shards if layout.zero >= 1 else 1)
     gathered = _gathered(chunks, layout)
     activations = _activations(rank, chunks, layout, microbatches)

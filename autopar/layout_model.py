@@ -42,14 +42,31 @@ class LayoutModel:
         """The price of ``layout`` on ``cluster`` for a global batch, and memory of ``limit`` bytes."""
         return price_sections(self.sections(layout, cluster), layout, batch or self.batch, cluster, limit)
 
+    @property
+    def every_placed(self) -> tuple[Placed, ...]:
+        return tuple(self._placed.values())
+
     def sections(self, layout: Layout, cluster: Cluster) -> Sections:
-        key = (layout.tensor, layout.context, layout.microbatch, layout.sequence_parallel, layout.eager, cluster)
+        key = (
+            layout.tensor,
+            layout.context,
+            layout.microbatch,
+            layout.sequence_parallel,
+            layout.eager,
+            layout.precision,
+            cluster,
+        )
         if key not in self._sections:
             self._sections[key] = bill_sections(self.placed(layout, cluster), self.depth, layout)
         return self._sections[key]
 
+    @staticmethod
+    def _key(layout: Layout, cluster: Cluster) -> tuple[object, ...]:
+        """What placements depend on."""
+        return layout.tensor, layout.context, layout.microbatch, layout.sequence_parallel, layout.whole, cluster
+
     def placed(self, layout: Layout, cluster: Cluster) -> Placed:
-        key = (layout.tensor, layout.context, layout.microbatch, layout.sequence_parallel, cluster)
+        key = self._key(layout, cluster)
         if key not in self._placed:
             graph = step_graph(self.prepared.graph, self.prepared.loss, layout.microbatch)
             self._placed[key] = place(graph, layout, cluster)

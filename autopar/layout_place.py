@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from torch.distributed.tensor import Shard
 
@@ -36,31 +37,68 @@ CONTEXT, TENSOR = 0, 1
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """A step graph at one microbatch, and how it lies on the mesh (context, tensor)."""
+    """A step graph at one microbatch, and how it lies on the mesh (context, tensor); ``gap`` is how far from the proven
+    bound its placement program was left."""
 
     graph: Graph
     assignment: Assignment
     prices: Prices
+    gap: float = 0.0
 
 
 def place(graph: Graph, layout: Layout, cluster: Cluster) -> Placed:
     """The placements of ``layout``. Raises :class:`OptionsError` if the model cannot be divided so."""
     mesh = (layout.context, layout.tensor)
     annotated = annotate(graph, mesh)
-    kind = Prices if layout.sequence_parallel else _ReducedOnly
-    prices = kind(cluster, mesh, placement_options(annotated, mesh), exchanged_bytes(annotated))
+    prices = _prices(annotated, layout, cluster)
     instance = build_instance(fold_layers(annotated, 1), prices, optimizer="sgd", memory_limit=math.inf)
-    allowed = _all_of(_weights(instance), _inputs(layout))
+    allowed = _all_of(_weights(instance), _inputs(layout), _whole(layout))
     found = solve(with_choices(instance, allowed, gathers=False).problem, time_limit=SECONDS, gap=GAP)
     if found.status == "infeasible":
         raise OptionsError(f"the model cannot be laid out as {layout}: no placements communicate what it would need")
-    return Placed(annotated, instance.assignment(found.choices), prices)
+    return Placed(annotated, instance.assignment(found.choices), prices, found.gap)
 
 
-class _ReducedOnly(Prices):
-    """Prices at which only all-reduces can be had on the tensor axis."""
+def _prices(annotated: Graph, layout: Layout, cluster: Cluster) -> Prices:
+    mesh = (layout.context, layout.tensor)
+    options, exchanged = placement_options(annotated, mesh), exchanged_bytes(annotated)
+    if layout.sequence_parallel:
+        return Prices(cluster, mesh, options, exchanged)
+    gathered = frozenset(
+        annotated.type_of(value)
+        for node in annotated.nodes
+        if _matches(node, layout.whole)
+        for value in node.operands
+        if not _matches(annotated[value.node], layout.whole)
+    )
+    return ReducedOnly(cluster, mesh, options, exchanged, gathered=gathered)
+
+
+def _matches(node: Node, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(node.module, pattern) for pattern in patterns)
+
+
+def _whole(layout: Layout) -> Allowed:
+    """Operations of whole modules divide nothing on the tensor axis."""
+
+    def allowed(node: Node, choice: Choice) -> bool:
+        if isinstance(choice, ParameterPlacement) or node.is_placeholder or not _matches(node, layout.whole):
+            return True
+        return not any(is_shard(place[TENSOR]) for place in choice.inputs)
+
+    return allowed
+
+
+@dataclass(frozen=True, eq=False)
+class ReducedOnly(Prices):
+    """Prices at which only all-reduces can be had on the tensor axis, but for what whole modules take
+    (``gathered``)."""
+
+    gathered: frozenset[TensorType] = frozenset()
 
     def hop(self, kind: TensorType, hop: Hop, *, bucketed: bool = False) -> float:
+        if kind in self.gathered and hop.kind in ("all_gather", "slice"):
+            return super().hop(kind, hop, bucketed=bucketed)
         if TENSOR in hop.axes and hop.kind not in ("all_reduce", "partial"):
             return math.inf
         return super().hop(kind, hop, bucketed=bucketed)

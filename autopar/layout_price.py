@@ -19,7 +19,14 @@ from .layout_sections import Seconds, Section, Sections
 from .plan import Predicted
 from .schedules import SCHEDULES, make_schedule
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+}
+# Pieces in which a collective travels that overlaps with the product next to it: one of them is exposed.
+PIECES = 4
 # Microbatches beyond this many rounds of the pipeline repeat each other: the time of a round is extrapolated.
 ROUNDS = 3
 
@@ -91,6 +98,28 @@ def price_sections(
     return Priced(layout, batch, cluster.name, predicted, held, limit, reserve(cluster), flops, dict(step.parts()))
 
 
+@dataclass(frozen=True)
+class Quick:
+    """A layout's ``seconds`` at the least, and its ``peak`` bytes beside the ``limit`` of the device."""
+
+    layout: Layout
+    seconds: float
+    peak: int
+    limit: int
+
+
+def quick_price(sections: Sections, layout: Layout, batch: int, cluster: Cluster) -> Quick:
+    """A bound of the step without simulating it: the busiest rank, and filling and draining the pipeline. Raises
+    :class:`OptionsError` as :func:`price_sections` does."""
+    microbatches = layout.microbatches(batch)
+    chunks = _chunks(sections, layout)
+    step = _Step(chunks, layout, microbatches, cluster)
+    ends = sorted({0, layout.pipeline // 2, layout.pipeline - 1})
+    held = [held_by(rank, [chunks[c] for c in _held(rank, layout)], layout, microbatches) for rank in ends]
+    peak = max(one.total for one in held)
+    return Quick(layout, step.bound(), peak, cluster.device.memory_bytes - reserve(cluster))
+
+
 def _held(rank: int, layout: Layout) -> list[int]:
     placement = SCHEDULES[layout.schedule_name].placement(layout.pipeline, layout.interleave)
     return [chunk for chunk, holder in enumerate(placement) if holder == rank]
@@ -140,14 +169,14 @@ class _Step:
         return section.forward if self.layout.recompute == "full" else section.inside
 
     def gradients(self, section: Section) -> float:
-        return float(sum(w.elements for w in section.weights) * gradient_bytes(self.layout))
+        return float(sum(gradient_bytes(weight, self.layout) for weight in section.weights))
 
     def weights(self, section: Section) -> float:
         return float(sum(w.elements * w.itemsize for w in section.weights))
 
     def times(self, section: Section) -> tuple[float, float]:
         """Seconds of forward and backward of one section, ZeRO-3's collectives included."""
-        forward, backward = section.forward.total, (section.backward + self.again(section)).total
+        forward, backward = self.total(section.forward), self.total(section.backward + self.again(section))
         if self.layout.zero < 3:
             return forward, backward
         gather = self.over_data("all_gather", self.weights(section))
@@ -155,6 +184,13 @@ class _Step:
         if "weight" in self.layout.overlap:
             return max(forward, gather), max(backward, gather + scatter)
         return forward + gather, backward + gather + scatter
+
+    def total(self, seconds: Seconds) -> float:
+        """Computing and communicating in turn, or piece by piece at once."""
+        if "tensor" not in self.layout.overlap:
+            return seconds.total
+        both = (seconds.compute, seconds.communicate)
+        return max(both) + min(both) / PIECES
 
     def chunk_price(self, chunk: Sequence[Section]) -> ChunkPrice:
         times = [self.times(section) for section in chunk]
@@ -172,10 +208,13 @@ class _Step:
     def update(self, rank: int) -> float:
         """Seconds of the optimizer, and of gathering what it updated."""
         sections = [section for c in _held(rank, self.layout) for section in self.chunks[c]]
-        elements = sum(weight.elements for section in sections for weight in section.weights)
+        weights = [weight for section in sections for weight in section.weights]
         shards = self.layout.data * self.layout.context if self.layout.zero else 1
-        moved = elements / shards * (gradient_bytes(self.layout) + 2 * state_bytes(self.layout) + 2)
-        seconds = moved / self.cluster.device.memory_bandwidth
+        moved = sum(
+            gradient_bytes(weight, self.layout) + weight.elements * (2 * state_bytes(self.layout) + weight.itemsize)
+            for weight in weights
+        )
+        seconds = moved / shards / self.cluster.device.memory_bandwidth
         if self.layout.zero in (1, 2):
             seconds += self.over_data("all_gather", sum(map(self.weights, sections)))
         return seconds
@@ -184,7 +223,7 @@ class _Step:
         found = {}
         for c in range(1, len(self.chunks)):
             size = self.chunks[c][0].entry
-            if not self.layout.sequence_parallel:
+            if self.layout.scatter and not self.layout.sequence_parallel:
                 size //= self.layout.tensor
             latency, bandwidth = message_rate(self.cluster, 0, 1, self.layout.stage_devices)
             found[c - 1, c] = EdgePrice(float(size), bandwidth, latency)
@@ -198,6 +237,14 @@ class _Step:
         few = round_size * ROUNDS + self.microbatches % round_size
         last, before = self.simulated(few), self.simulated(few - round_size)
         return last + (self.microbatches - few) / round_size * (last - before)
+
+    def bound(self) -> float:
+        """Seconds that no simulation is much below."""
+        ranks = sorted({0, self.layout.pipeline // 2, self.layout.pipeline - 1})
+        busiest = max(sum(self.of_rank(rank)) for rank in ranks)
+        middle = self.prices[len(self.prices) // 2]
+        filling = (self.layout.pipeline - 1) * (middle.forward + middle.whole_backward)
+        return busiest + filling
 
     def simulated(self, microbatches: int) -> float:
         update = max(map(self.update, range(self.layout.pipeline)))

@@ -90,20 +90,10 @@ class Sections:
 
 def bill_sections(placed: Placed, depth: Depth, layout: Layout) -> Sections:
     """The sections of a placed graph of one microbatch."""
-    paths, standing = _layers(depth)
+    paths, standing = depth.paths, depth.standing
     biller = _Biller(placed, _home(placed.graph, paths), layout)
     layers = tuple(biller.section(path) for path in paths)
     return Sections(biller.section(BEFORE), layers, biller.section(AFTER), standing)
-
-
-def _layers(depth: Depth) -> tuple[list[str], tuple[int, ...]]:
-    """Paths of the kept layers, and for each layer of the whole model the position of the one that stands for it."""
-    paths: list[str] = []
-    standing: list[int] = []
-    for path, kinds in depth.kinds.items():
-        standing += [len(paths) + number for number in kinds]
-        paths += [f"{path}.{number}" for number in range(max(kinds) + 1)]
-    return paths, tuple(standing)
 
 
 def _home(graph: Graph, paths: list[str]) -> Mapping[str, str]:
@@ -206,13 +196,18 @@ class _Biller:
             strategy = self.assignment.strategies[heavy.name]
             taken = zip(map(self.graph.type_of, heavy.operands), strategy.inputs, strict=True)
             made = zip(heavy.types, strategy.outputs, strict=True)
-            inputs = tuple(local_type(t, p, self.prices.mesh) for t, p in taken)
+            inputs = tuple(self._computed_in(heavy, local_type(t, p, self.prices.mesh)) for t, p in taken)
             outputs = tuple(t and local_type(t, p, self.prices.mesh) for t, p in made)
             return node_seconds(self.prices.cluster, heavy, inputs, outputs, strategy.local)
         if all(node.op in VIEWS or node.op == REST or family_of(node.op).is_view for node in kernel.nodes):
             return 0.0
         moved = sum(map(self.local, (*kernel.reads, *kernel.writes)))
         return compute_seconds(self.prices.cluster, 0.0, moved, torch.float32)
+
+    def _computed_in(self, node: Node, kind: TensorType) -> TensorType:
+        """An operand as the layout's precision has it: in fp8 where weights or their gradients are multiplied."""
+        is_weighted = node.op == "aten.mm.default" or node.op == "aten.addmm.default"
+        return TensorType(kind.shape, torch.float8_e4m3fn) if self.layout.precision == "fp8" and is_weighted else kind
 
     def move_seconds(self, use: Use) -> float:
         return self.prices.table(use.kind).cost(use.source, use.target)

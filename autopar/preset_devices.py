@@ -41,6 +41,7 @@ processors = 108
 tile_depth = 384
 tile_border = 10
 attention_efficiency = 0.81
+sustained = 0.88
 attention_width = 30
 reserve_bytes = 1610612736      # CUDA context and NCCL buffers
 reserve_fraction = 0.05         # fragmentation of the caching allocator

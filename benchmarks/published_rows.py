@@ -10,16 +10,34 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cluster import Cluster
+from autopar.device import Device
 from autopar.errors import OptionsError
 from autopar.layout import Layout
+from autopar.links import Link
 
 from .published_flops import published_seconds
 from .published_models import NotExpressible, Shape
 
-# Sustained share of an adapter's nominal rate: what NCCL's tuning model gives its LL128 protocol.
-SUSTAINED = 0.92
+# Share of an adapter's nominal rate that collectives reach, as in the presets; seconds of a step of its latency.
+SUSTAINED, LATENCY = 0.95, 5e-6
 # By device, as rows name it: the first pattern that matches.
-PRESETS = ((r"A100.*80|80GB \(Ampere\)|A100-SXM", "dgx-a100-80gb"),)
+PRESETS = (
+    (r"V100-32", "dgx-v100"),
+    (r"V100", "p3.16xlarge"),
+    (r"A100-40", "dgx-a100-40gb"),
+    (r"A100", "dgx-a100-80gb"),
+    (r"H100|H800", "dgx-h100"),
+    (r"H200", "dgx-h200"),
+    (r"GB300", "gb300-nvl72"),
+    (r"GB200", "gb200-nvl72"),
+    (r"B300", "dgx-b300"),
+    (r"B200", "dgx-b200"),
+    (r"MI250", "mi250x"),
+    (r"MI300", "mi300x"),
+    (r"TPUv?4", "tpu-v4"),
+    (r"TPUv?5e", "tpu-v5e"),
+    (r"TPUv?5p", "tpu-v5p"),
+)
 
 
 @dataclass(frozen=True)
@@ -102,10 +120,57 @@ def layout_of(row: Mapping[str, Any]) -> Layout:
         recompute=_recompute(str(parallel.get("recompute") or "none")),
         sequence_parallel=bool(parallel.get("sequence_parallel")) and tensor > 1,
         zero=_zero(parallel.get("zero_stage")),
-        precision="fp16" if "fp16" in str(parallel.get("precision")) else "bf16",
+        precision=_precision(str(parallel.get("precision"))),
+        overlap=_overlap(row),
         eager=_eager(row),
+        **_habits(row),
         offload=bool(parallel.get("cpu_offload_optimizer")),
     )
+
+
+def _precision(said: str) -> Any:
+    if "fp8" in said:
+        return "fp8"
+    if "fp4" in said:
+        raise NotExpressible(f"precision {said}")
+    return "fp16" if "fp16" in said else "fp32" if said == "fp32" else "bf16"
+
+
+def _system(row: Mapping[str, Any]) -> str:
+    """What is said of who ran it: source, schedule and notes, and the row's own name."""
+    words = (row.get("source"), row.get("row"), row["parallel"].get("schedule"), row.get("notes"))
+    return " ".join(str(word) for word in words).lower()
+
+
+# What is known of how a system trains, by words of its source, schedule or notes.
+HABITS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("deepspeed", {"scatter": False}),
+    # Not said by the source, but only so do its runs fit as they did: gradients in bf16, the loss of gathered logits.
+    ("hagemann", {"gradients": "own", "whole": ("*loss*",)}),
+)
+
+
+def _habits(row: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for word, habits in HABITS:
+        found.update(habits if word in _system(row) else {})
+    return found
+
+
+def _overlap(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What the row, or else what is known of its system, has travel while devices compute. Weights of ZeRO-3 are
+    prefetched by all; gradients are reduced under backward where there is one stage and one microbatch, and by
+    libraries since 2024; messages since then where chunks interleave."""
+    parallel = row["parallel"]
+    recent = bool(re.search(r"H100|H200|B200|B300|GB|TPU", row["cluster"].get("gpu", "")))
+    found = ["weight"]
+    if parallel.get("ddp_overlap", recent):
+        found.append("gradient")
+    if recent:
+        found.append("message")
+    if parallel.get("tp_comm_overlap") or parallel.get("async_tp") or str(row.get("row")).startswith("MegaScale"):
+        found += ["tensor", "gradient", "message"]
+    return tuple(dict.fromkeys(found))
 
 
 def _recompute(said: str) -> Any:
@@ -124,7 +189,8 @@ def _eager(row: Mapping[str, Any]) -> tuple[str, ...]:
     that it is torch's own."""
     kernel = str(row["parallel"].get("attention_kernel") or "")
     norms = ("*norm*",) if kernel and "RMS" not in kernel else ()
-    return (*norms, *(("*attention*",) if kernel == "torch" else ()))
+    loss = ("*loss*",) if kernel else ()
+    return (*loss, *norms, *(("*attention*",) if kernel == "torch" else ()))
 
 
 def cluster_of(row: Mapping[str, Any]) -> Cluster:
@@ -134,11 +200,29 @@ def cluster_of(row: Mapping[str, Any]) -> Cluster:
     if name is None:
         raise NotExpressible(f"no preset for {cluster.get('gpu')}")
     found = Cluster.get(name)
-    rate = adapter_rate(str(cluster.get("inter") or ""), int(cluster.get("gpus_per_node") or 8))
+    device = _device(found.device, cluster)
+    per_node = int(cluster.get("gpus_per_node") or 8)
+    rate = adapter_rate(str(cluster.get("inter") or ""), per_node)
     if rate is None or len(found.links) < 2:
-        return found
-    outer = replace(found.links[-1], bandwidth=rate * SUSTAINED)
-    return replace(found, links=(*found.links[:-1], outer))
+        return replace(found, device=device)
+    outer = Link("network", None, rate * SUSTAINED, LATENCY, adapters=found.links[-2].size)
+    return replace(found, device=device, links=(*found.links[:-1], outer))
+
+
+def _device(device: Device, cluster: Mapping[str, Any]) -> Device:
+    """The preset's device, with the memory that the row names: its size and bandwidth."""
+    size = re.search(r"(\d+)GB", cluster.get("gpu", ""))
+    share = device.memory_bandwidth / _NOMINAL.get(device.name.partition("-")[0], device.memory_bandwidth)
+    bandwidth = float(cluster["hbm_GBps"]) * 1e9 * share if cluster.get("hbm_GBps") else device.memory_bandwidth
+    gigabytes = int(size[1]) if size else 0
+    named = int(gigabytes * 2**30 * _VISIBLE) if gigabytes else device.memory_bytes
+    differs = abs(named / device.memory_bytes - 1) > 0.1
+    return replace(device, memory_bandwidth=bandwidth, memory_bytes=named if differs else device.memory_bytes)
+
+
+# Nominal memory bandwidth by chip, to scale what is sustained; share of the nominal memory that torch can use.
+_NOMINAL = {"H100": 3.35e12}
+_VISIBLE = 0.985
 
 
 def adapter_rate(text: str, per_node: int) -> float | None:

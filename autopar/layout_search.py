@@ -1,0 +1,150 @@
+"""The best layout of many: every way to divide devices into tensor, pipeline and data ranks, microbatches and chunks.
+
+A candidate is billed from sections that all candidates of the same tensor degree and microbatch share, so that each
+placement program is solved once; it is then ranked by a bound of its step (the busiest rank and the filling of the
+pipeline), and the best few are simulated. Planning time therefore grows neither with layers (equal ones are one) nor
+with devices (only with the ways to divide them).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from .cluster import Cluster
+from .errors import InfeasibleError, OptionsError
+from .layout import Layout
+from .layout_model import LayoutModel
+from .layout_price import Priced, Quick, quick_price
+from .plan_units import size
+
+# Microbatches and chunks per stage that are tried, and how many candidates are simulated.
+MICROBATCHES = (1, 2, 4)
+CHUNKS = (1, 2, 3, 4, 6, 8)
+SIMULATED = 12
+
+
+@dataclass(frozen=True)
+class Found:
+    """The ``best`` of ``considered`` layouts, of which ``fitting`` fit; ``gap``: the largest that a placement program
+    among them was solved to."""
+
+    best: Priced
+    considered: int
+    fitting: int
+    gap: float
+    rule: Priced | None
+
+
+def divisors(number: int) -> list[int]:
+    """Ascending.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def candidates(devices: int, batch: int, layers: int, node: int) -> Iterator[Layout]:
+    """Layouts of so many devices: tensor ranks within a node, chunks of whole layers."""
+    for tensor in (t for t in divisors(devices) if node % t == 0):
+        for pipeline in (p for p in divisors(devices // tensor) if p <= layers):
+            data = devices // (tensor * pipeline)
+            for microbatch in MICROBATCHES:
+                if batch % (data * microbatch) == 0:
+                    yield from _variants(tensor, pipeline, data, microbatch, batch, layers)
+
+
+def _variants(tensor: int, pipeline: int, data: int, microbatch: int, batch: int, layers: int) -> Iterator[Layout]:
+    count = batch // (data * microbatch)
+    for interleave in CHUNKS:
+        chunked = pipeline > 1 and pipeline * interleave <= layers and count >= pipeline
+        if interleave > 1 and not chunked:
+            continue
+        base = Layout(tensor, pipeline, data, microbatch=microbatch, interleave=interleave, zero=1 if data > 1 else 0)
+        base = replace(base, sequence_parallel=tensor > 1)
+        yield base
+        yield replace(base, recompute="selective")
+        yield replace(base, recompute="full")
+
+
+def best_layout(model: LayoutModel, cluster: Cluster, devices: int, *, batch: int, limit: int | None = None) -> Found:
+    """The quickest layout that fits, and beside it the rule of thumb (:func:`rule_of_thumb`).
+
+    Raises:
+        InfeasibleError: none fits; says what would, in bytes.
+    """
+    layers, node = len(model.depth.standing), node_size(cluster, devices)
+    tried = [
+        quick for layout in candidates(devices, batch, layers, node) for quick in _quick(model, layout, cluster, batch)
+    ]
+    fitting = [one for one in tried if one.peak <= (limit or one.limit)]
+    if not fitting:
+        raise InfeasibleError(_nothing_fits(model, cluster, tried, batch, limit))
+    ranked = sorted(fitting, key=lambda one: one.seconds)[:SIMULATED]
+    priced = [model.price(one.layout, cluster, batch, limit) for one in ranked]
+    gap = max(placed.gap for placed in model.every_placed)
+    best = min(priced, key=lambda one: one.predicted.step_seconds)
+    rule = rule_of_thumb(model, cluster, devices, batch=batch, limit=limit)
+    return Found(best, len(tried), len(fitting), gap, rule)
+
+
+def node_size(cluster: Cluster, devices: int) -> int:
+    """Devices that the innermost link joins, at most 8 of them: more never share one layer in practice."""
+    inner = cluster.links[0].size or devices
+    return math.gcd(min(inner, 8), devices)
+
+
+def _quick(model: LayoutModel, layout: Layout, cluster: Cluster, batch: int) -> Iterator[Quick]:
+    try:
+        yield quick_price(model.sections(layout, cluster), layout, batch, cluster)
+    except OptionsError:
+        return
+
+
+def rule_of_thumb(
+    model: LayoutModel, cluster: Cluster, devices: int, *, batch: int, limit: int | None = None
+) -> Priced | None:
+    """Tensor ranks: the devices of a node; pipeline: the fewest stages that fit; data: the rest. Layers are computed
+    again, microbatches of one sample. None if no number of stages fits."""
+    layers, tensor = len(model.depth.standing), node_size(cluster, devices)
+    for pipeline in (p for p in divisors(devices // tensor) if p <= layers):
+        data = devices // (tensor * pipeline)
+        layout = Layout(
+            tensor, pipeline, data, recompute="full", sequence_parallel=tensor > 1, zero=1 if data > 1 else 0
+        )
+        for quick in _quick(model, layout, cluster, batch):
+            if quick.peak <= (limit or quick.limit):
+                return model.price(layout, cluster, batch, limit)
+    return None
+
+
+def _nothing_fits(model: LayoutModel, cluster: Cluster, tried: list[Quick], batch: int, limit: int | None) -> str:
+    if not tried:
+        return f"a batch of {batch} does not divide among any of the layouts; try another batch"
+    leanest = min(tried, key=lambda one: one.peak)
+    allowed = limit or leanest.limit
+    said = [
+        f"no layout fits into {size(allowed)} ({allowed} bytes) per device: the leanest, {leanest.layout}, takes "
+        f"{size(leanest.peak)} ({leanest.peak} bytes)"
+    ]
+    for what, layout in _savings(leanest.layout):
+        for quick in _quick(model, layout, cluster, batch * layout.data // leanest.layout.data):
+            verdict = "fits" if quick.peak <= allowed else "does not fit either"
+            said.append(f"{what}: {size(quick.peak)} ({quick.peak} bytes), which {verdict}")
+    return ". ".join(said)
+
+
+def _savings(layout: Layout) -> Iterator[tuple[str, Layout]]:
+    """What would take less memory, beginning with what costs least."""
+    if layout.recompute != "full":
+        yield "With recompute='full'", replace(layout, recompute="full")
+    if layout.microbatch > 1:
+        yield "With microbatches of 1", replace(layout, microbatch=1)
+    yield "With optimizer states offloaded to the host", replace(layout, offload=True)
+    yield "With zero=3", replace(layout, zero=3)
+    for factor in (2, 4, 8):
+        grown = replace(layout, data=layout.data * factor, zero=3)
+        yield f"With {grown.devices} devices and zero=3", grown
