@@ -6,7 +6,7 @@ objective == sum of lines is a check and not a tautology.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -20,14 +20,15 @@ from .prices import Prices, local_bytes, local_type
 from .repeats import ONCE, Repeats
 from .reshard import Collective, Hop, make_hop
 from .spec import Placements, Strategy
+from .windows import hidden_shares
 
-LineKind = Literal["compute", "reshard", "weight", "gradient", "refresh", "optimizer"]
+LineKind = Literal["compute", "reshard", "weight", "gradient", "refresh", "optimizer", "hidden"]
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
     """One priced item: ``name`` is the node computed, or the value moved by ``hops``; ``times`` in a step, which takes
-    ``seconds`` in all."""
+    ``seconds`` in all. A ``hidden`` one takes back (below zero) what travels while the step computes."""
 
     kind: LineKind
     name: str
@@ -107,7 +108,18 @@ def account(graph: Graph, assignment: Assignment, prices: Prices, optimizer: str
         *_use_lines(graph, assignment, prices, repeats.microbatches),
         *_optimizer_lines(graph, assignment, prices, optimizer),
     )
-    return Account(lines, memory(graph, assignment, prices, optimizer, repeats))
+    hidden = _hidden_lines(lines, hidden_shares(graph, prices.cluster, repeats))
+    return Account((*lines, *hidden), memory(graph, assignment, prices, optimizer, repeats))
+
+
+def _hidden_lines(lines: Sequence[Line], shares: Mapping[str, float]) -> Iterator[Line]:
+    for phase, share in shares.items():
+        computing = sum(line.seconds for line in lines if line.kind == "compute" and line.phase == phase)
+        messages = sum(line.seconds for line in lines if line.kind == "weight" and line.phase == phase)
+        if phase == "backward":
+            messages += sum(line.seconds for line in lines if line.kind == "gradient")
+        if min(messages, computing) > 0:
+            yield Line("hidden", phase, "", phase, -share * min(messages, computing))  # type: ignore[arg-type]
 
 
 def _compute_lines(graph: Graph, assignment: Assignment, prices: Prices, times: int) -> Iterator[Line]:

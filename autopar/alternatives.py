@@ -8,7 +8,7 @@ cost and the transfers it takes part in, for all its choices at once.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from .graph import REST, Graph
 from .instance import Choice, Instance
 from .plan import Alternative, Alternatives, Holding, PlanNode
 from .prices import Prices, local_bytes
-from .problem import Floats, Ints, Problem, Transfer
+from .problem import Floats, Ints, Problem, Transfer, Window, sides_of
 from .repeats import Repeats
 from .restrict import module_outputs
 from .spec import short
@@ -100,9 +100,25 @@ def alternatives(instance: Instance, chosen: Ints, kept: int = KEPT) -> dict[str
 def prices_alone(problem: Problem, transfers: list[Transfer], group: int, chosen: Ints) -> Floats:
     """Seconds, shape [K], of the terms of the objective that ``group`` takes part in, for each of its choices."""
     total = problem.groups[group].cost.copy()
-    for transfer in transfers:
-        total += _moves(transfer, group, chosen, len(total))
+    moved = {id(transfer): _moves(transfer, group, chosen, len(total)) for transfer in transfers}
+    for seconds in moved.values():
+        total += seconds
+    for window in problem.windows:
+        total -= window.hidden * _at_once(problem, window, moved, group, chosen)
     return total
+
+
+def _at_once(problem: Problem, window: Window, moved: Mapping[int, Floats], group: int, chosen: Ints) -> Floats:
+    """Seconds, shape [K], in which the computing and the messages of a window run beside each other, for each choice of
+    ``group``."""
+    messages, computing = sides_of(problem, window, chosen)
+    now, sent = int(chosen[group]), np.zeros(len(problem.groups[group].cost))
+    for index in window.transfers:
+        sent += moved.get(id(problem.transfers[index]), 0.0)
+    own = problem.groups[group].cost if group in window.groups else np.zeros(len(sent))
+    possible = np.isfinite(sent) & np.isfinite(own)
+    sides = messages + np.where(possible, sent - sent[now], 0.0), computing + np.where(possible, own - own[now], 0.0)
+    return np.where(possible, np.minimum(*sides), 0.0)
 
 
 def _moves(transfer: Transfer, group: int, chosen: Ints, count: int) -> Floats:

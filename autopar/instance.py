@@ -26,9 +26,10 @@ from .account import (
 from .assignment import Assignment, ParameterPlacement, travels_unseen
 from .graph import REST, Graph, Node, Value
 from .prices import Prices, ReshardTable, local_bytes
-from .problem import Floats, Group, Ints, Problem, Transfer
+from .problem import Floats, Group, Ints, Problem, Transfer, Window
 from .repeats import ONCE, Repeats
 from .spec import REPLICATE, Placements, Strategy, is_shard
+from .windows import hidden_shares
 
 Choice = Strategy | ParameterPlacement
 OUTPUTS = "(outputs)"
@@ -134,7 +135,9 @@ class _Builder:
 
     def build(self, memory_limit: float) -> Instance:
         groups = tuple(self._group(name, choices) for name, choices in zip(self.names, self.choices, strict=True))
-        problem = Problem(groups, self._transfers(), memory_limit)
+        routes = self._found_routes()
+        transfers = tuple(self._transfer(route, count) for route, count in routes.items())
+        problem = Problem(groups, transfers, memory_limit, windows=self._windows(tuple(routes)))
         return Instance(self.graph, self.prices, self.optimizer, self.names, self.choices, problem, self.repeats)
 
     def _choices(self, name: str) -> tuple[Choice, ...]:
@@ -182,7 +185,30 @@ class _Builder:
             seconds += self.prices.table(node.type, bucketed=True).cost(place.optimizer, place.weight)
         return seconds, float(sum(parts)), 0.0
 
-    def _transfers(self) -> tuple[Transfer, ...]:
+    def _windows(self, routes: tuple[_Route, ...]) -> tuple[Window, ...]:
+        shares = hidden_shares(self.graph, self.prices.cluster, self.repeats)
+        return tuple(
+            Window(
+                phase,
+                tuple(i for i, name in enumerate(self.names) if self._computes(name, phase)),
+                tuple(i for i, route in enumerate(routes) if self._travels(route, phase)),
+                share,
+            )
+            for phase, share in shares.items()
+        )
+
+    def _computes(self, name: str, phase: str) -> bool:
+        if name == OUTPUTS:
+            return False
+        node = self.graph[name]
+        return node.phase == phase and not node.is_placeholder and node.op != REST
+
+    def _travels(self, route: _Route, phase: str) -> bool:
+        if route.role == "gradient":
+            return phase == "backward"
+        return route.role == phase and self.graph[route.producer].op == "param"
+
+    def _found_routes(self) -> Counter[_Route]:
         found: Counter[_Route] = Counter()
         for node in self.graph.nodes:
             for index, kind in enumerate(node.types):
@@ -191,7 +217,7 @@ class _Builder:
         for output in self.graph.outputs:
             if output.value is not None and output.kind in ("gradient", "input_gradient"):
                 found[self._gradient_route(output.kind, output.name, output.value)] += 1
-        return tuple(self._transfer(route, count) for route, count in found.items())
+        return found
 
     def _class(self, node: str) -> str:
         return self.graph.classes.get(node, node)

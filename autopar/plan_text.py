@@ -296,6 +296,7 @@ def _totals(plan: Plan) -> Iterator[str]:
         "weight gather": plan.seconds_of("weight", "refresh"),
         "grad sync": plan.seconds_of("gradient"),
         "bubble": plan.predicted.bubble_seconds,
+        "hidden by computing": plan.seconds_of("hidden"),
     }
     p, total = plan.predicted, plan.predicted.step_seconds
     yield from _wrapped(label, [f"{name} {duration(s)} ({share(s, total)})" for name, s in parts.items() if s])

@@ -50,12 +50,29 @@ def _one_after_the_other(plan: Plan) -> Timeline:
         once = line.kind in ("gradient", "optimizer", "refresh")
         return line.phase == "backward" or once, _ORDER.index(line.kind) if once else 0, position
 
+    exposed = _exposed(plan)
     spans: list[Span] = []
-    now = 0.0
+    now = link_free = 0.0
     for position in sorted(range(len(plan.lines)), key=when):
         line = plan.lines[position]
-        if line.seconds:
-            lane: Lane = "compute" if line.kind in _COMPUTES else "communication"
-            spans.append(Span(0, f"{line.kind} {line.name}", line.kind, now, now + line.seconds, lane))
-            now += line.seconds
+        share = exposed.get((line.kind, line.phase), 1.0)
+        if line.kind == "hidden" or not line.seconds:
+            continue
+        lane: Lane = "compute" if line.kind in _COMPUTES else "communication"
+        start = now if share == 1.0 else max(now, link_free)
+        spans.append(Span(0, f"{line.kind} {line.name}", line.kind, start, start + line.seconds, lane))
+        link_free = max(link_free, start + line.seconds) if lane == "communication" else link_free
+        now += share * line.seconds
     return Timeline(1, tuple(spans), (), "step")
+
+
+def _exposed(plan: Plan) -> dict[tuple[str, str], float]:
+    """For messages that travel while the step computes, by kind and phase, which share of them it waits for."""
+    found: dict[tuple[str, str], float] = {}
+    for hidden in (line for line in plan.lines if line.kind == "hidden"):
+        messages = [line for line in plan.lines if line.kind == "weight" and line.phase == hidden.phase]
+        if hidden.phase == "backward":
+            messages += [line for line in plan.lines if line.kind == "gradient"]
+        share = 1.0 + hidden.seconds / sum(line.seconds for line in messages)
+        found.update({(line.kind, line.phase): share for line in messages})
+    return found

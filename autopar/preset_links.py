@@ -34,7 +34,7 @@ all_gather = {latency = 2.7e-6, bandwidth = 241e9, start = 12e-6, ramp = 4e-6}
 reduce_scatter = {latency = 2.7e-6, bandwidth = 241e9, start = 12e-6, ramp = 4e-6}
 all_reduce = {latency = 5.1e-6, bandwidth = 241e9, start = 12e-6, ramp = 8.6e-6}
 all_to_all = {latency = 0.6e-6, bandwidth = 230e9, start = 34e-6, ramp = 3e-6}
-message = {latency = 10e-6, bandwidth = 110e9}
+message = {latency = 12e-6, bandwidth = 165e9}
 """
 
 NVSWITCH_H100 = """
@@ -49,7 +49,7 @@ latency = 2.7e-6
 all_gather = {latency = 2.7e-6, bandwidth = 379e9, start = 8.5e-6, ramp = 2.4e-6}
 reduce_scatter = {latency = 2.7e-6, bandwidth = 379e9, start = 8.5e-6, ramp = 2.4e-6}
 all_to_all = {latency = 0.6e-6, bandwidth = 345e9, start = 34e-6, ramp = 1e-6}
-message = {latency = 10e-6, bandwidth = 120e9}
+message = {latency = 12e-6, bandwidth = 250e9}
 all_reduce = [
     {latency = 4.45e-6, bandwidth = 379e9, start = 8.4e-6, ramp = 2.4e-6},
     {latency = 8.9e-6, bandwidth = 276e9, start = 8.4e-6, ramp = 8.2e-6, algorithm = "nvls"},
@@ -68,7 +68,7 @@ latency = 2.4e-6
 all_gather = {latency = 2.4e-6, bandwidth = 650e9, start = 19e-6, ramp = 1e-6}
 reduce_scatter = {latency = 2.4e-6, bandwidth = 650e9, start = 19e-6, ramp = 1e-6}
 all_to_all = {latency = 0.66e-6, bandwidth = 750e9, start = 26e-6, ramp = 13e-6}
-message = {latency = 10e-6, bandwidth = 150e9}
+message = {latency = 20e-6, bandwidth = 500e9}
 all_reduce = [
     {latency = 6.2e-6, bandwidth = 650e9, start = 11e-6, ramp = 1e-6},
     {latency = 12.3e-6, bandwidth = 462e9, start = 11e-6, ramp = 10.5e-6, algorithm = "nvls"},
@@ -86,7 +86,7 @@ latency = 1.34e-6
 all_gather = {latency = 1.34e-6, bandwidth = 685e9, start = 8.5e-6, ramp = 1.1e-6}
 reduce_scatter = {latency = 1.34e-6, bandwidth = 685e9, start = 8.5e-6, ramp = 1.1e-6}
 all_to_all = {latency = 0.57e-6, bandwidth = 670e9, start = 6.5e-6, ramp = 5.1e-6}
-message = {latency = 10e-6, bandwidth = 150e9}
+message = {latency = 12e-6, bandwidth = 650e9}
 all_reduce = [
     {latency = 4.95e-6, bandwidth = 685e9, ramp = 1.1e-6},
     {latency = 9.9e-6, bandwidth = 520e9, ramp = 47e-6, algorithm = "nvls"},

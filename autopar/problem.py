@@ -11,6 +11,14 @@ column ``target[c][k]``, and moving row p to column q costs ``cost[p, q]`` (infi
                 fixed + sum_i sum_k memory_i[k] x[i,k] + T <= memory_limit                                   (memory)
                 T >= sum_k temporary_i[k] x[i,k]                            for every group                  (temporary)
                 x binary, e >= 0
+
+A *window* w is computing (the cost of some groups) beside which messages travel (the cost of some transfers): a share
+``hidden_w`` of the messages can hide behind the same share of the computing. What does not hide is a variable of its
+own, and the objective has instead of that share of the messages
+
+                + sum_w E_w,   E_w >= hidden_w (messages_w - computing_w),  E_w >= 0                           (exposed)
+
+which is hidden_w max(0, messages_w - computing_w).
 """
 
 from __future__ import annotations
@@ -48,6 +56,17 @@ class Transfer:
     cost: Floats
 
 
+@dataclass(frozen=True)
+class Window:
+    """See the module docstring: indices of the groups that compute and of the transfers that travel meanwhile, and the
+    share of both that can be at once."""
+
+    name: str
+    groups: tuple[int, ...]
+    transfers: tuple[int, ...]
+    hidden: float
+
+
 @dataclass(frozen=True, eq=False)
 class Problem:
     """See the module docstring. ``memory_limit`` may be infinite; ``memory_fixed`` is what no choice changes."""
@@ -56,6 +75,7 @@ class Problem:
     transfers: tuple[Transfer, ...]
     memory_limit: float = float("inf")
     memory_fixed: float = 0.0
+    windows: tuple[Window, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,11 +99,23 @@ class Solution:
 def evaluate(problem: Problem, choices: Ints) -> float:
     """The objective of a full assignment in seconds, by definition (no memory check)."""
     total = sum(float(group.cost[k]) for group, k in zip(problem.groups, choices, strict=True))
-    for transfer in problem.transfers:
-        row = transfer.source[choices[transfer.producer]]
-        columns = {int(t[choices[c]]) for c, t in zip(transfer.consumers, transfer.targets, strict=True)}
-        total += sum(float(transfer.cost[row, column]) for column in sorted(columns))
+    total += sum(transfer_seconds(transfer, choices) for transfer in problem.transfers)
+    if problem.windows and np.isfinite(total):
+        total -= sum(window.hidden * min(sides_of(problem, window, choices)) for window in problem.windows)
     return total
+
+
+def transfer_seconds(transfer: Transfer, choices: Ints) -> float:
+    """What a full assignment pays for one transfer."""
+    row = transfer.source[choices[transfer.producer]]
+    columns = {int(t[choices[c]]) for c, t in zip(transfer.consumers, transfer.targets, strict=True)}
+    return sum(float(transfer.cost[row, column]) for column in sorted(columns))
+
+
+def sides_of(problem: Problem, window: Window, choices: Ints) -> tuple[float, float]:
+    """Seconds of (messages, computing) of a window under a full assignment."""
+    messages = sum(transfer_seconds(problem.transfers[t], choices) for t in window.transfers)
+    return messages, sum(float(problem.groups[g].cost[choices[g]]) for g in window.groups)
 
 
 def memory_of(problem: Problem, choices: Ints) -> float:

@@ -40,6 +40,7 @@ from .solve_ascent import NONE, Ascent, Search, ascend
 from .solve_local import Neighbourhood, fits, polish, repair, smallest
 from .solve_program import Effort, build, run
 from .solve_relaxation import Relaxation, relax, round_up
+from .solve_windows import solve_windows
 
 
 def solve(
@@ -60,8 +61,18 @@ def solve(
 
     Raises ValueError for a transfer with a negative or undefined price.
     """
-    start = time.monotonic()
     _check(problem)
+    if not problem.windows:
+        return _solve_plain(problem, time_limit, gap, seed, incumbents)
+
+    def plain(priced: Problem, seconds: float, to: float, known: Sequence[Ints]) -> Solution:
+        return _solve_plain(priced, seconds, to, seed, known)
+
+    return solve_windows(problem, plain, time_limit=time_limit, gap=gap, incumbents=incumbents)
+
+
+def _solve_plain(problem: Problem, time_limit: float, gap: float, seed: int, incumbents: Sequence[Ints]) -> Solution:
+    start = time.monotonic()
     search = Search(problem, start + time_limit, gap, seed)
     for choices in incumbents:
         search.offer(np.asarray(choices, dtype=np.int64))

@@ -97,10 +97,31 @@ def build(problem: Problem, objective: str = "cost") -> Program:
     count = int(sizes.sum())
     one = builder.add_rows("one_choice", np.arange(len(sizes)), 1.0, 1.0)
     builder.add_entries(one + np.repeat(np.arange(len(sizes)), sizes), np.arange(count), 1.0)
+    ends = [builder.variables]
     for t, transfer in enumerate(problem.transfers):
         _add_transfer(builder, t, transfer, first, priced=not by_memory)
+        ends.append(builder.variables)
     _add_memory(builder, problem, first, by_memory)
+    if problem.windows and not by_memory:
+        _add_windows(builder, problem, first, ends)
     return _finish(builder, first, count)
+
+
+def _add_windows(builder: _Builder, problem: Problem, first: Ints, ends: list[int]) -> None:
+    """``exposed`` rows; the variables of transfer t are ``ends[t]`` up to ``ends[t + 1]``. What may hide is no longer
+    paid by itself, but by what of it is exposed."""
+    cost = np.concatenate(builder.costs)
+    exposed = builder.add_variables(np.ones(len(problem.windows)))
+    rows = builder.add_rows("exposed", np.arange(len(problem.windows)), 0.0, np.inf)
+    for w, window in enumerate(problem.windows):
+        sent = [np.arange(ends[t], ends[t + 1]) for t in window.transfers]
+        own = [first[g] + np.arange(len(problem.groups[g].cost)) for g in window.groups]
+        for columns, sign in ((sent, -1.0), (own, 1.0)):
+            found = np.concatenate([*columns, np.zeros(0, dtype=np.int64)])
+            builder.add_entries(np.full(len(found), rows + w), found, sign * window.hidden * cost[found])
+        builder.add_entries(np.array([rows + w]), np.array([exposed + w]), 1.0)
+        cost[np.concatenate([*sent, np.zeros(0, dtype=np.int64)])] *= 1.0 - window.hidden
+    builder.costs = [cost, np.ones(len(problem.windows))]
 
 
 def _add_transfer(builder: _Builder, t: int, transfer: Transfer, first: Ints, priced: bool) -> None:
@@ -225,6 +246,8 @@ def row_names(program: Program, problem: Problem) -> Iterator[str]:
         for label in labels:
             if family in ("one_choice", "temporary"):
                 yield f"{family}[{problem.groups[label].name}]"
+            elif family == "exposed":
+                yield f"{family}[{problem.windows[label].name}]"
             elif family == "memory":
                 yield family
             else:

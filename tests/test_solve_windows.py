@@ -1,0 +1,85 @@
+"""Windows against brute force, and the same as rows of the integer program."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.problem import Problem, Window, evaluate, sides_of
+from autopar.solve import solve
+from autopar.solve_program import Effort, build, export, run
+from autopar.solve_windows import at_prices
+from tests.test_solve import assignments, brute_force, forbid, random_problem
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+def with_windows(seed: int, limited: bool = True) -> Problem:
+    """A random problem with up to two windows that share neither groups nor transfers."""
+    problem, random = random_problem(seed, limited=limited), np.random.default_rng(seed)
+    owner = random.integers(0, 3, len(problem.groups)), random.integers(0, 3, len(problem.transfers))
+    windows = tuple(
+        Window(
+            f"w{w}",
+            tuple(map(int, np.flatnonzero(owner[0] == w))),
+            tuple(map(int, np.flatnonzero(owner[1] == w))),
+            float(random.choice([0.3, 0.9, 1.0])),
+        )
+        for w in range(2)
+    )
+    return replace(problem, windows=windows)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seeds, st.booleans())
+def test_solve_finds_what_brute_force_finds(seed: int, limited: bool) -> None:
+    problem = with_windows(seed, limited)
+    best = brute_force(problem)
+    solution = solve(problem, gap=0.0)
+    if np.isinf(best):
+        assert solution.status == "infeasible"
+        return
+    assert solution.objective == evaluate(problem, solution.choices)
+    assert solution.bound <= best * (1 + 1e-6) + 1e-12
+    assert solution.objective == pytest.approx(best, rel=1e-4, abs=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds, st.sampled_from([0.01, 0.2]))
+def test_bound_and_gap_are_honest(seed: int, gap: float) -> None:
+    problem = with_windows(seed)
+    best, solution = brute_force(problem), solve(problem, gap=gap)
+    if np.isfinite(best):
+        assert solution.bound <= best * (1 + 1e-6) + 1e-12 <= solution.objective * (1 + 2e-6) + 2e-12
+        assert solution.status == "optimal" or solution.gap > gap
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds)
+def test_the_program_has_windows_as_linear_rows(seed: int) -> None:
+    problem = forbid(with_windows(seed))
+    if problem is None:
+        return
+    best, answer = brute_force(problem), run(build(problem), False, Effort(10.0))
+    if np.isfinite(best):
+        assert answer.bound == pytest.approx(best, rel=1e-4, abs=1e-9)
+    names = list(export(problem).linear_constraints.names)
+    assert {"exposed[w0]", "exposed[w1]"} <= set(names)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds, st.floats(0, 1), st.floats(0, 1))
+def test_any_prices_bound_every_assignment(seed: int, one: float, other: float) -> None:
+    problem = with_windows(seed)
+    plain = at_prices(problem, (one, other))
+    for choices in assignments(problem):
+        true = evaluate(problem, choices)
+        if np.isfinite(true):
+            assert evaluate(plain, choices) <= true * (1 + 1e-9) + 1e-12
+            sides = [sides_of(problem, window, choices) for window in problem.windows]
+            ends = tuple(1.0 if messages > computing else 0.0 for messages, computing in sides)
+            assert evaluate(at_prices(problem, ends), choices) == pytest.approx(true, rel=1e-9, abs=1e-12)
