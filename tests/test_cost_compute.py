@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from autopar.cluster import Cluster, Device, Link
 from autopar.cost import FAMILIES, bytes_moved, compute_seconds, flops, node_seconds, total_bytes, total_flops
 from autopar.cost.operations import family_of, larger
+from autopar.cost.products import attention_seconds, product_seconds
 from autopar.graph import PLACEHOLDERS, Graph, Node, TensorType, Value, symbol
 from autopar.local_ops import LOCAL_OPS
 
@@ -255,6 +256,41 @@ def test_a_large_product_comes_near_the_efficiency_of_a_gpu() -> None:
     seconds = node_seconds(Cluster.get("dgx-a100-80gb"), node, (skinny, square), (skinny,))
     moved = int(bytes_moved(node, (skinny, square), (skinny,)))
     assert seconds == pytest.approx(device.launch_seconds + moved / device.memory_bandwidth)
+
+
+TILED = replace(TOY.device, processors=4, tile_depth=32, tile_border=16, matmul_efficiency=1.0)
+
+
+def test_tiles_are_dealt_out_in_waves() -> None:
+    """A product of one tile of 64 x 64 takes as long as four of them on four processors; a fifth opens a wave."""
+    one = product_seconds(TILED, 1e9, 1, (64, 64, 100))
+    assert one == pytest.approx(2 * 64 * 64 * (100 + 32 / 2) * (1 + 16 / 64 * 2) / (1e9 / 4))
+    assert product_seconds(TILED, 1e9, 4, (64, 64, 100)) == one
+    assert product_seconds(TILED, 1e9, 5, (64, 64, 100)) == 2 * one
+    assert product_seconds(TILED, 1e9, 1, (65, 64, 100)) == one  # two tiles, or one of 128 x 64
+    # Elements of four bytes fill the pipeline sooner.
+    assert product_seconds(TILED, 1e9, 1, (64, 64, 100), 4) == pytest.approx(one * 108 / 116)
+
+
+sides = st.integers(1, 5000)
+
+
+@given(st.sampled_from(["dgx-h100", "dgx-a100-80gb", "mi300x"]), sides, sides, sides, st.integers(1, 64))
+def test_no_product_is_quicker_than_the_peak_or_than_a_part_of_it(
+    name: str, m: int, n: int, k: int, batch: int
+) -> None:
+    device = Cluster.get(name).device
+    whole = product_seconds(device, 1e12, batch, (m, n, k))
+    assert 2.0 * batch * m * n * k / whole <= 1e12 * (1 + 1e-9)
+    parts = ((batch, -(-m // 2), n, k), (batch, m, -(-n // 2), k), (batch, m, n, -(-k // 2)), (-(-batch // 2), m, n, k))
+    for count, *shape in parts:
+        assert product_seconds(device, 1e12, count, (shape[0], shape[1], shape[2])) <= whole * (1 + 1e-12)
+
+
+def test_wide_heads_use_more_of_the_peak() -> None:
+    device = replace(TOY.device, attention_efficiency=0.8, attention_width=30)
+    assert attention_seconds(device, 1e9, 1e6, 30) == pytest.approx(2e6 / 0.8e9)
+    assert attention_seconds(device, 1e9, 1e6, 1e9) == pytest.approx(1e6 / 0.8e9)
 
 
 def test_the_last_shard_of_causal_queries_is_priced_not_the_average() -> None:
