@@ -27,9 +27,12 @@ import torch
 from numpy.typing import NDArray
 
 from autopar.cost.algorithms import steps, traffic
+from autopar.cost.products import product_seconds
 
 from .cluster import Cluster, Device, Link, Rate, local_file, machine_memory
 from .errors import OptionsError, WorkerError
+from .graph import SHORT_DTYPES
+from .least_error import least_error
 from .measure import CollectiveSample, DeviceSamples, MatrixSample, Samples, measure_device
 from .program import COLLECTIVES
 
@@ -109,11 +112,49 @@ def fit_matrices(samples: Sequence[MatrixSample], launch: float) -> tuple[float,
     return best
 
 
+def fit_tiles(samples: Sequence[MatrixSample], processors: int, launch: float) -> tuple[Device, float]:
+    """The rate (as ``peak_flops``), ``tile_depth`` and ``tile_border`` of a device whose ``processors`` share the tiles
+    of a product (:mod:`autopar.cost.products`), and the relative error that remains. ``samples`` are of one dtype."""
+    seconds = np.array([s.seconds for s in samples])
+    name, size = samples[0].dtype, SHORT_DTYPES[samples[0].dtype].itemsize
+    fastest = max(2.0 * s.m * s.n * s.k / s.seconds for s in samples)
+
+    def device(found: Floats) -> Device:
+        peak = {name: float(found[0])}
+        return Device("", peak, 1, 1.0, launch, processors=processors, tile_depth=found[1], tile_border=found[2])
+
+    def model(found: Floats) -> Floats:
+        tiled = device(found)
+        work = [product_seconds(tiled, float(found[0]), 1.0, (s.m, s.n, s.k), size) for s in samples]
+        return launch + np.array(work)
+
+    found, error = least_error(model, seconds, (1.1 * fastest, 300.0, 12.0), 60)
+    return device(found), error
+
+
 def fit_bandwidth(pointwise: Sequence[tuple[int, float]], launch: float) -> float:
     """Bytes per second of elementwise operations."""
     nbytes, seconds = np.array(pointwise, dtype=np.float64).T
     slope = _nonnegative_fit(nbytes[:, None], np.maximum(seconds - launch, 0.1 * seconds))
     return float(1.0 / slope[0])
+
+
+def fit_gpu(samples: DeviceSamples, name: str, memory_bytes: int, processors: int) -> tuple[Device, float]:
+    """The device of so many multiprocessors behind ``samples``, and the relative error of its products in bf16."""
+    by_dtype = {s.dtype: [one for one in samples.matrices if one.dtype == s.dtype] for s in samples.matrices}
+    fits = {dtype: fit_tiles(found, processors, samples.launch) for dtype, found in by_dtype.items()}
+    main, error = fits["bf16"]
+    device = replace(
+        main,
+        name=name,
+        peak_flops={dtype: fitted.peak_flops[dtype] for dtype, (fitted, _) in fits.items()},
+        memory_bytes=memory_bytes,
+        memory_bandwidth=fit_bandwidth(samples.pointwise, samples.launch),
+        view_seconds=samples.view,
+        reserve_bytes=3 << 29,
+        reserve_fraction=0.1,
+    )
+    return device, error
 
 
 def fit_device(samples: DeviceSamples, name: str, memory_bytes: int) -> tuple[Device, float]:
@@ -259,8 +300,8 @@ def measure_gpu(seconds: float = 10.0) -> Cluster:
     device = torch.device("cuda", torch.cuda.current_device())
     about = torch.cuda.get_device_properties(device)
     samples = measure_device(device, seconds)
-    found, error = fit_device(samples, about.name, int(about.total_memory))
+    found, error = fit_gpu(samples, about.name, int(about.total_memory), int(about.multi_processor_count))
     when = time.strftime("%Y-%m-%d %H:%M")
     source = f"measured on this machine {when}: one {about.name}; fit error matmul {error:.0%}"
     # One device has no links: the numbers below are never used.
-    return Cluster("local-gpu", source, replace(found, reserve_bytes=3 << 29), (Link("none", 1, 1.0, 0.0),))
+    return Cluster("local-gpu", source, found, (Link("none", 1, 1.0, 0.0),), overlaps=True)

@@ -38,7 +38,12 @@ CPU_MATRICES = (
 # Computing between two collectives while synchronisation is measured: a few layers, several time slices.
 WORK_SECONDS = 0.03
 SYNCHRONISATION_ROUNDS = 5
-GPU_MATRICES = ((512, 512, 512), (1024, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192), (8192, 64, 4096))
+# Few and many tiles, short and long inner dims.
+GPU_MATRICES = (
+    *((size, size, size) for size in (512, 1024, 2048, 4096, 8192)),
+    *((2048, 2048, k) for k in (256, 1024, 8192)),
+    *((8192, n, 4096) for n in (256, 1024, 1536)),
+)
 CPU_ELEMENTS = (1 << 14, 1 << 17, 1 << 20)
 # More than the caches of the processors that a few processes share.
 POOL_BYTES = 128 << 20

@@ -1,8 +1,7 @@
 """Fits the constants of presets to published rows: ``python -m benchmarks.fit_hardware [NAME...]`` prints them as TOML.
 
 What is fitted is the very formula plans are priced with: rates of collectives by :mod:`autopar.cost.algorithms`,
-efficiency of products by :mod:`autopar.cost.products`. Gauss-Newton on logarithms of parameters and of times, weighted
-towards the absolute error, on the two thirds of the rows that are not held out.
+efficiency of products by :mod:`autopar.cost.products`, on the two thirds of the rows that are not held out.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import numpy as np
 from autopar.cluster import Cluster, Device, Link, Rate
 from autopar.cost import compute_seconds
 from autopar.cost.algorithms import Level, routes
+from autopar.least_error import Model, least_error
 from autopar.problem import Floats
 
 from .hardware_rows import CollectiveRow, ProductRow, collective_rows, dtype_of, product_rows
@@ -30,27 +30,6 @@ LINKS = {
 }
 DEVICES = {"H100, H200": "H100-SXM", "B200": "B200-SXM"}
 NVLS = ("H100, H200", "B200", "GB200")
-Model = Callable[[Floats], Floats]
-
-
-def least_error(model: Model, seconds: Floats, start: Sequence[float], steps: int = 200) -> tuple[Floats, float]:
-    """The positive parameters with the least mean absolute error of logarithms near ``start``, and the mean absolute
-    relative error."""
-    point, damping = np.log(np.array(start)), 1e-2
-    residual = np.log(model(np.exp(point)) / seconds)
-    for _ in range(steps):
-        moved = [np.log(model(np.exp(point + 1e-5 * unit)) / seconds) for unit in np.eye(len(point))]
-        slopes = (np.array(moved).T - residual[:, None]) / 1e-5
-        weights = 1.0 / np.maximum(np.abs(residual), 0.05)
-        normal = slopes.T @ (weights[:, None] * slopes)
-        step = np.linalg.solve(normal + np.diag(damping * np.diag(normal) + 1e-9), -slopes.T @ (weights * residual))
-        candidate = np.clip(point + step, -40, 40)
-        found = np.log(model(np.exp(candidate)) / seconds)
-        if np.abs(found).sum() < np.abs(residual).sum():
-            point, residual, damping = candidate, found, damping / 2
-        else:
-            damping = min(3 * damping, 1e6)
-    return np.exp(point), float(np.mean(np.abs(np.exp(residual) - 1)))
 
 
 def _model(rows: Sequence[CollectiveRow], kind: str, link: Callable[[Floats], Link]) -> Model:

@@ -13,13 +13,15 @@ import pytest
 import torch
 
 from autopar import calibrate as calibration
-from autopar.calibrate import calibrate, fit_cluster, fit_matrices, fit_rates
+from autopar.calibrate import calibrate, fit_cluster, fit_matrices, fit_rates, fit_tiles
 from autopar.cluster import Cluster, Device, Link, Rate
 from autopar.cost import collective_seconds, node_seconds
+from autopar.cost.products import product_seconds
 from autopar.errors import OptionsError, WorkerError
 from autopar.graph import Node, TensorType, Value
 from autopar.measure import (
     CPU_MATRICES,
+    GPU_MATRICES,
     MESSAGE_BYTES,
     CollectiveSample,
     DeviceSamples,
@@ -29,6 +31,20 @@ from autopar.measure import (
 from autopar.program import COLLECTIVES
 
 DEVICE = Device("cpu", {"f32": 4e10, "bf16": 1e10}, 1 << 30, 8e9, 5e-6, 2e-6, matmul_padding=8)
+
+
+def test_tiles_of_a_gpu_are_found_again() -> None:
+    truth = Device("", {"bf16": 8e14}, 1, 1.0, 5e-6, processors=132, tile_depth=400.0, tile_border=11.0)
+    made = []
+    for position, (m, n, k) in enumerate(GPU_MATRICES):
+        seconds = 5e-6 + product_seconds(truth, 8e14, 1.0, (m, n, k))
+        made.append(MatrixSample("bf16", m, n, k, seconds * (1.02 if position % 2 else 1.0)))
+    found, error = fit_tiles(made, 132, 5e-6)
+    assert error < 0.02
+    assert found.peak_flops["bf16"] == pytest.approx(8e14, rel=0.05)
+    for m, n, k in ((4096, 11008, 4096), (1024, 3072, 768), (16384, 4096, 8192)):
+        priced, true = (product_seconds(d, d.peak_flops["bf16"], 1.0, (m, n, k)) for d in (found, truth))
+        assert priced == pytest.approx(true, rel=0.04)
 
 
 def machine(*rates: Rate) -> Cluster:
