@@ -299,7 +299,9 @@ def _totals(plan: Plan) -> Iterator[str]:
         "hidden by computing": plan.seconds_of("hidden"),
     }
     p, total = plan.predicted, plan.predicted.step_seconds
-    yield from _wrapped(label, [f"{name} {duration(s)} ({share(s, total)})" for name, s in parts.items() if s])
+    yield from _wrapped(
+        label, [f"{name} {duration(s)}" + (f" ({share(s, total)})" if s > 0 else "") for name, s in parts.items() if s]
+    )
     held = {
         "weights": p.weight_bytes,
         "gradients": p.gradient_bytes,

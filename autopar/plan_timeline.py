@@ -52,16 +52,20 @@ def _one_after_the_other(plan: Plan) -> Timeline:
 
     exposed = _exposed(plan)
     spans: list[Span] = []
-    now = link_free = 0.0
+    now, link_free = 0.0, -1.0
     for position in sorted(range(len(plan.lines)), key=when):
         line = plan.lines[position]
-        share = exposed.get((line.kind, line.phase), 1.0)
         if line.kind == "hidden" or not line.seconds:
             continue
         lane: Lane = "compute" if line.kind in _COMPUTES else "communication"
-        start = now if share == 1.0 else max(now, link_free)
-        spans.append(Span(0, f"{line.kind} {line.name}", line.kind, start, start + line.seconds, lane))
-        link_free = max(link_free, start + line.seconds) if lane == "communication" else link_free
+        share = exposed.get((line.kind, line.phase), 1.0)
+        if line.kind == "gradient" and link_free < 0:
+            # The last gradients are what a step waits for; those before travel while backward runs.
+            link_free = now - (1.0 - share) * plan.seconds_of("gradient")
+        end = now + share * line.seconds
+        if line.kind == "gradient":
+            link_free = end = link_free + line.seconds
+        spans.append(Span(0, f"{line.kind} {line.name}", line.kind, end - line.seconds, end, lane))
         now += share * line.seconds
     return Timeline(1, tuple(spans), (), "step")
 

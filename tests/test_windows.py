@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from autopar.cluster import Cluster
+from autopar.plan_timeline import step_timeline
 from autopar.planner import Timings, solve_mesh, step_graph
 from autopar.prices import exchanged_bytes
 from autopar.problem import evaluate, sides_of
 from autopar.repeats import ONCE, Repeats
+from autopar.search import answer
 from autopar.windows import hidden_shares
 from tests.models import make
 from tests.questions import CLUSTER, ask
@@ -63,3 +65,13 @@ def test_one_bucket_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     question = ask(model, batch, (4,))
     graph = step_graph(question.graph, question.loss, question.batch)
     assert "backward" not in hidden_shares(graph, question.cluster, ONCE)
+
+
+def test_the_timeline_of_what_travels_meanwhile_ends_with_the_step() -> None:
+    model, batch = make("plain")
+    plan = answer(ask(model, batch, (2, 2), zero=3), Timings())
+    assert plan.seconds_of("hidden") < 0
+    spans = step_timeline(plan).spans
+    assert max(span.end for span in spans) == pytest.approx(plan.predicted.step_seconds)
+    assert min(span.start for span in spans) >= -1e-12
+    assert "hidden by computing" in str(plan)
