@@ -34,12 +34,15 @@ from .errors import OptionsError, WorkerError
 from .graph import SHORT_DTYPES
 from .least_error import least_error
 from .measure import CollectiveSample, DeviceSamples, MatrixSample, Samples, measure_device
+from .measure_step import step_like_seconds
 from .program import COLLECTIVES
 
 Floats = NDArray[np.float64]
 STARTUP_SECONDS = 12.0
 # A richer model must lessen the relative error by more than this, or it fits rounding.
 TOLERANCE = 0.005
+# Processes that compute by less than this share faster alone have processors of their own.
+LEAST_GAIN = 0.1
 _WORKER = (
     "import sys; from autopar.measure import measure_process; "
     "measure_process(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))"
@@ -198,7 +201,21 @@ def fit_cluster(samples: Sequence[Samples], threads: int) -> Cluster:
     facts = {"processes": float(len(samples)), "threads": float(threads), "cores": float(_cores())}
     facts |= {f"fit_error_{kind}": error for kind, error in errors.items()}
     waiting = statistics.fmean(s.synchronisation for s in samples)
-    return Cluster("local", source, device, (link,), 0.0, facts, waiting)
+    gain = min(float(len(samples)), statistics.fmean(s.alone for s in samples))
+    sharing = len(samples) if gain > 1.0 + LEAST_GAIN else 1
+    cores = sharing / gain if sharing > 1 else 1.0
+    found = Cluster("local", source, device, (link,), 0.0, facts, waiting, sharing, cores)
+    return in_step(found, statistics.fmean(s.step for s in samples))
+
+
+def in_step(cluster: Cluster, seconds: float) -> Cluster:
+    """``cluster`` with rates of computing at which work like a step (:mod:`.measure_step`) takes ``seconds``, if that
+    is more than it takes with the rates of operations repeated one by one."""
+    factor = max(1.0, seconds / step_like_seconds(cluster))
+    device = cluster.device
+    rates = {dtype: rate / factor for dtype, rate in device.peak_flops.items()}
+    slower = replace(device, peak_flops=rates, memory_bandwidth=device.memory_bandwidth / factor)
+    return replace(cluster, device=slower, measurement={**cluster.measurement, "slower_in_a_step": factor})
 
 
 def _mean_device(samples: Sequence[Samples]) -> DeviceSamples:

@@ -40,7 +40,8 @@ class Cluster:
     threads, fit errors). ``algorithms`` are those of the library of collectives (:mod:`autopar.cost.algorithms`); where
     nobody says, a hierarchical one in logarithmically many steps is assumed. ``overlaps`` says that messages travel
     while the device computes, without taking of its time: true of adapters that fetch from memory themselves, not of
-    processes that share cores with what they send.
+    processes that share cores with what they send. ``sharing`` consecutive devices share the processors of a host,
+    which give ``cores`` of them at once all that one can use; the rates of ``device`` are those with all at work.
     """
 
     name: str
@@ -52,6 +53,8 @@ class Cluster:
     synchronisation_seconds: float = 0.0
     algorithms: tuple[str, ...] = ()
     overlaps: bool = False
+    sharing: int = 1
+    cores: float = 1.0
 
     def __post_init__(self) -> None:
         require(len(self.links) > 0, f"cluster {self.name!r} has no links; one device needs one link of size 1")
@@ -60,6 +63,11 @@ class Cluster:
         known = ", ".join(ALGORITHMS)
         for name in self.algorithms:
             require(name in ALGORITHMS, f"cluster {self.name!r}: {name!r} is not an algorithm; one of {known}")
+        require(
+            0 < self.cores <= self.sharing,
+            f"cluster {self.name!r}: cores {self.cores!r} is not above 0 and at most sharing {self.sharing!r}, the "
+            "number of devices that share them",
+        )
         for inner, outer in zip(self.links, self.links[1:], strict=False):
             grows = inner.size is not None and (outer.size is None or outer.size % inner.size == 0)
             require(
@@ -98,6 +106,15 @@ class Cluster:
 
     def __str__(self) -> str:
         return f"{self.name} ({self.source})"
+
+    def speed(self, computing: int) -> float:
+        """How many times as fast as ``device`` says each of ``computing`` devices of a host is while the others of it
+        wait.
+
+        >>> [Cluster.get("dgx-a100-80gb").speed(k) for k in (1, 8)]
+        [1.0, 1.0]
+        """
+        return min(self.sharing / self.cores, max(1.0, self.sharing / computing))
 
     def with_node(self, devices: int) -> Cluster:
         """The same hardware with ``devices`` in each node (what the innermost link joins) instead of as many as

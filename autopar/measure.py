@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.runtime.collectives import Collectives
 from autopar.runtime.groups import mesh_groups
 
+from .measure_step import step_like
 from .program import COLLECTIVES
 
 MESSAGE_BYTES = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20)
@@ -48,6 +49,9 @@ CPU_ELEMENTS = (1 << 14, 1 << 17, 1 << 20)
 # More than the caches of the processors that a few processes share.
 POOL_BYTES = 128 << 20
 GPU_ELEMENTS = (1 << 20, 1 << 24, 1 << 27)
+
+
+_FIGURES = ("synchronisation", "alone", "step")
 
 
 @dataclass(frozen=True)
@@ -86,11 +90,14 @@ class DeviceSamples:
 @dataclass(frozen=True)
 class Samples:
     """All one rank measured; ``synchronisation`` is by how many seconds a collective takes longer after computing
-    than after another collective."""
+    than after another collective, ``alone`` how many times as fast as with all at work it computes while the others
+    wait; ``step`` the seconds of :func:`~autopar.measure_step.step_like` until the last process has done it."""
 
     device: DeviceSamples
     collectives: tuple[CollectiveSample, ...]
     synchronisation: float = 0.0
+    alone: float = 1.0
+    step: float = 0.0
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -103,7 +110,7 @@ class Samples:
         pointwise = tuple((int(nbytes), float(seconds)) for nbytes, seconds in device.pop("pointwise"))
         collectives = tuple(CollectiveSample(**sample) for sample in table["collectives"])
         found = DeviceSamples(matrices=matrices, pointwise=pointwise, **device)
-        return Samples(found, collectives, float(table["synchronisation"]))
+        return Samples(found, collectives, *(float(table[name]) for name in _FIGURES))
 
 
 def mean_seconds(function: Callable[[], object], device: torch.device, budget: float) -> float:
@@ -257,6 +264,31 @@ def measure_synchronisation(processes: int, seconds: float) -> float:
     return max(0.0, statistics.median(waits))
 
 
+def measure_alone(rank: int, processes: int, seconds: float) -> float:
+    """How many times as fast this process computes while the others wait as while all do."""
+    square = torch.ones(CPU_MATRICES[2][:2])
+    budget = seconds / (processes + 1)
+
+    def product() -> float:
+        return mean_seconds(lambda: torch.mm(square, square), square.device, budget)
+
+    dist.barrier()
+    together, alone = product(), math.inf
+    for turn in range(processes):
+        dist.barrier()
+        if turn == rank:
+            alone = product()
+    dist.barrier()
+    return together / alone
+
+
+def measure_step(seconds: float) -> float:
+    """Seconds of a piece of work like a step, until the last process has done it: the median over repeats."""
+    work = step_like()
+    (pilot,) = _agree(_rate_of_all(work, 1))
+    return statistics.median(_rate_of_all(work, 1) for _ in range(max(3, round(seconds / pilot))))
+
+
 def measure_collectives(processes: int, seconds: float) -> tuple[CollectiveSample, ...]:
     """Every kind at every message size, among all processes and in pairs, every group busy at once."""
     started, samples = time.perf_counter(), list[CollectiveSample]()
@@ -286,8 +318,10 @@ def measure_process(folder: str, rank: int, processes: int, seconds: float) -> N
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=processes)
     try:
         device = measure_device(torch.device("cpu"), 0.25 * seconds, dist.barrier)
-        collectives = measure_collectives(processes, 0.6 * seconds)
-        synchronisation = measure_synchronisation(processes, 0.15 * seconds)
+        collectives = measure_collectives(processes, 0.5 * seconds)
+        synchronisation = measure_synchronisation(processes, 0.1 * seconds)
+        alone = measure_alone(rank, processes, 0.05 * seconds)
+        step = measure_step(0.1 * seconds)
     finally:
         dist.destroy_process_group()
-    Path(folder, f"{rank}.json").write_text(Samples(device, collectives, synchronisation).to_json())
+    Path(folder, f"{rank}.json").write_text(Samples(device, collectives, synchronisation, alone, step).to_json())

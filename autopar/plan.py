@@ -127,7 +127,8 @@ class PlannedCollective:
 @dataclass(frozen=True, slots=True)
 class Predicted:
     """Seconds of one step and peak bytes of the device that holds most, with their parts. ``mfu`` is FLOPs of the
-    model over what all devices could do in the step.
+    model over what all devices could do in the step. ``freed_seconds`` is what the busiest stage computes faster than
+    its lines say because others that share its processors wait: step = compute + comm + bubble - freed.
     """
 
     step_seconds: float
@@ -142,6 +143,7 @@ class Predicted:
     temporary_bytes: int
     input_bytes: int
     mfu: float
+    freed_seconds: float = 0.0
 
     def to_dict(self) -> dict[str, float | int]:
         return {name: getattr(self, name) for name in self.__slots__}

@@ -19,6 +19,7 @@ _FIGURES = (
     ("compute", "compute_seconds"),
     ("communication", "comm_seconds"),
     ("bubble", "bubble_seconds"),
+    ("processors freed", "freed_seconds"),
     ("peak", "peak_bytes"),
     ("weights", "weight_bytes"),
     ("gradients", "gradient_bytes"),

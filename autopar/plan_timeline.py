@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.cost.pipeline import simulate
-from autopar.cost.pipeline_prices import ChunkPrice, EdgePrice, PipelinePrices
+from autopar.cost.pipeline_prices import ChunkPrice, EdgePrice, PipelinePrices, SharedProcessors
 
 from .plan import Plan
 from .planned_pipeline import PlannedPipeline
@@ -41,7 +41,8 @@ def pipeline_prices(pipeline: PlannedPipeline) -> PipelinePrices:
         (link.source, link.target): EdgePrice(link.forward_bytes, link.bandwidth, link.latency, link.backward_bytes)
         for link in pipeline.link_figures
     }
-    return PipelinePrices(chunks, edges, step=pipeline.update_seconds)
+    shared = SharedProcessors(pipeline.hosts, pipeline.speeds) if pipeline.hosts else None
+    return PipelinePrices(chunks, edges, step=pipeline.update_seconds, shared=shared)
 
 
 def _one_after_the_other(plan: Plan) -> Timeline:

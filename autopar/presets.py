@@ -82,6 +82,8 @@ _LOCAL = """
 name = "local"
 source = "shipped defaults for 4 gloo processes on 2 cores, not measured here: run `autopar calibrate`"
 synchronisation_seconds = 4e-3  # of four processes on two cores, one calibration rounded
+sharing = 4                     # processes on the cores below; the rates are those with all at work
+cores = 2
 
 [device]
 name = "cpu"

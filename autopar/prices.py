@@ -160,7 +160,8 @@ class Prices:
         if not bucketed or wire.kind == "all_to_all":  # These go one by one.
             return copies + collective_seconds(self.cluster, self.mesh, wire.kind, wire.axes, wire.bytes)
         bucket = self._bucket_bytes(kind, wire.bytes)
-        return copies + bucketed_seconds(self.cluster, self.mesh, wire.kind, wire.axes, wire.bytes, bucket)
+        packing = 2.0 * self._whole(kind, hop) / self.cluster.device.memory_bandwidth
+        return packing + copies + bucketed_seconds(self.cluster, self.mesh, wire.kind, wire.axes, wire.bytes, bucket)
 
     def _bucket_bytes(self, kind: TensorType, nbytes: int) -> float:
         """What a bucket holds at the most in which a tensor of that type, ``nbytes`` of it on the wire, travels: as
@@ -173,8 +174,11 @@ class Prices:
         dims = {shard_dim(hop.source[axis]), shard_dim(hop.target[axis])} - {None}
         if dims <= {0}:
             return 0.0
-        whole = max(local_bytes(kind, hop.source, self.mesh), local_bytes(kind, hop.target, self.mesh))
-        return 2.0 * whole / self.cluster.device.memory_bandwidth
+        return 2.0 * self._whole(kind, hop) / self.cluster.device.memory_bandwidth
+
+    def _whole(self, kind: TensorType, hop: Hop) -> int:
+        """Bytes on the side of a hop that has more: what goes into a bucket, or comes out of it, is copied once."""
+        return max(local_bytes(kind, hop.source, self.mesh), local_bytes(kind, hop.target, self.mesh))
 
     def table(self, kind: TensorType, *, bucketed: bool = False) -> ReshardTable:
         """The reshard table of tensors of that type, between all placements that occur in the graph."""

@@ -1,8 +1,9 @@
 """The best plan there is: with stages or without, on every way to lay the devices out.
 
 A plan without stages is sought first. Stages are then tried where they could win: the devices cannot take less than
-their share of what one device computes, and a pipeline idles besides, by at least a third of what 1F1B does
-(zero-bubble schedules fill no more than that). ``Options(stages=..., microbatches=..., schedule=...)`` fixes any.
+their share of what one device computes, and a pipeline is taken to idle besides, by a sixth of what 1F1B does. That is
+what ZB-V leaves with equal chunks; uneven ones might leave less, so that this part of the bound is a heuristic.
+``Options(stages=..., microbatches=..., schedule=...)`` fixes any.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from autopar.passes.microbatch import split_inputs
 
 from .assignment import Assignment
 from .axis_names import default_names
+from .cluster import Cluster
 from .errors import InfeasibleError, OptionsError
 from .graph import VIEWS, Graph
 from .plan import Plan, Predicted
@@ -211,10 +213,11 @@ def _promising(
     allows."""
     devices = math.prod(question.mesh)
     alone, launches = single_device_seconds(question, graph)
+    idle = partial(_idle_share, question.cluster)
     found: list[tuple[float, int, Layout, int]] = []
     for layout, counts in every:
         bounds = [
-            (alone + (n - 1) * launches) / devices * (1.0 + (layout.stages - 1) / (3.0 * n)) + _hops(question, layout)
+            (alone + (n - 1) * launches) / devices * (1.0 + idle(layout.stages, n)) + _hops(question, layout)
             for n in counts
         ]
         ranked = sorted(zip(bounds, counts, strict=True))
@@ -223,6 +226,12 @@ def _promising(
     # Where nothing fits without stages there is more to find.
     most = max(4 if math.isinf(best) else 1, EFFORT // len(graph))
     yield from ((layout, (n,)) for _, _, layout, n in found[:most])
+
+
+def _idle_share(cluster: Cluster, stages: int, microbatches: int) -> float:
+    """Idle over busy time that a pipeline is taken to have at least: the least of any named schedule, a sixth of
+    1F1B's, but none where idle ranks leave their processors to others."""
+    return 0.0 if cluster.cores < cluster.sharing else (stages - 1) / (6.0 * microbatches)
 
 
 def _hops(question: Question, layout: Layout) -> float:

@@ -112,7 +112,8 @@ def solve_schedule(
     ask = _Ask(Wiring(placement, edges), microbatches, prices, memory_limits)
     named = tuple(s for s in named_schedules(placement, edges, microbatches, prices) if ask.fits(s))
     known = [*named, *filter(ask.fits, map(ask.finished, greedy_orders(ask.wiring, microbatches, prices, ask.limits)))]
-    bound = step_lower_bound(prices, placement, edges, microbatches)
+    # Where ranks share processors nothing is quicker than if each were alone all the time.
+    bound = step_lower_bound(prices, placement, edges, microbatches) / prices.quickest
     best = min(known, key=ask.rank, default=None)
     large = computations(placement, microbatches) > MOST_COMPUTATIONS
     met = best is not None and ask.seconds(best) <= bound / (1 - OPTIMAL)
@@ -146,13 +147,14 @@ def _solved(
     """CP-SAT's schedule if it is quicker than ``best``, and the seconds it proves. It does not see the bytes of
     messages that wait; if they do not fit, it is asked again for so much less."""
     limits, proven = ask.limits, -math.inf
+    bound *= ask.prices.quickest
     for _ in range(ROUNDS):
         program = ScheduleProgram(ask.wiring, ask.microbatches, ask.prices, limits, bound)
         if best is not None:
             program.hint(best)
         orders, seconds = program.solve(time_limit, seed, OPTIMAL)
         if limits is ask.limits:
-            proven = seconds
+            proven = seconds / ask.prices.quickest
         if orders is None:
             break
         made = ask.finished(orders)

@@ -23,6 +23,7 @@ def planned_pipeline(
         LinkFigures(source, target, p.bytes_of("forward"), p.bytes_of("backward"), p.bandwidth, p.latency)
         for (source, target), p in sorted(bill.prices.edges.items())
     )
+    shared = bill.prices.shared
     return PlannedPipeline(
         cuts=cuts,
         schedule=bill.schedule,
@@ -32,6 +33,8 @@ def planned_pipeline(
         link_figures=links,
         peaks=bill.peaks,
         update_seconds=bill.prices.step,
+        hosts=shared.hosts if shared else (),
+        speeds=shared.speeds if shared else (),
     )
 
 

@@ -20,12 +20,14 @@ from .stage_search import StagedAnswer
 
 def staged_predicted(answer: StagedAnswer) -> Predicted:
     """The figures of a pipeline: computing and communicating are those of the rank that is busy longest, the bubble is
-    what the step takes beyond; memory is that of the fullest rank's devices."""
+    what the step takes beyond, where processors of waiting ranks have made it quicker counted without that; memory is
+    that of the fullest rank's devices."""
     bill = answer.bill
     busiest = busiest_rank(bill)
     compute = _rank_seconds(bill, busiest, "compute", "optimizer")
     busy = _rank_seconds(bill, busiest, "compute", "optimizer", "reshard", "weight", "gradient", "refresh")
-    seconds = max(bill.seconds, busy)
+    freed = _freed_seconds(bill, busiest)
+    seconds = max(bill.seconds, busy - freed)
     memories = [bill.accounts[c].memory for c in bill.schedule.held[bill.fullest]]
     prices = answer.whole.prices
     graph = answer.whole.instance.graph
@@ -36,7 +38,7 @@ def staged_predicted(answer: StagedAnswer) -> Predicted:
         step_seconds=seconds,
         compute_seconds=compute,
         comm_seconds=busy - compute,
-        bubble_seconds=seconds - busy,
+        bubble_seconds=seconds - (busy - freed),
         peak_bytes=bill.peaks[bill.fullest],
         weight_bytes=sum(m.weights for m in memories),
         gradient_bytes=sum(m.gradients for m in memories),
@@ -45,7 +47,20 @@ def staged_predicted(answer: StagedAnswer) -> Predicted:
         temporary_bytes=max(m.temporary for m in memories),
         input_bytes=sum(m.inputs for m in memories),
         mfu=float(total_flops(graph)) * bill.schedule.microbatches / possible if possible else 0.0,
+        freed_seconds=freed,
     )
+
+
+def _freed_seconds(bill: StageBill, rank: int) -> float:
+    """By how much ``rank`` is quicker than priced because others that share its processors wait."""
+    if bill.prices.shared is None:
+        return 0.0
+    freed = 0.0
+    for one in bill.simulation.record.ran:
+        if one.rank == rank and one.instruction.kind != "reduce":
+            is_step = one.instruction.kind == "step"
+            freed += (bill.prices.step if is_step else bill.prices.duration(one.instruction)) - (one.end - one.start)
+    return max(0.0, freed)
 
 
 def busiest_rank(bill: StageBill) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.cost.pipeline import Simulation, simulate
-from autopar.cost.pipeline_prices import ChunkPrice, EdgePrice, PipelinePrices
+from autopar.cost.pipeline_prices import ChunkPrice, EdgePrice, PipelinePrices, SharedProcessors
 from autopar.cost.point_to_point import message_rate
 from autopar.passes.stages import split_backward
 
@@ -71,6 +71,17 @@ def wire_prices(
     return found
 
 
+def shared_processors(cluster: Cluster, stages: int, devices: int) -> SharedProcessors | None:
+    """Which stages of so many ``devices`` share the processors of a host, and how quick they are while others wait;
+    None if no two do. Prices hold for all devices that are there at work."""
+    each = -(-min(cluster.sharing, stages * devices) // devices)
+    if each == 1 or cluster.sharing == cluster.cores:
+        return None
+    usual = cluster.speed(min(cluster.sharing, stages * devices))
+    speeds = tuple(cluster.speed(k * devices) / usual for k in range(1, each + 1))
+    return SharedProcessors(tuple(stage * devices // cluster.sharing for stage in range(stages)), speeds)
+
+
 def bill_stages(
     chunks: tuple[Chunk, ...],
     wires: Mapping[Edge, Placements],
@@ -96,6 +107,7 @@ def bill_stages(
         tuple(map(chunk_price, chunks, accounts)),
         _edge_prices(chunks, wires, prices, links),
         step=step,
+        shared=shared_processors(prices.cluster, schedule.stages, prices.devices),
     )
     return StageBill(chunks, accounts, priced, simulate(schedule, priced), schedule)
 

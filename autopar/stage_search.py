@@ -18,7 +18,7 @@ from itertools import pairwise
 import numpy as np
 
 from autopar.cost.pipeline import simulate
-from autopar.cost.pipeline_prices import ChunkPrice, EdgePrice, PipelinePrices
+from autopar.cost.pipeline_prices import ChunkPrice, EdgePrice, PipelinePrices, SharedProcessors
 from autopar.passes.cut_candidates import CutCandidate, cut_candidates
 from autopar.passes.microbatch import Microbatched, microbatch
 from autopar.passes.rest import InsertRests
@@ -37,7 +37,7 @@ from .stage_chunks import WirePrice, place_chunks
 from .stage_cuts import Segments, best_cuts
 from .stage_figures import planned_pipeline
 from .stage_meshes import Layout
-from .stage_prices import StageBill, bill_stages, most_in_flight, wire_prices
+from .stage_prices import StageBill, bill_stages, most_in_flight, shared_processors, wire_prices
 from .stage_segments import pinned_ranks, price_segments, segment_of_nodes
 from .stages import Staged
 
@@ -88,7 +88,7 @@ def search(ask: Ask) -> StagedAnswer:
         OptionsError: the batch does not divide, the model has too few places to cut, or a pin cannot be met.
     """
     pieces = microbatch(ask.graph, ask.microbatches, ask.inputs)
-    candidates = cut_candidates(pieces.graph) if ask.layout.stages > 1 else ()
+    candidates = cut_candidates(pieces.graph, _least_cuts(ask)) if ask.layout.stages > 1 else ()
     where = segment_of_nodes(pieces.graph, candidates)
     limit, worst = ask.memory_limit * ask.layout.stages, math.inf
     for _ in range(ROUNDS):
@@ -105,6 +105,11 @@ def search(ask: Ask) -> StagedAnswer:
         worst = min([worst, *(float(max(answer.bill.peaks)) for answer in found)])
         limit *= 0.95 * min(1.0, ask.memory_limit / worst) if math.isfinite(worst) else 0.8
     raise _too_full(ask, worst)
+
+
+def _least_cuts(ask: Ask) -> int:
+    """How many cuts some schedule needs: that which is asked for, or one with a chunk a stage."""
+    return min((ask.layout.stages * chunks for _, chunks in schedule_choices(ask.layout.stages, ask.schedule))) - 1
 
 
 def inner_repeats(microbatches: int, stages: int) -> Repeats:
@@ -161,12 +166,20 @@ def _scheduled(
             f"stages={stages}: the model has {segments.count} regions between places where it can be cut; that many "
             "stages at most (chunks of interleaved schedules counted)"
         )
-    found = [cut for kind in kinds if (cut := _cut_for(ask, segments, kind, pinned, slowest)) is not None]
+    shared = shared_processors(whole.prices.cluster, stages, whole.prices.devices)
+    found = [cut for kind in kinds if (cut := _cut_for(ask, segments, kind, pinned, slowest, shared)) is not None]
     for chosen in sorted(found, key=lambda one: one.estimate):
         yield cut_answer(ask.layout, pieces, chosen.cuts, chosen.kind, whole, ask.optimizer)
 
 
-def _cut_for(ask: Ask, segments: Segments, kind: tuple[str, int], pinned: Ints, link: WirePrice) -> _Cut | None:
+def _cut_for(
+    ask: Ask,
+    segments: Segments,
+    kind: tuple[str, int],
+    pinned: Ints,
+    link: WirePrice,
+    shared: SharedProcessors | None,
+) -> _Cut | None:
     """The best cuts for a schedule, None if no cut fits into memory."""
     name, chunks = kind
     schedule = make_schedule(name, ask.layout.stages, ask.microbatches, chunks)
@@ -175,10 +188,12 @@ def _cut_for(ask: Ask, segments: Segments, kind: tuple[str, int], pinned: Ints, 
     cuts = best_cuts(segments, most_in_flight(schedule), limit, np.array(schedule.placement), pinned)
     if cuts is None:
         return None
-    return _Cut(kind, cuts, simulate(schedule, _estimated(segments, cuts, schedule, link)).seconds)
+    return _Cut(kind, cuts, simulate(schedule, _estimated(segments, cuts, schedule, link, shared)).seconds)
 
 
-def _estimated(segments: Segments, cuts: tuple[str, ...], schedule: Schedule, link: WirePrice) -> PipelinePrices:
+def _estimated(
+    segments: Segments, cuts: tuple[str, ...], schedule: Schedule, link: WirePrice, shared: SharedProcessors | None
+) -> PipelinePrices:
     """Prices of a chain of chunks as the segments have them: a third of the time each for forward, input gradient and
     weight gradient."""
     starts = [0, *(segments.starts.index(name) + 1 for name in cuts), segments.count]
@@ -188,7 +203,7 @@ def _estimated(segments: Segments, cuts: tuple[str, ...], schedule: Schedule, li
         for c, start in enumerate(starts[1:-1])
         if schedule.placement[c] != schedule.placement[c + 1]
     }
-    return PipelinePrices(tuple(ChunkPrice(s, s, s) for s in seconds), edges)
+    return PipelinePrices(tuple(ChunkPrice(s, s, s) for s in seconds), edges, shared=shared)
 
 
 def _ring(stages: int) -> tuple[tuple[int, int], ...]:

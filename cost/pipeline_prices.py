@@ -58,6 +58,15 @@ class EdgePrice:
 
 
 @dataclass(frozen=True)
+class SharedProcessors:
+    """Ranks that share the processors of a host. ``hosts``: that of each pipeline rank. While k ranks of one compute,
+    each runs ``speeds[k - 1]`` times as fast as priced; a rank is as many devices as a stage has."""
+
+    hosts: tuple[int, ...]
+    speeds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class PipelinePrices:
     """The prices of a schedule. ``edges``: by (source, target); an edge without an entry is free. ``step``: seconds per
     rank after all reductions, the same everywhere.
@@ -65,7 +74,8 @@ class PipelinePrices:
     ``overlap``: whether messages and reductions travel while their ranks compute; if not, a rank stands still until
     what it sends or receives has arrived. ``buffered``: whether a message may travel before its receive is posted.
     ``links``: by (sending rank, receiving rank) the name of a link that carries one message at a time; pairs with one
-    name share it, a pair without a name has one of its own in each direction.
+    name share it, a pair without a name has one of its own in each direction. ``shared``: which ranks share
+    processors; None if every rank has its own.
     """
 
     chunks: tuple[ChunkPrice, ...]
@@ -74,6 +84,12 @@ class PipelinePrices:
     overlap: bool = True
     buffered: bool = False
     links: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    shared: SharedProcessors | None = None
+
+    @property
+    def quickest(self) -> float:
+        """How many times as fast as priced a rank computes at best."""
+        return 1.0 if self.shared is None else max(self.shared.speeds)
 
     def duration(self, instruction: Instruction) -> float:
         """Seconds of a computation."""

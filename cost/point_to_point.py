@@ -26,9 +26,10 @@ def _rate(link: Link) -> Rate:
 
 def message_rate(cluster: Cluster, source: int, target: int, devices: int) -> tuple[float, float]:
     """(latency in seconds, bytes per second) of what one rank of stage ``source`` sends to its counterpart of stage
-    ``target``, all ``devices`` of both sending at once."""
+    ``target``, all ``devices`` of both sending at once. Adapters that a block shares are divided among these alone."""
     link = link_between(cluster, source, target, devices)
     level = cluster.links.index(link)
     below = (cluster.links[level - 1].size or 1) if level else 1
     slowest = _rate(link)
-    return cluster.collective_seconds + slowest.start + slowest.latency, slowest.bandwidth * link.share(below)
+    share = link.share(below) if link.adapters is None else min(1.0, link.share(min(devices, below)))
+    return cluster.collective_seconds + slowest.start + slowest.latency, slowest.bandwidth * share

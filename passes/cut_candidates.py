@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -64,17 +64,32 @@ def crossing_bytes(graph: Graph) -> tuple[CutCandidate, ...]:
     return tuple(found)
 
 
-def cut_candidates(graph: Graph) -> tuple[CutCandidate, ...]:
+def cut_candidates(graph: Graph, least: int = 1) -> tuple[CutCandidate, ...]:
     """The places where fewer bytes cross than around them, in the order of the graph; of neighbours over which the same
     crosses, and of those with no costly operation between them, the best. Places where :data:`SHALLOW` times as much
-    crosses as at the next are left out. ``graph`` is concrete, without rests."""
-    costly = itertools.accumulate((node.op in COSTLY or "dot_product" in node.op) for node in graph)
-    segment = dict(zip((node.name for node in graph), costly, strict=True))
-    grouped = itertools.groupby(_minima(crossing_bytes(graph)), lambda candidate: segment[candidate.name])
-    minima = [min(group, key=_total) for _, group in grouped]
+    crosses as at the next are left out, and those with nothing costly behind. ``graph`` is concrete, without rests.
+
+    If these are fewer than ``least`` (skip connections cross every place between their ends, so that hardly any has
+    less than its neighbours), there are also places where more crosses: as many as there are, if need be.
+    """
+    forward = [node for node in graph if node.phase == "forward"]
+    costly = list(itertools.accumulate((node.op in COSTLY or "dot_product" in node.op) for node in forward))
+    segment = dict(zip((node.name for node in forward), costly, strict=True))
+    begun = dict(zip((node.name for node in forward), [0, *costly], strict=False))
+    everywhere = crossing_bytes(graph)
+    useful = tuple(c for c in everywhere if begun[c.name] < costly[-1]) or everywhere
+    minima = _best_by_segment(_minima(useful), segment)
     sizes = [_total(candidate) for candidate in minima]
     around = zip([math.inf, *sizes], [*sizes[1:], math.inf], strict=False)
-    return tuple(c for c, size, pair in zip(minima, sizes, around, strict=True) if size < SHALLOW * min(pair))
+    deep = [c for c, size, pair in zip(minima, sizes, around, strict=True) if size < SHALLOW * min(pair)]
+    choices = (deep, minima, _best_by_segment(useful, segment), useful)
+    return tuple(next((found for found in choices if len(found) >= least), everywhere))
+
+
+def _best_by_segment(candidates: Iterable[CutCandidate], segment: Mapping[str, int]) -> list[CutCandidate]:
+    """Of neighbours with no costly operation between them the one over which least crosses."""
+    grouped = itertools.groupby(candidates, lambda candidate: segment[candidate.name])
+    return [min(group, key=_total) for _, group in grouped]
 
 
 def _minima(everywhere: tuple[CutCandidate, ...]) -> list[CutCandidate]:

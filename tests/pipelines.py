@@ -82,7 +82,7 @@ def cuts_of(graph: Graph, wanted: Wanted) -> tuple[str, ...]:
         forward = [node.name for node in graph if node.phase == "forward" and not node.is_placeholder][1:]
         chosen = sorted(random.Random(wanted.seed).sample(range(len(forward)), wanted.count - 1))
         return tuple(forward[index] for index in chosen)
-    places = [candidate.name for candidate in cut_candidates(graph)]
+    places = [candidate.name for candidate in cut_candidates(graph, wanted.count - 1)]
     return tuple(places[len(places) * index // wanted.count] for index in range(1, wanted.count))
 
 
