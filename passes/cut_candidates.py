@@ -77,7 +77,7 @@ def cut_candidates(graph: Graph, least: int = 1) -> tuple[CutCandidate, ...]:
     segment = dict(zip((node.name for node in forward), costly, strict=True))
     begun = dict(zip((node.name for node in forward), [0, *costly], strict=False))
     everywhere = crossing_bytes(graph)
-    useful = tuple(c for c in everywhere if begun[c.name] < costly[-1]) or everywhere
+    useful = tuple(c for c in everywhere if begun[c.name] < max(costly, default=0)) or everywhere
     minima = _best_by_segment(_minima(useful), segment)
     sizes = [_total(candidate) for candidate in minima]
     around = zip([math.inf, *sizes], [*sizes[1:], math.inf], strict=False)

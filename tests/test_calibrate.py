@@ -28,6 +28,7 @@ from autopar.measure import (
     MatrixSample,
     Samples,
 )
+from autopar.measure_step import step_like_seconds
 from autopar.program import COLLECTIVES
 
 DEVICE = Device("cpu", {"f32": 4e10, "bf16": 1e10}, 1 << 30, 8e9, 5e-6, 2e-6, matmul_padding=8)
@@ -66,6 +67,24 @@ def product(m: int, n: int, k: int, dtype: str) -> MatrixSample:
     shapes = [TensorType(shape, kind) for shape in ((m, k), (k, n), (m, n))]
     node = Node("y", "aten.mm.default", (Value("a"), Value("b")))
     return MatrixSample(dtype, m, n, k, node_seconds(machine(Rate(0, 1)), node, tuple(shapes[:2]), (shapes[2],)))
+
+
+def test_what_is_slower_in_a_step_slows_all_computing() -> None:
+    truth = machine(Rate(1e-4, 1e9))
+    usual = step_like_seconds(truth)
+    assert calibration.in_step(truth, 0.5 * usual).device == truth.device
+    slower = calibration.in_step(truth, 2.0 * usual)
+    assert usual < step_like_seconds(slower) <= 2.0 * usual
+    assert slower.device.flops(torch.float32) == truth.device.flops(torch.float32) / 2.0
+
+
+def test_processes_that_gain_alone_share_processors() -> None:
+    measured = samples(machine(Rate(1e-4, 1e9)))
+    four = [replace(measured, alone=2.0)] * 4
+    assert (fit_cluster(four, 1).sharing, fit_cluster(four, 1).cores) == (4, 2.0)
+    assert [fit_cluster(four, 1).speed(k) for k in (1, 2, 3, 4)] == [2.0, 2.0, 4 / 3, 1.0]
+    own = fit_cluster([replace(measured, alone=1.01)] * 4, 1)
+    assert (own.sharing, own.cores) == (1, 1.0)
 
 
 def samples(truth: Cluster) -> Samples:

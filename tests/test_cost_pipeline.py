@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.cost import ChunkPrice, EdgePrice, PipelinePrices, Simulation, bubble_fraction, simulate, step_lower_bound
+from autopar.cost.pipeline_prices import SharedProcessors
 from autopar.errors import ScheduleError
 from autopar.schedule import Edge, Schedule, chain
 from autopar.schedule_messages import forward_only
@@ -17,6 +18,7 @@ from autopar.schedules import make_schedule
 from autopar.timeline import timeline_from_chrome_trace
 
 UNIT = ChunkPrice(1.0, 1.0, 1.0, until_weight_gradient=1.0)
+NAMED = [("gpipe", 1), ("gpipe", 2), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)]
 
 
 def equal(schedule: Schedule, price: ChunkPrice = UNIT) -> PipelinePrices:
@@ -106,6 +108,43 @@ def test_reductions_overlap_and_the_step_waits_for_them() -> None:
     assert simulate(two, PipelinePrices((one, one), overlap=False)).seconds == 6 + 5 + 5
 
 
+def test_ranks_that_share_processors_are_quicker_while_others_wait() -> None:
+    """Two ranks on one core: each alone is twice as quick as priced. One microbatch, so that they take turns."""
+    shared = SharedProcessors((0, 0), (2.0, 1.0))
+    turns = make_schedule("1f1b", 2, 1)
+    simulation = simulate(turns, PipelinePrices((UNIT,) * 2, step=1.0, shared=shared))
+    assert simulation.seconds == 6 / 2 + 1  # the step is made by both at once, but for what the second begins before
+    spans = {span.name: (span.start, span.end) for span in simulation.timeline.spans if span.kind != "step"}
+    assert spans["F0.0"] == (0.0, 0.5) and spans["F1.0"] == (0.5, 1.0)
+
+
+def test_processors_are_shared_among_those_that_compute() -> None:
+    """Rank 1 begins when rank 0 is through with its first forward; from then on both compute, each at the price."""
+    shared = SharedProcessors((0, 0), (2.0, 1.0))
+    schedule = forward_only(make_schedule("1f1b", 2, 3))
+    simulation = simulate(schedule, PipelinePrices((UNIT,) * 2, shared=shared))
+    spans = {span.name: (span.start, span.end) for span in simulation.timeline.spans}
+    assert spans["F0.0"] == (0.0, 0.5)
+    assert spans["F0.1"] == spans["F1.0"] == (0.5, 1.5)
+    assert spans["F0.2"] == spans["F1.1"] == (1.5, 2.5)
+    assert spans["F1.2"] == (2.5, 3.0)
+
+
+@given(st.sampled_from(NAMED), st.integers(2, 4), st.integers(1, 6), st.floats(1.0, 4.0))
+@settings(max_examples=50)
+def test_sharing_never_does_more_than_the_processors_can(
+    named: tuple[str, int], stages: int, microbatches: int, most: float
+) -> None:
+    schedule = make_schedule(named[0], stages, microbatches, named[1])
+    speeds = tuple(min(most, stages / k) for k in range(1, stages + 1))
+    shared = simulate(
+        schedule, PipelinePrices((UNIT,) * schedule.chunks, shared=SharedProcessors((0,) * stages, speeds))
+    )
+    apart = simulate(schedule, equal(schedule))
+    work = 3.0 * microbatches * schedule.chunks / stages
+    assert max(work, apart.seconds / most) - 1e-9 <= shared.seconds <= apart.seconds + 1e-9
+
+
 def test_memory_by_hand() -> None:
     """Held from forward to I and W; between I and W; static; buffers at both ends of a message."""
     schedule = make_schedule("zb-h1", 1, 1)
@@ -126,7 +165,6 @@ def test_the_peak_is_what_was_promised_in_flight(name: str, chunks: int) -> None
         assert simulate(schedule, equal(schedule)).peak_bytes == schedule.in_flight
 
 
-NAMED = [("gpipe", 1), ("gpipe", 2), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)]
 SECONDS = st.sampled_from((0.0, 0.25, 1.0, 1.5, 4.0))
 
 

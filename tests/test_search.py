@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 import autopar
 from autopar import Options, OptionsError, Plan
+from autopar.cluster import Cluster
+from autopar.cost.pipeline_prices import SharedProcessors
 from autopar.schedule_check import check
 from autopar.stage_meshes import Layout, layout_for, layouts, microbatch_counts
+from autopar.stage_prices import shared_processors
 
 
 class Block(nn.Module):
@@ -38,14 +43,14 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def plan(mesh: tuple[int, ...], batch: int = 8, **options: object) -> Plan:
+def plan(mesh: tuple[int, ...], batch: int = 8, cluster: Cluster | str = "dgx-a100-80gb", **options: object) -> Plan:
     torch.manual_seed(0)
     ids = torch.randint(0, 31, (batch, 6))
     return autopar.plan(
         Model(),
         mesh,
         {"ids": ids, "labels": ids},
-        cluster="dgx-a100-80gb",
+        cluster=cluster,
         options=Options(**options),  # type: ignore[arg-type]
     )
 
@@ -72,6 +77,30 @@ def test_a_staged_plan_holds_together(mesh: tuple[int, ...], options: dict[str, 
     assert max(by_stage) == pytest.approx(parts.compute_seconds + parts.comm_seconds)
     assert sum(h.bytes for h in found.holdings) + parts.temporary_bytes == parts.peak_bytes
     assert Plan.from_json(found.to_json()) == found == Plan.from_text(found.to_text())
+
+
+def test_stages_that_share_processors() -> None:
+    """A stage that computes alone has processors of the waiting ones: the step is quicker than with one for each, and
+    its parts, and what simulates it again, still make it up."""
+    alone = Cluster.get("dgx-a100-80gb")
+    fixed = {"stages": 4, "microbatches": 4, "schedule": "1f1b"}
+    apart, shared = (plan((4,), cluster=c, **fixed) for c in (alone, replace(alone, sharing=4, cores=2.0)))
+    parts = shared.predicted
+    made = parts.compute_seconds + parts.comm_seconds + parts.bubble_seconds - parts.freed_seconds
+    assert apart.predicted.freed_seconds == 0.0 < parts.freed_seconds
+    assert parts.step_seconds == pytest.approx(made)
+    assert parts.step_seconds < apart.predicted.step_seconds
+    assert autopar.step_timeline(shared).seconds == pytest.approx(parts.step_seconds)
+    assert "processors of waiting ranks -" in str(shared)
+    assert Plan.from_json(shared.to_json()) == shared == Plan.from_text(shared.to_text())
+
+
+def test_prices_hold_for_all_devices_there_are_at_work() -> None:
+    cluster = replace(Cluster.get("dgx-a100-80gb"), sharing=8, cores=2.0)
+    assert shared_processors(cluster, 4, 2) == SharedProcessors((0, 0, 0, 0), (4.0, 2.0, 4 / 3, 1.0))
+    assert shared_processors(cluster, 4, 1) == SharedProcessors((0, 0, 0, 0), (2.0, 1.0, 1.0, 1.0))
+    assert shared_processors(cluster, 2, 8) is None
+    assert shared_processors(cluster, 4, 4) == SharedProcessors((0, 0, 1, 1), (2.0, 1.0))
 
 
 def test_a_pin_fixes_the_stage_of_a_module() -> None:

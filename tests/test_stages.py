@@ -256,6 +256,27 @@ def test_candidates_are_few_and_one_tensor_crosses(name: str, layers: int) -> No
         assert [kind.bytes for kind in sent.values()] == [candidate.forward_bytes, candidate.backward_bytes]
 
 
+def test_candidates_among_skips_that_cross_everything() -> None:
+    """Few places of a U-Net have less than their neighbours; more are found where more are asked for."""
+    graph = plain(_case("unet").graph)
+    few, more = cut_candidates(graph), cut_candidates(graph, 7)
+    assert len(few) < 7 <= len(more)
+    check_staged(cut(graph, tuple(candidate.name for candidate in more)), graph)
+    assert len(cut_candidates(graph, 10**6)) > len(more)
+
+
+def test_no_candidate_behind_all_that_is_costly() -> None:
+    """Little crosses between the head and the loss, but a stage there has nothing to do: the place before the head is
+    one, though more crosses there."""
+    graph = plain(make_case(*models.make("gpt2", layers=2)).graph)
+    forward = [node for node in graph if node.phase == "forward" and not node.is_placeholder]
+    last = max(index for index, node in enumerate(forward) if "mm" in node.op)
+    places = [node.name for node in forward]
+    found = [places.index(candidate.name) for candidate in cut_candidates(graph)]
+    assert max(found) <= last
+    assert any("ln_f" in forward[index].module or forward[index].module == "lm_head" for index in found)
+
+
 def _sent(chunk: Graph, name: str) -> Value:
     return next(o.value for o in chunk.outputs if o.kind == "send" and o.name == name and o.value is not None)
 
