@@ -204,7 +204,7 @@ def fit_cluster(samples: Sequence[Samples], threads: int) -> Cluster:
     gain = min(float(len(samples)), statistics.fmean(s.alone for s in samples))
     sharing = len(samples) if gain > 1.0 + LEAST_GAIN else 1
     cores = sharing / gain if sharing > 1 else 1.0
-    found = Cluster("local", source, device, (link,), 0.0, facts, waiting, sharing, cores)
+    found = Cluster("local", source, device, (link,), 0.0, facts, waiting, sharing=sharing, cores=cores)
     return in_step(found, statistics.fmean(s.step for s in samples))
 
 

@@ -98,7 +98,7 @@ def test_stages_that_share_processors() -> None:
 def test_prices_hold_for_all_devices_there_are_at_work() -> None:
     cluster = replace(Cluster.get("dgx-a100-80gb"), sharing=8, cores=2.0)
     assert shared_processors(cluster, 4, 2) == SharedProcessors((0, 0, 0, 0), (4.0, 2.0, 4 / 3, 1.0))
-    assert shared_processors(cluster, 4, 1) == SharedProcessors((0, 0, 0, 0), (2.0, 1.0, 1.0, 1.0))
+    assert shared_processors(cluster, 4, 1) == SharedProcessors((0, 0, 0, 0), (2.0, 2.0, 4 / 3, 1.0))
     assert shared_processors(cluster, 2, 8) is None
     assert shared_processors(cluster, 4, 4) == SharedProcessors((0, 0, 1, 1), (2.0, 1.0))
 
