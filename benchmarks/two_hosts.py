@@ -45,7 +45,7 @@ def two_hosts(megabits: int) -> Cluster:
     inside = replace(local.links[0], name="host", size=PER_HOST)
     between = Link("network", None, EFFICIENCY * megabits * 1e6 / 8, LATENCY, adapters=1)
     source = f"{local.source}; {megabits} Mbit/s between hosts, one adapter for {PER_HOST} processes"
-    return replace(local, name="two-hosts", source=source, links=(inside, between))
+    return replace(local, name="two-hosts", source=source, links=(inside, between), algorithms=("direct",))
 
 
 def run(arguments: argparse.Namespace) -> None:

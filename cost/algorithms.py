@@ -1,7 +1,8 @@
 """What a collective does on each level of links, by algorithm: steps and bytes.
 
 A group of N devices has ``f_l`` members (the *fan-out*) joined by links of level l and ``F_l = f_0 ... f_(l-1)`` of
-them below each; ``x`` is 1 for an all-gather or reduce-scatter, 2 for an all-reduce, of a full tensor of one byte.
+them below each; ``x`` is 1 for an all-gather or reduce-scatter, 2 for an all-reduce, 1/N for an all-to-all, of a full
+tensor of one byte.
 
 ============  =============================  ====================================  ========
 algorithm     steps at level l               bytes each device sends at level l    levels
@@ -11,17 +12,17 @@ levels        x (f_l - 1)                    x (f_l - 1) / f_l / F_l            
 ring          x (f_l - 1) N / F_(l+1)        x (N - 1) / N / F_l                   at once
 tree          2 log2 f_l                     2 / F_l                               at once
 nvls          as tree; inside log2 f_0       as tree; two 1 / F_1; inside 1        at once
-direct        F_l (f_l - 1)                  (f_l - 1) F_l / N / N                 at once
+direct        F_l (f_l - 1), or twice        x (f_l - 1) F_l / N                   at once
 ============  =============================  ====================================  ========
 
 *hierarchical* (recursive halving and doubling inside, then outside: Thakur, Rabenseifner, Gropp 2005) is what is
 assumed of a library nobody describes. The others are NCCL's (``src/graph/tuning.cc``, ``src/graph/connect.cc``): one
 ring through all devices, which crosses a level once for each of its blocks and for each adapter of a block, so that all
 adapters together carry what one ring does; double binary trees (Sanders, Speck, Traeff 2009), whose devices send twice
-the tensor; *nvls*, in which the switch adds up and copies, so that each device sends its tensor once; *direct* for
-all-to-all, a message to each other device. *levels* is a ring inside each block and then one between them, which a
-plan can also write as two collectives. "At once" means in pieces, so that all levels work at the same time and the
-slowest decides.
+the tensor; *nvls*, in which the switch adds up and copies, so that each device sends its tensor once; *direct*, a
+message to each other device (once or, for an all-reduce, twice), is what all do for an all-to-all, and autopar on gloo
+for everything. *levels* is a ring inside each block and then one between them, which a plan can also write as two
+collectives. "At once" means in pieces, so that all levels work at the same time and the slowest decides.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ Line = tuple[float, float, float]
 Route = tuple[tuple[tuple[Line, ...], ...], ...]
 
 BY_KIND = {
-    "all_reduce": ("ring", "tree", "nvls", "levels"),
-    "all_gather": ("ring", "levels"),
-    "reduce_scatter": ("ring", "levels"),
+    "all_reduce": ("ring", "tree", "nvls", "levels", "direct"),
+    "all_gather": ("ring", "levels", "direct"),
+    "reduce_scatter": ("ring", "levels", "direct"),
     "all_to_all": ("direct",),
 }
 
@@ -85,7 +86,7 @@ def routes(kind: str, levels: Sequence[Level], algorithms: Sequence[str]) -> Rou
     """All ways of a library that has ``algorithms`` (none: nobody says) to carry out a collective of that kind."""
     if not algorithms:
         return (_hierarchical(kind, levels),)
-    known = [name for name in BY_KIND[kind] if name in algorithms or name == "direct"]
+    known = [name for name in BY_KIND[kind] if name in algorithms or kind == "all_to_all"]
     found = [route for name in known if (route := _ALGORITHMS[name](kind, levels))]
     return tuple(found) or (_levels(kind, levels),)
 
@@ -161,8 +162,9 @@ def _between(level: Level) -> float:
 
 def _direct(kind: str, levels: Sequence[Level]) -> tuple[tuple[Line, ...], ...]:
     members = math.prod(level.fan for level in levels)
-    counts = [level.inner * (level.fan - 1.0) for level in levels]
-    shares = [traffic(kind, level.fan, level.inner, members) for level in levels]
+    often = {"all_reduce": 2.0, "all_to_all": 1.0 / members}.get(kind, 1.0)
+    counts = [max(1.0, often) * level.inner * (level.fan - 1.0) for level in levels]
+    shares = [often * (level.fan - 1.0) * level.inner / members for level in levels]
     return _at_once(kind, "direct", levels, counts, shares)
 
 

@@ -247,6 +247,15 @@ def test_groups_share_the_adapters_of_their_node() -> None:
     assert collective_seconds(cluster, (8,), "all_gather", (0,), 1e6) == pytest.approx(ring)
 
 
+def test_pieces_sent_directly_cross_the_slow_link_for_each_device_behind_it() -> None:
+    """Two boards of four devices, one adapter each: every device sends its eighth to all four of the other board."""
+    cluster = replace(TOY, links=(replace(BOARD, bandwidth=1e9), replace(NET, adapters=1)), algorithms=("direct",))
+    latencies, eighths = 3 * 0.01 + 4 * 0.1, 4 * 1e6 / 8 / (100.0 / 4)
+    for kind, often in (("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)):
+        seconds = collective_seconds(cluster, (8,), kind, (0,), 1e6)
+        assert seconds == pytest.approx(often * (latencies + eighths))
+
+
 def test_an_oversubscribed_stage_is_as_many_times_slower() -> None:
     stages = [Link("spine", None, 100.0, 0.0, oversubscription=times) for times in (1.0, 7.0)]
     price = [
