@@ -49,6 +49,37 @@ def test_equal_to_one_process(name: str, mesh: tuple[int, ...], options: dict[st
     assert (report.plan.stages, report.plan.microbatches) == (options["stages"], options["microbatches"])
 
 
+class Dropping(Model):
+    """Draws between its blocks, forward and again in backward."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = torch.nn.functional.dropout(block(x), 0.3, self.training)
+        logits = self.norm(x) @ self.embed.weight.T
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ((2, 2), {"stages": 2, "microbatches": 4, "schedule": "1f1b"}),
+        pytest.param((2,), {"stages": 2, "microbatches": 2, "schedule": "zb-v"}, marks=pytest.mark.slow),
+        pytest.param((4,), {"stages": 4, "microbatches": 2, "schedule": "zb-h1"}, marks=pytest.mark.slow),
+        pytest.param((3,), {"stages": 3, "microbatches": 4, "schedule": "gpipe"}, marks=pytest.mark.slow),
+        pytest.param((2,), {"stages": 1, "microbatches": 8}, marks=pytest.mark.slow),
+    ],
+)
+def test_dropout_draws_alike_under_every_pipeline(mesh: tuple[int, ...], options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(0, 31, (8, 6), generator=torch.Generator().manual_seed(0))
+    report = autopar.verify(
+        Dropping(), mesh, {"ids": ids, "labels": ids}, cluster=CLUSTER, timeout=200, options=Options(**options)
+    )
+    assert report.ok and report.draws, str(report)
+    assert (report.plan.stages, report.plan.microbatches) == (options["stages"], options["microbatches"])
+
+
 def _trains(rank: int, world: int) -> list[float]:
     """Losses of a planned pipeline: two batch sizes, evaluation in between."""
     torch.manual_seed(0)
