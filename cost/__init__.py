@@ -4,7 +4,7 @@ cluster.
 Formulas, their sources and what they leave out: ``docs/cost-model.md``.
 """
 
-from .collective import bucketed_seconds, check_mesh, collective_seconds, fan_out
+from .collective import bucketed_seconds, bytes_sent, check_mesh, collective_seconds, fan_out
 from .compute import bytes_moved, compute_seconds, flops, node_seconds, total_bytes, total_flops
 from .memory import reserve, usable_bytes
 from .operations import FAMILIES, Family, family_of
@@ -22,6 +22,7 @@ __all__ = [
     "bubble_fraction",
     "bucketed_seconds",
     "bytes_moved",
+    "bytes_sent",
     "check_mesh",
     "collective_seconds",
     "compute_seconds",

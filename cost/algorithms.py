@@ -77,9 +77,9 @@ def traffic(kind: str, fan: float, inner: float = 1.0, members: float | None = N
     ``inner`` of the ``members`` of the group (by default all of them) below each."""
     if kind == "all_to_all":
         members = members or fan * inner
-        return (fan - 1.0) * inner / members / members
-    share = (fan - 1.0) / fan / inner
-    return 2.0 * share if kind == "all_reduce" else share
+        return (fan - 1) * inner / members / members
+    share = (fan - 1) / fan / inner
+    return 2 * share if kind == "all_reduce" else share
 
 
 def routes(kind: str, levels: Sequence[Level], algorithms: Sequence[str]) -> Route:

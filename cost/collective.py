@@ -18,12 +18,14 @@ import math
 from functools import lru_cache
 
 import numpy as np
+import sympy
 
 from autopar.cluster import Cluster
 from autopar.errors import OptionsError
+from autopar.graph import Dim
 from autopar.program import COLLECTIVES
 
-from .algorithms import Level, Route, routes
+from .algorithms import Level, Route, routes, traffic
 
 Blocks = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
@@ -103,6 +105,20 @@ def _route(cluster: Cluster, mesh: tuple[int, ...], kind: str, axes: tuple[int, 
         raise OptionsError(f"{kind!r} is not a collective; one of {', '.join(COLLECTIVES)}")
     levels = levels_of(cluster, mesh, axes)
     return routes(kind, levels, cluster.algorithms) if levels else ()
+
+
+def bytes_sent(kind: str, nbytes: Dim, members: Dim) -> Dim:
+    """Bytes each of ``members`` devices sends in a collective of ``nbytes`` (see the module docstring) that wastes
+    none: an expression if either is one, in mesh degrees, batch and sequence.
+
+    >>> n = sympy.Symbol("n", positive=True)
+    >>> bytes_sent("all_reduce", 100, n)
+    200*(n - 1)/n
+    """
+    if kind not in COLLECTIVES:
+        raise OptionsError(f"{kind!r} is not a collective; one of {', '.join(COLLECTIVES)}")
+    share = traffic(kind, sympy.sympify(members), sympy.Integer(1))  # type: ignore[arg-type]
+    return sympy.simplify(share * nbytes)
 
 
 def collective_seconds(

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cluster import Cluster, Device, Link, Rate, local_file, machine_memory
+from autopar.cost import collective_seconds, compute_seconds
 from autopar.errors import OptionsError
 from autopar.presets import PRESETS
 from autopar.program import COLLECTIVES
@@ -193,3 +194,41 @@ def test_a_torus_has_as_many_places_as_devices() -> None:
 def test_algorithms_are_known() -> None:
     with pytest.raises(OptionsError, match="'toy': 'butterfly' is not an algorithm; one of ring"):
         replace(TOY, algorithms=("butterfly",))
+
+
+EARLIER = """
+name = "mine"
+source = "written for an earlier version"
+collective_seconds = 10e-6
+
+[device]
+name = "A100"
+memory_bytes = 84987740160
+memory_bandwidth = 1.75e12
+launch_seconds = 4e-6
+matmul_efficiency = 0.8
+matmul_padding = 48
+
+[device.peak_flops]
+bf16 = 312e12
+
+[[links]]
+name = "nvswitch"
+size = 8
+bandwidth = 235e9
+latency = 2e-6
+
+[[links]]
+name = "infiniband"
+bandwidth = 23e9
+latency = 5e-6
+"""
+
+
+def test_files_of_earlier_versions_are_priced_as_they_were() -> None:
+    cluster, size = Cluster.from_toml(EARLIER), 64 << 20
+    assert (cluster.algorithms, cluster.overlaps, cluster.links[1].share(8)) == ((), False, 1.0)
+    price = [collective_seconds(cluster, (8, 8), "all_reduce", axes, size) for axes in ((1,), (0,), (0, 1))]
+    assert price == pytest.approx([521.8e-6, 5146e-6, 1191e-6], rel=1e-3)
+    seconds = compute_seconds(cluster, 2 * 512**3, 0, torch.bfloat16, (512, 512, 512))
+    assert seconds == pytest.approx(4e-6 + 2 * 560**3 / (0.8 * 312e12))

@@ -7,11 +7,12 @@ import math
 from dataclasses import replace
 
 import pytest
+import sympy
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cluster import Cluster, Device, Link, Rate
-from autopar.cost import bucketed_seconds, collective_seconds, fan_out
+from autopar.cost import bucketed_seconds, bytes_sent, collective_seconds, fan_out
 from autopar.cost.algorithms import traffic
 from autopar.errors import OptionsError
 from autopar.program import COLLECTIVES
@@ -291,3 +292,13 @@ def test_small_messages_ramp_up(nbytes: float, ramp: float) -> None:
     line = Link("l", None, 100.0, 0.0, {"all_gather": (Rate(0.0, 100.0, ramp=ramp),)})
     seconds = collective_seconds(replace(TOY, links=(line,)), (2,), "all_gather", (0,), nbytes)
     assert seconds == pytest.approx(nbytes / 200 + 2 * math.sqrt(ramp * nbytes / 200))
+
+
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_volumes_are_expressions_of_mesh_degrees(kind: str) -> None:
+    members, batch = sympy.symbols("n b", positive=True, integer=True)
+    volume = bytes_sent(kind, 4 * batch, members)
+    assert volume.free_symbols == {members, batch}
+    for n, b in ((2, 3), (8, 64)):
+        assert float(volume.subs({members: n, batch: b})) == pytest.approx(float(bytes_sent(kind, 4 * b, n)))
+        assert float(bytes_sent(kind, 4 * b, n)) == pytest.approx(traffic(kind, n) * 4 * b)
