@@ -26,6 +26,7 @@ from .solve_relaxation import round_up
 Plain = Callable[[Problem, float, float, Sequence[Ints]], Solution]
 ROUNDS = 5
 MOST_PAIRS = 20_000
+MOST_SECONDS = 5.0
 # Hidden messages cost a little, so that of two plans that hide them the one that sends less is taken.
 LEAST_PRICE = 0.002
 NONE = np.zeros(0, dtype=np.int64)
@@ -72,6 +73,7 @@ class _Hunt:
     def search(self, seconds: float, gap: float) -> None:
         """Branch and cut on the whole program, where it is small enough to get anywhere."""
         allowed, inverse = DropForbidden().apply(replace(self.problem, windows=()))
+        seconds = min(seconds, MOST_SECONDS)
         if seconds <= 0 or sum(t.cost.size * len(t.consumers) for t in allowed.transfers) > MOST_PAIRS:
             return
         whole = replace(allowed, windows=self.problem.windows)
