@@ -117,7 +117,7 @@ def bytes_sent(kind: str, nbytes: Dim, members: Dim) -> Dim:
     """
     if kind not in COLLECTIVES:
         raise OptionsError(f"{kind!r} is not a collective; one of {', '.join(COLLECTIVES)}")
-    share = traffic(kind, sympy.sympify(members), sympy.Integer(1))  # type: ignore[arg-type]
+    share = traffic(kind, sympy.sympify(members), sympy.Integer(1))
     return sympy.simplify(share * nbytes)
 
 
