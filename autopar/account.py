@@ -14,7 +14,7 @@ from typing import Literal
 from torch.distributed.tensor import Partial
 
 from .assignment import Assignment, ParameterPlacement, travels_unseen, uses
-from .graph import REST, VIEWS, Graph, Node, Phase, TensorType
+from .graph import RECOMPUTED, REST, VIEWS, Graph, Node, Phase, TensorType
 from .optimizers import optimizer_bytes
 from .prices import Prices, local_bytes, local_type
 from .repeats import ONCE, Repeats
@@ -114,7 +114,8 @@ def account(graph: Graph, assignment: Assignment, prices: Prices, optimizer: str
 
 def _hidden_lines(lines: Sequence[Line], shares: Mapping[str, float]) -> Iterator[Line]:
     for phase, share in shares.items():
-        computing = sum(line.seconds for line in lines if line.kind == "compute" and line.phase == phase)
+        own = [line for line in lines if line.kind == "compute" and not line.name.endswith(RECOMPUTED)]
+        computing = sum(line.seconds for line in own if line.phase == phase)
         messages = sum(line.seconds for line in lines if line.kind == "weight" and line.phase == phase)
         if phase == "backward":
             messages += sum(line.seconds for line in lines if line.kind == "gradient")
@@ -172,7 +173,7 @@ def accumulator_bytes(prices: Prices, kind: TensorType, raw: Placements, repeats
 
 def memory(graph: Graph, assignment: Assignment, prices: Prices, optimizer: str, repeats: Repeats = ONCE) -> Memory:
     """Peak bytes by part: everything that rests on the device through the step, and the largest operation's operands
-    and results."""
+    and results beside what backward has recomputed and needs still."""
     weights = gradients = states = activations = inputs = temporary = 0
     made = {o.name: o.value for o in graph.outputs if o.kind == "gradient" and o.value is not None}
     for node in graph.nodes:
@@ -184,6 +185,8 @@ def memory(graph: Graph, assignment: Assignment, prices: Prices, optimizer: str,
                 raw = assignment.placements_of(made[node.target])
                 gradients += parts[1] + accumulator_bytes(prices, node.type, raw, repeats)
                 states += parts[2]
+        elif node.op == REST and node.name not in graph.kept:
+            continue
         elif node.op in (REST, "receive"):
             held = local_bytes(node.type, assignment.strategies[node.name].outputs[0], prices.mesh)
             activations += held * repeats.in_flight
@@ -192,4 +195,21 @@ def memory(graph: Graph, assignment: Assignment, prices: Prices, optimizer: str,
         else:
             kinds = tuple(graph.type_of(value) for value in node.operands)
             temporary = max(temporary, temporary_bytes(prices, node, kinds, assignment.strategies[node.name]))
-    return Memory(weights, gradients, states, activations, temporary, inputs)
+    return Memory(weights, gradients, states, activations, temporary + recomputed_bytes(graph, assignment), inputs)
+
+
+def recomputed_bytes(graph: Graph, assignment: Assignment) -> int:
+    """The most bytes of recomputed values that backward holds at once, each from when its rest is made to its last
+    use."""
+    last = {v.node: i for i, n in enumerate(graph.nodes) for v in n.operands}
+    held = most = 0
+    leaving: dict[int, int] = {}
+    for position, node in enumerate(graph.nodes):
+        if node.op == REST and node.phase == "backward":
+            size = local_bytes(node.type, assignment.strategies[node.name].outputs[0], assignment.mesh)
+            held += size
+            end = last.get(node.name, position)
+            leaving[end] = leaving.get(end, 0) + size
+        most = max(most, held)
+        held -= leaving.pop(position, 0)
+    return most

@@ -27,11 +27,10 @@ from .spec import short
 KEPT = 6
 
 
-def answers(instance: Instance, assignment: Assignment, chosen: Ints) -> dict[str, Any]:
+def answers(instance: Instance, graph: Graph, assignment: Assignment, chosen: Ints) -> dict[str, Any]:
     """The fields of a :class:`~autopar.plan.Plan` that :meth:`~autopar.plan.Plan.why` and its kin read; ``chosen`` is
-    ``assignment`` by group.
+    ``assignment`` by group, ``graph`` that of ``instance`` with what is recomputed.
     """
-    graph = instance.graph
     gradients = {
         o.name: str(o.value).removeprefix("%") for o in graph.outputs if o.kind == "gradient" and o.value is not None
     }
@@ -76,7 +75,7 @@ def holdings(
                 parts |= {"gradient": held, "optimizer": state}
             module = node.target.rpartition(".")[0]
             yield from (Holding(kind, node.name, module, count) for kind, count in parts.items() if count)
-        elif node.is_placeholder or node.op == REST:
+        elif node.is_placeholder or node.name in graph.kept:
             count = local_bytes(node.type, assignment.strategies[node.name].outputs[0], prices.mesh)
             kept = node.op in (REST, "receive")
             held = count * repeats.in_flight if kept else count

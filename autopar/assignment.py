@@ -9,6 +9,18 @@ from .graph import Graph, Output, Phase, TensorType, Value
 from .spec import REPLICATE, Placements, Strategy
 
 
+@dataclass(frozen=True)
+class Again(Strategy):
+    """A strategy of a forward operation that runs once more in backward; for a rest: its value is not kept."""
+
+    @property
+    def plain(self) -> Strategy:
+        return Strategy(self.inputs, self.outputs, self.local)
+
+    def __str__(self) -> str:
+        return f"{self.plain}, recomputed"
+
+
 @dataclass(frozen=True, slots=True)
 class ParameterPlacement:
     """The three resting places of a parameter.
@@ -26,12 +38,14 @@ class ParameterPlacement:
 @dataclass(frozen=True)
 class Assignment:
     """``strategies[node]`` for every operation, input and buffer; ``parameters[node]`` for every parameter; by node
-    name. ``sends[name]``: the placements in which the value ``name`` leaves for other pipeline stages."""
+    name. ``sends[name]``: the placements in which the value ``name`` leaves for other pipeline stages. ``recomputed``:
+    the forward nodes that backward runs again (:func:`autopar.passes.recompute.recomputed` carries it out)."""
 
     mesh: tuple[int, ...]
     strategies: Mapping[str, Strategy]
     parameters: Mapping[str, ParameterPlacement]
     sends: Mapping[str, tuple[Placements, ...]] = field(default_factory=dict)
+    recomputed: frozenset[str] = frozenset()
 
     def placements_of(self, value: Value) -> Placements:
         """How the result ``value`` lies when its node has run."""

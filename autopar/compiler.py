@@ -23,6 +23,7 @@ from autopar.passes.found_rules import KNOWN, Known
 from autopar.passes.lower import Lowering, lower
 from autopar.passes.normalise import normalise
 from autopar.passes.overlap import overlap
+from autopar.passes.recompute import recomputed
 from autopar.passes.rest import InsertRests
 from autopar.runtime.compiled import Compiled, Request
 from autopar.runtime.groups import AxisGroup
@@ -216,7 +217,8 @@ class Compiler:
             _check_same_model(known, other)
             assignment = refit(assignment, known, other)
             prices = Prices.of(self.cluster, self.plan.mesh, other)
-            check_memory(self.plan, memory(other, assignment, prices, self.options.optimizer).peak, other)
+            held = memory(*recomputed(other, assignment), prices, self.options.optimizer)
+            check_memory(self.plan, held.peak, other)
         whole = base.graph if request.outputs == "all" else replace(base.graph, outputs=_loss_outputs(base))
         sizes = {name: batch for name, _ in whole.symbols}
         return self._lowered(InsertRests()(whole.without_dead().at(**sizes)), assignment, other, base)
@@ -290,6 +292,7 @@ class Compiler:
     def _lowered(self, graph: Graph, assignment: Assignment, annotated: Graph, base: Prepared) -> Compiled:
         assert self.plan is not None
         prices = Prices.of(self.cluster, self.plan.mesh, annotated)
+        graph, assignment = recomputed(graph, assignment)
         job = Lowering(graph, assignment, coordinate_of(self.ranks.index, self.plan.mesh), prices.path, BUCKET_BYTES)
         program = overlap(lower(job, graph.outputs))
         text = f"{self.plan.to_json()}{graph.to_text()}{_messages(program)}{torch.__version__}"

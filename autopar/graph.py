@@ -39,6 +39,8 @@ OutputKind = Literal["output", "gradient", "input_gradient", "mutation", "send"]
 PLACEHOLDERS = ("param", "buffer", "input", "tangent", "constant", "receive", "random")
 # The identity that keeps a value for backward (:mod:`autopar.passes.rest`).
 REST = "autopar.rest"
+# What the copy of a forward node is called that backward computes again (:mod:`autopar.passes.recompute`).
+RECOMPUTED = "_recomputed"
 # The views of a normalised graph: they cost nothing to repeat and hold no memory of their own.
 VIEWS = frozenset(("aten.reshape.default", "aten.permute.default", "aten.expand.default"))
 
@@ -225,6 +227,14 @@ class Graph:
 
     def placeholders(self, kind: str) -> tuple[Node, ...]:
         return tuple(node for node in self.nodes if node.op == kind)
+
+    @cached_property
+    def kept(self) -> frozenset[str]:
+        """The rests whose values are held until backward; others only pass on what forward needs, or what backward
+        has computed again."""
+        read = {v.node for node in self.nodes if node.phase == "backward" for v in node.operands}
+        read |= {value.node for value in self.output_values}
+        return frozenset(n.name for n in self.nodes if n.op == REST and n.phase == "forward" and n.name in read)
 
     @cached_property
     def parameters(self) -> Mapping[str, Node]:

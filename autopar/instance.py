@@ -3,6 +3,12 @@
 Each class of nodes is a group of the :class:`~autopar.problem.Problem`; its choices are the strategies of its nodes,
 or, for parameters, :class:`~autopar.assignment.ParameterPlacement` s. Each value is a transfer from its producer to the
 nodes that use it, one per phase. Equal groups and transfers of folded layers are one, their cost times their number.
+
+*Recomputation.* Where it is offered, a forward operation may also choose :class:`~autopar.assignment.Again`: to run
+once more in backward, at its price; a rest that does so is not kept and holds memory only while its layer is
+recomputed. An operation that runs again needs its operands in backward like any backward operation: it is one more
+consumer of their backward transfers, in a column of its own if it does not run again. A value that is neither kept,
+nor made again, nor there anyway leaves a row from which nothing but that column can be reached.
 """
 
 from __future__ import annotations
@@ -16,6 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autopar.passes.recomputable import Recomputable
+
 from .account import (
     accumulator_bytes,
     optimizer_seconds,
@@ -23,7 +31,7 @@ from .account import (
     temporary_bytes,
     trained,
 )
-from .assignment import Assignment, ParameterPlacement, travels_unseen
+from .assignment import Again, Assignment, ParameterPlacement, travels_unseen
 from .graph import REST, Graph, Node, Value
 from .prices import Prices, ReshardTable, local_bytes
 from .problem import Floats, Group, Ints, Problem, Transfer, Window
@@ -37,7 +45,8 @@ OUTPUTS = "(outputs)"
 
 @dataclass(frozen=True, eq=False)
 class Instance:
-    """``choices[i]`` of group i of ``problem``, whose node is ``names[i]``; see the module docstring."""
+    """``choices[i]`` of group i of ``problem``, whose node is ``names[i]``; ``again``: what may be recomputed, if
+    anything; see the module docstring."""
 
     graph: Graph
     prices: Prices
@@ -46,6 +55,7 @@ class Instance:
     choices: tuple[tuple[Choice, ...], ...]
     problem: Problem
     repeats: Repeats = ONCE
+    again: Recomputable | None = None
 
     @cached_property
     def index(self) -> Mapping[str, int]:
@@ -58,20 +68,26 @@ class Instance:
         """The choices unfolded: every node takes that of its class."""
         strategies: dict[str, Strategy] = {}
         parameters: dict[str, ParameterPlacement] = {}
+        recomputed: set[str] = set()
         for node in self.graph.nodes:
             group = self.group_of(node.name)
             choice = self.choices[group][int(chosen[group])]
-            if isinstance(choice, Strategy):
-                strategies[node.name] = choice
-            else:
+            if isinstance(choice, ParameterPlacement):
                 parameters[node.name] = choice
-        return Assignment(self.prices.mesh, strategies, parameters)
+            elif isinstance(choice, Again):
+                strategies[node.name] = choice.plain
+                recomputed.add(node.name)
+            else:
+                strategies[node.name] = choice
+        return Assignment(self.prices.mesh, strategies, parameters, recomputed=frozenset(recomputed))
 
     def chosen(self, assignment: Assignment) -> Ints:
         """The inverse of :meth:`assignment`."""
         picked = []
         for name, choices in zip(self.names, self.choices, strict=True):
             found = assignment.parameters.get(name) or assignment.strategies.get(name)
+            if name in assignment.recomputed and isinstance(found, Strategy):
+                found = again(found)
             picked.append(choices.index(found) if found is not None else 0)
         return np.array(picked, dtype=np.int64)
 
@@ -103,11 +119,24 @@ def _is_cut_from(weight: Placements, state: Placements) -> bool:
     return not any(w != s and s in weight[axis + 1 :] for axis, (w, s) in enumerate(zip(weight, state, strict=True)))
 
 
+def again(strategy: Strategy) -> Again:
+    """The choice of ``strategy`` in forward and once more in backward."""
+    return Again(strategy.inputs, strategy.outputs, strategy.local)
+
+
 def build_instance(
-    graph: Graph, prices: Prices, *, optimizer: str, memory_limit: float, repeats: Repeats = ONCE
+    graph: Graph,
+    prices: Prices,
+    *,
+    optimizer: str,
+    memory_limit: float,
+    repeats: Repeats = ONCE,
+    again: Recomputable | None = None,
 ) -> Instance:
-    """The instance of an annotated graph; without ``graph.classes`` every node is its own class."""
-    return _Builder(graph, prices, optimizer, repeats).build(memory_limit)
+    """The instance of an annotated graph; without ``graph.classes`` every node is its own class. ``again`` (of the same
+    graph): what may be recomputed. Choices that recompute stand behind those that do not, so that choices of an
+    instance without are those of one with."""
+    return _Builder(graph, prices, optimizer, repeats, again).build(memory_limit)
 
 
 class _Route(NamedTuple):
@@ -123,8 +152,11 @@ class _Route(NamedTuple):
 class _Builder:
     """Collects groups and transfers; lives only while an instance is built."""
 
-    def __init__(self, graph: Graph, prices: Prices, optimizer: str, repeats: Repeats) -> None:
+    def __init__(
+        self, graph: Graph, prices: Prices, optimizer: str, repeats: Repeats, again: Recomputable | None
+    ) -> None:
         self.graph, self.prices, self.optimizer, self.repeats = graph, prices, optimizer, repeats
+        self.again = again
         self.gradients = {o.value for o in graph.outputs if o.kind == "gradient"}
         self.trained = set(trained(graph))
         self.results = {o.value for o in graph.outputs if o.kind in ("output", "mutation")}
@@ -137,8 +169,11 @@ class _Builder:
         groups = tuple(self._group(name, choices) for name, choices in zip(self.names, self.choices, strict=True))
         routes = self._found_routes()
         transfers = tuple(self._transfer(route, count) for route, count in routes.items())
+        transfers += tuple(self._rerun(name) for name in self.counts if self._may_run_again(name))
         problem = Problem(groups, transfers, memory_limit, windows=self._windows(tuple(routes)))
-        return Instance(self.graph, self.prices, self.optimizer, self.names, self.choices, problem, self.repeats)
+        return Instance(
+            self.graph, self.prices, self.optimizer, self.names, self.choices, problem, self.repeats, self.again
+        )
 
     def _choices(self, name: str) -> tuple[Choice, ...]:
         if name == OUTPUTS:
@@ -146,7 +181,12 @@ class _Builder:
         strategies = self.graph.strategies[name]
         if self.graph[name].op == "param":
             return parameter_choices(strategies, self.graph[name].target in self.trained)
+        if self._may_run_again(name):
+            return (*strategies, *map(again, strategies))
         return strategies
+
+    def _may_run_again(self, name: str) -> bool:
+        return self.again is not None and name in self.again.nodes
 
     def _group(self, name: str, choices: tuple[Choice, ...]) -> Group:
         if name == OUTPUTS:
@@ -162,10 +202,29 @@ class _Builder:
         repeats, kinds = self.repeats, tuple(self.graph.type_of(value) for value in node.operands)
         raw = float(self._accumulated(node, choice))
         if node.is_placeholder or node.op == REST:
-            often = repeats.in_flight if node.op == REST else 1
-            return 0.0, often * local_bytes(node.type, choice.outputs[0], self.prices.mesh) + raw, 0.0
+            held = local_bytes(node.type, choice.outputs[0], self.prices.mesh)
+            return 0.0, self._copies_held(node, choice) * held + raw, 0.0
         seconds = self.prices.node(node, kinds, choice) * repeats.microbatches
         return seconds, raw, float(temporary_bytes(self.prices, node, kinds, choice))
+
+    def _rerun(self, name: str) -> Transfer:
+        """The price of the second run, apart from the first: messages are not taken to travel beside it."""
+        cost = [[self._seconds_again(name, choice)] for choice in self.choices[self.index[name]]]
+        rows, end = np.arange(len(cost)), np.zeros(1, dtype=np.int64)
+        return Transfer(f"{name} again", self.index[name], rows, (self.index[OUTPUTS],), (end,), np.array(cost))
+
+    def _seconds_again(self, name: str, choice: Choice) -> float:
+        node = self.graph[name]
+        if not isinstance(choice, Again) or node.op == REST:
+            return 0.0
+        kinds = tuple(self.graph.type_of(value) for value in node.operands)
+        return self.prices.node(node, kinds, choice) * self.repeats.microbatches * self.counts[name]
+
+    def _copies_held(self, node: Node, choice: Strategy) -> float:
+        """How many copies of a value the device holds at once."""
+        if isinstance(choice, Again) and self.again is not None:
+            return self.again.shares[node.name]
+        return self.repeats.in_flight if node.op == REST else 1
 
     def _accumulated(self, node: Node, choice: Strategy) -> int:
         """Bytes of the gradients that the node makes as partial sums, added up over microbatches."""
@@ -223,10 +282,13 @@ class _Builder:
         return self.graph.classes.get(node, node)
 
     def _routes(self, value: Value) -> list[_Route]:
-        """One route for each phase the value is used in; to be a result of the model is a use."""
+        """One route for each phase the value is used in; to be a result of the model is a use, and what may run again
+        may use it in backward."""
         by_phase: dict[str, dict[tuple[str, int], None]] = {}
         for user, operand in self.graph.users.get(value, ()):
             by_phase.setdefault(user.phase, {})[self._class(user.name), operand] = None
+            if user.phase == "forward" and self._may_run_again(self._class(user.name)):
+                by_phase.setdefault("backward", {})[self._class(user.name), operand] = None
         if value in self.results:
             by_phase.setdefault(self.graph[value.node].phase, {})[OUTPUTS, 0] = None
         producer = self._class(value.node)
@@ -243,8 +305,11 @@ class _Builder:
         producer, result, role, consumers = route
         kind = self.graph.type_of(Value(producer, result))
         table = self.prices.table(kind, bucketed=role == "gradient")
-        rows = [_result_place(choice, result) for choice in self.choices[self.index[producer]]]
-        needs = [[_operand_place(c, operand) for c in self.choices[self.index[name]]] for name, operand in consumers]
+        rows = [self._row(producer, choice, result, role) for choice in self.choices[self.index[producer]]]
+        needs = [
+            [self._column(name, choice, operand, role) for choice in self.choices[self.index[name]]]
+            for name, operand in consumers
+        ]
         row_places, column_places = list(dict.fromkeys(rows)), list(dict.fromkeys(p for n in needs for p in n))
         often = 1 if role == "gradient" else self.repeats.microbatches
         cost = count * often * _submatrix(table, row_places, column_places)
@@ -259,6 +324,17 @@ class _Builder:
             cost,
         )
 
+    def _row(self, producer: str, choice: Choice, result: int, role: str) -> Placements | None:
+        """How a value lies at its source; None if backward asks for it and it is not there."""
+        node = self.graph[producer]
+        gone = role == "backward" and node.phase == "forward" and not node.is_placeholder and node.op != REST
+        return None if gone and not isinstance(choice, Again) else _result_place(choice, result)
+
+    def _column(self, consumer: str, choice: Choice, operand: int, role: str) -> Placements | None:
+        """How a consumer needs a value; None if it does not, in backward, because it ran in forward only."""
+        repeated = role == "backward" and consumer != OUTPUTS and self.graph[consumer].phase == "forward"
+        return None if repeated and not isinstance(choice, Again) else _operand_place(choice, operand)
+
 
 def _result_place(choice: Choice, result: int) -> Placements:
     return choice.weight if isinstance(choice, ParameterPlacement) else choice.outputs[result]
@@ -268,10 +344,16 @@ def _operand_place(choice: Choice, operand: int) -> Placements:
     return choice.gradient if isinstance(choice, ParameterPlacement) else choice.inputs[operand]
 
 
-def _positions(places: list[Placements], among: list[Placements]) -> Ints:
+def _positions(places: list[Placements | None], among: list[Placements | None]) -> Ints:
     index = {place: i for i, place in enumerate(among)}
     return np.array([index[place] for place in places], dtype=np.int64)
 
 
-def _submatrix(table: ReshardTable, rows: list[Placements], columns: list[Placements]) -> Floats:
-    return table.seconds[np.ix_([table.index[p] for p in rows], [table.index[p] for p in columns])]
+def _submatrix(table: ReshardTable, rows: list[Placements | None], columns: list[Placements | None]) -> Floats:
+    """Seconds from rows to columns; to need nothing is free, what is not there cannot be had."""
+    found = np.full((len(rows), len(columns)), np.inf)
+    found[:, [column is None for column in columns]] = 0.0
+    there, needed = ([i for i, place in enumerate(places) if place is not None] for places in (rows, columns))
+    starts, ends = ([table.index[place] for place in places if place is not None] for places in (rows, columns))
+    found[np.ix_(there, needed)] = table.seconds[np.ix_(starts, ends)]
+    return found

@@ -35,7 +35,10 @@ class Options:
         microbatches: pieces of the batch that a step computes one after the other, adding up gradients.
         schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zb-h1"`` or ``"zb-v"`` (:mod:`autopar.schedules`);
             ``"solved"``: made to measure by a solver for the cut of the best of these, in memory and time.
-        precision, recompute: fixed at "fp32" and "none" for now; other values raise :class:`OptionsError`.
+        precision: fixed at "fp32" for now; other values raise :class:`OptionsError`.
+        recompute: which values saved for backward are not kept but computed again: ``"none"``; ``"selective"``: the
+            inside of attention; ``"full"``: all but the inputs of layers (the elements of the model's lists of
+            modules); None: whatever makes the step fit into memory at least cost, nothing if it fits without.
         seed: decides what the model draws (dropout, noise), how a meta model is initialised, and the solver's ties;
             default torch's initial seed on rank 0, and 0 for the solver.
     """
@@ -45,7 +48,7 @@ class Options:
     stages: int | None = None
     schedule: str | None = None
     precision: Literal["fp32", "bf16", "fp16"] | None = None
-    recompute: str | None = None
+    recompute: Literal["none", "selective", "full"] | None = None
     zero: Literal[0, 1, 2, 3] | None = None
     pins: Mapping[str, str] = field(default_factory=dict)
     time_limit: float = 60.0
@@ -68,7 +71,10 @@ class Options:
             if getattr(self, name) is not None and (type(getattr(self, name)) is not int or getattr(self, name) < 1):
                 raise OptionsError(f"{name}={getattr(self, name)!r} is not a positive number, or None to search")
         self._refuse("precision", self.precision, (None, "fp32"))
-        self._refuse("recompute", self.recompute, (None, "none"))
+        if self.recompute not in (None, "none", "selective", "full"):
+            raise OptionsError(
+                f'recompute={self.recompute!r} is not known; one of "none", "selective", "full", or None to search'
+            )
 
     @staticmethod
     def _refuse(name: str, value: object, supported: tuple[object, ...]) -> None:

@@ -16,6 +16,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from .assignment import Assignment, ParameterPlacement
+from .graph import RECOMPUTED
 from .planned_pipeline import PlannedPipeline
 from .program import CollectiveKind
 from .spec import Placements, Strategy
@@ -163,7 +164,8 @@ class Plan:
     what else was possible and by how many seconds a step would change. ``module_nodes`` gives the node that makes a
     module's output, ``gradient_values`` the value that is a parameter's gradient, by path (with stages one for each
     chunk that uses the parameter, with commas between). ``rules`` says, by operation, where its sharding rules come
-    from: written, DTensor, registered, probed, or fallback and why there are none.
+    from: written, DTensor, registered, probed, or fallback and why there are none. ``recomputed`` are the forward nodes
+    that backward runs again (their copies are nodes as well) because memory is short.
     """
 
     model: str
@@ -199,6 +201,7 @@ class Plan:
     holdings: tuple[Holding, ...] = ()
     rules: Mapping[str, str] = field(default_factory=dict)
     pipeline: PlannedPipeline | None = None
+    recomputed: tuple[str, ...] = ()
 
     @property
     def placements(self) -> Mapping[str, Placements]:
@@ -227,7 +230,9 @@ class Plan:
     def assignment(self, names: Mapping[str, str]) -> Assignment:
         """The choice as lowering takes it; ``names`` maps a parameter's path to its node."""
         parameters = {names[path]: place for path, place in self.parameters.items()}
-        return Assignment(self.mesh, self.strategies, parameters)
+        copies = {name + RECOMPUTED for name in self.recomputed}
+        strategies = {name: strategy for name, strategy in self.strategies.items() if name not in copies}
+        return Assignment(self.mesh, strategies, parameters, recomputed=frozenset(self.recomputed))
 
     def collectives(self, stage: int | None = None) -> tuple[PlannedCollective, ...]:
         """Every collective of a step, equal ones counted together; of all pipeline stages, or those that the devices of

@@ -12,12 +12,12 @@ from .pipeline_json import pipeline_from_data, pipeline_to_data
 from .plan import Alternative, Alternatives, Holding, Plan, PlanLine, PlanNode, Predicted, Step
 from .spec import Placements, Strategy, parse_placements, short
 
-VERSION = 4
+VERSION = 5
 _STRINGS = ("model", "cluster", "cluster_source", "graph_hash")
 _NUMBERS = ("objective", "bound", "gap", "solve_seconds")
 _COUNTS = ("batch", "memory_limit", "stages", "microbatches")
 _NAMES = ("pinned", "module_nodes", "gradient_values", "rules")
-_OTHERS = ("mesh", "axis_names", "status", "fallbacks", "warnings", "timings", "schedule")
+_OTHERS = ("mesh", "axis_names", "status", "fallbacks", "warnings", "timings", "schedule", "recomputed")
 _PLAIN = (*_STRINGS, *_COUNTS, *_NUMBERS, *_OTHERS, *_NAMES)
 
 
@@ -109,7 +109,7 @@ def _fields(data: dict[str, Any]) -> dict[str, Any]:
         return found
 
     fields: dict[str, Any] = {name: data[name] for name in _PLAIN} | {"mesh": mesh}
-    fields |= {name: tuple(map(_string, data[name])) for name in ("axis_names", "fallbacks", "warnings")}
+    fields |= {name: tuple(map(_string, data[name])) for name in ("axis_names", "fallbacks", "warnings", "recomputed")}
     fields |= {name: _string(data[name]) for name in _STRINGS}
     fields |= {name: float(data[name]) for name in _NUMBERS} | {name: _count(data[name]) for name in _COUNTS}
     fields |= {name: {_string(k): _string(v) for k, v in data[name].items()} for name in _NAMES}

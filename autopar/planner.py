@@ -14,6 +14,7 @@ import torch
 from autopar.cost import total_flops, usable_bytes
 from autopar.passes.annotate import annotate, rule_sources
 from autopar.passes.fold import fold_layers
+from autopar.passes.recompute import recomputed
 from autopar.passes.rest import InsertRests
 
 from .account import Account, Line, account
@@ -21,18 +22,18 @@ from .alternatives import answers
 from .assignment import Assignment, ParameterPlacement
 from .axis_names import default_names
 from .cluster import Cluster
-from .errors import InfeasibleError
-from .graph import REST, Graph, Node
+from .graph import Graph, Node
+from .infeasible import infeasible
 from .instance import Choice, Instance, build_instance
 from .options import Options
 from .plan import Plan, PlanLine, Predicted, Step
-from .plan_units import size
 from .prices import Prices
-from .problem import Ints, Problem, Solution, evaluate, memory_of
+from .problem import Ints, Problem, Solution, memory_of
 from .repeats import ONCE, Repeats
 from .restrict import baselines, module_outputs, pin_instance, pinned_apart, with_choices, zero_allows
-from .solve import smallest_memory, solve
+from .solve import solve
 from .spec import short
+from .within_memory import ROUNDS, fits, solve_within, tightened, with_recomputation
 
 STRETCHES = 3
 BASELINE_GAP = 0.05
@@ -150,32 +151,62 @@ def _posed(question: Question, graph: Graph, timings: Timings) -> tuple[Graph, I
 
 
 def solve_mesh(question: Question, graph: Graph, timings: Timings) -> tuple[Answer, dict[str, Predicted | None]]:
-    """The best answer on just this mesh, and the baselines priced on it."""
-    annotated, instance = _posed(question, graph, timings)
+    """The best answer on just this mesh, and the baselines priced on it. Raises :class:`InfeasibleError`."""
+    annotated, plain = _posed(question, graph, timings)
     with timings.phase("solve"):
-        others = {line.name: _solve_baseline(question, line.instance, timings) for line in baselines(instance)}
-        fitting = [s.choices for s in others.values() if _fits(instance, s)]
-        solution = _solve(question, instance, timings, fitting)
-        if solution.status == "infeasible":
-            raise _infeasible(question, instance)
-        solution = _best(instance, solution, [s for s in others.values() if _fits(instance, s)])
+        others = {line.name: _solve_baseline(question, line.instance, timings) for line in baselines(plain)}
+        instance, solution = _solved(question, plain, timings, [s.choices for s in others.values() if _is_one(s)])
+        if solution.status != "infeasible":
+            solution = _best(instance, solution, [s for s in others.values() if _is_one(s) and fits(instance, s)])
+    best = _settled(question, instance, solution, timings)
     with timings.phase("report"):
-        best = _read(instance, solution)
-        priced = {name: _priced(instance, other, question) for name, other in others.items()}
-    if _memory_binds(instance, solution):
-        best = _finer(question, annotated, instance.prices, best, timings)
-    return best, priced
+        priced = {name: _priced(plain, other, question) for name, other in others.items()}
+    return _refined(question, annotated, best, timings), priced
 
 
 def solve_only(question: Question, graph: Graph, timings: Timings) -> Answer:
     """The best answer on just this mesh, without baselines. Raises :class:`InfeasibleError`."""
-    annotated, instance = _posed(question, graph, timings)
+    annotated, plain = _posed(question, graph, timings)
     with timings.phase("solve"):
-        solution = _solve(question, instance, timings)
-    if solution.status == "infeasible":
-        raise _infeasible(question, instance)
-    best = _read(instance, solution)
-    return _finer(question, annotated, instance.prices, best, timings) if _memory_binds(instance, solution) else best
+        instance, solution = _solved(question, plain, timings)
+    return _refined(question, annotated, _settled(question, instance, solution, timings), timings)
+
+
+def _is_one(solution: Solution) -> bool:
+    return solution.status != "infeasible"
+
+
+def _solved(
+    question: Question, plain: Instance, timings: Timings, incumbents: Sequence[Ints] = ()
+) -> tuple[Instance, Solution]:
+    """The instance that had to be solved, without or with recomputation, and its solution."""
+    policy = question.options.recompute
+
+    def widen() -> Instance:
+        return _restricted(question, with_recomputation(plain, policy))
+
+    def run(instance: Instance, known: Sequence[Ints]) -> Solution:
+        return _solve(question, instance, timings, known)
+
+    return solve_within(policy, plain, widen, run, incumbents)
+
+
+def _settled(question: Question, instance: Instance, solution: Solution, timings: Timings) -> Answer:
+    """The answer that a solution means, solved again with less memory as long as its bill does not fit. Raises
+    :class:`InfeasibleError`."""
+    limit = float(memory_limit_of(question))
+    for _ in range(ROUNDS):
+        if not _is_one(solution):
+            break
+        with timings.phase("report"):
+            found = _read(instance, solution)
+        less = tightened(instance, found.account, limit)
+        if less is None:
+            return found
+        instance = less
+        with timings.phase("solve"):
+            solution = _solve(question, instance, timings)
+    raise infeasible(instance, limit)
 
 
 def fixed_assignment(question: Question, graph: Graph, parameters: Mapping[str, ParameterPlacement]) -> Assignment:
@@ -205,6 +236,11 @@ def _instance(question: Question, graph: Graph, prices: Prices) -> Instance:
         memory_limit=float(memory_limit_of(question)),
         repeats=question.repeats,
     )
+    return _restricted(question, instance)
+
+
+def _restricted(question: Question, instance: Instance) -> Instance:
+    """With only the choices that the options leave."""
     stage = question.options.zero
     if stage is not None:
         instance = with_choices(instance, zero_allows(instance, stage), gathers=stage == 3)
@@ -233,15 +269,6 @@ def _solve_in_time(
     return solution
 
 
-def _fits(instance: Instance, solution: Solution) -> bool:
-    """Whether a solution of a restricted instance is one of ``instance``."""
-    return (
-        solution.status != "infeasible"
-        and memory_of(instance.problem, solution.choices) <= instance.problem.memory_limit
-        and math.isfinite(evaluate(instance.problem, solution.choices))
-    )
-
-
 def _best(instance: Instance, solution: Solution, others: list[Solution]) -> Solution:
     """The cheapest: a baseline that beats what the solver found in its time is the answer, with the solver's bound."""
     cheapest = min([solution, *others], key=lambda s: s.objective)
@@ -255,26 +282,27 @@ def _memory_binds(instance: Instance, solution: Solution) -> bool:
     return folded and memory_of(instance.problem, solution.choices) > 0.8 * instance.problem.memory_limit
 
 
-def _finer(question: Question, annotated: Graph, prices: Prices, best: Answer, timings: Timings) -> Answer:
-    """Solves again with layers tied only within stretches of depth: where memory is short equal layers may differ."""
+def _refined(question: Question, annotated: Graph, best: Answer, timings: Timings) -> Answer:
+    """Where memory is short equal layers may differ: solves again with layers tied only within stretches of depth."""
+    if not _memory_binds(best.instance, best.solution):
+        return best
     with timings.phase("price"):
         apart = pinned_apart(annotated, question.options.pins)
-        instance = _instance(question, fold_layers(annotated, STRETCHES, apart), prices)
+        instance = _instance(question, fold_layers(annotated, STRETCHES, apart), best.prices)
+        if best.instance.again is not None:
+            instance = _restricted(question, with_recomputation(instance, question.options.recompute))
     with timings.phase("solve"):
         solution = _solve(question, instance, timings, [instance.chosen(best.assignment)])
-    if solution.status == "infeasible" or solution.objective >= best.solution.objective:
+    if not _is_one(solution) or solution.objective >= best.solution.objective:
         return best
-    return _read(instance, solution)
+    found = _read(instance, solution)
+    return best if tightened(instance, found.account, float(memory_limit_of(question))) else found
 
 
 def _read(instance: Instance, solution: Solution) -> Answer:
     assignment = instance.assignment(solution.choices)
-    return Answer(
-        instance,
-        solution,
-        assignment,
-        account(instance.graph, assignment, instance.prices, instance.optimizer, instance.repeats),
-    )
+    bill = account(*recomputed(instance.graph, assignment), instance.prices, instance.optimizer, instance.repeats)
+    return Answer(instance, solution, assignment, bill)
 
 
 def _priced(instance: Instance, solution: Solution, question: Question) -> Predicted | None:
@@ -305,28 +333,12 @@ def predicted(bill: Account, instance: Instance, cluster: Cluster) -> Predicted:
     )
 
 
-def _infeasible(question: Question, instance: Instance) -> InfeasibleError:
-    limit, least = instance.problem.memory_limit, smallest_memory(instance.problem)
-    values = [n for n in instance.graph.nodes if n.op in ("param", REST)]
-    largest = sorted(values, key=lambda n: -int(n.type.bytes))[:5]
-    named = "; ".join(
-        f"{n.target if n.op == 'param' else 'activation of ' + (n.module or n.name)} {n.type}, "
-        f"{size(int(n.type.bytes))}"
-        for n in largest
-    )
-    return InfeasibleError(
-        f"no plan on mesh {question.mesh} fits into {size(limit)} per device. The smallest limit that would fit is "
-        f"{math.ceil(least)} bytes ({size(least)}): Options(memory_limit={math.ceil(least)}). "
-        f"Largest tensors: {named}. "
-        "More devices, a smaller batch or an optimizer with less state also lower it."
-    )
-
-
 def make_plan(
     question: Question, graph: Graph, best: Answer, priced: Mapping[str, Predicted | None], timings: Timings
 ) -> Plan:
     """The answer as a plan."""
-    instance, assignment, solution = best.instance, best.assignment, best.solution
+    instance, solution = best.instance, best.solution
+    whole, assignment = recomputed(instance.graph, best.assignment)
     named = {node.name: node.target for node in graph.placeholders("param")}
     rules = rule_sources(graph, question.mesh)
     fallbacks = tuple(op for op, said in rules.items() if said[0].startswith("fallback"))
@@ -350,7 +362,8 @@ def make_plan(
         parameters={named[name]: place for name, place in assignment.parameters.items()},
         outputs={path: assignment.strategies[name].outputs[0] for path, name in module_outputs(graph).items()},
         baselines=priced,
-        **answers(instance, assignment, solution.choices),
+        **answers(instance, whole, assignment, solution.choices),
+        recomputed=tuple(sorted(best.assignment.recomputed)),
         pinned=dict(question.options.pins),
         fallbacks=fallbacks,
         rules={op: "; ".join(said) for op, said in rules.items()},

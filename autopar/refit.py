@@ -36,7 +36,8 @@ def refit(assignment: Assignment, known: Graph, other: Graph) -> Assignment:
         kept = len(before) == len(after) and after[place] in same
         strategies[names[name]] = after[place] if kept else same[0]
     parameters = {names[name]: place for name, place in assignment.parameters.items()}
-    return Assignment(assignment.mesh, strategies, parameters)
+    recomputed = frozenset(names[name] for name in assignment.recomputed)
+    return Assignment(assignment.mesh, strategies, parameters, recomputed=recomputed)
 
 
 def refit_plan(plan: Plan, known: Graph, other: Graph) -> Assignment:

@@ -14,6 +14,8 @@ import numpy as np
 from autopar.passes.annotate import annotate
 from autopar.passes.fold import fold_layers
 from autopar.passes.microbatch import microbatch, split_inputs
+from autopar.passes.recomputable import recomputable
+from autopar.passes.recompute import recomputed
 from autopar.passes.rest import InsertRests
 from autopar.passes.stages import cut
 
@@ -23,7 +25,7 @@ from .cluster import Cluster
 from .compiler import Prepared
 from .errors import PlanMismatchError
 from .graph import Graph
-from .instance import build_instance
+from .instance import Instance, build_instance
 from .options import Options
 from .plan import Plan
 from .planned_pipeline import PlannedPipeline
@@ -100,12 +102,15 @@ def _answer(question: Question, graph: Graph, assignment: Assignment, repeats: R
     """The assignment as if it had been solved for; layers are folded only if they all choose alike."""
     prices = Prices.of(question.cluster, question.mesh, graph)
     optimizer = question.options.optimizer
-    instance, folded = (
-        build_instance(one, prices, optimizer=optimizer, memory_limit=math.inf, repeats=repeats)
-        for one in (graph, fold_layers(graph))
-    )
+
+    def build(one: Graph) -> Instance:
+        again = recomputable(one) if assignment.recomputed else None
+        return build_instance(one, prices, optimizer=optimizer, memory_limit=math.inf, repeats=repeats, again=again)
+
+    instance, folded = build(graph), build(fold_layers(graph))
     if folded.assignment(folded.chosen(assignment)) == assignment:
         instance = folded
     chosen = np.asarray(instance.chosen(assignment))
     solution = Solution(chosen, evaluate(instance.problem, chosen), 0.0, "feasible", 0.0)
-    return Answer(instance, solution, assignment, account(graph, assignment, prices, optimizer, repeats))
+    bill = account(*recomputed(graph, assignment), prices, optimizer, repeats)
+    return Answer(instance, solution, assignment, bill)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from torch.distributed.tensor import Partial
 
 from autopar.passes.annotate import annotate
+from autopar.passes.recompute import recomputed
 from autopar.passes.rest import InsertRests
 
 from .assignment import Assignment
@@ -57,8 +58,9 @@ def place_chunks(
     """The chunks of ``staged`` with the choices of ``whole``, an assignment of the uncut graph, and the placement of
     every edge on the wire: as ``known``, or chosen by price. ``links``: by (source, target) chunk."""
     known = known or {}
-    graphs = [InsertRests()(graph) for graph in staged.chunks]
-    bare = [_carried(graph, whole, prices) for graph in graphs]
+    rested = [InsertRests()(graph) for graph in staged.chunks]
+    made = [recomputed(graph, _carried(graph, whole, prices)) for graph in rested]
+    graphs, bare = [graph for graph, _ in made], [assignment for _, assignment in made]
     senders = [_sent_values(graph) for graph in graphs]
     wires: dict[Edge, Placements] = {}
     for edge in sorted(staged.edges):
@@ -108,7 +110,8 @@ def _carried(graph: Graph, whole: Assignment, prices: Prices) -> Assignment:
             annotated = annotated or annotate(graph, whole.mesh)
             known = _nearest(node, graph, annotated.strategies[node.name], homes, prices)
         strategies[node.name] = known
-    return Assignment(whole.mesh, strategies, parameters)
+    again = frozenset(n.name for n in graph.nodes if {n.name, _DUPLICATE.sub("", n.name)} & whole.recomputed)
+    return Assignment(whole.mesh, strategies, parameters, recomputed=again)
 
 
 def _original(name: str, known: Mapping[str, object]) -> str:

@@ -18,7 +18,6 @@ from autopar.passes.stages import split_backward
 
 from .account import Account, Line, account
 from .cluster import Cluster
-from .graph import REST
 from .prices import Prices, local_bytes
 from .repeats import Repeats
 from .schedule import Schedule
@@ -148,7 +147,7 @@ def chunk_price(chunk: Chunk, bill: Account) -> ChunkPrice:
     saved = sum(
         local_bytes(n.type, chunk.assignment.strategies[n.name].outputs[0], chunk.assignment.mesh)
         for n in chunk.graph.nodes
-        if n.op in (REST, "receive")
+        if n.op == "receive" or n.name in chunk.graph.kept
     )
     return ChunkPrice(
         forward,

@@ -14,7 +14,7 @@ from autopar.passes.stages import cut
 from .account import Account, parameter_bytes
 from .assignment import Assignment
 from .errors import OptionsError
-from .graph import REST, Graph
+from .graph import RECOMPUTED, REST, Graph
 from .instance import Instance
 from .prices import local_bytes
 from .problem import Ints
@@ -57,7 +57,7 @@ def price_segments(
         if node.op == "param":
             parts = parameter_bytes(instance.prices, node.type, assignment.parameters[node.name], instance.optimizer)
             static[_segment(node.name, where)] += sum(parts)
-        elif node.op == REST:
+        elif node.op == REST and node.name not in assignment.recomputed:
             place = assignment.strategies[node.name].outputs[0]
             saved[_segment(node.operands[0].node, where)] += local_bytes(node.type, place, instance.prices.mesh)
     for position, candidate in enumerate(candidates, start=1):
@@ -67,6 +67,7 @@ def price_segments(
 
 
 def _segment(name: str, where: Mapping[str, int]) -> int:
+    name = name.removesuffix(RECOMPUTED)
     return where.get(name, where.get(name.removesuffix("_rest"), 0))
 
 
