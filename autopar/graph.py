@@ -233,7 +233,7 @@ class Graph:
         """The rests whose values are held until backward; others only pass on what forward needs, or what backward
         has computed again."""
         read = {v.node for node in self.nodes if node.phase == "backward" for v in node.operands}
-        read |= {value.node for value in self.output_values}
+        read |= {o.value.node for o in self.outputs if o.value is not None and o.kind.endswith("gradient")}
         return frozenset(n.name for n in self.nodes if n.op == REST and n.phase == "forward" and n.name in read)
 
     @cached_property

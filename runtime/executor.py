@@ -157,7 +157,7 @@ class Source:
                     raise GraphError(f"the size {arg} still has symbols; lower the graph at concrete sizes")
                 return repr(int(arg) if arg.is_integer else float(arg))
             case torch.device():
-                here = arg.type in (self._device.type, "meta")
+                here = self._device.type in (arg.type, "meta") or arg.type == "meta"
                 return self._constant(self._device if here else arg, "device")
             case float() if arg != arg or abs(arg) == float("inf"):
                 return f'float("{arg}")'
@@ -272,7 +272,7 @@ def operations_of(collectives: Collectives) -> dict[str, Operation]:
 
 def _with_shared_random(section: Section, run: Run, groups: MeshGroups) -> Run:
     """``run``, with one stream of random numbers for all ranks if ``section`` draws any."""
-    if not draws(section):
+    if not draws(section) or groups.device.type == "meta":
         return run
 
     def drawing(values: list[torch.Tensor]) -> list[Any]:
@@ -288,7 +288,7 @@ def _outside_autograd(run: Run, device: torch.device) -> Run:
 
     def plainly(values: list[torch.Tensor]) -> list[Any]:
         with torch.no_grad():
-            if not torch.is_autocast_enabled(kind):
+            if kind == "meta" or not torch.is_autocast_enabled(kind):
                 return run(values)
             with torch.autocast(kind, enabled=False):
                 return run(values)

@@ -59,6 +59,8 @@ def reduce_pieces(pieces: torch.Tensor, op: str) -> torch.Tensor:
 def all_to_all(send: torch.Tensor, group: AxisGroup) -> Finish:
     """``send`` [n, ...], piece k for rank k; gives [n, ...], piece k from rank k."""
     receive = torch.empty_like(send)
+    if group.imagined:
+        return lambda: receive
     work = dist.all_to_all_single(wire(receive), wire(send), group=group.group, async_op=True)
 
     def finish() -> torch.Tensor:
@@ -71,7 +73,7 @@ def all_to_all(send: torch.Tensor, group: AxisGroup) -> Finish:
 def all_gather(piece: torch.Tensor, group: AxisGroup) -> Finish:
     """``piece`` [...] of every rank, as [n, ...]."""
     receive = piece.new_empty((group.size, *piece.shape))
-    others = [(group.index + step) % group.size for step in range(1, group.size)]
+    others = [] if group.imagined else [(group.index + step) % group.size for step in range(1, group.size)]
     works = [dist.irecv(wire(receive[k]), group=group.group, group_src=k, tag=GATHER_TAG) for k in others]
     works += [dist.isend(wire(piece), group=group.group, group_dst=k, tag=GATHER_TAG) for k in others]
     receive[group.index].copy_(piece)

@@ -22,19 +22,21 @@ from autopar.errors import OptionsError
 @dataclass(frozen=True)
 class AxisGroup:
     """The devices that differ from this one only on some axes: ``size`` of them, this one at ``index``.
-    ``group`` is None if it is alone."""
+    ``group`` is None if it is alone, or ``imagined``: then buffers are made as that backend needs them, and nothing is
+    sent (:mod:`autopar.runtime.rehearsal`)."""
 
     group: dist.ProcessGroup | None
     size: int
     index: int
     device_type: str = "cpu"
+    imagined: str = ""
 
     @property
     def backend(self) -> str:
         """``gloo``, ``nccl``, ...; ``none`` for a group of one. A group with a backend per device type counts as the
         one of the mesh's devices."""
         if self.group is None:
-            return "none"
+            return self.imagined or "none"
         named = dict(part.split(":") for part in str(dist.get_backend_config(self.group)).split(",") if ":" in part)
         return named.get(self.device_type, str(dist.get_backend(self.group)))
 

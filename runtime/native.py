@@ -46,6 +46,8 @@ def _finish(work: dist.Work | None, result: torch.Tensor, kept: torch.Tensor) ->
 def all_to_all(send: torch.Tensor, group: AxisGroup) -> Finish:
     """As :func:`autopar.runtime.gloo.all_to_all`."""
     receive = torch.empty_like(send)
+    if group.imagined:
+        return _finish(None, receive, send)
     work = dist.all_to_all_single(_wire(receive), _wire(send), group=group.group, async_op=True)
     return _finish(work, receive, send)
 
@@ -53,6 +55,8 @@ def all_to_all(send: torch.Tensor, group: AxisGroup) -> Finish:
 def all_gather(piece: torch.Tensor, group: AxisGroup) -> Finish:
     """As :func:`autopar.runtime.gloo.all_gather`."""
     receive = piece.new_empty((group.size, *piece.shape))
+    if group.imagined:
+        return _finish(None, receive, piece)
     work = dist.all_gather_single(_wire(receive).view(-1), _wire(piece).view(-1), group=group.group, async_op=True)
     return _finish(work, receive, piece)
 
@@ -60,6 +64,8 @@ def all_gather(piece: torch.Tensor, group: AxisGroup) -> Finish:
 def reduce_scatter(send: torch.Tensor, op: str, group: AxisGroup) -> Finish:
     """As :func:`autopar.runtime.gloo.reduce_scatter`."""
     receive = send.new_empty(send.shape[1:])
+    if group.imagined:
+        return _finish(None, receive, send)
     reduction = _reduction(op, send.dtype)
     work = dist.reduce_scatter_single(
         _wire(receive).view(-1), _wire(send).view(-1), op=reduction, group=group.group, async_op=True
@@ -70,5 +76,7 @@ def reduce_scatter(send: torch.Tensor, op: str, group: AxisGroup) -> Finish:
 def all_reduce(tensor: torch.Tensor, op: str, group: AxisGroup) -> Finish:
     """As :func:`autopar.runtime.gloo.all_reduce`."""
     result = tensor.clone(memory_format=torch.contiguous_format)
+    if group.imagined:
+        return _finish(None, result, result)
     work = dist.all_reduce(_wire(result), op=_reduction(op, tensor.dtype), group=group.group, async_op=True)
     return _finish(work, result, result)

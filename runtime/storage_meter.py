@@ -1,0 +1,82 @@
+"""Bytes of tensors alive: what operations allocate, counted storage by storage as they are made and dropped.
+
+It sees what passes torch's dispatcher: results of operations and buffers of collectives, not what a kernel allocates
+inside. On meta tensors it counts what real ones would take.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+@dataclass
+class _Life:
+    """A storage of ``nbytes``, alive from event ``born`` to event ``died`` (-1: still)."""
+
+    nbytes: int
+    born: int
+    died: int = -1
+    watch: Any = field(default=None, repr=False)
+
+
+class StorageMeter(TorchDispatchMode):
+    """Counts while active. ``peak``: the most bytes alive at once, those of ``given`` tensors included."""
+
+    def __init__(self, given: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.now = self.peak = self.events = self.peak_event = 0
+        self._lives: dict[int, _Life] = {}
+        self._ended: list[_Life] = []
+        for tensor in given:
+            self.see(tensor)
+
+    def see(self, tensor: torch.Tensor) -> None:
+        """Counts the storage of ``tensor``, if it is not counted yet."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._lives or not storage.nbytes():
+            return
+        self.events += 1
+        life = _Life(storage.nbytes(), self.events)
+        self._lives[key] = life
+        life.watch = weakref.ref(storage, lambda _, key=key, life=life: self._gone(key, life))
+        self.now += life.nbytes
+        if self.now > self.peak:
+            self.peak, self.peak_event = self.now, self.events
+
+    def _gone(self, key: int, life: _Life) -> None:
+        self.events += 1
+        life.died = self.events
+        self.now -= life.nbytes
+        if self._lives.get(key) is life:
+            del self._lives[key]
+
+    def life(self, tensor: torch.Tensor) -> _Life | None:
+        """The record of a tensor's storage, to ask :meth:`at_peak` later."""
+        return self._lives.get(tensor.untyped_storage()._cdata)
+
+    def at_peak(self, life: _Life | None) -> int:
+        """Bytes of a storage if it was alive when most was, else 0."""
+        if life is None or life.born > self.peak_event or 0 <= life.died <= self.peak_event:
+            return 0
+        return life.nbytes
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.see(leaf)
+        return result
