@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,12 +47,12 @@ class StorageMeter(TorchDispatchMode):
         self.events += 1
         life = _Life(storage.nbytes(), self.events)
         self._lives[key] = life
-        life.watch = weakref.ref(storage, lambda _, key=key, life=life: self._gone(key, life))
+        life.watch = weakref.ref(storage, partial(self._gone, key, life))
         self.now += life.nbytes
         if self.now > self.peak:
             self.peak, self.peak_event = self.now, self.events
 
-    def _gone(self, key: int, life: _Life) -> None:
+    def _gone(self, key: int, life: _Life, _: object) -> None:
         self.events += 1
         life.died = self.events
         self.now -= life.nbytes
