@@ -9,30 +9,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-import torch
-
-from autopar.cost import total_flops, usable_bytes
-from autopar.passes.annotate import annotate, rule_sources
+from autopar.cost import usable_bytes
+from autopar.passes.annotate import annotate
 from autopar.passes.fold import fold_layers
 from autopar.passes.recompute import recomputed
 from autopar.passes.rest import InsertRests
 
-from .account import Account, Line, account
-from .alternatives import answers
+from .account import Account, account
 from .assignment import Assignment, ParameterPlacement
-from .axis_names import default_names
 from .cluster import Cluster
+from .figures import predicted
 from .graph import Graph, Node
 from .infeasible import infeasible
 from .instance import Choice, Instance, build_instance
 from .options import Options
-from .plan import Plan, PlanLine, Predicted, Step
+from .plan import Predicted
 from .prices import Prices
 from .problem import Ints, Problem, Solution, memory_of
 from .repeats import ONCE, Repeats
-from .restrict import baselines, module_outputs, pin_instance, pinned_apart, with_choices, zero_allows
+from .restrict import baselines, pin_instance, pinned_apart, with_choices, zero_allows
 from .solve import solve
-from .spec import short
 from .within_memory import ROUNDS, fits, solve_within, tightened, with_recomputation
 
 STRETCHES = 3
@@ -310,86 +306,3 @@ def _priced(instance: Instance, solution: Solution, question: Question) -> Predi
         return None
     found = _read(instance, solution)
     return predicted(found.account, instance, question.cluster)
-
-
-def predicted(bill: Account, instance: Instance, cluster: Cluster) -> Predicted:
-    """The figures of a bill."""
-    compute, seconds, memory = bill.seconds_of("compute", "optimizer"), bill.seconds, bill.memory
-    dtype = next((n.type.dtype for n in instance.graph.placeholders("param")), torch.float32)
-    possible = instance.prices.devices * cluster.device.flops(dtype) * seconds
-    return Predicted(
-        step_seconds=seconds,
-        compute_seconds=compute,
-        comm_seconds=seconds - compute,
-        bubble_seconds=0.0,
-        peak_bytes=memory.peak,
-        weight_bytes=memory.weights,
-        gradient_bytes=memory.gradients,
-        optimizer_bytes=memory.optimizer,
-        activation_bytes=memory.activations,
-        temporary_bytes=memory.temporary,
-        input_bytes=memory.inputs,
-        mfu=float(total_flops(instance.graph)) / possible if possible else 0.0,
-    )
-
-
-def make_plan(
-    question: Question, graph: Graph, best: Answer, priced: Mapping[str, Predicted | None], timings: Timings
-) -> Plan:
-    """The answer as a plan."""
-    instance, solution = best.instance, best.solution
-    whole, assignment = recomputed(instance.graph, best.assignment)
-    named = {node.name: node.target for node in graph.placeholders("param")}
-    rules = rule_sources(graph, question.mesh)
-    fallbacks = tuple(op for op, said in rules.items() if said[0].startswith("fallback"))
-    return Plan(
-        model=question.model,
-        batch=question.batch,
-        mesh=question.mesh,
-        axis_names=question.axis_names or default_names(question.mesh, assignment, graph),
-        cluster=question.cluster.name,
-        cluster_source=question.cluster.source,
-        status="optimal" if solution.status == "optimal" else "feasible",
-        objective=solution.objective,
-        bound=solution.bound,
-        gap=solution.gap,
-        solve_seconds=solution.seconds,
-        memory_limit=memory_limit_of(question),
-        graph_hash=graph_hash(graph),
-        predicted=predicted(best.account, instance, question.cluster),
-        lines=tuple(map(plan_line, best.account.lines)),
-        strategies=assignment.strategies,
-        parameters={named[name]: place for name, place in assignment.parameters.items()},
-        outputs={path: assignment.strategies[name].outputs[0] for path, name in module_outputs(graph).items()},
-        baselines=priced,
-        **answers(instance, whole, assignment, solution.choices),
-        recomputed=tuple(sorted(best.assignment.recomputed)),
-        pinned=dict(question.options.pins),
-        fallbacks=fallbacks,
-        rules={op: "; ".join(said) for op, said in rules.items()},
-        warnings=(*question.notes, *_warnings(best, graph, rules)),
-        timings=dict(timings.seconds),
-    )
-
-
-def plan_line(line: Line) -> PlanLine:
-    steps = tuple(
-        Step(hop.kind, hop.axes, short(hop.source), short(hop.target), hop.collective.bytes if hop.collective else 0)
-        for hop in line.hops
-    )
-    return PlanLine(line.kind, line.name, line.module, line.phase, line.seconds, steps, line.times)
-
-
-def _warnings(best: Answer, graph: Graph, rules: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
-    for op, said in rules.items():
-        for text in said:
-            kind, _, reason = text.partition(": ")
-            if kind == "fallback":
-                lines = (line for line in best.account.lines if line.kind == "compute" and graph[line.name].op == op)
-                seconds = sum(line.seconds for line in lines)
-                price = f"{seconds * 1e3:.3g} ms a step"
-                yield f"{op} has no sharding rule ({reason}): it runs whole on every device, {price}"
-            elif kind == "refuted":
-                yield f"{op}: {reason} is registered for it, but not true when executed, and was left out"
-            elif kind == "registered, not proven":
-                yield f"{op}: the registered sharding rule is trusted and could not be proven ({reason})"

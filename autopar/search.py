@@ -21,6 +21,7 @@ from .assignment import Assignment
 from .axis_names import default_names
 from .cluster import Cluster
 from .errors import InfeasibleError, OptionsError
+from .figures import plan_line, predicted
 from .graph import VIEWS, Graph
 from .plan import Plan, Predicted
 from .planner import (
@@ -29,12 +30,9 @@ from .planner import (
     Timings,
     axes_are_fixed,
     graph_hash,
-    make_plan,
     memory_limit_of,
     mesh_candidates,
     pipelined_graph,
-    plan_line,
-    predicted,
     solve_mesh,
     solve_only,
     step_graph,
@@ -46,6 +44,7 @@ from .stage_plan import gradient_values, new_nodes, new_strategies, staged_holdi
 from .stage_search import SOLVED, Ask, StagedAnswer, search
 from .stage_segments import stage_pins
 from .stage_solved import Measure, with_solved_schedule
+from .write_plan import make_plan
 
 # How many placement programs may be solved to see whether stages pay, times the operations of the graph: at least one.
 EFFORT = 2000

@@ -12,9 +12,10 @@ from autopar.cluster import Cluster
 from autopar.compiler import Prepared, ask, prepare
 from autopar.options import Options
 from autopar.plan import Plan
-from autopar.planner import Question, Timings, make_plan, solve_only, step_graph
+from autopar.planner import Question, Timings, solve_only, step_graph
 from autopar.runtime.launch import run_local
 from autopar.verify import TOLERANCE, OneStep, Task, in_training, judge, one_process, parallel_step
+from autopar.write_plan import make_plan
 
 from .models import Maker
 

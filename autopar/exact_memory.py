@@ -1,0 +1,89 @@
+"""The memory of a planned step to the byte, by rehearsing its program (:mod:`autopar.runtime.rehearsal`).
+
+The placement program adds up everything that rests at any time, which is what a step in microbatches holds. A step of
+one pass holds less: gradients come as activations go. The plan says what is there when most is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from autopar.passes.lower import Lowering, lower
+from autopar.passes.overlap import overlap
+from autopar.runtime.rehearsal import Footprint, rehearse
+
+from .account import Memory
+from .assignment import Assignment
+from .graph import Graph
+from .instance import Instance
+from .plan import Holding
+from .prices import BUCKET_BYTES
+from .repeats import ONCE
+
+# An update of one parameter makes this many tensors like it on its way, where it is not fused.
+UPDATE_COPIES = 2
+
+
+@dataclass(frozen=True)
+class ExactMemory:
+    """``memory`` at its peak with the ``holdings`` that are there then; None if it could not be rehearsed."""
+
+    memory: Memory | None
+    holdings: tuple[Holding, ...]
+    warnings: tuple[str, ...] = ()
+
+
+def exact_memory(
+    graph: Graph, assignment: Assignment, instance: Instance, holdings: tuple[Holding, ...]
+) -> ExactMemory:
+    """The memory of the step that runs ``graph`` (with what is recomputed) once; ``holdings`` are all there ever are.
+    Of other steps nothing is rehearsed."""
+    trains = any(output.kind == "gradient" and output.value is not None for output in graph.outputs)
+    if instance.repeats != ONCE or not trains:
+        return ExactMemory(None, holdings)
+    prices = instance.prices
+    backend = "gloo" if prices.cluster.name == "local" else "nccl"
+    job = Lowering(graph, assignment, (0,) * len(prices.mesh), prices.path, BUCKET_BYTES)
+    try:
+        found = rehearse(overlap(lower(job, graph.outputs)), backend)
+    except Exception as error:  # Any operation may have no form for tensors without data.
+        reason = str(error).splitlines()[-1] if str(error) else type(error).__name__
+        return ExactMemory(None, holdings, (f"memory is an upper bound: the step could not be rehearsed ({reason})",))
+    return _of_step(graph, found, holdings)
+
+
+def _of_step(graph: Graph, found: Footprint, holdings: tuple[Holding, ...]) -> ExactMemory:
+    resting = [h for h in holdings if h.kind == "optimizer"]
+    states = sum(h.bytes for h in resting)
+    update = UPDATE_COPIES * max((h.bytes for h in holdings if h.kind == "gradient"), default=0)
+    if found.stored + found.accumulated + update > found.peak:
+        kept = [h for h in holdings if h.kind in ("weight", "gradient", "optimizer")]
+        return _balanced(kept, found.stored + found.accumulated + update + states)
+    kept = [h for h in holdings if h.kind in ("weight", "optimizer", "input")]
+    kept += _alive(graph, found, holdings)
+    return _balanced(kept, found.peak + states)
+
+
+def _alive(graph: Graph, found: Footprint, holdings: tuple[Holding, ...]) -> Iterator[Holding]:
+    """The gradients and activations among ``holdings`` that are there at the peak."""
+    for holding in holdings:
+        name = graph[holding.name].target if holding.kind == "gradient" else holding.name
+        if (holding.kind, name) in found.held:
+            yield holding
+
+
+def _balanced(holdings: Iterable[Holding], peak: int) -> ExactMemory:
+    """Whatever is no holding is temporary."""
+    kept = tuple(holdings)
+    parts = {kind: sum(h.bytes for h in kept if h.kind == kind) for kind in {h.kind for h in kept}}
+    temporary = max(peak - sum(parts.values()), 0)
+    memory = Memory(
+        weights=parts.get("weight", 0),
+        gradients=parts.get("gradient", 0),
+        optimizer=parts.get("optimizer", 0),
+        activations=parts.get("activation", 0),
+        temporary=temporary,
+        inputs=parts.get("input", 0),
+    )
+    return ExactMemory(memory, kept)

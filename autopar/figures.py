@@ -1,0 +1,42 @@
+"""Figures and lines of a plan, from the bill."""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.cost import total_flops
+
+from .account import Account, Line, Memory
+from .cluster import Cluster
+from .instance import Instance
+from .plan import PlanLine, Predicted, Step
+from .spec import short
+
+
+def predicted(bill: Account, instance: Instance, cluster: Cluster, memory: Memory | None = None) -> Predicted:
+    """The figures of a bill; its memory as ``memory``, where that is known better."""
+    compute, seconds, memory = bill.seconds_of("compute", "optimizer"), bill.seconds, memory or bill.memory
+    dtype = next((n.type.dtype for n in instance.graph.placeholders("param")), torch.float32)
+    possible = instance.prices.devices * cluster.device.flops(dtype) * seconds
+    return Predicted(
+        step_seconds=seconds,
+        compute_seconds=compute,
+        comm_seconds=seconds - compute,
+        bubble_seconds=0.0,
+        peak_bytes=memory.peak,
+        weight_bytes=memory.weights,
+        gradient_bytes=memory.gradients,
+        optimizer_bytes=memory.optimizer,
+        activation_bytes=memory.activations,
+        temporary_bytes=memory.temporary,
+        input_bytes=memory.inputs,
+        mfu=float(total_flops(instance.graph)) / possible if possible else 0.0,
+    )
+
+
+def plan_line(line: Line) -> PlanLine:
+    steps = tuple(
+        Step(hop.kind, hop.axes, short(hop.source), short(hop.target), hop.collective.bytes if hop.collective else 0)
+        for hop in line.hops
+    )
+    return PlanLine(line.kind, line.name, line.module, line.phase, line.seconds, steps, line.times)
