@@ -164,6 +164,10 @@ class _Builder:
         self.names = (*self.counts, OUTPUTS)
         self.index = {name: i for i, name in enumerate(self.names)}
         self.choices = tuple(self._choices(name) for name in self.names)
+        read = {v.node for n in graph.nodes if n.phase == "forward" for v in n.operands}
+        read |= {value.node for value in self.results if value is not None}
+        read_classes = {self._class(name) for name in read}
+        self.only_backward = {n for n in self.counts if graph[n].op == REST and n not in read_classes}
 
     def build(self, memory_limit: float) -> Instance:
         groups = tuple(self._group(name, choices) for name, choices in zip(self.names, self.choices, strict=True))
@@ -331,9 +335,12 @@ class _Builder:
         return None if gone and not isinstance(choice, Again) else _result_place(choice, result)
 
     def _column(self, consumer: str, choice: Choice, operand: int, role: str) -> Placements | None:
-        """How a consumer needs a value; None if it does not, in backward, because it ran in forward only."""
-        repeated = role == "backward" and consumer != OUTPUTS and self.graph[consumer].phase == "forward"
-        return None if repeated and not isinstance(choice, Again) else _operand_place(choice, operand)
+        """How a consumer needs a value; None if it does not: in backward, because it ran in forward only, or in
+        forward, because it is a rest for backward alone that is not kept."""
+        forward = consumer != OUTPUTS and self.graph[consumer].phase == "forward"
+        unneeded = role == "forward" and forward and isinstance(choice, Again) and consumer in self.only_backward
+        repeated = role == "backward" and forward and not isinstance(choice, Again)
+        return None if unneeded or repeated else _operand_place(choice, operand)
 
 
 def _result_place(choice: Choice, result: int) -> Placements:

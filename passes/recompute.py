@@ -36,13 +36,13 @@ from .rest import insert_rests
 @dataclass(frozen=True)
 class Recompute(Pass):
     """Recomputes ``nodes`` (names of forward operations and rests) for backward; see the module docstring. A value that
-    a copy needs and nothing keeps gets a rest."""
+    a copy needs and nothing keeps gets a rest; a rest that only backward read is not made in forward."""
 
     name: ClassVar[str] = "recompute"
     nodes: frozenset[str]
 
     def apply(self, graph: Graph) -> Graph:
-        return insert_rests(_Copier(graph, self.nodes).run())
+        return insert_rests(_Copier(graph, self.nodes).run()).without_dead()
 
 
 def recomputed(graph: Graph, assignment: Assignment) -> tuple[Graph, Assignment]:
