@@ -6,8 +6,8 @@ one pass holds less: gradients come as activations go. The plan says what is the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from autopar.passes.lower import Lowering, lower
 from autopar.passes.overlap import overlap
@@ -18,7 +18,7 @@ from .assignment import Assignment
 from .graph import Graph
 from .instance import Instance
 from .plan import Holding
-from .prices import BUCKET_BYTES
+from .prices import BUCKET_BYTES, Prices
 from .repeats import ONCE
 
 # An update of one parameter makes this many tensors like it on its way, where it is not fused.
@@ -43,33 +43,41 @@ def exact_memory(
     if instance.repeats != ONCE or not trains:
         return ExactMemory(None, holdings)
     prices = instance.prices
-    backend = "gloo" if prices.cluster.name == "local" else "nccl"
     job = Lowering(graph, assignment, (0,) * len(prices.mesh), prices.path, BUCKET_BYTES)
     try:
-        found = rehearse(overlap(lower(job, graph.outputs)), backend)
+        found = rehearse(overlap(lower(job, graph.outputs)), backend_of(prices))
     except Exception as error:  # Any operation may have no form for tensors without data.
         reason = str(error).splitlines()[-1] if str(error) else type(error).__name__
         return ExactMemory(None, holdings, (f"memory is an upper bound: the step could not be rehearsed ({reason})",))
-    return _of_step(graph, found, holdings)
+    return of_step({node.name: node.target for node in graph.placeholders("param")}, found, holdings)
 
 
-def _of_step(graph: Graph, found: Footprint, holdings: tuple[Holding, ...]) -> ExactMemory:
-    resting = [h for h in holdings if h.kind == "optimizer"]
-    states = sum(h.bytes for h in resting)
+def backend_of(prices: Prices) -> str:
+    """What moves tensors on the machines that were priced."""
+    return "gloo" if prices.cluster.name == "local" else "nccl"
+
+
+def of_step(targets: Mapping[str, str], found: Footprint, holdings: tuple[Holding, ...]) -> ExactMemory:
+    """The memory of a step whose program leaves ``found``; ``targets``: the path of each parameter's node."""
+    states = sum(h.bytes for h in holdings if h.kind == "optimizer")
     update = UPDATE_COPIES * max((h.bytes for h in holdings if h.kind == "gradient"), default=0)
     if found.stored + found.accumulated + update > found.peak:
         kept = [h for h in holdings if h.kind in ("weight", "gradient", "optimizer")]
         return _balanced(kept, found.stored + found.accumulated + update + states)
-    kept = [h for h in holdings if h.kind in ("weight", "optimizer", "input")]
-    kept += _alive(graph, found, holdings)
+    kept = [h for h in holdings if h.kind in ("weight", "optimizer")]
+    kept += _alive(targets, found, holdings)
     return _balanced(kept, found.peak + states)
 
 
-def _alive(graph: Graph, found: Footprint, holdings: tuple[Holding, ...]) -> Iterator[Holding]:
-    """The gradients and activations among ``holdings`` that are there at the peak."""
+def _alive(targets: Mapping[str, str], found: Footprint, holdings: tuple[Holding, ...]) -> Iterator[Holding]:
+    """The gradients and activations among ``holdings`` that are there at the peak, with the bytes they have then."""
+    held = dict(found.held)
     for holding in holdings:
-        name = graph[holding.name].target if holding.kind == "gradient" else holding.name
-        if (holding.kind, name) in found.held:
+        name = targets[holding.name] if holding.kind == "gradient" else holding.name
+        count = held.pop((holding.kind, name), 0)
+        if count:
+            yield replace(holding, bytes=count)
+        elif holding.kind == "input" and found.inputs:
             yield holding
 
 

@@ -21,6 +21,7 @@ from .assignment import Assignment
 from .axis_names import default_names
 from .cluster import Cluster
 from .errors import InfeasibleError, OptionsError
+from .exact_stages import exact_stages, fullest, peak, with_memory
 from .figures import plan_line, predicted
 from .graph import VIEWS, Graph
 from .plan import Plan, Predicted
@@ -310,18 +311,19 @@ def staged_plan(question: Question, asked: Question, made: StagedAnswer, timings
     limited = replace(asked, memory_limit=memory_limit_of(question))
     base = make_plan(limited, made.whole.instance.graph, made.whole, {}, timings)
     several = made.layout.stages > 1
+    exact = exact_stages(made)
     return replace(
         base,
-        predicted=staged_predicted(made),
+        predicted=staged_predicted(made) if exact is None else with_memory(staged_predicted(made), exact),
         lines=staged_lines(made.bill, plan_line),
         strategies={**base.strategies, **new_strategies(made)},
         nodes={**base.nodes, **new_nodes(made, base.nodes)},
         gradient_values=gradient_values(made),
-        holdings=staged_holdings(made),
+        holdings=staged_holdings(made) if exact is None else exact[fullest(exact)].holdings,
         stages=made.layout.stages,
         schedule=made.pipeline.schedule.name if several else None,
         microbatches=made.pipeline.schedule.microbatches,
-        pipeline=made.pipeline,
+        pipeline=made.pipeline if exact is None else replace(made.pipeline, peaks=tuple(map(peak, exact))),
         graph_hash=graph_hash(graph),
         warnings=(*base.warnings, *filter(None, [warning])),
     )

@@ -1,0 +1,119 @@
+"""The memory of every stage of a planned pipeline, by rehearsing what its ranks run; see :mod:`.exact_memory`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from autopar.passes.lower import Lowering
+from autopar.passes.lower_chunk import ChunkLowering, lower_chunk
+from autopar.runtime.rehearsal import rehearse
+
+from .account import Memory
+from .alternatives import holdings
+from .exact_memory import ExactMemory, backend_of, of_step
+from .graph import Graph
+from .pipeline import PipelineProgram, StagedParameter
+from .plan import Holding, Predicted
+from .prices import BUCKET_BYTES
+from .repeats import Repeats
+from .stage_prices import most_in_flight
+from .stage_search import StagedAnswer
+
+# Operations that a rehearsal may run in all: beyond, the bill stands.
+EFFORT = 40_000
+
+
+def exact_stages(answer: StagedAnswer) -> tuple[ExactMemory, ...] | None:
+    """For each pipeline rank the memory of its devices at their peak, None where that would take too long or cannot be
+    rehearsed."""
+    schedule = answer.bill.schedule
+    if sum(len(chunk.graph) for chunk in answer.bill.chunks) * schedule.microbatches > EFFORT:
+        return None
+    try:
+        return tuple(_of_rank(answer, rank) for rank in range(schedule.stages))
+    except Exception:  # Any operation may have no form for tensors without data: the bill is an upper bound.
+        return None
+
+
+def fullest(stages: tuple[ExactMemory, ...]) -> int:
+    """The rank whose devices hold most."""
+    return max(range(len(stages)), key=lambda rank: peak(stages[rank]))
+
+
+def peak(stage: ExactMemory) -> int:
+    assert isinstance(stage.memory, Memory)
+    return stage.memory.peak
+
+
+def with_memory(figures: Predicted, stages: tuple[ExactMemory, ...]) -> Predicted:
+    """``figures`` with the memory of the fullest rank's devices."""
+    memory = stages[fullest(stages)].memory
+    assert memory is not None
+    return replace(
+        figures,
+        peak_bytes=memory.peak,
+        weight_bytes=memory.weights,
+        gradient_bytes=memory.gradients,
+        optimizer_bytes=memory.optimizer,
+        activation_bytes=memory.activations,
+        temporary_bytes=memory.temporary,
+        input_bytes=memory.inputs,
+    )
+
+
+def _of_rank(answer: StagedAnswer, rank: int) -> ExactMemory:
+    program = _program(answer, rank)
+    found = rehearse(program, backend_of(answer.whole.prices))
+    return of_step(_targets(answer), found, tuple(_holdings(answer, rank)))
+
+
+def _program(answer: StagedAnswer, rank: int) -> PipelineProgram:
+    """What the first device of a rank runs; results and inputs are left out."""
+    bill, prices = answer.bill, answer.whole.prices
+    inside = (0,) * len(prices.mesh)
+    held = bill.schedule.held[rank]
+    jobs = {
+        c: Lowering(_stepping(bill.chunks[c].graph), bill.chunks[c].assignment, inside, prices.path, BUCKET_BYTES)
+        for c in held
+    }
+    chunks = {c: lower_chunk(ChunkLowering(job, c, answer.pipeline.wires)) for c, job in jobs.items()}
+    owners = _owners(answer)
+    slots = {slot.target: (slot, owners[slot.target]) for c in held for slot in chunks[c].parameters}
+    return PipelineProgram(
+        mesh=(bill.schedule.stages, *prices.mesh),
+        coordinate=(rank, *inside),
+        schedule=bill.schedule,
+        chunks=chunks,
+        parameters=tuple(StagedParameter(slot, (owner,), ()) for slot, owner in slots.values()),
+        results=(),
+        inputs={},
+    )
+
+
+def _stepping(graph: Graph) -> Graph:
+    return replace(graph, outputs=tuple(o for o in graph.outputs if o.kind != "input_gradient"))
+
+
+def _owners(answer: StagedAnswer) -> dict[str, int]:
+    """The first chunk that uses each parameter, which stores it."""
+    found: dict[str, int] = {}
+    for chunk in answer.bill.chunks:
+        for node in chunk.graph.placeholders("param"):
+            found.setdefault(node.target, chunk.index)
+    return found
+
+
+def _targets(answer: StagedAnswer) -> dict[str, str]:
+    return {n.name: n.target for chunk in answer.bill.chunks for n in chunk.graph.placeholders("param")}
+
+
+def _holdings(answer: StagedAnswer, rank: int) -> Iterator[Holding]:
+    """What the devices of a rank hold at any time; optimizer state lies with the owner."""
+    bill, most, owners = answer.bill, most_in_flight(answer.bill.schedule), _owners(answer)
+    for index in bill.schedule.held[rank]:
+        repeats = Repeats(bill.schedule.microbatches, most[index], accumulates=True)
+        chunk, instance = bill.chunks[index], answer.whole.instance
+        for held in holdings(chunk.graph, chunk.assignment, instance.prices, instance.optimizer, repeats):
+            if held.kind != "optimizer" or owners[chunk.graph[held.name].target] == index:
+                yield held
