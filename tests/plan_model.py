@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import autopar
-from autopar import planner
+from autopar import write_plan
 from autopar.alternatives import answers
+from autopar.graph import Graph
 from autopar.instance import Instance
 from autopar.plan import Plan
 from autopar.problem import Ints
@@ -61,12 +62,12 @@ def solved() -> tuple[Plan, Instance, Ints]:
     """A plan, and the instance and choices it was made from."""
     seen: list[tuple[Instance, Ints]] = []
 
-    def spy(instance: Instance, assignment: Any, chosen: Ints) -> dict[str, Any]:
+    def spy(instance: Instance, graph: Graph, assignment: Any, chosen: Ints) -> dict[str, Any]:
         seen.append((instance, chosen))
-        return answers(instance, assignment, chosen)
+        return answers(instance, graph, assignment, chosen)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "answers", spy)
+        patch.setattr(write_plan, "answers", spy)
         plan = make_plan()
     return plan, *seen[-1]
 
