@@ -34,7 +34,7 @@ from .errors import OptionsError, WorkerError
 from .graph import SHORT_DTYPES
 from .least_error import least_error
 from .measure import CollectiveSample, DeviceSamples, MatrixSample, Samples, measure_device
-from .measure_step import step_like_seconds
+from .measure_step import exchange_seconds, step_like_seconds
 from .program import COLLECTIVES
 
 Floats = NDArray[np.float64]
@@ -205,17 +205,40 @@ def fit_cluster(samples: Sequence[Samples], threads: int) -> Cluster:
     sharing = len(samples) if gain > 1.0 + LEAST_GAIN else 1
     cores = sharing / gain if sharing > 1 else 1.0
     found = Cluster("local", source, device, (link,), 0.0, facts, waiting, sharing=sharing, cores=cores)
-    return in_step(found, statistics.fmean(s.step for s in samples))
+    step, launch, exchange = (statistics.fmean(getattr(s, n) for s in samples) for n in ("step", "launch", "exchange"))
+    return exchanging_in_step(in_step(found, step, launch * gain), len(samples), exchange)
 
 
-def in_step(cluster: Cluster, seconds: float) -> Cluster:
-    """``cluster`` with rates of computing at which work like a step (:mod:`.measure_step`) takes ``seconds``, if that
-    is more than it takes with the rates of operations repeated one by one."""
-    factor = max(1.0, seconds / step_like_seconds(cluster))
-    device = cluster.device
+def in_step(cluster: Cluster, seconds: float, launch: float) -> Cluster:
+    """``cluster`` with rates of computing at which work like a step (:mod:`.measure_step`) takes ``seconds``, and every
+    operation ``launch``, if these are more than with the rates of operations repeated one by one."""
+    later = max(1.0, launch / cluster.device.launch_seconds)
+    device = replace(
+        cluster.device,
+        launch_seconds=cluster.device.launch_seconds * later,
+        view_seconds=cluster.device.view_seconds * later,
+    )
+    factor = max(1.0, seconds / step_like_seconds(replace(cluster, device=device)))
     rates = {dtype: rate / factor for dtype, rate in device.peak_flops.items()}
     slower = replace(device, peak_flops=rates, memory_bandwidth=device.memory_bandwidth / factor)
     return replace(cluster, device=slower, measurement={**cluster.measurement, "slower_in_a_step": factor})
+
+
+def exchanging_in_step(cluster: Cluster, processes: int, seconds: float) -> Cluster:
+    """``cluster`` with bandwidths at which exchanging the gradients of such work takes ``seconds``, if that is more
+    than it takes with the rates of collectives repeated one after the other."""
+    priced, wire = exchange_seconds(cluster, processes)
+    factor = max(1.0, (seconds - priced + wire) / wire)
+
+    def slower(link: Link) -> Link:
+        rates = {
+            kind: tuple(replace(rate, bandwidth=rate.bandwidth / factor) for rate in lines)
+            for kind, lines in link.rates.items()
+        }
+        return replace(link, bandwidth=link.bandwidth / factor, rates=rates)
+
+    facts = {**cluster.measurement, "slower_exchange_in_a_step": factor}
+    return replace(cluster, links=tuple(map(slower, cluster.links)), measurement=facts)
 
 
 def _mean_device(samples: Sequence[Samples]) -> DeviceSamples:

@@ -51,7 +51,7 @@ POOL_BYTES = 128 << 20
 GPU_ELEMENTS = (1 << 20, 1 << 24, 1 << 27)
 
 
-_FIGURES = ("synchronisation", "alone", "step")
+_FIGURES = ("synchronisation", "alone", "step", "launch", "exchange")
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,15 @@ class DeviceSamples:
 class Samples:
     """All one rank measured; ``synchronisation`` is by how many seconds a collective takes longer after computing
     than after another collective, ``alone`` how many times as fast as with all at work it computes while the others
-    wait; ``step`` the seconds of :func:`~autopar.measure_step.step_like` until the last process has done it."""
+    wait. ``step``, ``launch``, ``exchange``: see :func:`measure_step`."""
 
     device: DeviceSamples
     collectives: tuple[CollectiveSample, ...]
     synchronisation: float = 0.0
     alone: float = 1.0
     step: float = 0.0
+    launch: float = 0.0
+    exchange: float = 0.0
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -282,11 +284,24 @@ def measure_alone(rank: int, processes: int, seconds: float) -> float:
     return together / alone
 
 
-def measure_step(seconds: float) -> float:
-    """Seconds of a piece of work like a step, until the last process has done it: the median over repeats."""
-    work = step_like()
-    (pilot,) = _agree(_rate_of_all(work, 1))
-    return statistics.median(_rate_of_all(work, 1) for _ in range(max(3, round(seconds / pilot))))
+def measure_step(processes: int, seconds: float) -> tuple[float, float, float]:
+    """Until the last process has done it: seconds of a piece of work like a step, and of exchanging its gradients; and
+    of a tiny operation in it, as long as this process is not suspended. Medians over repeats."""
+    wires, groups = _groups(processes)
+    launches: list[float] = []
+    work, axes = step_like(), groups[processes]
+
+    def exchanging() -> None:
+        gradients = work()
+        dims, lengths = [0] * len(gradients), [len(gradient) for gradient in gradients]
+        pieces = wires.reduce_scatter_bucket(gradients, axes, "sum", dims).wait()
+        wires.all_gather_bucket(pieces, axes, dims, lengths).wait()
+
+    (pilot,) = _agree(_rate_of_all(exchanging, 1))
+    jobs = (work, step_like(launches), exchanging)
+    rounds = [[_rate_of_all(job, 1) for job in jobs] for _ in range(max(3, round(seconds / pilot / 3)))]
+    plain, _, whole = (statistics.median(times) for times in zip(*rounds, strict=True))
+    return plain, statistics.median(launches), max(0.0, whole - plain)
 
 
 def measure_collectives(processes: int, seconds: float) -> tuple[CollectiveSample, ...]:
@@ -318,10 +333,10 @@ def measure_process(folder: str, rank: int, processes: int, seconds: float) -> N
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=processes)
     try:
         device = measure_device(torch.device("cpu"), 0.25 * seconds, dist.barrier)
-        collectives = measure_collectives(processes, 0.5 * seconds)
+        collectives = measure_collectives(processes, 0.45 * seconds)
         synchronisation = measure_synchronisation(processes, 0.1 * seconds)
         alone = measure_alone(rank, processes, 0.05 * seconds)
-        step = measure_step(0.1 * seconds)
+        step = measure_step(processes, 0.15 * seconds)
     finally:
         dist.destroy_process_group()
-    Path(folder, f"{rank}.json").write_text(Samples(device, collectives, synchronisation, alone, step).to_json())
+    Path(folder, f"{rank}.json").write_text(Samples(device, collectives, synchronisation, alone, *step).to_json())

@@ -28,7 +28,7 @@ from autopar.measure import (
     MatrixSample,
     Samples,
 )
-from autopar.measure_step import step_like_seconds
+from autopar.measure_step import exchange_seconds, step_like_seconds
 from autopar.program import COLLECTIVES
 
 DEVICE = Device("cpu", {"f32": 4e10, "bf16": 1e10}, 1 << 30, 8e9, 5e-6, 2e-6, matmul_padding=8)
@@ -72,10 +72,21 @@ def product(m: int, n: int, k: int, dtype: str) -> MatrixSample:
 def test_what_is_slower_in_a_step_slows_all_computing() -> None:
     truth = machine(Rate(1e-4, 1e9))
     usual = step_like_seconds(truth)
-    assert calibration.in_step(truth, 0.5 * usual).device == truth.device
-    slower = calibration.in_step(truth, 2.0 * usual)
+    assert calibration.in_step(truth, 0.5 * usual, 1e-9).device == truth.device
+    slower = calibration.in_step(truth, 2.0 * usual, 0.0)
     assert usual < step_like_seconds(slower) <= 2.0 * usual
     assert slower.device.flops(torch.float32) == truth.device.flops(torch.float32) / 2.0
+    later = calibration.in_step(truth, 0.0, 3.0 * DEVICE.launch_seconds).device
+    assert (later.launch_seconds, later.view_seconds) == (3.0 * DEVICE.launch_seconds, 3.0 * DEVICE.view_seconds)
+
+
+def test_what_an_exchange_takes_in_a_step_slows_the_links() -> None:
+    truth = machine(Rate(1e-4, 1e9))
+    usual, wire = exchange_seconds(truth, 4)
+    assert calibration.exchanging_in_step(truth, 4, 0.5 * usual).links == truth.links
+    slower = calibration.exchanging_in_step(truth, 4, usual + wire)
+    assert exchange_seconds(slower, 4)[0] == pytest.approx(usual + wire)
+    assert slower.links[0].lines("all_to_all")[0].bandwidth == pytest.approx(5e8)
 
 
 def test_processes_that_gain_alone_share_processors() -> None:
