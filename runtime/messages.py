@@ -2,7 +2,7 @@
 
 A message is some tensors, sent one behind the other; empty ones are left out, at both ends.
 
-NCCL runs the messages of a pair of ranks (or of all ranks, if the group was made for one device) one after the other, in
+NCCL runs the messages of a pair of ranks (or of all, if the group was made for one device) one after the other, in
 the order in which they were posted, and a send may wait for its receive. That cannot deadlock: all lists of a schedule
 are parts of one sequence in which a message stands behind everything its value depends on, so that of the messages not
 yet through the first has both its ends at the head of their queues, and its value is made without any other of them.
