@@ -88,8 +88,9 @@ def _saved(section: Section, layout: Layout, first: bool) -> int:
 
 
 def _working(chunks: Sequence[Sequence[Section]], layout: Layout) -> int:
-    """The largest results that backward of one section makes, and all that a layer saves if it is computed again."""
+    """The largest operand and result at work and the gradients of both, and all that a layer saves if it is computed
+    again."""
     sections = [section for chunk in chunks for section in chunk]
     again = {"none": 0, "selective": max(s.saved_inside for s in sections)}
     whole = max((s.saved for s in sections if s.is_layer), default=0)
-    return again.get(layout.recompute, whole) + 2 * max(section.working for section in sections)
+    return again.get(layout.recompute, whole) + 4 * max(section.working for section in sections)

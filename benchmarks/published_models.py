@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+# Vocabularies are padded to a multiple of this, as training libraries do so that it divides among devices.
+PADDED = 128
+
 
 class NotExpressible(Exception):
     """Why a row is skipped."""
@@ -54,7 +57,7 @@ class Shape:
             int(model.get("head_dim") or hidden // heads),
             int(model.get("ffn") or 4 * hidden),
             gated,
-            int(model["vocab"]),
+            -(-int(model["vocab"]) // PADDED) * PADDED,
             int(model["seq"]),
             flash,
         )
@@ -79,9 +82,20 @@ class Attention(nn.Module):
 
         query = split(self.query(x), self.shape.heads)
         key, value = (split(f(x), self.shape.kv_heads) for f in (self.key, self.value))
+        if self.shape.gated:
+            query, key = rotary(query), rotary(key)
         mixed = (flash if self.shape.flash else core)(query, key, value)
         result: torch.Tensor = self.output(mixed.transpose(1, 2).reshape(batch, seq, -1))
         return result
+
+
+def rotary(x: torch.Tensor) -> torch.Tensor:
+    """Rotary positions: pairs of the two halves of a head turned by angles that grow with the place."""
+    half = x.shape[-1] // 2
+    rates = 10000.0 ** (-torch.arange(half, device=x.device) / half)
+    angles = torch.arange(x.shape[-2], device=x.device)[:, None] * torch.cat((rates, rates))
+    turned = torch.cat((-x[..., half:], x[..., :half]), -1)
+    return x * angles.cos().to(x.dtype) + turned * angles.sin().to(x.dtype)
 
 
 def flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -67,6 +67,8 @@ def read_rows(path: Path) -> Iterator[Mapping[str, Any]]:
 
 def question_of(row: Mapping[str, Any]) -> Question:
     """Raises :class:`NotExpressible` with the reason why a row cannot be priced."""
+    if "lora" in str(row.get("table")).lower():
+        raise NotExpressible("LoRA: most weights do not learn")
     if row.get("kind"):
         raise NotExpressible(f"kind {row['kind']}: no training step")
     parallel, measured = row["parallel"], row["measured"]
@@ -107,25 +109,26 @@ def layout_of(row: Mapping[str, Any]) -> Layout:
     data = int(parallel.get("d") or 0) or int(devices or 0) // (tensor * pipeline * context)
     if not data:
         raise NotExpressible("the data degree is not given")
-    microbatch = parallel.get("microbatch") or parallel.get("per_device_batch") or parallel.get("local_batch")
+    whole = parallel.get("per_device_batch") or parallel.get("local_batch")
+    microbatch = parallel.get("microbatch") or (whole if pipeline == 1 else 1)
     if not microbatch:
         raise NotExpressible("no microbatch")
-    return Layout(
-        tensor=tensor,
-        pipeline=pipeline,
-        data=data,
-        context=context,
-        microbatch=int(microbatch),
-        interleave=int(parallel.get("interleave") or 1),
-        recompute=_recompute(str(parallel.get("recompute") or "none")),
-        sequence_parallel=bool(parallel.get("sequence_parallel")) and tensor > 1,
-        zero=_zero(parallel.get("zero_stage")),
-        precision=_precision(str(parallel.get("precision"))),
-        overlap=_overlap(row),
-        eager=_eager(row),
-        **_habits(row),
-        offload=bool(parallel.get("cpu_offload_optimizer")),
-    )
+    said = {
+        "tensor": tensor,
+        "pipeline": pipeline,
+        "data": data,
+        "context": context,
+        "microbatch": int(microbatch),
+        "interleave": int(parallel.get("interleave") or 1),
+        "recompute": _recompute(str(parallel.get("recompute") or "none")),
+        "sequence_parallel": bool(parallel.get("sequence_parallel")) and tensor > 1,
+        "zero": _zero(parallel.get("zero_stage"), pipeline),
+        "precision": _precision(str(parallel.get("precision"))),
+        "overlap": _overlap(row),
+        "eager": _eager(row),
+        "offload": bool(parallel.get("cpu_offload_optimizer")),
+    }
+    return Layout(**{**said, **_habits(row)})
 
 
 def _precision(said: str) -> Any:
@@ -145,6 +148,7 @@ def _system(row: Mapping[str, Any]) -> str:
 # What is known of how a system trains, by words of its source, schedule or notes.
 HABITS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("deepspeed", {"scatter": False}),
+    ("llm-foundry", {"eager": ("*",)}),
     # Not said by the source, but only so do its runs fit as they did: gradients in bf16, the loss of gathered logits.
     ("hagemann", {"gradients": "own", "whole": ("*loss*",)}),
 )
@@ -155,6 +159,10 @@ def _habits(row: Mapping[str, Any]) -> dict[str, Any]:
     for word, habits in HABITS:
         found.update(habits if word in _system(row) else {})
     return found
+
+
+# Systems known to send tensor-parallel collectives in pieces beside the products next to them.
+PIECEWISE = r"megascale \d+ gpus|megatron-bridge"
 
 
 def _overlap(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -168,29 +176,33 @@ def _overlap(row: Mapping[str, Any]) -> tuple[Any, ...]:
         found.append("gradient")
     if recent:
         found.append("message")
-    if parallel.get("tp_comm_overlap") or parallel.get("async_tp") or str(row.get("row")).startswith("MegaScale"):
+    if parallel.get("tp_comm_overlap") or parallel.get("async_tp") or re.search(PIECEWISE, _system(row)):
         found += ["tensor", "gradient", "message"]
     return tuple(dict.fromkeys(found))
 
 
 def _recompute(said: str) -> Any:
+    """Torch's selective checkpoints by operation compute all but every other product again: nearest to everything."""
+    if "SAC" in said:
+        return "full"
     return next((kind for kind in ("selective", "full") if said.startswith(kind)), "none")
 
 
-def _zero(said: object) -> Any:
+def _zero(said: object, pipeline: int) -> Any:
+    """Fully sharded weights stay gathered through a step where stages would gather them for every microbatch."""
     if said is None:
         return 0
     found = re.search(r"\d", str(said))
-    return int(found[0]) if found else 3 if "FSDP" in str(said) else 0
+    return int(found[0]) if found else (3 if pipeline == 1 else 2) if "FSDP" in str(said) else 0
 
 
 def _eager(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Norms run eagerly where the row tells apart runs with and without a kernel for them; attention where it says
-    that it is torch's own."""
+    """Where a row names its kernels, all else is torch's own operations, one by one."""
     kernel = str(row["parallel"].get("attention_kernel") or "")
-    norms = ("*norm*",) if kernel and "RMS" not in kernel else ()
-    loss = ("*loss*",) if kernel else ()
-    return (*loss, *norms, *(("*attention*",) if kernel == "torch" else ()))
+    if not kernel:
+        return ("*",) if row["parallel"].get("compile") is False else ()
+    norms = () if "RMS" in kernel else ("*norm*",)
+    return ("*loss*", "*attention*", "*mlp*", "layers.[0-9]", *norms)
 
 
 def cluster_of(row: Mapping[str, Any]) -> Cluster:
