@@ -22,7 +22,7 @@ from .plan_units import size
 # Microbatches and chunks per stage that are tried, and how many candidates are simulated.
 MICROBATCHES = (1, 2, 4)
 CHUNKS = (1, 2, 3, 4, 6, 8)
-SIMULATED = 12
+SIMULATED = 8
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,27 @@ def best_layout(model: LayoutModel, cluster: Cluster, devices: int, *, batch: in
     fitting = [one for one in tried if one.peak <= (limit or one.limit)]
     if not fitting:
         raise InfeasibleError(_nothing_fits(model, cluster, tried, batch, limit))
-    ranked = sorted(fitting, key=lambda one: one.seconds)[:SIMULATED]
-    priced = [model.price(one.layout, cluster, batch, limit) for one in ranked]
+    priced = _simulated(model, cluster, sorted(fitting, key=lambda one: one.seconds), batch, limit)
+    if not priced:
+        raise InfeasibleError(_nothing_fits(model, cluster, tried, batch, limit))
     gap = max(placed.gap for placed in model.every_placed)
     best = min(priced, key=lambda one: one.predicted.step_seconds)
     rule = rule_of_thumb(model, cluster, devices, batch=batch, limit=limit)
     return Found(best, len(tried), len(fitting), gap, rule)
+
+
+def _simulated(
+    model: LayoutModel, cluster: Cluster, ranked: list[Quick], batch: int, limit: int | None
+) -> list[Priced]:
+    """The first few that fit on every pipeline rank, not only on those that :func:`quick_price` looks at."""
+    found: list[Priced] = []
+    for one in ranked:
+        priced = model.price(one.layout, cluster, batch, limit)
+        if priced.fits:
+            found.append(priced)
+        if len(found) == SIMULATED:
+            break
+    return found
 
 
 def node_size(cluster: Cluster, devices: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -65,7 +65,9 @@ def price_collective(row: CollectiveRow) -> Priced | None:
 
 
 def price_product(row: ProductRow) -> Priced:
+    """Of a short run, at the clock of one."""
     cluster, dtype = dtype_of(row.cluster, row.dtype)
+    cluster = replace(cluster, device=replace(cluster.device, sustained=1.0))
     m, n, k = row.matrix
     flops = 2.0 * row.batch * m * n * k
     predicted = compute_seconds(cluster, flops, row.nbytes, dtype, row.matrix)

@@ -18,6 +18,8 @@ from autopar.links import Link
 from .published_flops import published_seconds
 from .published_models import NotExpressible, Shape
 
+# Bytes/s of the twelve NVLinks of an A100 in one direction.
+NVLINKS_A100 = 300e9
 # Share of an adapter's nominal rate that collectives reach, as in the presets; seconds of a step of its latency.
 SUSTAINED, LATENCY = 0.95, 5e-6
 # By device, as rows name it: the first pattern that matches.
@@ -110,7 +112,7 @@ def layout_of(row: Mapping[str, Any]) -> Layout:
     if not data:
         raise NotExpressible("the data degree is not given")
     whole = parallel.get("per_device_batch") or parallel.get("local_batch")
-    microbatch = parallel.get("microbatch") or (whole if pipeline == 1 else 1)
+    microbatch = parallel.get("microbatch") or (whole if pipeline == 1 else whole and 1)
     if not microbatch:
         raise NotExpressible("no microbatch")
     said = {
@@ -213,12 +215,26 @@ def cluster_of(row: Mapping[str, Any]) -> Cluster:
         raise NotExpressible(f"no preset for {cluster.get('gpu')}")
     found = Cluster.get(name)
     device = _device(found.device, cluster)
+    found = replace(found, links=(_inner(found.links[0], str(cluster.get("intra") or "")), *found.links[1:]))
     per_node = int(cluster.get("gpus_per_node") or 8)
     rate = adapter_rate(str(cluster.get("inter") or ""), per_node)
     if rate is None or len(found.links) < 2:
         return replace(found, device=device)
     outer = Link("network", None, rate * SUSTAINED, LATENCY, adapters=found.links[-2].size)
     return replace(found, device=device, links=(*found.links[:-1], outer))
+
+
+def _inner(link: Link, text: str) -> Link:
+    """The innermost link, with as many NVLinks of 25 GB/s per device as the row says."""
+    said = re.search(r"(\d+) inter-gpu connects", text)
+    if not said:
+        return link
+    share = int(said[1]) * 25e9 / NVLINKS_A100
+    slower = {
+        kind: tuple(replace(rate, bandwidth=rate.bandwidth * share) for rate in rates)
+        for kind, rates in link.rates.items()
+    }
+    return replace(link, bandwidth=link.bandwidth * share, rates=slower)
 
 
 def _device(device: Device, cluster: Mapping[str, Any]) -> Device:

@@ -93,7 +93,8 @@ def summary(scored: Sequence[Scored]) -> dict[str, Any]:
     errors = [one.error for one in scored if one.error is not None]
     found = sweeps(scored)
     taus = [kendall([(one.predicted, one.question.seconds or 0.0) for one in rows]) for rows in found]
-    judged = [one for one in scored if any(other.question.oom for other in scored)]
+    telling = {one.file for one in scored if one.question.oom}
+    judged = [one for one in scored if one.file in telling]
     right = [one.priced.fits != bool(one.question.oom) for one in judged]
     return {
         "priced": len(scored),

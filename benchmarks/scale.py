@@ -102,20 +102,21 @@ def _figures(priced: Priced | None) -> dict[str, Any] | None:
 
 def plan_case(case: Case) -> dict[str, Any]:
     """Figures of one model, planned in this process."""
-    start = time.time()
+    start, busy = time.time(), time.process_time()
     ids = torch.empty(case.batch, case.shape.seq, dtype=torch.long, device="meta")
     model = build(case.shape)
     weights = sum(parameter.numel() for parameter in model.parameters())
     cluster = Cluster.get(case.cluster)
     traced = LayoutModel.of(model, (ids, ids))
     found = best_layout(traced, cluster, case.devices, batch=case.batch)
-    seconds = time.time() - start
+    seconds, cpu_seconds = time.time() - start, time.process_time() - busy
     steps = case.tokens / (case.batch * case.shape.seq)
     return {
         "devices": case.devices,
         "cluster": case.cluster,
         "parameters": weights,
         "planning_seconds": seconds,
+        "planning_cpu_seconds": cpu_seconds,
         "planning_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "considered": found.considered,
         "fitting": found.fitting,
@@ -143,7 +144,8 @@ def line(name: str, found: Mapping[str, Any]) -> str:
     if "error" in found:
         return f"{name}: {found['error']}"
     said = [
-        f"{name} on {found['devices']} of {found['cluster']}: planned in {found['planning_seconds']:.0f} s and "
+        f"{name} on {found['devices']} of {found['cluster']}: planned in {found['planning_seconds']:.0f} s "
+        f"({found['planning_cpu_seconds']:.0f} s of computing) and "
         f"{found['planning_peak_bytes'] / 2**30:.1f} GiB, {found['considered']} layouts, "
         f"gap {found['placement_gap']:.2%}; {found['days']:.1f} days for {found['tokens']:.3g} tokens, checkpoint "
         f"{found['checkpoint_bytes'] / 1e12:.2f} TB"

@@ -251,7 +251,8 @@ def test_a_large_product_comes_near_the_efficiency_of_a_gpu() -> None:
     node = Node("y", "aten.mm.default", (Value("a"), Value("b")))
     square, skinny = types((8192, 8192), dtype=BF16)[0], types((16, 8192), dtype=BF16)[0]
     seconds = node_seconds(Cluster.get("dgx-a100-80gb"), node, (square, square), (square,))
-    assert 0.75 < 2 * 8192**3 / seconds / device.peak_flops["bf16"] < device.matmul_efficiency
+    reached = 2 * 8192**3 / seconds / device.peak_flops["bf16"] / device.sustained
+    assert 0.75 < reached < device.matmul_efficiency
     # A product of few rows reads the matrix: bandwidth decides.
     seconds = node_seconds(Cluster.get("dgx-a100-80gb"), node, (skinny, square), (skinny,))
     moved = int(bytes_moved(node, (skinny, square), (skinny,)))

@@ -1,0 +1,97 @@
+"""Published rows: what is read from them, what is skipped and why, and how predictions are scored."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.published import report
+from benchmarks.published_flops import published_seconds
+from benchmarks.published_models import NotExpressible
+from benchmarks.published_rows import adapter_rate, cluster_of, question_of
+from benchmarks.published_scores import kendall
+
+ROW: dict[str, Any] = {
+    "id": "made up",
+    "source": "nobody 2021",
+    "row": "small",
+    "model": {"layers": 4, "hidden": 256, "heads": 4, "seq": 128, "vocab": 1000, "params": 4e6},
+    "cluster": {"gpu": "A100-80GB-SXM", "n_gpus": 8, "gpus_per_node": 8, "inter": "8x HDR IB 200 Gb/s per node"},
+    "parallel": {"t": 2, "p": 2, "d": 2, "microbatch": 1, "global_batch": 8, "recompute": "full", "zero_stage": 1},
+    "measured": {"iter_s": 0.05},
+}
+
+
+def changed(part: str, **values: object) -> dict[str, Any]:
+    return {**ROW, part: {**ROW[part], **values}}
+
+
+def test_a_row_becomes_a_layout() -> None:
+    question = question_of(ROW)
+    layout = question.layout
+    assert (layout.tensor, layout.pipeline, layout.data, layout.zero, layout.recompute) == (2, 2, 2, 1, "full")
+    assert question.seconds == 0.05 and question.shape.vocab == 1024 and not question.shape.flash
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({**ROW, "kind": "gemm"}, "no training step"),
+        (changed("model", hidden=None), "hidden"),
+        (changed("model", experts={"n": 8}), "experts"),
+        (changed("parallel", t=None), "degrees are not given"),
+        (changed("parallel", microbatch=None), "no microbatch"),
+        (changed("parallel", global_batch=7), "does not divide"),
+        (changed("cluster", gpu="abacus"), "no preset for abacus"),
+        ({**ROW, "measured": {}}, "neither seconds"),
+    ],
+)
+def test_what_cannot_be_priced_is_skipped_with_a_reason(row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(NotExpressible, match=reason):
+        question_of(row)
+
+
+def test_files_never_seen_are_priced(tmp_path: Path) -> None:
+    path = tmp_path / "new.jsonl"
+    rows = [ROW, {**ROW, "kind": "collective"}, {**changed("parallel", t=1, d=4), "measured": {"oom": True}}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    found = report([path])["files"]["new"]
+    assert (found["priced"], found["timed"], len(found["skipped"])) == (2, 1, 1)
+    assert found["fits_judged"] == 2 and found["fits_right"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "gigabytes"),
+    [
+        ("4x Omni-Path 100 Gb/s per node (50 GB/s per node, 6.25 GB/s per GPU)", 6.25),
+        ("8x HDR IB 200 Gb/s per node", 25.0),
+        ("RDMA 400 Gb/s per GPU", 50.0),
+        ("25 Gb/s Ethernet per node", 25 / 64),
+        ("1600 Gb/s per node RoCE", 25.0),
+        ("not stated", None),
+    ],
+)
+def test_networks_are_read(text: str, gigabytes: float | None) -> None:
+    found = adapter_rate(text, 8)
+    assert found == (None if gigabytes is None else pytest.approx(gigabytes * 1e9))
+
+
+def test_fewer_links_inside_a_node_are_slower() -> None:
+    whole, half = cluster_of(ROW), cluster_of(changed("cluster", intra="NVLink3 (6 inter-gpu connects)"))
+    assert half.links[0].bandwidth == pytest.approx(whole.links[0].bandwidth / 2)
+
+
+def test_flops_follow_the_convention() -> None:
+    """Equation 3 of Narayanan et al. 2021: 96 B s l h^2 (1 + s / 6h + V / 16 l h)."""
+    row = {**ROW, "measured": {"tflops_per_gpu": 1.0, "flops_convention": "megatron_hw_full"}}
+    work = 96 * 8 * 128 * 4 * 256**2 * (1 + 128 / (6 * 256) + 1000 / (16 * 4 * 256))
+    assert published_seconds(row) == pytest.approx(work / 8e12)
+
+
+def test_kendall() -> None:
+    assert kendall([(1, 1), (2, 2), (3, 3)]) == 1.0
+    assert kendall([(1, 3), (2, 2), (3, 1)]) == -1.0
+    assert kendall([(1, 1), (2, 3), (3, 2)]) == pytest.approx(1 / 3)
