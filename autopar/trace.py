@@ -16,6 +16,7 @@ from typing import Any
 import sympy
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin
 
 from .errors import TraceError
 from .graph import Graph, symbol
@@ -82,6 +83,7 @@ def trace(
             f"a {type(model).__name__} is no torch.nn.Module; wrap the function in a module with a forward"
         )
     _check_device(torch.device(device))
+    _check_modules(model)
     mode = model.training if training is None else training
     call = describe_call(tuple(args), kwargs or {})
     request = Request(model, model_state(model), call, torch.device(device), loss_fn, mode, grad, differentiate)
@@ -108,6 +110,20 @@ def _check_device(device: torch.device) -> None:
     built = torch.backends.cuda.is_built() if kind == "cuda" else torch.get_device_module(kind).is_available()
     if not built:
         raise TraceError(f"torch was built without {kind}, so it cannot trace for it; trace for the cpu instead")
+
+
+def _check_modules(model: nn.Module) -> None:
+    """Modules of which there is nothing to trace yet, or no Python any more."""
+    for path, module in model.named_modules():
+        where = f"module {path!r}" if path else "the model"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TraceError(f"{where} is TorchScript, which cannot be traced; give the module it was made from")
+        if any(
+            isinstance(p, UninitializedTensorMixin) for p in (*module._parameters.values(), *module._buffers.values())
+        ):
+            raise TraceError(
+                f"{where} ({type(module).__name__}) has parameters without a shape; call the model on one batch first"
+            )
 
 
 def _captured(request: Request) -> tuple[Captured, Graph]:

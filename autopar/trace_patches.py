@@ -7,6 +7,7 @@
 - ``Module.to`` within a forward gives parameters other data; here it is an operation with a gradient;
 - batch norm with a cumulative average (``momentum=None``) reads its counter as a Python number; here it stays a tensor;
 - ``SyncBatchNorm`` communicates by itself; a graph has the statistics of the whole batch anyway, so it is batch norm;
+- embeddings with sparse gradients have dense ones of the same values, which collectives and optimizers can take;
 - ``embedding_bag`` looks up and reduces in one kernel that no rule can divide (:mod:`.embedding_bags`);
 - ``flex_attention`` is a loop that a compiler makes out of Python functions; its definition, scores and all, is a graph
   like any other, and has a gradient everywhere;
@@ -61,7 +62,7 @@ def patched() -> Iterator[None]:
         masking = sys.modules.get("transformers.masking_utils")
         if hasattr(masking, "is_torchdynamo_exporting"):
             stack.enter_context(patch.object(masking, "is_torchdynamo_exporting", lambda: False))
-        stack.enter_context(_PlainDropout())
+        stack.enter_context(_Plain())
         yield
 
 
@@ -88,8 +89,8 @@ def _convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: b
     return module
 
 
-class _PlainDropout(TorchFunctionMode):
-    """Takes over dropout and attention with dropout, however they were imported."""
+class _Plain(TorchFunctionMode):
+    """Takes over dropout, attention with dropout and sparse embeddings, however they were imported."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -97,6 +98,8 @@ class _PlainDropout(TorchFunctionMode):
             return _dropout(*args, **kwargs)
         if func is F.scaled_dot_product_attention and _dropout_of(*args, **kwargs):
             return _attention(*args, **kwargs)
+        if func is torch.embedding:
+            return func(*args[:4], **{**kwargs, "sparse": False})
         return func(*args, **kwargs)
 
 

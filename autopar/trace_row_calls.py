@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .trace_row_checks import truth_without_raising
 from .trace_row_facts import Facts, says_any
-from .trace_row_moves import Index, parse_index, put, whole
+from .trace_row_moves import Index, parse_index, put
 from .trace_row_regions import Regions, SelectionError
 from .trace_row_values import Known, Rows, Selection, count_of
 
@@ -41,7 +41,9 @@ def _getter(name: str) -> Any:
     return getattr(Tensor, name).__get__
 
 
-def _handles(*functions: Any) -> Callable[[Handler], Handler]:
+def handles(*functions: Any) -> Callable[[Handler], Handler]:
+    """Registers a handler of these functions."""
+
     def register(handler: Handler) -> Handler:
         CALLS.update(dict.fromkeys(functions, handler))
         return handler
@@ -49,7 +51,7 @@ def _handles(*functions: Any) -> Callable[[Handler], Handler]:
     return register
 
 
-@_handles(torch.where)
+@handles(torch.where)
 def _where(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if len(args) != 1 or kwargs or isinstance(args[0], Rows):
         return NotImplemented
@@ -66,7 +68,7 @@ def _places(mode: Mode, mask: Tensor) -> tuple[Rows, ...]:
     return tuple(found)
 
 
-@_handles(torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
+@handles(torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
 def _nonzero(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     mask = args[0]
     if isinstance(mask, Rows) or not mask.dim():
@@ -78,7 +80,7 @@ def _nonzero(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return Rows.make(data, places[0].selection, 0, tuple(range(mask.dim())))
 
 
-@_handles(Tensor.__getitem__)
+@handles(Tensor.__getitem__)
 def _getitem(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, items = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
     if isinstance(x, Rows):
@@ -105,7 +107,7 @@ def _coordinate(x: Rows, which: int) -> Rows:
     return Rows.make(data, x.selection, 0, (coordinate,))
 
 
-@_handles(Tensor.squeeze, torch.squeeze, Tensor.flatten, torch.flatten, Tensor.view, Tensor.reshape, torch.reshape)
+@handles(Tensor.squeeze, torch.squeeze, Tensor.flatten, torch.flatten, Tensor.view, Tensor.reshape, torch.reshape)
 def _flat(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The only coordinate as a tensor [n] of its own."""
     x = args[0]
@@ -115,7 +117,7 @@ def _flat(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _coordinate(x, 0)
 
 
-@_handles(Tensor.unbind, torch.unbind, _getter("T"), Tensor.t)
+@handles(Tensor.unbind, torch.unbind, _getter("T"), Tensor.t)
 def _coordinates(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
     if isinstance(x, Rows) and dim == 0:  # As a loop asks.
@@ -125,7 +127,7 @@ def _coordinates(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return tuple(_coordinate(x, which) for which in range(len(x.coordinates)))
 
 
-@_handles(Tensor.long, Tensor.to, Tensor.contiguous, Tensor.cpu, Tensor.detach)
+@handles(Tensor.long, Tensor.to, Tensor.contiguous, Tensor.cpu, Tensor.detach)
 def _same_places(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x = args[0]
     whole_number = isinstance(x, Rows) and x.coordinates is not None
@@ -136,7 +138,7 @@ def _same_places(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     )
 
 
-@_handles(Tensor.masked_select, torch.masked_select)
+@handles(Tensor.masked_select, torch.masked_select)
 def _masked_select(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, mask = args
     if isinstance(x, Rows) or isinstance(mask, Rows):
@@ -145,7 +147,7 @@ def _masked_select(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return _getitem(mode, (x, mask), {})
 
 
-@_handles(Tensor.index_select, torch.index_select)
+@handles(Tensor.index_select, torch.index_select)
 def _index_select(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, dim, index = args if len(args) == 3 else (*args, *kwargs.values())
     if isinstance(x, Rows) or not isinstance(index, Rows):
@@ -161,7 +163,7 @@ def _write(mode: Mode, x: Tensor, index: Index, value: Any, accumulate: bool, wh
     return x
 
 
-@_handles(Tensor.__setitem__)
+@handles(Tensor.__setitem__)
 def _setitem(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, key, value = args
     items = key if isinstance(key, tuple) else (key,)
@@ -223,35 +225,14 @@ for _place in (True, False):
             CALLS[getattr(_owner, "index_put" + _suffix)] = _index_put_as(_place)
 
 
-@_handles(Tensor.masked_scatter_, Tensor.masked_scatter, torch.masked_scatter)
+@handles(Tensor.masked_scatter_, Tensor.masked_scatter, torch.masked_scatter)
 def _masked_scatter(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(isinstance(arg, Rows) for arg in args):
         raise SelectionError("masked_scatter takes selected rows in their order; assign them: x[mask] = rows")
     return NotImplemented
 
 
-@_handles(torch.sum, Tensor.sum)
-def _sum(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x = args[0]
-    if not isinstance(x, Rows):
-        return NotImplemented
-    dims = args[1] if len(args) > 1 else kwargs.get("dim")
-    rank = x.data_.dim() - x.grid + 1
-    reduced = (
-        list(range(rank))
-        if dims is None
-        else [d % rank for d in (dims if isinstance(dims, (tuple, list)) else (dims,))]
-    )
-    if x.pos not in reduced:
-        return NotImplemented
-    if kwargs.get("keepdim") or len(args) > 2 or kwargs.get("dtype") is not None:
-        raise SelectionError("a sum over selected rows with keepdim or dtype; sum plainly, and unsqueeze or cast after")
-    grid = range(x.pos, x.pos + x.grid)
-    before, after = ([d for d in reduced if d < x.pos], [d + x.grid - 1 for d in reduced if d > x.pos])
-    return whole(x).sum([*before, *grid, *after])
-
-
-@_handles(_getter("shape"), Tensor.size)
+@handles(_getter("shape"), Tensor.size)
 def _shape(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x = args[0]
     if isinstance(x, Known):
@@ -264,7 +245,7 @@ def _shape(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return torch.Size(sizes) if dim is None else sizes[dim]
 
 
-@_handles(Tensor.numel, Tensor.nelement, Tensor.__len__)
+@handles(Tensor.numel, Tensor.nelement, Tensor.__len__)
 def _numel(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(args[0], Rows):
         return NotImplemented
@@ -272,7 +253,7 @@ def _numel(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return count_of(args[0].selection)
 
 
-@_handles(Tensor.dim, Tensor.ndimension, _getter("ndim"))
+@handles(Tensor.dim, Tensor.ndimension, _getter("ndim"))
 def _rank(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0].data_.dim() - args[0].grid + 1 if isinstance(args[0], Rows) else NotImplemented
 
@@ -290,12 +271,12 @@ for _name in ("dtype", "device", "requires_grad", "is_cuda", "layout", "is_spars
     _property(_name)
 
 
-@_handles(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex)
+@handles(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex)
 def _kind(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0].data_.is_floating_point() if isinstance(args[0], Rows) else NotImplemented
 
 
-@_handles(Tensor.__iter__)
+@handles(Tensor.__iter__)
 def _iterate(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(args[0], Rows):
         return NotImplemented
@@ -303,7 +284,7 @@ def _iterate(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _hit_loop(mode, args[0], [Known.make(number, rank) for number in numbers])
 
 
-@_handles(Tensor.tolist)
+@handles(Tensor.tolist)
 def _listed(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(args[0], Rows):
         return NotImplemented
@@ -329,7 +310,7 @@ def _hit_loop(mode: Mode, rows: Rows, items: list[Any]) -> Iterator[Any]:
     return mode.regions.loop([("select", key, kept[0], number) for number in range(len(items))], iter(items))
 
 
-@_handles(Tensor.__bool__, Tensor.item, Tensor.__int__, Tensor.is_nonzero)
+@handles(Tensor.__bool__, Tensor.item, Tensor.__int__, Tensor.is_nonzero)
 def _truth(mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x = args[0]
     if isinstance(x, (Rows, Known)):

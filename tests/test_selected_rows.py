@@ -143,10 +143,10 @@ def test_experts_compute_what_eager_does(kind: type[Mixture]) -> None:
     assert unused or kind in (IndexAdd, Roots)
 
 
-class Mean(Mixture):
+class Spread(Mixture):
     def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         mask = chosen[:, 0] == 1
-        return x + x[mask].mean(0)  # the line
+        return x + x[mask].std(0)  # the line
 
 
 class Normalised(Mixture):
@@ -214,12 +214,53 @@ class Ranged(Mixture):
 
 @pytest.mark.parametrize(
     "kind",
-    (Mean, Normalised, CountBranch, AddsIfAny, WritesElsewhere, Collects, TwoSelections, Sorted, Ranged),
+    (Spread, Normalised, CountBranch, AddsIfAny, WritesElsewhere, Collects, TwoSelections, Sorted, Ranged),
 )
 def test_what_depends_on_the_selection_names_its_line(kind: type[Mixture]) -> None:
     model = nn.Sequential(nn.Identity(), kind())
     with pytest.raises(TraceError, match=r"(?s)module '1.*test_selected_rows.py:\d+.*the line|module '1.*BatchNorm"):
         trace(model, (torch.randn(BATCH, 5, WIDTH),), device="cpu")
+
+
+class Losses(nn.Module):
+    """Losses of what a mask selects, reduced in every way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.classes = nn.Linear(WIDTH, 6), torch.linspace(0.5, 2, 6)
+
+    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        y, mask = self.head(x), target > 1
+        kept, wanted, weight = y[mask], target[mask], self.classes.to(x.dtype)
+        signs = torch.stack([y, 2 * y], -1)
+        losses = [
+            kept.mean(), kept.square().mean(0).sum(), y[..., 0][mask].mean(), signs[mask].mean((0, 2)).square().sum(),
+            F.mse_loss(kept, x[mask][:, :6]), F.l1_loss(kept, x[mask][:, :6], reduction="sum"),
+            F.huber_loss(y[:, 2:][mask[:, 2:]], x[:, 2:, :6][mask[:, 2:]]),
+            F.smooth_l1_loss(kept, x[mask][:, :6], reduction="none").square().mean(),
+            nn.BCEWithLogitsLoss()(kept, (x[mask][:, :6] > 0).to(x.dtype)),
+            F.kl_div(kept.log_softmax(-1), x[mask][:, :6].softmax(-1), reduction="batchmean"),
+            F.cross_entropy(kept, wanted), F.cross_entropy(kept, wanted, weight=weight, label_smoothing=0.1),
+            F.cross_entropy(kept, wanted, ignore_index=3), F.cross_entropy(kept, wanted, reduction="sum"),
+            F.cross_entropy(kept, wanted, reduction="none").square().mean(),
+            F.cross_entropy(kept, x[mask][:, :6].softmax(-1)), F.nll_loss(kept.log_softmax(-1), wanted, weight=weight),
+        ]  # fmt: skip
+        each = torch.stack(losses)
+        return (each * torch.arange(1, len(losses) + 1)).sum(), each.detach()
+
+
+def test_losses_of_selected_rows() -> None:
+    model = Losses().double()
+    x, target = torch.randn(6, 5, WIDTH).double(), torch.randint(0, 6, (6, 5))
+    traced = trace(model, (x, target), device="cpu")
+    graph = traced.graph.at(b=6) if traced.graph.symbols else traced.graph
+    loss, each = model(x, target)
+    loss.backward()
+    inputs = dict(zip(traced.signature.input_names, (x, target), strict=True))
+    found = interpret(graph, {**dict(model.named_parameters()), **inputs})
+    torch.testing.assert_close(found["output", "1"], each)
+    for path, parameter in model.named_parameters():
+        torch.testing.assert_close(found["gradient", path], parameter.grad)
 
 
 def test_a_mixture_of_experts_under_any_plan() -> None:

@@ -199,3 +199,20 @@ def test_what_cannot_be_traced_says_where_and_why(model: nn.Module, mark: str, r
     assert mark in message and reason in message, message
     assert "module '1" in message and f"{__file__}:" in message, message
     assert not torch.compiler._is_compiling_flag
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            nn.Sequential(nn.Identity(), nn.LazyLinear(3)),
+            r"module '1' \(LazyLinear\).*call the model on one batch first",
+        ),
+        (nn.Sequential(nn.Identity(), torch.jit.trace(nn.Linear(4, 3), torch.ones(1, 4))), "module '1' is TorchScript"),
+    ],
+    ids=["lazy", "scripted"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_modules_that_cannot_be_traced(model: nn.Module, message: str) -> None:
+    with pytest.raises(TraceError, match=message):
+        trace(model, (torch.randn(6, 4),), device="cpu")

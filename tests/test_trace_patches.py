@@ -60,3 +60,9 @@ def test_batch_norm_over_processes_is_batch_norm() -> None:
 
 def _mean(output: Any) -> Tensor:
     return output.mean()
+
+
+def test_sparse_gradients_are_dense() -> None:
+    model = nn.Sequential(nn.Embedding(7, 4, sparse=True), nn.Linear(4, 1))
+    text = trace(model, (torch.randint(0, 7, (6, 5)),), device="cpu", loss_fn=_mean).graph.to_text()
+    assert "embedding_dense_backward" in text and "sparse_coo" not in text
