@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -201,18 +202,22 @@ def test_what_cannot_be_traced_says_where_and_why(model: nn.Module, mark: str, r
     assert not torch.compiler._is_compiling_flag
 
 
+def _hooked() -> nn.Module:
+    layer = nn.Linear(4, 3)
+    layer.weight.register_hook(lambda gradient: 2 * gradient)
+    return layer
+
+
 @pytest.mark.parametrize(
-    ("model", "message"),
+    ("make", "message"),
     [
-        (
-            nn.Sequential(nn.Identity(), nn.LazyLinear(3)),
-            r"module '1' \(LazyLinear\).*call the model on one batch first",
-        ),
-        (nn.Sequential(nn.Identity(), torch.jit.trace(nn.Linear(4, 3), torch.ones(1, 4))), "module '1' is TorchScript"),
+        (lambda: nn.LazyLinear(3), r"module '1' \(LazyLinear\).*call the model on one batch first"),
+        (lambda: torch.jit.trace(nn.Linear(4, 3), torch.ones(1, 4)), "module '1' is TorchScript"),
+        (_hooked, "parameter 'weight' of module '1'.*in forward"),
     ],
-    ids=["lazy", "scripted"],
+    ids=["lazy", "scripted", "hooked"],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_modules_that_cannot_be_traced(model: nn.Module, message: str) -> None:
+def test_modules_that_cannot_be_traced(make: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(TraceError, match=message):
-        trace(model, (torch.randn(6, 4),), device="cpu")
+        trace(nn.Sequential(nn.Identity(), make()), (torch.randn(6, 4),), device="cpu")
