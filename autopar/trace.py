@@ -127,7 +127,7 @@ def _check_modules(model: nn.Module) -> None:
         if hooked:
             raise TraceError(
                 f"parameter {hooked[0]!r} of {where} has a hook on its gradient, which a captured graph would not run; "
-                "change the gradient in forward instead (weight * mask, or a torch.autograd.Function), or after the step"
+                "change the gradient in forward instead (weight * mask, a torch.autograd.Function), or after the step"
             )
 
 
