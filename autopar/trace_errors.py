@@ -54,8 +54,16 @@ _BACKWARD = (
     "the model calls backward() itself, but the graph holds forward and backward of the whole; return the loss, or use "
     "torch.autograd.grad(..., create_graph=True) for a gradient that the loss depends on"
 )
+_CHANGED = (
+    "a tensor that backward needs is changed in place, or is a buffer that forward gives a new value (self.state = "
+    "...); use a copy of it (self.state.clone()) where it is used, or change it out of place"
+)
 # Part of what torch says -> what it means for the author of the model.
-_KNOWN = {"unsupported format string passed to": _FORMAT, "Cannot backprop through mirrored meta": _BACKWARD}
+_KNOWN = {
+    "unsupported format string passed to": _FORMAT,
+    "Cannot backprop through mirrored meta": _BACKWARD,
+    "has been modified by an inplace operation": _CHANGED,
+}
 
 
 def is_data_dependent(error: BaseException) -> bool:

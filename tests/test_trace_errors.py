@@ -202,6 +202,20 @@ def test_what_cannot_be_traced_says_where_and_why(model: nn.Module, mark: str, r
     assert not torch.compiler._is_compiling_flag
 
 
+class Remembers(nn.Module):
+    state: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.register_buffer("state", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * (self.scale * self.state)
+        self.state = y.detach().mean(0)
+        return y.sum()
+
+
 def _hooked() -> nn.Module:
     layer = nn.Linear(4, 3)
     layer.weight.register_hook(lambda gradient: 2 * gradient)
@@ -214,8 +228,9 @@ def _hooked() -> nn.Module:
         (lambda: nn.LazyLinear(3), r"module '1' \(LazyLinear\).*call the model on one batch first"),
         (lambda: torch.jit.trace(nn.Linear(4, 3), torch.ones(1, 4)), "module '1' is TorchScript"),
         (_hooked, "parameter 'weight' of module '1'.*in forward"),
+        (Remembers, r"(?s)Sequential could not.*self.state.clone\(\)"),
     ],
-    ids=["lazy", "scripted", "hooked"],
+    ids=["lazy", "scripted", "hooked", "remembers"],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_modules_that_cannot_be_traced(make: Callable[[], nn.Module], message: str) -> None:
