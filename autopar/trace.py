@@ -16,7 +16,7 @@ from typing import Any
 import sympy
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from .errors import TraceError
 from .graph import Graph, symbol
@@ -119,7 +119,7 @@ def _check_modules(model: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             raise TraceError(f"{where} is TorchScript, which cannot be traced; give the module it was made from")
         tensors = {**module._parameters, **module._buffers}
-        if any(isinstance(tensor, UninitializedTensorMixin) for tensor in tensors.values()):
+        if any(tensor is not None and is_lazy(tensor) for tensor in tensors.values()):
             raise TraceError(
                 f"{where} ({type(module).__name__}) has parameters without a shape; call the model on one batch first"
             )
