@@ -6,7 +6,7 @@ objective == sum of lines is a check and not a tautology.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -14,7 +14,7 @@ from typing import Literal
 from torch.distributed.tensor import Partial
 
 from .assignment import Assignment, ParameterPlacement, travels_unseen, uses
-from .graph import RECOMPUTED, REST, VIEWS, Graph, Node, Phase, TensorType
+from .graph import RECOMPUTED, REST, VIEWS, Graph, Node, Phase, TensorType, Value
 from .optimizers import optimizer_bytes
 from .prices import Prices, local_bytes, local_type
 from .repeats import ONCE, Repeats
@@ -104,7 +104,7 @@ def temporary_bytes(prices: Prices, node: Node, inputs: tuple[TensorType, ...], 
 def account(graph: Graph, assignment: Assignment, prices: Prices, optimizer: str, repeats: Repeats = ONCE) -> Account:
     """The bill of ``assignment`` for a step that runs ``graph`` as ``repeats`` says."""
     lines = (
-        *_compute_lines(graph, assignment, prices, repeats.microbatches),
+        *_compute_lines(graph, assignment, prices, repeats),
         *_use_lines(graph, assignment, prices, repeats.microbatches),
         *_optimizer_lines(graph, assignment, prices, optimizer),
     )
@@ -123,12 +123,26 @@ def _hidden_lines(lines: Sequence[Line], shares: Mapping[str, float]) -> Iterato
             yield Line("hidden", phase, "", phase, -share * min(messages, computing))  # type: ignore[arg-type]
 
 
-def _compute_lines(graph: Graph, assignment: Assignment, prices: Prices, times: int) -> Iterator[Line]:
+def adding_seconds(
+    prices: Prices, node: Node, strategy: Strategy, made: Container[Value | None], repeats: Repeats
+) -> float:
+    """What it takes in a step to add up the gradients that ``node`` makes (those of its results that are in ``made``)
+    over microbatches: each after the first is read with the sum so far, which is written."""
+    places = enumerate(zip(node.types, strategy.outputs, strict=True))
+    raw = sum(local_bytes(t, p, prices.mesh) for i, (t, p) in places if t and Value(node.name, i) in made)
+    return 3.0 * raw * (repeats.microbatches - 1) / prices.cluster.device.memory_bandwidth
+
+
+def _compute_lines(graph: Graph, assignment: Assignment, prices: Prices, repeats: Repeats) -> Iterator[Line]:
+    made = {output.value for output in graph.outputs if output.kind == "gradient"}
     for node in graph.nodes:
         if not node.is_placeholder and node.op != REST:
             inputs = tuple(graph.type_of(value) for value in node.operands)
-            seconds = prices.node(node, inputs, assignment.strategies[node.name])
-            yield Line("compute", node.name, node.module, node.phase, seconds * times, (), times)
+            strategy, times = assignment.strategies[node.name], repeats.microbatches
+            seconds = prices.node(node, inputs, strategy) * times + adding_seconds(
+                prices, node, strategy, made, repeats
+            )
+            yield Line("compute", node.name, node.module, node.phase, seconds, (), times)
 
 
 def _use_lines(graph: Graph, assignment: Assignment, prices: Prices, times: int) -> Iterator[Line]:

@@ -26,6 +26,7 @@ from autopar.passes.recomputable import Recomputable
 
 from .account import (
     accumulator_bytes,
+    adding_seconds,
     optimizer_seconds,
     parameter_bytes,
     temporary_bytes,
@@ -209,6 +210,7 @@ class _Builder:
             held = local_bytes(node.type, choice.outputs[0], self.prices.mesh)
             return 0.0, self._copies_held(node, choice) * held + raw, 0.0
         seconds = self.prices.node(node, kinds, choice) * repeats.microbatches
+        seconds += adding_seconds(self.prices, node, choice, self.gradients, repeats)
         return seconds, raw, float(temporary_bytes(self.prices, node, kinds, choice))
 
     def _rerun(self, name: str) -> Transfer:
