@@ -33,7 +33,7 @@ Work = Callable[[ParallelModule, nn.Module, Any], Any]
 TOLERANCE = 1e-5
 
 
-def on_ranks(name: str, wanted: Wanted, work: Work, *, timeout: float = 100.0) -> list[Any]:
+def on_ranks(name: str, wanted: Wanted, work: Work, *, timeout: float = 200.0) -> list[Any]:
     """``work(model, reference, batch)`` on every rank; only rank 0 starts with the reference's weights."""
     model, batch = _make(name)
     model = model.train()
