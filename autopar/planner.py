@@ -16,8 +16,10 @@ from autopar.passes.recompute import recomputed
 from autopar.passes.rest import InsertRests
 
 from .account import Account, account
+from .alternatives import holdings
 from .assignment import Assignment, ParameterPlacement
 from .cluster import Cluster
+from .exact_memory import exact_memory
 from .figures import predicted
 from .graph import Graph, Node
 from .infeasible import infeasible
@@ -25,10 +27,10 @@ from .instance import Choice, Instance, build_instance
 from .options import Options
 from .plan import Predicted
 from .prices import Prices
-from .problem import Ints, Problem, Solution, memory_of
+from .problem import Ints, Problem, Solution, evaluate, memory_of
 from .repeats import ONCE, Repeats
 from .restrict import baselines, pin_instance, pinned_apart, with_choices, zero_allows
-from .solve import solve
+from .solve import smallest_choices, solve
 from .within_memory import ROUNDS, fits, solve_within, tightened, with_recomputation
 
 STRETCHES = 3
@@ -190,19 +192,39 @@ def _solved(
 def _settled(question: Question, instance: Instance, solution: Solution, timings: Timings) -> Answer:
     """The answer that a solution means, solved again with less memory as long as its bill does not fit. Raises
     :class:`InfeasibleError`."""
-    limit = float(memory_limit_of(question))
+    limit, asked = float(memory_limit_of(question)), instance
     for _ in range(ROUNDS):
         if not _is_one(solution):
             break
         with timings.phase("report"):
             found = _read(instance, solution)
-        less = tightened(instance, found.account, limit)
+            less = tightened(instance, _peak(found), limit)
         if less is None:
             return found
         instance = less
         with timings.phase("solve"):
             solution = _solve(question, instance, timings)
-    raise infeasible(instance, limit)
+    least = _smallest(asked)
+    if least is not None and _peak(least) <= limit:
+        return least
+    raise infeasible(asked, limit, None if least is None else _peak(least))
+
+
+def _smallest(instance: Instance) -> Answer | None:
+    """The answer that takes the least memory, as the program counts it."""
+    choices = smallest_choices(instance.problem, 30.0)
+    if choices is None:
+        return None
+    return _read(instance, Solution(choices, evaluate(instance.problem, choices), 0.0, "feasible", 0.0))
+
+
+def _peak(found: Answer) -> int:
+    """Peak bytes of the step, rehearsed where that can be; else those of its bill."""
+    instance = found.instance
+    graph, assignment = recomputed(instance.graph, found.assignment)
+    held = tuple(holdings(graph, assignment, instance.prices, instance.optimizer, instance.repeats))
+    memory = exact_memory(graph, assignment, instance, held).memory
+    return (memory or found.account.memory).peak
 
 
 def fixed_assignment(question: Question, graph: Graph, parameters: Mapping[str, ParameterPlacement]) -> Assignment:
@@ -292,7 +314,7 @@ def _refined(question: Question, annotated: Graph, best: Answer, timings: Timing
     if not _is_one(solution) or solution.objective >= best.solution.objective:
         return best
     found = _read(instance, solution)
-    return best if tightened(instance, found.account, float(memory_limit_of(question))) else found
+    return best if tightened(instance, _peak(found), float(memory_limit_of(question))) else found
 
 
 def _read(instance: Instance, solution: Solution) -> Answer:

@@ -171,7 +171,7 @@ def _status(search: Search) -> str:
     if search.found:
         return "optimal" if search.closed else "feasible"
     # The time is over and nothing fits yet: the least memory is the last thing worth trying.
-    search.offer(_smallest_choices(search.problem, max(5.0, search.left)))
+    search.offer(smallest_choices(search.problem, max(5.0, search.left)))
     return _STATUS[search.found]
 
 
@@ -229,11 +229,12 @@ def _branch(search: Search, problem: Problem, chain: Chain, floor: float, time_l
 
 def smallest_memory(problem: Problem, time_limit: float = 30.0) -> float:
     """The least peak bytes of any assignment of finite cost; infinite if there is none."""
-    choices = _smallest_choices(problem, time_limit)
+    choices = smallest_choices(problem, time_limit)
     return float("inf") if choices is None else memory_of(problem, choices)
 
 
-def _smallest_choices(problem: Problem, time_limit: float) -> Ints | None:
+def smallest_choices(problem: Problem, time_limit: float) -> Ints | None:
+    """The assignment of finite cost with the least peak bytes, None if there is none."""
     bare, inverse = DropForbidden().apply(replace(problem, memory_limit=float("inf")))
     if is_impossible(bare):
         return None

@@ -15,7 +15,6 @@ import numpy as np
 
 from autopar.passes.recomputable import Recomputable, recomputable
 
-from .account import Account
 from .assignment import Again
 from .graph import REST, Node
 from .instance import Choice, Instance, build_instance
@@ -109,11 +108,10 @@ def _groups(instance: Instance) -> Iterator[tuple[str, tuple[Choice, ...]]]:
     return zip(instance.names, instance.choices, strict=True)
 
 
-def tightened(instance: Instance, account: Account, limit: float) -> Instance | None:
-    """The instance with less memory, if the bill, which looks closer than the program can, says that the answer takes
-    more than ``limit``; None if it fits."""
-    excess = account.memory.peak - limit
-    if excess <= 0:
+def tightened(instance: Instance, peak: int, limit: float) -> Instance | None:
+    """The instance with less memory, if the answer's ``peak``, seen closer than the program can, exceeds ``limit``;
+    None if it fits."""
+    if peak <= limit:
         return None
     problem = instance.problem
-    return replace(instance, problem=replace(problem, memory_limit=problem.memory_limit - 1.02 * excess))
+    return replace(instance, problem=replace(problem, memory_limit=problem.memory_limit - 1.02 * (peak - limit)))
