@@ -98,8 +98,8 @@ class _Plain(TorchFunctionMode):
             return _dropout(*args, **kwargs)
         if func is F.scaled_dot_product_attention and _dropout_of(*args, **kwargs):
             return _attention(*args, **kwargs)
-        if func is torch.embedding:
-            return func(*args[:4], **{**kwargs, "sparse": False})
+        if func in (torch.embedding, F.embedding):
+            return func(*args[: 4 if func is torch.embedding else 6], **{**kwargs, "sparse": False})
         return func(*args, **kwargs)
 
 
