@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -34,6 +34,8 @@ from .solve import smallest_choices, solve
 from .within_memory import ROUNDS, fits, solve_within, tightened, with_recomputation
 
 STRETCHES = 3
+# For how long, and by how much at a time, a limit that fits is lowered to find the smallest.
+LOWERING_SECONDS, LOWER = 10.0, 0.85
 BASELINE_GAP = 0.05
 
 
@@ -192,22 +194,54 @@ def _solved(
 def _settled(question: Question, instance: Instance, solution: Solution, timings: Timings) -> Answer:
     """The answer that a solution means, solved again with less memory as long as its bill does not fit. Raises
     :class:`InfeasibleError`."""
-    limit, asked = float(memory_limit_of(question)), instance
-    for _ in range(ROUNDS):
-        if not _is_one(solution):
-            break
-        with timings.phase("report"):
-            found = _read(instance, solution)
-            less = tightened(instance, _peak(found), limit)
-        if less is None:
+    limit = float(memory_limit_of(question))
+
+    def again(less: Instance) -> Solution:
+        return _solve(question, less, timings)
+
+    with timings.phase("solve"):
+        found = _fitting(instance, solution, limit, again)
+        if found is not None:
             return found
-        instance = less
-        with timings.phase("solve"):
-            solution = _solve(question, instance, timings)
-    least = _smallest(asked)
+        least = _smallest(instance)
     if least is not None and _peak(least) <= limit:
         return least
-    raise infeasible(asked, limit, None if least is None else _peak(least))
+    raise infeasible(instance, limit, None if least is None else _least_peak(least))
+
+
+def _fitting(
+    instance: Instance, solution: Solution, limit: float, again: Callable[[Instance], Solution]
+) -> Answer | None:
+    """An answer whose step needs at most ``limit`` bytes: what ``solution`` means, or what solving ``again`` with less
+    and less memory finds."""
+    for _ in range(ROUNDS):
+        if not _is_one(solution):
+            return None
+        found = _read(instance, solution)
+        less = tightened(instance, _peak(found), limit)
+        if less is None:
+            return found
+        instance, solution = less, again(less)
+    return None
+
+
+def _least_peak(least: Answer) -> int:
+    """The fewest bytes that a step was found to need, from those of ``least`` down, in a few seconds. The program
+    counts memory from above, so the choices that it deems smallest need not be."""
+    peak, end = _peak(least), time.monotonic() + LOWERING_SECONDS
+
+    def again(less: Instance) -> Solution:
+        seconds = max(0.1, (end - time.monotonic()) / 2)
+        return solve(less.problem, time_limit=seconds, gap=BASELINE_GAP, incumbents=[least.solution.choices])
+
+    while time.monotonic() < end:
+        limit = LOWER * peak
+        tighter = replace(least.instance, problem=replace(least.instance.problem, memory_limit=limit))
+        found = _fitting(tighter, again(tighter), limit, again)
+        if found is None:
+            break
+        peak = _peak(found)
+    return peak
 
 
 def _smallest(instance: Instance) -> Answer | None:
