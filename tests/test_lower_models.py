@@ -43,8 +43,8 @@ def test_random_assignments(name: str) -> None:
 @pytest.mark.parametrize("name", ("step_counter", "returns_tuple"))
 def test_solved_assignments(name: str) -> None:
     found = check_plans(make_case(*_make(name)), (2, 2))
-    stored = {kind: {place.weight for place in assignment.parameters.values()} for kind, assignment in found.items()}
-    assert len({frozenset(places) for places in stored.values()}) > 1, "the questions should force different plans"
+    plans = [(frozenset(one.parameters.items()), frozenset(one.strategies.items())) for one in found.values()]
+    assert len(set(plans)) > 1, "the questions should force different plans"
 
 
 @pytest.mark.slow

@@ -71,7 +71,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _double(leaf: Any) -> Any:
-    return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+    if not isinstance(leaf, torch.Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+        return leaf
+    return leaf.to(torch.complex128) if leaf.is_complex() else leaf.double()
 
 
 @_doubles()
@@ -80,7 +82,7 @@ def make_case(model: nn.Module, batch: Any) -> Case:
     torch.manual_seed(0)
     if hasattr(model, "set_experts_implementation") and hasattr(model.config, "_experts_implementation"):
         model.set_experts_implementation("eager")  # Grouped products have no kernel for float64; the loop has.
-    model, batch = model.double().train(), pytree.tree_map(_double, batch)
+    model, batch = model._apply(_double).train(), pytree.tree_map(_double, batch)  # double() leaves complex buffers
     args, kwargs = (batch, {}) if isinstance(batch, tuple) else ((), batch)
     with _Wide():
         traced = trace(model, args, kwargs, device="cpu")
@@ -207,9 +209,17 @@ def _questions() -> dict[str, tuple[Cluster, Options]]:
 
 
 def compute_bound(cluster: Cluster) -> Cluster:
-    """``cluster`` with devices so slow that only dividing the work counts: plans then shard what they can."""
-    flops = {"f32": 1e9, "f64": 1e9}
-    device = replace(cluster.device, peak_flops=flops, memory_bandwidth=1e9, launch_seconds=1e-9, view_seconds=1e-10)
+    """``cluster`` with devices so slow that only dividing the work counts, and small products as quick per FLOP as
+    large ones: plans then shard what they can."""
+    device = replace(
+        cluster.device,
+        peak_flops={"f32": 1e9, "f64": 1e9},
+        memory_bandwidth=1e9,
+        launch_seconds=1e-9,
+        view_seconds=1e-10,
+        processors=0,
+        matmul_padding=0.0,
+    )
     return replace(cluster, device=device)
 
 
