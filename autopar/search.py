@@ -53,6 +53,11 @@ EFFORT = 2000
 HOPELESS = 1.5
 
 
+# Pipelines of processes that share cores took up to this many times their price, relative to plans without stages
+# (benchmarks/results/two_hosts.json, pipeline_plans.json).
+SHARED_CORES_DOUBT = 1.2
+
+
 @dataclass(frozen=True)
 class Found:
     """A solved alternative: ``make`` writes its plan, ``figures`` its name and predictions; of those of one ``layout``
@@ -87,14 +92,33 @@ def answer(question: Question, timings: Timings) -> Plan:
         error = failure or complaint
         assert error is not None
         raise error
-    chosen = min(found, key=lambda one: one.seconds)
+    chosen = min(found, key=lambda one: one.seconds * _doubt(question, one))
+    passed = _passed_over(found, chosen)
     if chosen.improved is not None:
         with timings.phase("schedule"):
             chosen = chosen.improved()
     with timings.phase("report"):
         plan, listed = chosen.make(), _also_priced(found, chosen)
-        warnings = (*plan.warnings, *_warnings_of_time(question, timings))
+        warnings = (*plan.warnings, *passed, *_warnings_of_time(question, timings))
         return replace(plan, pinned=dict(question.options.pins), baselines=listed, warnings=warnings)
+
+
+def _doubt(question: Question, one: Found) -> float:
+    """What the seconds of a pipeline that nobody asked for count as, where processes share cores."""
+    options = question.options
+    asked = options.stages is not None or options.schedule is not None
+    is_pipeline = one.layout is not None and one.layout.stages > 1
+    return SHARED_CORES_DOUBT if is_pipeline and not asked and question.cluster.sharing > 1 else 1.0
+
+
+def _passed_over(found: list[Found], chosen: Found) -> Iterator[str]:
+    quickest = min(found, key=lambda one: one.seconds)
+    if quickest.seconds < chosen.seconds and quickest.layout is not None:
+        yield (
+            f"{quickest.layout.stages} stages are priced at {quickest.seconds / chosen.seconds:.0%} of this, but where "
+            f"processes share cores stages took up to {SHARED_CORES_DOUBT - 1:.0%} more than their price, beside plans "
+            f"without; Options(stages={quickest.layout.stages}) takes them"
+        )
 
 
 def _warnings_of_time(question: Question, timings: Timings) -> Iterator[str]:

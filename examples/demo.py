@@ -70,7 +70,7 @@ def compare_with_one_process(model: autopar.ParallelModule, batch: dict[str, tor
         The relative error of the loss, the largest of any gradient (``max|a - b| / max|b|``), their number.
     """
     original = LlamaForCausalLM(CONFIG).to(batch["input_ids"].device)
-    original.load_state_dict({name: whole(value) for name, value in model.state_dict().items()})
+    original.load_state_dict({name: model.full_tensor(value) for name, value in model.state_dict().items()})
     expected = original(**batch).loss
     expected.backward()
 
@@ -79,7 +79,7 @@ def compare_with_one_process(model: autopar.ParallelModule, batch: dict[str, tor
     errors = []
     for (name, ours), (other, reference) in zip(model.named_parameters(), original.named_parameters(), strict=True):
         assert name == other and ours.grad is not None and reference.grad is not None
-        errors.append(float((whole(ours.grad) - reference.grad).abs().max() / reference.grad.abs().max()))
+        errors.append(float((model.full_tensor(ours.grad) - reference.grad).abs().max() / reference.grad.abs().max()))
     return float(((loss - expected).abs() / expected.abs()).detach()), max(errors), len(errors)
 
 

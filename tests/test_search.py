@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
 import autopar
-from autopar import Options, OptionsError, Plan
+from autopar import Options, OptionsError, Plan, search
 from autopar.cluster import Cluster
 from autopar.cost.pipeline_prices import SharedProcessors
 from autopar.schedule_check import check
 from autopar.schedules import SCHEDULES
+from autopar.search import Found
 from autopar.stage_meshes import Layout, layout_for, layouts, microbatch_counts
 from autopar.stage_prices import shared_processors
+from tests.models import make
+from tests.questions import ask
 
 
 class Block(nn.Module):
@@ -193,3 +197,16 @@ def test_a_named_schedule_that_nothing_beats_is_kept_and_said() -> None:
     assert found.schedule in SCHEDULES
     assert any(f"{found.schedule} is kept" in warning for warning in found.warnings)
     assert not lopsided().warnings
+
+
+def test_on_shared_cores_stages_that_nobody_asked_for_must_win_clearly() -> None:
+    model, batch = make("plain")
+    question = ask(model, batch, (2,))
+    shared = replace(question, options=Options(), cluster=replace(question.cluster, sharing=2, cores=1.0))
+    whole = Found(1.0, None, Mock(), Mock())
+    pipeline = Found(0.9, Layout(2, (1,), ()), Mock(), Mock())
+    assert search._doubt(shared, whole) == 1 < search._doubt(shared, pipeline)
+    assert search._doubt(replace(shared, options=Options(stages=2)), pipeline) == 1
+    assert search._doubt(replace(shared, cluster=question.cluster), pipeline) == 1
+    assert "Options(stages=2)" in next(search._passed_over([whole, pipeline], whole))
+    assert not list(search._passed_over([whole, pipeline], pipeline))
