@@ -204,9 +204,11 @@ def _settled(question: Question, instance: Instance, solution: Solution, timings
         if found is not None:
             return found
         least = _smallest(instance)
+    if least is not None and _peak(least) > limit:
+        least = _lowered(least)
     if least is not None and _peak(least) <= limit:
         return least
-    raise infeasible(instance, limit, None if least is None else _least_peak(least))
+    raise infeasible(instance, limit, None if least is None else _peak(least))
 
 
 def _fitting(
@@ -225,8 +227,8 @@ def _fitting(
     return None
 
 
-def _least_peak(least: Answer) -> int:
-    """The fewest bytes that a step was found to need, from those of ``least`` down, in a few seconds. The program
+def _lowered(least: Answer) -> Answer:
+    """The answer whose step needs the fewest bytes of those found in a few seconds, from ``least`` down. The program
     counts memory from above, so the choices that it deems smallest need not be."""
     peak, end = _peak(least), time.monotonic() + LOWERING_SECONDS
 
@@ -240,8 +242,8 @@ def _least_peak(least: Answer) -> int:
         found = _fitting(tighter, again(tighter), limit, again)
         if found is None:
             break
-        peak = _peak(found)
-    return peak
+        least, peak = found, _peak(found)
+    return least
 
 
 def _smallest(instance: Instance) -> Answer | None:

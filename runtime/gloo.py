@@ -74,9 +74,9 @@ def all_gather(piece: torch.Tensor, group: AxisGroup) -> Finish:
     """``piece`` [...] of every rank, as [n, ...]."""
     receive = piece.new_empty((group.size, *piece.shape))
     others = [] if group.imagined else [(group.index + step) % group.size for step in range(1, group.size)]
+    mine = receive[group.index].copy_(piece)  # What is sent must not change under way, and an operand might.
     works = [dist.irecv(wire(receive[k]), group=group.group, group_src=k, tag=GATHER_TAG) for k in others]
-    works += [dist.isend(wire(piece), group=group.group, group_dst=k, tag=GATHER_TAG) for k in others]
-    receive[group.index].copy_(piece)
+    works += [dist.isend(wire(mine), group=group.group, group_dst=k, tag=GATHER_TAG) for k in others]
 
     def finish() -> torch.Tensor:
         for work in works:
