@@ -12,6 +12,7 @@ from autopar.runtime.rehearsal import rehearse
 from .account import Memory
 from .alternatives import holdings
 from .exact_memory import ExactMemory, backend_of, of_step
+from .figures import memory_figures
 from .graph import Graph
 from .pipeline import PipelineProgram, StagedParameter
 from .plan import Holding, Predicted
@@ -50,16 +51,7 @@ def with_memory(figures: Predicted, stages: tuple[ExactMemory, ...]) -> Predicte
     """``figures`` with the memory of the fullest rank's devices."""
     memory = stages[fullest(stages)].memory
     assert memory is not None
-    return replace(
-        figures,
-        peak_bytes=memory.peak,
-        weight_bytes=memory.weights,
-        gradient_bytes=memory.gradients,
-        optimizer_bytes=memory.optimizer,
-        activation_bytes=memory.activations,
-        temporary_bytes=memory.temporary,
-        input_bytes=memory.inputs,
-    )
+    return replace(figures, **memory_figures(memory))
 
 
 def _of_rank(answer: StagedAnswer, rank: int) -> ExactMemory:

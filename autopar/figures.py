@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from autopar.cost import total_flops
@@ -23,15 +25,22 @@ def predicted(bill: Account, instance: Instance, cluster: Cluster, memory: Memor
         compute_seconds=compute,
         comm_seconds=seconds - compute,
         bubble_seconds=0.0,
-        peak_bytes=memory.peak,
-        weight_bytes=memory.weights,
-        gradient_bytes=memory.gradients,
-        optimizer_bytes=memory.optimizer,
-        activation_bytes=memory.activations,
-        temporary_bytes=memory.temporary,
-        input_bytes=memory.inputs,
+        **memory_figures(memory),
         mfu=float(total_flops(instance.graph)) / possible if possible else 0.0,
     )
+
+
+def memory_figures(memory: Memory) -> dict[str, Any]:
+    """The figures of a prediction that are about memory, by field."""
+    return {
+        "peak_bytes": memory.peak,
+        "weight_bytes": memory.weights,
+        "gradient_bytes": memory.gradients,
+        "optimizer_bytes": memory.optimizer,
+        "activation_bytes": memory.activations,
+        "temporary_bytes": memory.temporary,
+        "input_bytes": memory.inputs,
+    }
 
 
 def plan_line(line: Line) -> PlanLine:

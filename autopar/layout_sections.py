@@ -17,6 +17,7 @@ from torch.distributed.tensor import Partial
 from autopar.cost import compute_seconds, family_of, node_seconds
 
 from .assignment import Use, uses
+from .axis_names import weight_values
 from .depth import Depth
 from .graph import REST, VIEWS, Graph, Node, TensorType, Value
 from .kernels import Kernel, Kernels, find_kernels, is_heavy, origin
@@ -269,7 +270,7 @@ class _Biller:
 def _inside_attention(graph: Graph, kernels: Kernels, homes: Mapping[str, str]) -> frozenset[str]:
     """Forward nodes from a product of two activations up to the next one that takes its result, elementwise operations
     and reductions between: the inside of attention written out."""
-    derived = _from_weights(graph)
+    derived = weight_values(graph)
     products = {
         node.name
         for node in graph.nodes
@@ -316,13 +317,4 @@ def _varying(graph: Graph) -> frozenset[str]:
             taken = (graph[value.node] for value in node.operands)
             if any(one.op in ("param", "input") or one.name in found for one in taken):
                 found.add(node.name)
-    return frozenset(found)
-
-
-def _from_weights(graph: Graph) -> frozenset[str]:
-    found: set[str] = set()
-    for node in graph.nodes:
-        taken = {value.node for value in node.operands}
-        if node.op == "param" or (taken and taken <= found):
-            found.add(node.name)
     return frozenset(found)

@@ -204,11 +204,14 @@ def _settled(question: Question, instance: Instance, solution: Solution, timings
         if found is not None:
             return found
         least = _smallest(instance)
-    if least is not None and _peak(least) > limit:
-        least = _lowered(least)
-    if least is not None and _peak(least) <= limit:
+    if least is None:
+        raise infeasible(instance, limit)
+    peak = _peak(least)
+    if peak > limit:
+        least, peak = _lowered(least, peak)
+    if peak <= limit:
         return least
-    raise infeasible(instance, limit, None if least is None else _peak(least))
+    raise infeasible(instance, limit, peak)
 
 
 def _fitting(
@@ -227,10 +230,10 @@ def _fitting(
     return None
 
 
-def _lowered(least: Answer) -> Answer:
-    """The answer whose step needs the fewest bytes of those found in a few seconds, from ``least`` down. The program
-    counts memory from above, so the choices that it deems smallest need not be."""
-    peak, end = _peak(least), time.monotonic() + LOWERING_SECONDS
+def _lowered(least: Answer, peak: int) -> tuple[Answer, int]:
+    """The answer whose step needs the fewest bytes of those found in a few seconds, and these bytes, from ``least`` and
+    its ``peak`` down. The program counts memory from above, so the choices that it deems smallest need not be."""
+    end = time.monotonic() + LOWERING_SECONDS
 
     def again(less: Instance) -> Solution:
         seconds = max(0.1, (end - time.monotonic()) / 2)
@@ -243,7 +246,7 @@ def _lowered(least: Answer) -> Answer:
         if found is None:
             break
         least, peak = found, _peak(found)
-    return least
+    return least, peak
 
 
 def _smallest(instance: Instance) -> Answer | None:
