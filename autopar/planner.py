@@ -31,7 +31,7 @@ from .problem import Ints, Problem, Solution, evaluate, memory_of
 from .repeats import ONCE, Repeats
 from .restrict import baselines, pin_instance, pinned_apart, with_choices, zero_allows
 from .solve import smallest_choices, solve
-from .within_memory import ROUNDS, fits, solve_within, tightened, with_recomputation
+from .within_memory import ROUNDS, fits, solve_wide, solve_within, tightened, with_recomputation
 
 STRETCHES = 3
 # For how long, and by how much at a time, a limit that fits is lowered to find the smallest.
@@ -180,30 +180,25 @@ def _solved(
     question: Question, plain: Instance, timings: Timings, incumbents: Sequence[Ints] = ()
 ) -> tuple[Instance, Solution]:
     """The instance that had to be solved, without or with recomputation, and its solution."""
-    policy = question.options.recompute
-
-    def widen() -> Instance:
-        return _restricted(question, with_recomputation(plain, policy))
 
     def run(instance: Instance, known: Sequence[Ints]) -> Solution:
         return _solve(question, instance, timings, known)
 
-    return solve_within(policy, plain, widen, run, incumbents)
+    return solve_within(question.options.recompute, plain, lambda: _widest(question, plain), run, incumbents)
+
+
+SolveAgain = Callable[[Instance, Solution], tuple[Instance, Solution]]
 
 
 def _settled(question: Question, instance: Instance, solution: Solution, timings: Timings) -> Answer:
     """The answer that a solution means, solved again with less memory as long as its bill does not fit. Raises
     :class:`InfeasibleError`."""
     limit = float(memory_limit_of(question))
-
-    def again(less: Instance) -> Solution:
-        return _solve(question, less, timings)
-
     with timings.phase("solve"):
-        found = _fitting(instance, solution, limit, again)
+        found = _fitting(instance, solution, limit, _with_less(question, timings))
         if found is not None:
             return found
-        least = _smallest(instance)
+        least = _smallest(_widest(question, instance))
     if least is None:
         raise infeasible(instance, limit)
     peak = _peak(least)
@@ -214,9 +209,29 @@ def _settled(question: Question, instance: Instance, solution: Solution, timings
     raise infeasible(instance, limit, peak)
 
 
-def _fitting(
-    instance: Instance, solution: Solution, limit: float, again: Callable[[Instance], Solution]
-) -> Answer | None:
+def _widest(question: Question, instance: Instance) -> Instance:
+    """The instance with recomputation, if the options leave it and it is not yet in it."""
+    policy = question.options.recompute
+    if instance.again is not None or policy == "none":
+        return instance
+    return _restricted(question, with_recomputation(instance, policy))
+
+
+def _with_less(question: Question, timings: Timings) -> SolveAgain:
+    """Solves an instance whose limit was lowered, from the solution before: with recomputation, if that had not been
+    needed so far."""
+
+    def run(instance: Instance, known: Sequence[Ints]) -> Solution:
+        return _solve(question, instance, timings, known)
+
+    def again(less: Instance, before: Solution) -> tuple[Instance, Solution]:
+        wide = _widest(question, less)
+        return wide, _solve(question, less, timings) if wide is less else solve_wide(wide, run, [before.choices])
+
+    return again
+
+
+def _fitting(instance: Instance, solution: Solution, limit: float, again: SolveAgain) -> Answer | None:
     """An answer whose step needs at most ``limit`` bytes: what ``solution`` means, or what solving ``again`` with less
     and less memory finds."""
     for _ in range(ROUNDS):
@@ -226,7 +241,7 @@ def _fitting(
         less = tightened(instance, _peak(found), limit)
         if less is None:
             return found
-        instance, solution = less, again(less)
+        instance, solution = again(less, solution)
     return None
 
 
@@ -235,14 +250,14 @@ def _lowered(least: Answer, peak: int) -> tuple[Answer, int]:
     its ``peak`` down. The program counts memory from above, so the choices that it deems smallest need not be."""
     end = time.monotonic() + LOWERING_SECONDS
 
-    def again(less: Instance) -> Solution:
+    def again(less: Instance, _: Solution) -> tuple[Instance, Solution]:
         seconds = max(0.1, (end - time.monotonic()) / 2)
-        return solve(less.problem, time_limit=seconds, gap=BASELINE_GAP, incumbents=[least.solution.choices])
+        return less, solve(less.problem, time_limit=seconds, gap=BASELINE_GAP, incumbents=[least.solution.choices])
 
     while time.monotonic() < end:
         limit = LOWER * peak
         tighter = replace(least.instance, problem=replace(least.instance.problem, memory_limit=limit))
-        found = _fitting(tighter, again(tighter), limit, again)
+        found = _fitting(*again(tighter, least.solution), limit, again)
         if found is None:
             break
         least, peak = found, _peak(found)
@@ -347,7 +362,7 @@ def _refined(question: Question, annotated: Graph, best: Answer, timings: Timing
         apart = pinned_apart(annotated, question.options.pins)
         instance = _instance(question, fold_layers(annotated, STRETCHES, apart), best.prices)
         if best.instance.again is not None:
-            instance = _restricted(question, with_recomputation(instance, question.options.recompute))
+            instance = _widest(question, instance)
     with timings.phase("solve"):
         solution = _solve(question, instance, timings, [instance.chosen(best.assignment)])
     if not _is_one(solution) or solution.objective >= best.solution.objective:

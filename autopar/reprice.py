@@ -35,7 +35,7 @@ from .problem import Solution, evaluate
 from .refit import refit_plan
 from .repeats import ONCE, Repeats
 from .search import staged_plan
-from .stage_meshes import Layout
+from .stage_meshes import StageMeshes
 from .stage_search import inner_repeats, scheduled_answer
 from .write_plan import make_plan
 
@@ -94,7 +94,7 @@ def _reprice_staged(plan: Plan, pipeline: PlannedPipeline, question: Question) -
     solved = _answer(question, other, refit_plan(plan, known, other), repeats)
     renamed = {old.name: new.name for old, new in zip(before.graph.nodes, pieces.graph.nodes, strict=True)}
     cuts = tuple(renamed[name] for name in pipeline.cuts)
-    layout = Layout(stages, plan.mesh, tuple(range(len(plan.mesh))))
+    layout = StageMeshes(stages, plan.mesh, tuple(range(len(plan.mesh))))
     made = scheduled_answer(layout, cut(pieces, cuts), cuts, pipeline.schedule, solved, question.options.optimizer)
     return staged_plan(question, replace(question, repeats=repeats), made, Timings())
 

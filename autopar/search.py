@@ -40,7 +40,7 @@ from .planner import (
 )
 from .prices import Prices
 from .repeats import Repeats
-from .stage_meshes import Layout, layouts, microbatch_counts
+from .stage_meshes import StageMeshes, layouts, microbatch_counts
 from .stage_plan import gradient_values, new_nodes, new_strategies, staged_holdings, staged_lines, staged_predicted
 from .stage_search import SOLVED, Ask, StagedAnswer, search
 from .stage_segments import stage_pins
@@ -65,7 +65,7 @@ class Found:
     is ``improved`` by a schedule of its own."""
 
     seconds: float
-    layout: Layout | None
+    layout: StageMeshes | None
     make: Callable[[], Plan]
     figures: Callable[[], tuple[str, Predicted]]
     baselines: Mapping[str, Predicted | None] = field(default_factory=dict)
@@ -130,7 +130,7 @@ def _warnings_of_time(question: Question, timings: Timings) -> Iterator[str]:
 def _also_priced(found: list[Found], best: Found) -> dict[str, Predicted | None]:
     """What else was priced, by name: the baselines on the best mesh without stages, and the quickest of every other
     way to divide the devices."""
-    quickest: dict[Layout | None, Found] = {}
+    quickest: dict[StageMeshes | None, Found] = {}
     for one in sorted(found, key=lambda one: one.seconds):
         quickest.setdefault(one.layout, one)
     listed = {name: priced for one in quickest.values() for name, priced in one.baselines.items()}
@@ -203,10 +203,10 @@ def _with_stages(
     return found, complaint
 
 
-def _attempts(question: Question, graph: Graph, best: float) -> Iterator[tuple[Layout, tuple[int, ...]]]:
+def _attempts(question: Question, graph: Graph, best: float) -> Iterator[tuple[StageMeshes, tuple[int, ...]]]:
     """Layouts with the numbers of microbatches to try, given the seconds of the best plan without stages."""
     options, devices = question.options, math.prod(question.mesh)
-    one_stage = Layout(1, question.mesh, tuple(range(len(question.mesh))))
+    one_stage = StageMeshes(1, question.mesh, tuple(range(len(question.mesh))))
     if options.stages in (None, 1) and options.microbatches is not None and options.microbatches > 1:
         yield one_stage, (options.microbatches,)
     if options.stages == 1 and options.microbatches is None and math.isinf(best):
@@ -231,14 +231,14 @@ def keeps_axes(question: Question) -> bool:
 
 
 def _promising(
-    question: Question, graph: Graph, best: float, every: list[tuple[Layout, tuple[int, ...]]]
-) -> Iterator[tuple[Layout, tuple[int, ...]]]:
+    question: Question, graph: Graph, best: float, every: list[tuple[StageMeshes, tuple[int, ...]]]
+) -> Iterator[tuple[StageMeshes, tuple[int, ...]]]:
     """Of all attempts those that could win, the one with the least bound of each layout first, as many as the effort
     allows."""
     devices = math.prod(question.mesh)
     alone, launches = single_device_seconds(question, graph)
     idle = partial(_idle_share, question.cluster)
-    found: list[tuple[float, int, Layout, int]] = []
+    found: list[tuple[float, int, StageMeshes, int]] = []
     for layout, counts in every:
         bounds = [
             (alone + (n - 1) * launches) / devices * (1.0 + idle(layout.stages, n)) + _hops(question, layout)
@@ -258,14 +258,14 @@ def _idle_share(cluster: Cluster, stages: int, microbatches: int) -> float:
     return 0.0 if cluster.cores < cluster.sharing else (stages - 1) / (6.0 * microbatches)
 
 
-def _hops(question: Question, layout: Layout) -> float:
+def _hops(question: Question, layout: StageMeshes) -> float:
     """Latencies on the way of a microbatch through all stages and back."""
     devices = math.prod(layout.mesh)
     pairs = ((s, s + 1) for s in range(layout.stages - 1))
     return 2.0 * sum(message_rate(question.cluster, s, t, devices)[0] for s, t in pairs)
 
 
-def _takes_whole_axes(layout: Layout, mesh: tuple[int, ...]) -> bool:
+def _takes_whole_axes(layout: StageMeshes, mesh: tuple[int, ...]) -> bool:
     return layout.stages in [math.prod(mesh[:n]) for n in range(1, len(mesh) + 1)]
 
 
@@ -282,7 +282,7 @@ def single_device_seconds(question: Question, graph: Graph) -> tuple[float, floa
 
 
 def _staged(
-    question: Question, pinned: Mapping[str, str], layout: Layout, count: int, whole: Graph, timings: Timings
+    question: Question, pinned: Mapping[str, str], layout: StageMeshes, count: int, whole: Graph, timings: Timings
 ) -> Found:
     names = tuple(question.axis_names[axis] for axis in layout.axes) if question.axis_names else ()
     inside = replace(question, mesh=layout.mesh, axis_names=names)

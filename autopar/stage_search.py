@@ -36,7 +36,7 @@ from .schedules import SCHEDULES, make_schedule
 from .stage_chunks import WirePrice, place_chunks
 from .stage_cuts import Segments, best_cuts
 from .stage_figures import planned_pipeline
-from .stage_meshes import Layout
+from .stage_meshes import StageMeshes
 from .stage_prices import StageBill, bill_stages, most_in_flight, shared_processors, wire_prices
 from .stage_segments import pinned_ranks, price_segments, segment_of_nodes
 from .stages import Staged
@@ -53,7 +53,7 @@ class StagedAnswer:
     """A cut, placed and scheduled graph; ``whole`` is the answer of the placement program for the uncut graph of one
     microbatch."""
 
-    layout: Layout
+    layout: StageMeshes
     whole: Answer
     bill: StageBill
     pipeline: PlannedPipeline
@@ -71,7 +71,7 @@ class Ask:
 
     graph: Graph
     inputs: Mapping[str, int | None]
-    layout: Layout
+    layout: StageMeshes
     microbatches: int
     schedule: str | None
     pins: dict[str, str]
@@ -211,7 +211,12 @@ def _ring(stages: int) -> tuple[tuple[int, int], ...]:
 
 
 def cut_answer(
-    layout: Layout, pieces: Microbatched, cuts: tuple[str, ...], kind: tuple[str, int], whole: Answer, optimizer: str
+    layout: StageMeshes,
+    pieces: Microbatched,
+    cuts: tuple[str, ...],
+    kind: tuple[str, int],
+    whole: Answer,
+    optimizer: str,
 ) -> StagedAnswer:
     """The graph cut at ``cuts`` under the schedule ``kind`` (name, chunks per stage): placed and priced."""
     staged = cut(pieces, cuts)
@@ -220,7 +225,7 @@ def cut_answer(
 
 
 def scheduled_answer(
-    layout: Layout, staged: Staged, cuts: tuple[str, ...], schedule: Schedule, whole: Answer, optimizer: str
+    layout: StageMeshes, staged: Staged, cuts: tuple[str, ...], schedule: Schedule, whole: Answer, optimizer: str
 ) -> StagedAnswer:
     """The cut graph under ``schedule``: placed as ``whole`` chooses, and priced."""
     pairs = tuple((edge.source, edge.target) for edge in staged.edges)

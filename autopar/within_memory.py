@@ -51,7 +51,12 @@ def solve_within(
             return plain, free
         incumbents = [free.choices, *incumbents] if free.status != "infeasible" else incumbents
     wide = widen()
-    return wide, solve(wide, [*incumbents, *_recomputing(wide, incumbents)])
+    return wide, solve_wide(wide, solve, incumbents)
+
+
+def solve_wide(wide: Instance, solve: Solve, incumbents: Sequence[Ints]) -> Solution:
+    """The solution of an instance with recomputation, from choices of the one without."""
+    return solve(wide, [*incumbents, *_recomputing(wide, incumbents)])
 
 
 def _within(instance: Instance, choices: Ints) -> bool:

@@ -18,7 +18,7 @@ from autopar.errors import OptionsError
 from autopar.graph import Graph, Node, Value
 
 from .dependence import data_only_nodes
-from .stage_layout import Layout
+from .stage_layout import ChunkLayout
 
 SHALLOW = 4
 COSTLY = frozenset(
@@ -40,7 +40,7 @@ class CutCandidate:
 
 def crossing_bytes(graph: Graph) -> tuple[CutCandidate, ...]:
     """Every place where the forward can be cut: before each operation but the first that computes anything."""
-    layout = Layout(graph, ())
+    layout = ChunkLayout(graph, ())
     order = [node for node in graph if node.phase == "forward" and node.name in layout.home]
     last = _last_uses(layout, order)
     differentiable = _differentiable(graph)
@@ -103,7 +103,7 @@ def _total(candidate: CutCandidate) -> int:
     return candidate.forward_bytes + candidate.backward_bytes
 
 
-def _last_uses(layout: Layout, order: list[Node]) -> dict[Value, int]:
+def _last_uses(layout: ChunkLayout, order: list[Node]) -> dict[Value, int]:
     """For each value that would travel the place of its last use in forward, uses through repeated operations
     included."""
     found: dict[Value, int] = {}
@@ -118,7 +118,7 @@ def _last_uses(layout: Layout, order: list[Node]) -> dict[Value, int]:
     return found
 
 
-def _between_reads_and_writes(layout: Layout, order: list[Node]) -> set[int]:
+def _between_reads_and_writes(layout: ChunkLayout, order: list[Node]) -> set[int]:
     """Places where a cut would separate the operations that read and write a buffer."""
     graph, data = layout.graph, data_only_nodes(layout.graph)
     buffers = {node.target: node.name for node in graph.placeholders("buffer")}
@@ -131,7 +131,7 @@ def _between_reads_and_writes(layout: Layout, order: list[Node]) -> set[int]:
     return found
 
 
-def _reading(layout: Layout, order: list[Node], name: str) -> set[str]:
+def _reading(layout: ChunkLayout, order: list[Node], name: str) -> set[str]:
     """Operations that read a placeholder, directly or through repeated ones."""
     carries, found = {name}, set[str]()
     for node in order:
@@ -155,7 +155,7 @@ def cuts_for_owners(graph: Graph, owners: Mapping[str, tuple[int, ...]], count: 
     ``graph`` may be another trace (without dropout, forward only). Raises :class:`OptionsError` if its order of
     operations is another, so that no cut does.
     """
-    layout = Layout(graph, ())
+    layout = ChunkLayout(graph, ())
     paths = {node.name: node.target for node in graph.placeholders("param")}
     order = [node for node in graph if node.phase == "forward" and node.name in layout.home]
     starts: dict[int, int] = {}
@@ -173,7 +173,7 @@ def cuts_for_owners(graph: Graph, owners: Mapping[str, tuple[int, ...]], count: 
     return _cuts(order, starts, count)
 
 
-def _parameters_of(layout: Layout, node: Node, paths: Mapping[str, str]) -> set[str]:
+def _parameters_of(layout: ChunkLayout, node: Node, paths: Mapping[str, str]) -> set[str]:
     """The parameters an operation reads, directly or through operations repeated for it."""
     waiting = [] if node.name in layout.repeated else list(node.operands)
     found: set[str] = set()

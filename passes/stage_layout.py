@@ -67,7 +67,7 @@ def gradient_parts(graph: Graph) -> dict[str, tuple[Value, ...]]:
 
 
 @dataclass
-class Layout:
+class ChunkLayout:
     """``home`` gives the chunk of every operation that has one, ``owners`` the chunks where forward uses a parameter
     (by node name), ``parts`` the values each gradient is the sum of."""
 

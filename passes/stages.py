@@ -22,7 +22,7 @@ from autopar.stages import Edge, Staged
 
 from .dependence import data_only_nodes
 from .microbatch import Microbatched
-from .stage_layout import Layout
+from .stage_layout import ChunkLayout
 
 
 def wire_name(value: Value) -> str:
@@ -41,7 +41,7 @@ def cut(source: Graph | Microbatched, cuts: tuple[str, ...]) -> Staged:
     if not cuts:
         owners = {node.target: (0,) for node in graph.placeholders("param")}
         return Staged((graph,), (), owners, prelude)
-    layout = Layout(graph, tuple(cuts))
+    layout = ChunkLayout(graph, tuple(cuts))
     writers = [_Writer(layout, chunk) for chunk in range(layout.count)]
     for writer in writers:
         writer.write()
@@ -76,7 +76,7 @@ def _parameters(graph: Graph) -> tuple[Node, ...]:
 class _Writer:
     """Writes one chunk; ``received`` are the values it needs of others, ``local`` what values are called here."""
 
-    layout: Layout
+    layout: ChunkLayout
     chunk: int
     nodes: list[Node] = field(default_factory=list)
     placeholders: dict[str, Node] = field(default_factory=dict)
@@ -176,7 +176,7 @@ class _Writer:
         return Graph(alive, graph.outputs, (), constants)
 
 
-def _connected(layout: Layout, writers: list[_Writer]) -> tuple[tuple[Graph, ...], tuple[Edge, ...]]:
+def _connected(layout: ChunkLayout, writers: list[_Writer]) -> tuple[tuple[Graph, ...], tuple[Edge, ...]]:
     """The chunks and what travels, once nothing is sent that nobody needs."""
     wants = [set(writer.received) for writer in writers]
     while True:
@@ -205,7 +205,7 @@ def _with_idle_parameters(graph: Graph, chunks: list[Graph]) -> tuple[Graph, ...
     return tuple(chunk.verify() for chunk in (first, *chunks[1:]))
 
 
-def _mutations(layout: Layout, writers: list[_Writer]) -> None:
+def _mutations(layout: ChunkLayout, writers: list[_Writer]) -> None:
     """New values of buffers: made where the buffer is read, in each such chunk if it depends on data alone."""
     data = data_only_nodes(layout.graph)
     buffers = {node.target: node.name for node in layout.graph.placeholders("buffer")}

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import autopar
+from autopar import planner
 from autopar.assignment import Assignment
 from autopar.errors import OptionsError
 from autopar.graph import REST, Graph
@@ -163,6 +164,19 @@ def test_what_does_not_fit_is_recomputed() -> None:
     assert found.recomputed and found.predicted.peak_bytes <= limit
     assert found.predicted.step_seconds > free.predicted.step_seconds
     assert sum(h.bytes for h in found.holdings) + found.predicted.temporary_bytes == found.predicted.peak_bytes
+
+
+def test_recomputation_is_tried_where_only_the_rehearsed_peak_exceeds_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the program deems to fit, and the rehearsal of the step not, fits with values recomputed."""
+    question = ask(Wide(), (torch.randn(512, 8),), (2,), time_limit=8.0)
+    free = planned(question, recompute="none")
+    rehearsed = planner._peak
+    more = int(0.3 * free.predicted.peak_bytes)
+    monkeypatch.setattr(planner, "_peak", lambda found: rehearsed(found) + more)
+    found = planned(question, memory_limit=int(1.1 * free.predicted.peak_bytes))
+    assert found.recomputed and found.predicted.peak_bytes + more <= found.memory_limit
 
 
 class Written(nn.Module):

@@ -16,7 +16,7 @@ from autopar.cost.pipeline_prices import SharedProcessors
 from autopar.schedule_check import check
 from autopar.schedules import SCHEDULES
 from autopar.search import Found
-from autopar.stage_meshes import Layout, layout_for, layouts, microbatch_counts
+from autopar.stage_meshes import StageMeshes, layout_for, layouts, microbatch_counts
 from autopar.stage_prices import shared_processors
 from tests.models import make
 from tests.questions import ask
@@ -144,10 +144,10 @@ def test_more_stages_than_regions_names_how_many_there_are() -> None:
 
 
 def test_stages_take_the_outermost_devices() -> None:
-    assert layout_for((2, 4), 2) == Layout(2, (4,), (1,))
-    assert layout_for((2, 4), 4) == Layout(4, (2,), (1,))
-    assert layout_for((4, 2), 2) == Layout(2, (2, 2), (0, 1))
-    assert layout_for((2, 3), 6) == Layout(6, (1,), (1,))
+    assert layout_for((2, 4), 2) == StageMeshes(2, (4,), (1,))
+    assert layout_for((2, 4), 4) == StageMeshes(4, (2,), (1,))
+    assert layout_for((4, 2), 2) == StageMeshes(2, (2, 2), (0, 1))
+    assert layout_for((2, 3), 6) == StageMeshes(6, (1,), (1,))
     assert layout_for((4, 3), 3) is None
     assert [found.stages for found in layouts((2, 2), None)] == [2, 4]
 
@@ -204,7 +204,7 @@ def test_on_shared_cores_stages_that_nobody_asked_for_must_win_clearly() -> None
     question = ask(model, batch, (2,))
     shared = replace(question, options=Options(), cluster=replace(question.cluster, sharing=2, cores=1.0))
     whole = Found(1.0, None, Mock(), Mock())
-    pipeline = Found(0.9, Layout(2, (1,), ()), Mock(), Mock())
+    pipeline = Found(0.9, StageMeshes(2, (1,), ()), Mock(), Mock())
     assert search._doubt(shared, whole) == 1 < search._doubt(shared, pipeline)
     assert search._doubt(replace(shared, options=Options(stages=2)), pipeline) == 1
     assert search._doubt(replace(shared, cluster=question.cluster), pipeline) == 1
