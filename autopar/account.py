@@ -127,10 +127,12 @@ def adding_seconds(
     prices: Prices, node: Node, strategy: Strategy, made: Container[Value | None], repeats: Repeats
 ) -> float:
     """What it takes in a step to add up the gradients that ``node`` makes (those of its results that are in ``made``)
-    over microbatches: each after the first is read with the sum so far, which is written."""
+    over microbatches: each after the first is read with the sum so far, which is written. A product adds by itself: it
+    reads the sum and writes that instead of its result."""
     places = enumerate(zip(node.types, strategy.outputs, strict=True))
     raw = sum(local_bytes(t, p, prices.mesh) for i, (t, p) in places if t and Value(node.name, i) in made)
-    return 3.0 * raw * (repeats.microbatches - 1) / prices.cluster.device.memory_bandwidth
+    passes = 1.0 if node.op == "aten.mm.default" else 3.0
+    return passes * raw * (repeats.microbatches - 1) / prices.cluster.device.memory_bandwidth
 
 
 def _compute_lines(graph: Graph, assignment: Assignment, prices: Prices, repeats: Repeats) -> Iterator[Line]:

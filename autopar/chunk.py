@@ -1,6 +1,6 @@
 """The program of one rank for one chunk of a pipeline (:mod:`autopar.stages`), run once for every microbatch.
 
-Five sections, each a function of local tensors (:class:`~autopar.program.Section`):
+Sections, each a function of local tensors (:class:`~autopar.program.Section`):
 
 =================== ============================================== ==================================================
 ``refresh``          stored parameters                              working parameters; once a step
@@ -8,12 +8,15 @@ Five sections, each a function of local tensors (:class:`~autopar.program.Sectio
 ``input_gradient``   saved values, ``tangents``,                    ``gradient_sends``, carried values
                      ``gradient_receives``
 ``weight_gradient``  carried values                                 raw gradients, one for each of ``gradients``
+``backward``         what ``input_gradient`` takes                  ``gradient_sends``, raw gradients
 ``reduce``           raw gradients, added up over microbatches      ``gradients``, as stored; once a step
 =================== ============================================== ==================================================
 
 ``input_gradient`` holds what other stages wait for, ``weight_gradient`` the rest of backward, which a schedule may
-put off. A raw gradient lies as backward made it, often as a partial sum: it is reduced once a step and not once a
-microbatch.
+put off; ``backward`` does both, for schedules that do not, and drops saved values as it goes. A raw gradient lies as
+backward made it, often as a partial sum: it is reduced once a step and not once a microbatch.
+``more_weight_gradient`` and ``more_backward`` are for microbatches after the first: they take the sums of raw gradients
+so far behind their other inputs, add to them in place, and return them.
 """
 
 from __future__ import annotations
@@ -58,11 +61,15 @@ class ChunkProgram:
     forward: Section
     input_gradient: Section
     weight_gradient: Section
+    backward: Section
+    more_weight_gradient: Section
+    more_backward: Section
     reduce: Section
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
 
     @property
     def sections(self) -> tuple[Section, ...]:
+        """Those that say what is computed; the others do the same in one, or add up."""
         return (self.refresh, self.forward, self.input_gradient, self.weight_gradient, self.reduce)
 
     def __str__(self) -> str:

@@ -3,14 +3,16 @@ under the same schedule, in the same processes.
 
     python -m benchmarks.pipeline_runtime [--json] [--output FILE] [--stages 2] [--microbatches 8]
 
-Both run alternately in one process group, so that a busy machine slows them alike. A figure is the median over the
-rounds of a step as its slowest process sees it. Before anything is timed, all gradients must be equal.
+Both take turns in one process group, in an order drawn anew each round, so that a busy machine slows them alike. A
+figure is the median over the rounds of a step as its slowest process sees it. Before anything is timed, all gradients
+must be equal.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -49,7 +51,7 @@ from autopar.trace import trace
 from .report import describe_machine, emit, make_table
 
 WIDTH, HEADS, SEQUENCE, BATCH, BLOCKS = 256, 4, 128, 16, 8
-ROUNDS, WARMUP = 12, 3
+ROUNDS, WARMUP = 24, 3
 Step = Callable[[], Any]
 
 
@@ -219,8 +221,9 @@ def measure(rank: int, world: int, name: str, count: int) -> dict[str, list[floa
             step()
     _check(whole, blocks)
     found: dict[str, list[float]] = {"own": [], "torch": []}
-    for turn in range(ROUNDS):
-        for which in sorted(steps, reverse=bool(turn % 2)):
+    order = random.Random(0)
+    for _ in range(ROUNDS):
+        for which in order.sample(sorted(steps), len(steps)):
             found[which].append(_seconds(steps[which]))
     return found
 
@@ -243,7 +246,7 @@ def main() -> None:
     }
     rows = []
     for name in KINDS:
-        seconds = run_local(measure, asked.stages, timeout=120, args=(name, asked.microbatches))[0]
+        seconds = run_local(measure, asked.stages, timeout=300, args=(name, asked.microbatches))[0]
         own, theirs = (statistics.median(seconds[which]) for which in ("own", "torch"))
         figures["schedules"][name] = {"own": own, "torch": theirs, "ratio": own / theirs, "seconds": seconds}
         rows.append((name, f"{own * 1e3:.1f}", f"{theirs * 1e3:.1f}", f"{own / theirs:.3f}"))

@@ -8,8 +8,9 @@ collectives cost their latency many times over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -20,9 +21,10 @@ from autopar.program import Program, Section, TensorSlot
 from autopar.reshard import Hop, make_hop
 from autopar.spec import Placements, Strategy
 
+from .biased_products import FUSED, biased_products
 from .compose import op_call
 from .emit import Buckets, Emitter
-from .rules import LocalContext, Operand, local_call
+from .rules import LocalCall, LocalContext, Operand, local_call
 
 Path = Callable[[TensorType, Placements, Placements, bool], tuple[Hop, ...]]
 CONTIGUOUS = (("memory_format", torch.contiguous_format),)
@@ -60,6 +62,16 @@ class Lowering:
             return self.assignment.parameters[value.node].weight
         return self.strategy(self.graph[value.node]).outputs[value.index]
 
+    @cached_property
+    def biased(self) -> Mapping[str, str]:
+        """The sums that run with the product they add a bias to."""
+        return biased_products(self.graph, self.strategy)
+
+    @cached_property
+    def factored(self) -> frozenset[str]:
+        """Their products."""
+        return frozenset(self.biased.values())
+
     def slot(self, node: Node, placements: Placements | None = None) -> TensorSlot:
         shape = tuple(int(size) for size in node.type.shape)
         place = placements or self.home(Value(node.name))
@@ -75,13 +87,14 @@ class Lowering:
 @dataclass
 class NodeLowerer:
     """Lowers the nodes of one phase into one section: ``local`` has the local value of each value so far, ``moved`` of
-    each value resharded."""
+    each value resharded; ``factors`` of each product that runs with the sum after it."""
 
     job: Lowering
     phase: Phase
     emitter: Emitter
     local: dict[Value, Value] = field(default_factory=dict)
     moved: dict[tuple[Value, Placements], Value] = field(default_factory=dict)
+    factors: dict[str, tuple[Arg, ...]] = field(default_factory=dict)
 
     def take(self, value: Value, target: Placements, module: str = "") -> Value:
         """The local value of ``value`` placed as ``target``; resharded at its first use in this phase."""
@@ -115,6 +128,19 @@ class NodeLowerer:
             operands = [
                 self.emitter.emit(f"{value.node}_dense", layout, (value,), (), 1, node.module) for value in operands
             ]
+        op, args, kwargs = self._call(node, strategy, operands)
+        if node.name in self.job.factored:
+            self.factors[node.name], self.local[Value(node.name)] = args, Value(node.name)
+            return
+        if product := self.job.biased.get(node.name):
+            bias = next(own for value, own in zip(node.operands, operands, strict=True) if value.node != product)
+            op, args = FUSED, (bias, *self.factors.pop(product))
+        first = self.emitter.emit(node.name, op, args, kwargs, len(node.types), node.module)
+        for index in range(len(node.types)):
+            self.local[Value(node.name, index)] = Value(first.node, index)
+
+    def _call(self, node: Node, strategy: Strategy, operands: list[Value]) -> LocalCall:
+        """What this device runs for ``node``, of local operands."""
         call = op_call(self.job.graph, node)
         context = LocalContext(call, strategy.inputs, strategy.outputs, self.job.mesh, self.job.coordinate)
         op, args, kwargs = local_call(context, strategy.local)
@@ -122,10 +148,7 @@ class NodeLowerer:
         def leaf(arg: Arg) -> Arg:
             return operands[arg.index] if isinstance(arg, Operand) else arg
 
-        kwargs = tuple((key, map_arg(arg, leaf)) for key, arg in kwargs)
-        first = self.emitter.emit(node.name, op, map_arg(args, leaf), kwargs, len(node.types), node.module)
-        for index in range(len(node.types)):
-            self.local[Value(node.name, index)] = Value(first.node, index)
+        return op, map_arg(args, leaf), tuple((key, map_arg(arg, leaf)) for key, arg in kwargs)
 
 
 def lower(job: Lowering, outputs: Iterable[Output]) -> Program:

@@ -17,6 +17,7 @@ from autopar.program import Instruction, Section, TensorSlot
 from autopar.spec import Placements, short
 from autopar.stages import Edge
 
+from .adding import adding
 from .emit import Buckets, Emitter
 from .lower import (
     Lowering,
@@ -101,6 +102,9 @@ def lower_chunk(work: ChunkLowering) -> ChunkProgram:
         forward=overlap_section(forward),
         input_gradient=overlap_section(first),
         weight_gradient=overlap_section(second),
+        backward=overlap_section(backward),
+        more_weight_gradient=adding(overlap_section(second), len(gradients)),
+        more_backward=adding(overlap_section(backward), len(gradients)),
         reduce=_reduce(job, gradients),
         constants=graph.constants,
     )

@@ -50,6 +50,10 @@ class ChunkExecutable:
         self._refresh, self._forward, self._input_gradient, self._weight_gradient, self._reduce = (
             runner(section, groups, where) for section in program.sections
         )
+        self._backward, self._more_weight_gradient, self._more_backward = (
+            runner(section, groups, where)
+            for section in (program.backward, program.more_weight_gradient, program.more_backward)
+        )
         self.constants = own_constants(program.placeholders, program.constants, groups)
         self.receives = exchanges(program, program.receives, sends=False)
         self.sends = exchanges(program, program.sends, sends=True)
@@ -72,13 +76,28 @@ class ChunkExecutable:
         sends, carried = _part(self._input_gradient(inputs), len(self.program.gradient_sends))
         return _messages(sends, self.gradient_sends), carried
 
-    def weight_gradient(self, carried: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Raw gradients; empties ``carried``."""
-        return self._weight_gradient(carried)
+    def weight_gradient(self, carried: list[torch.Tensor], sums: list[torch.Tensor] | None) -> list[torch.Tensor]:
+        """Raw gradients, added in place to ``sums`` of earlier microbatches if there are any; empties ``carried``."""
+        return self._weight_gradient(carried) if sums is None else self._more_weight_gradient(_emptied(carried) + sums)
+
+    def backward(
+        self, inputs: list[torch.Tensor], sums: list[torch.Tensor] | None
+    ) -> tuple[Messages, list[torch.Tensor]]:
+        """:meth:`input_gradient` and :meth:`weight_gradient` at once."""
+        made = self._backward(inputs) if sums is None else self._more_backward(_emptied(inputs) + sums)
+        sends, raw = _part(made, len(self.program.gradient_sends))
+        return _messages(sends, self.gradient_sends), raw
 
     def reduce(self, raw: list[torch.Tensor]) -> list[torch.Tensor]:
         """Gradients as stored; empties ``raw``."""
         return self._reduce(raw)
+
+
+def _emptied(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """``values`` in a list of their own, so that the section that takes them is the last to hold them."""
+    taken = [*values]
+    values.clear()
+    return taken
 
 
 def _part(values: list[Any], count: int) -> tuple[list[Any], list[Any]]:

@@ -64,8 +64,7 @@ class PipelineRun:
             case "weight_gradient":
                 self._weight_gradient(instruction)
             case "backward":
-                self._input_gradient(instruction)
-                self._weight_gradient(instruction)
+                self._backward(instruction)
             case "send_forward" | "send_backward":
                 message = instruction.message
                 self.messenger.send(self._leaving.pop(message), self.program.stage_of(message.target))
@@ -89,19 +88,24 @@ class PipelineRun:
 
     def _input_gradient(self, instruction: Instruction) -> None:
         chunk, task = self.chunks[instruction.chunk], (instruction.chunk, instruction.microbatch)
-        values = self._saved.pop(task)
-        values += self.tangents[instruction.chunk]
-        values += self._arrived(chunk.gradient_receives, instruction, "backward")
-        messages, self._carried[task] = chunk.input_gradient(values)
+        messages, self._carried[task] = chunk.input_gradient(self._taken_back(instruction))
         self._give(messages, instruction, "backward")
 
     def _weight_gradient(self, instruction: Instruction) -> None:
-        raw = self.chunks[instruction.chunk].weight_gradient(
-            self._carried.pop((instruction.chunk, instruction.microbatch))
-        )
-        total = self._raw.setdefault(instruction.chunk, raw)
-        if total is not raw and raw:
-            torch._foreach_add_(total, raw)
+        chunk, carried = instruction.chunk, self._carried.pop((instruction.chunk, instruction.microbatch))
+        self._raw[chunk] = self.chunks[chunk].weight_gradient(carried, self._raw.get(chunk))
+
+    def _backward(self, instruction: Instruction) -> None:
+        chunk = instruction.chunk
+        messages, self._raw[chunk] = self.chunks[chunk].backward(self._taken_back(instruction), self._raw.get(chunk))
+        self._give(messages, instruction, "backward")
+
+    def _taken_back(self, instruction: Instruction) -> list[torch.Tensor]:
+        """What backward takes: saved values, which are held by nothing else, tangents and received gradients."""
+        values = self._saved.pop((instruction.chunk, instruction.microbatch))
+        values += self.tangents[instruction.chunk]
+        values += self._arrived(self.chunks[instruction.chunk].gradient_receives, instruction, "backward")
+        return values
 
     def _reduce(self, chunk: int) -> None:
         self.gradients[chunk] = self.chunks[chunk].reduce(self._raw.pop(chunk))

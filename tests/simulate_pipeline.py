@@ -110,8 +110,8 @@ class Pipeline:
         if kind == "forward":
             self._forward(stage, instruction)
         if kind in ("backward", "input_gradient"):
-            self._input_gradient(stage, instruction)
-        if kind in ("backward", "weight_gradient"):
+            self._backward(stage, instruction)
+        if kind == "weight_gradient":
             self._weight_gradient(stage, instruction)
         if instruction.sends:
             message = instruction.message
@@ -190,7 +190,8 @@ class Pipeline:
             memory_format=torch.contiguous_format
         )
 
-    def _input_gradient(self, stage: Stage, instruction: Instruction) -> None:
+    def _backward(self, stage: Stage, instruction: Instruction) -> None:
+        """Whole, or as far as the input gradient."""
         index, k = instruction.chunk, instruction.microbatch
         received, saved = self._arrived(stage, instruction), stage.saved.pop((index, k))
         inputs = []
@@ -200,20 +201,26 @@ class Pipeline:
                 for s in chunk.tangents
             ]
             inputs.append([*saved[rank], *ones, *received[rank]])
-        made = stage.run(index, "input_gradient", inputs)
+        whole = instruction.kind == "backward"
+        made = self._added(stage, index, "backward", inputs) if whole else stage.run(index, "input_gradient", inputs)
         count = len(stage.chunk(index)[0].gradient_sends)
         self._give(stage, instruction, "backward", [values[:count] for values in made])
-        stage.carried[index, k] = [values[count:] for values in made]
+        if whole:
+            stage.raw[index] = [values[count:] for values in made]
+        else:
+            stage.carried[index, k] = [values[count:] for values in made]
 
     def _weight_gradient(self, stage: Stage, instruction: Instruction) -> None:
         index = instruction.chunk
-        made = stage.run(index, "weight_gradient", stage.carried.pop((index, instruction.microbatch)))
+        carried = stage.carried.pop((index, instruction.microbatch))
+        stage.raw[index] = self._added(stage, index, "weight_gradient", carried)
+
+    def _added(self, stage: Stage, index: int, section: str, inputs: Shards) -> Shards:
+        """Adds to the gradients of earlier microbatches, in place, as the runtime does: aliases would show."""
         if index not in stage.raw:
-            stage.raw[index] = made
-            return
-        for total, values in zip(stage.raw[index], made, strict=True):
-            for mine, more in zip(total, values, strict=True):
-                mine.add_(more)  # In place, as the runtime does: aliases would show.
+            return stage.run(index, section, inputs)
+        more = [[*given, *sums] for given, sums in zip(inputs, stage.raw[index], strict=True)]
+        return stage.run(index, f"more_{section}", more)
 
     def _reduce(self, stage: Stage, index: int) -> None:
         made = stage.run(index, "reduce", stage.raw.pop(index))

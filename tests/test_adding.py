@@ -1,0 +1,93 @@
+"""Products with a bias run as one operation, and sections that add gradients up make no tensor for a product."""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.graph import Graph, Node, Value
+from autopar.passes.adding import adding
+from autopar.passes.biased_products import biased_products
+from autopar.program import Instruction, Section
+from autopar.runtime.executor import compile_section
+from autopar.spec import REPLICATE, Strategy, parse_placement
+
+V = Value
+MADE = Section(
+    "weight_gradient",
+    ("x", "y", "bias"),
+    (
+        Instruction("t", "aten.permute.default", (V("x"), (1, 0))),
+        Instruction("product", "aten.mm.default", (V("t"), V("y"))),
+        Instruction("twice", "aten.mm.default", (V("t"), V("y"))),
+        Instruction("more", "aten.add.Tensor", (V("twice"), 1)),
+        Instruction("values", "aten.max.dim", (V("y"), 0), results=2),
+    ),
+    (V("more"), V("product"), V("twice"), V("values"), V("bias")),
+)
+
+
+def test_a_section_that_adds() -> None:
+    """What comes before the gradients is returned as it is; sums are changed in place."""
+    text = str(adding(MADE, 4))
+    assert text.splitlines()[1:] == [
+        "  %sum_so_far_3_more = aten.add_.Tensor(%sum_so_far_3, %bias)",
+        "  %t = aten.permute.default(%x, [1, 0])",
+        "  %sum_so_far_0_more = aten.addmm_.default(%sum_so_far_0, %t, %y)",
+        "  %twice = aten.mm.default(%t, %y)",
+        "  %sum_so_far_1_more = aten.add_.Tensor(%sum_so_far_1, %twice)",
+        "  %more = aten.add.Tensor(%twice, 1)",
+        "  %values, %values.1 = aten.max.dim(%y, 0)",
+        "  %sum_so_far_2_more = aten.add_.Tensor(%sum_so_far_2, %values)",
+        "  return %more, %sum_so_far_0_more, %sum_so_far_1_more, %sum_so_far_2_more, %sum_so_far_3_more",
+    ]
+    first, more = (compile_section(s, {}, torch.device("cpu")) for s in (MADE, adding(MADE, 4)))
+    torch.manual_seed(0)
+    batches = [[torch.randn(5, 3), torch.randn(5, 4), torch.randn(2)] for _ in range(3)]
+    wanted = [first([*batch]) for batch in batches]
+    sums = [value.clone() for value in first([*batches[0]])[1:]]
+    kept = list(sums)
+    for batch, alone in zip(batches[1:], wanted[1:], strict=True):
+        other, *sums = more([*batch, *sums])
+        torch.testing.assert_close(other, alone[0])
+    for position, total in enumerate(sums):
+        assert total is kept[position]
+        torch.testing.assert_close(total, sum(one[position + 1] for one in wanted))
+
+
+GRAPH = """graph()
+%w: f32[3, 4] = param("w")
+%b: f32[4] = param("b")
+%x: f32[6, 3] = input("x")
+%wide: f32[6, 4] = input("wide")
+%one: f32[6, 4] = aten.mm.default(%x, %w)
+%biased: f32[6, 4] = aten.add.Tensor(%one, %b)
+%two: f32[6, 4] = aten.mm.default(%x, %w)
+%other_side: f32[6, 4] = aten.add.Tensor(%b, %two)
+%three: f32[6, 4] = aten.mm.default(%x, %w)
+%used_twice: f32[6, 4] = aten.add.Tensor(%three, %b)
+%relu: f32[6, 4] = aten.relu.default(%three)
+%four: f32[6, 4] = aten.mm.default(%x, %w)
+%no_vector: f32[6, 4] = aten.add.Tensor(%four, %wide)
+%five: f32[6, 4] = aten.mm.default(%x, %w)
+%scaled: f32[6, 4] = aten.add.Tensor(%five, %b, alpha=2)
+%six: f32[6, 4] = aten.mm.default(%x, %w)
+%returned: f32[6, 4] = aten.add.Tensor(%six, %b)
+return output "0" = %six
+"""
+
+
+def test_which_sums_run_with_their_product() -> None:
+    graph = Graph.from_text(GRAPH)
+    (whole, by_rows) = ((REPLICATE,), (parse_placement("S(0)"),))
+
+    def everywhere(node: Node) -> Strategy:
+        return Strategy((whole,) * len(node.operands), (whole,) * len(node.types))
+
+    def resharded(node: Node) -> Strategy:
+        """The products are gathered before the sum."""
+        if node.op != "aten.mm.default":
+            return everywhere(node)
+        return Strategy((by_rows, whole), (by_rows,))
+
+    assert biased_products(graph, everywhere) == {"biased": "one", "other_side": "two"}
+    assert biased_products(graph, resharded) == {}
