@@ -74,6 +74,20 @@ class Account:
         return sum(line.seconds for line in self.lines if line.kind in kinds)
 
 
+@dataclass(frozen=True, slots=True)
+class Borrowed:
+    """A parameter that another chunk stores and updates. ``apart``: on other devices, which send it here once a step
+    and are sent its gradient, in ``seconds``."""
+
+    apart: bool
+    seconds: float = 0.0
+
+
+# By path, the parameters of a chunk that it does not store.
+Loans = Mapping[str, Borrowed]
+NO_LOANS: Loans = {}
+
+
 def optimizer_seconds(prices: Prices, kind: TensorType, place: ParameterPlacement, optimizer: str) -> float:
     """One update of a parameter: reads value, gradient and states, writes value and states, at memory bandwidth."""
     shard = local_type(kind, place.optimizer, prices.mesh)
@@ -92,6 +106,19 @@ def parameter_bytes(
     return int(shard.bytes) + working, gradient, int(optimizer_bytes(optimizer, shard))
 
 
+def held_bytes(
+    prices: Prices, node: Node, place: ParameterPlacement, optimizer: str, loans: Loans
+) -> tuple[int, int, int]:
+    """:func:`parameter_bytes` of the parameter ``node``, without what whoever lends it counts: the optimizer state, and
+    on the same devices the stored tensor."""
+    weight, gradient, state = parameter_bytes(prices, node.type, place, optimizer)
+    loan = loans.get(node.target)
+    if loan is None:
+        return weight, gradient, state
+    stored = 0 if loan.apart else local_bytes(node.type, place.optimizer, prices.mesh)
+    return weight - stored, gradient, 0
+
+
 def temporary_bytes(prices: Prices, node: Node, inputs: tuple[TensorType, ...], strategy: Strategy) -> int:
     """What one operation holds at once: its operands and results, as placed by the strategy."""
     if node.is_placeholder or node.op in VIEWS or node.op == REST:
@@ -101,15 +128,23 @@ def temporary_bytes(prices: Prices, node: Node, inputs: tuple[TensorType, ...], 
     return taken + sum(local_bytes(t, p, prices.mesh) for t, p in made if t is not None)
 
 
-def account(graph: Graph, assignment: Assignment, prices: Prices, optimizer: str, repeats: Repeats = ONCE) -> Account:
+def account(
+    graph: Graph,
+    assignment: Assignment,
+    prices: Prices,
+    optimizer: str,
+    repeats: Repeats = ONCE,
+    loans: Loans = NO_LOANS,
+) -> Account:
     """The bill of ``assignment`` for a step that runs ``graph`` as ``repeats`` says."""
     lines = (
         *_compute_lines(graph, assignment, prices, repeats),
         *_use_lines(graph, assignment, prices, repeats.microbatches),
-        *_optimizer_lines(graph, assignment, prices, optimizer),
+        *_optimizer_lines(graph, assignment, prices, optimizer, loans),
+        *_loan_lines(graph, loans),
     )
     hidden = _hidden_lines(lines, hidden_shares(graph, prices.cluster, repeats))
-    return Account((*lines, *hidden), memory(graph, assignment, prices, optimizer, repeats))
+    return Account((*lines, *hidden), memory(graph, assignment, prices, optimizer, repeats, loans))
 
 
 def _hidden_lines(lines: Sequence[Line], shares: Mapping[str, float]) -> Iterator[Line]:
@@ -167,8 +202,18 @@ def _use_lines(graph: Graph, assignment: Assignment, prices: Prices, times: int)
         yield Line(kind, use.value.node, module, use.phase, seconds * often, hops, often)
 
 
-def _optimizer_lines(graph: Graph, assignment: Assignment, prices: Prices, optimizer: str) -> Iterator[Line]:
+def _loan_lines(graph: Graph, loans: Loans) -> Iterator[Line]:
+    for path, loan in loans.items():
+        if loan.seconds:
+            yield Line("refresh", graph.parameters[path].name, path.rpartition(".")[0], "forward", loan.seconds)
+
+
+def _optimizer_lines(
+    graph: Graph, assignment: Assignment, prices: Prices, optimizer: str, loans: Loans
+) -> Iterator[Line]:
     for path in trained(graph):
+        if path in loans:
+            continue
         node = graph.parameters[path]
         seconds = optimizer_seconds(prices, node.type, assignment.parameters[node.name], optimizer)
         yield Line("optimizer", node.name, node.target.rpartition(".")[0], "backward", seconds)
@@ -187,7 +232,14 @@ def accumulator_bytes(prices: Prices, kind: TensorType, raw: Placements, repeats
     return local_bytes(kind, raw, prices.mesh)
 
 
-def memory(graph: Graph, assignment: Assignment, prices: Prices, optimizer: str, repeats: Repeats = ONCE) -> Memory:
+def memory(
+    graph: Graph,
+    assignment: Assignment,
+    prices: Prices,
+    optimizer: str,
+    repeats: Repeats = ONCE,
+    loans: Loans = NO_LOANS,
+) -> Memory:
     """Peak bytes by part: everything that rests on the device through the step, and the largest operation's operands
     and results beside what backward has recomputed and needs still."""
     weights = gradients = states = activations = inputs = temporary = 0
@@ -195,7 +247,7 @@ def memory(graph: Graph, assignment: Assignment, prices: Prices, optimizer: str,
     for node in graph.nodes:
         if node.op == "param":
             place = assignment.parameters[node.name]
-            parts = parameter_bytes(prices, node.type, place, optimizer)
+            parts = held_bytes(prices, node, place, optimizer, loans)
             weights += parts[0]
             if node.target in made:
                 raw = assignment.placements_of(made[node.target])

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .account import accumulator_bytes, parameter_bytes
+from .account import NO_LOANS, Loans, accumulator_bytes, held_bytes
 from .assignment import Assignment, ParameterPlacement
 from .graph import REST, Graph
 from .instance import Choice, Instance
@@ -60,14 +60,14 @@ def plan_nodes(graph: Graph) -> dict[str, PlanNode]:
 
 
 def holdings(
-    graph: Graph, assignment: Assignment, prices: Prices, optimizer: str, repeats: Repeats
+    graph: Graph, assignment: Assignment, prices: Prices, optimizer: str, repeats: Repeats, loans: Loans = NO_LOANS
 ) -> Iterator[Holding]:
     """What :func:`autopar.account.memory` adds up, item by item."""
     made = {o.name: o.value for o in graph.outputs if o.kind == "gradient" and o.value is not None}
     for node in graph.nodes:
         if node.op == "param":
             place = assignment.parameters[node.name]
-            weight, gradient, state = parameter_bytes(prices, node.type, place, optimizer)
+            weight, gradient, state = held_bytes(prices, node, place, optimizer, loans)
             parts = {"weight": weight}
             if node.target in made:
                 raw = assignment.placements_of(made[node.target])

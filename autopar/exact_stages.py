@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from autopar.passes.lower import Lowering
@@ -10,15 +9,13 @@ from autopar.passes.lower_chunk import ChunkLowering, lower_chunk
 from autopar.runtime.rehearsal import rehearse
 
 from .account import Memory
-from .alternatives import holdings
 from .exact_memory import ExactMemory, backend_of, of_step
 from .figures import memory_figures
 from .graph import Graph
 from .pipeline import PipelineProgram, StagedParameter
-from .plan import Holding, Predicted
+from .plan import Predicted
 from .prices import BUCKET_BYTES
-from .repeats import Repeats
-from .stage_prices import most_in_flight
+from .stage_plan import rank_holdings
 from .stage_search import StagedAnswer
 
 # Operations that a rehearsal may run in all: beyond, the bill stands.
@@ -57,7 +54,7 @@ def with_memory(figures: Predicted, stages: tuple[ExactMemory, ...]) -> Predicte
 def _of_rank(answer: StagedAnswer, rank: int) -> ExactMemory:
     program = _program(answer, rank)
     found = rehearse(program, backend_of(answer.whole.prices))
-    return of_step(_targets(answer), found, tuple(_holdings(answer, rank)))
+    return of_step(_targets(answer), found, tuple(rank_holdings(answer, rank)))
 
 
 def _program(answer: StagedAnswer, rank: int) -> PipelineProgram:
@@ -98,14 +95,3 @@ def _owners(answer: StagedAnswer) -> dict[str, int]:
 
 def _targets(answer: StagedAnswer) -> dict[str, str]:
     return {n.name: n.target for chunk in answer.bill.chunks for n in chunk.graph.placeholders("param")}
-
-
-def _holdings(answer: StagedAnswer, rank: int) -> Iterator[Holding]:
-    """What the devices of a rank hold at any time; optimizer state lies with the owner."""
-    bill, most, owners = answer.bill, most_in_flight(answer.bill.schedule), _owners(answer)
-    for index in bill.schedule.held[rank]:
-        repeats = Repeats(bill.schedule.microbatches, most[index], accumulates=True)
-        chunk, instance = bill.chunks[index], answer.whole.instance
-        for held in holdings(chunk.graph, chunk.assignment, instance.prices, instance.optimizer, repeats):
-            if held.kind != "optimizer" or owners[chunk.graph[held.name].target] == index:
-                yield held

@@ -27,6 +27,7 @@ def pipeline_to_data(pipeline: PlannedPipeline) -> dict[str, Any]:
         "link_figures": [_numbers(figures) for figures in pipeline.link_figures],
         "peaks": list(pipeline.peaks),
         "update_seconds": pipeline.update_seconds,
+        "hides": pipeline.hides,
         "hosts": list(pipeline.hosts),
         "speeds": list(pipeline.speeds),
     }
@@ -51,6 +52,7 @@ def pipeline_from_data(data: Any, places: Callable[[str], Placements]) -> Planne
         ),
         peaks=tuple(map(int, data["peaks"])),
         update_seconds=float(data["update_seconds"]),
+        hides=bool(data.get("hides", False)),
         hosts=tuple(map(int, data.get("hosts", ()))),
         speeds=tuple(map(float, data.get("speeds", ()))),
     )

@@ -129,7 +129,8 @@ class PlannedCollective:
 class Predicted:
     """Seconds of one step and peak bytes of the device that holds most, with their parts. ``mfu`` is FLOPs of the
     model over what all devices could do in the step. ``freed_seconds`` is what the busiest stage computes faster than
-    its lines say because others that share its processors wait: step = compute + comm + bubble - freed.
+    its lines say because others that share its processors wait, ``hidden_seconds`` how long it reduces gradients while
+    it computes: step = compute + comm + bubble - freed - hidden.
     """
 
     step_seconds: float
@@ -145,6 +146,7 @@ class Predicted:
     input_bytes: int
     mfu: float
     freed_seconds: float = 0.0
+    hidden_seconds: float = 0.0
 
     def to_dict(self) -> dict[str, float | int]:
         return {name: getattr(self, name) for name in self.__slots__}

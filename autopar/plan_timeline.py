@@ -42,7 +42,7 @@ def pipeline_prices(pipeline: PlannedPipeline) -> PipelinePrices:
         for link in pipeline.link_figures
     }
     shared = SharedProcessors(pipeline.hosts, pipeline.speeds) if pipeline.hosts else None
-    return PipelinePrices(chunks, edges, step=pipeline.update_seconds, shared=shared)
+    return PipelinePrices(chunks, edges, step=pipeline.update_seconds, hides=pipeline.hides, shared=shared)
 
 
 def _one_after_the_other(plan: Plan) -> Timeline:

@@ -48,8 +48,9 @@ class PlannedPipeline:
     """``cuts``: the forward nodes at which chunks 1, 2, ... begin (:mod:`autopar.stages`). ``schedule``: what each
     pipeline rank does. ``wires``: how the value of each edge lies while it travels, on the mesh inside a stage;
     ``wire_bytes``: what one rank sends of it for one microbatch. ``peaks``: peak bytes on the devices of each pipeline
-    rank; ``update_seconds``: of optimizer and weight refresh after all reductions. Where pipeline ranks share
-    processors, ``hosts`` has the host of each, and ``speeds`` how quick each is while 1, 2, ... of a host compute.
+    rank; ``update_seconds``: of optimizer and weight refresh after all reductions; ``hides``: whether reductions travel
+    while their rank computes. Where pipeline ranks share processors, ``hosts`` has the host of each, and ``speeds`` how
+    quick each is while 1, 2, ... of a host compute.
 
     Pipeline rank s is the s-th block of consecutive devices, each block a mesh of the plan's shape. One chunk and
     several microbatches is gradient accumulation.
@@ -63,6 +64,7 @@ class PlannedPipeline:
     link_figures: tuple[LinkFigures, ...] = ()
     peaks: tuple[int, ...] = ()
     update_seconds: float = 0.0
+    hides: bool = False
     hosts: tuple[int, ...] = ()
     speeds: tuple[float, ...] = ()
 

@@ -33,6 +33,7 @@ def planned_pipeline(
         link_figures=links,
         peaks=bill.peaks,
         update_seconds=bill.prices.step,
+        hides=bill.prices.hides,
         hosts=shared.hosts if shared else (),
         speeds=shared.speeds if shared else (),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -11,6 +11,7 @@ from autopar.cost import total_flops
 
 from .account import Line, LineKind
 from .alternatives import holdings, plan_nodes
+from .loans import loans
 from .plan import Holding, PlanLine, PlanNode, Predicted
 from .repeats import Repeats
 from .spec import Strategy
@@ -20,14 +21,15 @@ from .stage_search import StagedAnswer
 
 def staged_predicted(answer: StagedAnswer) -> Predicted:
     """The figures of a pipeline: computing and communicating are those of the rank that is busy longest, the bubble is
-    what the step takes beyond, where processors of waiting ranks have made it quicker counted without that; memory is
-    that of the fullest rank's devices."""
+    what the step takes beyond, where processors of waiting ranks have made it quicker counted without that, and what
+    travels while that rank computes not counted; memory is that of the fullest rank's devices."""
     bill = answer.bill
     busiest = busiest_rank(bill)
     compute = _rank_seconds(bill, busiest, "compute", "optimizer")
     busy = _rank_seconds(bill, busiest, "compute", "optimizer", "reshard", "weight", "gradient", "refresh")
-    freed = _freed_seconds(bill, busiest)
-    seconds = max(bill.seconds, busy - freed)
+    freed, hidden = _freed_seconds(bill, busiest), _hidden_seconds(bill, busiest)
+    needed = busy - freed - hidden
+    seconds = max(bill.seconds, needed)
     memories = [bill.accounts[c].memory for c in bill.schedule.held[bill.fullest]]
     prices = answer.whole.prices
     graph = answer.whole.instance.graph
@@ -38,7 +40,7 @@ def staged_predicted(answer: StagedAnswer) -> Predicted:
         step_seconds=seconds,
         compute_seconds=compute,
         comm_seconds=busy - compute,
-        bubble_seconds=seconds - (busy - freed),
+        bubble_seconds=seconds - needed,
         peak_bytes=bill.peaks[bill.fullest],
         weight_bytes=sum(m.weights for m in memories),
         gradient_bytes=sum(m.gradients for m in memories),
@@ -48,6 +50,7 @@ def staged_predicted(answer: StagedAnswer) -> Predicted:
         input_bytes=sum(m.inputs for m in memories),
         mfu=float(total_flops(graph)) * bill.schedule.microbatches / possible if possible else 0.0,
         freed_seconds=freed,
+        hidden_seconds=hidden,
     )
 
 
@@ -61,6 +64,18 @@ def _freed_seconds(bill: StageBill, rank: int) -> float:
             is_step = one.instruction.kind == "step"
             freed += (bill.prices.step if is_step else bill.prices.duration(one.instruction)) - (one.end - one.start)
     return max(0.0, freed)
+
+
+def _hidden_seconds(bill: StageBill, rank: int) -> float:
+    """How long reductions of ``rank`` travel while it computes."""
+    mine = [one for one in bill.simulation.record.ran if one.rank == rank]
+    computed = [one for one in mine if one.instruction.computes]
+    return sum(
+        max(0.0, min(one.end, two.end) - max(one.start, two.start))
+        for one in mine
+        if one.instruction.kind == "reduce"
+        for two in computed
+    )
 
 
 def busiest_rank(bill: StageBill) -> int:
@@ -116,10 +131,16 @@ def gradient_values(answer: StagedAnswer) -> dict[str, str]:
 
 def staged_holdings(answer: StagedAnswer) -> tuple[Holding, ...]:
     """What rests on the fullest rank's devices; a saved activation once for each microbatch in flight."""
-    bill, most = answer.bill, most_in_flight(answer.bill.schedule)
-    found: list[Holding] = []
-    for index in bill.schedule.held[bill.fullest]:
+    return tuple(rank_holdings(answer, answer.bill.fullest))
+
+
+def rank_holdings(answer: StagedAnswer, rank: int) -> Iterator[Holding]:
+    """The same of any rank."""
+    bill, prices = answer.bill, answer.whole.prices
+    most, borrowed = most_in_flight(bill.schedule), loans(bill.chunks, bill.schedule.placement, prices)
+    for index in bill.schedule.held[rank]:
         repeats = Repeats(bill.schedule.microbatches, most[index], accumulates=True)
         chunk = bill.chunks[index]
-        found += holdings(chunk.graph, chunk.assignment, answer.whole.prices, answer.whole.instance.optimizer, repeats)
-    return tuple(found)
+        yield from holdings(
+            chunk.graph, chunk.assignment, prices, answer.whole.instance.optimizer, repeats, borrowed[index]
+        )

@@ -18,6 +18,7 @@ from autopar.passes.stages import split_backward
 
 from .account import Account, Line, account
 from .cluster import Cluster
+from .loans import loans
 from .prices import Prices, local_bytes
 from .repeats import Repeats
 from .schedule import Schedule
@@ -98,14 +99,16 @@ def bill_stages(
             prices,
             optimizer,
             Repeats(schedule.microbatches, most[chunk.index], accumulates=True),
+            borrowed,
         )
-        for chunk in chunks
+        for chunk, borrowed in zip(chunks, loans(chunks, schedule.placement, prices), strict=True)
     )
     step = max(sum(accounts[c].seconds_of("optimizer", "refresh") for c in held) for held in schedule.held)
     priced = PipelinePrices(
         tuple(map(chunk_price, chunks, accounts)),
         _edge_prices(chunks, wires, prices, links),
         step=step,
+        hides=prices.cluster.overlaps,
         shared=shared_processors(prices.cluster, schedule.stages, prices.devices),
     )
     return StageBill(chunks, accounts, priced, simulate(schedule, priced), schedule)

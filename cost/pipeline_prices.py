@@ -72,16 +72,17 @@ class PipelinePrices:
     rank after all reductions, the same everywhere.
 
     ``overlap``: whether messages and reductions travel while their ranks compute; if not, a rank stands still until
-    what it sends or receives has arrived. ``buffered``: whether a message may travel before its receive is posted.
-    ``links``: by (sending rank, receiving rank) the name of a link that carries one message at a time; pairs with one
-    name share it, a pair without a name has one of its own in each direction. ``shared``: which ranks share
-    processors; None if every rank has its own.
+    what it sends or receives has arrived. ``hides``: whether reductions do. ``buffered``: whether a message may travel
+    before its receive is posted. ``links``: by (sending rank, receiving rank) the name of a link that carries one
+    message at a time; pairs with one name share it, a pair without a name has one of its own in each direction.
+    ``shared``: which ranks share processors; None if every rank has its own.
     """
 
     chunks: tuple[ChunkPrice, ...]
     edges: Mapping[tuple[int, int], EdgePrice] = field(default_factory=dict)
     step: float = 0.0
     overlap: bool = True
+    hides: bool = True
     buffered: bool = False
     links: Mapping[tuple[int, int], str] = field(default_factory=dict)
     shared: SharedProcessors | None = None

@@ -122,11 +122,11 @@ class Replay:
         self.advance(rank)
 
     def reduce(self, rank: int, instruction: Instruction) -> bool:
-        """Starts a reduction, which follows the one before; without overlap ``rank`` waits until it is done."""
+        """Starts a reduction, which follows the one before; where none hides ``rank`` waits until it is done."""
         start = max(self.now, self.reduced[rank])
         end = self.reduced[rank] = start + self.prices.chunks[instruction.chunk].reduce
         self.done.append(Ran(rank, instruction, start, end))
-        if self.prices.overlap:
+        if self.prices.overlap and self.prices.hides:
             return True
         self.position[rank] += 1
         self.at(end, "resumes", rank)

@@ -15,6 +15,7 @@ from autopar.spec import local_shape
 
 from .executor import instruction_axes, own_constants, runner
 from .groups import MeshGroups
+from .reduction import Reducer, Reduction
 
 # What is exchanged with each other chunk: (chunk, local shape and dtype of each tensor of the message).
 Exchange = tuple[tuple[int, tuple[tuple[tuple[int, ...], torch.dtype], ...]], ...]
@@ -47,13 +48,16 @@ class ChunkExecutable:
         groups.prepare(instruction_axes(program.sections))
         where = f"the rank at {program.coordinate} of mesh {program.mesh} for chunk {program.chunk}"
         self.program = program
-        self._refresh, self._forward, self._input_gradient, self._weight_gradient, self._reduce = (
-            runner(section, groups, where) for section in program.sections
+        self._refresh, self._forward, self._input_gradient = (
+            runner(section, groups, where) for section in (program.refresh, program.forward, program.input_gradient)
         )
-        self._backward, self._more_weight_gradient, self._more_backward = (
-            runner(section, groups, where)
-            for section in (program.backward, program.more_weight_gradient, program.more_backward)
+        self._weight_gradient, self._more_weight_gradient = (
+            runner(section, groups, where) for section in (program.weight_gradient, program.more_weight_gradient)
         )
+        self._backward, self._more_backward = (
+            runner(section, groups, where) for section in (program.backward, program.more_backward)
+        )
+        self._reducer = Reducer(program.reduce, groups, where)
         self.constants = own_constants(program.placeholders, program.constants, groups)
         self.receives = exchanges(program, program.receives, sends=False)
         self.sends = exchanges(program, program.sends, sends=True)
@@ -88,9 +92,9 @@ class ChunkExecutable:
         sends, raw = _part(made, len(self.program.gradient_sends))
         return _messages(sends, self.gradient_sends), raw
 
-    def reduce(self, raw: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Gradients as stored; empties ``raw``."""
-        return self._reduce(raw)
+    def reduce(self, raw: list[torch.Tensor], computations: int) -> Reduction:
+        """Starts to make of ``raw`` gradients, which it empties, those as stored; see :meth:`.Reducer.begin`."""
+        return self._reducer.begin(raw, computations)
 
 
 def _emptied(values: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -27,7 +27,8 @@ import itertools
 import keyword
 import linecache
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import CodeType, TracebackType
 from typing import Any
 
@@ -51,6 +52,7 @@ Run = Callable[[list[torch.Tensor]], list[Any]]
 # must.
 _TOLERANT = {"aten.view.default": "aten.reshape.default", "aten._unsafe_view.default": "aten.reshape.default"}
 _serial = itertools.count()
+WAIT = "collective.wait"
 
 
 def resolve_aten(op: str) -> torch._ops.OpOverload:
@@ -84,9 +86,11 @@ def instruction_axes(sections: Iterable[Section]) -> set[tuple[int, ...]]:
 
 class Source:
     """The Python text of one section; ``namespace`` holds the operations and constants it refers to and
-    ``instructions`` maps line numbers back."""
+    ``instructions`` maps line numbers back. With ``pauses`` it is a generator that stops before each wait."""
 
-    def __init__(self, section: Section, operations: Mapping[str, Operation], device: torch.device) -> None:
+    def __init__(
+        self, section: Section, operations: Mapping[str, Operation], device: torch.device, pauses: bool = False
+    ) -> None:
         self.namespace: dict[str, Any] = {}
         self.instructions: dict[int, Instruction] = {}
         self.names: dict[Value, str] = {}
@@ -98,7 +102,11 @@ class Source:
         last = self._last_uses(section)
         self.function = self._fresh(section.name)
         lines = [f"def {self.function}(inputs):", *self._unpack(section, last)]
+        if pauses:
+            lines.append("    if False: yield")  # A generator also where there is nothing to wait for.
         for index, instruction in enumerate(section.instructions):
+            if pauses and instruction.op == WAIT:
+                lines.append("    yield")
             lines.append(f"    {self._line(instruction, last)}")
             self.instructions[len(lines)] = instruction
             dead = dict.fromkeys(self.names[value] for value in _operands(instruction) if last[value] == index)
@@ -195,7 +203,7 @@ class Source:
         return f"{', '.join(names)}, *_ = {call}; _ = None"
 
     def _awaits_bucket(self, instruction: Instruction) -> bool:
-        return instruction.op == "collective.wait" and instruction.args[0] in self._bucketed
+        return instruction.op == WAIT and instruction.args[0] in self._bucketed
 
 
 def _operands(instruction: Instruction) -> tuple[Value, ...]:
@@ -238,27 +246,43 @@ def compile_section(
     names the rank in errors. Raises :class:`GraphError` for an unknown operation or value, when run
     :class:`ExecutionError`.
     """
-    source = Source(section, operations, device)
-    filename = f"<autopar {section.name} {next(_serial)}>"
-    linecache.cache[filename] = (len(source.text), None, source.text.splitlines(keepends=True), filename)
-    exec(compile(source.text, filename, "exec"), source.namespace)
-    function = source.namespace[source.function]
-    label = f"{section.name}{where and f' on {where}'}"
+    code = SectionCode(section, Source(section, operations, device), where)
 
     def run(inputs: list[torch.Tensor]) -> list[Any]:
-        if len(inputs) != len(section.inputs):
-            raise ExecutionError(f"{label} takes {len(section.inputs)} values, got {len(inputs)}")
+        code.check(inputs)
+        with code.explaining():
+            return code.function(inputs)  # type: ignore[no-any-return]
+
+    return run
+
+
+class SectionCode:
+    """The function of a section, whose errors name the instruction."""
+
+    def __init__(self, section: Section, source: Source, where: str) -> None:
+        self.source, self.count = source, len(section.inputs)
+        filename = f"<autopar {section.name} {next(_serial)}>"
+        linecache.cache[filename] = (len(source.text), None, source.text.splitlines(keepends=True), filename)
+        exec(compile(source.text, filename, "exec"), source.namespace)
+        self.function = source.namespace[source.function]
+        self.label = f"{section.name}{where and f' on {where}'}"
+
+    def check(self, inputs: Sequence[torch.Tensor]) -> None:
+        if len(inputs) != self.count:
+            raise ExecutionError(f"{self.label} takes {self.count} values, got {len(inputs)}")
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Raises what an instruction within raises as :class:`ExecutionError`."""
         try:
-            return function(inputs)  # type: ignore[no-any-return]
+            yield
         except AutoparError:
             raise
         except Exception as error:
-            trace = _failed_at(error, function.__code__)
+            trace = _failed_at(error, self.function.__code__)
             if trace is None:
                 raise
-            raise _explain(error, trace, source, label) from error
-
-    return run
+            raise _explain(error, trace, self.source, self.label) from error
 
 
 def operations_of(collectives: Collectives) -> dict[str, Operation]:
@@ -282,18 +306,23 @@ def _with_shared_random(section: Section, run: Run, groups: MeshGroups) -> Run:
     return drawing
 
 
+@contextmanager
+def plainly(device: torch.device) -> Iterator[None]:
+    """Under ``no_grad`` and without autocast."""
+    with torch.no_grad():
+        if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+            yield
+        else:
+            with torch.autocast(device.type, enabled=False):
+                yield
+
+
 def _outside_autograd(run: Run, device: torch.device) -> Run:
-    """``run`` under ``no_grad`` and without autocast."""
-    kind = device.type
+    def outside(values: list[torch.Tensor]) -> list[Any]:
+        with plainly(device):
+            return run(values)
 
-    def plainly(values: list[torch.Tensor]) -> list[Any]:
-        with torch.no_grad():
-            if kind == "meta" or not torch.is_autocast_enabled(kind):
-                return run(values)
-            with torch.autocast(kind, enabled=False):
-                return run(values)
-
-    return plainly
+    return outside
 
 
 def runner(section: Section, groups: MeshGroups, where: str) -> Run:

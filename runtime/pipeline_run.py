@@ -13,6 +13,7 @@ from autopar.schedule import Instruction, Kind, Message
 
 from .chunk_executable import ChunkExecutable, Exchange, Messages
 from .messages import Arrival, Messenger
+from .reduction import Reduction
 from .timeline_record import Recorder
 
 # What a chunk computes for a microbatch is told apart by both.
@@ -43,15 +44,26 @@ class PipelineRun:
     _saved: dict[Task, list[torch.Tensor]] = field(default_factory=dict)
     _carried: dict[Task, list[torch.Tensor]] = field(default_factory=dict)
     _raw: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    _reducing: dict[int, tuple[Reduction, float]] = field(default_factory=dict)
     _began: float = 0.0
 
     def run(self) -> None:
         """Does everything on this rank's list; returns when all that was sent has left."""
         recorder = self.recorder
-        for instruction in self.program.schedule.ranks[self.program.stage]:
+        listed = self.program.schedule.ranks[self.program.stage]
+        to_come = sum(instruction.computes for instruction in listed)
+        for instruction in listed:
             self._began = 0.0 if recorder is None else recorder.now()
-            self._do(instruction)
-            if recorder is not None and not instruction.receives and instruction.kind != "step":
+            if instruction.computes:
+                to_come -= 1
+                for reduction, _ in self._reducing.values():
+                    reduction.before_computation()
+            if instruction.kind == "reduce":
+                chunk = instruction.chunk
+                self._reducing[chunk] = self.chunks[chunk].reduce(self._raw.pop(chunk), to_come), self._began
+            else:
+                self._do(instruction)
+            if recorder is not None and not instruction.receives and instruction.kind not in ("reduce", "step"):
                 recorder.add(instruction, self._began)
         self.messenger.finish()
 
@@ -70,10 +82,8 @@ class PipelineRun:
                 self.messenger.send(self._leaving.pop(message), self.program.stage_of(message.target))
             case "receive_forward" | "receive_backward":
                 self._receive(instruction)
-            case "reduce":
-                self._reduce(instruction.chunk)
             case "step":
-                pass
+                self._finish_reductions()
             case _:
                 raise ExecutionError(f"the instruction {instruction} of kind {instruction.kind!r} is not known")
 
@@ -107,8 +117,12 @@ class PipelineRun:
         values += self._arrived(self.chunks[instruction.chunk].gradient_receives, instruction, "backward")
         return values
 
-    def _reduce(self, chunk: int) -> None:
-        self.gradients[chunk] = self.chunks[chunk].reduce(self._raw.pop(chunk))
+    def _finish_reductions(self) -> None:
+        for chunk, (reduction, began) in self._reducing.items():
+            self.gradients[chunk] = reduction.finish()
+            if self.recorder is not None:
+                self.recorder.add(Instruction("reduce", chunk), began)
+        self._reducing.clear()
 
     def _arrived(self, exchange: Exchange, instruction: Instruction, direction: str) -> list[torch.Tensor]:
         """What other chunks sent to this one, in the order of its ports."""

@@ -51,6 +51,20 @@ def test_published_bubbles_exactly(stages: int, extra: int) -> None:
     assert v.bubble == pytest.approx(bubble_fraction("zb-v", stages, m + stages, 2), rel=1e-12)
 
 
+def test_reductions_beside_computing() -> None:
+    """Of two chunks on a rank the one that is done first is reduced while the other computes; where messages hide
+    behind nothing, the rank waits."""
+    price = ChunkPrice(1.0, 1.0, 1.0, reduce=4.0)
+    schedule = make_schedule("gpipe", 1, 3, 2, edges=chain(2))
+    beside, instead = (simulate(schedule, PipelinePrices((price,) * 2, step=1.0, hides=h)) for h in (True, False))
+    computing = 2 * 3 * 3.0
+    # Chunk 1 is reduced while chunk 0 computes its last 6 seconds; chunk 0 has nothing left to hide behind.
+    assert beside.seconds == computing + 4.0 + 1.0
+    assert instead.seconds == computing + 2 * 4.0 + 1.0
+    longer = ChunkPrice(1.0, 1.0, 1.0, reduce=7.0)
+    assert simulate(schedule, PipelinePrices((longer,) * 2, step=1.0)).seconds == computing - 6.0 + 2 * 7.0 + 1.0
+
+
 def test_larger_microbatches_of_the_same_batch_grow_the_bubble() -> None:
     """A batch of 16 samples in 16, 8 and 4 microbatches, each sample a second of forward."""
     bubbles = [run("1f1b", 4, 16 // size, price=ChunkPrice(size, size, size)).bubble for size in (1, 2, 4)]
