@@ -25,7 +25,7 @@ from .probe import Proven, check, confirm, fits, probe
 from .rule_cache import Finding, describe, key_of, load, parse_strategy, store
 from .rules import OpCall, Operand
 from .rules_dtensor import dtensor_strategies, is_registered
-from .sandbox import run_apart
+from .sandbox import CPU_SECONDS, run_apart
 from .subject import Unfit, learn, numbers_in
 from .trials import Range, find_operation
 
@@ -176,17 +176,24 @@ def _search(call: OpCall, operation: Any) -> Finding:
 
 
 def _study(call: OpCall, operation: Any, claims: tuple[AxisStrategy, ...], probing: bool) -> Finding:
-    """Tries, apart. If that process crashes once more, now with dims tied as in the call and small integers, nothing is
-    known."""
+    """Tries, apart. If that process crashes, does not end, or finds nothing, once more, now with dims tied as in the call
+    and small integers: an operation that does not compare the sizes of its operands reads beyond their ends where one
+    alone is resized. If that fails too, nothing is known."""
     outcome = run_apart(lambda: _report(call, operation, claims, probing, cautious=False))
-    if outcome.crash:
-        outcome = run_apart(lambda: _report(call, operation, claims, probing, cautious=True))
+    if outcome.crash or outcome.late or (probing and _is_empty(outcome.value)):
+        again = run_apart(lambda: _report(call, operation, claims, probing, cautious=True), CPU_SECONDS // 2)
+        outcome = again if again.value or outcome.value is None else outcome
     found = outcome.value or {"reason": outcome.failure, "harmful": False}
     if "reason" in found:
         return Finding("none", reason=found["reason"], harmful=found["harmful"])
     strategies = tuple(Proven(parse_strategy(text), even) for text, even in found["strategies"])
     ranges = {int(i): Range(low, high, of and tuple(of)) for i, (low, high, of) in found["ranges"].items()}
     return Finding("probed", strategies, found["cases"], ranges)
+
+
+def _is_empty(report: dict[str, Any] | None) -> bool:
+    """Whether an operation that could be tried was tried in vain."""
+    return report is not None and "reason" not in report and not report["strategies"]
 
 
 def _report(

@@ -26,6 +26,7 @@ _UNTAGGED = (
     "__or__.Tensor",
     "_conj.default",
     "_prelu_kernel.default",
+    "_prelu_kernel_backward.default",
     "_to_copy.default",
     "alias.default",
     "alias_copy.default",

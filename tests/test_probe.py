@@ -95,6 +95,15 @@ def test_all_that_is_true_is_found(name: str) -> None:
         (custom("plain_linear", x(8, 16), x(32, 16), x(32)), {"S(1) S(1) P(sum) -> P(sum)"}),
         (call_of("aten._cdist_forward.default", x(8, 16, 5), x(8, 7, 5), 2.0, None), {"S(1) R -> S(1)"}),
         (call_of("aten.reflection_pad2d.default", x(8, 16, 5, 7), (1, 1, 1, 1)), {"S(0) -> S(0)", "S(1) -> S(1)"}),
+        # These kernels compare no sizes: what is resized alone is read beyond its end.
+        (
+            call_of("aten.reflection_pad2d_backward.default", x(8, 16, 7, 9), x(8, 16, 5, 7), (1, 1, 1, 1)),
+            {"S(0) S(0) -> S(0)", "S(1) S(1) -> S(1)"},
+        ),
+        (
+            call_of("aten._cdist_backward.default", x(6, 16, 7), x(6, 16, 5), x(6, 7, 5), 2.0, x(6, 16, 7)),
+            {"S(0) S(0) S(0) S(0) -> S(0)", "S(1) S(1) R S(1) -> S(1)", "S(2) R S(1) S(2) -> P(sum)"},
+        ),
     ],
     ids=lambda value: value.op if isinstance(value, OpCall) else None,
 )

@@ -65,13 +65,15 @@ def test_three_heads_on_two_devices_divide_attention() -> None:
 
 
 def test_six_sequences_on_four_devices_are_divided_on_two_axes() -> None:
-    fast = Cluster.get("dgx-a100-80gb")
-    slow = compute_bound(fast)  # and with tiles, or a device that has all heads of a shard wins by a hair
-    slow = replace(slow, device=replace(slow.device, processors=fast.device.processors))
+    """Four shards of six sequences would leave a device without any; sequences on one axis, and sequences again or heads
+    on the other, leave none. (Results of attention may rest whole: where messages cost nothing that is as good.)"""
+    slow = compute_bound(Cluster.get("dgx-a100-80gb"))
     plan = answer(Question(case(6).graph, None, 6, (4,), slow, Options()), Timings())
     assert plan.mesh == (2, 2)
-    attention = [name for name in plan.strategies if "scaled_dot_product" in name]
-    assert attention and all(any(map(is_shard, plan.strategies[name].outputs[0])) for name in attention)
+    attention = [node.name for node in case(6).graph if "scaled_dot_product" in node.op]
+    assert len(attention) == 2
+    for name in attention:
+        assert all(map(is_shard, plan.strategies[name].outputs[0])), f"{name} {plan.strategies[name]}"
 
 
 @pytest.mark.parametrize(
