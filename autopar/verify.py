@@ -40,11 +40,12 @@ class Report:
     ``loss_error`` and ``gradient_errors[path]`` are relative: max|a - b| / max|b|, b the value of one process. A
     gradient that is zero but for rounding (the bias of keys in attention) has no relative error: where max|b| is no
     more than ten times what b itself is off by in float32 (against float64 on one process), the difference counts
-    against a million times that instead, and the gradient is listed in ``noisy``. ``seconds`` is the wall time of it
-    all, ``step_seconds`` that of one step under the plan after a first one. ``unpriced`` lists the collectives in which
-    the program that ran and the plan's prices differ: none, or the plan's predictions are not to be trusted. ``draws``:
-    the model draws random numbers, so that it was compared with one process under autopar with the same seed, not
-    with the model alone.
+    against a million times that instead, and the gradient is listed in ``noisy``. A gradient that one process leaves at
+    None and the plan has as zeros (an expert in a list that no token chose) is equal, and listed in ``unset``.
+    ``seconds`` is the wall time of it all, ``step_seconds`` that of one step under the plan after a first one.
+    ``unpriced`` lists the collectives in which the program that ran and the plan's prices differ: none, or the
+    plan's predictions are not to be trusted. ``draws``: the model draws random numbers, so that it was compared
+    with one process under autopar with the same seed, not with the model alone.
     """
 
     plan: Plan
@@ -57,6 +58,7 @@ class Report:
     step_seconds: float
     unpriced: tuple[str, ...] = ()
     draws: bool = False
+    unset: tuple[str, ...] = ()
 
     @property
     def max_error(self) -> float:
@@ -82,12 +84,16 @@ class Report:
         if len(self.gradient_errors) > len(worst):
             lines.append(f"{len(self.gradient_errors) - len(worst)} more gradients, none worse")
         if self.noisy:
-            lines.append(
-                f"zero but for rounding, on one process too: {', '.join(self.noisy[:4])}"
-                f"{', ...' * (len(self.noisy) > 4)}"
-            )
+            lines.append(f"zero but for rounding, on one process too: {_some(self.noisy)}")
+        if self.unset:
+            lines.append(f"zeros, where one process leaves None: {_some(self.unset)}")
         lines += [f"the program is not what was priced: {line}" for line in self.unpriced]
         return "\n".join([*lines, f"{self.seconds:.1f} s in all, {self.step_seconds * 1e3:.1f} ms a step"])
+
+
+def _some(names: tuple[str, ...]) -> str:
+    """The first few of them."""
+    return f"{', '.join(names[:4])}{', ...' * (len(names) > 4)}"
 
 
 @dataclass(frozen=True)
@@ -162,7 +168,7 @@ def one_process(task: Task, timeout: float, draws: bool = False) -> tuple[OneSte
 
 def judge(found: OneStep, expected: tuple[OneStep, OneStep | None], limit: float, seconds: float) -> Report:
     """What a step under a plan is, compared with that of one process (see :func:`one_process`)."""
-    errors, noisy = _compare(found, *expected)
+    errors, noisy, unset = _compare(found, *expected)
     loss_error = _relative(found.loss, expected[0].loss, 0.0)[0]
     assert found.plan is not None
     return Report(
@@ -176,6 +182,7 @@ def judge(found: OneStep, expected: tuple[OneStep, OneStep | None], limit: float
         found.seconds,
         found.unpriced,
         found.draws,
+        unset,
     )
 
 
@@ -322,19 +329,30 @@ def _whatever_differs(value: torch.Tensor, world: int) -> torch.Tensor:
     return value.masked_fill(highest - lowest > 1e-6 * size, math.inf)
 
 
-def _compare(found: OneStep, expected: OneStep, exact: OneStep | None) -> tuple[dict[str, float], tuple[str, ...]]:
-    """The error of every gradient, and the names of those that are zero but for rounding."""
+def _compare(
+    found: OneStep, expected: OneStep, exact: OneStep | None
+) -> tuple[dict[str, float], tuple[str, ...], tuple[str, ...]]:
+    """The error of every gradient, the names of those that are zero but for rounding, and of those that are zeros and
+    that one process leaves at None."""
     errors: dict[str, float] = {}
-    noisy = []
+    noisy, unset = [], []
     for name in sorted({*found.gradients, *expected.gradients}):
         one, other = found.gradients.get(name), expected.gradients.get(name)
-        if one is None or other is None or one.shape != other.shape:
+        if one is not None and other is None and not one.any():
+            errors[name] = 0.0
+            unset.append(name)
+        elif one is None or other is None or one.shape != other.shape:
             errors[name] = math.inf
-            continue
-        off = float((other.double() - exact.gradients[name]).abs().max()) if exact and other.numel() else 0.0
-        errors[name], is_noise = _relative(one, other, off)
-        noisy += [name] if is_noise else []
-    return errors, tuple(noisy)
+        else:
+            errors[name], is_noise = _relative(one, other, _rounding(name, other, exact))
+            noisy += [name] if is_noise else []
+    return errors, tuple(noisy), tuple(unset)
+
+
+def _rounding(name: str, value: torch.Tensor, exact: OneStep | None) -> float:
+    """What a gradient of one process is off by in float32, as far as is known."""
+    true = exact.gradients.get(name) if exact else None
+    return float((value.double() - true).abs().max()) if true is not None and value.numel() else 0.0
 
 
 def _relative(found: torch.Tensor, expected: torch.Tensor, off: float) -> tuple[float, bool]:

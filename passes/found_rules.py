@@ -176,9 +176,9 @@ def _search(call: OpCall, operation: Any) -> Finding:
 
 
 def _study(call: OpCall, operation: Any, claims: tuple[AxisStrategy, ...], probing: bool) -> Finding:
-    """Tries, apart. If that process crashes, does not end, or finds nothing, once more, now with dims tied as in the call
-    and small integers: an operation that does not compare the sizes of its operands reads beyond their ends where one
-    alone is resized. If that fails too, nothing is known."""
+    """Tries, apart. If that process crashes, does not end, or finds nothing, once more, now with dims tied as in the
+    call and small integers: an operation that does not compare the sizes of its operands reads beyond their ends where
+    one alone is resized. If that fails too, nothing is known."""
     outcome = run_apart(lambda: _report(call, operation, claims, probing, cautious=False))
     if outcome.crash or outcome.late or (probing and _is_empty(outcome.value)):
         again = run_apart(lambda: _report(call, operation, claims, probing, cautious=True), CPU_SECONDS // 2)

@@ -65,8 +65,9 @@ def test_three_heads_on_two_devices_divide_attention() -> None:
 
 
 def test_six_sequences_on_four_devices_are_divided_on_two_axes() -> None:
-    """Four shards of six sequences would leave a device without any; sequences on one axis, and sequences again or heads
-    on the other, leave none. (Results of attention may rest whole: where messages cost nothing that is as good.)"""
+    """Four shards of six sequences would leave a device without any; sequences on one axis, and sequences again or
+    heads on the other, leave none. (Results of attention may rest whole: where messages cost next to nothing, that is
+    as good.)"""
     slow = compute_bound(Cluster.get("dgx-a100-80gb"))
     plan = answer(Question(case(6).graph, None, 6, (4,), slow, Options()), Timings())
     assert plan.mesh == (2, 2)

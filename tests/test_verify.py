@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 
 import autopar
 from autopar.errors import TraceError, WorkerError
-from autopar.verify import Report, _relative
+from autopar.verify import OneStep, Report, _compare, _relative
 from tests.models import Stack, make, plain, text
 from tests.questions import CLUSTER
 
@@ -78,6 +79,16 @@ def report_with(error: float) -> Report:
 def test_relative_error(found: list[float], expected: list[float], off: float, error: float, noise: bool) -> None:
     result = _relative(torch.tensor(found), torch.tensor(expected), off)
     assert result == (pytest.approx(error, rel=1e-5), noise)
+
+
+def test_zeros_are_as_good_as_no_gradient_and_named() -> None:
+    loss, weight = torch.tensor(1.0), torch.ones(2)
+    alone = OneStep(loss, {"weight": weight})
+    zeros, other = {"weight": weight, "expert": torch.zeros(3)}, {"weight": weight, "expert": torch.tensor([0.0, 1e-9])}
+    assert _compare(OneStep(loss, zeros), alone, None) == ({"weight": 0.0, "expert": 0.0}, (), ("expert",))
+    assert _compare(OneStep(loss, other), alone, None)[0]["expert"] == math.inf
+    assert _compare(alone, OneStep(loss, zeros), None)[0]["expert"] == math.inf
+    assert "zeros, where one process leaves None: expert" in str(replace(report_with(0.0), unset=("expert",)))
 
 
 def test_a_model_without_loss_needs_a_loss_function() -> None:
