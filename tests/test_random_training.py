@@ -148,7 +148,7 @@ def test_training_has_the_same_losses_under_every_plan() -> None:
         torch.manual_seed(rank)
         return {name: train(autopar.parallelize(gpt2(), (world,), **given)) for name, given in plans().items()}
 
-    for name, losses in on(2, work)[0].items():
+    for name, losses in on(2, work, timeout=400.0)[0].items():
         for found, expected in zip(losses, alone, strict=True):
             assert math.isclose(found, expected, rel_tol=1e-5), (name, losses, alone)
 
