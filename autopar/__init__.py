@@ -22,6 +22,7 @@ from .graph import Graph
 from .layout import Layout
 from .layout_model import price
 from .layout_price import Priced
+from .layout_report import LayoutReport, plan_layouts
 from .options import Options
 from .plan import Plan
 from .plan_timeline import step_timeline
@@ -35,6 +36,7 @@ __all__ = [
     "GraphError",
     "InfeasibleError",
     "Layout",
+    "LayoutReport",
     "OperatorError",
     "Options",
     "OptionsError",
@@ -47,6 +49,7 @@ __all__ = [
     "WorkerError",
     "parallelize",
     "plan",
+    "plan_layouts",
     "price",
     "reprice",
     "step_timeline",

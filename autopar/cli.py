@@ -23,6 +23,7 @@ from .errors import AutoparError, OptionsError
 from .optimizers import OPTIMIZERS
 
 TARGET_HELP = "file.py:function or module:function, which returns (model, batch)"
+CONFIG_HELP = "or, with --devices, the config.json of a transformers model"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -98,15 +99,14 @@ def _processes_here() -> int:
     return torch.cuda.device_count() or os.cpu_count() or 1
 
 
-def _add_planning(parser: argparse.ArgumentParser, mesh_required: bool) -> None:
+def _add_mesh(parser: Any, required: bool) -> None:
+    text = "shape of the device mesh, outermost (slowest link) first: 2,2"
+    parser.add_argument("--mesh", type=_checked(parse_mesh), required=required, help=text)
+
+
+def _add_planning(parser: argparse.ArgumentParser) -> None:
     """The options of everything that plans; what is left out is searched, or as :class:`Options` has it."""
     group = parser.add_argument_group("planning")
-    group.add_argument(
-        "--mesh",
-        type=_checked(parse_mesh),
-        required=mesh_required,
-        help="shape of the device mesh, outermost (slowest link) first: 2,2",
-    )
     group.add_argument("--cluster", help="hardware to price for: a preset such as dgx-a100-80gb, or local")
     group.add_argument("--memory-limit", type=_checked(parse_bytes), help="bytes per device: 10GiB")
     group.add_argument(
@@ -132,7 +132,7 @@ def _add_planning(parser: argparse.ArgumentParser, mesh_required: bool) -> None:
 
 def _add_plan(subparsers: Any) -> None:
     parser = _add(subparsers, commands.plan)
-    parser.add_argument("target", help=TARGET_HELP)
+    parser.add_argument("target", help=f"{TARGET_HELP}; {CONFIG_HELP}")
     parser.add_argument("--meta", action="store_true", help="build the model on the meta device: takes no memory")
     parser.add_argument(
         "--output",
@@ -147,7 +147,29 @@ def _add_plan(subparsers: Any) -> None:
         "or stage",
     )
     parser.add_argument("--html", metavar="PLAN.html", help="write the plan as a page")
-    _add_planning(parser, mesh_required=True)
+    where = parser.add_mutually_exclusive_group(required=True)
+    _add_mesh(where, required=False)
+    where.add_argument("--devices", type=_checked(_positive), metavar="N", help="search layouts of so many instead")
+    _add_planning(parser)
+    _add_layouts(parser)
+
+
+def _add_layouts(parser: argparse.ArgumentParser) -> None:
+    """The options of planning by layouts, which ``--devices`` asks for."""
+    text = "with --devices instead of --mesh: the best of all layouts of a large model, equal layers traced once"
+    group = parser.add_argument_group("layouts", text)
+    group.add_argument(
+        "--batch", type=_checked(_positive), metavar="SAMPLES", help="of a step; default: the model's batch"
+    )
+    group.add_argument("--sequence", type=_checked(_positive), metavar="TOKENS", help="of a sample, for a config.json")
+    group.add_argument("--tokens", type=float, help="that training takes, for the days it needs: 300e9")
+    group.add_argument(
+        "--compare",
+        action="append",
+        default=[],
+        metavar="LAYOUT",
+        help="price this layout too: 'tensor=8 pipeline=16 data=8 recompute=full'; repeats allowed",
+    )
 
 
 def _add_explain(subparsers: Any) -> None:
@@ -158,7 +180,8 @@ def _add_explain(subparsers: Any) -> None:
         "--timeline", metavar="STEP.json", help="write when each rank does what, for chrome://tracing or Perfetto"
     )
     parser.add_argument("--meta", action="store_true", help="build the model on the meta device: takes no memory")
-    _add_planning(parser, mesh_required=False)
+    _add_mesh(parser, required=False)
+    _add_planning(parser)
 
 
 def _add_diff(subparsers: Any) -> None:
@@ -172,7 +195,8 @@ def _add_verify(subparsers: Any) -> None:
     parser.add_argument("target", help=TARGET_HELP)
     parser.add_argument("--plan", metavar="PLAN", help="the plan to check, written by `autopar plan --output`")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="end a hanging run (300)")
-    _add_planning(parser, mesh_required=True)
+    _add_mesh(parser, required=True)
+    _add_planning(parser)
 
 
 def _add_run(subparsers: Any) -> None:

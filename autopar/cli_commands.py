@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from .api import plan as plan_model
 from .calibrate import calibrate as calibrate_machine
+from .cli_layouts import plan_by_layouts
 from .cli_output import Output
 from .cli_target import load_target, parse_pins
 from .cluster import Cluster, local_file
@@ -74,6 +75,8 @@ def _describe(model: nn.Module) -> str:
 
 def plan(arguments: argparse.Namespace, output: Output) -> int:
     """Plans a model; no processes and no devices needed."""
+    if arguments.devices is not None:
+        return plan_by_layouts(arguments, output)
     made = _make_plan(arguments, output)
     if arguments.output:
         path = Path(arguments.output)

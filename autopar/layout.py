@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 from .errors import OptionsError
 
 Recompute = Literal["none", "selective", "full"]
-Overlap = Literal["gradient", "weight", "message", "tensor"]
+Overlap = Literal["gradient", "weight", "message", "tensor", "expert"]
 _DEGREES = ("tensor", "pipeline", "data", "context", "expert", "microbatch", "interleave")
 _CHOICES = {
     "recompute": ("none", "selective", "full"),
@@ -17,7 +17,7 @@ _CHOICES = {
     "gradients": ("fp32", "own"),
     "precision": ("fp32", "bf16", "fp16", "fp8"),
 }
-_OVERLAPS = ("gradient", "weight", "message", "tensor")
+_OVERLAPS = ("gradient", "weight", "message", "tensor", "expert")
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,10 @@ class Layout:
     Args:
         tensor, pipeline, data, context: devices among which weights, layers, the batch and the sequence are divided;
             their product is the number of devices, tensor innermost, pipeline outermost.
-        expert: devices among which experts are divided, out of ``data`` x ``context``.
+        expert: devices among which experts are divided, out of ``data`` x ``context``, neighbours first. Rows travel to
+            their experts and back by all-to-all; gradients of experts are reduced over the other data ranks.
+        capacity: slots of an expert as a multiple of its equal share of the rows, all sent and computed, filled or
+            not. 1: what is sent and computed is what is chosen, equally often.
         microbatch: samples that one data rank computes at a time.
         interleave: chunks of layers on each pipeline stage.
         recompute: what backward computes again: nothing, the insides of attention (everything between a product of
@@ -39,7 +42,7 @@ class Layout:
             products with weights, all else in bf16.
         overlap: what travels while devices compute: ``"gradient"`` reductions under the last backward, ``"weight"``
             gathers under the layer before, ``"message"`` s between stages, ``"tensor"`` (and context) collectives
-            under the products next to them.
+            under the products next to them, ``"expert"`` exchanges of rows under the computing of another microbatch.
         eager: modules (globs of paths) whose elementwise operations run one by one, each reading and writing memory;
             everywhere else a run of them is one kernel, and what backward can cheaply compute again is not kept.
         whole: modules (globs of paths) that run alike on every tensor rank, what they take gathered first: a loss that
@@ -67,6 +70,7 @@ class Layout:
     gradients: Literal["fp32", "own"] = "fp32"
     scatter: bool = True
     offload: bool = False
+    capacity: float = 1.0
 
     def __post_init__(self) -> None:
         for name in _DEGREES:
@@ -79,6 +83,8 @@ class Layout:
         unknown = [one for one in self.overlap if one not in _OVERLAPS]
         if unknown:
             raise OptionsError(f"Layout(overlap=...): {unknown[0]!r} is none of {', '.join(_OVERLAPS)}")
+        if not self.capacity > 0:
+            raise OptionsError(f"Layout(capacity={self.capacity!r}): not positive")
         if (self.data * self.context) % self.expert:
             raise OptionsError(
                 f"Layout(expert={self.expert}): experts are divided among data x context ranks, and {self.expert} "
@@ -117,8 +123,44 @@ class Layout:
             )
         return batch // (self.data * self.microbatch)
 
+    @staticmethod
+    def parse(text: str) -> Layout:
+        """The layout that ``str`` writes so; words may be separated by commas. Several values of one key are joined by
+        plus signs. Raises :class:`OptionsError`.
+
+        >>> Layout.parse("tensor=8 pipeline=4 recompute=full overlap=gradient+message").devices
+        32
+        """
+        kinds = {field.name: field for field in fields(Layout)}
+        found: dict[str, Any] = {}
+        for word in text.replace(",", " ").split():
+            name, equals, value = word.partition("=")
+            if not equals or name not in kinds:
+                raise OptionsError(f"{word!r} in a layout: write NAME=VALUE, NAME one of {', '.join(kinds)}")
+            found[name] = _read(name, value, kinds[name].default)
+        return Layout(**found)
+
     def __str__(self) -> str:
         """What differs from one device: ``tensor=8 pipeline=8 microbatch=1``."""
         said = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
-        found = [f"{name}={value}" for name, value, default in said if value != default or name == "microbatch"]
+        found = [
+            f"{name}={_written(value)}" for name, value, default in said if value != default or name == "microbatch"
+        ]
         return " ".join(found)
+
+
+def _written(value: object) -> str:
+    return "+".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _read(name: str, text: str, default: object) -> object:
+    """A value of the kind of ``default``."""
+    try:
+        if isinstance(default, bool):
+            return {"true": True, "false": False}[text.lower()]
+        if isinstance(default, (int, float)):
+            return type(default)(text)
+    except (KeyError, ValueError) as error:
+        what = "true or false" if isinstance(default, bool) else "a number"
+        raise OptionsError(f"{name}={text} in a layout: not {what}") from error
+    return tuple(part for part in text.split("+") if part) if isinstance(default, tuple) else text

@@ -38,8 +38,8 @@ def state_bytes(layout: Layout) -> int:
 
 
 def data_ranks(weight: Weight, layout: Layout) -> int:
-    """Over how many devices ZeRO divides what belongs to a weight."""
-    return layout.data * layout.context
+    """Over how many devices ZeRO divides what belongs to a weight: all that have the same of it."""
+    return layout.data * layout.context // max(1, weight.experts)
 
 
 def held_by(rank: int, chunks: Sequence[Sequence[Section]], layout: Layout, microbatches: int) -> Held:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -13,9 +14,10 @@ from .cluster import Cluster
 from .compiler import Prepared, batch_size, prepare
 from .depth import Depth, shortened
 from .layout import Layout
+from .layout_experts import expert_counts
 from .layout_place import Placed, place
 from .layout_price import Priced, price_sections
-from .layout_sections import Sections, bill_sections
+from .layout_sections import Sections, bill_sections, with_experts
 from .options import Options
 from .planner import step_graph
 
@@ -43,6 +45,11 @@ class LayoutModel:
         return price_sections(self.sections(layout, cluster), layout, batch or self.batch, cluster, limit)
 
     @property
+    def experts(self) -> int:
+        """How many experts the blocks of the model have (of several numbers what divides all); 0: there are none."""
+        return math.gcd(*expert_counts(self.prepared.graph))
+
+    @property
     def every_placed(self) -> tuple[Placed, ...]:
         return tuple(self._placed.values())
 
@@ -53,12 +60,16 @@ class LayoutModel:
             layout.microbatch,
             layout.sequence_parallel,
             layout.eager,
+            layout.whole,
             layout.precision,
             cluster,
         )
         if key not in self._sections:
             self._sections[key] = bill_sections(self.placed(layout, cluster), self.depth, layout)
-        return self._sections[key]
+        divided = (*key, layout.expert, layout.capacity)
+        if divided not in self._sections:
+            self._sections[divided] = with_experts(self._sections[key], layout, cluster)
+        return self._sections[divided]
 
     @staticmethod
     def _key(layout: Layout, cluster: Cluster) -> tuple[object, ...]:

@@ -10,6 +10,7 @@ which dim of each tensor that is is found by placing the sequence alone.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -24,6 +25,7 @@ from .errors import OptionsError
 from .graph import Graph, Node, TensorType
 from .instance import Choice, Instance, build_instance
 from .layout import Layout
+from .layout_experts import routers
 from .prices import Prices, exchanged_bytes, placement_options
 from .reshard import Hop
 from .restrict import Allowed, with_choices
@@ -48,22 +50,25 @@ class Placed:
 
 def place(graph: Graph, layout: Layout, cluster: Cluster) -> Placed:
     """The placements of ``layout``. Raises :class:`OptionsError` if the model cannot be divided so."""
-    mesh = (layout.context, layout.tensor)
-    annotated = annotate(graph, mesh)
-    prices = _prices(annotated, layout, cluster)
-    instance = build_instance(fold_layers(annotated, 1), prices, optimizer="sgd", memory_limit=math.inf)
-    allowed = _all_of(_weights(instance), _inputs(layout), _whole(layout))
-    found = solve(with_choices(instance, allowed, gathers=False).problem, time_limit=SECONDS, gap=GAP)
-    if found.status == "infeasible":
-        raise OptionsError(f"the model cannot be laid out as {layout}: no placements communicate what it would need")
-    return Placed(annotated, instance.assignment(found.choices), prices, found.gap)
+    annotated = annotate(graph, (layout.context, layout.tensor))
+    folded = fold_layers(annotated, 1)
+    for prices in _prices(annotated, layout, cluster):
+        instance = build_instance(folded, prices, optimizer="sgd", memory_limit=math.inf)
+        allowed = _all_of(_weights(instance), _inputs(layout), _whole(layout))
+        found = solve(with_choices(instance, allowed, gathers=False).problem, time_limit=SECONDS, gap=GAP)
+        if found.status != "infeasible":
+            return Placed(annotated, instance.assignment(found.choices), prices, found.gap)
+    raise OptionsError(f"the model cannot be laid out as {layout}: no placements communicate what it would need")
 
 
-def _prices(annotated: Graph, layout: Layout, cluster: Cluster) -> Prices:
+def _prices(annotated: Graph, layout: Layout, cluster: Cluster) -> Iterator[Prices]:
+    """Without sequence parallelism, at first those at which all-reduces are enough; where they are not (a normalisation
+    between two matrices that are divided, as in latent attention), values may be gathered."""
     mesh = (layout.context, layout.tensor)
     options, exchanged = placement_options(annotated, mesh), exchanged_bytes(annotated)
     if layout.sequence_parallel:
-        return Prices(cluster, mesh, options, exchanged)
+        yield Prices(cluster, mesh, options, exchanged)
+        return
     gathered = frozenset(
         annotated.type_of(value)
         for node in annotated.nodes
@@ -71,7 +76,8 @@ def _prices(annotated: Graph, layout: Layout, cluster: Cluster) -> Prices:
         for value in node.operands
         if not _matches(annotated[value.node], layout.whole)
     )
-    return ReducedOnly(cluster, mesh, options, exchanged, gathered=gathered)
+    yield ReducedOnly(cluster, mesh, options, exchanged, gathered=gathered)
+    yield ReducedOnly(cluster, mesh, options, exchanged, gathered=frozenset(options))
 
 
 def _matches(node: Node, patterns: tuple[str, ...]) -> bool:
@@ -109,7 +115,9 @@ def _all_of(*rules: Allowed) -> Allowed:
 
 
 def _weights(instance: Instance) -> Allowed:
-    """Weights whole on the context axis; matrices divided on the tensor axis where they can be; states as weights."""
+    """Weights whole on the context axis; matrices divided on the tensor axis where they can be, but for routers; states
+    as weights."""
+    chosen_by = routers(instance.graph)
     divisible = {
         name
         for name, choices in zip(instance.names, instance.choices, strict=True)
@@ -122,7 +130,11 @@ def _weights(instance: Instance) -> Allowed:
         weight = choice.weight
         if weight[CONTEXT] != REPLICATE or not weight == choice.gradient == choice.optimizer:
             return False
-        matrix = node.type.rank > 1 and instance.graph.classes.get(node.name, node.name) in divisible
+        matrix = (
+            node.type.rank > 1
+            and node.name not in chosen_by
+            and instance.graph.classes.get(node.name, node.name) in divisible
+        )
         return not matrix or is_shard(weight[TENSOR])
 
     return allowed

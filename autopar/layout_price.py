@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +14,8 @@ from autopar.cost.point_to_point import message_rate
 from .cluster import Cluster
 from .errors import OptionsError
 from .layout import Layout
-from .layout_memory import Held, gradient_bytes, held_by, state_bytes
-from .layout_sections import Seconds, Section, Sections
+from .layout_memory import Held, data_ranks, gradient_bytes, held_by, state_bytes
+from .layout_sections import Seconds, Section, Sections, Weight
 from .plan import Predicted
 from .schedules import SCHEDULES, make_schedule
 
@@ -84,7 +84,7 @@ def price_sections(
         step_seconds=seconds,
         compute_seconds=compute,
         comm_seconds=communicate,
-        bubble_seconds=max(0.0, seconds - compute - communicate),
+        bubble_seconds=_beyond(compute + communicate, seconds),
         peak_bytes=fullest.total,
         weight_bytes=fullest.weights,
         gradient_bytes=fullest.gradients,
@@ -127,11 +127,12 @@ def _held(rank: int, layout: Layout) -> list[int]:
 
 def _chunks(sections: Sections, layout: Layout) -> list[list[Section]]:
     """Layers in as many chunks, equal but for one layer; the short ones are those at the ends, which have embeddings
-    and the loss besides."""
+    and the loss besides, or only these."""
     layers = [sections.layers[i] for i in sections.standing]
     count = layout.chunks
-    if count > max(1, len(layers)):
-        raise OptionsError(f"{layout} cuts {len(layers)} layers into {count} chunks; at most {len(layers)} can be had")
+    most = len(layers) + 2 if layers else 1
+    if count > most:
+        raise OptionsError(f"{layout} cuts {len(layers)} layers into {count} chunks; at most {most} can be had")
     small, extra = divmod(len(layers), count)
     order = sorted(range(count), key=lambda c: -min(c, count - 1 - c))
     sizes = [small] * count
@@ -146,6 +147,19 @@ def _chunks(sections: Sections, layout: Layout) -> list[list[Section]]:
     ]
 
 
+def _beyond(busy: float, seconds: float) -> float:
+    """What of a step is neither, rounding left out."""
+    return seconds - busy if seconds > busy * (1 + 1e-9) else 0.0
+
+
+def _by_group(sizes: Iterable[tuple[Weight, float]]) -> dict[int, float]:
+    """Bytes of weights by the number of ranks among which their experts are divided."""
+    found: dict[int, float] = {}
+    for weight, nbytes in sizes:
+        found[weight.experts] = found.get(weight.experts, 0.0) + nbytes
+    return found
+
+
 class _Step:
     """Prices of one step, kept while they are put together."""
 
@@ -153,14 +167,25 @@ class _Step:
         self, chunks: Sequence[Sequence[Section]], layout: Layout, microbatches: int, cluster: Cluster
     ) -> None:
         self.chunks, self.layout, self.microbatches, self.cluster = chunks, layout, microbatches, cluster
-        self.mesh = (layout.data, layout.context, layout.tensor)
         self.prices = [self.chunk_price(chunk) for chunk in chunks]
 
-    def over_data(self, kind: str, nbytes: float, extra: tuple[int, ...] = ()) -> float:
-        """Seconds of a collective over data and context ranks (and tensor ranks, if ``extra`` says so)."""
-        if nbytes == 0:
-            return 0.0
-        return collective_seconds(self.cluster, self.mesh, kind, (0, 1, *extra), nbytes)
+    def over_data(self, kind: str, sizes: Mapping[int, float]) -> float:
+        """Seconds of collectives over the data and context ranks that have the same weights; ``sizes``: bytes by
+        :attr:`Weight.experts`."""
+        return sum(self.over_group(kind, experts, nbytes) for experts, nbytes in sizes.items() if nbytes)
+
+    def over_group(self, kind: str, experts: int, nbytes: float) -> float:
+        degree = max(1, experts)
+        mesh = (self.layout.data * self.layout.context // degree, degree, self.layout.tensor)
+        return collective_seconds(self.cluster, mesh, kind, (0,), nbytes)
+
+    def exchange(self, section: Section) -> float:
+        """Seconds of sending the rows of a section to their experts and back."""
+        layout = self.layout
+        mesh = (layout.data * layout.context // layout.expert, layout.expert, layout.tensor)
+        # By convention the bytes of an all-to-all are those of all devices together.
+        sizes = (layout.expert * nbytes for nbytes in section.exchanged)
+        return sum(2 * collective_seconds(self.cluster, mesh, "all_to_all", (1,), nbytes) for nbytes in sizes)
 
     def again(self, section: Section) -> Seconds:
         """What backward computes again of a section."""
@@ -168,22 +193,34 @@ class _Step:
             return Seconds()
         return section.forward if self.layout.recompute == "full" else section.inside
 
-    def gradients(self, section: Section) -> float:
-        return float(sum(gradient_bytes(weight, self.layout) for weight in section.weights))
+    def exchanges(self, section: Section) -> float:
+        """Those of forward, of backward and of what is computed again."""
+        often = 3 if section.is_layer and self.layout.recompute == "full" else 2
+        return often * self.exchange(section)
 
-    def weights(self, section: Section) -> float:
-        return float(sum(w.elements * w.itemsize for w in section.weights))
+    def gradients(self, sections: Iterable[Section]) -> dict[int, float]:
+        return _by_group((weight, gradient_bytes(weight, self.layout)) for s in sections for weight in s.weights)
+
+    def weights(self, sections: Iterable[Section]) -> dict[int, float]:
+        return _by_group((weight, weight.elements * weight.itemsize) for s in sections for weight in s.weights)
 
     def times(self, section: Section) -> tuple[float, float]:
-        """Seconds of forward and backward of one section, ZeRO-3's collectives included."""
-        forward, backward = self.total(section.forward), self.total(section.backward + self.again(section))
+        """Seconds of forward and backward of one section, exchanges of rows and ZeRO-3's collectives included."""
+        exchange = self.exchange(section)
+        again = self.exchanges(section) - 2 * exchange
+        forward = self.exchanging(self.total(section.forward), exchange)
+        backward = self.exchanging(self.total(section.backward + self.again(section)), exchange + again)
         if self.layout.zero < 3:
             return forward, backward
-        gather = self.over_data("all_gather", self.weights(section))
-        scatter = self.over_data("reduce_scatter", self.gradients(section))
+        gather = self.over_data("all_gather", self.weights([section]))
+        scatter = self.over_data("reduce_scatter", self.gradients([section]))
         if "weight" in self.layout.overlap:
             return max(forward, gather), max(backward, gather + scatter)
         return forward + gather, backward + gather + scatter
+
+    def exchanging(self, seconds: float, exchange: float) -> float:
+        """Exchanges of rows after the rest, or beside that of another microbatch."""
+        return max(seconds, exchange) if "expert" in self.layout.overlap else seconds + exchange
 
     def total(self, seconds: Seconds) -> float:
         """Computing and communicating in turn, or piece by piece at once."""
@@ -202,22 +239,24 @@ class _Step:
         if self.layout.zero >= 3:
             return 0.0
         kind = "reduce_scatter" if self.layout.zero else "all_reduce"
-        seconds = self.over_data(kind, sum(map(self.gradients, chunk)))
+        seconds = self.over_data(kind, self.gradients(chunk))
         return max(0.0, seconds - window) if "gradient" in self.layout.overlap else seconds
 
     def update(self, rank: int) -> float:
         """Seconds of the optimizer, and of gathering what it updated."""
         sections = [section for c in _held(rank, self.layout) for section in self.chunks[c]]
         weights = [weight for section in sections for weight in section.weights]
-        shards = self.layout.data * self.layout.context if self.layout.zero else 1
-        moved = sum(
-            gradient_bytes(weight, self.layout) + weight.elements * (2 * state_bytes(self.layout) + weight.itemsize)
-            for weight in weights
-        )
-        seconds = moved / shards / self.cluster.device.memory_bandwidth
+        moved = sum(self.updated(weight) for weight in weights)
+        seconds = moved / self.cluster.device.memory_bandwidth
         if self.layout.zero in (1, 2):
-            seconds += self.over_data("all_gather", sum(map(self.weights, sections)))
+            seconds += self.over_data("all_gather", self.weights(sections))
         return seconds
+
+    def updated(self, weight: Weight) -> float:
+        """Bytes that the optimizer reads and writes of a weight on one device."""
+        shards = data_ranks(weight, self.layout) if self.layout.zero else 1
+        each = 2 * state_bytes(self.layout) + weight.itemsize
+        return (gradient_bytes(weight, self.layout) + weight.elements * each) / shards
 
     def edges(self) -> dict[tuple[int, int], EdgePrice]:
         found = {}
@@ -278,6 +317,7 @@ class _Step:
             "backward": often * sum(s.backward.compute for s in sections),
             "again": often * sum(self.again(s).compute for s in sections),
             "tensor": often * sum((s.forward + s.backward + self.again(s)).communicate for s in sections),
+            "exchange": often * sum(self.exchanges(s) for s in sections),
             "reduce": sum(self.prices[c].reduce for c in _held(rank, self.layout)),
             "update": self.update(rank),
         }

@@ -1,4 +1,5 @@
-"""The best layout of many: every way to divide devices into tensor, pipeline and data ranks, microbatches and chunks.
+"""The best layout of many: every way to divide devices into tensor, pipeline and data ranks, microbatches, chunks, and
+experts among data ranks.
 
 A candidate is billed from sections that all candidates of the same tensor degree and microbatch share, so that each
 placement program is solved once; it is then ranked by a bound of its step (the busiest rank and the filling of the
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from .cluster import Cluster
 from .errors import InfeasibleError, OptionsError
-from .layout import Layout
+from .layout import Layout, Recompute
 from .layout_model import LayoutModel
 from .layout_price import Priced, Quick, quick_price
 from .plan_units import size
@@ -23,18 +24,24 @@ from .plan_units import size
 MICROBATCHES = (1, 2, 4)
 CHUNKS = (1, 2, 3, 4, 6, 8)
 SIMULATED = 8
+ONE = Layout()
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
 class Found:
-    """The ``best`` of ``considered`` layouts, of which ``fitting`` fit; ``gap``: the largest that a placement program
-    among them was solved to."""
+    """The best layouts of ``considered``, of which ``fitting`` fit, best first; ``gap``: the largest that a placement
+    program among them was solved to."""
 
-    best: Priced
+    ranked: tuple[Priced, ...]
     considered: int
     fitting: int
     gap: float
     rule: Priced | None
+
+    @property
+    def best(self) -> Priced:
+        return self.ranked[0]
 
 
 def divisors(number: int) -> list[int]:
@@ -47,38 +54,52 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
-def candidates(devices: int, batch: int, layers: int, node: int) -> Iterator[Layout]:
-    """Layouts of so many devices: tensor ranks within a node, chunks of whole layers."""
+def candidates(
+    devices: int, batch: int, layers: int, node: int, experts: int = 0, like: Layout = ONE
+) -> Iterator[Layout]:
+    """Layouts of so many devices: tensor ranks within a node, chunks of whole layers, and a model's ``experts`` divided
+    in every way; what is not searched is as ``like`` has it."""
     for tensor in (t for t in divisors(devices) if node % t == 0):
         for pipeline in (p for p in divisors(devices // tensor) if p <= layers):
             data = devices // (tensor * pipeline)
             for microbatch in MICROBATCHES:
                 if batch % (data * microbatch) == 0:
-                    yield from _variants(tensor, pipeline, data, microbatch, batch, layers)
+                    for expert in expert_degrees(experts, tensor, data):
+                        base = replace(like, tensor=tensor, pipeline=pipeline, data=data, expert=expert)
+                        yield from _variants(replace(base, microbatch=microbatch), batch, layers)
 
 
-def _variants(tensor: int, pipeline: int, data: int, microbatch: int, batch: int, layers: int) -> Iterator[Layout]:
-    count = batch // (data * microbatch)
+def expert_degrees(experts: int, tensor: int, data: int) -> list[int]:
+    """Among how many of ``data`` ranks so many experts can be divided, of which each tensor rank has its own."""
+    held = experts // tensor if experts % tensor == 0 else experts
+    return divisors(math.gcd(held, data)) if held else [1]
+
+
+def _variants(base: Layout, batch: int, layers: int) -> Iterator[Layout]:
+    count, pipeline = base.microbatches(batch), base.pipeline
+    base = replace(base, zero=1 if base.data > 1 else 0, sequence_parallel=base.tensor > 1)
     for interleave in CHUNKS:
         chunked = pipeline > 1 and pipeline * interleave <= layers and count >= pipeline
         if interleave > 1 and not chunked:
             continue
-        base = Layout(tensor, pipeline, data, microbatch=microbatch, interleave=interleave, zero=1 if data > 1 else 0)
-        base = replace(base, sequence_parallel=tensor > 1)
-        yield base
-        yield replace(base, recompute="selective")
-        yield replace(base, recompute="full")
+        for recompute in RECOMPUTE:
+            yield replace(base, interleave=interleave, recompute=recompute)
 
 
-def best_layout(model: LayoutModel, cluster: Cluster, devices: int, *, batch: int, limit: int | None = None) -> Found:
-    """The quickest layout that fits, and beside it the rule of thumb (:func:`rule_of_thumb`).
+def best_layout(
+    model: LayoutModel, cluster: Cluster, devices: int, *, batch: int, limit: int | None = None, like: Layout = ONE
+) -> Found:
+    """The quickest layout that fits, and beside it the rule of thumb (:func:`rule_of_thumb`). What is not searched
+    (precision, overlap, offload) is as ``like`` has it.
 
     Raises:
         InfeasibleError: none fits; says what would, in bytes.
     """
     layers, node = len(model.depth.standing), node_size(cluster, devices)
     tried = [
-        quick for layout in candidates(devices, batch, layers, node) for quick in _quick(model, layout, cluster, batch)
+        quick
+        for layout in candidates(devices, batch, layers, node, model.experts, like)
+        for quick in _quick(model, layout, cluster, batch)
     ]
     fitting = [one for one in tried if one.peak <= (limit or one.limit)]
     if not fitting:
@@ -87,9 +108,9 @@ def best_layout(model: LayoutModel, cluster: Cluster, devices: int, *, batch: in
     if not priced:
         raise InfeasibleError(_nothing_fits(model, cluster, tried, batch, limit))
     gap = max(placed.gap for placed in model.every_placed)
-    best = min(priced, key=lambda one: one.predicted.step_seconds)
-    rule = rule_of_thumb(model, cluster, devices, batch=batch, limit=limit)
-    return Found(best, len(tried), len(fitting), gap, rule)
+    priced.sort(key=lambda one: one.predicted.step_seconds)
+    rule = rule_of_thumb(model, cluster, devices, batch=batch, limit=limit, like=like)
+    return Found(tuple(priced), len(tried), len(fitting), gap, rule)
 
 
 def _simulated(
@@ -114,21 +135,32 @@ def node_size(cluster: Cluster, devices: int) -> int:
 
 def _quick(model: LayoutModel, layout: Layout, cluster: Cluster, batch: int) -> Iterator[Quick]:
     try:
-        yield quick_price(model.sections(layout, cluster), layout, batch, cluster)
+        sections = model.sections(layout, cluster)
+        if layout.recompute == "selective" and not any(section.saved_inside for section in sections.every):
+            return  # The same as without: attention is one kernel, which keeps nothing of its inside.
+        yield quick_price(sections, layout, batch, cluster)
     except OptionsError:
         return
 
 
 def rule_of_thumb(
-    model: LayoutModel, cluster: Cluster, devices: int, *, batch: int, limit: int | None = None
+    model: LayoutModel, cluster: Cluster, devices: int, *, batch: int, limit: int | None = None, like: Layout = ONE
 ) -> Priced | None:
     """Tensor ranks: the devices of a node; pipeline: the fewest stages that fit; data: the rest. Layers are computed
-    again, microbatches of one sample. None if no number of stages fits."""
+    again, microbatches of one sample, experts divided among as many data ranks as they can be. None if no number of
+    stages fits."""
     layers, tensor = len(model.depth.standing), node_size(cluster, devices)
     for pipeline in (p for p in divisors(devices // tensor) if p <= layers):
         data = devices // (tensor * pipeline)
-        layout = Layout(
-            tensor, pipeline, data, recompute="full", sequence_parallel=tensor > 1, zero=1 if data > 1 else 0
+        layout = replace(
+            like,
+            tensor=tensor,
+            pipeline=pipeline,
+            data=data,
+            expert=expert_degrees(model.experts, tensor, data)[-1],
+            recompute="full",
+            sequence_parallel=tensor > 1,
+            zero=1 if data > 1 else 0,
         )
         for quick in _quick(model, layout, cluster, batch):
             if quick.peak <= (limit or quick.limit):

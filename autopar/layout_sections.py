@@ -8,7 +8,7 @@ keeps, and what it takes to compute again what recomputation did not keep.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -18,10 +18,12 @@ from autopar.cost import compute_seconds, family_of, node_seconds
 
 from .assignment import Use, uses
 from .axis_names import weight_values
+from .cluster import Cluster
 from .depth import Depth
 from .graph import REST, VIEWS, Graph, Node, TensorType, Value
 from .kernels import Kernel, Kernels, find_kernels, is_heavy, origin
 from .layout import Layout
+from .layout_experts import BACKWARD, OPERATIONS, Block, bill_block, check_degree, expert_weights, find_blocks
 from .layout_place import Placed
 from .prices import local_bytes, local_type
 from .spec import Placements
@@ -51,12 +53,14 @@ class Seconds:
 @dataclass(frozen=True)
 class Weight:
     """A trained parameter on one device of the mesh (context, tensor): its elements there and its dtype's bytes;
-    ``partial`` axes are those over which its gradient is left as a sum to be taken."""
+    ``partial`` axes are those over which its gradient is left as a sum to be taken. ``experts``: of a weight that has
+    an entry of every expert, among how many ranks these are divided; 0 for any other."""
 
     path: str
     elements: int
     itemsize: int
     partial: tuple[int, ...]
+    experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,8 @@ class Section:
     """One section for one microbatch. ``inside`` is what of forward selective recomputation runs again; ``saved`` the
     bytes kept for backward, ``saved_inside`` those of them that selective recomputation does not keep, ``entry`` those
     of what comes in from the section before; ``working`` the most that one kernel makes. ``flops``: of products, all
-    devices together."""
+    devices together. ``blocks`` of experts are not in these until :func:`with_experts` puts them there, and the bytes
+    that one device hands to each of their exchanges into ``exchanged``."""
 
     forward: Seconds = Seconds()
     backward: Seconds = Seconds()
@@ -76,6 +81,8 @@ class Section:
     flops: float = 0.0
     weights: tuple[Weight, ...] = ()
     is_layer: bool = False
+    blocks: tuple[Block, ...] = ()
+    exchanged: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,8 +100,37 @@ class Sections:
         return (self.before, *(self.layers[i] for i in self.standing), self.after)
 
 
+def with_experts(sections: Sections, layout: Layout, cluster: Cluster) -> Sections:
+    """The sections with their blocks of experts, divided as ``layout`` says. Raises :class:`OptionsError` if experts do
+    not come out even."""
+    check_degree([block for section in sections.every for block in section.blocks], layout)
+    before, *layers, after = (
+        _with_experts(section, layout, cluster) for section in (sections.before, *sections.layers, sections.after)
+    )
+    return Sections(before, tuple(layers), after, sections.standing)
+
+
+def _with_experts(section: Section, layout: Layout, cluster: Cluster) -> Section:
+    if not section.blocks:
+        return section
+    bills = [bill_block(block, layout, cluster) for block in section.blocks]
+    weights = (
+        replace(w, elements=w.elements // layout.expert, experts=layout.expert) if w.experts else w
+        for w in section.weights
+    )
+    return replace(
+        section,
+        forward=section.forward + Seconds(sum(bill.forward for bill in bills)),
+        backward=section.backward + Seconds(sum(bill.backward for bill in bills)),
+        saved=section.saved + sum(bill.saved for bill in bills),
+        working=max(section.working, *(bill.working for bill in bills)),
+        weights=tuple(weights),
+        exchanged=tuple(bill.exchanged for bill in bills if bill.exchanged),
+    )
+
+
 def bill_sections(placed: Placed, depth: Depth, layout: Layout) -> Sections:
-    """The sections of a placed graph of one microbatch."""
+    """The sections of a placed graph of one microbatch, blocks of experts set apart."""
     paths, standing = depth.paths, depth.standing
     biller = _Biller(placed, _home(placed.graph, paths), layout)
     layers = tuple(biller.section(path) for path in paths)
@@ -137,6 +173,8 @@ class _Biller:
         self.varying = _varying(self.graph)
         self.inside = _inside_attention(self.graph, self.kernels, homes)
         self.moves = [use for use in uses(self.graph, self.assignment) if use.source != use.target]
+        self.blocks = find_blocks(self.graph, self.assignment, self.prices.mesh)
+        self.expert_weights = expert_weights(self.graph)
         self.raw = {o.name: o.value for o in self.graph.outputs if o.kind == "gradient" and o.value is not None}
 
     def _find_kernels(self) -> Kernels:
@@ -159,7 +197,8 @@ class _Biller:
             if self.homes[kernel.nodes[0].name] != name:
                 continue
             seconds = Seconds(self.seconds(kernel), 0.0)
-            working = max(working, sum(map(self.local, kernel.writes)))
+            if kernel.nodes[0].op not in OPERATIONS:
+                working = max(working, sum(map(self.local, kernel.writes)))
             if kernel.phase == "backward":
                 backward += seconds
             else:
@@ -182,6 +221,7 @@ class _Biller:
             self.flops(name),
             self.weights(name),
             name not in (BEFORE, AFTER),
+            tuple(block for node, block in self.blocks.items() if self.homes[node] == name),
         )
 
     def _stays_inside(self, value: Value) -> bool:
@@ -205,6 +245,8 @@ class _Biller:
 
     def seconds(self, kernel: Kernel) -> float:
         heavy = kernel.heavy
+        if heavy is not None and heavy.op in OPERATIONS:
+            return 0.0
         if heavy is not None:
             strategy = self.assignment.strategies[heavy.name]
             taken = zip(map(self.graph.type_of, heavy.operands), strategy.inputs, strict=True)
@@ -249,7 +291,9 @@ class _Biller:
             family = family_of(node.op)
             if family.matrix is not None and self.homes[node.name] == name:
                 inputs = tuple(map(self.graph.type_of, node.operands))
-                found += float(family.flops(node, inputs, node.types))
+                # The operation computes a third of its backward products again, which training libraries do not.
+                share = 2 / 3 if node.op == BACKWARD else 1.0
+                found += share * float(family.flops(node, inputs, node.types))
         return found
 
     def weights(self, name: str) -> tuple[Weight, ...]:
@@ -264,7 +308,8 @@ class _Biller:
         kind: TensorType = local_type(node.type, place, self.prices.mesh)
         raw: Placements = self.assignment.placements_of(self.raw[node.target])
         partial = tuple(axis for axis, one in enumerate(raw) if isinstance(one, Partial))
-        return Weight(node.target, int(kind.numel), node.type.dtype.itemsize, partial)
+        is_expert = node.name in self.expert_weights
+        return Weight(node.target, int(kind.numel), node.type.dtype.itemsize, partial, int(is_expert))
 
 
 def _inside_attention(graph: Graph, kernels: Kernels, homes: Mapping[str, str]) -> frozenset[str]:

@@ -110,6 +110,7 @@ processors = 148
 tile_depth = 505
 tile_border = 25
 attention_efficiency = 0.7
+sustained = 0.75
 attention_width = 30
 reserve_bytes = 2147483648
 reserve_fraction = 0.05
@@ -131,8 +132,13 @@ GB200 = (
     .replace("191502483456     # 178.35 GiB", "197568495616     # 184 GiB")
     .replace("bf16 = 2250e12\nf16 = 2250e12", "bf16 = 2500e12\nf16 = 2500e12")
     .replace("4500e12", "5000e12")
+    .replace("sustained = 0.75", "sustained = 0.72")
 )
-GB300 = GB200.replace("GB200-186GB", "GB300-288GB").replace("197568495616     # 184 GiB", "298500227072     # 278 GiB")
+GB300 = (
+    GB200.replace("GB200-186GB", "GB300-288GB")
+    .replace("197568495616     # 184 GiB", "298500227072     # 278 GiB")
+    .replace("sustained = 0.72", "sustained = 0.85")
+)
 B300 = GB300.replace("GB300-288GB", "B300-288GB").replace("= 2500e12", "= 2250e12").replace("= 5000e12", "= 4500e12")
 
 MI250X = """

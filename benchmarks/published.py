@@ -13,7 +13,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,10 @@ from autopar.errors import AutoparError
 from autopar.layout_model import LayoutModel
 from autopar.layout_price import Priced
 
-from .published_models import NotExpressible, Shape, build
+from .published_models import build
 from .published_rows import Question, question_of, read_rows
 from .published_scores import Scored, summary
+from .published_shape import NotExpressible, Shape
 
 
 class Models:
@@ -55,17 +56,32 @@ def price_row(question: Question, models: Models) -> Priced:
 def score_file(path: Path, models: Models) -> tuple[list[Scored], list[Skipped]]:
     scored: list[Scored] = []
     skipped: list[Skipped] = []
-    for row in read_rows(path):
-        name = str(row.get("id") or row.get("row"))
-        try:
-            question = question_of(row)
-            priced = price_row(question, models)
-        except (NotExpressible, AutoparError) as error:
-            skipped.append(Skipped(name, str(error)))
-            continue
-        scored.append(Scored(name, path.stem, question, priced))
-        print(scored[-1].line(), file=sys.stderr, flush=True)
+    try:
+        rows = list(read_rows(path))
+    except OSError as error:
+        return [], [Skipped(str(path), f"cannot be read: {error.strerror}")]
+    for at, row in enumerate(rows, 1):
+        name = f"row {at}" if isinstance(row, NotExpressible) else str(row.get("id") or row.get("row") or f"row {at}")
+        found = _scored(name, path.stem, row, models)
+        if isinstance(found, Skipped):
+            skipped.append(found)
+        else:
+            scored.append(found)
+            print(found.line(), file=sys.stderr, flush=True)
     return scored, skipped
+
+
+def _scored(name: str, file: str, row: Mapping[str, Any] | NotExpressible, models: Models) -> Scored | Skipped:
+    """A row priced, or why not: whatever a row holds, those after it are still priced."""
+    try:
+        if isinstance(row, NotExpressible):
+            raise row
+        question = question_of(row)
+        return Scored(name, file, question, price_row(question, models))
+    except (NotExpressible, AutoparError) as error:
+        return Skipped(name, str(error))
+    except Exception as error:
+        return Skipped(name, f"could not be priced: {type(error).__name__}: {error}")
 
 
 def report(files: Iterable[Path]) -> dict[str, Any]:

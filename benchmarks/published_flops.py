@@ -26,21 +26,26 @@ def _attention(model: Mapping[str, Any], tokens: float) -> float:
     return float(12 * model["layers"] * inner * model["seq"] * tokens)
 
 
+def _weights(model: Mapping[str, Any]) -> float:
+    """Weights that a token is multiplied with: of a mixture of experts those it goes to."""
+    return float(model.get("active_params") or model["params"])
+
+
 def _six_and_attention(model: Mapping[str, Any], tokens: float) -> float:
-    return float(6 * model["params"] * tokens + _attention(model, tokens))
+    return 6 * _weights(model) * tokens + _attention(model, tokens)
 
 
 def _products(model: Mapping[str, Any]) -> float:
     """Elements of all weights that are multiplied with: all but the embedding's table."""
-    return float(model["params"] - model["vocab"] * model["hidden"])
+    return _weights(model) - float(model["vocab"] * model["hidden"])
 
 
 CONVENTIONS: Mapping[str, Count] = {
     "megatron_hw_full": _megatron(4, 16),
     "megatron_model": _megatron(3, 12),
     "6N+attn": _six_and_attention,
-    "6N": lambda model, tokens: 6 * model["params"] * tokens,
-    "8N": lambda model, tokens: 8 * model["params"] * tokens,
+    "6N": lambda model, tokens: 6 * _weights(model) * tokens,
+    "8N": lambda model, tokens: 8 * _weights(model) * tokens,
     "arch": lambda model, tokens: 6 * _products(model) * tokens + _attention(model, tokens),
     "arch_causal": lambda model, tokens: 6 * _products(model) * tokens + _attention(model, tokens) / 2,
     "alpa_remat": _megatron(4, 10),

@@ -1,128 +1,76 @@
-"""Decoders built from the fields of a published row: GPT, Llama, gated MLP, grouped queries, experts.
+"""Decoders built from the fields of a published row: GPT, Llama, gated MLP, grouped queries, latent attention, experts.
 
 Plain torch on the meta device. Dims are the row's ``layers``, ``hidden``, ``heads``, ``kv_heads``, ``head_dim``,
-``ffn``, ``mlp`` ("gelu" or "swiglu"), ``vocab`` and ``seq``; attention is one kernel ("flash") or written out ("core").
+``ffn``, ``mlp`` ("gelu" or "swiglu"), ``vocab``, ``seq`` and ``experts``; attention is one kernel ("flash") or written
+out ("core").
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-# Vocabularies are padded to a multiple of this, as training libraries do so that it divides among devices.
-PADDED = 128
+from autopar.local_experts import experts
+from autopar.trace_experts import activation_text
 
-
-class NotExpressible(Exception):
-    """Why a row is skipped."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The dims of a decoder; ``flash``: attention is one kernel, and what is recomputed of it is not its scores."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    gated: bool
-    vocab: int
-    seq: int
-    flash: bool
-
-    @staticmethod
-    def of(model: Mapping[str, Any], *, flash: bool) -> Shape:
-        """Raises :class:`NotExpressible` for what is no dense decoder, or lacks a dim."""
-        missing = [name for name in ("layers", "hidden", "heads", "seq", "vocab") if not model.get(name)]
-        if missing:
-            raise NotExpressible(f"the model's {', '.join(missing)} are not given")
-        odd = [name for name in ("experts", "experts_every_other_layer", "image") if model.get(name)]
-        odd += [f"{model['attention']} attention"] if model.get("attention") else []
-        if odd:
-            raise NotExpressible(f"{', '.join(odd)}: no plain decoder")
-        hidden, heads = int(model["hidden"]), int(model["heads"])
-        gated = model.get("mlp", "gelu") == "swiglu"
-        return Shape(
-            int(model["layers"]),
-            hidden,
-            heads,
-            int(model.get("kv_heads") or heads),
-            int(model.get("head_dim") or hidden // heads),
-            int(model.get("ffn") or 4 * hidden),
-            gated,
-            -(-int(model["vocab"]) // PADDED) * PADDED,
-            int(model["seq"]),
-            flash,
-        )
-
-
-class Attention(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.shape = shape
-        inner, outer = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        bias = not shape.gated
-        self.query = nn.Linear(shape.hidden, inner, bias=bias)
-        self.key = nn.Linear(shape.hidden, outer, bias=bias)
-        self.value = nn.Linear(shape.hidden, outer, bias=bias)
-        self.output = nn.Linear(inner, shape.hidden, bias=bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, seq, _ = x.shape
-
-        def split(y: torch.Tensor, heads: int) -> torch.Tensor:
-            return y.view(batch, seq, heads, self.shape.head_dim).transpose(1, 2)
-
-        query = split(self.query(x), self.shape.heads)
-        key, value = (split(f(x), self.shape.kv_heads) for f in (self.key, self.value))
-        if self.shape.gated:
-            query, key = rotary(query), rotary(key)
-        mixed = (flash if self.shape.flash else core)(query, key, value)
-        result: torch.Tensor = self.output(mixed.transpose(1, 2).reshape(batch, seq, -1))
-        return result
-
-
-def rotary(x: torch.Tensor) -> torch.Tensor:
-    """Rotary positions: pairs of the two halves of a head turned by angles that grow with the place."""
-    half = x.shape[-1] // 2
-    rates = 10000.0 ** (-torch.arange(half, device=x.device) / half)
-    angles = torch.arange(x.shape[-2], device=x.device)[:, None] * torch.cat((rates, rates))
-    turned = torch.cat((-x[..., half:], x[..., :half]), -1)
-    return x * angles.cos().to(x.dtype) + turned * angles.sin().to(x.dtype)
-
-
-def flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    grouped = query.shape[1] != key.shape[1]
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
-
-
-def core(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Scores written out: what libraries without a fused attention kernel do."""
-    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
-    rows = torch.arange(scores.shape[-1], device=query.device)
-    masked = scores.masked_fill(rows > rows[:, None], torch.finfo(scores.dtype).min)
-    return torch.softmax(masked, -1) @ value
+from .published_attention import Attention, LatentAttention
+from .published_shape import Experts, Shape
 
 
 class Mlp(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, ffn: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(shape.hidden, shape.ffn, bias=False) if shape.gated else None
-        self.up = nn.Linear(shape.hidden, shape.ffn, bias=not shape.gated)
-        self.down = nn.Linear(shape.ffn, shape.hidden, bias=not shape.gated)
+        self.gate = nn.Linear(shape.hidden, ffn, bias=False) if shape.gated else None
+        self.up = nn.Linear(shape.hidden, ffn, bias=not shape.gated)
+        self.down = nn.Linear(ffn, shape.hidden, bias=not shape.gated)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.up(x)
         active = F.gelu(y, approximate="tanh") if self.gate is None else F.silu(self.gate(x)) * y
         result: torch.Tensor = self.down(active)
         return result
+
+
+def _gated(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+@cache
+def _activation(gated: bool, width: int) -> str:
+    with torch.device("cpu"):
+        text = activation_text(_gated if gated else _gelu, width, torch.bfloat16)
+    assert text is not None
+    return text
+
+
+class ExpertMlp(nn.Module):
+    """A router, the experts in two tensors, and what is shared by all tokens."""
+
+    def __init__(self, shape: Shape, said: Experts) -> None:
+        super().__init__()
+        self.said = said
+        width = said.ffn * (2 if shape.gated else 1)
+        self.activation = _activation(shape.gated, width)
+        self.router = nn.Linear(shape.hidden, said.number, bias=False)
+        self.up = nn.Parameter(torch.empty(said.number, width, shape.hidden))
+        self.down = nn.Parameter(torch.empty(said.number, shape.hidden, said.ffn))
+        self.shared = Mlp(shape, said.shared * said.ffn) if said.shared else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, 1)
+        weights, ids = torch.topk(torch.softmax(self.router(tokens).float(), -1), self.said.chosen)
+        kind, count = self.activation, self.said.number
+        chosen = experts(tokens, ids, weights.to(x.dtype), self.up, self.down, None, None, kind, count, 0)
+        result: torch.Tensor = chosen.view_as(x)
+        return result if self.shared is None else result + self.shared(x)
 
 
 class Norm(nn.Module):
@@ -139,15 +87,27 @@ class Norm(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, number: int) -> None:
         super().__init__()
-        self.norm1, self.attention = Norm(shape), Attention(shape)
-        self.norm2, self.mlp = Norm(shape), Mlp(shape)
+        self.norm1, self.attention = Norm(shape), _attention(shape, number)
+        self.norm2, self.mlp = Norm(shape), _mlp(shape, number)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm1(x))
         result: torch.Tensor = x + self.mlp(self.norm2(x))
         return result
+
+
+def _attention(shape: Shape, number: int) -> nn.Module:
+    if shape.latent is not None:
+        return LatentAttention(shape, shape.latent)
+    return Attention(shape, shape.window if shape.window and number % shape.window_every == 0 else 0)
+
+
+def _mlp(shape: Shape, number: int) -> nn.Module:
+    if shape.experts is not None and shape.experts.in_layer(number):
+        return ExpertMlp(shape, shape.experts)
+    return Mlp(shape, shape.ffn)
 
 
 class Loss(nn.Module):
@@ -162,7 +122,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(shape.vocab, shape.hidden)
         self.positions = None if shape.gated else nn.Embedding(shape.seq, shape.hidden)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+        self.layers = nn.ModuleList(Layer(shape, number) for number in range(shape.layers))
         self.norm = Norm(shape)
         self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
         self.loss = Loss()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from autopar.layout import Layout
 from autopar.links import Link
 
 from .published_flops import published_seconds
-from .published_models import NotExpressible, Shape
+from .published_shape import NotExpressible, Shape, number
 
 # Bytes/s of the twelve NVLinks of an A100 in one direction.
 NVLINKS_A100 = 300e9
@@ -61,10 +62,16 @@ class Question:
         return self.row["source"], measured, self.batch, self.layout.devices, self.cluster
 
 
-def read_rows(path: Path) -> Iterator[Mapping[str, Any]]:
-    for line in path.read_text().splitlines():
+def read_rows(path: Path) -> Iterator[Mapping[str, Any] | NotExpressible]:
+    """The rows of a file, and in place of a line that is none the reason."""
+    for at, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         if line.strip():
-            yield json.loads(line)
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                yield NotExpressible(f"line {at} is no JSON: {error}")
+                continue
+            yield row if isinstance(row, Mapping) else NotExpressible(f"line {at} is no JSON object")
 
 
 def question_of(row: Mapping[str, Any]) -> Question:
@@ -73,19 +80,29 @@ def question_of(row: Mapping[str, Any]) -> Question:
         raise NotExpressible("LoRA: most weights do not learn")
     if row.get("kind"):
         raise NotExpressible(f"kind {row['kind']}: no training step")
-    parallel, measured = row["parallel"], row["measured"]
-    seconds, oom = published_seconds(row), measured.get("oom")
-    if seconds is None and not oom:
-        raise NotExpressible("neither seconds, tokens nor FLOP/s of a step")
-    shape = Shape.of(row["model"], flash=_is_flash(row))
-    if not parallel.get("global_batch"):
-        raise NotExpressible("no global batch")
+    absent = [part for part in ("model", "cluster", "parallel", "measured") if not isinstance(row.get(part), Mapping)]
+    if absent:
+        raise NotExpressible(f"the row's {', '.join(absent)} are not given")
     try:
-        layout = layout_of(row)
-        layout.microbatches(int(parallel["global_batch"]))
+        return _question(row)
     except OptionsError as error:
         raise NotExpressible(str(error)) from error
-    return Question(row, shape, layout, int(parallel["global_batch"]), cluster_of(row), seconds, oom)
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        raise NotExpressible(f"a field is not what it should be: {type(error).__name__}: {error}") from error
+
+
+def _question(row: Mapping[str, Any]) -> Question:
+    seconds, oom = published_seconds(row), row["measured"].get("oom")
+    if seconds is None and not oom:
+        raise NotExpressible("neither seconds, tokens nor FLOP/s of a step")
+    if seconds is not None and not 0 < seconds < math.inf:
+        raise NotExpressible(f"a step of {seconds} seconds")
+    shape = Shape.of(row["model"], flash=_is_flash(row))
+    if not row["parallel"].get("global_batch"):
+        raise NotExpressible("no global batch")
+    layout, batch = layout_of(row), number(row["parallel"], "global_batch")
+    layout.microbatches(batch)
+    return Question(row, shape, layout, batch, cluster_of(row), seconds, oom)
 
 
 def _is_flash(row: Mapping[str, Any]) -> bool:
@@ -96,8 +113,8 @@ def _is_flash(row: Mapping[str, Any]) -> bool:
         return True
     if parallel.get("attention_kernel"):
         return False
-    years = [int(y) for y in re.findall(r"\b20[12]\d\b", row.get("source", ""))]
-    newer = re.search(r"H100|H200|B200|B300|GB200|GB300|TPU|MI3", row["cluster"].get("gpu", ""))
+    years = [int(y) for y in re.findall(r"\b20[12]\d\b", str(row.get("source", "")))]
+    newer = re.search(r"H100|H200|B200|B300|GB200|GB300|TPU|MI3", str(row["cluster"].get("gpu", "")))
     return bool(newer) or bool(years and max(years) >= 2023)
 
 
@@ -106,11 +123,9 @@ def layout_of(row: Mapping[str, Any]) -> Layout:
     parallel = row["parallel"]
     if not parallel.get("t") or not parallel.get("p"):
         raise NotExpressible("tensor and pipeline degrees are not given")
-    tensor, pipeline, context = (int(parallel.get(k) or 1) for k in ("t", "p", "cp"))
-    devices = row["cluster"].get("n_gpus")
-    data = int(parallel.get("d") or 0) or int(devices or 0) // (tensor * pipeline * context)
-    if not data:
-        raise NotExpressible("the data degree is not given")
+    tensor, pipeline, context = number(parallel, "t"), number(parallel, "p"), number(parallel, "cp", 1)
+    devices = number(row["cluster"], "n_gpus", tensor * pipeline * context)
+    data = number(parallel, "d", max(1, devices // (tensor * pipeline * context)))
     whole = parallel.get("per_device_batch") or parallel.get("local_batch")
     microbatch = parallel.get("microbatch") or (whole if pipeline == 1 else whole and 1)
     if not microbatch:
@@ -120,8 +135,10 @@ def layout_of(row: Mapping[str, Any]) -> Layout:
         "pipeline": pipeline,
         "data": data,
         "context": context,
-        "microbatch": int(microbatch),
-        "interleave": int(parallel.get("interleave") or 1),
+        "expert": _expert(parallel, tensor),
+        "capacity": float(parallel.get("capacity_factor") or 1.0),
+        "microbatch": number({"microbatch": microbatch}, "microbatch"),
+        "interleave": number(parallel, "interleave", 1),
         "recompute": _recompute(str(parallel.get("recompute") or "none")),
         "sequence_parallel": bool(parallel.get("sequence_parallel")) and tensor > 1,
         "zero": _zero(parallel.get("zero_stage"), pipeline),
@@ -131,6 +148,13 @@ def layout_of(row: Mapping[str, Any]) -> Layout:
         "offload": bool(parallel.get("cpu_offload_optimizer")),
     }
     return Layout(**{**said, **_habits(row)})
+
+
+def _expert(parallel: Mapping[str, Any], tensor: int) -> int:
+    """Ranks among which experts are divided besides tensor ranks: these have experts of their own, or a share of each
+    (``etp``)."""
+    said = number(parallel, "ep", 1)
+    return said if number(parallel, "etp", 1) == tensor or said % tensor else said // tensor
 
 
 def _precision(said: str) -> Any:
@@ -172,7 +196,7 @@ def _overlap(row: Mapping[str, Any]) -> tuple[Any, ...]:
     prefetched by all; gradients are reduced under backward where there is one stage and one microbatch, and by
     libraries since 2024; messages since then where chunks interleave."""
     parallel = row["parallel"]
-    recent = bool(re.search(r"H100|H200|B200|B300|GB|TPU", row["cluster"].get("gpu", "")))
+    recent = bool(re.search(r"H100|H200|B200|B300|GB|TPU", str(row["cluster"].get("gpu", ""))))
     found = ["weight"]
     if parallel.get("ddp_overlap", recent):
         found.append("gradient")
@@ -210,10 +234,10 @@ def _eager(row: Mapping[str, Any]) -> tuple[str, ...]:
 def cluster_of(row: Mapping[str, Any]) -> Cluster:
     """The preset for the row's device, with the network that the row names."""
     cluster = row["cluster"]
-    name = next((preset for pattern, preset in PRESETS if re.search(pattern, cluster.get("gpu", ""))), None)
+    name = next((preset for pattern, preset in PRESETS if re.search(pattern, str(cluster.get("gpu", "")))), None)
     if name is None:
         raise NotExpressible(f"no preset for {cluster.get('gpu')}")
-    found = Cluster.get(name)
+    found = _filled(Cluster.get(name), number(cluster, "n_gpus", 1))
     device = _device(found.device, cluster)
     found = replace(found, links=(_inner(found.links[0], str(cluster.get("intra") or "")), *found.links[1:]))
     per_node = int(cluster.get("gpus_per_node") or 8)
@@ -222,6 +246,14 @@ def cluster_of(row: Mapping[str, Any]) -> Cluster:
         return replace(found, device=device)
     outer = Link("network", None, rate * SUSTAINED, LATENCY, adapters=found.links[-2].size)
     return replace(found, device=device, links=(*found.links[:-1], outer))
+
+
+def _filled(cluster: Cluster, devices: int) -> Cluster:
+    """Nodes that are used in equal parts: of the 72 devices of a rack 64, if there are 256 in all."""
+    size = cluster.links[0].size or 1
+    if devices <= size or devices % size == 0 or cluster.links[0].torus:
+        return cluster
+    return cluster.with_node(max(part for part in range(1, size + 1) if devices % part == 0))
 
 
 def _inner(link: Link, text: str) -> Link:
@@ -239,7 +271,7 @@ def _inner(link: Link, text: str) -> Link:
 
 def _device(device: Device, cluster: Mapping[str, Any]) -> Device:
     """The preset's device, with the memory that the row names: its size and bandwidth."""
-    size = re.search(r"(\d+)GB", cluster.get("gpu", ""))
+    size = re.search(r"(\d+)GB", str(cluster.get("gpu", "")))
     share = device.memory_bandwidth / _NOMINAL.get(device.name.partition("-")[0], device.memory_bandwidth)
     bandwidth = float(cluster["hbm_GBps"]) * 1e9 * share if cluster.get("hbm_GBps") else device.memory_bandwidth
     gigabytes = int(size[1]) if size else 0

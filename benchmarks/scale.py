@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import resource
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from autopar.cluster import Cluster
 from autopar.layout import Layout
-from autopar.layout_model import LayoutModel
-from autopar.layout_price import Priced
-from autopar.layout_search import best_layout
+from autopar.layout_report import plan_layouts
 
-from .published_models import Shape, build
+from .published_models import build
+from .published_shape import Experts, Shape
 
 
 @dataclass(frozen=True)
@@ -83,21 +81,27 @@ CASES: Mapping[str, Case] = {
         Layout(8, 16, 128, sequence_parallel=True, zero=2),
         "Llama Team 2024, table 4",
     ),
+    # Switch-C has 15 encoder and 15 decoder layers, 2048 experts in each, and was trained with expert parallelism
+    # alone; here all 30 are one decoder.
+    "Switch 1.6T": Case(
+        replace(
+            _gpt(30, 2080, 32, vocab=32128),
+            heads=32,
+            head_dim=64,
+            kv_heads=32,
+            ffn=6144,
+            seq=512,
+            flash=True,
+            experts=Experts(2048, 1, 6144),
+        ),
+        "dgx-a100-80gb",
+        2048,
+        2048,
+        576e9,
+        Layout(1, 1, 2048, expert=2048, capacity=1.25, zero=1),
+        "Fedus, Zoph and Shazeer 2022, table 9",
+    ),
 }
-
-
-def _figures(priced: Priced | None) -> dict[str, Any] | None:
-    if priced is None:
-        return None
-    found = priced.predicted
-    return {
-        "layout": str(priced.layout),
-        "step_seconds": found.step_seconds,
-        "tflops_per_device": priced.flops_per_second / 1e12,
-        "mfu": found.mfu,
-        "peak_bytes": found.peak_bytes,
-        "fits": priced.fits,
-    }
 
 
 def plan_case(case: Case) -> dict[str, Any]:
@@ -105,60 +109,42 @@ def plan_case(case: Case) -> dict[str, Any]:
     start, busy = time.time(), time.process_time()
     ids = torch.empty(case.batch, case.shape.seq, dtype=torch.long, device="meta")
     model = build(case.shape)
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    cluster = Cluster.get(case.cluster)
-    traced = LayoutModel.of(model, (ids, ids))
-    found = best_layout(traced, cluster, case.devices, batch=case.batch)
-    seconds, cpu_seconds = time.time() - start, time.process_time() - busy
-    steps = case.tokens / (case.batch * case.shape.seq)
+    building = time.time() - start, time.process_time() - busy
+    compare = {"published": case.published}
+    report = plan_layouts(model, (ids, ids), case.cluster, devices=case.devices, tokens=case.tokens, compare=compare)
+    found = report.data()
     return {
-        "devices": case.devices,
-        "cluster": case.cluster,
-        "parameters": weights,
-        "planning_seconds": seconds,
-        "planning_cpu_seconds": cpu_seconds,
+        **found,
+        "planning_seconds": report.seconds + building[0],
+        "planning_cpu_seconds": report.cpu_seconds + building[1],
         "planning_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "considered": found.considered,
-        "fitting": found.fitting,
-        "placement_gap": found.gap,
-        "best": _figures(found.best),
-        "published": {**(_figures(traced.price(case.published, cluster, case.batch)) or {}), "source": case.source},
-        "rule": _figures(found.rule),
-        "days": steps * found.best.predicted.step_seconds / 86400,
-        "tokens": case.tokens,
-        "checkpoint_bytes": 14 * weights,
+        "published_by": case.source,
+        "text": str(report),
     }
 
 
-def run_apart(name: str) -> dict[str, Any]:
-    """One model in a process of its own, so that its memory is its own."""
-    command = [sys.executable, "-m", "benchmarks.scale", "--here", name]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return {"error": done.stderr.strip().splitlines()[-1:]}
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+def said(name: str, found: Mapping[str, Any]) -> str:
+    return (
+        f"{name}: {found['planning_seconds']:.0f} s on the wall, {found['planning_cpu_seconds']:.0f} s of computing, "
+        f"{found['planning_peak_bytes'] / 2**30:.1f} GiB (published: {found['published_by']})\n{found['text']}\n"
+    )
 
 
-def line(name: str, found: Mapping[str, Any]) -> str:
-    if "error" in found:
-        return f"{name}: {found['error']}"
-    said = [
-        f"{name} on {found['devices']} of {found['cluster']}: planned in {found['planning_seconds']:.0f} s "
-        f"({found['planning_cpu_seconds']:.0f} s of computing) and "
-        f"{found['planning_peak_bytes'] / 2**30:.1f} GiB, {found['considered']} layouts, "
-        f"gap {found['placement_gap']:.2%}; {found['days']:.1f} days for {found['tokens']:.3g} tokens, checkpoint "
-        f"{found['checkpoint_bytes'] / 1e12:.2f} TB"
-    ]
-    for kind in ("best", "published", "rule"):
-        one = found[kind]
-        said.append(
-            f"  {kind:10} {one['step_seconds']:8.2f} s  {one['tflops_per_device']:5.0f} TFLOP/s  "
-            f"{one['peak_bytes'] / 2**30:5.1f} GiB{'' if one['fits'] else ' (too big)'}  {one['layout']}"
-            if one
-            else f"  {kind:10} none fits"
-        )
-    return "\n".join(said)
+def growth() -> dict[str, Any]:
+    """Seconds of computing that planning takes with twice the layers, and with twice the devices and batch."""
+    base = CASES["GPT-3 175B"]
+    deeper = replace(base, shape=replace(base.shape, layers=2 * base.shape.layers))
+    wider = replace(base, devices=2 * base.devices, batch=2 * base.batch, published=replace(base.published, data=16))
+    kept = ("planning_seconds", "planning_cpu_seconds", "planning_peak_bytes", "considered", "fitting")
+    found = {"as it is": base, "twice the layers": deeper, "twice the devices": wider}
+    return {name: {key: _apart(case)[key] for key in kept} for name, case in found.items()}
+
+
+def _apart(case: Case) -> dict[str, Any]:
+    """Planned in a process of its own, so that memory and what is remembered are its own."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        return pool.apply(plan_case, (case,))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -166,15 +152,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("names", nargs="*", help=f"of {', '.join(CASES)}; default all")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", type=Path, help="also write the JSON there")
-    parser.add_argument("--here", action="store_true", help="plan the one model named in this process, print JSON")
+    parser.add_argument("--growth", action="store_true", help="also plan GPT-3 with twice the layers, or devices")
     given = parser.parse_args(arguments)
-    if given.here:
-        print(json.dumps(plan_case(CASES[given.names[0]])))
-        return
-    found = {}
+    found: dict[str, Any] = {}
     for name in given.names or CASES:
-        found[name] = run_apart(name)
-        print(line(name, found[name]), file=sys.stderr if given.json else sys.stdout, flush=True)
+        found[name] = _apart(CASES[name])
+        print(said(name, found[name]), file=sys.stderr if given.json else sys.stdout, flush=True)
+    if given.growth:
+        found["growth"] = growth()
+        print(json.dumps(found["growth"], indent=1), file=sys.stderr if given.json else sys.stdout)
     if given.json:
         print(json.dumps(found, indent=1))
     if given.out:

@@ -16,7 +16,8 @@ from autopar.errors import OptionsError
 from autopar.layout import Layout
 from autopar.layout_model import LayoutModel
 from autopar.planner import step_graph
-from benchmarks.published_models import Decoder, Shape, build
+from benchmarks.published_models import Decoder, build
+from benchmarks.published_shape import Shape
 
 A100 = Cluster.get("dgx-a100-80gb")
 SHAPE = Shape(6, 256, 8, 8, 32, 1024, gated=False, vocab=1024, seq=128, flash=False)
@@ -175,8 +176,8 @@ def test_what_does_not_divide_is_refused() -> None:
         price_at(63, data=2)
     with pytest.raises(OptionsError, match="a microbatch of 2 does"):
         price_at(6, microbatch=4, data=3)
-    with pytest.raises(OptionsError, match="at most 6"):
-        price(pipeline=7)
+    with pytest.raises(OptionsError, match="at most 8"):
+        price(pipeline=9)
 
 
 def price_at(size: int, **named: int) -> autopar.Priced:

@@ -12,7 +12,8 @@ from autopar.errors import InfeasibleError
 from autopar.layout_model import LayoutModel
 from autopar.layout_price import quick_price
 from autopar.layout_search import best_layout, candidates, rule_of_thumb
-from benchmarks.published_models import Shape, build
+from benchmarks.published_models import build
+from benchmarks.published_shape import Shape
 
 A100 = Cluster.get("dgx-a100-80gb")
 SHAPE = Shape(8, 512, 8, 8, 64, 2048, gated=False, vocab=2048, seq=256, flash=True)

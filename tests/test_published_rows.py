@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.published import report
+from benchmarks.published import Models, report, score_file
 from benchmarks.published_flops import published_seconds
-from benchmarks.published_models import NotExpressible
-from benchmarks.published_rows import adapter_rate, cluster_of, question_of
+from benchmarks.published_rows import adapter_rate, cluster_of, question_of, read_rows
 from benchmarks.published_scores import kendall
+from benchmarks.published_shape import NotExpressible
 
 ROW: dict[str, Any] = {
     "id": "made up",
@@ -41,7 +41,16 @@ def test_a_row_becomes_a_layout() -> None:
     [
         ({**ROW, "kind": "gemm"}, "no training step"),
         (changed("model", hidden=None), "hidden"),
-        (changed("model", experts={"n": 8}), "experts"),
+        (changed("model", experts={"n": 8, "top_k": 9}), "9 of 8 experts"),
+        (changed("model", attention="linear"), "linear attention"),
+        (changed("model", layers="many"), "layers is 'many'"),
+        (changed("model", heads=7), "256 does not divide among 7 heads"),
+        (changed("parallel", d=-2), "d is -2"),
+        (changed("parallel", ep=3), "expert"),
+        (changed("measured", iter_s="soon"), "not what it should be"),
+        (changed("measured", iter_s=-1.0), "-1.0 seconds"),
+        ({**ROW, "model": 5}, "model are not given"),
+        ({**ROW, "cluster": None}, "cluster are not given"),
         (changed("parallel", t=None), "degrees are not given"),
         (changed("parallel", microbatch=None), "no microbatch"),
         (changed("parallel", global_batch=7), "does not divide"),
@@ -54,6 +63,15 @@ def test_what_cannot_be_priced_is_skipped_with_a_reason(row: dict[str, Any], rea
         question_of(row)
 
 
+def test_experts_are_divided_among_tensor_and_data_ranks() -> None:
+    row = changed("model", experts={"n": 8, "top_k": 2, "ffn": 128, "shared": 1}, dense_layers=1)
+    row["parallel"] = {**ROW["parallel"], "ep": 4, "capacity_factor": 1.25}
+    question = question_of(row)
+    assert (question.layout.expert, question.layout.capacity) == (2, 1.25)
+    assert question.shape.experts is not None and question.shape.experts.dense == 1
+    assert question_of({**row, "parallel": {**row["parallel"], "ep": 2, "etp": 2}}).layout.expert == 2
+
+
 def test_files_never_seen_are_priced(tmp_path: Path) -> None:
     path = tmp_path / "new.jsonl"
     rows = [ROW, {**ROW, "kind": "collective"}, {**changed("parallel", t=1, d=4), "measured": {"oom": True}}]
@@ -61,6 +79,31 @@ def test_files_never_seen_are_priced(tmp_path: Path) -> None:
     found = report([path])["files"]["new"]
     assert (found["priced"], found["timed"], len(found["skipped"])) == (2, 1, 1)
     assert found["fits_judged"] == 2 and found["fits_right"] == 0.5
+
+
+def test_whatever_a_file_holds_the_other_rows_are_priced(tmp_path: Path) -> None:
+    """Each field of a row dropped, or exchanged for something it cannot be: a price or a reason, never an error."""
+    strange: list[Any] = [None, "?", -1, 0, 1.5, [], {"a": 1}, True, 10**9]
+    lines = ["{", "[1]", "7", json.dumps(ROW)]
+    for part in ("model", "cluster", "parallel", "measured"):
+        for field in ROW[part]:
+            rest = {name: value for name, value in ROW[part].items() if name != field}
+            lines.append(json.dumps({**ROW, part: rest}))
+            lines += [json.dumps(changed(part, **{field: value})) for value in strange]
+    path = tmp_path / "strange.jsonl"
+    path.write_bytes(b"\xff\n" + "\n".join(lines).encode())
+    models = Models()
+    rows = list(read_rows(path))
+    assert len(rows) == len(lines) + 1
+    for row in rows:
+        if isinstance(row, NotExpressible):
+            continue
+        try:
+            question_of(row)
+        except NotExpressible as reason:
+            assert str(reason)
+    scored, skipped = score_file(tmp_path / "absent.jsonl", models)
+    assert not scored and "cannot be read" in skipped[0].reason
 
 
 @pytest.mark.parametrize(

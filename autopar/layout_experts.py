@@ -1,0 +1,161 @@
+"""Blocks of experts under a layout: what a microbatch's rows cost on one device, and what they exchange.
+
+Tokens choose experts, and a row is one choice of a token. Among the ``expert`` ranks of a layout each has as many of
+the experts and the tokens of its own microbatch; every row travels to a rank that has its expert and back, by an
+all-to-all before the experts and one behind them, and so do their gradients. Experts are taken to be chosen equally
+often; with ``capacity`` c every expert has slots for c times its equal share, and all slots are sent and computed,
+filled or not. On tensor ranks experts are divided as well, and each rank takes the rows for its own.
+
+Products of an expert are those of a training library: forward keeps the rows that came and what the activation takes,
+and backward computes no product again. A block's FLOPs are 2 products forward and 4 backward for each row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autopar.cost import compute_seconds, family_of
+
+from .assignment import Assignment
+from .cluster import Cluster
+from .errors import OptionsError
+from .graph import Graph, Node, Value
+from .kernels import origin
+from .layout import Layout
+from .prices import local_type
+
+FORWARD, BACKWARD = "autopar.experts.default", "autopar.experts_backward.default"
+OPERATIONS = frozenset((FORWARD, BACKWARD))
+# Operands of the forward operation: tokens, then choices and their weights, then what has an entry of every expert.
+CHOICES, MATRICES = 1, 3
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block on one device of the mesh (context, tensor), experts not yet divided among ``expert`` ranks: ``rows``
+    chosen of its ``held`` experts of ``count``, tokens of ``width``, ``up`` columns before the activation and ``down``
+    after it."""
+
+    rows: float
+    held: int
+    count: int
+    width: int
+    up: int
+    down: int
+    itemsize: int
+
+
+@dataclass(frozen=True)
+class Bill:
+    """Seconds of computing in each phase, the bytes of rows that one device hands to an exchange, bytes kept for
+    backward, and the largest result, gradients of matrices among them."""
+
+    forward: float
+    backward: float
+    exchanged: float
+    saved: int
+    working: int
+
+
+def find_blocks(graph: Graph, assignment: Assignment, mesh: tuple[int, ...]) -> Mapping[str, Block]:
+    """The blocks of a placed graph by the names of their forward nodes."""
+    return {node.name: _block(graph, node, assignment, mesh) for node in graph.nodes if node.op == FORWARD}
+
+
+def _block(graph: Graph, node: Node, assignment: Assignment, mesh: tuple[int, ...]) -> Block:
+    taken = zip(map(graph.type_of, node.operands), assignment.strategies[node.name].inputs, strict=True)
+    tokens, choices, _, up, down = [local_type(kind, place, mesh) for kind, place in taken][:5]
+    held, count = int(up.shape[0]), int(graph.type_of(node.operands[MATRICES]).shape[0])
+    rows = math.prod(map(int, choices.shape)) * held / count
+    width = int(tokens.shape[-1])
+    return Block(rows, held, count, width, int(up.shape[1]), int(down.shape[2]), tokens.dtype.itemsize)
+
+
+def expert_counts(graph: Graph) -> list[int]:
+    """How many experts each block has."""
+    return [int(graph.type_of(node.operands[MATRICES]).shape[0]) for node in graph.nodes if node.op == FORWARD]
+
+
+def expert_weights(graph: Graph) -> frozenset[str]:
+    """Parameters that have an entry of every expert, by node name."""
+    found = set()
+    for node in graph.nodes:
+        if node.op == FORWARD:
+            found |= {_source(graph, value) for value in node.operands[MATRICES:]}
+    return frozenset(found)
+
+
+def routers(graph: Graph) -> frozenset[str]:
+    """Parameters by whose products experts are chosen, by node name: nobody divides these."""
+    found: set[str] = set()
+    seen: set[str] = set()
+    open_now = [value.node for node in graph.nodes if node.op == FORWARD for value in node.operands[CHOICES:MATRICES]]
+    while open_now:
+        node = graph[open_now.pop()]
+        if node.name in seen or node.is_placeholder:
+            continue
+        seen.add(node.name)
+        if family_of(node.op).matrix is None:
+            open_now += [value.node for value in node.operands]
+        else:
+            found |= {_source(graph, value) for value in node.operands}
+    return frozenset(name for name in found if graph[name].op == "param")
+
+
+def _source(graph: Graph, value: Value) -> str:
+    """What a view or cast is of."""
+    node = graph[origin(graph, value).node]
+    while not node.is_placeholder and len(node.operands) == 1:
+        node = graph[origin(graph, node.operands[0]).node]
+    return node.name
+
+
+def check_degree(blocks: Sequence[Block], layout: Layout) -> None:
+    """Raises :class:`OptionsError` if experts do not come out even."""
+    if layout.expert > 1 and not blocks:
+        raise OptionsError(
+            f"Layout(expert={layout.expert}): the model has no block of experts in one operation (mixtures of experts "
+            "of transformers, or autopar.local_experts.experts); take expert=1"
+        )
+    for block in blocks:
+        if block.held % layout.expert:
+            shared = f" / {layout.tensor} tensor ranks" if layout.tensor > 1 else ""
+            raise OptionsError(
+                f"Layout(expert={layout.expert}): {block.count} experts{shared} do not divide among {layout.expert} "
+                f"ranks; {math.gcd(block.held, layout.expert)} do"
+            )
+
+
+def bill_block(block: Block, layout: Layout, cluster: Cluster) -> Bill:
+    """What a block costs on a device of ``layout``."""
+    held = block.held // layout.expert
+    rows = block.rows * layout.capacity
+    each = max(1.0, rows / held)
+    dtype = torch.float8_e4m3fn if layout.precision == "fp8" else _DTYPES[block.itemsize]
+
+    def product(m: float, n: float, k: float) -> float:
+        moved = held * (m * n + n * k + m * k) * block.itemsize
+        return compute_seconds(cluster, 2.0 * held * m * n * k, moved, dtype, (m, n, k))
+
+    def passes(width: float) -> float:
+        """Seconds of a kernel that reads or writes ``width`` elements of every row."""
+        return compute_seconds(cluster, 0.0, rows * width * block.itemsize, torch.float32)
+
+    wide, up, down = block.width, block.up, block.down
+    # Rows are gathered into the order of their experts, and what comes back is weighed and added up for each token.
+    forward = product(each, up, wide) + product(each, wide, down) + passes(up + down) + 2 * passes(2 * wide)
+    backward = (
+        *(product(each, wide, up), product(up, wide, each), product(each, down, wide), product(wide, down, each)),
+        *(passes(2 * up + down), 2 * passes(2 * wide)),
+    )
+    exchanged = rows * wide * block.itemsize if layout.expert > 1 else 0.0
+    saved = int(rows * (wide + up) * block.itemsize)
+    largest = max(rows * max(up, wide), held * wide * max(up, down))
+    return Bill(forward, sum(backward), exchanged, saved, int(largest * block.itemsize))
+
+
+_DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}

@@ -1,0 +1,253 @@
+"""Planning by layouts: the best of all ways to lay a model out, beside layouts that somebody names and a rule of thumb.
+
+What :func:`plan_layouts` gives prints as a table and says how long training takes, what a checkpoint holds and where
+the prices come from.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .api import Batch, split_batch
+from .cluster import Cluster
+from .compiler import batch_size
+from .errors import OptionsError
+from .layout import Layout
+from .layout_memory import state_bytes
+from .layout_model import LayoutModel
+from .layout_price import Priced
+from .layout_search import Found, best_layout
+from .plan_columns import columns
+from .plan_units import duration, size
+
+# Layouts that are shown.
+SHOWN = 5
+SECONDS_OF_A_DAY = 86400.0
+
+
+@dataclass(frozen=True)
+class LayoutReport:
+    """What was found for ``devices`` of ``cluster``, whose ``source`` says where prices come from; ``named`` ones are
+    priced for comparison. ``tokens`` are those of training, and a sample has ``sample_tokens``. ``seconds`` and
+    ``cpu_seconds`` are what planning took, tracing included."""
+
+    model: str
+    parameters: int
+    devices: int
+    cluster: str
+    source: str
+    batch: int
+    sample_tokens: int | None
+    tokens: float | None
+    found: Found
+    named: Mapping[str, Priced]
+    seconds: float
+    cpu_seconds: float
+
+    @property
+    def best(self) -> Priced:
+        return self.found.best
+
+    def days(self, priced: Priced) -> float | None:
+        """Days of training for ``tokens`` under a layout; None where there is no number of tokens."""
+        if self.tokens is None or self.sample_tokens is None:
+            return None
+        steps = self.tokens / (self.batch * self.sample_tokens)
+        return steps * priced.predicted.step_seconds / SECONDS_OF_A_DAY
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Weights, and the optimizer's state with master weights."""
+        precision = self.best.layout.precision
+        return self.parameters * ((4 if precision == "fp32" else 2) + state_bytes(self.best.layout))
+
+    @property
+    def compared(self) -> dict[str, Priced]:
+        """The layouts to compare with, by what they are."""
+        rule = {"rule": self.found.rule} if self.found.rule is not None else {}
+        return {**self.named, **rule}
+
+    def data(self) -> dict[str, Any]:
+        """Everything as plain numbers."""
+        return {
+            "model": self.model,
+            "parameters": self.parameters,
+            "devices": self.devices,
+            "cluster": self.cluster,
+            "source": self.source,
+            "batch": self.batch,
+            "planning_seconds": self.seconds,
+            "planning_cpu_seconds": self.cpu_seconds,
+            "considered": self.found.considered,
+            "fitting": self.found.fitting,
+            "placement_gap": self.found.gap,
+            "tokens": self.tokens,
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "layouts": [self._figures(one) for one in self.found.ranked[:SHOWN]],
+            **{name: self._figures(one) for name, one in self.compared.items()},
+        }
+
+    def _figures(self, priced: Priced) -> dict[str, Any]:
+        found = priced.predicted
+        return {
+            "layout": str(priced.layout),
+            "step_seconds": found.step_seconds,
+            "compute_seconds": found.compute_seconds,
+            "comm_seconds": found.comm_seconds,
+            "bubble_seconds": found.bubble_seconds,
+            "tflops_per_device": priced.flops_per_second / 1e12,
+            "mfu": found.mfu,
+            "days": self.days(priced),
+            "peak_bytes": found.peak_bytes,
+            "weight_bytes": found.weight_bytes,
+            "gradient_bytes": found.gradient_bytes,
+            "optimizer_bytes": found.optimizer_bytes,
+            "activation_bytes": found.activation_bytes,
+            "temporary_bytes": found.temporary_bytes,
+            "memory_limit": priced.memory_limit,
+            "fits": priced.fits,
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        found = self.found
+        yield (
+            f"{self.model}: {self.parameters / 1e9:,.2f}B parameters on {self.devices} devices of {self.cluster}, "
+            f"batches of {self.batch}"
+        )
+        yield (
+            f"planned in {duration(self.seconds)} ({duration(self.cpu_seconds)} of computing): {found.considered} "
+            f"layouts, {found.fitting} fit; placements proven within {found.gap:.2%} of the best"
+        )
+        yield ""
+        rows = {**{str(i): one for i, one in enumerate(found.ranked[:SHOWN], 1)}, **self.compared}
+        table = columns(_HEAD, [self._row(name, one) for name, one in rows.items()], right=range(1, len(_HEAD)))
+        # Layouts are the last column, which may be as long as they are.
+        for line, layout in zip(table, ["layout", *(str(one.layout) for one in rows.values())], strict=True):
+            yield f"{line}  {layout}"
+        too_big = [f"{name} by {size(one.excess_bytes)}" for name, one in rows.items() if not one.fits]
+        if too_big:
+            yield f"! does not fit: {', '.join(too_big)}"
+        if found.rule is None:
+            yield "rule: tensor = devices of a node, and no number of stages fits"
+        yield ""
+        yield f"memory of the fullest device: {_memory(self.best)}"
+        held = "weights" if self.best.layout.precision == "fp32" else "weights, master weights"
+        yield f"checkpoint: {size(self.checkpoint_bytes)} ({held} and two moments)"
+        yield f"prices: {self.source}"
+
+    def _row(self, name: str, priced: Priced) -> list[str]:
+        found, days = priced.predicted, self.days(priced)
+        return [
+            name,
+            duration(found.step_seconds),
+            f"{priced.flops_per_second / 1e12:.0f}",
+            f"{found.mfu:.1%}",
+            "-" if days is None else f"{days:.1f}",
+            duration(found.comm_seconds),
+            duration(found.bubble_seconds),
+            size(found.peak_bytes) + (" " if priced.fits else "!"),
+        ]
+
+
+_HEAD = ("", "step", "TFLOP/s", "MFU", "days", "messages", "bubble", "memory ")
+
+
+def _memory(priced: Priced) -> str:
+    found = priced.predicted
+    parts = {
+        "weights": found.weight_bytes,
+        "gradients": found.gradient_bytes,
+        "optimizer": found.optimizer_bytes,
+        "activations": found.activation_bytes,
+        "at work": found.temporary_bytes,
+    }
+    said = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in parts.items())
+    return (
+        f"{size(found.peak_bytes)} of {size(priced.memory_limit)} ({said}; {size(priced.reserved)} kept free besides)"
+    )
+
+
+def plan_layouts(
+    model: nn.Module,
+    batch: Batch,
+    cluster: str | Cluster,
+    *,
+    devices: int,
+    global_batch: int | None = None,
+    tokens: float | None = None,
+    compare: Mapping[str, Layout] | None = None,
+    precision: str = "bf16",
+    memory_limit: int | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+) -> LayoutReport:
+    """The best layouts of ``model`` on so many devices. The model may be on the meta device; equal layers are traced
+    once.
+
+    Args:
+        batch: sample inputs, as for :func:`autopar.plan`; ``global_batch`` is how many samples a step has (default: as
+            many as ``batch``).
+        tokens: how many training takes, for the days it needs; a sample has as many as its first input has elements.
+        compare: layouts priced for comparison, by name.
+        precision: what is computed in, with fp32 master weights where it is a reduced one: a model in fp32 is priced
+            as converted to it.
+        memory_limit: bytes per device; default the device's less its reserve.
+
+    Raises:
+        TraceError: the model cannot be captured.
+        InfeasibleError: no layout fits; says what would, in bytes.
+        OptionsError: a layout for comparison takes another number of devices, or does not divide the model.
+    """
+    start, busy = time.perf_counter(), time.process_time()
+    hardware = Cluster.get(cluster)
+    like = Layout(precision=precision)  # type: ignore[arg-type]  # Layout checks it.
+    args, kwargs = split_batch(batch)
+    samples = batch_size(args, kwargs)
+    for name, layout in (compare or {}).items():
+        if layout.devices != devices:
+            raise OptionsError(f"{name}: {layout} takes {layout.devices} devices, not {devices}")
+    traced = LayoutModel.of(_computed_in(model, precision), batch, loss_fn)
+    size_of_batch = global_batch or samples
+    found = best_layout(traced, hardware, devices, batch=size_of_batch, limit=memory_limit, like=like)
+    spent = time.perf_counter() - start, time.process_time() - busy
+    named = {
+        name: traced.price(layout, hardware, size_of_batch, memory_limit) for name, layout in (compare or {}).items()
+    }
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    first = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+    return LayoutReport(
+        type(model).__name__,
+        parameters,
+        devices,
+        hardware.name,
+        hardware.source,
+        size_of_batch,
+        None if first is None else first.numel() // samples,
+        tokens,
+        found,
+        named,
+        *spent,
+    )
+
+
+def _computed_in(model: nn.Module, precision: str) -> nn.Module:
+    """The model as mixed precision computes it: a copy of its modules whose parameters are of the reduced dtype and
+    take no memory."""
+    dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(precision, torch.bfloat16)
+    if all(parameter.dtype == dtype for parameter in model.parameters() if parameter.is_floating_point()):
+        return model
+    known: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
+    for parameter in model.parameters():
+        kind = dtype if parameter.is_floating_point() else parameter.dtype
+        empty = torch.empty_like(parameter, dtype=kind, device="meta")
+        known[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    return copy.deepcopy(model, known)

@@ -1,0 +1,146 @@
+"""Dims of the decoders that published rows describe, and the reason where a row describes none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# Vocabularies are padded to a multiple of this, as training libraries do so that it divides among devices.
+PADDED = 128
+# No decoder has more layers: a row that says so is wrong.
+MOST_LAYERS = 10_000
+
+
+class NotExpressible(Exception):
+    """Why a row is skipped."""
+
+
+def number(fields: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """A positive whole number among ``fields``. Raises :class:`NotExpressible` for what is none."""
+    value = fields.get(name)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1 or value != int(value):
+        raise NotExpressible(f"{name} is {value!r}, no positive whole number")
+    return int(value)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """``number`` experts of hidden width ``ffn``, ``chosen`` for each token, and ``shared`` ones for all, in every
+    ``every``-th layer but the first ``dense``."""
+
+    number: int
+    chosen: int
+    ffn: int
+    shared: int = 0
+    dense: int = 0
+    every: int = 1
+
+    def in_layer(self, layer: int) -> bool:
+        return layer >= self.dense and (layer + 1) % self.every == 0
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): queries, and keys with values, go through a narrow
+    projection. Rows do not give its dims: these are those of DeepSeek-V3, which Kimi K2 has too."""
+
+    query: int = 1536
+    key_value: int = 512
+    head: int = 128
+    rotary: int = 64
+    value: int = 128
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The dims of a decoder; ``flash``: attention is one kernel, and what is recomputed of it is not its scores;
+    ``window``: every other layer (``window_every``) attends to so many tokens only."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    gated: bool
+    vocab: int
+    seq: int
+    flash: bool
+    experts: Experts | None = None
+    latent: Latent | None = None
+    window: int = 0
+    window_every: int = 1
+
+    @staticmethod
+    def of(model: Mapping[str, Any], *, flash: bool) -> Shape:
+        """Raises :class:`NotExpressible` for what is no decoder, or lacks a dim."""
+        missing = [name for name in ("layers", "hidden", "heads", "seq", "vocab") if not model.get(name)]
+        if missing:
+            raise NotExpressible(f"the model's {', '.join(missing)} are not given")
+        if model.get("image"):
+            raise NotExpressible("image: no decoder of text")
+        hidden, heads = number(model, "hidden"), number(model, "heads")
+        kv_heads, ffn = number(model, "kv_heads", heads), number(model, "ffn", 4 * hidden)
+        if not model.get("head_dim") and hidden % heads:
+            raise NotExpressible(f"hidden {hidden} does not divide among {heads} heads")
+        if heads % kv_heads:
+            raise NotExpressible(f"{heads} heads do not divide among {kv_heads} of keys")
+        if number(model, "layers") > MOST_LAYERS:
+            raise NotExpressible(f"{model['layers']} layers")
+        window, every = _window(model)
+        return Shape(
+            number(model, "layers"),
+            hidden,
+            heads,
+            kv_heads,
+            number(model, "head_dim", hidden // heads),
+            ffn,
+            model.get("mlp") in ("swiglu", "geglu") or (model.get("mlp") is None and bool(model.get("experts"))),
+            -(-number(model, "vocab") // PADDED) * PADDED,
+            number(model, "seq"),
+            flash or bool(window),
+            _experts(model, ffn),
+            Latent() if model.get("attention") == "MLA" else None,
+            window,
+            every,
+        )
+
+
+def _window(model: Mapping[str, Any]) -> tuple[int, int]:
+    """The window of attention, and in every which layer it is so."""
+    said = model.get("attention")
+    if not said or said == "MLA":
+        return 0, 1
+    found = re.search(r"sliding window (\d+)", str(said))
+    if not found:
+        raise NotExpressible(f"{said} attention")
+    window, seq = int(found[1]), number(model, "seq")
+    if seq % window:
+        raise NotExpressible(f"a sequence of {seq} does not divide into windows of {window}")
+    return window, 2 if "alternating" in str(said) else 1
+
+
+def _experts(model: Mapping[str, Any], ffn: int) -> Experts | None:
+    said = model.get("experts")
+    every = model.get("experts_every_other_layer")
+    if not said and not every:
+        return None
+    if isinstance(said, Mapping):
+        fields: Mapping[str, Any] = said
+    else:
+        fields = {"n": said or every, "top_k": model.get("top_k")}
+    found = Experts(
+        number(fields, "n"),
+        number(fields, "top_k", 1),
+        number(fields, "ffn", ffn),
+        int(fields.get("shared") or 0),
+        int(model.get("dense_layers") or 0),
+        2 if every else number(fields, "every", 1),
+    )
+    if found.chosen > found.number:
+        raise NotExpressible(f"{found.chosen} of {found.number} experts are chosen")
+    return found

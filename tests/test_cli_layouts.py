@@ -1,0 +1,138 @@
+"""``autopar plan --devices``: the best layouts of a model, beside the ones somebody names, with what training takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+
+import autopar
+from autopar.cli import main
+from autopar.errors import OptionsError
+from autopar.layout import Layout
+
+MODEL = """
+import torch
+from torch import nn
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(128, 64), nn.Linear(64, 128)
+        self.layers = nn.ModuleList(Layer() for _ in range(6))
+
+    def forward(self, ids):
+        x = self.table(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+def make():
+    return Model(), (torch.zeros(16, 32, dtype=torch.long),)
+"""
+WORDS = ("--devices", "4", "--cluster", "dgx-a100-80gb")
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> str:
+    path = tmp_path / "deep.py"
+    path.write_text(MODEL)
+    return f"{path}:make"
+
+
+def test_layouts_are_compared(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--batch", "32", "--tokens", "1e9", "--compare", "tensor=2 data=2 recompute=full zero=1")
+    assert main(["plan", target, *WORDS, *words]) == 0
+    said = capsys.readouterr().out
+    assert "on 4 devices of dgx-a100-80gb, batches of 32" in said and "checkpoint:" in said
+    assert "tensor=2 data=2 microbatch=1 recompute=full zero=1" in said
+    assert said.splitlines()[-1].startswith("prices: NVIDIA A100 data sheet")
+    assert any(line.startswith("rule") for line in said.splitlines())
+
+
+def test_layouts_as_json(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", target, *WORDS, "--tokens", "1e9", "--compare", "data=4", "--meta", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    best, given = found["layouts"][0], found["given"]
+    assert best["step_seconds"] <= min(given["step_seconds"], found["rule"]["step_seconds"])
+    assert best["days"] == pytest.approx(1e9 / (16 * 32) * best["step_seconds"] / 86400)
+    assert found["checkpoint_bytes"] == 14 * found["parameters"]
+    assert found["placement_gap"] <= 0.005 and found["planning_cpu_seconds"] > 0
+    parts = ("weight", "gradient", "optimizer", "activation", "temporary")
+    assert sum(best[f"{part}_bytes"] for part in parts) == best["peak_bytes"]
+
+
+def test_a_configuration_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    config = hf.MixtralConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, architectures=["MixtralForCausalLM"],
+    )  # fmt: skip
+    path.write_text(config.to_json_string())
+    assert (
+        main(["plan", str(path), "--devices", "2", "--cluster", "dgx-a100-80gb", "--batch", "8", "--sequence", "64"])
+        == 0
+    )
+    assert "MixtralForCausalLM" in capsys.readouterr().out
+    assert main(["plan", str(path), *WORDS]) == 2
+    assert "give --batch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--zero", "1"), "--zero is for plans with --mesh"),
+        (("--output", "x.json"), "--output is for plans with --mesh"),
+        (("--compare", "data=8"), "takes 8 devices, not 4"),
+        (("--compare", "colour=8"), "'colour=8' in a layout"),
+        (("--memory-limit", "1KiB"), "no layout fits"),
+    ],
+)
+def test_what_makes_no_sense_is_said(
+    words: tuple[str, ...], said: str, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", target, *WORDS, *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_mesh_or_devices(target: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", target, *WORDS, "--mesh", "2,2"])
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(),
+        Layout(8, 16, 8, expert=4, recompute="full", sequence_parallel=True, zero=1, schedule="gpipe"),
+        Layout(overlap=(), eager=("*loss*", "*norm*"), capacity=1.25, precision="fp8", scatter=False),
+    ],
+)
+def test_layouts_are_read_as_they_are_written(layout: Layout) -> None:
+    assert Layout.parse(str(layout)) == layout
+
+
+@pytest.mark.parametrize("text", ["tensor=two", "tensor", "offload=perhaps", "zero=7"])
+def test_layouts_that_are_none(text: str) -> None:
+    with pytest.raises(OptionsError):
+        Layout.parse(text)
+
+
+def test_the_model_stays_as_it_is() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4)))
+    found = autopar.plan_layouts(
+        model, (torch.zeros(8, 16),), "dgx-a100-80gb", devices=2, loss_fn=lambda out: out.float().sum()
+    )
+    assert found.best.fits and all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    assert found.days(found.best) is None
