@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+import torch
 from torch.distributed.tensor import Partial
+
+from autopar.cost import collective_seconds
 
 from .assignment import Assignment, ParameterPlacement, travels_unseen, uses
 from .graph import RECOMPUTED, REST, VIEWS, Graph, Node, Phase, TensorType, Value
@@ -88,21 +91,38 @@ Loans = Mapping[str, Borrowed]
 NO_LOANS: Loans = {}
 
 
-def optimizer_seconds(prices: Prices, kind: TensorType, place: ParameterPlacement, optimizer: str) -> float:
-    """One update of a parameter: reads value, gradient and states, writes value and states, at memory bandwidth."""
-    shard = local_type(kind, place.optimizer, prices.mesh)
-    moved = 3 * int(shard.bytes) + 2 * int(optimizer_bytes(optimizer, shard))
+def optimizer_seconds(prices: Prices, node: Node, place: ParameterPlacement, optimizer: str) -> float:
+    """One update of a parameter: reads value, gradient and states, writes value and states, at memory bandwidth; of a
+    scaled loss it also looks for what overflowed in the gradient, reads it again to divide it, and writes it."""
+    shard = local_type(node.stored, place.optimizer, prices.mesh)
+    moved = (6 if node.is_scaled else 3) * int(shard.bytes) + 2 * int(optimizer_bytes(optimizer, shard))
     return moved / prices.cluster.device.memory_bandwidth
 
 
-def parameter_bytes(
-    prices: Prices, kind: TensorType, place: ParameterPlacement, optimizer: str
-) -> tuple[int, int, int]:
+def agreement_seconds(prices: Prices, graph: Graph) -> float:
+    """All devices of a mesh telling each other, once a step, whether a gradient of the scaled loss overflowed."""
+    if not any(node.is_scaled for node in graph.placeholders("param")):
+        return 0.0
+    axes = tuple(axis for axis, devices in enumerate(prices.mesh) if devices > 1)
+    return collective_seconds(prices.cluster, prices.mesh, "all_reduce", axes, torch.float32.itemsize) if axes else 0.0
+
+
+def casting_seconds(prices: Prices, node: Node, place: ParameterPlacement) -> float:
+    """Making, once a step, the copy of a stored parameter that the graph reads in another dtype."""
+    if node.stored == node.type:
+        return 0.0
+    moved = sum(local_bytes(kind, place.optimizer, prices.mesh) for kind in (node.stored, node.type))
+    device = prices.cluster.device
+    return device.launch_seconds + moved / device.memory_bandwidth
+
+
+def parameter_bytes(prices: Prices, node: Node, place: ParameterPlacement, optimizer: str) -> tuple[int, int, int]:
     """Bytes on a device of (weights, gradients, optimizer state) of one trained parameter. A working weight kept beside
-    the stored shard counts as weight."""
-    shard = local_type(kind, place.optimizer, prices.mesh)
-    working = local_bytes(kind, place.weight, prices.mesh) if place.weight != place.optimizer else 0
-    gradient = local_bytes(kind, place.gradient, prices.mesh)
+    the stored shard, elsewhere or in another dtype, counts as weight."""
+    shard = local_type(node.stored, place.optimizer, prices.mesh)
+    apart = place.weight != place.optimizer or node.stored != node.type
+    working = local_bytes(node.type, place.weight, prices.mesh) if apart else 0
+    gradient = local_bytes(node.stored, place.gradient, prices.mesh)
     return int(shard.bytes) + working, gradient, int(optimizer_bytes(optimizer, shard))
 
 
@@ -111,11 +131,11 @@ def held_bytes(
 ) -> tuple[int, int, int]:
     """:func:`parameter_bytes` of the parameter ``node``, without what whoever lends it counts: the optimizer state, and
     on the same devices the stored tensor."""
-    weight, gradient, state = parameter_bytes(prices, node.type, place, optimizer)
+    weight, gradient, state = parameter_bytes(prices, node, place, optimizer)
     loan = loans.get(node.target)
     if loan is None:
         return weight, gradient, state
-    stored = 0 if loan.apart else local_bytes(node.type, place.optimizer, prices.mesh)
+    stored = 0 if loan.apart else local_bytes(node.stored, place.optimizer, prices.mesh)
     return weight - stored, gradient, 0
 
 
@@ -211,12 +231,17 @@ def _loan_lines(graph: Graph, loans: Loans) -> Iterator[Line]:
 def _optimizer_lines(
     graph: Graph, assignment: Assignment, prices: Prices, optimizer: str, loans: Loans
 ) -> Iterator[Line]:
-    for path in trained(graph):
-        if path in loans:
-            continue
-        node = graph.parameters[path]
-        seconds = optimizer_seconds(prices, node.type, assignment.parameters[node.name], optimizer)
-        yield Line("optimizer", node.name, node.target.rpartition(".")[0], "backward", seconds)
+    updated = set(trained(graph)) - set(loans)
+    for node in graph.placeholders("param"):
+        place = assignment.parameters[node.name]
+        seconds = casting_seconds(prices, node, place)
+        if node.target in updated:
+            seconds += optimizer_seconds(prices, node, place, optimizer)
+        if node.target in updated or seconds:
+            yield Line("optimizer", node.name, node.target.rpartition(".")[0], "backward", seconds)
+    agreement = agreement_seconds(prices, graph)
+    if agreement:
+        yield Line("optimizer", "loss scale", "", "backward", agreement)
 
 
 def trained(graph: Graph) -> tuple[str, ...]:
@@ -251,7 +276,7 @@ def memory(
             weights += parts[0]
             if node.target in made:
                 raw = assignment.placements_of(made[node.target])
-                gradients += parts[1] + accumulator_bytes(prices, node.type, raw, repeats)
+                gradients += parts[1] + accumulator_bytes(prices, node.stored, raw, repeats)
                 states += parts[2]
         elif node.op == REST and node.name not in graph.kept:
             continue

@@ -15,7 +15,7 @@ import numpy as np
 
 from .account import NO_LOANS, Loans, accumulator_bytes, held_bytes
 from .assignment import Assignment, ParameterPlacement
-from .graph import REST, Graph
+from .graph import DTYPE_NAMES, REST, Graph, Node
 from .instance import Choice, Instance
 from .plan import Alternative, Alternatives, Holding, PlanNode
 from .prices import Prices, local_bytes
@@ -50,13 +50,20 @@ def plan_nodes(graph: Graph) -> dict[str, PlanNode]:
         first = graph.classes.get(node.name, node.name)
         found[node.name] = PlanNode(
             op=node.op,
-            type=", ".join(str(kind) for kind in node.types if kind is not None),
+            type=_types(node),
             module=node.module,
             target=node.target if node.is_placeholder else "",
             operands=tuple(dict.fromkeys(value.node for value in node.operands)),
             tied="" if first == node.name else first,
         )
     return found
+
+
+def _types(node: Node) -> str:
+    """The types of the results; of a parameter that is stored in another, that too."""
+    found = ", ".join(str(kind) for kind in node.types if kind is not None)
+    apart = node.op == "param" and node.stored != node.type
+    return f"{found}, stored {DTYPE_NAMES[node.stored.dtype]}" if apart else found
 
 
 def holdings(
@@ -71,7 +78,7 @@ def holdings(
             parts = {"weight": weight}
             if node.target in made:
                 raw = assignment.placements_of(made[node.target])
-                held = gradient + accumulator_bytes(prices, node.type, raw, repeats)
+                held = gradient + accumulator_bytes(prices, node.stored, raw, repeats)
                 parts |= {"gradient": held, "optimizer": state}
             module = node.target.rpartition(".")[0]
             yield from (Holding(kind, node.name, module, count) for kind, count in parts.items() if count)

@@ -22,6 +22,7 @@ from .errors import OptionsError
 from .options import Options
 from .plan import Plan
 from .planner import Timings
+from .precision import scales_loss
 from .search import answer
 
 Batch = torch.Tensor | Sequence[Any] | Mapping[str, Any]
@@ -84,9 +85,11 @@ def plan(
     timings = Timings()
     args, kwargs = split_batch(batch)
     where = torch.device(device or (mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"))
-    base = prepare(model, args, kwargs, device=where, loss_fn=loss_fn, training=True, timings=timings)
-    hardware = Cluster.get(cluster or "local")
-    question = ask(model, base, mesh_shape(mesh), hardware, options or Options(), _axis_names(mesh))
+    settings = options or Options()
+    base = prepare(
+        model, args, kwargs, device=where, loss_fn=loss_fn, training=True, precision=settings.precision, timings=timings
+    )
+    question = ask(model, base, mesh_shape(mesh), Cluster.get(cluster or "local"), settings, _axis_names(mesh))
     return answer(question, timings)
 
 
@@ -129,7 +132,8 @@ def parallelize(
         loss_fn=loss_fn,
         plan=plan,
     )
-    parallel = ParallelModule(model, devices, compiler, seed=settings.seed)
+    scaled = scales_loss(settings.precision)
+    parallel = ParallelModule(model, devices, compiler, seed=settings.seed, scaled=scaled)
     if example_inputs is not None:
         args, kwargs = split_batch(example_inputs)
         parallel.prepare(args, kwargs, "loss")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from autopar.passes.lower import Lowering, Path, lower
+from autopar.passes.lower import Lowering, Path, lower, stored_slot
 from autopar.passes.lower_chunk import ChunkLowering, Wires, lower_chunk
 from autopar.passes.microbatch import Microbatched
 
@@ -14,7 +14,7 @@ from .assignment import Assignment
 from .errors import PlanMismatchError
 from .graph import Graph
 from .pipeline import PipelineProgram, StagedParameter, StagedResult
-from .program import Program, TensorSlot
+from .program import Program
 from .schedule import Schedule
 from .stages import Staged
 
@@ -89,17 +89,12 @@ def prelude_program(graph: Graph) -> Program:
 
 def _parameters(staged: Staged, jobs: Sequence[Lowering]) -> Iterable[StagedParameter]:
     for path, users in staged.owners.items():
-        slots = [_stored(jobs[chunk], path) for chunk in users]
+        slots = [stored_slot(jobs[chunk], jobs[chunk].graph.parameters[path]) for chunk in users]
         if any(slot.placements != slots[0].placements for slot in slots):
             places = "; ".join(f"chunk {c}: {s.placements}" for c, s in zip(users, slots, strict=True))
             raise PlanMismatchError(f"the parameter {path} is stored differently by the chunks that share it: {places}")
         gradients = tuple(chunk for chunk in users if _has_gradient(jobs[chunk].graph, path))
         yield StagedParameter(slots[0], users, gradients)
-
-
-def _stored(job: Lowering, path: str) -> TensorSlot:
-    node = job.graph.parameters[path]
-    return job.slot(node, job.assignment.parameters[node.name].optimizer)
 
 
 def _has_gradient(graph: Graph, path: str) -> bool:

@@ -25,6 +25,7 @@ from autopar.passes.normalise import normalise
 from autopar.passes.overlap import overlap
 from autopar.passes.recompute import recomputed
 from autopar.passes.rest import InsertRests
+from autopar.passes.scaled_loss import with_scaled_loss
 from autopar.runtime.compiled import Compiled, Request
 from autopar.runtime.groups import AxisGroup
 
@@ -38,6 +39,7 @@ from .options import Options, without_stages
 from .pipeline import PipelineProgram
 from .plan import Plan
 from .planner import Question, Timings, fixed_assignment, graph_hash, pipelined_graph, step_graph
+from .precision import Precision, autocast_dtype, check_precision, scales_loss
 from .prices import BUCKET_BYTES, Prices
 from .program import Program
 from .refit import refit
@@ -83,14 +85,19 @@ def prepare(
     loss_fn: LossFunction | None,
     training: bool | None = None,
     grad: bool = True,
+    precision: Precision | None = None,
     timings: Timings | None = None,
 ) -> Prepared:
-    """Traces a call and normalises the graph."""
+    """Traces a call under a policy of :mod:`autopar.precision` and normalises the graph. Raises :class:`OptionsError`
+    if the policy is not for such a model."""
     timings = timings or Timings()
+    check_precision(model, precision)
+    half = autocast_dtype(precision)
     with timings.phase("trace"):
-        traced = trace(model, args, kwargs, device=device, loss_fn=loss_fn, training=training, grad=grad)
+        traced = trace(model, args, kwargs, device=device, loss_fn=loss_fn, training=training, grad=grad, autocast=half)
     with timings.phase("normalise"):
         graph = normalise(traced.graph)
+        graph = with_scaled_loss(graph) if scales_loss(precision) else graph
     sizes = dict(graph.symbols)
     return Prepared(traced, graph, next(iter(sizes.values()), batch_size(args, kwargs)))
 
@@ -198,6 +205,7 @@ class Compiler:
             loss_fn=self.loss_fn,
             training=request.training,
             grad=grad,
+            precision=self.options.precision,
             timings=timings,
         )
 

@@ -29,6 +29,7 @@ from torch._decomp import get_decompositions
 from torch._ops import OpOverload
 
 from .decomposed import Decomposition, Table, aten, into
+from .decompositions_mixed import MIXED
 from .decompositions_product import PRODUCTS
 from .decompositions_random import RANDOM
 
@@ -80,7 +81,7 @@ _TORCHS = (
 def decomposition_table() -> dict[OpOverload, Decomposition]:
     """The table for the tracer."""
     table: dict[Any, Decomposition] = get_decompositions(_TORCHS)
-    ours = {**_OURS, **PRODUCTS, **RANDOM}
+    ours = {**_OURS, **PRODUCTS, **MIXED, **RANDOM}
     return {**{op: how for op, how in table.items() if "out" not in op._overloadname}, **ours}
 
 

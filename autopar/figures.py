@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from autopar.cost import total_flops
 
 from .account import Account, Line, Memory
 from .cluster import Cluster
+from .graph import Graph
 from .instance import Instance
 from .plan import PlanLine, Predicted, Step
 from .spec import short
@@ -18,7 +20,7 @@ from .spec import short
 def predicted(bill: Account, instance: Instance, cluster: Cluster, memory: Memory | None = None) -> Predicted:
     """The figures of a bill; its memory as ``memory``, where that is known better."""
     compute, seconds, memory = bill.seconds_of("compute", "optimizer"), bill.seconds, memory or bill.memory
-    dtype = next((n.type.dtype for n in instance.graph.placeholders("param")), torch.float32)
+    dtype = working_dtype(instance.graph)
     possible = instance.prices.devices * cluster.device.flops(dtype) * seconds
     return Predicted(
         step_seconds=seconds,
@@ -28,6 +30,14 @@ def predicted(bill: Account, instance: Instance, cluster: Cluster, memory: Memor
         **memory_figures(memory),
         mfu=float(total_flops(instance.graph)) / possible if possible else 0.0,
     )
+
+
+def working_dtype(graph: Graph) -> torch.dtype:
+    """What most of the parameters' elements are read in."""
+    elements = Counter[torch.dtype]()
+    for node in graph.placeholders("param"):
+        elements[node.type.dtype] += int(node.type.numel)
+    return max(elements, key=elements.__getitem__, default=torch.float32)
 
 
 def memory_figures(memory: Memory) -> dict[str, Any]:

@@ -15,7 +15,8 @@ Text form (round-trips through :meth:`Graph.to_text` / :meth:`Graph.from_text`):
 Invariants (:meth:`Graph.verify`): names are unique; every operand is defined before its use; every
 operand index exists; placeholder operations are ``param``, ``buffer``, ``input``, ``tangent``, ``constant`` and
 ``receive`` (a value of another pipeline stage) and ``random`` (the state of :mod:`autopar.random_ops`) with one string
-argument.
+argument. A ``param`` may also say in which dtype it is ``stored`` (:attr:`Node.stored`) and
+that its gradient is of a ``scaled`` loss.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ Phase = Literal["forward", "backward"]
 OutputKind = Literal["output", "gradient", "input_gradient", "mutation", "send"]
 
 PLACEHOLDERS = ("param", "buffer", "input", "tangent", "constant", "receive", "random")
+# The keyword of a parameter that is stored in another dtype than the graph reads (:attr:`Node.stored`).
+STORED = "stored"
+# The keyword of one whose gradient is that of a scaled loss.
+SCALED = "scaled"
 # The identity that keeps a value for backward (:mod:`autopar.passes.rest`).
 REST = "autopar.rest"
 # What the copy of a forward node is called that backward computes again (:mod:`autopar.passes.recompute`).
@@ -151,6 +156,18 @@ class Node:
         if not self.types or self.types[0] is None:
             raise GraphError(f"%{self.name} = {self.op} has no tensor result")
         return self.types[0]
+
+    @property
+    def stored(self) -> TensorType:
+        """The type a parameter is stored in, updated in and has its gradient in: its own, unless the graph reads a copy
+        of fewer bits, made once a step: ``%w: bf16[4] = param("w", stored=torch.float32)``."""
+        dtype: torch.dtype | None = dict(self.kwargs).get(STORED)
+        return self.type if dtype is None else replace(self.type, dtype=dtype)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the gradient of a parameter is computed of a scaled loss: ``param("w", scaled=True)``."""
+        return bool(dict(self.kwargs).get(SCALED, False))
 
     @property
     def is_placeholder(self) -> bool:

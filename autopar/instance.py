@@ -27,6 +27,8 @@ from autopar.passes.recomputable import Recomputable
 from .account import (
     accumulator_bytes,
     adding_seconds,
+    agreement_seconds,
+    casting_seconds,
     optimizer_seconds,
     parameter_bytes,
     temporary_bytes,
@@ -34,6 +36,7 @@ from .account import (
 )
 from .assignment import Again, Assignment, ParameterPlacement, travels_unseen
 from .graph import REST, Graph, Node, Value
+from .late_sums import summed_late, without_sums
 from .prices import Prices, ReshardTable, local_bytes
 from .problem import Floats, Group, Ints, Problem, Transfer, Window
 from .repeats import ONCE, Repeats
@@ -160,6 +163,7 @@ class _Builder:
         self.again = again
         self.gradients = {o.value for o in graph.outputs if o.kind == "gradient"}
         self.trained = set(trained(graph))
+        self.late = summed_late(graph)
         self.results = {o.value for o in graph.outputs if o.kind in ("output", "mutation")}
         self.counts = Counter(graph.classes.get(node.name, node.name) for node in graph.nodes)
         self.names = (*self.counts, OUTPUTS)
@@ -195,7 +199,7 @@ class _Builder:
 
     def _group(self, name: str, choices: tuple[Choice, ...]) -> Group:
         if name == OUTPUTS:
-            return Group(name, np.zeros(1), np.zeros(1), np.zeros(1))
+            return Group(name, np.array([agreement_seconds(self.prices, self.graph)]), np.zeros(1), np.zeros(1))
         count, node = self.counts[name], self.graph[name]
         rows = np.array([self._charges(node, choice) for choice in choices], dtype=np.float64)
         return Group(name, rows[:, 0] * count, rows[:, 1] * count, rows[:, 2])
@@ -242,10 +246,11 @@ class _Builder:
         )
 
     def _parameter_charges(self, node: Node, place: ParameterPlacement) -> tuple[float, float, float]:
-        parts = parameter_bytes(self.prices, node.type, place, self.optimizer)
+        parts = parameter_bytes(self.prices, node, place, self.optimizer)
+        casting = casting_seconds(self.prices, node, place)
         if node.target not in self.trained:
-            return 0.0, float(parts[0]), 0.0
-        seconds = optimizer_seconds(self.prices, node.type, place, self.optimizer)
+            return casting, float(parts[0]), 0.0
+        seconds = casting + optimizer_seconds(self.prices, node, place, self.optimizer)
         if place.weight != place.optimizer:
             seconds += self.prices.table(node.type, bucketed=True).cost(place.optimizer, place.weight)
         return seconds, float(sum(parts)), 0.0
@@ -321,6 +326,8 @@ class _Builder:
         cost = count * often * _submatrix(table, row_places, column_places)
         if role != "gradient" and travels_unseen(self.graph, Value(producer, result)):
             cost = np.where(np.isfinite(cost), 0.0, cost)
+        if Value(producer, result) in self.late:
+            cost = without_sums(cost, row_places, column_places)
         return Transfer(
             f"{producer}.{result} {role}",
             self.index[producer],

@@ -28,7 +28,7 @@ def loans(chunks: Sequence[Chunk], placement: tuple[int, ...], prices: Prices) -
             elif owner != rank:
                 latency, bandwidth = message_rate(prices.cluster, owner, rank, prices.devices)
                 stored = chunk.assignment.parameters[node.name].optimizer
-                seconds = latency + local_bytes(node.type, stored, prices.mesh) / bandwidth
+                seconds = latency + local_bytes(node.stored, stored, prices.mesh) / bandwidth
                 mine[path] = Borrowed(apart=True, seconds=seconds * (2 if path in learns else 1))
             here.add((path, rank))
         found.append(mine)

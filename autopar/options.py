@@ -8,6 +8,7 @@ from typing import Literal
 
 from .errors import OptionsError
 from .optimizers import OPTIMIZERS
+from .precision import PRECISIONS, Precision
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,9 @@ class Options:
         microbatches: pieces of the batch that a step computes one after the other, adding up gradients.
         schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zb-h1"`` or ``"zb-v"`` (:mod:`autopar.schedules`);
             ``"solved"``: made to measure by a solver for the cut of the best of these, in memory and time.
-        precision: fixed at "fp32" for now; other values raise :class:`OptionsError`.
+        precision: ``"bf16"`` or ``"fp16"``: products in 16 bits as under :class:`torch.autocast`, parameters, gradients
+            and optimizer state in float32, fp16 with a scaled loss (:mod:`autopar.precision`); ``"fp32"`` or None: the
+            dtypes of the model as it is. Never chosen unasked.
         recompute: which values saved for backward are not kept but computed again: ``"none"``; ``"selective"``: the
             inside of attention; ``"full"``: all but the inputs of layers (the elements of the model's lists of
             modules); None: whatever makes the step fit into memory at least cost, nothing if it fits without.
@@ -47,7 +50,7 @@ class Options:
     microbatches: int | None = None
     stages: int | None = None
     schedule: str | None = None
-    precision: Literal["fp32", "bf16", "fp16"] | None = None
+    precision: Precision | None = None
     recompute: Literal["none", "selective", "full"] | None = None
     zero: Literal[0, 1, 2, 3] | None = None
     pins: Mapping[str, str] = field(default_factory=dict)
@@ -70,16 +73,12 @@ class Options:
         for name in ("microbatches", "stages"):
             if getattr(self, name) is not None and (type(getattr(self, name)) is not int or getattr(self, name) < 1):
                 raise OptionsError(f"{name}={getattr(self, name)!r} is not a positive number, or None to search")
-        self._refuse("precision", self.precision, (None, "fp32"))
+        if self.precision not in (None, *PRECISIONS):
+            raise OptionsError(f"precision={self.precision!r} is not known; one of {', '.join(PRECISIONS)}, or None")
         if self.recompute not in (None, "none", "selective", "full"):
             raise OptionsError(
                 f'recompute={self.recompute!r} is not known; one of "none", "selective", "full", or None to search'
             )
-
-    @staticmethod
-    def _refuse(name: str, value: object, supported: tuple[object, ...]) -> None:
-        if value not in supported:
-            raise OptionsError(f"{name}={value!r} is not supported yet; leave it out or use {supported[-1]!r}")
 
 
 def without_stages(options: Options) -> Options:

@@ -167,7 +167,8 @@ class Plan:
     module's output, ``gradient_values`` the value that is a parameter's gradient, by path (with stages one for each
     chunk that uses the parameter, with commas between). ``rules`` says, by operation, where its sharding rules come
     from: written, DTensor, registered, probed, or fallback and why there are none. ``recomputed`` are the forward nodes
-    that backward runs again (their copies are nodes as well) because memory is short.
+    that backward runs again (their copies are nodes as well) because memory is short. ``precision`` is the policy
+    (:mod:`autopar.precision`); "fp32" leaves the model's dtypes as they are.
     """
 
     model: str
@@ -204,6 +205,7 @@ class Plan:
     rules: Mapping[str, str] = field(default_factory=dict)
     pipeline: PlannedPipeline | None = None
     recomputed: tuple[str, ...] = ()
+    precision: str = "fp32"
 
     @property
     def placements(self) -> Mapping[str, Placements]:

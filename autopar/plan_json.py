@@ -12,8 +12,8 @@ from .pipeline_json import pipeline_from_data, pipeline_to_data
 from .plan import Alternative, Alternatives, Holding, Plan, PlanLine, PlanNode, Predicted, Step
 from .spec import Placements, Strategy, parse_placements, short
 
-VERSION = 5
-_STRINGS = ("model", "cluster", "cluster_source", "graph_hash")
+VERSION = 6
+_STRINGS = ("model", "cluster", "cluster_source", "graph_hash", "precision")
 _NUMBERS = ("objective", "bound", "gap", "solve_seconds")
 _COUNTS = ("batch", "memory_limit", "stages", "microbatches")
 _NAMES = ("pinned", "module_nodes", "gradient_values", "rules")

@@ -53,7 +53,7 @@ pre { overflow-x: auto; font-size: .8em }
 </style>
 </head>
 <body>
-<h1>{{ plan.model }}</h1>
+<h1>{{ plan.model }}{% if plan.precision != "fp32" %}, {{ plan.precision }}{% endif %}</h1>
 <p>mesh ({{ mesh }}), priced for {{ plan.cluster }} <span class="dim">({{ plan.cluster_source }})</span><br>
 {{ plan.status }}{% if plan.gap < 1e9 %}, within {{ "%.2f" | format(100 * plan.gap) }}% of the best possible{% endif %};
  placements read ({{ plan.axis_names | join(", ") }}): S(d) shard dim d, R replicate, P partial</p>

@@ -41,7 +41,8 @@ def plan_text(plan: Plan) -> str:
 
 def _head(plan: Plan) -> Iterator[str]:
     names, p = mesh_text(plan), plan.predicted
-    yield f"Plan   {trim(plan.model, WIDTH - 7)}"
+    policy = "" if plan.precision == "fp32" else f", {plan.precision}"
+    yield f"Plan   {trim(plan.model, WIDTH - 7 - len(policy))}{policy}"
     reading = f"placements read ({', '.join(plan.axis_names)}): S(d) shard dim d · R replicate · P partial"
     if plan.stages > 1 and math.prod(plan.mesh) == 1:
         reading = "each stage on one device: nothing is sharded"

@@ -49,6 +49,8 @@ def placement_options(graph: Graph, mesh: tuple[int, ...]) -> dict[TensorType, O
     for node in graph.nodes:
         kinds = tuple(graph.type_of(value) for value in node.operands)
         for strategy in dict.fromkeys(graph.strategies[node.name]):
+            if node.op == "param" and node.stored != node.type:  # Its gradient lies where it does.
+                add(node.stored, strategy.outputs[0])
             for kind, place in zip((*kinds, *node.types), (*strategy.inputs, *strategy.outputs), strict=True):
                 add(kind, place)
     return {kind: tuple(tuple(sorted(p, key=str)) for p in per_axis) for kind, per_axis in seen.items()}
@@ -59,7 +61,7 @@ def exchanged_bytes(graph: Graph) -> int:
     parameters)."""
     learning = {o.name for o in graph.outputs if o.kind == "gradient" and o.value is not None}
     nodes = graph.placeholders("param")
-    return sum(int(node.type.bytes) for node in nodes if not learning or node.target in learning)
+    return sum(int(node.stored.bytes) for node in nodes if not learning or node.target in learning)
 
 
 def local_type(kind: TensorType, placements: Placements, mesh: tuple[int, ...]) -> TensorType:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-import torch
-
 from autopar.cost import total_flops
 
 from .account import Line, LineKind
 from .alternatives import holdings, plan_nodes
+from .figures import working_dtype
 from .loans import loans
 from .plan import Holding, PlanLine, PlanNode, Predicted
 from .repeats import Repeats
@@ -33,7 +32,7 @@ def staged_predicted(answer: StagedAnswer) -> Predicted:
     memories = [bill.accounts[c].memory for c in bill.schedule.held[bill.fullest]]
     prices = answer.whole.prices
     graph = answer.whole.instance.graph
-    dtype = next((n.type.dtype for n in graph.placeholders("param")), torch.float32)
+    dtype = working_dtype(graph)
     devices = answer.layout.stages * prices.devices
     possible = devices * prices.cluster.device.flops(dtype) * seconds
     return Predicted(

@@ -55,7 +55,7 @@ def price_segments(
             seconds[_segment(line.name, where)] += line.seconds / line.times
     for node in instance.graph.nodes:
         if node.op == "param":
-            parts = parameter_bytes(instance.prices, node.type, assignment.parameters[node.name], instance.optimizer)
+            parts = parameter_bytes(instance.prices, node, assignment.parameters[node.name], instance.optimizer)
             static[_segment(node.name, where)] += sum(parts)
         elif node.op == REST and node.name not in assignment.recomputed:
             place = assignment.strategies[node.name].outputs[0]

@@ -60,6 +60,7 @@ def trace(
     training: bool | None = None,
     grad: bool = True,
     differentiate: Differentiate = "loss",
+    autocast: torch.dtype | None = None,
 ) -> Traced:
     """Captures ``model(*args, **kwargs)`` and its backward as one graph.
 
@@ -73,7 +74,8 @@ def trace(
     else the positional ones) adds the graph output ``loss``. Without one the loss is the output called
     ``loss``, or else the only scalar output that requires a gradient. ``differentiate="loss"`` gives only
     the loss a tangent if there is one, ``"all"`` every output that requires a gradient. ``training`` sets
-    the mode of the model meanwhile (None: as it is); ``grad=False`` captures the forward alone.
+    the mode of the model meanwhile (None: as it is); ``grad=False`` captures the forward alone. ``autocast`` runs
+    model and loss under :class:`torch.autocast` to that dtype, whose casts become operations.
 
     Raises:
         TraceError: names the module, the line of the model's code, and what to do.
@@ -86,7 +88,8 @@ def trace(
     _check_modules(model)
     mode = model.training if training is None else training
     call = describe_call(tuple(args), kwargs or {})
-    request = Request(model, model_state(model), call, torch.device(device), loss_fn, mode, grad, differentiate)
+    where = torch.device(device)
+    request = Request(model, model_state(model), call, where, loss_fn, mode, grad, differentiate, autocast)
     with unchanged(model):
         captured, graph = _captured(request)
     if captured.counted:

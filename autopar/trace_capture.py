@@ -49,6 +49,7 @@ class Request:
     training: bool
     grad: bool
     differentiate: Differentiate
+    autocast: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,8 @@ class Step(nn.Module):
         self.__dict__["selected"].restart()
         args, kwargs = request.call.rebuild(inputs)
         tensors = [self._state(index) for index in range(len(request.state))]
-        with exchanged(request.model, request.state, tensors), torch.set_grad_enabled(request.grad):
+        state = exchanged(request.model, request.state, tensors)
+        with state, torch.set_grad_enabled(request.grad), _autocast(request):
             # Parts of the model may be in another mode on purpose (a frozen batch norm): leave them if the whole fits.
             if request.model.training != request.training:
                 request.model.train(request.training)
@@ -306,6 +308,14 @@ def _outlined(
         with mode:
             spare = [] if batch is None else [torch.empty((batch,), device=device)]
         return capture_outlined(step, inputs, found, spare, mode, partial(_export, mode))
+
+
+def _autocast(request: Request) -> AbstractContextManager[Any]:
+    """What the request computes products in. Without torch's cache of casts, which would outlive a trace; equal casts
+    are merged afterwards."""
+    if request.autocast is None:
+        return nullcontext()
+    return torch.autocast(request.device.type, request.autocast, cache_enabled=False)
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:

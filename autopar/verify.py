@@ -8,6 +8,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,19 +19,19 @@ from torch.utils import _pytree as pytree
 
 from autopar.passes.conformance import collectives_of, collectives_of_stage, difference
 from autopar.runtime.launch import run_local
+from autopar.runtime.loss_scale import BACKOFF, FIRST
 
 from .api import Batch, LossFunction, Mesh, mesh_shape, parallelize, split_batch
 from .cluster import Cluster
+from .equality import Closeness, distance, rounding
 from .errors import TraceError
 from .options import Options
 from .pipeline import PipelineProgram
 from .plan import Plan
+from .precision import autocast_dtype, scales_loss
 from .program import Program
 from .reshard import Collective
 from .trace_call import call_loss
-
-TOLERANCE: Mapping[str, float] = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2}
-NOISE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,14 @@ class Report:
     ``loss_error`` and ``gradient_errors[path]`` are relative: max|a - b| / max|b|, b the value of one process. A
     gradient that is zero but for rounding (the bias of keys in attention) has no relative error: where max|b| is no
     more than ten times what b itself is off by in float32 (against float64 on one process), the difference counts
-    against a million times that instead, and the gradient is listed in ``noisy``. A gradient that one process leaves at
-    None and the plan has as zeros (an expert in a list that no token chose) is equal, and listed in ``unset``.
-    ``seconds`` is the wall time of it all, ``step_seconds`` that of one step under the plan after a first one.
-    ``unpriced`` lists the collectives in which the program that ran and the plan's prices differ: none, or the
-    plan's predictions are not to be trusted. ``draws``: the model draws random numbers, so that it was compared
-    with one process under autopar with the same seed, not with the model alone.
+    against a million times that instead, and the gradient is listed in ``noisy``. Under a 16-bit precision policy one
+    process runs under it too, and a difference counts against what b is off by, over a unit of rounding, wherever that
+    is more than max|b| (:mod:`autopar.equality`); ``rounding`` is the relative distance of all that from float64.
+    A gradient that one process leaves at None and the plan has as zeros (an expert in a list that no token chose) is
+    equal, and listed in ``unset``. ``seconds`` is the wall time of it all, ``step_seconds`` that of one step under the
+    plan after a first one. ``unpriced`` lists the collectives in which the program that ran and the plan's prices
+    differ: none, or the plan's predictions are not to be trusted. ``draws``: the model draws random numbers, so that
+    it was compared with one process under autopar with the same seed, not with the model alone.
     """
 
     plan: Plan
@@ -59,6 +62,7 @@ class Report:
     unpriced: tuple[str, ...] = ()
     draws: bool = False
     unset: tuple[str, ...] = ()
+    rounding: float | None = None
 
     @property
     def max_error(self) -> float:
@@ -87,6 +91,8 @@ class Report:
             lines.append(f"zero but for rounding, on one process too: {_some(self.noisy)}")
         if self.unset:
             lines.append(f"zeros, where one process leaves None: {_some(self.unset)}")
+        if self.rounding is not None:
+            lines.append(f"one process under {self.plan.precision} is within {self.rounding:.2g} of float64")
         lines += [f"the program is not what was priced: {line}" for line in self.unpriced]
         return "\n".join([*lines, f"{self.seconds:.1f} s in all, {self.step_seconds * 1e3:.1f} ms a step"])
 
@@ -140,7 +146,8 @@ def verify(
     Args:
         plan: the plan to check; default the one for these arguments, priced on ``cluster`` whatever runs here.
         timeout: seconds after which a rank that hangs ends the run.
-        tolerance: default 1e-5 in fp32.
+        tolerance: default 1e-5 in fp32; in bf16 and fp16, where one process runs under the same policy, four units of
+            rounding (3.1e-2 and 3.9e-3).
 
     Raises:
         WorkerError: a rank died or did not finish in time; carries its traceback.
@@ -155,8 +162,9 @@ def verify(
     found = run_local(parallel_step, math.prod(task.mesh), timeout=timeout, args=(task,))[0]
     if found.draws:
         expected = one_process(task, timeout, found.draws)
-    limit = TOLERANCE[settings.precision or "fp32"] if tolerance is None else tolerance
-    return judge(found, expected, limit, time.perf_counter() - start)
+    asked = Closeness.of(settings.precision)
+    asked = asked if tolerance is None else replace(asked, tolerance=tolerance)
+    return judge(found, expected, asked, time.perf_counter() - start)
 
 
 def one_process(task: Task, timeout: float, draws: bool = False) -> tuple[OneStep, OneStep | None]:
@@ -166,15 +174,17 @@ def one_process(task: Task, timeout: float, draws: bool = False) -> tuple[OneSte
     return run(task, False, timeout), _exact(task, timeout, run)
 
 
-def judge(found: OneStep, expected: tuple[OneStep, OneStep | None], limit: float, seconds: float) -> Report:
+def judge(found: OneStep, expected: tuple[OneStep, OneStep | None], asked: Closeness, seconds: float) -> Report:
     """What a step under a plan is, compared with that of one process (see :func:`one_process`)."""
-    errors, noisy, unset = _compare(found, *expected)
-    loss_error = _relative(found.loss, expected[0].loss, 0.0)[0]
+    errors, noisy, unset = _compare(found, *expected, asked)
+    alone, exact = expected
+    off = distance(alone.loss, exact.loss if exact and asked.always else None)
+    loss_error = asked.error(found.loss, alone.loss, off)[0]
     assert found.plan is not None
     return Report(
         found.plan,
-        limit,
-        float(expected[0].loss),
+        asked.tolerance,
+        float(alone.loss),
         loss_error,
         errors,
         noisy,
@@ -183,6 +193,7 @@ def judge(found: OneStep, expected: tuple[OneStep, OneStep | None], limit: float
         found.unpriced,
         found.draws,
         unset,
+        rounding(alone.gradients, exact.gradients) if exact and asked.always else None,
     )
 
 
@@ -209,15 +220,22 @@ def in_training(model: nn.Module) -> nn.Module:
 
 
 def _reference(rank: int, world: int, task: Task, double: bool) -> OneStep:
-    """One plain step of the unmodified model."""
+    """One plain step of the unmodified model, by torch's own means of mixed precision."""
     given = _doubled(task.model, task.batch) if double else (copy.deepcopy(task.model), task.batch)
     model, batch = in_training(given[0]), given[1]
     args, kwargs = split_batch(batch)
-    torch.manual_seed(0)
-    loss = _loss_of(model(*args, **kwargs), task.loss_fn, args, kwargs)
-    loss.backward()
-    gradients = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
-    return OneStep(loss.detach(), gradients)
+    policy = None if double else task.options.precision
+    half, scale = autocast_dtype(policy), FIRST if scales_loss(policy) else 1.0
+    while True:
+        torch.manual_seed(0)
+        with torch.autocast("cpu", half) if half else nullcontext():
+            loss = _loss_of(model(*args, **kwargs), task.loss_fn, args, kwargs)
+        (loss * scale).backward()
+        gradients = {name: p.grad.detach() / scale for name, p in model.named_parameters() if p.grad is not None}
+        if scale <= 1.0 or all(bool(gradient.isfinite().all()) for gradient in gradients.values()):
+            return OneStep(loss.detach(), gradients)
+        scale *= BACKOFF
+        model.zero_grad()
 
 
 def _is_float(leaf: object) -> bool:
@@ -251,7 +269,7 @@ def _plain(task: Task, double: bool, timeout: float) -> OneStep:
 def _alone(task: Task, double: bool, timeout: float) -> OneStep:
     """The step on one process under autopar, which draws what the plan draws; in float64 if ``double``."""
     model, batch = (_doubled(task.model, task.batch)) if double else (task.model, task.batch)
-    options = Options(seed=task.options.seed)
+    options = Options(seed=task.options.seed, precision=None if double else task.options.precision)
     single = replace(task, model=model, batch=batch, mesh=(1,), options=options, plan=None)
     return run_local(parallel_step, 1, timeout=timeout, args=(single,))[0]
 
@@ -277,7 +295,11 @@ def parallel_step(rank: int, world: int, task: Task) -> OneStep:
     args, kwargs = split_batch(task.batch)
     call = parallel.prepare(args, kwargs, "loss")
     torch.manual_seed(rank)  # Rank 0's is the one of the single process, and the one that counts.
+    draws = parallel.random_state()
     loss = parallel.step(*args, **kwargs)
+    while parallel.overflowed and parallel.loss_scale_state()["scale"] >= 1.0:
+        parallel.set_random_state(draws)
+        loss = parallel.step(*args, **kwargs)
     gradients: dict[str, torch.Tensor] = {}
     for name, parameter in parallel.named_parameters():
         if parameter.grad is not None:
@@ -290,8 +312,7 @@ def parallel_step(rank: int, world: int, task: Task) -> OneStep:
     parallel.step(*args, **kwargs)
     seconds = time.perf_counter() - begin
     unpriced = _unpriced(call.program, parallel.plan)
-    draws = call.program.draws
-    return OneStep(loss.detach().cpu(), gradients, seconds, parallel.plan, unpriced, draws)
+    return OneStep(loss.detach().cpu(), gradients, seconds, parallel.plan, unpriced, call.program.draws)
 
 
 def _unpriced(program: Program | PipelineProgram, plan: Plan) -> tuple[str, ...]:
@@ -330,7 +351,7 @@ def _whatever_differs(value: torch.Tensor, world: int) -> torch.Tensor:
 
 
 def _compare(
-    found: OneStep, expected: OneStep, exact: OneStep | None
+    found: OneStep, expected: OneStep, exact: OneStep | None, asked: Closeness
 ) -> tuple[dict[str, float], tuple[str, ...], tuple[str, ...]]:
     """The error of every gradient, the names of those that are zero but for rounding, and of those that are zeros and
     that one process leaves at None."""
@@ -344,25 +365,7 @@ def _compare(
         elif one is None or other is None or one.shape != other.shape:
             errors[name] = math.inf
         else:
-            errors[name], is_noise = _relative(one, other, _rounding(name, other, exact))
+            off = distance(other, exact.gradients.get(name) if exact else None)
+            errors[name], is_noise = asked.error(one, other, off)
             noisy += [name] if is_noise else []
     return errors, tuple(noisy), tuple(unset)
-
-
-def _rounding(name: str, value: torch.Tensor, exact: OneStep | None) -> float:
-    """What a gradient of one process is off by in float32, as far as is known."""
-    true = exact.gradients.get(name) if exact else None
-    return float((value.double() - true).abs().max()) if true is not None and value.numel() else 0.0
-
-
-def _relative(found: torch.Tensor, expected: torch.Tensor, off: float) -> tuple[float, bool]:
-    """max|a - b| / max|b|, or what stands for it where b is only rounding (see :class:`Report`); and whether it is."""
-    if not expected.numel():
-        return 0.0, False
-    error = float((found.double() - expected.double()).abs().max())
-    size = float(expected.double().abs().max())
-    noise = 0.0 < size <= 10 * off
-    if error == 0.0:
-        return 0.0, noise
-    divisor = off / NOISE if noise else size
-    return (error / divisor if divisor else math.inf), noise

@@ -56,6 +56,7 @@ def make_plan(
         rules={op: "; ".join(said) for op, said in rules.items()},
         warnings=(*question.notes, *_warnings(best, graph, rules), *exact.warnings),
         timings=dict(timings.seconds),
+        precision=question.options.precision or "fp32",
     )
 
 

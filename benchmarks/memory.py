@@ -35,6 +35,10 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
     "zero 3, full recomputation": {"stages": 1, "zero": 3, "recompute": "full"},
     "4 microbatches": {"stages": 1, "microbatches": 4},
     "2 stages, 1f1b, 4 microbatches": {"stages": 2, "schedule": "1f1b", "microbatches": 4},
+    "bf16, zero 1": {"stages": 1, "zero": 1, "precision": "bf16"},
+    "bf16, zero 3": {"stages": 1, "zero": 3, "precision": "bf16"},
+    "fp16, 4 microbatches": {"stages": 1, "microbatches": 4, "precision": "fp16"},
+    "bf16, 2 stages, 1f1b": {"stages": 2, "schedule": "1f1b", "microbatches": 4, "precision": "bf16"},
     "2 stages, gpipe, full recomputation": {"stages": 2, "schedule": "gpipe", "microbatches": 4, "recompute": "full"},
 }
 
@@ -81,6 +85,8 @@ def measure(options: Options, world: int) -> tuple[int, int]:
     mesh = init_device_mesh("cpu", (world,))
     model = autopar.parallelize(Decoder(), mesh, options=options, cluster="local")
     model.step(ids)
+    while model.overflowed:
+        model.step(ids)
     optimizer = model.optimizer(torch.optim.AdamW, lr=1e-3, foreach=False)
     optimizer.step()
     optimizer.zero_grad()

@@ -47,8 +47,8 @@ def _part(node: Node, pattern: str, operand_types: tuple[Hashable, ...]) -> Hash
 
     # Draws differ in their number, which is no concern of how they are run.
     kwargs = tuple((key, arg) for key, arg in node.kwargs if not (node.op in DRAWS and key == "place"))
-    args = () if node.is_placeholder else (map_arg(node.args, leaf), map_arg(kwargs, leaf))
-    return pattern, node.phase, node.op, args, operand_types, node.types
+    args = () if node.is_placeholder else map_arg(node.args, leaf)
+    return pattern, node.phase, node.op, (args, map_arg(kwargs, leaf)), operand_types, node.types
 
 
 def fold_layers(graph: Graph, groups: int = 1, apart: Mapping[str, Hashable] = NOBODY) -> Graph:

@@ -9,7 +9,7 @@ collectives cost their latency many times over.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -177,7 +177,7 @@ def lower(job: Lowering, outputs: Iterable[Output]) -> Program:
 
 
 def stored_slot(job: Lowering, node: Node) -> TensorSlot:
-    return job.slot(node, job.assignment.parameters[node.name].optimizer)
+    return replace(job.slot(node, job.assignment.parameters[node.name].optimizer), dtype=node.stored.dtype)
 
 
 def _forward(job: Lowering, needed: set[str], results: list[Output]) -> tuple[Section, list[Value]]:
@@ -274,15 +274,17 @@ def without_aliases(
 
 
 def refresh_section(job: Lowering) -> Section:
-    """Takes every stored parameter and returns what works in a step; gathers those whose updated value is sharded
-    further."""
+    """Takes every stored parameter and returns what works in a step; casts those that work in another dtype, then
+    gathers those whose updated value is sharded further."""
     emitter = Emitter(job.mesh, job.coordinate)
     nodes = job.graph.placeholders("param")
     inputs = tuple(emitter.fresh(node.name) for node in nodes)
     buckets = Buckets(emitter, job.bucket_bytes, "weights")
     for node in nodes:
-        place = job.assignment.parameters[node.name]
+        place, value = job.assignment.parameters[node.name], Value(node.name)
+        if node.stored != node.type:
+            value = emitter.emit(f"{node.name}_cast", "aten._to_copy.default", (value,), (("dtype", node.type.dtype),))
         path = job.path(node.type, place.optimizer, place.weight, True) if place.optimizer != place.weight else ()
-        buckets.add(node.name, Value(node.name), node.type, path)
+        buckets.add(node.name, value, node.type, path)
     done = buckets.finish()
     return emitter.section("refresh", inputs, tuple(done[node.name] for node in nodes))

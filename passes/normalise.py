@@ -6,6 +6,7 @@ from autopar.graph import Graph
 
 from .base import Pass, run
 from .canonical_views import CanonicalViews
+from .cast_once import CastOnce
 from .drop_noops import DropNoops
 from .merge_common import MergeCommon
 from .remove_dead import RemoveDead
@@ -20,6 +21,7 @@ STANDARD: tuple[Pass, ...] = (
     RemoveDead(),
     SinkViews(),
     RemoveDead(),
+    CastOnce(),
 )
 
 

@@ -19,6 +19,7 @@ from .collectives import Collectives, Handle
 from .compiled import Compiled
 from .executor import Executable
 from .groups import MeshGroups
+from .loss_scale import LossScale, drop_gradients
 from .parameters import gather_whole, make_dtensor, torch_placements
 from .weights import Weights, accumulate
 
@@ -30,15 +31,22 @@ def is_replicated(slot: TensorSlot) -> bool:
 
 class Call(Calling):
     """See the module docstring. Making one is collective (process groups, first placement of the
-    parameters). ``draw_state`` gives what a run's random numbers are a function of, and counts the run."""
+    parameters). ``draw_state`` gives what a run's random numbers are a function of, and counts the run; ``loss_scale``
+    is what gradients are computed with, if anything."""
 
     def __init__(
-        self, compiled: Compiled, weights: Weights, groups: MeshGroups, draw_state: Callable[[], torch.Tensor]
+        self,
+        compiled: Compiled,
+        weights: Weights,
+        groups: MeshGroups,
+        draw_state: Callable[[], torch.Tensor],
+        loss_scale: LossScale | None = None,
     ) -> None:
         super().__init__(compiled.signature)
         assert isinstance(compiled.program, Program)
         self.program = compiled.program
         self.groups, self.weights, self._draw_state = groups, weights, draw_state
+        self.loss_scale = loss_scale
         self.executable = Executable(self.program, groups.mesh)
         weights.settle([(slot, groups) for slot in self.program.parameters])
         self.parameters = weights.parameters(self.program.parameters)
@@ -149,10 +157,17 @@ class Call(Calling):
         return torch.ones(slot.shape, dtype=slot.dtype, device=self.groups.device)
 
     def backward(self, saved: list[torch.Tensor], tangents: list[torch.Tensor]) -> dict[tuple[str, str], torch.Tensor]:
-        """Local gradients by (kind, name); those that are None are absent."""
+        """Local gradients by (kind, name); those that are None are absent. If they overflow, all of parameters are, and
+        no parameter keeps the gradient it has."""
+        if self.loss_scale is not None:
+            tangents = [tangent * self.loss_scale.scale for tangent in tangents]
         values = self.executable.backward(saved, tangents)
         pairs = zip(self.program.gradients, values, strict=True)
-        return {(slot.kind, slot.target): value for slot, value in pairs if value is not None}
+        found = {(slot.kind, slot.target): value for slot, value in pairs if value is not None}
+        if self.loss_scale is not None and not self.loss_scale.settle(found.values(), self.groups):
+            drop_gradients(self.parameters)
+            return {key: value for key, value in found.items() if key[0] != "gradient"}
+        return found
 
     def step(self, leaves: Sequence[Any]) -> torch.Tensor:
         """Forward and backward of the loss, added to ``.grad`` of the parameters; the detached loss, whole."""

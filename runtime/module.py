@@ -24,6 +24,7 @@ from .call import Call
 from .compiled import Compile, OutputsWanted, Request
 from .gradient_norm import clip, gradients_of, total_norm
 from .groups import mesh_groups
+from .loss_scale import LossScale
 from .optimizer import make_optimizer
 from .parameters import broadcast_first, make_dtensor, shared_seed
 from .pipeline_call import PipelineCall
@@ -57,10 +58,13 @@ class ParallelModule(nn.Module):
     training or not, with gradients or not); the first one also places the parameters, as DTensors and in
     place. Every rank calls with the same global batch, of which it takes its part, or with DTensors. ``seed``
     (default: torch's initial seed on rank 0) decides what the model draws (dropout, noise) and how a meta model is
-    initialised; a real model keeps rank 0's weights.
+    initialised; a real model keeps rank 0's weights. With ``scaled``, gradients are computed of a scaled loss
+    (:mod:`autopar.runtime.loss_scale`).
     """
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, compile: Compile, *, seed: int | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, mesh: DeviceMesh, compile: Compile, *, seed: int | None = None, scaled: bool = False
+    ) -> None:
         super().__init__()
         for name in _SHARED:
             self.__dict__[name] = module.__dict__[name]
@@ -69,6 +73,7 @@ class ParallelModule(nn.Module):
         self._groups = mesh_groups(mesh)
         self._weights = Weights(module, self._groups, seed)
         self._random = RandomState(shared_seed(self._groups, seed))
+        self._loss_scale = LossScale() if scaled else None
         self._compile = compile
         self._calls: dict[object, AnyCall] = {}
         self._plan: object | None = None
@@ -120,7 +125,7 @@ class ParallelModule(nn.Module):
             self._groups = self._weights.groups = self._groups.regrouped(compiled.program.mesh)
             kind = PipelineCall if isinstance(compiled.program, PipelineProgram) else Call
             draw_state = partial(self._random.advance, self.training and grad)
-            self._calls[key] = kind(compiled, self._weights, self._groups, draw_state)
+            self._calls[key] = kind(compiled, self._weights, self._groups, draw_state, self._loss_scale)
             self._plan = compiled.plan
         call = self._calls[key]
         if isinstance(call, PipelineCall):
@@ -225,6 +230,23 @@ class ParallelModule(nn.Module):
         self._random.seed, self._random.steps, self._random.evaluations = next(broadcast_first(values, self._groups))[
             1
         ].tolist()
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether the gradients of the latest step overflowed under fp16, so that it left none: an optimizer that steps
+        now does nothing. The same on every rank."""
+        return self._loss_scale is not None and self._loss_scale.overflowed
+
+    def loss_scale_state(self) -> dict[str, float | int]:
+        """The scale of the loss under fp16, as :meth:`torch.amp.GradScaler.state_dict` has it, to be saved in a
+        checkpoint beside the ``state_dict``; empty under other policies."""
+        return {} if self._loss_scale is None else self._loss_scale.state()
+
+    def set_loss_scale_state(self, state: Mapping[str, float | int]) -> None:
+        """Goes on as after :meth:`loss_scale_state`, or with the state of a :class:`torch.amp.GradScaler`; without
+        effect if the loss is not scaled. Every rank must give the same."""
+        if self._loss_scale is not None and state:
+            self._loss_scale.load(state)
 
     @contextmanager
     def record_timeline(self) -> Iterator[list[Timeline]]:

@@ -18,6 +18,7 @@ from .chunk_executable import ChunkExecutable
 from .collectives import Collectives
 from .compiled import Compiled
 from .groups import MeshGroups
+from .loss_scale import LossScale, drop_gradients
 from .messages import Messenger
 from .microbatch_inputs import Prelude, StepInputs, input_shapes, whole_input
 from .parameters import local_of
@@ -32,15 +33,21 @@ Values = Mapping[str, torch.Tensor]
 
 class PipelineCall(Calling):
     """See the module docstring. ``groups`` are of the mesh (stages, \\*inside a stage). Making one is collective.
-    ``draw_state`` as for a :class:`~.call.Call`."""
+    ``draw_state`` and ``loss_scale`` as for a :class:`~.call.Call`."""
 
     def __init__(
-        self, compiled: Compiled, weights: Weights, groups: MeshGroups, draw_state: Callable[[], torch.Tensor]
+        self,
+        compiled: Compiled,
+        weights: Weights,
+        groups: MeshGroups,
+        draw_state: Callable[[], torch.Tensor],
+        loss_scale: LossScale | None = None,
     ) -> None:
         super().__init__(compiled.signature)
         assert isinstance(compiled.program, PipelineProgram)
         self.program = program = compiled.program
         self.groups, self.weights, self._draw_state = groups, weights, draw_state
+        self.loss_scale = loss_scale
         self.stages = stage_meshes(groups)
         self.chunks = {index: ChunkExecutable(chunk, self.stages.own) for index, chunk in program.chunks.items()}
         weights.settle([(p.slot, self.stages.place[program.stage_of(p.owner)]) for p in program.parameters])
@@ -64,6 +71,9 @@ class PipelineCall(Calling):
         totals = self._shared.add_up(self._gradients(run))
         outputs = self._finish(run)
         with torch.no_grad():
+            if self.loss_scale is not None and not self.loss_scale.settle(totals.values(), self.groups):
+                drop_gradients(self.parameters)
+                return outputs[name].detach()
             for owned, parameter in zip(self.program.parameters, self.parameters, strict=True):
                 if owned.gradients:
                     accumulate(parameter, self._own_gradient(owned, parameter, totals))
@@ -82,7 +92,7 @@ class PipelineCall(Calling):
 
             messenger, device = Messenger(self.stages), self.groups.device
             recorder = None if self.timelines is None else Recorder(self.stages)
-            run = PipelineRun(self.program, self.chunks, messenger, inputs, self._tangents, device, recorder)
+            run = PipelineRun(self.program, self.chunks, messenger, inputs, self._scaled_tangents(), device, recorder)
             if recorder is not None:
                 recorder.start()
             run.run()
@@ -124,6 +134,12 @@ class PipelineCall(Calling):
             axes = tuple(a for a, p in enumerate(slot.placements) if p == PARTIAL_SUM)
             found.append((Collectives(self.stages.own).partial(own, axes) if axes else own).contiguous())
         return found
+
+    def _scaled_tangents(self) -> Mapping[int, list[torch.Tensor]]:
+        if self.loss_scale is None:
+            return self._tangents
+        scale = self.loss_scale.scale
+        return {index: [one * scale for one in ones] for index, ones in self._tangents.items()}
 
     def _gradients(self, run: PipelineRun) -> dict[tuple[int, str], torch.Tensor]:
         """What each chunk of this rank has of each gradient."""

@@ -50,7 +50,8 @@ def _placeholder(
         return graph.constants[node.name]
     if node.op == "tangent":
         return tangents.get(node.target, torch.ones([int(s) for s in node.type.shape], dtype=node.type.dtype))
-    return tensors[node.target].detach()
+    given = tensors[node.target].detach()
+    return given if node.stored == node.type else given.to(node.type.dtype)
 
 
 def _call(node: Node, values: Mapping[Value, Any]) -> tuple[Any, ...]:

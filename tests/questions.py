@@ -55,8 +55,8 @@ def ask(
 ) -> Question:
     """The question :func:`autopar.plan` would ask, for just this mesh and without stages."""
     args, kwargs = split_batch(batch)
-    base = prepare(model, args, kwargs, device="cpu", loss_fn=None, training=True)
     settings = Options(**{"mesh_search": False, "stages": 1, "microbatches": 1, **options})
+    base = prepare(model, args, kwargs, device="cpu", loss_fn=None, training=True, precision=settings.precision)
     return Question(base.graph, base.loss, base.batch, mesh, Cluster.get(cluster), settings)
 
 

@@ -70,6 +70,7 @@ class World:
         found = []
         for slot in program.placeholders:
             whole = program.constants[slot.name] if slot.kind == "constant" else values[slot.target]
+            whole = whole.to(slot.dtype)  # Parameters may be stored in another dtype than they are read in.
             found.append(
                 take_local(whole, slot.placements, self.mesh, program.coordinate).clone(
                     memory_format=torch.contiguous_format

@@ -269,7 +269,7 @@ def test_zero_stages(stage: int) -> None:
     ("change", "message"),
     [
         ({"stages": 0}, "stages=0 is not a positive number"),
-        ({"precision": "bf16"}, "precision='bf16' is not supported yet"),
+        ({"precision": "int8"}, "precision=.int8. is not known; one of fp32, bf16, fp16"),
         ({"recompute": "all"}, "recompute='all' is not known"),
         ({"optimizer": "adamv"}, "unknown optimizer 'adamv'.*adamw"),
         ({"zero": 4}, "zero=4 is not a ZeRO stage"),

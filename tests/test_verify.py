@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.equality import Closeness
 from autopar.errors import TraceError, WorkerError
-from autopar.verify import OneStep, Report, _compare, _relative
+from autopar.verify import OneStep, Report, _compare
 from tests.models import Stack, make, plain, text
 from tests.questions import CLUSTER
 
@@ -77,7 +78,7 @@ def report_with(error: float) -> Report:
     ],
 )
 def test_relative_error(found: list[float], expected: list[float], off: float, error: float, noise: bool) -> None:
-    result = _relative(torch.tensor(found), torch.tensor(expected), off)
+    result = Closeness().error(torch.tensor(found), torch.tensor(expected), off)
     assert result == (pytest.approx(error, rel=1e-5), noise)
 
 
@@ -85,9 +86,9 @@ def test_zeros_are_as_good_as_no_gradient_and_named() -> None:
     loss, weight = torch.tensor(1.0), torch.ones(2)
     alone = OneStep(loss, {"weight": weight})
     zeros, other = {"weight": weight, "expert": torch.zeros(3)}, {"weight": weight, "expert": torch.tensor([0.0, 1e-9])}
-    assert _compare(OneStep(loss, zeros), alone, None) == ({"weight": 0.0, "expert": 0.0}, (), ("expert",))
-    assert _compare(OneStep(loss, other), alone, None)[0]["expert"] == math.inf
-    assert _compare(alone, OneStep(loss, zeros), None)[0]["expert"] == math.inf
+    assert _compare(OneStep(loss, zeros), alone, None, Closeness()) == ({"weight": 0.0, "expert": 0.0}, (), ("expert",))
+    assert _compare(OneStep(loss, other), alone, None, Closeness())[0]["expert"] == math.inf
+    assert _compare(alone, OneStep(loss, zeros), None, Closeness())[0]["expert"] == math.inf
     assert "zeros, where one process leaves None: expert" in str(replace(report_with(0.0), unset=("expert",)))
 
 

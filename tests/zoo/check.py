@@ -63,11 +63,13 @@ class _Wide(TorchFunctionMode):
         return _DOUBLE.get(func, func)(*args, **kwargs)
 
 
+_HALVES = (torch.bfloat16, torch.float16, torch.float32)
+_WIDE = {**dict.fromkeys(_HALVES, torch.float64), torch.complex64: torch.complex128}
 _DOUBLE = {torch.Tensor.float: torch.Tensor.double, torch.Tensor.cfloat: torch.Tensor.cdouble}
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    return {torch.float32: torch.float64, torch.complex64: torch.complex128}.get(dtype, dtype)
+    return _WIDE.get(dtype, dtype)
 
 
 def _double(leaf: Any) -> Any:
@@ -87,7 +89,7 @@ def make_case(model: nn.Module, batch: Any) -> Case:
     with _Wide():
         traced = trace(model, args, kwargs, device="cpu")
     batch_size = next(iter(dict(traced.graph.symbols).values()), 0)
-    graph = _exact(step_graph(normalise(traced.graph), traced.signature.loss, batch_size))
+    graph = widened(step_graph(normalise(traced.graph), traced.signature.loss, batch_size))
     leaves = pytree.tree_leaves((args, kwargs))
     inputs = dict(zip(traced.signature.input_names, leaves, strict=True))
     values = {n: v.detach().clone() for n, v in (*model.named_parameters(), *model.named_buffers())}
@@ -99,8 +101,8 @@ def make_case(model: nn.Module, batch: Any) -> Case:
     return case
 
 
-def _exact(graph: Graph) -> Graph:
-    """The graph with float64 wherever a decomposition insists on float32."""
+def widened(graph: Graph) -> Graph:
+    """The graph with float64 wherever something insists on fewer bits: decompositions, casts of mixed precision."""
 
     def leaf(arg: Arg) -> Arg:
         return _wide(arg) if isinstance(arg, torch.dtype) else arg

@@ -10,11 +10,12 @@ from unittest.mock import patch
 from autopar.api import split_batch
 from autopar.cluster import Cluster
 from autopar.compiler import Prepared, ask, prepare
+from autopar.equality import Closeness
 from autopar.options import Options
 from autopar.plan import Plan
 from autopar.planner import Question, Timings, solve_only, step_graph
 from autopar.runtime.launch import run_local
-from autopar.verify import TOLERANCE, OneStep, Task, in_training, judge, one_process, parallel_step
+from autopar.verify import OneStep, Task, in_training, judge, one_process, parallel_step
 from autopar.write_plan import make_plan
 
 from .models import Maker
@@ -39,7 +40,7 @@ def run_on_processes(
     steps = run_local(_steps, math.prod(meshes[0]), timeout=timeout, args=(base, list(tasks.values())))[0]
     first = next(iter(tasks.values()))
     expected = one_process(first, timeout, any(step.draws for step in steps))
-    reports = [judge(step, expected, TOLERANCE["fp32"], 0.0) for step in steps]
+    reports = [judge(step, expected, Closeness(), 0.0) for step in steps]
     outcomes = ["equal" if report.ok and not report.unpriced else str(report) for report in reports]
     return dict(zip(tasks, outcomes, strict=True))
 

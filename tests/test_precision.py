@@ -1,0 +1,213 @@
+"""Mixed precision: what is cast, what it costs, and that any plan computes what one process under the policy does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.equality import Closeness, distance
+from autopar.errors import OptionsError
+from autopar.graph import Graph
+from autopar.options import Options
+from autopar.passes.annotate import annotate
+from autopar.passes.cast_once import CastOnce
+from autopar.passes.conformance import collectives_of, difference
+from autopar.passes.scaled_loss import ScaledLoss
+from autopar.plan import Plan
+from autopar.planner import Timings, step_graph
+from autopar.prices import Prices
+from autopar.search import answer
+from tests.eager_draws import STATE
+from tests.interpret import Results, interpret
+from tests.lowering import plain
+from tests.models import make, pictures, text
+from tests.questions import CLUSTER, ask, setting, slow_devices
+from tests.simulate import World
+from tests.test_conformance import any_assignment, priced
+from tests.test_lower import programs, random_assignment
+from tests.zoo.check import widened
+
+CASTS = """\
+graph(b=8)
+%w: f32[4, 4] = param("w")
+%table: f32[4, 4] = param("table")
+%x: f32[b, 4] = input("x")
+%d: bf16[b, 4] = tangent("0")
+%half: bf16[4, 4] = aten._to_copy.default(%w, dtype=torch.bfloat16)
+%table_half: bf16[4, 4] = aten._to_copy.default(%table, dtype=torch.bfloat16)
+%looked: f32[b, 4] = aten.mm.default(%x, %table)
+%x_half: bf16[b, 4] = aten._to_copy.default(%looked, dtype=torch.bfloat16)
+%y: bf16[b, 4] = aten.mm.default(%x_half, %half)
+%z: bf16[b, 4] = aten.mm.default(%y, %table_half)
+backward %g: bf16[4, 4] = aten.mm.default(%half, %half)
+backward %grad: f32[4, 4] = aten._to_copy.default(%g, dtype=torch.float32)
+return output "0" = %z
+return gradient "w" = %grad
+return gradient "table" = none
+"""
+
+
+def test_a_parameter_that_is_only_cast_is_cast_once() -> None:
+    made = CastOnce()(Graph.from_text(CASTS)).to_text()
+    assert '%w: bf16[4, 4] = param("w", stored=torch.float32)' in made
+    assert "%half" not in made and "aten.mm.default(%x_half, %w)" in made and "aten.mm.default(%w, %w)" in made
+    assert '%table: f32[4, 4] = param("table")\n' in made and "%table_half" in made, "it is read as it is, too"
+    assert Graph.from_text(made).to_text() == made
+
+
+def test_casts_that_stay_where_they_are() -> None:
+    wider = CASTS.replace("f32", "f16").replace("float32", "float16")  # bf16 has no fewer bits.
+    assert CastOnce()(Graph.from_text(wider)).to_text() == wider
+    returned = CASTS.replace('return gradient "w" = %grad', 'return gradient "w" = %w')
+    assert "stored" not in CastOnce()(Graph.from_text(returned)).to_text()
+
+
+def test_parameters_of_a_scaled_loss_are_marked() -> None:
+    made = ScaledLoss()(CastOnce()(Graph.from_text(CASTS))).to_text()
+    assert 'param("w", stored=torch.float32, scaled=True)' in made
+    assert 'param("table")\n' in made, "it has no gradient"
+    assert Graph.from_text(made).to_text() == made
+
+
+class Convolutions(nn.Module):
+    """Odd sizes, batch norm in training mode, and a frozen parameter that is multiplied with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 5, 3, padding=1), nn.BatchNorm2d(5)
+        self.head, self.frozen = nn.Linear(5, 7), nn.Linear(7, 7)
+        self.frozen.weight.requires_grad_(False)
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.norm(self.conv(pixel_values[:, :, ::4, ::4])))
+        return nn.functional.cross_entropy(self.frozen(self.head(x.mean((2, 3)))), labels % 7)
+
+
+def _case(name: str) -> tuple[nn.Module, Any]:
+    if name == "convolutions":
+        return Convolutions(), pictures(6)
+    if name == "bert":
+        from transformers import BertConfig, BertForMaskedLM
+
+        config = BertConfig(
+            hidden_size=48, num_hidden_layers=1, num_attention_heads=4, intermediate_size=96, vocab_size=257,
+        )  # fmt: skip
+        return BertForMaskedLM(config), text(6, 5)
+    return make(name, layers=1)
+
+
+@cache
+def _expected(name: str, precision: str) -> tuple[Graph, dict[str, torch.Tensor], Results, Results]:
+    """The step graph, its values, what one device makes of it, and what it makes of it in float64."""
+    torch.manual_seed(0)
+    model, batch = _case(name)
+    question = ask(model, batch, (2,), precision=precision)
+    graph = step_graph(question.graph, question.loss, question.batch)
+    values = {n: v.detach().clone() for n, v in (*model.named_parameters(), *model.named_buffers())}
+    inputs = [node.target for node in graph.placeholders("input")]
+    values |= {target: batch[target] for target in inputs} | {"random": STATE}
+    wide = {n: v.double() if v.is_floating_point() else v for n, v in values.items()}
+    return graph, values, interpret(plain(graph), values), interpret(plain(widened(graph)), wide)
+
+
+def _check(found: dict[str, torch.Tensor], wanted: Results, exact: Results, kinds: tuple[str, ...], say: str) -> None:
+    asked = Closeness.of("bf16")
+    for (kind, name), value in wanted.items():
+        if kind in kinds and value is not None and value.is_floating_point():
+            error, _ = asked.error(found[name], value, distance(value, exact[kind, name]))
+            assert error <= asked.tolerance, f"{say}: {kind} {name}: {error:.3g}"
+
+
+@pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", ["gpt2", "bert", "convolutions"])
+def test_any_assignment_gives_what_one_device_does(name: str, mesh: tuple[int, ...]) -> None:
+    """Tied weights, dropout, batch norm; vocabularies, batches and heads that divide nothing."""
+    graph, values, wanted, exact = _expected(name, "bf16")
+    assert any(node.stored != node.type for node in graph.placeholders("param"))
+    annotated = annotate(graph, mesh)
+    prices = Prices.of(autopar.Cluster.get(CLUSTER), mesh, annotated)
+    assignment = random_assignment(annotated, mesh, len(name))
+    world = World(programs(annotated, assignment, prices))
+    tangents = {node.target: torch.ones((), dtype=node.type.dtype) for node in graph.placeholders("tangent")}
+    results, gradients = world.step(values, tangents)
+    _check(results, wanted, exact, ("output", "mutation"), f"{name} on {mesh}")
+    _check(gradients, wanted, exact, ("gradient",), f"{name} on {mesh}")
+    for node in graph.placeholders("param"):
+        if node.target in gradients:
+            assert gradients[node.target].dtype == torch.float32, node.target
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_bill_is_what_the_program_does(precision: str) -> None:
+    model, batch = make("stack")
+    found = setting(ask(model, batch, (2, 2), precision=precision))
+    for seed in range(2):
+        assignment = any_assignment(found.graph, (2, 2), seed)
+        bill = found.bill(assignment)
+        assert difference(collectives_of(found.program(assignment)), priced(bill)) == ()
+    assert any(line.name == "loss scale" for line in bill.lines) == (precision == "fp16")
+
+
+class Wide(nn.Module):
+    """Products of far more rows than their matrices have: what travels are the matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x))).float().square().mean()
+
+
+def _plan(**options: Any) -> Plan:
+    return answer(ask(Wide(), (torch.randn(4096, 32),), (4,), slow_devices(), **options), Timings())
+
+
+def _gathered(plan: Plan) -> Counter[int]:
+    """Bytes of gathers of weights."""
+    lines = (line for line in plan.lines if line.kind in ("weight", "refresh"))
+    return Counter(step.bytes for line in lines for step in line.steps if step.communicates)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_gathers_move_half_the_bytes(zero: int) -> None:
+    whole, half = _plan(zero=zero), _plan(zero=zero, precision="bf16")
+    assert set(_gathered(whole)) == {32 * 64 * 4} and set(_gathered(half)) == {32 * 64 * 2}
+    reduced = {s.bytes for line in half.lines if line.kind == "gradient" for s in line.steps if s.communicates}
+    assert reduced == {32 * 64 * 4}, "gradients are added up in float32"
+    for plan in (whole, half):
+        assert plan.objective == pytest.approx(sum(line.seconds for line in plan.lines), rel=1e-9)
+    assert half.precision == "bf16" and ", bf16" in str(half) and "stored f32" in str(half.why("first.weight"))
+    assert Plan.from_json(half.to_json()) == half and Plan.from_text(half.to_text()) == half
+
+
+def test_masters_gradients_and_state_are_whole_and_copies_are_half() -> None:
+    """On one device, where everything is replicated: 4 bytes each of master and gradient, 8 of AdamW, 2 of the copy."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    question = ask(model, (torch.randn(4, 64),), (1,), precision="bf16")
+    graph = setting(question).graph
+    assignment = any_assignment(graph, (1,), 0)
+    memory = setting(question).bill(assignment).memory
+    count = 64 * 64
+    assert (memory.weights, memory.gradients, memory.optimizer) == (6 * count, 4 * count, 8 * count)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "message"),
+    [
+        (torch.bfloat16, "fp16", "'0.weight' is bfloat16: leave precision out to train it as it is"),
+        (torch.bfloat16, "bf16", "'0.weight' is bfloat16: leave precision out to train it as it is"),
+        (torch.float64, "bf16", r"'0.weight' is float64: give a float32 model \(model.float\(\)\)"),
+        (torch.complex64, "bf16", "'0.weight' is complex64: leave precision out"),
+    ],
+)
+def test_models_that_a_policy_is_not_for(dtype: torch.dtype, precision: Any, message: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4, dtype=dtype))
+    with pytest.raises(OptionsError, match=message):
+        autopar.plan(model, (2,), torch.randn(4, 4, dtype=dtype), options=Options(precision=precision))
