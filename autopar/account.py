@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import torch
 from torch.distributed.tensor import Partial
@@ -19,13 +18,12 @@ from autopar.cost import collective_seconds
 from .assignment import Assignment, ParameterPlacement, travels_unseen, uses
 from .graph import RECOMPUTED, REST, VIEWS, Graph, Node, Phase, TensorType, Value
 from .optimizers import optimizer_bytes
+from .plan import LineKind
 from .prices import Prices, local_bytes, local_type
 from .repeats import ONCE, Repeats
 from .reshard import Collective, Hop, make_hop
 from .spec import Placements, Strategy
 from .windows import hidden_shares
-
-LineKind = Literal["compute", "reshard", "weight", "gradient", "refresh", "optimizer", "hidden"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,8 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Peak bytes on the device that holds most, by part."""
+    """Peak bytes on the device that holds most, by part; ``host``: bytes of optimizer state in host memory, which are
+    not among them."""
 
     weights: int
     gradients: int
@@ -56,6 +55,7 @@ class Memory:
     activations: int
     temporary: int
     inputs: int
+    host: int = 0
 
     @property
     def peak(self) -> int:
@@ -118,12 +118,47 @@ def casting_seconds(prices: Prices, node: Node, place: ParameterPlacement) -> fl
 
 def parameter_bytes(prices: Prices, node: Node, place: ParameterPlacement, optimizer: str) -> tuple[int, int, int]:
     """Bytes on a device of (weights, gradients, optimizer state) of one trained parameter. A working weight kept beside
-    the stored shard, elsewhere or in another dtype, counts as weight."""
+    the stored shard, elsewhere or in another dtype, counts as weight; state in host memory does not count."""
     shard = local_type(node.stored, place.optimizer, prices.mesh)
     apart = place.weight != place.optimizer or node.stored != node.type
     working = local_bytes(node.type, place.weight, prices.mesh) if apart else 0
     gradient = local_bytes(node.stored, place.gradient, prices.mesh)
-    return int(shard.bytes) + working, gradient, int(optimizer_bytes(optimizer, shard))
+    state = 0 if place.offload else int(optimizer_bytes(optimizer, shard))
+    return int(shard.bytes) + working, gradient, state
+
+
+def offloaded_bytes(prices: Prices, node: Node, place: ParameterPlacement, optimizer: str) -> int:
+    """Bytes of a parameter's optimizer state that rest in host memory, and visit the device while it is updated."""
+    return (
+        int(optimizer_bytes(optimizer, local_type(node.stored, place.optimizer, prices.mesh))) if place.offload else 0
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Optimizer state in host memory: ``bytes`` in all, and of the ``largest``, which visits the device alone."""
+
+    bytes: int = 0
+    largest: int = 0
+
+
+def host_memory(
+    graph: Graph, assignment: Assignment, prices: Prices, optimizer: str, loans: Loans = NO_LOANS
+) -> HostMemory:
+    """What ``assignment`` leaves in the host memory of each device."""
+    counts = [
+        offloaded_bytes(prices, node, assignment.parameters[node.name], optimizer)
+        for path, node in ((path, graph.parameters[path]) for path in trained(graph))
+        if path not in loans
+    ]
+    return HostMemory(sum(counts), max(counts, default=0))
+
+
+def offload_seconds(prices: Prices, node: Node, place: ParameterPlacement, optimizer: str) -> float:
+    """To bring the state of a parameter to the device and back, one after the other: a parameter's update lasts
+    nothing beside that."""
+    count, device = offloaded_bytes(prices, node, place, optimizer), prices.cluster.device
+    return 2 * (device.launch_seconds + count / device.host_bandwidth) if count else 0.0
 
 
 def held_bytes(
@@ -239,6 +274,9 @@ def _optimizer_lines(
             seconds += optimizer_seconds(prices, node, place, optimizer)
         if node.target in updated or seconds:
             yield Line("optimizer", node.name, node.target.rpartition(".")[0], "backward", seconds)
+        moving = offload_seconds(prices, node, place, optimizer) if node.target in updated else 0.0
+        if moving:
+            yield Line("offload", node.name, node.target.rpartition(".")[0], "backward", moving)
     agreement = agreement_seconds(prices, graph)
     if agreement:
         yield Line("optimizer", "loss scale", "", "backward", agreement)
@@ -267,7 +305,9 @@ def memory(
 ) -> Memory:
     """Peak bytes by part: everything that rests on the device through the step, and the largest operation's operands
     and results beside what backward has recomputed and needs still."""
-    weights = gradients = states = activations = inputs = temporary = 0
+    host = host_memory(graph, assignment, prices, optimizer, loans)
+    weights = gradients = states = activations = inputs = 0
+    temporary = host.largest
     made = {o.name: o.value for o in graph.outputs if o.kind == "gradient" and o.value is not None}
     for node in graph.nodes:
         if node.op == "param":
@@ -288,7 +328,8 @@ def memory(
         else:
             kinds = tuple(graph.type_of(value) for value in node.operands)
             temporary = max(temporary, temporary_bytes(prices, node, kinds, assignment.strategies[node.name]))
-    return Memory(weights, gradients, states, activations, temporary + recomputed_bytes(graph, assignment), inputs)
+    temporary += recomputed_bytes(graph, assignment)
+    return Memory(weights, gradients, states, activations, temporary, inputs, host.bytes)
 
 
 def recomputed_bytes(graph: Graph, assignment: Assignment) -> int:

@@ -165,6 +165,7 @@ def choice_text(choice: Choice) -> str:
     if not isinstance(choice, ParameterPlacement):
         return str(choice)
     weight, gradient, optimizer = map(short, (choice.weight, choice.gradient, choice.optimizer))
+    host = " in host memory" if choice.offload else ""
     if weight == gradient == optimizer:
-        return weight
-    return f"weight {weight}, gradient {gradient}, optimizer {optimizer}"
+        return weight + (", optimizer state" + host if host else "")
+    return f"weight {weight}, gradient {gradient}, optimizer {optimizer}{host}"

@@ -28,11 +28,13 @@ class ParameterPlacement:
     ``weight``: how its value lies while a step runs; a use that needs more gathers it each time. ``gradient``: what its
     gradient is reduced to. ``optimizer``: how its optimizer state lies, and the DTensor that the user sees and the
     optimizer updates; if it shards more than ``weight``, the updated value is gathered once a step (ZeRO-1 and 2).
+    ``offload``: whether the optimizer state lies so in host memory, and on the device only while it is updated.
     """
 
     weight: Placements
     gradient: Placements
     optimizer: Placements
+    offload: bool = False
 
 
 @dataclass(frozen=True)

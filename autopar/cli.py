@@ -119,6 +119,8 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--precision", choices=("fp32", "bf16", "fp16"))
     group.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help="fix the ZeRO stage instead of searching")
     recompute = "compute saved values again instead of keeping them; by default whatever makes the step fit"
+    offload = "keep optimizer state in host memory; by default where that makes the step fit"
+    group.add_argument("--offload", action=argparse.BooleanOptionalAction, default=None, help=offload)
     group.add_argument("--recompute", choices=("none", "selective", "full"), help=recompute)
     group.add_argument("--microbatches", type=_checked(_positive))
     group.add_argument("--stages", type=_checked(_positive))

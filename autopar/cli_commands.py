@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 OK, FAILED, USAGE = 0, 1, 2
 # Fields of Options that a command line may leave out.
 GIVEN = (
-    *("memory_limit", "precision", "zero", "recompute", "microbatches", "stages", "schedule"),
+    *("memory_limit", "precision", "zero", "recompute", "offload", "microbatches", "stages", "schedule"),
     *("time_limit", "gap", "seed", "optimizer"),
 )
 TABLES = ("module", "kind", "op", "rule", "phase", "collective", "stage")

@@ -103,7 +103,9 @@ def _read_links(value: Any, where: str) -> tuple[Link, ...]:
 
 _READERS: Mapping[str, Callable[[Any, str], Any]] = {
     **dict.fromkeys(("name", "source", "algorithm"), _text),
-    **dict.fromkeys(("memory_bytes", "reserve_bytes", "processors", "adapters", "sharing"), _whole),
+    **dict.fromkeys(
+        ("memory_bytes", "reserve_bytes", "host_memory_bytes", "processors", "adapters", "sharing"), _whole
+    ),
     **dict.fromkeys(("peak_flops", "measurement", "dtype_efficiency"), _numbers),
     "overlaps": _truth,
     "torus": _sizes,

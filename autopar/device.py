@@ -34,6 +34,9 @@ class Device:
             operands.
         attention_efficiency: share of the peak that fused attention reaches with wide heads, 0: priced as a product
             is; heads of ``attention_width`` reach half of it.
+        host_bandwidth: bytes per second each way between the device and its share of the host's memory while all
+            devices of the host use theirs; 0: the host has no memory apart from the device's.
+        host_memory_bytes: that share.
         sustained: clock of a long run over that of a short one, in which the rates were measured: chips that reach
             their limit of power slow down.
     """
@@ -54,6 +57,8 @@ class Device:
     attention_efficiency: float = 0.0
     attention_width: float = 0.0
     sustained: float = 1.0
+    host_bandwidth: float = 0.0
+    host_memory_bytes: int = 0
     dtype_efficiency: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -67,10 +72,19 @@ class Device:
             unknown = [name for name in getattr(self, table) if name not in {*DTYPE_NAMES.values(), "tf32"}]
             require(not unknown, f"{where}: {table} of unknown dtypes {unknown}; write f32, bf16, f16, ...")
         require(len(self.peak_flops) > 0, f"{where} has no peak_flops; give at least f32")
+        require(
+            (self.host_bandwidth > 0) == (self.host_memory_bytes > 0),
+            f"{where}: host_bandwidth and host_memory_bytes go together; give both or neither",
+        )
         for name in ("matmul_efficiency", "sustained"):
             require(0 < getattr(self, name) <= 1, f"{where}: {name} is not in (0, 1]")
         require(self.attention_efficiency <= 1, f"{where}: attention_efficiency is not in [0, 1]")
         require(0 <= self.reserve_fraction < 1, f"{where}: reserve_fraction is not in [0, 1)")
+
+    @property
+    def has_host(self) -> bool:
+        """Whether there is memory besides the device's own, to which optimizer state can be put."""
+        return self.host_memory_bytes > 0
 
     @cached_property
     def _rates(self) -> Mapping[torch.dtype, float]:
@@ -98,4 +112,6 @@ _NOT_NEGATIVE = (
     "tile_border",
     "attention_efficiency",
     "attention_width",
+    "host_bandwidth",
+    "host_memory_bytes",
 )

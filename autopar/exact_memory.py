@@ -13,7 +13,7 @@ from autopar.passes.lower import Lowering, lower
 from autopar.passes.overlap import overlap
 from autopar.runtime.rehearsal import Footprint, rehearse
 
-from .account import Memory
+from .account import HostMemory, Memory, host_memory
 from .assignment import Assignment
 from .graph import Graph
 from .instance import Instance
@@ -49,7 +49,8 @@ def exact_memory(
     except Exception as error:  # Any operation may have no form for tensors without data.
         reason = str(error).splitlines()[-1] if str(error) else type(error).__name__
         return ExactMemory(None, holdings, (f"memory is an upper bound: the step could not be rehearsed ({reason})",))
-    return of_step({node.name: node.target for node in graph.placeholders("param")}, found, holdings)
+    host = host_memory(graph, assignment, prices, instance.optimizer)
+    return of_step({node.name: node.target for node in graph.placeholders("param")}, found, holdings, host)
 
 
 def backend_of(prices: Prices) -> str:
@@ -57,16 +58,19 @@ def backend_of(prices: Prices) -> str:
     return "gloo" if prices.cluster.name == "local" else "nccl"
 
 
-def of_step(targets: Mapping[str, str], found: Footprint, holdings: tuple[Holding, ...]) -> ExactMemory:
-    """The memory of a step whose program leaves ``found``; ``targets``: the path of each parameter's node."""
+def of_step(
+    targets: Mapping[str, str], found: Footprint, holdings: tuple[Holding, ...], host: HostMemory
+) -> ExactMemory:
+    """The memory of a step whose program leaves ``found``; ``targets``: the path of each parameter's node; ``host``:
+    the optimizer state in host memory."""
     states = sum(h.bytes for h in holdings if h.kind == "optimizer")
-    update = UPDATE_COPIES * max((h.bytes for h in holdings if h.kind == "gradient"), default=0)
+    update = UPDATE_COPIES * max((h.bytes for h in holdings if h.kind == "gradient"), default=0) + host.largest
     if found.stored + found.accumulated + update > found.peak:
         kept = [h for h in holdings if h.kind in ("weight", "gradient", "optimizer")]
-        return _balanced(kept, found.stored + found.accumulated + update + states)
+        return _balanced(kept, found.stored + found.accumulated + update + states, host)
     kept = [h for h in holdings if h.kind in ("weight", "optimizer")]
     kept += _alive(targets, found, holdings)
-    return _balanced(kept, found.peak + states)
+    return _balanced(kept, found.peak + states, host)
 
 
 def _alive(targets: Mapping[str, str], found: Footprint, holdings: tuple[Holding, ...]) -> Iterator[Holding]:
@@ -81,7 +85,7 @@ def _alive(targets: Mapping[str, str], found: Footprint, holdings: tuple[Holding
             yield holding
 
 
-def _balanced(holdings: Iterable[Holding], peak: int) -> ExactMemory:
+def _balanced(holdings: Iterable[Holding], peak: int, host: HostMemory) -> ExactMemory:
     """Whatever is no holding is temporary."""
     kept = tuple(holdings)
     parts = {kind: sum(h.bytes for h in kept if h.kind == kind) for kind in {h.kind for h in kept}}
@@ -93,5 +97,6 @@ def _balanced(holdings: Iterable[Holding], peak: int) -> ExactMemory:
         activations=parts.get("activation", 0),
         temporary=temporary,
         inputs=parts.get("input", 0),
+        host=host.bytes,
     )
     return ExactMemory(memory, kept)

@@ -8,10 +8,11 @@ from autopar.passes.lower import Lowering
 from autopar.passes.lower_chunk import ChunkLowering, lower_chunk
 from autopar.runtime.rehearsal import rehearse
 
-from .account import Memory
+from .account import HostMemory, Memory, host_memory
 from .exact_memory import ExactMemory, backend_of, of_step
 from .figures import memory_figures
 from .graph import Graph
+from .loans import loans
 from .pipeline import PipelineProgram, StagedParameter
 from .plan import Predicted
 from .prices import BUCKET_BYTES
@@ -54,7 +55,7 @@ def with_memory(figures: Predicted, stages: tuple[ExactMemory, ...]) -> Predicte
 def _of_rank(answer: StagedAnswer, rank: int) -> ExactMemory:
     program = _program(answer, rank)
     found = rehearse(program, backend_of(answer.whole.prices))
-    return of_step(_targets(answer), found, tuple(rank_holdings(answer, rank)))
+    return of_step(_targets(answer), found, tuple(rank_holdings(answer, rank)), _host(answer, rank))
 
 
 def _program(answer: StagedAnswer, rank: int) -> PipelineProgram:
@@ -95,3 +96,14 @@ def _owners(answer: StagedAnswer) -> dict[str, int]:
 
 def _targets(answer: StagedAnswer) -> dict[str, str]:
     return {n.name: n.target for chunk in answer.bill.chunks for n in chunk.graph.placeholders("param")}
+
+
+def _host(answer: StagedAnswer, rank: int) -> HostMemory:
+    """The optimizer state that a rank leaves in host memory."""
+    bill, prices, optimizer = answer.bill, answer.whole.prices, answer.whole.instance.optimizer
+    borrowed = loans(bill.chunks, bill.schedule.placement, prices)
+    parts = [
+        host_memory(bill.chunks[c].graph, bill.chunks[c].assignment, prices, optimizer, borrowed[c])
+        for c in bill.schedule.held[rank]
+    ]
+    return HostMemory(sum(part.bytes for part in parts), max(part.largest for part in parts))

@@ -50,6 +50,7 @@ def memory_figures(memory: Memory) -> dict[str, Any]:
         "activation_bytes": memory.activations,
         "temporary_bytes": memory.temporary,
         "input_bytes": memory.inputs,
+        "host_bytes": memory.host,
     }
 
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
+from autopar.cost import usable_host_bytes
+
+from .cluster import Cluster
 from .errors import InfeasibleError
 from .graph import REST
 from .instance import Instance
+from .options import Options
 from .plan_units import size
 from .problem import Ints, memory_of
 from .solve import smallest_choices
-from .within_memory import with_recomputation
+from .within_memory import widened
 
 # Seconds for finding the least memory of another program.
 MOST_SECONDS = 10.0
@@ -31,6 +36,18 @@ def infeasible(instance: Instance, limit: float, known: int | None = None) -> In
     )
 
 
+def check_host(cluster: Cluster, needed: int) -> None:
+    """Raises :class:`InfeasibleError` if a step needs more host memory per device than the cluster leaves a plan."""
+    usable = usable_host_bytes(cluster)
+    if needed > usable:
+        raise InfeasibleError(
+            f"the step fits only with {size(needed)} of optimizer state per device in host memory, and of that cluster "
+            f"{cluster.name!r} leaves {size(usable)}. What would lower it: zero=1, 2 or 3, so that the state is "
+            "sharded over every axis; twice the devices; an optimizer with less state; offload=False says what would "
+            "fit without."
+        )
+
+
 def _largest(instance: Instance) -> str:
     values = [n for n in instance.graph.nodes if n.op in ("param", REST)]
     largest = sorted(values, key=lambda n: -int(n.type.bytes))[:5]
@@ -41,6 +58,15 @@ def _largest(instance: Instance) -> str:
     )
 
 
+def _wider(instance: Instance) -> Iterator[tuple[str, Options]]:
+    """Options that allow what the instance does not."""
+    now = Options(recompute="none" if instance.again is None else None, offload=None if instance.offload else False)
+    if instance.again is None:
+        yield "recompute=None or 'full'", replace(now, recompute=None)
+    if not instance.offload and instance.prices.cluster.device.has_host:
+        yield "offload=None or True", replace(now, offload=None)
+
+
 def _advice(instance: Instance, choices: Ints) -> Iterator[str]:
     """Changes that help, with the bytes per device they come to."""
     groups, chosen = instance.problem.groups, zip(instance.names, choices, strict=True)
@@ -48,11 +74,11 @@ def _advice(instance: Instance, choices: Ints) -> Iterator[str]:
     parameters = sum(b for name, b in memory.items() if name in instance.graph and instance.graph[name].op == "param")
     least = memory_of(instance.problem, choices)
     batch = least - parameters
-    if instance.again is None:
-        wide = with_recomputation(instance, None)
+    for text, options in _wider(instance):
+        wide = widened(instance, options)
         found = smallest_choices(wide.problem, MOST_SECONDS)
         if found is not None and memory_of(wide.problem, found) < least:
-            yield f"recompute=None or 'full', {size(memory_of(wide.problem, found))}"
+            yield f"{text}, {size(memory_of(wide.problem, found))}"
     if instance.repeats.microbatches == 1:
         yield f"half the batch, or microbatches=2, about {size(parameters + batch / 2)}"
     yield f"twice the devices, about {size(least / 2)} if all divides"

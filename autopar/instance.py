@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +28,8 @@ from .account import (
     adding_seconds,
     agreement_seconds,
     casting_seconds,
+    offload_seconds,
+    offloaded_bytes,
     optimizer_seconds,
     parameter_bytes,
     temporary_bytes,
@@ -37,10 +38,12 @@ from .account import (
 from .assignment import Again, Assignment, ParameterPlacement, travels_unseen
 from .graph import REST, Graph, Node, Value
 from .late_sums import summed_late, without_sums
+from .optimizers import optimizer_bytes
 from .prices import Prices, ReshardTable, local_bytes
 from .problem import Floats, Group, Ints, Problem, Transfer, Window
 from .repeats import ONCE, Repeats
-from .spec import REPLICATE, Placements, Strategy, is_shard
+from .resting_places import in_host_memory, parameter_choices
+from .spec import REPLICATE, Placements, Strategy
 from .windows import hidden_shares
 
 Choice = Strategy | ParameterPlacement
@@ -50,7 +53,7 @@ OUTPUTS = "(outputs)"
 @dataclass(frozen=True, eq=False)
 class Instance:
     """``choices[i]`` of group i of ``problem``, whose node is ``names[i]``; ``again``: what may be recomputed, if
-    anything; see the module docstring."""
+    anything; see the module docstring; ``offload``: whether optimizer state may rest in host memory."""
 
     graph: Graph
     prices: Prices
@@ -60,10 +63,16 @@ class Instance:
     problem: Problem
     repeats: Repeats = ONCE
     again: Recomputable | None = None
+    offload: bool = False
 
     @cached_property
     def index(self) -> Mapping[str, int]:
         return {name: i for i, name in enumerate(self.names)}
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether there are choices that only save memory: recomputing, and optimizer state in host memory."""
+        return self.again is not None or self.offload
 
     def group_of(self, node: str) -> int:
         return self.index[self.graph.classes.get(node, node)]
@@ -96,33 +105,6 @@ class Instance:
         return np.array(picked, dtype=np.int64)
 
 
-def parameter_choices(strategies: tuple[Strategy, ...], trainable: bool) -> tuple[ParameterPlacement, ...]:
-    """Every sensible triple of resting places. The optimizer state either lies as the weight does or shards further
-    what the weight replicates, all of it along one dim; the gradient lies as one of the two."""
-    found: dict[ParameterPlacement, None] = {}
-    places = [strategy.outputs[0] for strategy in strategies]
-    for weight in places:
-        found[ParameterPlacement(weight, weight, weight)] = None
-    for weight, state in product(places, places) if trainable else ():
-        if state != weight and _refines(weight, state):
-            found[ParameterPlacement(weight, state, state)] = None
-            if _is_cut_from(weight, state):
-                found[ParameterPlacement(weight, weight, state)] = None
-    return tuple(found)
-
-
-def _refines(weight: Placements, state: Placements) -> bool:
-    added = {s for w, s in zip(weight, state, strict=True) if w != s}
-    kept = all(w in (s, REPLICATE) for w, s in zip(weight, state, strict=True))
-    return kept and len(added) == 1 and all(map(is_shard, added))
-
-
-def _is_cut_from(weight: Placements, state: Placements) -> bool:
-    """Whether what a device holds of ``state`` is part of what it holds of ``weight``: no axis inside an added one
-    chunks the same dim."""
-    return not any(w != s and s in weight[axis + 1 :] for axis, (w, s) in enumerate(zip(weight, state, strict=True)))
-
-
 def again(strategy: Strategy) -> Again:
     """The choice of ``strategy`` in forward and once more in backward."""
     return Again(strategy.inputs, strategy.outputs, strategy.local)
@@ -136,11 +118,12 @@ def build_instance(
     memory_limit: float,
     repeats: Repeats = ONCE,
     again: Recomputable | None = None,
+    offload: bool = False,
 ) -> Instance:
     """The instance of an annotated graph; without ``graph.classes`` every node is its own class. ``again`` (of the same
-    graph): what may be recomputed. Choices that recompute stand behind those that do not, so that choices of an
-    instance without are those of one with."""
-    return _Builder(graph, prices, optimizer, repeats, again).build(memory_limit)
+    graph): what may be recomputed. ``offload``: whether optimizer state may rest in host memory. Choices that recompute
+    or offload stand behind those that do not, so that choices of an instance without are those of one with."""
+    return _Builder(graph, prices, optimizer, repeats, again, offload).build(memory_limit)
 
 
 class _Route(NamedTuple):
@@ -157,10 +140,16 @@ class _Builder:
     """Collects groups and transfers; lives only while an instance is built."""
 
     def __init__(
-        self, graph: Graph, prices: Prices, optimizer: str, repeats: Repeats, again: Recomputable | None
+        self,
+        graph: Graph,
+        prices: Prices,
+        optimizer: str,
+        repeats: Repeats,
+        again: Recomputable | None,
+        offload: bool,
     ) -> None:
         self.graph, self.prices, self.optimizer, self.repeats = graph, prices, optimizer, repeats
-        self.again = again
+        self.again, self.offload = again, offload
         self.gradients = {o.value for o in graph.outputs if o.kind == "gradient"}
         self.trained = set(trained(graph))
         self.late = summed_late(graph)
@@ -181,7 +170,15 @@ class _Builder:
         transfers += tuple(self._rerun(name) for name in self.counts if self._may_run_again(name))
         problem = Problem(groups, transfers, memory_limit, windows=self._windows(tuple(routes)))
         return Instance(
-            self.graph, self.prices, self.optimizer, self.names, self.choices, problem, self.repeats, self.again
+            self.graph,
+            self.prices,
+            self.optimizer,
+            self.names,
+            self.choices,
+            problem,
+            self.repeats,
+            self.again,
+            self.offload,
         )
 
     def _choices(self, name: str) -> tuple[Choice, ...]:
@@ -189,10 +186,16 @@ class _Builder:
             return (Strategy(((REPLICATE,) * len(self.prices.mesh),), ()),)
         strategies = self.graph.strategies[name]
         if self.graph[name].op == "param":
-            return parameter_choices(strategies, self.graph[name].target in self.trained)
+            return self._parameter_choices(strategies, self.graph[name])
         if self._may_run_again(name):
             return (*strategies, *map(again, strategies))
         return strategies
+
+    def _parameter_choices(self, strategies: tuple[Strategy, ...], node: Node) -> tuple[ParameterPlacement, ...]:
+        is_trained = node.target in self.trained
+        places = parameter_choices(strategies, is_trained)
+        has_state = is_trained and optimizer_bytes(self.optimizer, node.stored)
+        return (*places, *in_host_memory(places)) if self.offload and has_state else places
 
     def _may_run_again(self, name: str) -> bool:
         return self.again is not None and name in self.again.nodes
@@ -251,9 +254,10 @@ class _Builder:
         if node.target not in self.trained:
             return casting, float(parts[0]), 0.0
         seconds = casting + optimizer_seconds(self.prices, node, place, self.optimizer)
+        seconds += offload_seconds(self.prices, node, place, self.optimizer)
         if place.weight != place.optimizer:
             seconds += self.prices.table(node.type, bucketed=True).cost(place.optimizer, place.weight)
-        return seconds, float(sum(parts)), 0.0
+        return seconds, float(sum(parts)), float(offloaded_bytes(self.prices, node, place, self.optimizer))
 
     def _windows(self, routes: tuple[_Route, ...]) -> tuple[Window, ...]:
         shares = hidden_shares(self.graph, self.prices.cluster, self.repeats)

@@ -42,6 +42,9 @@ class Options:
         recompute: which values saved for backward are not kept but computed again: ``"none"``; ``"selective"``: the
             inside of attention; ``"full"``: all but the inputs of layers (the elements of the model's lists of
             modules); None: whatever makes the step fit into memory at least cost, nothing if it fits without.
+        offload: whether optimizer state rests in host memory and visits the device for its update: True: that of
+            every parameter; False: of none; None: of those where it makes the step fit into memory at least cost, none
+            if it fits without. Carried out by ``model.optimizer(...)``.
         seed: decides what the model draws (dropout, noise), how a meta model is initialised, and the solver's ties;
             default torch's initial seed on rank 0, and 0 for the solver.
     """
@@ -52,6 +55,7 @@ class Options:
     schedule: str | None = None
     precision: Precision | None = None
     recompute: Literal["none", "selective", "full"] | None = None
+    offload: bool | None = None
     zero: Literal[0, 1, 2, 3] | None = None
     pins: Mapping[str, str] = field(default_factory=dict)
     time_limit: float = 60.0
@@ -75,6 +79,8 @@ class Options:
                 raise OptionsError(f"{name}={getattr(self, name)!r} is not a positive number, or None to search")
         if self.precision not in (None, *PRECISIONS):
             raise OptionsError(f"precision={self.precision!r} is not known; one of {', '.join(PRECISIONS)}, or None")
+        if self.offload not in (None, True, False):
+            raise OptionsError(f"offload={self.offload!r} is not True, False, or None to search")
         if self.recompute not in (None, "none", "selective", "full"):
             raise OptionsError(
                 f'recompute={self.recompute!r} is not known; one of "none", "selective", "full", or None to search'

@@ -125,12 +125,18 @@ class PlannedCollective:
     reason: str
 
 
+LineKind = Literal["compute", "reshard", "weight", "gradient", "refresh", "optimizer", "offload", "hidden"]
+# Those that are paid once, however many microbatches a step has.
+ONCE_A_STEP: tuple[LineKind, ...] = ("gradient", "refresh", "optimizer", "offload")
+
+
 @dataclass(frozen=True, slots=True)
 class Predicted:
     """Seconds of one step and peak bytes of the device that holds most, with their parts. ``mfu`` is FLOPs of the
     model over what all devices could do in the step. ``freed_seconds`` is what the busiest stage computes faster than
     its lines say because others that share its processors wait, ``hidden_seconds`` how long it reduces gradients while
     it computes: step = compute + comm + bubble - freed - hidden.
+    ``host_bytes`` is optimizer state in host memory, not part of the peak.
     """
 
     step_seconds: float
@@ -147,6 +153,7 @@ class Predicted:
     mfu: float
     freed_seconds: float = 0.0
     hidden_seconds: float = 0.0
+    host_bytes: int = 0
 
     def to_dict(self) -> dict[str, float | int]:
         return {name: getattr(self, name) for name in self.__slots__}

@@ -54,6 +54,7 @@ def _parts(plan: Plan) -> list[tuple[str, float, float]]:
     """``(name, seconds, percent)`` of what a step is made of; with stages that of the busiest."""
     kinds = {"compute": "compute", "optimizer": "optimizer", "reshard": "reshard", "weight": "weight gather"}
     kinds |= {"gradient": "grad sync", "refresh": "weight refresh", "hidden": "hidden by computing"}
+    kinds |= {"offload": "state to and from the host"}
     total = plan.predicted.step_seconds or 1.0
     busiest = busiest_stage(plan)
     found = [

@@ -44,7 +44,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     data["predicted"] = plan.predicted.to_dict()
     data["baselines"] = {name: p and p.to_dict() for name, p in plan.baselines.items()}
     data["parameters"] = {
-        path: [short(p.weight), short(p.gradient), short(p.optimizer)] for path, p in plan.parameters.items()
+        path: [short(p.weight), short(p.gradient), short(p.optimizer), p.offload] for path, p in plan.parameters.items()
     }
     data["outputs"] = {path: short(p) for path, p in plan.outputs.items()}
     table = {strategy: i for i, strategy in enumerate(dict.fromkeys(plan.strategies.values()))}
@@ -99,6 +99,12 @@ def plan_from_dict(data: Any) -> Plan:
         raise OptionsError(f"this is not a plan that autopar wrote: {type(error).__name__}: {error}") from error
 
 
+def _truth(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{value!r} is neither true nor false")
+    return value
+
+
 def _fields(data: dict[str, Any]) -> dict[str, Any]:
     mesh = tuple(_count(n) for n in data["mesh"])
 
@@ -117,7 +123,8 @@ def _fields(data: dict[str, Any]) -> dict[str, Any]:
     fields["predicted"] = Predicted(**data["predicted"])
     fields["baselines"] = {name: p and Predicted(**p) for name, p in data["baselines"].items()}
     fields["parameters"] = {
-        path: ParameterPlacement(*map(places, triple)) for path, triple in data["parameters"].items()
+        path: ParameterPlacement(places(weight), places(gradient), places(optimizer), _truth(offload))
+        for path, (weight, gradient, optimizer, offload) in data["parameters"].items()
     }
     fields["outputs"] = {path: places(p) for path, p in data["outputs"].items()}
     fields |= _node_fields(data, [_strategy(item, places) for item in data["strategy_table"]])

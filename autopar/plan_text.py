@@ -293,6 +293,7 @@ def _totals(plan: Plan) -> Iterator[str]:
     parts = {
         "compute": plan.seconds_of("compute"),
         "optimizer": plan.seconds_of("optimizer"),
+        "state to and from the host": plan.seconds_of("offload"),
         "reshard": plan.seconds_of("reshard"),
         "weight gather": plan.seconds_of("weight", "refresh"),
         "grad sync": plan.seconds_of("gradient"),
@@ -312,6 +313,8 @@ def _totals(plan: Plan) -> Iterator[str]:
         "temporary": p.temporary_bytes,
         "inputs": p.input_bytes,
     }
+    if p.host_bytes:
+        held["optimizer state in host memory, besides"] = p.host_bytes
     yield from _wrapped(filled, [f"{name} {size(count)}" for name, count in held.items() if count])
 
 

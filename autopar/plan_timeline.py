@@ -5,12 +5,12 @@ from __future__ import annotations
 from autopar.cost.pipeline import simulate
 from autopar.cost.pipeline_prices import ChunkPrice, EdgePrice, PipelinePrices, SharedProcessors
 
-from .plan import Plan
+from .plan import ONCE_A_STEP, Plan
 from .planned_pipeline import PlannedPipeline
 from .timeline import Lane, Span, Timeline
 
 # A step without stages is priced as a sum; its lines run in this order.
-_ORDER = ("weight", "compute", "reshard", "gradient", "optimizer", "refresh")
+_ORDER = ("weight", "compute", "reshard", "gradient", "optimizer", "offload", "refresh")
 _COMPUTES = ("compute", "optimizer")
 
 
@@ -48,7 +48,7 @@ def pipeline_prices(pipeline: PlannedPipeline) -> PipelinePrices:
 def _one_after_the_other(plan: Plan) -> Timeline:
     def when(position: int) -> tuple[bool, int, int]:
         line = plan.lines[position]
-        once = line.kind in ("gradient", "optimizer", "refresh")
+        once = line.kind in ONCE_A_STEP
         return line.phase == "backward" or once, _ORDER.index(line.kind) if once else 0, position
 
     exposed = _exposed(plan)

@@ -166,7 +166,10 @@ def _explain_parameter(plan: Plan, path: str) -> Explanation:
     trained = path in plan.gradient_values
     choice = {"weight": short(place.weight)}
     if trained:
-        choice |= {"gradient": short(place.gradient), "optimizer": short(place.optimizer)}
+        choice |= {
+            "gradient": short(place.gradient),
+            "optimizer": short(place.optimizer) + (" in host memory" if place.offload else ""),
+        }
     about = plan.nodes[node].type if node else ""
     provenance, reason = _provenance(plan, node, path)
     return Explanation(
@@ -326,13 +329,16 @@ def _layers(path: str, plan: Plan, alike: list[str]) -> str:
     return ".".join([*places[0][:depth], numbers(layers), *path.split(".")[depth + 1 :]])
 
 
+_ONCE = {"optimizer": "update", "offload": "optimizer state to the device and back"}
+
+
 def _line_costs(plan: Plan, lines: list[PlanLine]) -> Iterator[Cost]:
     """Compute in all, then each kind of move, the dearest first."""
-    for kind, label in (("compute", "compute"), ("optimizer", "optimizer")):
+    for kind, label in (("compute", "compute"), ("optimizer", "optimizer"), ("offload", "offload")):
         of_kind = [line for line in lines if line.kind == kind]
         seconds = sum(line.seconds for line in of_kind)
         if seconds:
-            phases = " + ".join(dict.fromkeys(line.phase for line in of_kind)) if kind == "compute" else "update"
+            phases = " + ".join(dict.fromkeys(line.phase for line in of_kind)) if kind == "compute" else _ONCE[kind]
             yield Cost(label, f"{len(of_kind)} operations, {phases}" if len(of_kind) > 1 else phases, seconds)
     labels = {"reshard": "reshard", "weight": "gather", "gradient": "grad sync", "refresh": "refresh"}
     found: dict[tuple[str, str, str], list[PlanLine]] = {}

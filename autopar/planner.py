@@ -22,7 +22,7 @@ from .cluster import Cluster
 from .exact_memory import exact_memory
 from .figures import predicted
 from .graph import Graph, Node
-from .infeasible import infeasible
+from .infeasible import check_host, infeasible
 from .instance import Choice, Instance, build_instance
 from .options import Options
 from .plan import Predicted
@@ -31,7 +31,7 @@ from .problem import Ints, Problem, Solution, evaluate, memory_of
 from .repeats import ONCE, Repeats
 from .restrict import baselines, pin_instance, pinned_apart, with_choices, zero_allows
 from .solve import smallest_choices, solve
-from .within_memory import ROUNDS, fits, solve_wide, solve_within, tightened, with_recomputation
+from .within_memory import ROUNDS, fits, may_widen, solve_wide, solve_within, tightened, widened
 
 STRETCHES = 3
 # For how long, and by how much at a time, a limit that fits is lowered to find the smallest.
@@ -184,7 +184,7 @@ def _solved(
     def run(instance: Instance, known: Sequence[Ints]) -> Solution:
         return _solve(question, instance, timings, known)
 
-    return solve_within(question.options.recompute, plain, lambda: _widest(question, plain), run, incumbents)
+    return solve_within(question.options, plain, lambda: _widest(question, plain), run, incumbents)
 
 
 SolveAgain = Callable[[Instance, Solution], tuple[Instance, Solution]]
@@ -193,6 +193,12 @@ SolveAgain = Callable[[Instance, Solution], tuple[Instance, Solution]]
 def _settled(question: Question, instance: Instance, solution: Solution, timings: Timings) -> Answer:
     """The answer that a solution means, solved again with less memory as long as its bill does not fit. Raises
     :class:`InfeasibleError`."""
+    answer = _within_device(question, instance, solution, timings)
+    check_host(question.cluster, answer.account.memory.host)
+    return answer
+
+
+def _within_device(question: Question, instance: Instance, solution: Solution, timings: Timings) -> Answer:
     limit = float(memory_limit_of(question))
     with timings.phase("solve"):
         found = _fitting(instance, solution, limit, _with_less(question, timings))
@@ -210,16 +216,15 @@ def _settled(question: Question, instance: Instance, solution: Solution, timings
 
 
 def _widest(question: Question, instance: Instance) -> Instance:
-    """The instance with recomputation, if the options leave it and it is not yet in it."""
-    policy = question.options.recompute
-    if instance.again is not None or policy == "none":
+    """The instance with recomputation and offload, if the options leave them and they are not yet in it."""
+    if not may_widen(question.options, instance):
         return instance
-    return _restricted(question, with_recomputation(instance, policy))
+    return _restricted(question, widened(instance, question.options))
 
 
 def _with_less(question: Question, timings: Timings) -> SolveAgain:
-    """Solves an instance whose limit was lowered, from the solution before: with recomputation, if that had not been
-    needed so far."""
+    """Solves an instance whose limit was lowered, from the solution before: with recomputation and offload, if these
+    had not been needed so far."""
 
     def run(instance: Instance, known: Sequence[Ints]) -> Solution:
         return _solve(question, instance, timings, known)
@@ -361,7 +366,7 @@ def _refined(question: Question, annotated: Graph, best: Answer, timings: Timing
     with timings.phase("price"):
         apart = pinned_apart(annotated, question.options.pins)
         instance = _instance(question, fold_layers(annotated, STRETCHES, apart), best.prices)
-        if best.instance.again is not None:
+        if best.instance.is_wide:
             instance = _widest(question, instance)
     with timings.phase("solve"):
         solution = _solve(question, instance, timings, [instance.chosen(best.assignment)])

@@ -21,6 +21,8 @@ attention_efficiency = 0.6
 attention_width = 30
 reserve_bytes = 1073741824
 reserve_fraction = 0.05
+host_bandwidth = 6e9    # two devices share PCIe 3.0 x16
+host_memory_bytes = 64424509440   # 60 GiB
 
 [device.peak_flops]
 f16 = 125e12
@@ -45,6 +47,8 @@ sustained = 0.84
 attention_width = 30
 reserve_bytes = 1610612736      # CUDA context and NCCL buffers
 reserve_fraction = 0.05         # fragmentation of the caching allocator
+host_bandwidth = 12e9    # two devices share PCIe 4.0 x16
+host_memory_bytes = 257698037760   # 240 GiB
 
 [device.peak_flops]
 bf16 = 312e12
@@ -59,6 +63,7 @@ A100_40 = (
         "84987740160      # 79.15 GiB, what torch reports of 80", "42297786368      # 39.39 GiB, what torch reports"
     )
     .replace("1.75e12      # of 2039", "1.34e12      # of 1555")
+    .replace("257698037760   # 240 GiB", "128849018880   # 120 GiB")
 )
 
 H100 = """
@@ -77,6 +82,8 @@ sustained = 0.7
 attention_width = 30
 reserve_bytes = 2147483648
 reserve_fraction = 0.05
+host_bandwidth = 24e9    # two devices share PCIe 5.0 x16
+host_memory_bytes = 257698037760   # 240 GiB
 
 [device.peak_flops]
 f8e4m3 = 1979e12
@@ -114,6 +121,8 @@ sustained = 0.75
 attention_width = 30
 reserve_bytes = 2147483648
 reserve_fraction = 0.05
+host_bandwidth = 24e9    # two devices share PCIe 5.0 x16
+host_memory_bytes = 257698037760   # 240 GiB
 
 [device.peak_flops]
 f8e4m3 = 4500e12
@@ -133,13 +142,20 @@ GB200 = (
     .replace("bf16 = 2250e12\nf16 = 2250e12", "bf16 = 2500e12\nf16 = 2500e12")
     .replace("4500e12", "5000e12")
     .replace("sustained = 0.75", "sustained = 0.72")
+    .replace("24e9    # two devices share PCIe 5.0 x16", "200e9   # half of NVLink-C2C, 450 GB/s each way")
+    .replace("257698037760   # 240 GiB", "236223201280   # 220 GiB")
 )
 GB300 = (
     GB200.replace("GB200-186GB", "GB300-288GB")
     .replace("197568495616     # 184 GiB", "298500227072     # 278 GiB")
     .replace("sustained = 0.72", "sustained = 0.85")
 )
-B300 = GB300.replace("GB300-288GB", "B300-288GB").replace("= 2500e12", "= 2250e12").replace("= 5000e12", "= 4500e12")
+B300 = (
+    GB300.replace("GB300-288GB", "B300-288GB")
+    .replace("200e9   # half of NVLink-C2C, 450 GB/s each way", "24e9    # two devices share PCIe 5.0 x16")
+    .replace("= 2500e12", "= 2250e12")
+    .replace("= 5000e12", "= 4500e12")
+)
 
 MI250X = """
 [device]
@@ -156,6 +172,8 @@ attention_efficiency = 0.45
 attention_width = 30
 reserve_bytes = 1610612736
 reserve_fraction = 0.05
+host_bandwidth = 25e9    # Infinity Fabric to the processor
+host_memory_bytes = 68719476736   # 64 GiB
 
 [device.peak_flops]
 bf16 = 191.5e12
@@ -179,6 +197,8 @@ attention_efficiency = 0.45
 attention_width = 30
 reserve_bytes = 2147483648
 reserve_fraction = 0.05
+host_bandwidth = 48e9    # PCIe 5.0 x16 of its own
+host_memory_bytes = 257698037760   # 240 GiB
 
 [device.peak_flops]
 f8e4m3 = 2614.9e12

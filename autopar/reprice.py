@@ -103,10 +103,13 @@ def _answer(question: Question, graph: Graph, assignment: Assignment, repeats: R
     """The assignment as if it had been solved for; layers are folded only if they all choose alike."""
     prices = Prices.of(question.cluster, question.mesh, graph)
     optimizer = question.options.optimizer
+    offload = any(place.offload for place in assignment.parameters.values())
 
     def build(one: Graph) -> Instance:
         again = recomputable(one) if assignment.recomputed else None
-        return build_instance(one, prices, optimizer=optimizer, memory_limit=math.inf, repeats=repeats, again=again)
+        return build_instance(
+            one, prices, optimizer=optimizer, memory_limit=math.inf, repeats=repeats, again=again, offload=offload
+        )
 
     instance, folded = build(graph), build(fold_layers(graph))
     if folded.assignment(folded.chosen(assignment)) == assignment:

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from autopar.cost import total_flops
 
-from .account import Line, LineKind
+from .account import Line
 from .alternatives import holdings, plan_nodes
 from .figures import working_dtype
 from .loans import loans
-from .plan import Holding, PlanLine, PlanNode, Predicted
+from .plan import ONCE_A_STEP, Holding, LineKind, PlanLine, PlanNode, Predicted
 from .repeats import Repeats
 from .spec import Strategy
 from .stage_prices import StageBill, most_in_flight
@@ -25,7 +25,7 @@ def staged_predicted(answer: StagedAnswer) -> Predicted:
     bill = answer.bill
     busiest = busiest_rank(bill)
     compute = _rank_seconds(bill, busiest, "compute", "optimizer")
-    busy = _rank_seconds(bill, busiest, "compute", "optimizer", "reshard", "weight", "gradient", "refresh")
+    busy = _rank_seconds(bill, busiest, "compute", "reshard", "weight", *ONCE_A_STEP)
     freed, hidden = _freed_seconds(bill, busiest), _hidden_seconds(bill, busiest)
     needed = busy - freed - hidden
     seconds = max(bill.seconds, needed)
@@ -47,6 +47,7 @@ def staged_predicted(answer: StagedAnswer) -> Predicted:
         activation_bytes=sum(m.activations for m in memories),
         temporary_bytes=max(m.temporary for m in memories),
         input_bytes=sum(m.inputs for m in memories),
+        host_bytes=sum(m.host for m in memories),
         mfu=float(total_flops(graph)) * bill.schedule.microbatches / possible if possible else 0.0,
         freed_seconds=freed,
         hidden_seconds=hidden,

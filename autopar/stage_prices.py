@@ -19,14 +19,13 @@ from autopar.passes.stages import split_backward
 from .account import Account, Line, account
 from .cluster import Cluster
 from .loans import loans
+from .plan import ONCE_A_STEP
 from .prices import Prices, local_bytes
 from .repeats import Repeats
 from .schedule import Schedule
 from .spec import Placements
 from .stage_chunks import Chunk, WirePrice, WirePrices
 from .stages import Edge
-
-ONCE_A_STEP = ("gradient", "refresh", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ def bill_stages(
         )
         for chunk, borrowed in zip(chunks, loans(chunks, schedule.placement, prices), strict=True)
     )
-    step = max(sum(accounts[c].seconds_of("optimizer", "refresh") for c in held) for held in schedule.held)
+    step = max(sum(accounts[c].seconds_of("optimizer", "offload", "refresh") for c in held) for held in schedule.held)
     priced = PipelinePrices(
         tuple(map(chunk_price, chunks, accounts)),
         _edge_prices(chunks, wires, prices, links),

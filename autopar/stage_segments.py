@@ -16,6 +16,7 @@ from .assignment import Assignment
 from .errors import OptionsError
 from .graph import RECOMPUTED, REST, Graph
 from .instance import Instance
+from .plan import ONCE_A_STEP
 from .prices import local_bytes
 from .problem import Ints
 from .stage_chunks import WirePrice
@@ -51,7 +52,7 @@ def price_segments(
     count = len(candidates) + 1
     seconds, static, saved, wire = (np.zeros(count) for _ in range(4))
     for line in bill.lines:
-        if line.kind not in ("gradient", "refresh", "optimizer"):
+        if line.kind not in ONCE_A_STEP:
             seconds[_segment(line.name, where)] += line.seconds / line.times
     for node in instance.graph.nodes:
         if node.op == "param":

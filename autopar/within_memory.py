@@ -1,8 +1,8 @@
-"""The placement program within its memory limit: recomputation joins it only where it is needed.
+"""The placement program within its memory limit: recomputation and offload join it only where they are needed.
 
-Recomputing costs time and saves nothing but memory. A solution of the program without it that fits, found as if there
-were no limit, is therefore the answer; only if it does not fit is the larger program solved, in which every saved value
-is kept or recomputed (:mod:`.instance`).
+Both cost time and save nothing but memory. A solution of the program without them that fits, found as if there were no
+limit, is therefore the answer; only if it does not fit is the larger program solved, in which every saved value is kept
+or recomputed, and every optimizer state rests on the device or in host memory (:mod:`.instance`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import numpy as np
 
 from autopar.passes.recomputable import Recomputable, recomputable
 
-from .assignment import Again
+from .assignment import Again, ParameterPlacement
+from .cluster import Cluster
+from .errors import OptionsError
 from .graph import REST, Node
 from .instance import Choice, Instance, build_instance
+from .options import Options
 from .problem import Ints, Solution, evaluate, memory_of
 from .restrict import with_choices
 
@@ -39,13 +42,13 @@ def without_limit(instance: Instance) -> Instance:
 
 
 def solve_within(
-    policy: str | None, plain: Instance, widen: Callable[[], Instance], solve: Solve, incumbents: Sequence[Ints]
+    options: Options, plain: Instance, widen: Callable[[], Instance], solve: Solve, incumbents: Sequence[Ints]
 ) -> tuple[Instance, Solution]:
     """The solved instance: ``plain`` where that does, else what ``widen`` makes of it. ``incumbents`` are choices of
     ``plain``, which mean the same in both."""
-    if policy == "none":
+    if not may_widen(options, plain):
         return plain, solve(plain, [c for c in incumbents if _within(plain, c)])
-    if policy is None:
+    if options.recompute in (None, "none") and not options.offload:
         free = solve(without_limit(plain), incumbents)
         if fits(plain, free):
             return plain, free
@@ -55,17 +58,32 @@ def solve_within(
 
 
 def solve_wide(wide: Instance, solve: Solve, incumbents: Sequence[Ints]) -> Solution:
-    """The solution of an instance with recomputation, from choices of the one without."""
-    return solve(wide, [*incumbents, *_recomputing(wide, incumbents)])
+    """The solution of a widened instance, from choices of the one that is not."""
+    recomputing = list(_recomputing(wide, incumbents))
+    fuller = [*incumbents, *recomputing]
+    if not wide.offload:
+        return solve(wide, fuller)
+    return solve(wide, [*fuller, *(_with_offload(wide, choices) for choices in [*incumbents[:1], *recomputing])])
 
 
 def _within(instance: Instance, choices: Ints) -> bool:
     return memory_of(instance.problem, choices) <= instance.problem.memory_limit
 
 
-def with_recomputation(plain: Instance, policy: str | None) -> Instance:
-    """The instance in which values may be recomputed: any (None), or just those the ``policy`` names."""
-    possible = recomputable(plain.graph)
+def may_widen(options: Options, plain: Instance) -> bool:
+    """Whether ``options`` leave anything that :func:`widened` adds to ``plain``."""
+    return not plain.is_wide and (options.recompute != "none" or _may_offload(options, plain))
+
+
+def _may_offload(options: Options, plain: Instance) -> bool:
+    return options.offload is not False and plain.prices.cluster.device.has_host
+
+
+def widened(plain: Instance, options: Options) -> Instance:
+    """The instance in which values may be recomputed and optimizer state may rest in host memory, as far as ``options``
+    leave both; where they ask for one, it is all there is. Raises :class:`OptionsError`."""
+    check_offload(options, plain.prices.cluster)
+    possible = None if options.recompute == "none" else recomputable(plain.graph)
     wide = build_instance(
         plain.graph,
         plain.prices,
@@ -73,11 +91,23 @@ def with_recomputation(plain: Instance, policy: str | None) -> Instance:
         memory_limit=plain.problem.memory_limit,
         repeats=plain.repeats,
         again=possible,
+        offload=_may_offload(options, plain),
     )
-    if policy is None:
+    if options.offload:
+        wide = with_choices(wide, lambda _, choice: not isinstance(choice, ParameterPlacement) or choice.offload)
+    if possible is None or options.recompute is None:
         return wide
-    dropped = possible.full if policy == "full" else possible.selective
+    dropped = possible.full if options.recompute == "full" else possible.selective
     return with_choices(wide, _follows(wide, dropped))
+
+
+def check_offload(options: Options, cluster: Cluster) -> None:
+    """Raises :class:`OptionsError` if optimizer state is to rest in host memory where there is none."""
+    if options.offload and not cluster.device.has_host:
+        raise OptionsError(
+            f"offload=True: a device of cluster {cluster.name!r} has no host memory besides its own; leave offload "
+            "out, or give host_bandwidth and host_memory_bytes in the [device] table of the cluster"
+        )
 
 
 def _follows(wide: Instance, dropped: frozenset[str]) -> Callable[[Node, Choice], bool]:
@@ -89,7 +119,8 @@ def _follows(wide: Instance, dropped: frozenset[str]) -> Callable[[Node, Choice]
 
 def _recomputing(wide: Instance, incumbents: Sequence[Ints]) -> Iterator[Ints]:
     """The first of ``incumbents`` with less and less of it kept, to start from."""
-    assert wide.again is not None
+    if wide.again is None:
+        return
     rests = frozenset(name for name in wide.again.nodes if wide.graph[name].op == REST)
     for choices in incumbents[:1]:
         for dropped in (wide.again.selective, _cheap(wide.again), wide.again.full, rests):
@@ -107,6 +138,16 @@ def _with_again(wide: Instance, choices: Ints, names: frozenset[str]) -> Ints:
     stand behind the others in the same order."""
     shift = [len(c) // 2 if name in names and isinstance(c[-1], Again) else 0 for name, c in _groups(wide)]
     return choices + np.array(shift, dtype=np.int64)
+
+
+def _with_offload(wide: Instance, choices: Ints) -> Ints:
+    """``choices`` with all optimizer state in host memory."""
+    found = choices.copy()
+    for index, offered in enumerate(wide.choices):
+        place, last = offered[int(choices[index])], offered[-1]
+        if isinstance(place, ParameterPlacement) and isinstance(last, ParameterPlacement) and last.offload:
+            found[index] = offered.index(replace(place, offload=True))
+    return found
 
 
 def _groups(instance: Instance) -> Iterator[tuple[str, tuple[Choice, ...]]]:

@@ -61,6 +61,8 @@ def make_plan(
 
 
 def _warnings(best: Answer, graph: Graph, rules: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+    if best.account.memory.host:
+        yield "optimizer state rests in host memory: only an optimizer made by model.optimizer(...) puts it there"
     for op, said in rules.items():
         for text in said:
             kind, _, reason = text.partition(": ")

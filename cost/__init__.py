@@ -6,7 +6,7 @@ Formulas, their sources and what they leave out: ``docs/cost-model.md``.
 
 from .collective import bucketed_seconds, bytes_sent, check_mesh, collective_seconds, fan_out
 from .compute import bytes_moved, compute_seconds, flops, node_seconds, total_bytes, total_flops
-from .memory import reserve, usable_bytes
+from .memory import reserve, usable_bytes, usable_host_bytes
 from .operations import FAMILIES, Family, family_of
 from .pipeline import Simulation, simulate
 from .pipeline_bounds import bubble_fraction, step_lower_bound
@@ -36,4 +36,5 @@ __all__ = [
     "total_bytes",
     "total_flops",
     "usable_bytes",
+    "usable_host_bytes",
 ]

@@ -15,6 +15,15 @@ def reserve(cluster: Cluster) -> int:
     return device.reserve_bytes + math.ceil(device.reserve_fraction * device.memory_bytes)
 
 
+# Share of a host's memory that data loading, checkpoints and the system leave.
+HOST_SHARE = 0.8
+
+
+def usable_host_bytes(cluster: Cluster) -> int:
+    """Bytes of the host's memory that a plan may use for each device; 0: there is none apart from the device's."""
+    return int(HOST_SHARE * cluster.device.host_memory_bytes)
+
+
 def usable_bytes(cluster: Cluster) -> int:
     """Bytes of a device's memory that a plan may use. Raises :class:`OptionsError` if the reserve leaves
     none."""

@@ -154,8 +154,14 @@ class ParallelModule(nn.Module):
 
     def optimizer(self, cls: Callable[..., torch.optim.Optimizer], **kwargs: Any) -> torch.optim.Optimizer:
         """``cls`` over the named parameters, before or after the first batch; its state rests as the parameters do, and
-        it steps on local shards where that gives the same numbers (:mod:`autopar.runtime.optimizer`)."""
-        return make_optimizer(cls, self.named_parameters(), **kwargs)
+        it steps on local shards where that gives the same numbers (:mod:`autopar.runtime.optimizer`). State that
+        the plan puts into host memory is on the device only while its parameter is updated."""
+        return make_optimizer(cls, self.named_parameters(), self._rests_in_host_memory, **kwargs)
+
+    def _rests_in_host_memory(self, path: str) -> bool:
+        """Whether the plan, if there is one, keeps the optimizer state of the parameter there."""
+        plan: Any = self._plan
+        return plan is not None and path in plan.parameters and bool(plan.parameters[path].offload)
 
     def full_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """A parameter, gradient or optimizer state of this model, whole on every rank, also where only another pipeline

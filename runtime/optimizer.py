@@ -6,6 +6,9 @@ step. What the user holds is an instance of the very class asked for, over the D
 learning-rate schedulers, ``state_dict`` (state as DTensors, placed like their parameters) and hooks work as always;
 only ``step`` is done by an inner optimizer on the shards, which share their memory with the DTensors.
 
+State that the plan keeps in host memory visits the device one parameter at a time, each with an inner optimizer of its
+own: the numbers are the same, and the device has room for the largest.
+
 Optimizers that look at a whole tensor (Adafactor, LBFGS, Muon, ...) or that we do not know run on the DTensors
 themselves.
 """
@@ -18,6 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from autopar.errors import AutoparError
 
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Adadelta,
@@ -34,19 +40,31 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
 )
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]
+InHost = Callable[[str], bool]
 
 
 def make_optimizer(
-    cls: OptimizerClass, named: Iterable[tuple[str, nn.Parameter]], **kwargs: Any
+    cls: OptimizerClass, named: Iterable[tuple[str, nn.Parameter]], in_host: InHost = lambda path: False, **kwargs: Any
 ) -> torch.optim.Optimizer:
-    """``cls`` over the parameters; stepping on local shards if it is one of :data:`ELEMENTWISE`."""
-    if cls not in ELEMENTWISE:
-        return cls(named, **kwargs)
-    assert isinstance(cls, type)
-    return _on_shards(cls)(named, **kwargs)
+    """``cls`` over the parameters; stepping on local shards if it is one of :data:`ELEMENTWISE`. ``in_host``, asked
+    when the first step is taken: whether the state of a parameter, by path, rests in host memory. Raises
+    :class:`AutoparError` if one that does not step on shards is to keep some there."""
+    if cls in ELEMENTWISE:
+        assert isinstance(cls, type)
+        return _on_shards(cls, in_host)(named, **kwargs)
+    named = list(named)
+    offloaded = [path for path, _ in named if in_host(path)]
+    if offloaded:
+        known = ", ".join(sorted(one.__name__ for one in ELEMENTWISE))
+        raise AutoparError(
+            f"the plan keeps the optimizer state of {offloaded[0]} and {len(offloaded) - 1} more in host memory, which "
+            f"{getattr(cls, '__name__', cls)} cannot: it does not treat every element by itself. Plan with "
+            f"Options(offload=False), or use one of {known}"
+        )
+    return cls(named, **kwargs)
 
 
-def _on_shards(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+def _on_shards(cls: type[torch.optim.Optimizer], in_host: InHost) -> type[torch.optim.Optimizer]:
     """A subclass of ``cls`` whose ``step`` runs on local shards."""
 
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
@@ -54,7 +72,7 @@ def _on_shards(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        _step(self, cls)
+        _step(self, cls, in_host)
         return loss
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
@@ -65,42 +83,112 @@ def _on_shards(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     return type(cls.__name__, (cls,), body)
 
 
-def _step(outer: Any, cls: type[torch.optim.Optimizer]) -> None:
-    if outer._inner is None or _sizes(outer) != _sizes(outer._inner):
-        outer._inner = _inner_optimizer(outer, cls)
-    inner = outer._inner
-    for group, local_group in zip(outer.param_groups, inner.param_groups, strict=True):
-        local_group.update({key: value for key, value in group.items() if key not in ("params", "param_names")})
-        for parameter, local in zip(group["params"], local_group["params"], strict=True):
+def _step(outer: Any, cls: type[torch.optim.Optimizer], in_host: InHost) -> None:
+    if outer._inner is None or _sizes(outer) != outer._inner.sizes:
+        outer._inner = _Inner(outer, cls, in_host)
+    outer._inner.step(outer)
+
+
+class _Inner:
+    """What steps on the shards: one optimizer for all parameters whose state rests on the device, in the groups of the
+    outer one, and one for each parameter whose state rests in host memory."""
+
+    def __init__(self, outer: Any, cls: type[torch.optim.Optimizer], in_host: InHost) -> None:
+        self.sizes = _sizes(outer)
+        self.local = {parameter: _local(parameter) for group in outer.param_groups for parameter in group["params"]}
+        away = {
+            parameter
+            for group in outer.param_groups
+            for parameter, path in zip(group["params"], group.get("param_names", ()), strict=False)
+            if in_host(path)
+        }
+        groups = [[p for p in group["params"] if p not in away] for group in outer.param_groups]
+        make: OptimizerClass = cls
+        self.resident = make([self._group(outer, i, members) for i, members in enumerate(groups)])
+        self.visiting = {
+            parameter: (index, make([self._group(outer, index, [parameter])]))
+            for index, group in enumerate(outer.param_groups)
+            for parameter in group["params"]
+            if parameter in away
+        }
+        for parameter in self.local:
+            self._take_state(outer, parameter)
+
+    def _group(self, outer: Any, index: int, members: list[nn.Parameter]) -> dict[str, Any]:
+        return {**_options(outer.param_groups[index]), "params": [self.local[parameter] for parameter in members]}
+
+    def _take_state(self, outer: Any, parameter: nn.Parameter) -> None:
+        """The state that the outer optimizer has, say of a checkpoint."""
+        if parameter not in outer.state:
+            return
+        placed = {key: _placed_like(value, parameter) for key, value in outer.state[parameter].items()}
+        state = {key: _local(value) for key, value in placed.items()}
+        if parameter in self.visiting:
+            state = _in_host(state)
+            placed = _as_global(state, parameter)
+        outer.state[parameter] = placed
+        self._optimizer_of(parameter).state[self.local[parameter]] = state
+
+    def _optimizer_of(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
+        return self.visiting[parameter][1] if parameter in self.visiting else self.resident
+
+    def step(self, outer: Any) -> None:
+        for group, inner_group in zip(outer.param_groups, self.resident.param_groups, strict=True):
+            inner_group.update(_options(group))
+        for parameter, local in self.local.items():
             local.grad = _local_gradient(parameter)
-    inner.step()
-    for group, local_group in zip(outer.param_groups, inner.param_groups, strict=True):
-        for parameter, local in zip(group["params"], local_group["params"], strict=True):
+        self.resident.step()
+        for parameter, (index, optimizer) in self.visiting.items():
+            optimizer.param_groups[0].update(_options(outer.param_groups[index]))
+            self._visit(optimizer, self.local[parameter])
+        for parameter, local in self.local.items():
             local.grad = None
-            if local in inner.state and parameter not in outer.state:
-                outer.state[parameter] = _as_global(inner.state[local], parameter)
+            state = self._optimizer_of(parameter).state
+            if local in state and parameter not in outer.state:
+                outer.state[parameter] = _as_global(state[local], parameter)
+
+    @staticmethod
+    def _visit(optimizer: torch.optim.Optimizer, local: torch.Tensor) -> None:
+        """One update with the state on the device; what has come back lies where it lay, so whoever looks at it through
+        the outer optimizer sees it."""
+        if local.grad is None:
+            return
+        resting = optimizer.state.get(local, {})
+        if resting:
+            optimizer.state[local] = _on_device(resting, local.device)
+        optimizer.step()
+        updated = optimizer.state[local]
+        for key, value in updated.items():
+            if isinstance(resting.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
+                updated[key] = resting[key].copy_(value)
+        optimizer.state[local] = _in_host(updated)
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _on_device(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Tensors of a parameter's state on ``device``; single numbers, such as the count of steps, stay where they are."""
+    return {key: value.to(device, non_blocking=True) if _moves(value) else value for key, value in state.items()}
+
+
+def _in_host(state: dict[str, Any]) -> dict[str, Any]:
+    """Tensors of a parameter's state in host memory, pinned for those that were elsewhere."""
+
+    def one(value: torch.Tensor) -> torch.Tensor:
+        return value if value.device.type == "cpu" else value.cpu().pin_memory()
+
+    return {key: one(value) if _moves(value) else value for key, value in state.items()}
+
+
+def _moves(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
 def _sizes(optimizer: torch.optim.Optimizer) -> list[int]:
     """How many parameters each group has; it grows with ``add_param_group``."""
     return [len(group["params"]) for group in optimizer.param_groups]
-
-
-def _inner_optimizer(outer: Any, cls: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """``cls`` over the local tensors of the outer parameters, with the state the outer one has."""
-    groups = []
-    for group in outer.param_groups:
-        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        groups.append({**options, "params": [_local(parameter) for parameter in group["params"]]})
-    make: OptimizerClass = cls
-    inner = make(groups)
-    for group, local_group in zip(outer.param_groups, inner.param_groups, strict=True):
-        for parameter, local in zip(group["params"], local_group["params"], strict=True):
-            if parameter in outer.state:
-                state = {k: _placed_like(v, parameter) for k, v in outer.state[parameter].items()}
-                outer.state[parameter] = state
-                inner.state[local] = {k: _local(v) for k, v in state.items()}
-    return inner
 
 
 def _local(value: Any) -> Any:
@@ -141,14 +229,16 @@ def _as_global(state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]
 
     def whole(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == shape:
-            return DTensor.from_local(
-                value,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
+            return _dtensor(value, parameter)
         return value
 
     return {key: whole(value) for key, value in state.items()}
+
+
+def _dtensor(shard: torch.Tensor, parameter: DTensor) -> DTensor:
+    """``shard`` as a DTensor that lies as the parameter does."""
+    mesh, places, shape, stride = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
+    if shard.device.type == mesh.device_type:
+        return DTensor.from_local(shard, mesh, places, run_check=False, shape=shape, stride=stride)
+    # ``from_local`` would bring what lies in host memory to the device.
+    return DTensor(shard, DTensorSpec(mesh, places, TensorMeta(shape, stride, shard.dtype)), requires_grad=False)

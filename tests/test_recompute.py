@@ -27,7 +27,7 @@ from autopar.prices import BUCKET_BYTES
 from autopar.problem import evaluate
 from autopar.reshard import Collective
 from autopar.search import answer
-from autopar.within_memory import with_recomputation
+from autopar.within_memory import widened
 from tests.models import Stack, text
 from tests.questions import CLUSTER, Setting, ask, setting
 from tests.simulate import World
@@ -110,7 +110,7 @@ def test_any_choice_of_values_gives_the_same_bits_and_does_what_its_bill_says(me
             assert all(torch.equal(before[name], after[name]) for name in before)
         changed = Setting(graph, found.prices)
         assert difference(collectives_of(changed.program(whole, bucket=BUCKET_BYTES)), priced(changed, whole)) == ()
-        instance = with_recomputation(instance_of(question, found), None)
+        instance = widened(instance_of(question, found), Options(offload=False))
         chosen = instance.chosen(again)
         assert evaluate(instance.problem, chosen) == pytest.approx(changed.bill(whole).seconds, rel=1e-9)
 

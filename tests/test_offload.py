@@ -1,0 +1,152 @@
+"""Optimizer state in host memory: chosen where it pays, priced, billed, and stepped with the same numbers."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.cluster import Cluster
+from autopar.errors import AutoparError, InfeasibleError, OptionsError
+from autopar.options import Options
+from autopar.plan import Plan
+from autopar.planner import Timings
+from autopar.runtime import optimizer as steps
+from autopar.runtime.optimizer import make_optimizer
+from autopar.search import answer
+from tests.models import Stack, text
+from tests.questions import ask, on
+
+CLUSTER = Cluster.get("dgx-a100-80gb")
+
+
+def planned(cluster: Cluster = CLUSTER, **options: Any) -> Plan:
+    question = ask(Stack(layers=3, width=32, hidden=128), text(8, 8), (2,), cluster, time_limit=8.0)
+    return answer(replace(question, options=replace(question.options, **options)), Timings())
+
+
+def test_state_goes_to_the_host_where_the_step_does_not_fit_otherwise() -> None:
+    free = planned(recompute="none", zero=0)
+    assert free.predicted.host_bytes == 0
+    limit = free.predicted.peak_bytes - free.predicted.optimizer_bytes // 2
+    plan = planned(recompute="none", zero=0, memory_limit=limit)
+    away = [path for path, place in plan.parameters.items() if place.offload]
+    assert away and plan.predicted.peak_bytes <= limit
+    assert plan.predicted.host_bytes + plan.predicted.optimizer_bytes == free.predicted.optimizer_bytes
+    assert plan.seconds_of("offload") == pytest.approx(
+        sum(2 * (CLUSTER.device.launch_seconds + n / CLUSTER.device.host_bandwidth) for n in state_bytes(plan, away))
+    )
+    assert plan.objective == pytest.approx(sum(line.seconds for line in plan.lines), rel=1e-9)
+    assert any("model.optimizer(...)" in warning for warning in plan.warnings)
+    assert "in host memory" in str(plan.why(away[0])) and "in host memory" in str(plan)
+    assert Plan.from_json(plan.to_json()) == plan == Plan.from_text(plan.to_text())
+
+
+def state_bytes(plan: Plan, paths: list[str]) -> list[int]:
+    """Bytes of AdamW's state for whole fp32 parameters."""
+    model = Stack(layers=3, width=32, hidden=128)
+    sizes = {path: parameter.numel() for path, parameter in model.named_parameters()}
+    assert all(set(map(str, plan.parameters[path].optimizer)) == {"R"} for path in paths)
+    return [8 * sizes[path] for path in paths]
+
+
+def test_all_state_goes_to_the_host_if_asked_and_all_stays_if_not() -> None:
+    plan = planned(offload=True)
+    assert all(place.offload for place in plan.parameters.values())
+    assert plan.predicted.optimizer_bytes == 0 < plan.predicted.host_bytes
+    stays = planned(offload=False)
+    assert stays.predicted.host_bytes == 0 and stays.predicted.step_seconds < plan.predicted.step_seconds
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_offload_under_microbatches_and_stages(stages: int) -> None:
+    plan = planned(offload=True, stages=stages, microbatches=2)
+    assert plan.predicted.optimizer_bytes == 0 < plan.predicted.host_bytes
+    assert plan.seconds_of("offload") > 0
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_sgd_has_no_state_to_offload() -> None:
+    plan = planned(offload=True, optimizer="sgd")
+    assert plan.predicted.host_bytes == 0 and not any(place.offload for place in plan.parameters.values())
+
+
+def test_what_the_error_says_of_offload() -> None:
+    with pytest.raises(InfeasibleError, match=r"offload=None or True, [\d.]+ [KM]iB"):
+        planned(offload=False, recompute="none", memory_limit=1000)
+    with pytest.raises(OptionsError, match=r"offload=True: a device of cluster 'local' has no host memory"):
+        planned(Cluster.get("local"), offload=True)
+    with pytest.raises(OptionsError, match="offload='yes'"):
+        Options(offload="yes")  # type: ignore[arg-type]
+    with pytest.raises(OptionsError, match="host_bandwidth and host_memory_bytes go together"):
+        replace(CLUSTER.device, host_memory_bytes=0)
+
+
+def test_a_host_that_is_too_small() -> None:
+    little = replace(CLUSTER, device=replace(CLUSTER.device, host_memory_bytes=1000))
+    with pytest.raises(InfeasibleError, match=r"in host memory, and of that cluster .* leaves 800 B.*zero=1"):
+        planned(little, offload=True, zero=0)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad"])
+def test_visits_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """State that is truly copied to and fro, as where host and device are two."""
+
+    def copied(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
+        return {k: v.clone() if isinstance(v, torch.Tensor) and v.dim() else v for k, v in state.items()}
+
+    monkeypatch.setattr(steps, "_on_device", copied)
+    expected, stayed = train(name, lambda path: False)
+    found, visited = train(name, lambda path: path in ("0.weight", "2.bias"))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    for a, b in zip(stayed, visited, strict=True):
+        assert a.keys() == b.keys() and all(torch.equal(torch.as_tensor(a[k]), torch.as_tensor(b[k])) for k in a)
+
+
+def train(name: str, in_host: steps.InHost) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
+    """Parameters and their state after steps with a scheduler, a checkpoint and a gradient that is missing once."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = make_optimizer(getattr(torch.optim, name), model.named_parameters(), in_host, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for step in range(5):
+        model(torch.randn(3, 4)).square().sum().backward()
+        if step == 1:
+            model[0].weight.grad = None  # type: ignore[union-attr]
+        if step == 3:
+            optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return list(model.parameters()), [optimizer.state[p] for p in model.parameters()]
+
+
+def test_an_optimizer_that_sees_whole_tensors_cannot_offload() -> None:
+    with pytest.raises(AutoparError, match=r"optimizer state of w .*which Adafactor cannot"):
+        make_optimizer(torch.optim.Adafactor, [("w", nn.Parameter(torch.zeros(2, 2)))], lambda path: True)
+
+
+def trained(rank: int, world: int) -> list[Any]:
+    reference, batch, found = nn.Sequential(nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 8)), torch.randn(4, 8), []
+    for offload in (False, True):
+        options = Options(offload=offload, zero=1)
+        model = autopar.parallelize(copy.deepcopy(reference), (world,), options=options, cluster=CLUSTER)
+        optimizer = model.optimizer(torch.optim.AdamW, lr=0.1)
+        for _ in range(3):
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(place.offload == offload for place in model.plan.parameters.values())
+        states = [optimizer.state[p]["exp_avg"] for p in model.parameters()]
+        found.append([model.full_tensor(t) for t in [*model.parameters(), *states]])
+    return found
+
+
+def test_a_parallel_model_trains_alike_with_its_state_in_host_memory() -> None:
+    for stayed, visited in on(2, trained):
+        assert all(torch.equal(a, b) for a, b in zip(stayed, visited, strict=True))
