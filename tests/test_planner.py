@@ -194,7 +194,7 @@ def test_infeasible_limit_names_tensors_and_a_limit_that_works() -> None:
     plan = answer(replace(question, options=replace(question.options, memory_limit=limit)), Timings())
     assert plan.predicted.peak_bytes <= limit
     with pytest.raises(InfeasibleError):
-        answer(replace(question, options=replace(question.options, memory_limit=int(0.8 * limit))), Timings())
+        answer(replace(question, options=replace(question.options, memory_limit=limit // 2)), Timings())
 
 
 def test_default_limit_is_the_device_less_a_reserve() -> None:
