@@ -26,30 +26,39 @@ def copies(gradient: torch.Tensor, groups: MeshGroups) -> int:
     return math.prod(mesh.size(axis) for axis, p in enumerate(gradient.placements) if isinstance(p, Replicate))
 
 
-def total_norm(gradients: list[torch.Tensor], groups: MeshGroups, norm_type: float) -> torch.Tensor:
-    """The ``norm_type`` norm of all elements of ``gradients`` as one vector, on every rank of ``groups``, where each
-    rank has its part of them. Collective."""
-    everyone, device = groups.over(groups.axes), groups.device
-    locals_ = [(local_of(gradient), copies(gradient, groups)) for gradient in gradients]
-    norms = [
-        torch.linalg.vector_norm(local, norm_type).to(device, torch.float32) / _share(count, norm_type)
-        for local, count in locals_
-        if local.numel()
-    ]
-    own = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=device)
-    if everyone.group is None:
-        return own
+def norms(gradients: list[torch.Tensor], groups: MeshGroups, norm_type: float) -> torch.Tensor:
+    """The ``norm_type`` norm of each of ``gradients``, whole, [number of gradients], on every rank of ``groups``, where
+    each rank has its part of them. Collective, one message."""
+    everyone = groups.over(groups.axes)
+    own = torch.stack([_part(local_of(g), copies(g, groups), norm_type).to(groups.device) for g in gradients])
+    if everyone.group is not None:
+        dist.all_reduce(own, _reduction(norm_type), group=everyone.group)
+    return own if math.isinf(norm_type) or norm_type == 0.0 else own.pow(1.0 / norm_type)
+
+
+def _part(local: torch.Tensor, count: int, norm_type: float) -> torch.Tensor:
+    """What ``local``, one of ``count`` equal copies, contributes: the largest or least absolute value, or its share of
+    the sum of powers."""
+    if not local.numel():
+        return torch.full((), math.inf if norm_type == -math.inf else 0.0, device=local.device)
+    norm: torch.Tensor = torch.linalg.vector_norm(local, norm_type).float()
     if math.isinf(norm_type):
-        dist.all_reduce(own, dist.ReduceOp.MAX if norm_type > 0 else dist.ReduceOp.MIN, group=everyone.group)
-        return own
-    power = own**norm_type
-    dist.all_reduce(power, group=everyone.group)
-    return power ** (1.0 / norm_type)
+        return norm
+    return (norm if norm_type == 0.0 else norm.pow(norm_type)).div(count)
 
 
-def _share(count: int, norm_type: float) -> float:
-    """What to divide a norm by so that ``count`` equal copies together count as one."""
-    return 1.0 if math.isinf(norm_type) else count ** (1.0 / norm_type)
+def _reduction(norm_type: float) -> dist.ReduceOp.RedOpType:
+    if math.isinf(norm_type):
+        return dist.ReduceOp.MAX if norm_type > 0 else dist.ReduceOp.MIN
+    return dist.ReduceOp.SUM
+
+
+def total_norm(gradients: list[torch.Tensor], groups: MeshGroups, norm_type: float) -> torch.Tensor:
+    """That of all their elements as one vector. Collective."""
+    if not gradients:
+        return torch.zeros((), device=groups.device)
+    found: torch.Tensor = torch.linalg.vector_norm(norms(gradients, groups, norm_type), norm_type)
+    return found
 
 
 def clip(gradients: list[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:

@@ -24,9 +24,10 @@ from .microbatch_inputs import Prelude, StepInputs, input_shapes, whole_input
 from .parameters import local_of
 from .pipeline_run import PipelineRun
 from .shared_weights import SharedWeights
+from .stage_gradient import StageGradient
 from .stage_mesh import stage_meshes
 from .timeline_record import Recorder
-from .weights import Weights, accumulate
+from .weights import Weights, accumulate, gradient_like
 
 Values = Mapping[str, torch.Tensor]
 
@@ -76,7 +77,7 @@ class PipelineCall(Calling):
                 return outputs[name].detach()
             for owned, parameter in zip(self.program.parameters, self.parameters, strict=True):
                 if owned.gradients:
-                    accumulate(parameter, self._own_gradient(owned, parameter, totals))
+                    accumulate(parameter, self._own_gradient(owned, parameter, totals), self._gradient_like)
         return outputs[name].detach()
 
     def run(self, leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
@@ -155,6 +156,11 @@ class PipelineCall(Calling):
             return totals[owned.slot.target]
         local = local_of(parameter)
         return local.new_empty(local.shape)
+
+    def _gradient_like(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
+        if self.stages.count == 1:
+            return gradient_like(parameter, local)
+        return StageGradient.like(parameter, local, self.groups)
 
     def _finish(self, run: PipelineRun) -> dict[str, torch.Tensor]:
         """The outputs of the step by name, and new values of buffers, on every rank."""

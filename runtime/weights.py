@@ -113,9 +113,12 @@ def gradient_like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
     return DTensor(local, parameter._spec, requires_grad=False)
 
 
-def accumulate(parameter: nn.Parameter, local: torch.Tensor) -> None:
-    """Adds ``local`` to the gradient of ``parameter``."""
+MakeGradient = Callable[[nn.Parameter, torch.Tensor], torch.Tensor]
+
+
+def accumulate(parameter: nn.Parameter, local: torch.Tensor, make: MakeGradient = gradient_like) -> None:
+    """Adds ``local`` to the gradient of ``parameter``; the first is what ``make`` makes of it."""
     if parameter.grad is None:
-        parameter.grad = gradient_like(parameter, local)
+        parameter.grad = make(parameter, local)
     else:
         local_of(parameter.grad).add_(local)

@@ -76,14 +76,14 @@ def check_equal(found: torch.Tensor, wanted: torch.Tensor, name: str, tolerance:
     assert error <= tolerance, f"{name}: {error}"
 
 
-def check_gradients(model: ParallelModule, reference: nn.Module) -> None:
+def check_gradients(model: ParallelModule, reference: nn.Module, tolerance: float = TOLERANCE) -> None:
     wanted = dict(reference.named_parameters())
     found = dict(model.named_parameters())
     assert found.keys() == wanted.keys()
     for name, parameter in found.items():
         assert (parameter.grad is None) == (wanted[name].grad is None), name
         if parameter.grad is not None:
-            check_equal(model.full_tensor(parameter.grad), wanted[name].grad, name)
+            check_equal(model.full_tensor(parameter.grad), wanted[name].grad, name, tolerance)
 
 
 def one_step(model: ParallelModule, reference: nn.Module, batch: Any) -> None:
@@ -172,8 +172,38 @@ def refuses(model: ParallelModule, reference: nn.Module, batch: Any) -> None:
     step(model, batch)
     with pytest.raises(AutoparError, match="pass the global batch"):
         model.local_batch(**batch)
-    with pytest.raises(RuntimeError, match="mesh"):
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def clips(model: ParallelModule, reference: nn.Module, batch: Any) -> None:
+    """torch's own functions on gradients of several stages, with lists and one by one."""
+    ours, theirs = list(model.parameters()), list(reference.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for norm_type, foreach in ((2.0, None), (math.inf, None), (1.0, False), (0.0, None)):
+        optimizer.zero_grad()
+        other.zero_grad()
+        step(model, batch)
+        reference_step(reference, batch)
+        wanted = torch.nn.utils.clip_grad_norm_(theirs, 0.3, norm_type, foreach=foreach)
+        found = torch.nn.utils.clip_grad_norm_(ours, 0.3, norm_type, foreach=foreach)
+        assert type(found) is torch.Tensor
+        check_equal(found, wanted, f"norm {norm_type}", 1e-3 if norm_type == 0.0 else 1e-4)
+        check_gradients(model, reference, 1e-4)
+        optimizer.step()
+        other.step()
+    total = torch.nn.utils.get_total_norm([p.grad for p in ours if p.grad is not None])
+    check_equal(total, torch.nn.utils.get_total_norm([p.grad for p in theirs if p.grad is not None]), "total", 1e-4)
+    torch.nn.utils.clip_grad_value_(ours, 1e-4)
+    torch.nn.utils.clip_grad_value_(theirs, 1e-4)
+    check_gradients(model, reference, 1e-4)
+    for mine, its in zip(ours, theirs, strict=True):
+        if its.grad is not None:
+            check_equal(mine.grad.norm(), its.grad.norm(), "norm of one", 1e-4)  # type: ignore[union-attr]
+            check_equal(mine.grad.full_tensor(), its.grad, "gradient", 1e-4)  # type: ignore[union-attr]
+
+
+def test_torchs_own_clipping_over_stages() -> None:
+    on_ranks("gpt2", Wanted((2, 2), "1f1b", 2), clips)
 
 
 def test_what_a_pipeline_refuses() -> None:
