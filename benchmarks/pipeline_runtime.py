@@ -1,7 +1,7 @@
 """Step time of autopar's pipeline runtime beside torch.distributed.pipelining: the same transformer in the same stages
 under the same schedule, in the same processes.
 
-    python -m benchmarks.pipeline_runtime [--json] [--output FILE] [--stages 2] [--microbatches 8]
+    python -m benchmarks.pipeline_runtime [--json] [--output FILE] [--stages 2] [--microbatches 8] [--rounds 24]
 
 Both take turns in one process group, in an order drawn anew each round, so that a busy machine slows them alike. A
 figure is the median over the rounds of a step as its slowest process sees it. Before anything is timed, all gradients
@@ -51,7 +51,7 @@ from autopar.trace import trace
 from .report import describe_machine, emit, make_table
 
 WIDTH, HEADS, SEQUENCE, BATCH, BLOCKS = 256, 4, 128, 16, 8
-ROUNDS, WARMUP = 24, 3
+WARMUP = 3
 Step = Callable[[], Any]
 
 
@@ -205,7 +205,7 @@ def _seconds(step: Step) -> float:
     return float(taken)
 
 
-def measure(rank: int, world: int, name: str, count: int) -> dict[str, list[float]]:
+def measure(rank: int, world: int, name: str, count: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of each round's step of both."""
     kind = KINDS[name]
     torch.manual_seed(0)
@@ -222,7 +222,7 @@ def measure(rank: int, world: int, name: str, count: int) -> dict[str, list[floa
     _check(whole, blocks)
     found: dict[str, list[float]] = {"own": [], "torch": []}
     order = random.Random(0)
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for which in order.sample(sorted(steps), len(steps)):
             found[which].append(_seconds(steps[which]))
     return found
@@ -234,19 +234,21 @@ def main() -> None:
     parser.add_argument("--output")
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--schedules", nargs="+", choices=list(KINDS), default=list(KINDS))
     asked = parser.parse_args()
     figures: dict[str, Any] = {
         "benchmark": "pipeline_runtime",
         "model": f"{BLOCKS} blocks of width {WIDTH}, batch {BATCH} x {SEQUENCE}, fp32",
         "stages": asked.stages,
         "microbatches": asked.microbatches,
-        "rounds": ROUNDS,
+        "rounds": asked.rounds,
         "machine": describe_machine(),
         "schedules": {},
     }
     rows = []
-    for name in KINDS:
-        seconds = run_local(measure, asked.stages, timeout=300, args=(name, asked.microbatches))[0]
+    for name in asked.schedules:
+        seconds = run_local(measure, asked.stages, timeout=300, args=(name, asked.microbatches, asked.rounds))[0]
         own, theirs = (statistics.median(seconds[which]) for which in ("own", "torch"))
         figures["schedules"][name] = {"own": own, "torch": theirs, "ratio": own / theirs, "seconds": seconds}
         rows.append((name, f"{own * 1e3:.1f}", f"{theirs * 1e3:.1f}", f"{own / theirs:.3f}"))
