@@ -51,8 +51,11 @@ from .write_plan import make_plan
 EFFORT = 2000
 # A pipeline this many times slower than the best plan without is not helped by more microbatches.
 HOPELESS = 1.5
-
-
+_NO_LOSS = (
+    "a step in stages or microbatches runs forward and backward in turns, so the loss must be part of it, but the "
+    "model returns none for this batch: pass the labels that the model makes it of, or loss_fn, called as "
+    "loss_fn(output) or loss_fn(output, batch)"
+)
 # Pipelines of processes that share cores took up to this many times their price, relative to plans without stages
 # (benchmarks/results/two_hosts.json, pipeline_plans.json).
 SHARED_CORES_DOUBT = 1.2
@@ -177,6 +180,8 @@ def _with_stages(
 ) -> tuple[list[Found], Exception | None]:
     """Every pipeline (and gradient accumulation) worth trying, and the last reason why one was not possible. A reason
     is an error only if nothing else was found, or if just this was asked for."""
+    if question.loss is None and any(o.kind == "gradient" and o.value is not None for o in question.graph.outputs):
+        return [], OptionsError(_NO_LOSS)
     whole = pipelined_graph(question.graph, question.loss, question.batch)
     found: list[Found] = []
     complaint: Exception | None = None

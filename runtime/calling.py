@@ -89,8 +89,9 @@ class Calling:
         """The output that ``step`` differentiates. Raises :class:`AutoparError` if the model returns no loss."""
         if self.signature.loss is None:
             raise AutoparError(
-                "step() differentiates the loss that the model returns, but this call returns none: "
-                "pass labels, or run "
-                "out = model(...), compute a loss from out and call loss.backward()"
+                "step() differentiates the loss that the model returns, but this call returns none: pass the labels "
+                "that the model makes it of, or give parallelize a loss_fn, called as loss_fn(output) or "
+                "loss_fn(output, batch); without pipeline stages and microbatches you can also run out = model(...), "
+                "compute a loss from out and call loss.backward()"
             )
         return self.signature.loss

@@ -211,3 +211,18 @@ def test_on_shared_cores_stages_that_nobody_asked_for_must_win_clearly() -> None
     assert search._doubt(replace(shared, cluster=question.cluster), pipeline) == 1
     assert "Options(stages=2)" in next(search._passed_over([whole, pipeline], whole))
     assert not list(search._passed_over([whole, pipeline], pipeline))
+
+
+def test_stages_need_a_loss() -> None:
+    """Without one they are not chosen, and where they are asked for the error says how to give it."""
+    batch = (torch.randn(8, 16),)
+    blocks = nn.Sequential(*(Block(16) for _ in range(4)))
+    free = autopar.plan(blocks, (2,), batch, cluster="dgx-a100-80gb")
+    assert free.pipeline is None
+    for asked in (Options(stages=2), Options(stages=1, microbatches=2)):
+        with pytest.raises(OptionsError, match=r"returns none for this batch: pass the labels .* loss_fn\(output\)"):
+            autopar.plan(blocks, (2,), batch, cluster="dgx-a100-80gb", options=asked)
+    given = autopar.plan(
+        blocks, (2,), batch, cluster="dgx-a100-80gb", options=Options(stages=2), loss_fn=lambda out: out.square().mean()
+    )
+    assert given.stages == 2
