@@ -19,7 +19,7 @@ from autopar.runtime.module import ParallelModule
 from .cluster import Cluster
 from .compiler import Compiler, ask, prepare
 from .errors import OptionsError
-from .options import Options
+from .options import Options, under_policy
 from .plan import Plan
 from .planner import Timings
 from .precision import scales_loss
@@ -118,6 +118,7 @@ def parallelize(
     devices = device_mesh(mesh)
     groups = mesh_groups(devices)
     settings = options or Options()
+    settings = settings if plan is None else under_policy(settings, plan.precision)
     if dist.is_initialized() and devices.size() < dist.get_world_size():
         # Laying devices out anew is collective over all ranks, and those outside this mesh do not take part.
         settings = replace(settings, mesh_search=False)

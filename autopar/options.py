@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from .errors import OptionsError
+from .errors import OptionsError, PlanMismatchError
 from .optimizers import OPTIMIZERS
 from .precision import PRECISIONS, Precision
 
@@ -91,3 +91,14 @@ def without_stages(options: Options) -> Options:
     """``options`` with neither stages nor microbatches, unless they ask for some."""
     asked = options.stages is not None or options.microbatches is not None or options.schedule is not None
     return options if asked else replace(options, stages=1, microbatches=1)
+
+
+def under_policy(options: Options, planned: Precision) -> Options:
+    """``options`` under the precision policy that a plan was made for. Raises :class:`PlanMismatchError` if they ask
+    for another."""
+    if options.precision not in (None, planned):
+        raise PlanMismatchError(
+            f"the plan was made for precision={planned!r}, but Options(precision={options.precision!r}) is asked for: "
+            "leave it out to run as planned, or make a plan for it"
+        )
+    return replace(options, precision=planned)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from .assignment import Assignment, ParameterPlacement
 from .graph import RECOMPUTED
 from .planned_pipeline import PlannedPipeline
+from .precision import Precision
 from .program import CollectiveKind
 from .spec import Placements, Strategy
 
@@ -212,7 +213,7 @@ class Plan:
     rules: Mapping[str, str] = field(default_factory=dict)
     pipeline: PlannedPipeline | None = None
     recomputed: tuple[str, ...] = ()
-    precision: str = "fp32"
+    precision: Precision = "fp32"
 
     @property
     def placements(self) -> Mapping[str, Placements]:

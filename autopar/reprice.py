@@ -26,7 +26,7 @@ from .compiler import Prepared
 from .errors import PlanMismatchError
 from .graph import Graph
 from .instance import Instance, build_instance
-from .options import Options
+from .options import Options, under_policy
 from .plan import Plan
 from .planned_pipeline import PlannedPipeline
 from .planner import Answer, Question, Timings, graph_hash, pipelined_graph, step_graph
@@ -46,9 +46,9 @@ def reprice(
     """``plan`` as it is at another global ``batch`` size: same choices, new prices.
 
     ``prepared`` is the model it was made for (:func:`autopar.compiler.prepare`). ``cluster`` and ``options`` (of which
-    only the optimizer and the memory limit count) default to the plan's cluster and limit. The result is
-    "feasible", its bound is 0 and it lists no baselines: nothing was solved. A pipeline keeps its cuts, schedule and
-    number of microbatches.
+    only the optimizer and the memory limit count) default to the plan's cluster and limit; precision is the plan's. The
+    result is "feasible", its bound is 0 and it lists no baselines: nothing was solved. A pipeline keeps its cuts,
+    schedule and number of microbatches.
 
     Raises:
         PlanMismatchError: the plan is of another graph, the graph is right only for its own batch size, or this size
@@ -64,7 +64,7 @@ def reprice(
         raise PlanMismatchError(
             f"the graph was traced at batch {prepared.batch} and is not the same at {batch}: trace the model at {batch}"
         )
-    settings = options or Options(memory_limit=plan.memory_limit)
+    settings = under_policy(options or Options(memory_limit=plan.memory_limit), plan.precision)
     question = Question(
         prepared.graph,
         prepared.loss,

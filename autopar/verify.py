@@ -25,7 +25,7 @@ from .api import Batch, LossFunction, Mesh, mesh_shape, parallelize, split_batch
 from .cluster import Cluster
 from .equality import Closeness, distance, rounding
 from .errors import TraceError
-from .options import Options
+from .options import Options, under_policy
 from .pipeline import PipelineProgram
 from .plan import Plan
 from .precision import autocast_dtype, scales_loss
@@ -156,6 +156,7 @@ def verify(
     """
     start = time.perf_counter()
     settings = replace(options or Options(), seed=(options.seed if options else None) or 0)
+    settings = settings if plan is None else under_policy(settings, plan.precision)
     ready = materialised(model)
     task = Task(ready, mesh_shape(mesh), batch, settings, Cluster.get(cluster or "local"), loss_fn, plan)
     expected = one_process(task, timeout)

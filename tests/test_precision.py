@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import autopar
 from autopar.equality import Closeness, distance
-from autopar.errors import OptionsError
+from autopar.errors import OptionsError, PlanMismatchError
 from autopar.graph import Graph
 from autopar.options import Options
 from autopar.passes.annotate import annotate
 from autopar.passes.cast_once import CastOnce
 from autopar.passes.conformance import collectives_of, difference
+from autopar.passes.recomputable import recomputable
+from autopar.passes.recompute import recomputed
 from autopar.passes.scaled_loss import ScaledLoss
 from autopar.plan import Plan
 from autopar.planner import Timings, step_graph
@@ -187,6 +192,66 @@ def test_gathers_move_half_the_bytes(zero: int) -> None:
     assert Plan.from_json(half.to_json()) == half and Plan.from_text(half.to_text()) == half
 
 
+def test_a_plan_brings_its_policy() -> None:
+    model, batch = make("stack")
+    plan = autopar.plan(model, (1,), batch, options=Options(precision="bf16"))
+    try:
+        parallel = autopar.parallelize(copy.deepcopy(model), 1, plan=plan)
+        loss = parallel.step(**batch)
+        with torch.autocast("cpu", torch.bfloat16):
+            wanted = model(**batch)
+        torch.testing.assert_close(loss, wanted["loss"].detach(), rtol=8e-3, atol=0)
+        with torch.no_grad():  # Evaluation is under the policy, too.
+            scores = parallel(**batch)["scores"]
+        assert scores.dtype == torch.bfloat16
+        torch.testing.assert_close(
+            scores, wanted["scores"].detach(), rtol=0, atol=float(wanted["scores"].abs().max()) / 32
+        )
+        with pytest.raises(PlanMismatchError, match="made for precision='bf16', but Options\\(precision='fp16'\\)"):
+            autopar.parallelize(copy.deepcopy(model), 1, plan=plan, options=Options(precision="fp16"))
+    finally:
+        dist.destroy_process_group()
+
+
+class Nested(nn.Module):
+    """Switches the policy off for one product, and to another for a second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            y = self.second(y.float())
+        with torch.autocast("cpu", torch.float16):
+            y = self.third(y)
+        return y.float().square().mean()
+
+
+def test_the_models_own_autocast_wins_where_it_is() -> None:
+    graph = ask(Nested(), (torch.randn(4, 8),), (2,), precision="bf16").graph
+    kinds = {node.target: node.type.dtype for node in graph.placeholders("param")}
+    assert kinds == {"first.weight": torch.bfloat16, "second.weight": torch.float32, "third.weight": torch.float16}
+
+
+def test_what_is_computed_again_is_the_same_bits() -> None:
+    """All ranks in one process: a step that keeps everything, and ones that compute some of it again."""
+    graph, values, _, _ = _expected("bert", "bf16")
+    annotated = annotate(graph, (2,))
+    prices = Prices.of(autopar.Cluster.get(CLUSTER), (2,), annotated)
+    tangents = {node.target: torch.ones((), dtype=node.type.dtype) for node in graph.placeholders("tangent")}
+    assignment = random_assignment(annotated, (2,), 1)
+    _, kept = World(programs(annotated, assignment, prices)).step(values, tangents)
+    possible = recomputable(annotated)
+    for policy in (possible.selective, possible.full):
+        assert policy
+        again = replace(assignment, recomputed=possible.chain(policy))
+        _, found = World(programs(*recomputed(annotated, again), prices)).step(values, tangents)
+        for name, gradient in kept.items():
+            assert torch.equal(found[name], gradient), name
+
+
 def test_masters_gradients_and_state_are_whole_and_copies_are_half() -> None:
     """On one device, where everything is replicated: 4 bytes each of master and gradient, 8 of AdamW, 2 of the copy."""
     model = nn.Sequential(nn.Linear(64, 64, bias=False))
@@ -211,3 +276,27 @@ def test_models_that_a_policy_is_not_for(dtype: torch.dtype, precision: Any, mes
     model = nn.Sequential(nn.Linear(4, 4, dtype=dtype))
     with pytest.raises(OptionsError, match=message):
         autopar.plan(model, (2,), torch.randn(4, 4, dtype=dtype), options=Options(precision=precision))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gpt2", {"precision": "bf16", "stages": 2, "microbatches": 4, "schedule": "1f1b"}),
+        pytest.param("gpt2", {"precision": "bf16", "stages": 1, "zero": 3}, marks=pytest.mark.slow),
+        pytest.param("resnet", {"precision": "bf16"}, marks=pytest.mark.slow),
+        pytest.param("bert", {"precision": "fp16", "stages": 1, "zero": 1}, marks=pytest.mark.slow),
+        pytest.param("llama", {"precision": "fp16", "stages": 2, "microbatches": 2}, marks=pytest.mark.slow),
+        pytest.param("vit", {"precision": "bf16", "recompute": "full", "stages": 1}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_processes_give_what_one_does(name: str, options: dict[str, Any]) -> None:
+    report = autopar.verify(*_placed(name), options=Options(**options))
+    assert report.ok and not report.unpriced, str(report)
+    assert report.rounding is not None and report.rounding > 0
+
+
+def _placed(name: str) -> tuple[nn.Module, tuple[int, ...], Any]:
+    torch.manual_seed(0)
+    model, batch = make(name)
+    return model, (2, 2), batch
