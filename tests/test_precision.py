@@ -203,10 +203,9 @@ def test_a_plan_brings_its_policy() -> None:
         torch.testing.assert_close(loss, wanted["loss"].detach(), rtol=8e-3, atol=0)
         with torch.no_grad():  # Evaluation is under the policy, too.
             scores = parallel(**batch)["scores"]
+        expected = wanted["scores"].detach()
         assert scores.dtype == torch.bfloat16
-        torch.testing.assert_close(
-            scores, wanted["scores"].detach(), rtol=0, atol=float(wanted["scores"].abs().max()) / 32
-        )
+        torch.testing.assert_close(scores, expected, rtol=0, atol=float(expected.abs().max()) / 32)
         with pytest.raises(PlanMismatchError, match="made for precision='bf16', but Options\\(precision='fp16'\\)"):
             autopar.parallelize(copy.deepcopy(model), 1, plan=plan, options=Options(precision="fp16"))
     finally:
