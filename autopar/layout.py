@@ -48,6 +48,8 @@ class Layout:
         whole: modules (globs of paths) that run alike on every tensor rank, what they take gathered first: a loss that
             sees all logits.
         gradients: ``"fp32"``, or ``"own"``: added up in the dtype of their weights.
+        adding: whether the gradients of microbatches are added up by operations of their own; otherwise the products
+            that make them do it, and what they read and write besides is hidden under their computing.
         scatter: whether a value that is whole on every tensor rank travels between stages in shards.
         offload: whether optimizer states rest in host memory.
     """
@@ -68,6 +70,7 @@ class Layout:
     eager: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
     gradients: Literal["fp32", "own"] = "fp32"
+    adding: bool = False
     scatter: bool = True
     offload: bool = False
     capacity: float = 1.0

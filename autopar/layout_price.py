@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.cost import collective_seconds, reserve, simulate
+from autopar.cost import collective_seconds, simulate
 from autopar.cost.pipeline_prices import ChunkPrice, EdgePrice, PipelinePrices
 from autopar.cost.point_to_point import message_rate
 
@@ -34,8 +34,9 @@ ROUNDS = 3
 @dataclass(frozen=True)
 class Priced:
     """A layout and what it was priced at: ``predicted`` as of a plan, its bytes those of the fullest pipeline rank;
-    ``held`` the bytes of every rank; ``reserved`` bytes that are not for a plan to use; ``flops`` of products of a
-    step, nothing computed again among them; ``parts`` of the step in seconds of the rank that is busiest."""
+    ``held`` the bytes of every rank; ``reserved`` those that libraries take and fragmentation loses; ``flops`` of
+    products of a step, nothing computed again among them; ``parts`` of the step in seconds of the rank that is
+    busiest."""
 
     layout: Layout
     batch: int
@@ -76,7 +77,8 @@ def price_sections(
     held = tuple(
         held_by(rank, [chunks[c] for c in _held(rank, layout)], layout, microbatches) for rank in range(layout.pipeline)
     )
-    fullest = max(held, key=lambda one: one.total)
+    fullest = max(held, key=lambda one: one.total + one.lost)
+    reserved = cluster.device.reserve_bytes + fullest.lost
     flops = sum(section.flops for chunk in chunks for section in chunk) * microbatches * layout.data
     compute, communicate = step.busiest()
     peak = cluster.device.flops(DTYPES[layout.precision])
@@ -94,8 +96,8 @@ def price_sections(
         input_bytes=0,
         mfu=flops / (seconds * layout.devices * peak),
     )
-    limit = limit or cluster.device.memory_bytes - reserve(cluster)
-    return Priced(layout, batch, cluster.name, predicted, held, limit, reserve(cluster), flops, dict(step.parts()))
+    limit = limit or cluster.device.memory_bytes - reserved
+    return Priced(layout, batch, cluster.name, predicted, held, limit, reserved, flops, dict(step.parts()))
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,9 @@ def quick_price(sections: Sections, layout: Layout, batch: int, cluster: Cluster
     step = _Step(chunks, layout, microbatches, cluster)
     ends = sorted({0, layout.pipeline // 2, layout.pipeline - 1})
     held = [held_by(rank, [chunks[c] for c in _held(rank, layout)], layout, microbatches) for rank in ends]
-    peak = max(one.total for one in held)
-    return Quick(layout, step.bound(), peak, cluster.device.memory_bytes - reserve(cluster))
+    fullest = max(held, key=lambda one: one.total + one.lost)
+    allowed = cluster.device.memory_bytes - cluster.device.reserve_bytes - fullest.lost
+    return Quick(layout, step.bound(), fullest.total, allowed)
 
 
 def _held(rank: int, layout: Layout) -> list[int]:
@@ -167,6 +170,8 @@ class _Step:
         self, chunks: Sequence[Sequence[Section]], layout: Layout, microbatches: int, cluster: Cluster
     ) -> None:
         self.chunks, self.layout, self.microbatches, self.cluster = chunks, layout, microbatches, cluster
+        # One section stands for many layers: what it takes is worked out once.
+        self._times: dict[int, tuple[float, float]] = {}
         self.prices = [self.chunk_price(chunk) for chunk in chunks]
 
     def over_data(self, kind: str, sizes: Mapping[int, float]) -> float:
@@ -206,10 +211,16 @@ class _Step:
 
     def times(self, section: Section) -> tuple[float, float]:
         """Seconds of forward and backward of one section, exchanges of rows and ZeRO-3's collectives included."""
+        if id(section) not in self._times:
+            self._times[id(section)] = self._times_of(section)
+        return self._times[id(section)]
+
+    def _times_of(self, section: Section) -> tuple[float, float]:
         exchange = self.exchange(section)
         again = self.exchanges(section) - 2 * exchange
         forward = self.exchanging(self.total(section.forward), exchange)
         backward = self.exchanging(self.total(section.backward + self.again(section)), exchange + again)
+        backward += self.adding_up(section)
         if self.layout.zero < 3:
             return forward, backward
         gather = self.over_data("all_gather", self.weights([section]))
@@ -217,6 +228,13 @@ class _Step:
         if "weight" in self.layout.overlap:
             return max(forward, gather), max(backward, gather + scatter)
         return forward + gather, backward + gather + scatter
+
+    def adding_up(self, section: Section) -> float:
+        """Seconds of adding the gradients of a microbatch to those before it, by operations of their own."""
+        if self.microbatches == 1 or not self.layout.adding:
+            return 0.0
+        moved = sum(w.elements * w.itemsize + 2 * gradient_bytes(w, self.layout) for w in section.weights)
+        return moved / self.cluster.device.memory_bandwidth
 
     def exchanging(self, seconds: float, exchange: float) -> float:
         """Exchanges of rows after the rest, or beside that of another microbatch."""
@@ -303,6 +321,7 @@ class _Step:
         compute = total = 0.0
         for section in (section for c in held for section in self.chunks[c]):
             compute += section.forward.compute + section.backward.compute + self.again(section).compute
+            compute += self.adding_up(section)
             total += sum(self.times(section))
         update = self.update(rank)
         reduce = sum(self.prices[c].reduce for c in held)
@@ -317,6 +336,7 @@ class _Step:
             "backward": often * sum(s.backward.compute for s in sections),
             "again": often * sum(self.again(s).compute for s in sections),
             "tensor": often * sum((s.forward + s.backward + self.again(s)).communicate for s in sections),
+            "adding up": often * sum(map(self.adding_up, sections)),
             "exchange": often * sum(self.exchanges(s) for s in sections),
             "reduce": sum(self.prices[c].reduce for c in _held(rank, self.layout)),
             "update": self.update(rank),

@@ -26,7 +26,7 @@ from autopar.layout_price import Priced
 
 from .published_models import build
 from .published_rows import Question, question_of, read_rows
-from .published_scores import Scored, summary
+from .published_scores import Scored, left_out, summary
 from .published_shape import NotExpressible, Shape
 
 
@@ -96,6 +96,7 @@ def report(files: Iterable[Path]) -> dict[str, Any]:
             "skipped": [vars(one) for one in skipped],
         }
     out["overall"] = summary(every)
+    out["left_out"] = left_out(every)
     out["seconds"] = time.time() - start
     return out
 
@@ -115,6 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, one in (*found["files"].items(), ("overall", found["overall"])):
         figures = {k: v for k, v in one.items() if k not in ("rows", "skipped", "sweeps")}
         print(f"{name:28} {figures}")
+    print(f"speeds fitted without the file: {found['left_out']}")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape, window: int = 0) -> None:
         super().__init__()
         self.shape, self.window = shape, window
+        self.scores = None if shape.flash else Scores(shape.upcast)
         inner, outer = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         bias = not shape.gated
         self.query = nn.Linear(shape.hidden, inner, bias=bias)
@@ -35,7 +36,7 @@ class Attention(nn.Module):
         if self.window:
             mixed = windowed(query, key, value, self.window)
         else:
-            mixed = (flash if self.shape.flash else core)(query, key, value)
+            mixed = flash(query, key, value) if self.scores is None else self.scores(query, key, value)
         result: torch.Tensor = self.output(mixed.transpose(1, 2).reshape(batch, seq, -1))
         return result
 
@@ -54,12 +55,19 @@ def flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
 
 
-def core(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Scores written out: what libraries without a fused attention kernel do."""
-    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
-    rows = torch.arange(scores.shape[-1], device=query.device)
-    masked = scores.masked_fill(rows > rows[:, None], torch.finfo(scores.dtype).min)
-    return torch.softmax(masked, -1) @ value
+class Scores(nn.Module):
+    """Scores written out: what libraries without a fused attention kernel do; with ``upcast``, softmax in fp32."""
+
+    def __init__(self, upcast: bool = False) -> None:
+        super().__init__()
+        self.upcast = upcast
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+        rows = torch.arange(scores.shape[-1], device=query.device)
+        masked = scores.masked_fill(rows > rows[:, None], torch.finfo(scores.dtype).min)
+        shares = torch.softmax(masked.float() if self.upcast else masked, -1).to(value.dtype)
+        return shares @ value
 
 
 def windowed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int) -> torch.Tensor:

@@ -23,6 +23,11 @@ from .published_shape import NotExpressible, Shape, number
 NVLINKS_A100 = 300e9
 # Share of an adapter's nominal rate that collectives reach, as in the presets; seconds of a step of its latency.
 SUSTAINED, LATENCY = 0.95, 5e-6
+# How quick the first FlashAttention is, to the second: about half (Dao 2023, figures 4 to 6).
+FLASH_1 = 0.5
+# Networks of systems whose rows do not say how many adapters a node has: Aleph Alpha's runs take as much longer for
+# every byte of weights on a device as if each node had one.
+NETWORKS = (("hagemann", Link("infiniband", None, 12.5e9 * SUSTAINED, LATENCY, adapters=1)),)
 # By device, as rows name it: the first pattern that matches.
 PRESETS = (
     (r"V100-32", "dgx-v100"),
@@ -58,8 +63,9 @@ class Question:
     @property
     def sweep(self) -> tuple[object, ...]:
         """Rows of one sweep measure one model, batch and cluster under several layouts."""
-        measured = replace(self.shape, flash=True)
-        return self.row["source"], measured, self.batch, self.layout.devices, self.cluster
+        measured = replace(self.shape, flash=True, upcast=False)
+        hardware = json.dumps(self.row["cluster"], sort_keys=True)
+        return self.row["source"], measured, self.batch, self.layout.devices, hardware
 
 
 def read_rows(path: Path) -> Iterator[Mapping[str, Any] | NotExpressible]:
@@ -97,7 +103,9 @@ def _question(row: Mapping[str, Any]) -> Question:
         raise NotExpressible("neither seconds, tokens nor FLOP/s of a step")
     if seconds is not None and not 0 < seconds < math.inf:
         raise NotExpressible(f"a step of {seconds} seconds")
-    shape = Shape.of(row["model"], flash=_is_flash(row))
+    # Torch's own attention in training code normalises scores in fp32, operation by operation; fused kernels inside.
+    upcast = row["parallel"].get("attention_kernel") == "torch"
+    shape = Shape.of(row["model"], flash=_is_flash(row), upcast=upcast)
     if not row["parallel"].get("global_batch"):
         raise NotExpressible("no global batch")
     layout, batch = layout_of(row), number(row["parallel"], "global_batch")
@@ -145,6 +153,7 @@ def layout_of(row: Mapping[str, Any]) -> Layout:
         "precision": _precision(str(parallel.get("precision"))),
         "overlap": _overlap(row),
         "eager": _eager(row),
+        "adding": not re.search(FUSED_GRADIENTS, _system(row)),
         "offload": bool(parallel.get("cpu_offload_optimizer")),
     }
     return Layout(**{**said, **_habits(row)})
@@ -173,11 +182,14 @@ def _system(row: Mapping[str, Any]) -> str:
 
 # What is known of how a system trains, by words of its source, schedule or notes.
 HABITS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("deepspeed", {"scatter": False}),
     ("llm-foundry", {"eager": ("*",)}),
     # Not said by the source, but only so do its runs fit as they did: gradients in bf16, the loss of gathered logits.
     ("hagemann", {"gradients": "own", "whole": ("*loss*",)}),
 )
+
+
+# Systems known to add gradients up within the products that make them: Megatron since the end of 2021.
+FUSED_GRADIENTS = r"korthikanti|megascale|mlperf|nemo|megatron-core|megatron-bridge|llama 3"
 
 
 def _habits(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,17 +205,16 @@ PIECEWISE = r"megascale \d+ gpus|megatron-bridge"
 
 def _overlap(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """What the row, or else what is known of its system, has travel while devices compute. Weights of ZeRO-3 are
-    prefetched by all; gradients are reduced under backward where there is one stage and one microbatch, and by
-    libraries since 2024; messages since then where chunks interleave."""
+    prefetched by all; gradients are reduced under backward where the row says so, and by libraries since 2023. Messages
+    between stages are small and never hold up more than those who wait for them: a simulated rank that stood still at
+    each would wait for the other end to come there, which sends and receives that libraries post in pairs do not."""
     parallel = row["parallel"]
-    recent = bool(re.search(r"H100|H200|B200|B300|GB|TPU", str(row["cluster"].get("gpu", ""))))
-    found = ["weight"]
+    recent = bool(re.search(r"H100|H800|H200|B200|B300|GB[23]00|TPU", str(row["cluster"].get("gpu", ""))))
+    found = ["weight", "message"]
     if parallel.get("ddp_overlap", recent):
         found.append("gradient")
-    if recent:
-        found.append("message")
     if parallel.get("tp_comm_overlap") or parallel.get("async_tp") or re.search(PIECEWISE, _system(row)):
-        found += ["tensor", "gradient", "message"]
+        found += ["tensor", "gradient"]
     return tuple(dict.fromkeys(found))
 
 
@@ -228,7 +239,8 @@ def _eager(row: Mapping[str, Any]) -> tuple[str, ...]:
     if not kernel:
         return ("*",) if row["parallel"].get("compile") is False else ()
     norms = () if "RMS" in kernel else ("*norm*",)
-    return ("*loss*", "*attention*", "*mlp*", "layers.[0-9]", *norms)
+    scores = ("*scores",) if kernel == "torch" else ()
+    return ("*attention", "*mlp*", "layers.[0-9]", *norms, *scores)
 
 
 def cluster_of(row: Mapping[str, Any]) -> Cluster:
@@ -239,8 +251,13 @@ def cluster_of(row: Mapping[str, Any]) -> Cluster:
         raise NotExpressible(f"no preset for {cluster.get('gpu')}")
     found = _filled(Cluster.get(name), number(cluster, "n_gpus", 1))
     device = _device(found.device, cluster)
+    if re.search(r"flash\w*v1", str(row["parallel"].get("attention_kernel"))):
+        device = replace(device, attention_efficiency=device.attention_efficiency * FLASH_1)
     found = replace(found, links=(_inner(found.links[0], str(cluster.get("intra") or "")), *found.links[1:]))
     per_node = int(cluster.get("gpus_per_node") or 8)
+    for word, link in NETWORKS:
+        if word in _system(row):
+            return replace(found, device=device, links=(found.links[0], link))
     rate = adapter_rate(str(cluster.get("inter") or ""), per_node)
     if rate is None or len(found.links) < 2:
         return replace(found, device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from .published_rows import Question
 
 # Fewer layouts than these make no sweep.
 LEAST = 4
+# Measurements that differ by less may be in either order.
+NOISE = 0.01
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,43 @@ def kendall(pairs: Sequence[tuple[float, float]]) -> float:
     return agree / (len(pairs) * (len(pairs) - 1) / 2)
 
 
+def kendall_b(pairs: Sequence[tuple[float, float]]) -> float:
+    """Kendall's tau-b, in which pairs that are equal in either count for nothing: one layout measured several times."""
+    every = list(combinations(pairs, 2))
+    unlike = [sum(one[i] != other[i] for one, other in every) for i in (0, 1)]
+    return kendall(pairs) * len(every) / math.sqrt(unlike[0] * unlike[1]) if all(unlike) else 0.0
+
+
+def kendall_apart(pairs: Sequence[tuple[float, float]], noise: float = NOISE) -> float | None:
+    """The share of pairs in the right order less that in the wrong one, of those whose measurements differ by more than
+    ``noise``; None if none do."""
+    apart = [(one, other) for one, other in combinations(pairs, 2) if abs(one[1] - other[1]) > noise * other[1]]
+    right = [(a - c) * (b - d) for (a, b), (c, d) in apart]
+    return statistics.fmean((x > 0) - (x < 0) for x in right) if right else None
+
+
+def left_out(scored: Sequence[Scored]) -> dict[str, Any]:
+    """The error of each file's rows if the speed of their device were fitted to the other files alone: predictions
+    times the median of published over predicted seconds of all rows of that device elsewhere. Devices of one file have
+    none."""
+    groups: dict[str, dict[str, list[float]]] = {}
+    for one in scored:
+        if one.question.seconds is not None:
+            files = groups.setdefault(one.question.cluster.device.name, {})
+            files.setdefault(one.file, []).append(one.question.seconds / one.predicted)
+    found, errors = [], list[float]()
+    for device, files in groups.items():
+        for file, ratios in files.items():
+            others = [ratio for other, more in files.items() if other != file for ratio in more]
+            if others:
+                factor = statistics.median(others)
+                mine = [abs(factor / ratio - 1) for ratio in ratios]
+                errors += mine
+                named = {"file": file, "device": device, "rows": len(mine), "factor": factor}
+                found.append({**named, "mean_absolute_error": statistics.fmean(mine)})
+    return {"files": found, "mean_absolute_error": statistics.fmean(errors) if errors else None}
+
+
 def sweeps(scored: Sequence[Scored]) -> list[list[Scored]]:
     """Rows with a time that measure the same under several layouts."""
     found: dict[object, list[Scored]] = {}
@@ -92,7 +132,9 @@ def summary(scored: Sequence[Scored]) -> dict[str, Any]:
     """Figures of some rows; None where there is nothing to judge."""
     errors = [one.error for one in scored if one.error is not None]
     found = sweeps(scored)
-    taus = [kendall([(one.predicted, one.question.seconds or 0.0) for one in rows]) for rows in found]
+    pairs = [[(one.predicted, one.question.seconds or 0.0) for one in rows] for rows in found]
+    taus = list(map(kendall, pairs))
+    apart = [tau for tau in map(kendall_apart, pairs) if tau is not None]
     telling = {one.file for one in scored if one.question.oom}
     judged = [one for one in scored if one.file in telling]
     right = [one.priced.fits != bool(one.question.oom) for one in judged]
@@ -106,6 +148,8 @@ def summary(scored: Sequence[Scored]) -> dict[str, Any]:
             for rows, tau in zip(found, taus, strict=True)
         ],
         "median_kendall_tau": statistics.median(taus) if taus else None,
+        "median_kendall_tau_b": statistics.median(map(kendall_b, pairs)) if pairs else None,
+        "median_kendall_tau_apart": statistics.median(apart) if apart else None,
         "median_best_is_slower_by": statistics.median(map(regret, found)) if found else None,
         "fits_judged": len(judged),
         "fits_right": statistics.fmean(right) if right else None,

@@ -18,9 +18,10 @@ class NotExpressible(Exception):
 
 
 def number(fields: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """A positive whole number among ``fields``. Raises :class:`NotExpressible` for what is none."""
+    """A positive whole number among ``fields``; where it is not given (or given as 0), ``default``. Raises
+    :class:`NotExpressible` for what is none."""
     value = fields.get(name)
-    if value is None and default is not None:
+    if value in (None, 0, "") and value is not False and default is not None:
         return default
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1 or value != int(value):
         raise NotExpressible(f"{name} is {value!r}, no positive whole number")
@@ -58,7 +59,8 @@ class Latent:
 @dataclass(frozen=True)
 class Shape:
     """The dims of a decoder; ``flash``: attention is one kernel, and what is recomputed of it is not its scores;
-    ``window``: every other layer (``window_every``) attends to so many tokens only."""
+    ``window``: every other layer (``window_every``) attends to so many tokens only; ``upcast``: scores written out are
+    normalised in fp32."""
 
     layers: int
     hidden: int
@@ -74,9 +76,10 @@ class Shape:
     latent: Latent | None = None
     window: int = 0
     window_every: int = 1
+    upcast: bool = False
 
     @staticmethod
-    def of(model: Mapping[str, Any], *, flash: bool) -> Shape:
+    def of(model: Mapping[str, Any], *, flash: bool, upcast: bool = False) -> Shape:
         """Raises :class:`NotExpressible` for what is no decoder, or lacks a dim."""
         missing = [name for name in ("layers", "hidden", "heads", "seq", "vocab") if not model.get(name)]
         if missing:
@@ -107,6 +110,7 @@ class Shape:
             Latent() if model.get("attention") == "MLA" else None,
             window,
             every,
+            upcast,
         )
 
 

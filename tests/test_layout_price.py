@@ -14,6 +14,7 @@ from autopar.cluster import Cluster
 from autopar.cost import total_flops
 from autopar.errors import OptionsError
 from autopar.layout import Layout
+from autopar.layout_memory import FRAGMENTED
 from autopar.layout_model import LayoutModel
 from autopar.planner import step_graph
 from benchmarks.published_models import Decoder, build
@@ -116,6 +117,26 @@ def test_zero_divides_what_rests() -> None:
     assert stages[1].optimizer_bytes == pytest.approx(stages[0].optimizer_bytes / 8, rel=0.01)
     assert stages[2].gradient_bytes == pytest.approx(stages[0].gradient_bytes / 8, rel=0.01)
     assert price(data=8, zero=3).predicted.weight_bytes < stages[0].weight_bytes
+
+
+def test_gradients_of_microbatches_are_added_up() -> None:
+    """Each but a lone one, where that takes operations: what was computed is read, the sum read and written."""
+    weights = price(microbatch=64).predicted.weight_bytes
+    assert price(microbatch=64, adding=True).parts["adding up"] == price(microbatch=8).parts["adding up"] == 0.0
+    moved = 8 * (weights + 2 * 2 * weights)
+    found = price(microbatch=8, adding=True)
+    assert found.parts["adding up"] == pytest.approx(moved / A100.device.memory_bandwidth)
+    longer = found.predicted.step_seconds - price(microbatch=8).predicted.step_seconds
+    assert longer == pytest.approx(found.parts["adding up"])
+    own = price(microbatch=8, gradients="own", adding=True).parts["adding up"]
+    assert own == pytest.approx(8 * 3 * weights / A100.device.memory_bandwidth)
+
+
+def test_what_comes_and_goes_loses_memory_to_fragmentation() -> None:
+    found = price(microbatch=8)
+    moving = found.predicted.activation_bytes + found.predicted.temporary_bytes
+    assert found.reserved - A100.device.reserve_bytes == pytest.approx(FRAGMENTED * moving, rel=1e-6)
+    assert found.memory_limit == A100.device.memory_bytes - found.reserved
 
 
 def test_larger_microbatches_idle_longer_at_the_same_batch() -> None:

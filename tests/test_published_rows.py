@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from benchmarks.published import Models, report, score_file
 from benchmarks.published_flops import published_seconds
 from benchmarks.published_rows import adapter_rate, cluster_of, question_of, read_rows
-from benchmarks.published_scores import kendall
+from benchmarks.published_scores import kendall, kendall_apart, kendall_b
 from benchmarks.published_shape import NotExpressible
 
 ROW: dict[str, Any] = {
@@ -138,3 +139,24 @@ def test_kendall() -> None:
     assert kendall([(1, 1), (2, 2), (3, 3)]) == 1.0
     assert kendall([(1, 3), (2, 2), (3, 1)]) == -1.0
     assert kendall([(1, 1), (2, 3), (3, 2)]) == pytest.approx(1 / 3)
+
+
+def test_kendall_without_what_cannot_be_ordered() -> None:
+    assert kendall_b([(1, 1), (1, 1), (2, 2)]) == pytest.approx(1.0)
+    assert kendall_b([(1, 1), (1, 2), (2, 3)]) == pytest.approx(2 / math.sqrt(6))
+    assert kendall_apart([(1, 1.0), (2, 1.005), (3, 2.0)]) == 1.0
+    assert kendall_apart([(2, 1.0), (1, 1.005), (3, 2.0)]) == 1.0
+    assert kendall_apart([(1, 1.0), (2, 1.0)]) is None
+
+
+def test_errors_of_files_left_out_of_the_fit(tmp_path: Path) -> None:
+    """Two files of one device, the second measured twice as slow: each is predicted with the speed of the other."""
+    found = report([_file(tmp_path, "quick", 1.0), _file(tmp_path, "slow", 2.0)])
+    (quick, slow) = found["left_out"]["files"]
+    assert quick["mean_absolute_error"] == pytest.approx(1.0) and slow["mean_absolute_error"] == pytest.approx(0.5)
+
+
+def _file(folder: Path, name: str, seconds: float) -> Path:
+    path = folder / f"{name}.jsonl"
+    path.write_text(json.dumps({**ROW, "measured": {"iter_s": seconds}}))
+    return path
