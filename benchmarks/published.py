@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,11 +85,11 @@ def _scored(name: str, file: str, row: Mapping[str, Any] | NotExpressible, model
         return Skipped(name, f"could not be priced: {type(error).__name__}: {error}")
 
 
-def report(files: Iterable[Path]) -> dict[str, Any]:
-    models, every, out = Models(), list[Scored](), dict[str, Any](files={})
+def report(files: Sequence[Path], jobs: int = 1) -> dict[str, Any]:
+    """All figures of some files, priced in so many processes (a file in one)."""
+    every, out = list[Scored](), dict[str, Any](files={})
     start = time.time()
-    for path in files:
-        scored, skipped = score_file(path, models)
+    for path, (scored, skipped) in zip(files, _score_all(files, jobs), strict=True):
         every += scored
         out["files"][path.stem] = {
             **summary(scored),
@@ -101,13 +102,29 @@ def report(files: Iterable[Path]) -> dict[str, Any]:
     return out
 
 
+def _score_all(files: Sequence[Path], jobs: int) -> list[tuple[list[Scored], list[Skipped]]]:
+    if jobs == 1:
+        models = Models()
+        return [score_file(path, models) for path in files]
+    # The largest files first, so that no process is left with one at the end.
+    order = sorted(files, key=lambda path: -path.stat().st_size if path.is_file() else 0)
+    with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=4) as pool:
+        found = dict(zip(order, pool.map(_score_apart, order, chunksize=1), strict=True))
+    return [found[path] for path in files]
+
+
+def _score_apart(path: Path) -> tuple[list[Scored], list[Skipped]]:
+    return score_file(path, Models())
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--out", type=Path, help="also write the JSON there")
+    parser.add_argument("--jobs", type=int, default=1, help="price files in so many processes")
     given = parser.parse_args(arguments)
-    found = report(given.files)
+    found = report(given.files, max(1, given.jobs))
     if given.out:
         given.out.write_text(json.dumps(found, indent=1) + "\n")
     if given.json:

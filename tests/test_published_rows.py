@@ -156,6 +156,13 @@ def test_errors_of_files_left_out_of_the_fit(tmp_path: Path) -> None:
     assert quick["mean_absolute_error"] == pytest.approx(1.0) and slow["mean_absolute_error"] == pytest.approx(0.5)
 
 
+def test_files_priced_in_several_processes(tmp_path: Path) -> None:
+    files = [_file(tmp_path, name, 1.0) for name in ("one", "other")]
+    files.append(tmp_path / "absent.jsonl")
+    alone, apart = report(files), report(files, jobs=2)
+    assert {**alone, "seconds": 0} == {**apart, "seconds": 0}
+
+
 def _file(folder: Path, name: str, seconds: float) -> Path:
     path = folder / f"{name}.jsonl"
     path.write_text(json.dumps({**ROW, "measured": {"iter_s": seconds}}))
