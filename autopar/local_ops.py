@@ -19,7 +19,7 @@ All are pure and take any local length of at least one.
 ======================================  ====================================================
 
 Attention has its own in :mod:`.local_attention`, grouped products in :mod:`.local_grouped`, mixture-of-experts blocks
-in :mod:`.local_experts`.
+in :mod:`.local_experts`, the loss of connectionist temporal classification in :mod:`.local_ctc`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from .local_attention import causal_attention, causal_attention_backward
+from .local_ctc import OPERATIONS as CTC_OPERATIONS
 from .local_experts import OPERATIONS as EXPERT_OPERATIONS
 from .local_grouped import grouped_backward, grouped_inner, grouped_rows
 from .random_ops import DRAWS
@@ -237,6 +238,7 @@ LOCAL_OPS: dict[str, Callable[..., Any]] = (
         )
     }
     | EXPERT_OPERATIONS
+    | CTC_OPERATIONS
     | DRAWS
 )
 """The local operations by the names programs use; those of :mod:`.random_ops` among them."""

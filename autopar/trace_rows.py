@@ -28,7 +28,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from . import trace_row_sums as _sums  # noqa: F401  (registers)
+from . import trace_row_ctc as _ctc  # noqa: F401  (registers)
+from . import trace_row_sums as _sums  # noqa: F401
 from .trace_row_calls import CALLS
 from .trace_row_each import each_row
 from .trace_row_facts import Facts

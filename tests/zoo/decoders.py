@@ -125,4 +125,13 @@ causal("olmoe", "Olmoe", EXPERTS, num_experts=4)
 causal("deepseek_v3", "DeepseekV3", GATED, num_key_value_heads=4, moe_intermediate_size=32, n_routed_experts=4,
        num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=24, kv_lora_rank=16,
        qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16)  # fmt: skip
+causal("deepseek_v2", "DeepseekV2", GATED, num_key_value_heads=4, moe_intermediate_size=32, n_routed_experts=4,
+       num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=24, kv_lora_rank=16,
+       qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16)  # fmt: skip
+causal("llama4", "Llama4ForCausalLM|Llama4TextConfig", GROUPED, head_dim=16, intermediate_size_mlp=96,
+       num_local_experts=4, num_experts_per_tok=1, interleave_moe_layer_step=2, attention_chunk_size=8)  # fmt: skip
+causal("granite_moe", "GraniteMoe", GROUPED, num_local_experts=4, num_experts_per_tok=2)
+causal("phi_moe", "Phimoe", GROUPED, num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0.0)
+causal("glm4_moe", "Glm4Moe", GROUPED, head_dim=16, moe_intermediate_size=32, n_routed_experts=4,
+       num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1)  # fmt: skip
 causal("gpt_oss", "GptOss", GROUPED, num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=8)

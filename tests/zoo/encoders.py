@@ -55,6 +55,11 @@ text("big_bird_full", "BigBirdForMaskedLM|BigBirdConfig", ENCODER, attention_typ
 text("big_bird_sparse", "BigBirdForMaskedLM|BigBirdConfig", ENCODER | {"max_position_embeddings": 128},
      attention_type="block_sparse", block_size=2, num_random_blocks=1)  # fmt: skip
 text("longformer", "LongformerForMaskedLM|LongformerConfig", ENCODER | SPECIAL, attention_window=8)
+text("roformer", "RoFormerForMaskedLM|RoFormerConfig", ENCODER)
+text("prophetnet", "ProphetNetForConditionalGeneration|ProphetNetConfig", SPECIAL, vocab_size=WORDS, hidden_size=64,
+     encoder_ffn_dim=96, num_encoder_layers=2, num_encoder_attention_heads=4, decoder_ffn_dim=96, num_decoder_layers=2,
+     num_decoder_attention_heads=4, attention_dropout=0.0, dropout=0.0, activation_dropout=0.0,
+     max_position_embeddings=40, ngram=2, num_buckets=8, relative_max_distance=16, use_cache=False)  # fmt: skip
 text("mbart", "MBartForConditionalGeneration|MBartConfig", HALVES)
 text("pegasus", "PegasusForConditionalGeneration|PegasusConfig", HALVES)
 text("marian", "MarianMTModel|MarianConfig", HALVES)
@@ -90,7 +95,7 @@ _SPEECH: dict[str, Any] = {
 
 
 class Framewise(nn.Module):
-    """A model of speech that is told the character of each frame: its own loss looks at the values of labels."""
+    """A model of speech that is told the character of each frame."""
 
     def __init__(self, core: nn.Module) -> None:
         super().__init__()
@@ -116,6 +121,25 @@ speech("wav2vec2_layer_norm", "Wav2Vec2", feat_extract_norm="layer", do_stable_l
 speech("hubert", "Hubert")
 speech("wavlm", "WavLM", num_buckets=8, max_bucket_distance=16)
 speech("unispeech", "UniSpeech", num_ctc_classes=32)
+
+
+@family
+def wav2vec2_ctc() -> tuple[nn.Module, Batch]:
+    """With its own loss, over targets of different lengths."""
+    labels = tokens(BATCH, 9, 32)
+    labels[1::2, 6:] = -100
+    config = hf.Wav2Vec2Config(**_SPEECH)
+    return hf.Wav2Vec2ForCTC(config), {"input_values": floats(BATCH, 400), "labels": labels}
+
+
+@family
+def canine() -> tuple[nn.Module, Batch]:
+    config = hf.CanineConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, max_position_embeddings=64,
+        local_transformer_stride=8, num_hash_buckets=64, num_labels=3, **SPECIAL, **NO_DROPOUT,
+    )  # fmt: skip
+    batch = {"input_ids": tokens(BATCH, 32, 200), "labels": torch.arange(BATCH) % 3}
+    return hf.CanineForSequenceClassification(config), batch
 
 
 @family

@@ -97,6 +97,17 @@ def dpt() -> tuple[nn.Module, Batch]:
 
 
 @family
+def glpn() -> tuple[nn.Module, Batch]:
+    config = hf.GLPNConfig(
+        num_encoder_blocks=4, depths=[1, 1, 1, 1], sr_ratios=[4, 2, 1, 1], hidden_sizes=[8, 16, 24, 32],
+        num_attention_heads=[1, 2, 3, 4], mlp_ratios=[2, 2, 2, 2], decoder_hidden_size=16, drop_path_rate=0.0,
+        **NO_DROPOUT,
+    )  # fmt: skip
+    batch = {"pixel_values": floats(BATCH, 3, 32, 32).abs(), "labels": floats(BATCH, 32, 32).abs() + 0.1}
+    return hf.GLPNForDepthEstimation(config), batch
+
+
+@family
 def upernet() -> tuple[nn.Module, Batch]:
     backbone = hf.ConvNextConfig(
         hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 1, 1], out_features=["stage1", "stage2", "stage3", "stage4"]
