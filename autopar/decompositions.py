@@ -308,7 +308,8 @@ def zero(x: Tensor) -> Any:
 
 @_for(aten.repeat.default)
 def repeat(x: Tensor, repeats: Sequence[Any]) -> Tensor:
-    """Each repeated dim as ``repeats x size``, the first factor expanded; dims of one element need no second."""
+    """Each repeated dim as ``repeats x size``, the first factor expanded; dims of one element need no second. The
+    result is contiguous, as torch's is, so that it can be viewed."""
     own: list[Any] = [1] * (len(repeats) - x.dim()) + list(x.shape)
     thin: list[Any] = []
     wide: list[Any] = []
@@ -317,4 +318,4 @@ def repeat(x: Tensor, repeats: Sequence[Any]) -> Tensor:
         thin += [size] if once or single else [1, size]
         wide += [size] if once else [times] if single else [times, size]
     expanded = x.reshape(thin).expand(wide)
-    return expanded.reshape([times * size for times, size in zip(repeats, own, strict=True)])
+    return expanded.reshape([times * size for times, size in zip(repeats, own, strict=True)]).contiguous()

@@ -21,6 +21,7 @@ from .errors import TraceError
 from .trace_row_regions import SelectionError
 
 _OWN = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+_HANDLERS = ("__torch_function__", "__torch_dispatch__")
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 
 _BRANCH = (
@@ -117,9 +118,9 @@ def _operator(error: BaseException) -> torch._ops.OpOverload | None:
 
 def user_location(error: BaseException) -> tuple[str, str] | None:
     """``("file:line", source line)`` of the innermost frame that is neither torch's, nor ours, nor the
-    standard library's.
+    standard library's, nor one that only handles a call of torch made elsewhere.
     """
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.name not in _HANDLERS]
     own = [f for f in frames if not f.filename.startswith((*_OWN, "<")) and not _is_standard(f.filename)]
     return (f"{own[-1].filename}:{own[-1].lineno}", own[-1].line or "") if own else None
 

@@ -218,3 +218,18 @@ def test_dropout_that_drops_stays_and_is_never_merged() -> None:
     graph = normalise(trace(Twice(), (torch.ones(3, 4),), device="cpu", training=True).graph)
     random = [node for node in graph if not node.is_placeholder and ("bernoulli" in node.op or "rand" in node.op)]
     assert len([node for node in random if node.phase == "forward"]) == 2
+
+
+def test_what_is_repeated_can_be_viewed() -> None:
+    """As torch's is, whatever lies in which order: of one element, repeated as often as there are samples."""
+
+    def biased(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        every = bias.permute(2, 0, 1).unsqueeze(0).repeat(x.shape[0], 1, 1, 1)
+        return (x @ x.transpose(-1, -2)).view(-1, 3, 3) * every.view(-1, 3, 3)
+
+    def batch(size: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.randn(size, 2, 3, 5).double(), "target": torch.arange(18.0).view(3, 3, 2).double()}
+
+    model = Calls(biased, 5).double()
+    traced = trace(model, (), batch(4), device="cpu")
+    assert_same_step(normalise(traced.graph).at(), traced, model, batch(4), loss_of=lambda out: out["loss"])

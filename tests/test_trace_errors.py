@@ -112,6 +112,18 @@ class Clamps(Branch):
         return self.linear(x).sum()
 
 
+class Wrapper(torch.overrides.TorchFunctionMode):
+    """Only hands on what it is given."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_that_hands_calls_on_is_not_where_they_are_made() -> None:
+    with Wrapper(), pytest.raises(TraceError, match="# the item"):
+        trace(Branch(), (torch.randn(6, 4),), device="cpu")
+
+
 def test_a_decision_in_backward_names_its_line() -> None:
     with pytest.raises(TraceError, match="the gradient"):
         trace(ReadsBackward(), (torch.randn(6, 4),), device="cpu")
