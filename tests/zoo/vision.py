@@ -80,7 +80,7 @@ def videomae() -> tuple[nn.Module, Batch]:
 
 @family
 def timesformer() -> tuple[nn.Module, Batch]:
-    config = hf.TimesformerConfig(**PATCHES, **NO_DROPOUT, num_frames=4, num_labels=CLASSES, drop_path_rate=0.0)
+    config = hf.TimesformerConfig(**PATCHES, **NO_DROPOUT, num_frames=4, num_labels=CLASSES, drop_path_rate=0)
     batch = {"pixel_values": floats(BATCH, 4, 3, 32, 32), "labels": torch.arange(BATCH) % CLASSES}
     return hf.TimesformerForVideoClassification(config), batch
 
