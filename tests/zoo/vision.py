@@ -53,7 +53,7 @@ classifier("swinv2", "Swinv2", NO_DROPOUT, image_size=32, patch_size=4, embed_di
 classifier("pvt", "Pvt", NO_DROPOUT, image_size=32, patch_sizes=[4, 2], strides=[4, 2], hidden_sizes=[16, 32],
            depths=[1, 1], num_encoder_blocks=2, num_attention_heads=[2, 4], mlp_ratios=[2, 2],
            sequence_reduction_ratios=[2, 1], drop_path_rate=0.0)  # fmt: skip
-classifier("cvt", "Cvt", {}, embed_dim=[16, 32], num_heads=[2, 4], depth=[1, 1], patch_sizes=[7, 3],
+classifier("cvt", "Cvt", {}, embed_dim=[16, 32], num_heads=[2, 4], depth=[1, 2], patch_sizes=[7, 3],
            patch_stride=[4, 2], patch_padding=[2, 1], mlp_ratio=[2.0, 2.0], attention_drop_rate=[0.0, 0.0],
            drop_rate=[0.0, 0.0], drop_path_rate=[0.0, 0.0], qkv_bias=[True, True], cls_token=[False, True],
            qkv_projection_method=["dw_bn", "dw_bn"], kernel_qkv=[3, 3], padding_kv=[1, 1], stride_kv=[2, 2],
