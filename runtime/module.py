@@ -160,8 +160,8 @@ class ParallelModule(nn.Module):
 
     def _rests_in_host_memory(self, path: str) -> bool:
         """Whether the plan, if there is one, keeps the optimizer state of the parameter there."""
-        plan: Any = self._plan
-        return plan is not None and path in plan.parameters and bool(plan.parameters[path].offload)
+        known = getattr(self._plan, "parameters", {})
+        return path in known and bool(known[path].offload)
 
     def full_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """A parameter, gradient or optimizer state of this model, whole on every rank, also where only another pipeline
