@@ -82,7 +82,7 @@ CASES: Mapping[str, Case] = {
         "Llama Team 2024, table 4",
     ),
     # Switch-C has 15 encoder and 15 decoder layers, 2048 experts in each, and was trained with expert parallelism
-    # alone; here all 30 are one decoder.
+    # alone; here all 30 are one decoder, and no layout pads experts (the paper has 1.25 times as many slots).
     "Switch 1.6T": Case(
         replace(
             _gpt(30, 2080, 32, vocab=32128),
@@ -98,7 +98,7 @@ CASES: Mapping[str, Case] = {
         2048,
         2048,
         576e9,
-        Layout(1, 1, 2048, expert=2048, capacity=1.25, zero=1),
+        Layout(1, 1, 2048, expert=2048, zero=1),
         "Fedus, Zoph and Shazeer 2022, table 9",
     ),
 }
