@@ -136,8 +136,9 @@ def growth() -> dict[str, Any]:
     deeper = replace(base, shape=replace(base.shape, layers=2 * base.shape.layers))
     wider = replace(base, devices=2 * base.devices, batch=2 * base.batch, published=replace(base.published, data=16))
     kept = ("planning_seconds", "planning_cpu_seconds", "planning_peak_bytes", "considered", "fitting")
-    found = {"as it is": base, "twice the layers": deeper, "twice the devices": wider}
-    return {name: {key: _apart(case)[key] for key in kept} for name, case in found.items()}
+    cases = {"as it is": base, "twice the layers": deeper, "twice the devices": wider}
+    planned = {name: _apart(case) for name, case in cases.items()}
+    return {name: {key: found[key] for key in kept} for name, found in planned.items()}
 
 
 def _apart(case: Case) -> dict[str, Any]:
