@@ -21,41 +21,21 @@ def _dtype_of_weights(x: Tensor, *weights: Tensor | None) -> torch.dtype | None:
     return given[0] if given and given[0].itemsize > x.dtype.itemsize else None
 
 
-@_for(aten.native_layer_norm.default)
-def layer_norm(x: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
-    wide = _dtype_of_weights(x, weight, bias)
-    if wide is None:
-        return NotImplemented
-    y, mean, scale = aten.native_layer_norm.default(x.to(wide), shape, weight, bias, eps)
-    return y.to(x.dtype), mean, scale
+def _widen(op: Any, *, narrow: tuple[int, ...], weights: tuple[int, ...]) -> None:
+    """Enters ``op``, whose arguments at ``narrow`` are like its input, the last of them, and so is its first result;
+    statistics and gradients of weights are what the weights are."""
+
+    @_for(op)
+    def widened(*args: Any) -> Any:
+        x: Tensor = args[narrow[-1]]
+        wide = _dtype_of_weights(x, *(args[at] for at in weights))
+        if wide is None:
+            return NotImplemented
+        own, *others = op(*(arg.to(wide) if at in narrow else arg for at, arg in enumerate(args)))
+        return own if own is None else own.to(x.dtype), *others
 
 
-@_for(aten.native_layer_norm_backward.default)
-def layer_norm_backward(
-    gradient: Tensor, x: Tensor, shape: Any, mean: Tensor, scale: Tensor, weight: Any, bias: Any, mask: Any
-) -> Any:
-    wide = _dtype_of_weights(x, weight, bias)
-    if wide is None:
-        return NotImplemented
-    own, *others = aten.native_layer_norm_backward.default(
-        gradient.to(wide), x.to(wide), shape, mean, scale, weight, bias, mask
-    )
-    return own if own is None else own.to(x.dtype), *others
-
-
-@_for(aten.native_group_norm.default)
-def group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *sizes: Any) -> Any:
-    wide = _dtype_of_weights(x, weight, bias)
-    if wide is None:
-        return NotImplemented
-    y, mean, scale = aten.native_group_norm.default(x.to(wide), weight, bias, *sizes)
-    return y.to(x.dtype), mean, scale
-
-
-@_for(aten.native_group_norm_backward.default)
-def group_norm_backward(gradient: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Any, *sizes: Any) -> Any:
-    wide = _dtype_of_weights(x, weight)
-    if wide is None:
-        return NotImplemented
-    own, *others = aten.native_group_norm_backward.default(gradient.to(wide), x.to(wide), mean, scale, weight, *sizes)
-    return own if own is None else own.to(x.dtype), *others
+_widen(aten.native_layer_norm.default, narrow=(0,), weights=(2, 3))
+_widen(aten.native_layer_norm_backward.default, narrow=(0, 1), weights=(5, 6))
+_widen(aten.native_group_norm.default, narrow=(0,), weights=(1, 2))
+_widen(aten.native_group_norm_backward.default, narrow=(0, 1), weights=(4,))

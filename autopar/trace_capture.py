@@ -27,6 +27,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.nn.modules import module as module_hooks
 
 from .decompositions import decomposition_table
+from .errors import TraceError
 from .trace_call import Call, Differentiate, LossFunction, Returned, call_loss, collect_outputs
 from .trace_experts import experts_as_operations
 from .trace_model import State, counters, exchanged, module_paths
@@ -311,15 +312,33 @@ def _outlined(
 
 
 def _autocast(request: Request) -> AbstractContextManager[Any]:
-    """What the request computes products in. Without torch's cache of casts, which would outlive a trace; equal casts
-    are merged afterwards."""
-    if request.autocast is None:
-        return nullcontext()
-    return torch.autocast(request.device.type, request.autocast, cache_enabled=False)
+    """What the request computes products in."""
+    return nullcontext() if request.autocast is None else _autocasting(request.device.type, request.autocast)
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+    return _autocasting(device.type, None) if torch.is_autocast_enabled(device.type) else nullcontext()
+
+
+@contextmanager
+def _autocasting(device: str, dtype: torch.dtype | None) -> Iterator[None]:
+    """Casts for products on ``device`` to ``dtype``, or not at all, whether or not that device is there:
+    :class:`torch.autocast` would warn and do nothing. Without torch's cache of casts, which would outlive a trace;
+    equal casts are merged afterwards. Raises :class:`TraceError` if torch cannot."""
+    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
+    try:
+        _set_autocast(device, dtype is not None, dtype or before[1], False)
+        if torch.is_autocast_enabled(device) != (dtype is not None):
+            raise TraceError(f"torch does not cast to {dtype} on {device}: leave precision out")
+        yield
+    finally:
+        _set_autocast(device, *before)
+
+
+def _set_autocast(device: str, enabled: bool, dtype: torch.dtype, cached: bool) -> None:
+    torch.set_autocast_dtype(device, dtype)
+    torch.set_autocast_enabled(device, enabled)
+    torch.set_autocast_cache_enabled(cached)
 
 
 def module_path_of(node: torch.fx.Node) -> str | None:

@@ -300,6 +300,7 @@ def parallel_step(rank: int, world: int, task: Task) -> OneStep:
     loss = parallel.step(*args, **kwargs)
     while parallel.overflowed and parallel.loss_scale_state()["scale"] >= 1.0:
         parallel.set_random_state(draws)
+        parallel.zero_grad()
         loss = parallel.step(*args, **kwargs)
     gradients: dict[str, torch.Tensor] = {}
     for name, parameter in parallel.named_parameters():

@@ -86,6 +86,7 @@ def measure(options: Options, world: int) -> tuple[int, int]:
     model = autopar.parallelize(Decoder(), mesh, options=options, cluster="local")
     model.step(ids)
     while model.overflowed:
+        model.zero_grad()
         model.step(ids)
     optimizer = model.optimizer(torch.optim.AdamW, lr=1e-3, foreach=False)
     optimizer.step()

@@ -19,7 +19,7 @@ from .collectives import Collectives, Handle
 from .compiled import Compiled
 from .executor import Executable
 from .groups import MeshGroups
-from .loss_scale import LossScale, drop_gradients
+from .loss_scale import LossScale
 from .parameters import gather_whole, make_dtensor, torch_placements
 from .weights import Weights, accumulate
 
@@ -157,15 +157,15 @@ class Call(Calling):
         return torch.ones(slot.shape, dtype=slot.dtype, device=self.groups.device)
 
     def backward(self, saved: list[torch.Tensor], tangents: list[torch.Tensor]) -> dict[tuple[str, str], torch.Tensor]:
-        """Local gradients by (kind, name); those that are None are absent. If they overflow, all of parameters are, and
-        no parameter keeps the gradient it has."""
+        """Local gradients by (kind, name); those that are None are absent. If they overflow, or some that they would be
+        added to have, all of parameters are, and no parameter keeps the gradient it has."""
         if self.loss_scale is not None:
             tangents = [tangent * self.loss_scale.scale for tangent in tangents]
         values = self.executable.backward(saved, tangents)
         pairs = zip(self.program.gradients, values, strict=True)
         found = {(slot.kind, slot.target): value for slot, value in pairs if value is not None}
-        if self.loss_scale is not None and not self.loss_scale.settle(found.values(), self.groups):
-            drop_gradients(self.parameters)
+        everything = self.weights.module.parameters()
+        if self.loss_scale is not None and not self.loss_scale.settle(found.values(), everything, self.groups):
             return {key: value for key, value in found.items() if key[0] != "gradient"}
         return found
 

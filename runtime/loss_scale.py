@@ -2,29 +2,39 @@
 
 The factor follows the rule of :class:`torch.amp.GradScaler`: halved by a step whose gradients overflow, doubled after
 ``growth_interval`` steps in a row that did not. Users see gradients of the loss itself: they are divided by the scale
-as soon as they are reduced, before they are added to ``.grad``. A step that overflowed on any rank leaves no gradients
-on any (``.grad`` is None, also of what was added up before), so that an optimizer of any class skips its step, its
-state untouched, and so does clipping.
+as soon as they are reduced, before they are added to ``.grad``.
+
+Gradients may be added up over several passes until an optimizer consumes them. If one of these passes overflows on any
+rank, the sum would lack a part, so there is no sum on any rank: what was added up before is dropped, and so is whatever
+arrives until an optimizer has stepped or ``zero_grad`` was called. ``.grad`` is None meanwhile, so that an optimizer of
+any class skips its step, its state untouched, and so does clipping. All passes up to there count as one step.
 """
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from .groups import MeshGroups
 
 FIRST, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
+# Passes in a row whose gradients are dropped before that is called odd: nobody seems to consume gradients.
+_PATIENCE = 256
 
 
 @dataclass
 class LossScale:
-    """See the module docstring. ``tracker`` counts steps since the scale changed; ``overflowed`` tells of the latest
-    step. The same on every rank."""
+    """See the module docstring. ``tracker`` counts steps since the scale changed; ``overflowed`` tells of the passes
+    since gradients were last consumed, and keeps telling until the next pass after they are. The same on every rank."""
 
     scale: float = FIRST
     growth_factor: float = GROWTH
@@ -32,24 +42,51 @@ class LossScale:
     growth_interval: int = INTERVAL
     tracker: int = 0
     overflowed: bool = False
+    _adding: bool = field(default=False, repr=False)
+    _dropped: int = field(default=0, repr=False)
+    _guards: list[RemovableHandle] = field(default_factory=list, repr=False)
 
-    def settle(self, gradients: Iterable[torch.Tensor], groups: MeshGroups) -> bool:
-        """Divides the local tensors ``gradients`` by the scale, in place, and moves the scale on; whether all elements
-        are finite on every rank of ``groups``. Collective."""
+    def settle(self, gradients: Iterable[torch.Tensor], parameters: Iterable[nn.Parameter], groups: MeshGroups) -> bool:
+        """Divides the local tensors ``gradients`` of one pass by the scale, in place; whether they may be added up. If
+        not, since an element of these or of an earlier pass is not finite on some rank of ``groups``, ``parameters``
+        have no gradients, and get none until :meth:`consumed`. Collective."""
+        if not self._adding:
+            self._adding, self.overflowed, self._dropped = True, False, 0
         given = [gradient for gradient in gradients if gradient.numel()]
-        self.overflowed = _overflow(given, groups)
-        if given and not self.overflowed:
+        overflow = _overflow(given, groups)
+        if given:
             torch._foreach_mul_(given, 1.0 / self.scale)
-        self._move_on()
+        if overflow and not self.overflowed:
+            self.overflowed, self.scale, self.tracker = True, self.scale * self.backoff_factor, 0
+        if self.overflowed:
+            self._drop(list(parameters))
         return not self.overflowed
 
-    def _move_on(self) -> None:
-        if self.overflowed:
-            self.scale, self.tracker = self.scale * self.backoff_factor, 0
-            return
-        self.tracker += 1
-        if self.tracker == self.growth_interval:
-            self.scale, self.tracker = self.scale * self.growth_factor, 0
+    def _drop(self, parameters: Sequence[nn.Parameter]) -> None:
+        for parameter in parameters:
+            parameter.grad = None
+        if not self._guards:  # Autograd may still be holding what other passes gave.
+            wanted = [parameter for parameter in parameters if parameter.requires_grad]
+            self._guards = [p.register_post_accumulate_grad_hook(_without_gradient) for p in wanted]
+        self._dropped += 1
+        if self._dropped == _PATIENCE:
+            warnings.warn(
+                f"the gradients of {_PATIENCE} passes were dropped since one overflowed, as no optimizer has stepped "
+                "since: step an optimizer also where the model has overflowed (it changes nothing), or call "
+                "model.zero_grad()",
+                stacklevel=2,
+            )
+
+    def consumed(self) -> None:
+        """Gradients have been used, or thrown away: what comes next is another step."""
+        for guard in self._guards:
+            guard.remove()
+        self._guards = []
+        if self._adding and not self.overflowed:
+            self.tracker += 1
+            if self.tracker == self.growth_interval:
+                self.scale, self.tracker = self.scale * self.growth_factor, 0
+        self._adding = False
 
     def state(self) -> dict[str, float | int]:
         """In the form of :meth:`torch.amp.GradScaler.state_dict`."""
@@ -80,7 +117,19 @@ def _overflow(gradients: Sequence[torch.Tensor], groups: MeshGroups) -> bool:
     return bool(found)
 
 
-def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Leaves no gradients, those of earlier passes included."""
-    for parameter in parameters:
-        parameter.grad = None
+def _without_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def watch_optimizers(model: nn.Module, scale: LossScale) -> None:
+    """From now on, a step of any torch optimizer that has a parameter of ``model`` consumes its gradients. Such a step
+    is told by torch's hook for all optimizers, since users make their own."""
+    known = weakref.ref(model)
+
+    def stepped(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        watched = known()
+        own = set() if watched is None else set(map(id, watched.parameters()))
+        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            scale.consumed()
+
+    weakref.finalize(model, register_optimizer_step_post_hook(stepped).remove)

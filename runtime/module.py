@@ -24,7 +24,7 @@ from .call import Call
 from .compiled import Compile, OutputsWanted, Request
 from .gradient_norm import clip, gradients_of, total_norm
 from .groups import mesh_groups
-from .loss_scale import LossScale
+from .loss_scale import LossScale, watch_optimizers
 from .optimizer import make_optimizer
 from .parameters import broadcast_first, make_dtensor, shared_seed
 from .pipeline_call import PipelineCall
@@ -74,6 +74,8 @@ class ParallelModule(nn.Module):
         self._weights = Weights(module, self._groups, seed)
         self._random = RandomState(shared_seed(self._groups, seed))
         self._loss_scale = LossScale() if scaled else None
+        if self._loss_scale is not None:
+            watch_optimizers(self, self._loss_scale)
         self._compile = compile
         self._calls: dict[object, AnyCall] = {}
         self._plan: object | None = None
@@ -239,8 +241,9 @@ class ParallelModule(nn.Module):
 
     @property
     def overflowed(self) -> bool:
-        """Whether the gradients of the latest step overflowed under fp16, so that it left none: an optimizer that steps
-        now does nothing. The same on every rank."""
+        """Whether gradients overflowed under fp16 in one of the passes whose gradients are added up, so that there are
+        none: an optimizer that steps now does nothing. It stands until the first pass after an optimizer's step or
+        :meth:`zero_grad`. The same on every rank."""
         return self._loss_scale is not None and self._loss_scale.overflowed
 
     def loss_scale_state(self) -> dict[str, float | int]:
@@ -250,9 +253,18 @@ class ParallelModule(nn.Module):
 
     def set_loss_scale_state(self, state: Mapping[str, float | int]) -> None:
         """Goes on as after :meth:`loss_scale_state`, or with the state of a :class:`torch.amp.GradScaler`; without
-        effect if the loss is not scaled. Every rank must give the same."""
-        if self._loss_scale is not None and state:
-            self._loss_scale.load(state)
+        effect if the loss is not scaled or rank 0's ``state``, the one that counts, is empty. Collective."""
+        if self._loss_scale is None:
+            return
+        own = self._loss_scale.state()
+        given = torch.tensor([float({**own, **state}[key]) for key in own], dtype=torch.float64)
+        self._loss_scale.load(dict(zip(own, next(broadcast_first([given], self._groups))[1].tolist(), strict=True)))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As :meth:`torch.nn.Module.zero_grad`; under fp16 also forgets that gradients overflowed."""
+        super().zero_grad(set_to_none)
+        if self._loss_scale is not None:
+            self._loss_scale.consumed()
 
     @contextmanager
     def record_timeline(self) -> Iterator[list[Timeline]]:

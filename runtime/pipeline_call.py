@@ -18,7 +18,7 @@ from .chunk_executable import ChunkExecutable
 from .collectives import Collectives
 from .compiled import Compiled
 from .groups import MeshGroups
-from .loss_scale import LossScale, drop_gradients
+from .loss_scale import LossScale
 from .messages import Messenger
 from .microbatch_inputs import Prelude, StepInputs, input_shapes, whole_input
 from .parameters import local_of
@@ -72,8 +72,8 @@ class PipelineCall(Calling):
         totals = self._shared.add_up(self._gradients(run))
         outputs = self._finish(run)
         with torch.no_grad():
-            if self.loss_scale is not None and not self.loss_scale.settle(totals.values(), self.groups):
-                drop_gradients(self.parameters)
+            everything = self.weights.module.parameters()
+            if self.loss_scale is not None and not self.loss_scale.settle(totals.values(), everything, self.groups):
                 return outputs[name].detach()
             for owned, parameter in zip(self.program.parameters, self.parameters, strict=True):
                 if owned.gradients:

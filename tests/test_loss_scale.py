@@ -58,6 +58,7 @@ def _overflows_and_recovers(model: Any, reference: nn.Module, x: torch.Tensor) -
     assert all(torch.equal(model.full_tensor(p), before[name]) for name, p in model.named_parameters())
     assert not optimizer.state, "as if the step had not been"
     while model.overflowed:
+        model.zero_grad()
         model.step(x)
     wanted = _reference(reference, x)
     for name, parameter in model.named_parameters():
@@ -70,6 +71,17 @@ def _overflows_and_recovers(model: Any, reference: nn.Module, x: torch.Tensor) -
     model.set_loss_scale_state({**model.loss_scale_state(), "scale": 2.0**40})
     model.step(x)
     assert all(p.grad is None for p in model.parameters()), "what was added up before is dropped with it"
+    while model.loss_scale_state()["scale"] > FIRST / 2:  # Until it is so low that passes no longer overflow.
+        model.set_loss_scale_state({**model.loss_scale_state(), "scale": model.loss_scale_state()["scale"] / 2})
+    model.step(x)
+    assert model.overflowed and all(p.grad is None for p in model.parameters()), "a part of a sum is no gradient"
+    optimizer.step()
+    assert model.overflowed and not optimizer.state, "it tells of the step that was skipped"
+    model.step(x)
+    assert not model.overflowed and all(p.grad is not None for p in model.parameters())
+    model.zero_grad()
+    model.set_loss_scale_state({**LossScale().state(), "scale": FIRST / 2 if dist.get_rank() == 0 else 1.0})
+    assert model.loss_scale_state()["scale"] == FIRST / 2, "that of rank 0"
 
 
 def test_one_process() -> None:
@@ -78,11 +90,12 @@ def test_one_process() -> None:
         parallel = autopar.parallelize(copy.deepcopy(model), 1, options=Options(precision="fp16"))
         assert parallel.loss_scale_state()["scale"] == FIRST
         _overflows_and_recovers(parallel, model, x)
+        parallel.set_loss_scale_state({**LossScale().state(), "scale": 2.0**40})
         parallel(x).backward()
         assert parallel.overflowed and all(p.grad is None for p in parallel.parameters())
         scaler = torch.amp.GradScaler("cpu")
         scaler.load_state_dict(parallel.loss_scale_state())
-        assert scaler.get_scale() == parallel.loss_scale_state()["scale"] / 1 == 2.0**39 / 2
+        assert scaler.get_scale() == parallel.loss_scale_state()["scale"] == 2.0**39
     finally:
         dist.destroy_process_group()
 
@@ -116,13 +129,117 @@ def test_the_rule_is_that_of_torch() -> None:
             weight.grad = theirs.scale(given)
             theirs.step(optimizer)
             theirs.update()
-            assert ours.settle([given.clone()], groups) == finite
+            for _ in range(3):  # Added up, they are one step.
+                assert ours.settle([given.clone()], [], groups) == finite
+            ours.consumed()
+            ours.consumed()
             assert ours.scale == theirs.get_scale() and ours.state() == theirs.state_dict()
     finally:
         dist.destroy_process_group()
     other = LossScale()
     other.load(ours.state())
     assert other.state() == ours.state()
+
+
+def _one_device() -> tuple[Any, torch.Tensor]:
+    model, x = _scaled_up(1.0)
+    parallel = autopar.parallelize(model, 1, options=Options(precision="fp16"))
+    parallel.prepare((x,), {})
+    return parallel, x
+
+
+def _set_scale(parallel: Any, scale: float) -> None:
+    parallel.set_loss_scale_state({**LossScale().state(), "scale": scale})
+
+
+def _gradients(parallel: Any) -> list[torch.Tensor | None]:
+    return [p.grad for p in parallel.parameters()]
+
+
+@pytest.mark.parametrize("overflowing", [0, 1])
+def test_autograd_leaves_no_part_of_a_sum(overflowing: int) -> None:
+    """Of two passes in one backward() one overflows, the one that runs first or last; a penalty has gradients too."""
+    parallel, x = _one_device()
+    try:
+        huge = x * 2.0**9  # Of the sum over x, which is the gradient of the last product's weights.
+        given = (huge, x) if overflowing == 0 else (x, huge)
+        _set_scale(parallel, FIRST / 4)
+        parallel(huge).backward()
+        assert parallel.overflowed
+        parallel.zero_grad()
+        _set_scale(parallel, FIRST / 4)
+        parallel(x).backward()
+        assert not parallel.overflowed
+        parallel.zero_grad()
+        _set_scale(parallel, FIRST / 4)
+        penalty = sum(p.to_local().square().sum() for p in parallel.parameters())
+        (parallel(given[0]) + parallel(given[1]) + penalty).backward()
+        assert parallel.overflowed and not any(g is not None for g in _gradients(parallel))
+        assert parallel.loss_scale_state()["scale"] == FIRST / 8
+        parallel(x).backward()
+        assert parallel.overflowed and not any(g is not None for g in _gradients(parallel))
+        parallel.zero_grad()
+        parallel(x).backward()
+        assert not parallel.overflowed and all(g is not None for g in _gradients(parallel))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_optimizer_of_the_user_ends_a_step() -> None:
+    parallel, x = _one_device()
+    try:
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+        _set_scale(parallel, 2.0**40)
+        parallel.step(x)
+        _set_scale(parallel, 1.0)
+        before = [p.full_tensor().clone() for p in parallel.parameters()]
+        parallel.step(x)
+        torch.nn.utils.clip_grad_norm_(parallel.parameters(), 1.0)
+        torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()  # Of another model.
+        parallel.step(x)
+        optimizer.step()
+        assert all(torch.equal(a, p.full_tensor()) for a, p in zip(before, parallel.parameters(), strict=True))
+        for _ in range(4):
+            parallel.step(x)
+        optimizer.step()
+        assert not parallel.overflowed and parallel.loss_scale_state()["_growth_tracker"] == 1
+        assert not torch.equal(before[0], next(parallel.parameters()).full_tensor())
+    finally:
+        dist.destroy_process_group()
+
+
+def test_gradients_of_inputs_are_those_of_the_loss() -> None:
+    """Also where those of parameters overflow: the user may add them to something."""
+    model, x = _scaled_up(1.0)
+    try:
+        parallel = autopar.parallelize(model, 1, options=Options(precision="fp16"))
+        found = []
+        for scale in (1.0, 2.0**20):
+            _set_scale(parallel, scale)
+            leaf = x.clone().requires_grad_()
+            parallel(leaf).backward()
+            assert leaf.grad is not None and parallel.overflowed == (scale > 1.0)
+            found.append(leaf.grad)
+            parallel.zero_grad()
+        finite = found[1].isfinite()
+        assert bool(finite.any())
+        torch.testing.assert_close(found[1][finite], found[0][finite], rtol=1e-2, atol=1e-4)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_who_never_consumes_gradients_is_told() -> None:
+    scale = LossScale()
+    from autopar.runtime.groups import mesh_groups, mesh_of_one
+
+    try:
+        groups = mesh_groups(mesh_of_one("cpu", 1))
+        scale.settle([torch.tensor([torch.inf])], [], groups)
+        with pytest.warns(UserWarning, match="zero_grad"):
+            for _ in range(256):
+                assert not scale.settle([torch.ones(1)], [], groups)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_other_policies_scale_nothing() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 import autopar
 from autopar.equality import Closeness, distance
-from autopar.errors import OptionsError, PlanMismatchError
+from autopar.errors import OptionsError, PlanMismatchError, TraceError
 from autopar.graph import Graph
 from autopar.options import Options
 from autopar.passes.annotate import annotate
@@ -299,3 +299,23 @@ def _placed(name: str) -> tuple[nn.Module, tuple[int, ...], Any]:
     torch.manual_seed(0)
     model, batch = make(name)
     return model, (2, 2), batch
+
+
+def test_casts_need_no_device() -> None:
+    """A plan for devices that are not here has the casts they have; what autocast was before comes back."""
+    from autopar.trace_capture import _autocasting
+
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), torch.is_autocast_cache_enabled()
+    with _autocasting("cuda", torch.bfloat16):
+        assert torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.bfloat16
+        with _autocasting("cuda", None):
+            assert not torch.is_autocast_enabled("cuda")
+        assert torch.is_autocast_enabled("cuda")
+    after = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), torch.is_autocast_cache_enabled()
+    assert after == before
+
+
+def test_casts_that_torch_does_not_do_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "set_autocast_enabled", lambda *_: None)
+    with pytest.raises(TraceError, match="bfloat16"):
+        _plan(precision="bf16")
