@@ -6,7 +6,7 @@ objective == sum of lines is a check and not a tautology.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -99,12 +99,14 @@ def optimizer_seconds(prices: Prices, node: Node, place: ParameterPlacement, opt
     return moved / prices.cluster.device.memory_bandwidth
 
 
-def agreement_seconds(prices: Prices, graph: Graph) -> float:
-    """All devices of a mesh telling each other, once a step, whether a gradient of the scaled loss overflowed."""
-    if not any(node.is_scaled for node in graph.placeholders("param")):
+def agreement_seconds(prices: Prices, graphs: Iterable[Graph], stages: int = 1) -> float:
+    """All devices of all ``stages`` telling each other, once a step, whether a gradient of the scaled loss overflowed.
+    ``graphs`` make up the step."""
+    if not any(node.is_scaled for graph in graphs for node in graph.placeholders("param")):
         return 0.0
-    axes = tuple(axis for axis, devices in enumerate(prices.mesh) if devices > 1)
-    return collective_seconds(prices.cluster, prices.mesh, "all_reduce", axes, torch.float32.itemsize) if axes else 0.0
+    mesh = (stages, *prices.mesh)
+    axes = tuple(axis for axis, devices in enumerate(mesh) if devices > 1)
+    return collective_seconds(prices.cluster, mesh, "all_reduce", axes, torch.float32.itemsize) if axes else 0.0
 
 
 def casting_seconds(prices: Prices, node: Node, place: ParameterPlacement) -> float:
@@ -190,12 +192,16 @@ def account(
     optimizer: str,
     repeats: Repeats = ONCE,
     loans: Loans = NO_LOANS,
+    agreement: float | None = None,
 ) -> Account:
-    """The bill of ``assignment`` for a step that runs ``graph`` as ``repeats`` says."""
+    """The bill of ``assignment`` for a step that runs ``graph`` as ``repeats`` says. ``agreement``: seconds of agreeing
+    on overflow that this bill has; None for those of a step that is ``graph`` alone."""
+    agreeing = agreement_seconds(prices, (graph,)) if agreement is None else agreement
     lines = (
         *_compute_lines(graph, assignment, prices, repeats),
         *_use_lines(graph, assignment, prices, repeats.microbatches),
         *_optimizer_lines(graph, assignment, prices, optimizer, loans),
+        *([Line("optimizer", "loss scale", "", "backward", agreeing)] if agreeing else []),
         *_loan_lines(graph, loans),
     )
     hidden = _hidden_lines(lines, hidden_shares(graph, prices.cluster, repeats))
@@ -277,9 +283,6 @@ def _optimizer_lines(
         moving = offload_seconds(prices, node, place, optimizer) if node.target in updated else 0.0
         if moving:
             yield Line("offload", node.name, node.target.rpartition(".")[0], "backward", moving)
-    agreement = agreement_seconds(prices, graph)
-    if agreement:
-        yield Line("optimizer", "loss scale", "", "backward", agreement)
 
 
 def trained(graph: Graph) -> tuple[str, ...]:

@@ -202,7 +202,7 @@ class _Builder:
 
     def _group(self, name: str, choices: tuple[Choice, ...]) -> Group:
         if name == OUTPUTS:
-            return Group(name, np.array([agreement_seconds(self.prices, self.graph)]), np.zeros(1), np.zeros(1))
+            return Group(name, np.array([agreement_seconds(self.prices, (self.graph,))]), np.zeros(1), np.zeros(1))
         count, node = self.counts[name], self.graph[name]
         rows = np.array([self._charges(node, choice) for choice in choices], dtype=np.float64)
         return Group(name, rows[:, 0] * count, rows[:, 1] * count, rows[:, 2])

@@ -16,7 +16,7 @@ from autopar.cost.pipeline_prices import ChunkPrice, EdgePrice, PipelinePrices, 
 from autopar.cost.point_to_point import message_rate
 from autopar.passes.stages import split_backward
 
-from .account import Account, Line, account
+from .account import Account, Line, account, agreement_seconds
 from .cluster import Cluster
 from .loans import loans
 from .plan import ONCE_A_STEP
@@ -91,6 +91,8 @@ def bill_stages(
 ) -> StageBill:
     """The bill of a cut and placed graph under ``schedule``."""
     most = most_in_flight(schedule)
+    agreement = agreement_seconds(prices, (chunk.graph for chunk in chunks), schedule.stages)
+    first = {held[0] for held in schedule.held}  # Once a step, on every device.
     accounts = tuple(
         account(
             chunk.graph,
@@ -99,6 +101,7 @@ def bill_stages(
             optimizer,
             Repeats(schedule.microbatches, most[chunk.index], accumulates=True),
             borrowed,
+            agreement if chunk.index in first else 0.0,
         )
         for chunk, borrowed in zip(chunks, loans(chunks, schedule.placement, prices), strict=True)
     )

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import autopar
+from autopar.cost import collective_seconds
 from autopar.equality import Closeness, distance
 from autopar.errors import OptionsError, PlanMismatchError, TraceError
 from autopar.graph import Graph
@@ -157,6 +158,28 @@ def test_the_bill_is_what_the_program_does(precision: str) -> None:
         bill = found.bill(assignment)
         assert difference(collectives_of(found.program(assignment)), priced(bill)) == ()
     assert any(line.name == "loss scale" for line in bill.lines) == (precision == "fp16")
+
+
+def test_stages_agree_on_overflow_once_a_step() -> None:
+    """Of all devices, not of those of a stage, however many chunks and microbatches there are."""
+    cluster = autopar.Cluster.get(CLUSTER)
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
+    options = Options(precision="fp16", stages=2, microbatches=4, schedule="interleaved")
+    plan = autopar.plan(
+        model,
+        (2, 2),
+        torch.randn(64, 32),
+        cluster=cluster,
+        loss_fn=lambda y, _: y.float().square().mean(),
+        options=options,
+    )
+    assert plan.stages == 2 and plan.mesh == (2,) and plan.pipeline is not None
+    whole = collective_seconds(cluster, (2, 2), "all_reduce", (0, 1), 4)
+    said = [(line.stage, line.seconds) for line in plan.lines if line.name == "loss scale"]
+    assert sorted(said) == [(0, whole), (1, whole)]
+    busiest = max(sum(line.seconds for line in plan.lines if line.stage == stage) for stage in range(2))
+    assert plan.objective == pytest.approx(busiest + plan.predicted.bubble, rel=1e-9)
+    assert plan.pipeline.update_seconds > whole
 
 
 class Wide(nn.Module):
