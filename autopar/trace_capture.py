@@ -267,7 +267,7 @@ def capture(
             _collecting_rarely(),
             _traceable(),
             patched(),
-            experts_as_operations(request.model),
+            experts_as_operations(request.model, request.autocast),
             fx_traceback.preserve_node_meta(),
             selected if select else nullcontext(),
         ):

@@ -31,20 +31,23 @@ _ROWS = (11, 13)
 
 
 @contextmanager
-def experts_as_operations(model: nn.Module) -> Iterator[None]:
-    """Within, the blocks of ``model`` are traceable; nothing happens where transformers is not in use."""
+def experts_as_operations(model: nn.Module, autocast: torch.dtype | None = None) -> Iterator[None]:
+    """Within, the blocks of ``model`` are traceable; nothing happens where transformers is not in use. ``autocast``:
+    what products are cast to where autocast is on; those of experts are."""
     moe = sys.modules.get(_MODULE)
     if moe is None:
         yield
         return
-    known = {id(m): text for m in model.modules() if (text := _activation(m)) is not None}
+    dtypes = (None,) if autocast is None else (None, autocast)
+    known = {(id(m), d): text for m in model.modules() for d in dtypes if (text := _activation(m, d)) is not None}
 
     def chosen(_interface: Any, _name: str, _default: Callable[..., Any]) -> Callable[..., Any]:
         def forward(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-            text = known.get(id(module))
-            return (
-                _run(module, x, ids, weights, text) if text else moe.grouped_mm_experts_forward(module, x, ids, weights)
-            )
+            dtype = autocast if torch.is_autocast_enabled(x.device.type) else None
+            text = known.get((id(module), dtype))
+            if text is None:
+                return moe.grouped_mm_experts_forward(module, x, ids, weights)  # type: ignore[no-any-return]
+            return _run(module, x, ids, weights, text, dtype)
 
         return forward
 
@@ -52,23 +55,24 @@ def experts_as_operations(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _run(module: Any, x: Tensor, ids: Tensor, weights: Tensor, text: str) -> Tensor:
-    up = module.gate_up_proj if module.has_gate else module.up_proj
-    down = module.down_proj
-    up_bias, down_bias = None, None
-    if module.has_bias:
-        up_bias = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
-        down_bias = module.down_proj_bias
+def _run(module: Any, x: Tensor, ids: Tensor, weights: Tensor, text: str, autocast: torch.dtype | None) -> Tensor:
+    """What ``module`` computes; in ``autocast``, if that is on, as its products would be."""
+    name = "gate_up_proj" if module.has_gate else "up_proj"
+    names = (name, "down_proj", *((f"{name}_bias", "down_proj_bias") if module.has_bias else ()))
+    dtype = autocast or getattr(module, name).dtype
+    # Cast before anything else is done with them, so that it is the parameters that are cast.
+    up, down, *biases = (getattr(module, each).to(dtype) for each in names)
+    up_bias, down_bias = biases or (None, None)
     if module.is_transposed:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
     # Under autocast the tokens may have another dtype than the matrices.
-    out: Tensor = experts(x.to(up.dtype), ids, weights, up, down, up_bias, down_bias, text, int(up.shape[0]), 0)
+    out: Tensor = experts(x.to(dtype), ids, weights, up, down, up_bias, down_bias, text, int(up.shape[0]), 0)
     return out.to(x.dtype)
 
 
-def _activation(module: Any) -> str | None:
-    """The text of what ``module`` does between its two matrices; None if it is no such block, or does what the
-    operation cannot."""
+def _activation(module: Any, dtype: torch.dtype | None) -> str | None:
+    """The text of what ``module`` does between its two matrices, in ``dtype`` or that of the matrices; None if it is no
+    such block, or does what the operation cannot."""
     has_all = all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "down_proj"))
     if not has_all or getattr(module, "has_post_expert_norm", False) or getattr(module, "_is_expert_parallel", False):
         return None
@@ -77,7 +81,7 @@ def _activation(module: Any) -> str | None:
         return None
     width = int(up.shape[2 if module.is_transposed else 1])
     function = module._apply_gate if module.has_gate else module.act_fn
-    return activation_text(function, width, up.dtype)
+    return activation_text(function, width, dtype or up.dtype)
 
 
 def _is_stacked(matrix: object) -> TypeGuard[Tensor]:

@@ -36,6 +36,7 @@ from tests.models import make, pictures, text
 from tests.questions import CLUSTER, ask, setting, slow_devices
 from tests.simulate import World
 from tests.test_conformance import any_assignment, priced
+from tests.test_experts import make as make_experts
 from tests.test_lower import programs, random_assignment
 from tests.zoo.check import widened
 
@@ -105,7 +106,7 @@ def _case(name: str) -> tuple[nn.Module, Any]:
             hidden_size=48, num_hidden_layers=1, num_attention_heads=4, intermediate_size=96, vocab_size=257,
         )  # fmt: skip
         return BertForMaskedLM(config), text(6, 5)
-    return make(name, layers=1)
+    return make_experts(name) if name == "mixtral" else make(name, layers=1)
 
 
 @cache
@@ -131,7 +132,7 @@ def _check(found: dict[str, torch.Tensor], wanted: Results, exact: Results, kind
 
 
 @pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2)], ids=str)
-@pytest.mark.parametrize("name", ["gpt2", "bert", "convolutions"])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "convolutions", "mixtral"])
 def test_any_assignment_gives_what_one_device_does(name: str, mesh: tuple[int, ...]) -> None:
     """Tied weights, dropout, batch norm; vocabularies, batches and heads that divide nothing."""
     graph, values, wanted, exact = _expected(name, "bf16")
@@ -324,6 +325,18 @@ def _placed(name: str) -> tuple[nn.Module, tuple[int, ...], Any]:
     torch.manual_seed(0)
     model, batch = make(name)
     return model, (2, 2), batch
+
+
+def test_experts_compute_in_16_bits() -> None:
+    """Matrices and tokens, as products do; the matrices are cast once a step, and their gradients are float32."""
+    graph = _expected("mixtral", "bf16")[0]
+    blocks = [node for node in graph.nodes if "experts" in node.op]
+    assert len(blocks) == 4
+    for node in blocks:
+        *_, up, down = (graph.type_of(value) for value in node.operands)
+        assert up.dtype == down.dtype == graph.type_of(node.operands[0]).dtype == torch.bfloat16
+    cast = {node.target for node in graph.placeholders("param") if node.stored != node.type}
+    assert {f"model.layers.{i}.mlp.experts.{name}_proj" for i in (0, 1) for name in ("gate_up", "down")} <= cast
 
 
 def test_casts_need_no_device() -> None:
