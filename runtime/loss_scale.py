@@ -6,8 +6,10 @@ as soon as they are reduced, before they are added to ``.grad``.
 
 Gradients may be added up over several passes until an optimizer consumes them. If one of these passes overflows on any
 rank, the sum would lack a part, so there is no sum on any rank: what was added up before is dropped, and so is whatever
-arrives until an optimizer has stepped or ``zero_grad`` was called. ``.grad`` is None meanwhile, so that an optimizer of
-any class skips its step, its state untouched, and so does clipping. All passes up to there count as one step.
+arrives until an optimizer has stepped or ``zero_grad`` was called, of the model or of an optimizer that it made. (That
+of another optimizer cannot be told: one made by hand is to step also where the model has overflowed.) ``.grad`` is None
+meanwhile, so that an optimizer of any class skips its step, its state untouched, and so does clipping. All passes up to
+there count as one step.
 """
 
 from __future__ import annotations
@@ -133,3 +135,15 @@ def watch_optimizers(model: nn.Module, scale: LossScale) -> None:
             scale.consumed()
 
     weakref.finalize(model, register_optimizer_step_post_hook(stepped).remove)
+
+
+def watch_zero_grad(optimizer: torch.optim.Optimizer, scale: LossScale) -> None:
+    """From now on, :meth:`zero_grad` of ``optimizer`` consumes gradients too, as who leaves out the step would have it.
+    Of one object, as torch's learning-rate schedulers do it to ``step``."""
+    clear = optimizer.zero_grad
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        clear(set_to_none)
+        scale.consumed()
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]

@@ -24,7 +24,7 @@ from .call import Call
 from .compiled import Compile, OutputsWanted, Request
 from .gradient_norm import clip, gradients_of, total_norm
 from .groups import mesh_groups
-from .loss_scale import LossScale, watch_optimizers
+from .loss_scale import LossScale, watch_optimizers, watch_zero_grad
 from .optimizer import make_optimizer
 from .parameters import broadcast_first, make_dtensor, shared_seed
 from .pipeline_call import PipelineCall
@@ -158,7 +158,10 @@ class ParallelModule(nn.Module):
         """``cls`` over the named parameters, before or after the first batch; its state rests as the parameters do, and
         it steps on local shards where that gives the same numbers (:mod:`autopar.runtime.optimizer`). State that
         the plan puts into host memory is on the device only while its parameter is updated."""
-        return make_optimizer(cls, self.named_parameters(), self._rests_in_host_memory, **kwargs)
+        made = make_optimizer(cls, self.named_parameters(), self._rests_in_host_memory, **kwargs)
+        if self._loss_scale is not None:
+            watch_zero_grad(made, self._loss_scale)
+        return made
 
     def _rests_in_host_memory(self, path: str) -> bool:
         """Whether the plan, if there is one, keeps the optimizer state of the parameter there."""
@@ -242,8 +245,8 @@ class ParallelModule(nn.Module):
     @property
     def overflowed(self) -> bool:
         """Whether gradients overflowed under fp16 in one of the passes whose gradients are added up, so that there are
-        none: an optimizer that steps now does nothing. It stands until the first pass after an optimizer's step or
-        :meth:`zero_grad`. The same on every rank."""
+        none: an optimizer that steps now does nothing. It stands until the first pass after an optimizer's step, or
+        :meth:`zero_grad` of the model or of an optimizer of :meth:`optimizer`. The same on every rank."""
         return self._loss_scale is not None and self._loss_scale.overflowed
 
     def loss_scale_state(self) -> dict[str, float | int]:

@@ -208,6 +208,27 @@ def test_an_optimizer_of_the_user_ends_a_step() -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adafactor])
+def test_a_step_left_out_ends_with_zero_grad(cls: type[torch.optim.Optimizer]) -> None:
+    parallel, x = _one_device()
+    try:
+        optimizer = parallel.optimizer(cls, lr=0.1)
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        _set_scale(parallel, 2.0**40)
+        stepped = 0
+        for _ in range(40):
+            parallel.step(x)
+            if not parallel.overflowed:
+                optimizer.step()
+                schedule.step()
+                stepped += 1
+            optimizer.zero_grad()
+        assert stepped > 10 and parallel.loss_scale_state()["_growth_tracker"] == stepped
+        copy.deepcopy(optimizer.state_dict())
+    finally:
+        dist.destroy_process_group()
+
+
 def test_gradients_of_inputs_are_those_of_the_loss() -> None:
     """Also where those of parameters overflow: the user may add them to something."""
     model, x = _scaled_up(1.0)
