@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from autopar.cost import usable_host_bytes
-
 from .cluster import Cluster
 from .errors import InfeasibleError
 from .graph import REST
@@ -36,15 +34,14 @@ def infeasible(instance: Instance, limit: float, known: int | None = None) -> In
     )
 
 
-def check_host(cluster: Cluster, needed: int) -> None:
-    """Raises :class:`InfeasibleError` if a step needs more host memory per device than the cluster leaves a plan."""
-    usable = usable_host_bytes(cluster)
+def check_host(cluster: Cluster, needed: int, usable: int) -> None:
+    """Raises :class:`InfeasibleError` if the plan that was found puts more than ``usable`` bytes into host memory."""
     if needed > usable:
         raise InfeasibleError(
-            f"the step fits only with {size(needed)} of optimizer state per device in host memory, and of that cluster "
-            f"{cluster.name!r} leaves {size(usable)}. What would lower it: zero=1, 2 or 3, so that the state is "
-            "sharded over every axis; twice the devices; an optimizer with less state; offload=False says what would "
-            "fit without."
+            f"the plan found has {size(needed)} of optimizer state per device in host memory, of which cluster "
+            f"{cluster.name!r} leaves {size(usable)}. What would lower it: offload=None, so that only some of it goes "
+            "there; zero=1, 2 or 3, so that it is sharded over every axis; twice the devices; an optimizer with less "
+            "state."
         )
 
 

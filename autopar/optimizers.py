@@ -41,6 +41,10 @@ OPTIMIZERS: Mapping[str, Callable[[Shape], Dim]] = {
     "muon": _copies(1),
 }
 
+# Those that treat every element by itself, of which torch has one: their state may rest in host memory
+# (:mod:`autopar.runtime.optimizer`).
+ELEMENTWISE = frozenset(OPTIMIZERS) - {"adafactor", "lion", "muon"}
+
 
 def optimizer_bytes(optimizer: str, parameter: TensorType) -> Dim:
     """Bytes of state for a parameter, or for the shard of one; ``optimizer`` is a name in :data:`OPTIMIZERS`."""

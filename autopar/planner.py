@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from autopar.cost import usable_bytes
+from autopar.cost import usable_bytes, usable_host_bytes
 from autopar.passes.annotate import annotate
 from autopar.passes.fold import fold_layers
 from autopar.passes.recompute import recomputed
@@ -31,7 +31,7 @@ from .problem import Ints, Problem, Solution, evaluate, memory_of
 from .repeats import ONCE, Repeats
 from .restrict import baselines, pin_instance, pinned_apart, with_choices, zero_allows
 from .solve import smallest_choices, solve
-from .within_memory import ROUNDS, fits, may_widen, solve_wide, solve_within, tightened, widened
+from .within_memory import ROUNDS, fits, may_widen, solve_wide, solve_within, tightened, widened, within_host
 
 STRETCHES = 3
 # For how long, and by how much at a time, a limit that fits is lowered to find the smallest.
@@ -42,8 +42,8 @@ BASELINE_GAP = 0.05
 @dataclass(frozen=True)
 class Question:
     """What a plan is asked for: the normalised ``graph`` (symbolic in the batch), its ``loss`` output, the ``batch``
-    size, the hardware and the options. ``model`` describes it for people. ``repeats`` and ``memory_limit`` are those of
-    one placement program of a search over stages; ``notes`` become warnings of the plan."""
+    size, the hardware and the options. ``model`` describes it for people. ``repeats``, ``memory_limit`` and
+    ``host_limit`` are those of one placement program of a search over stages; ``notes`` become warnings of the plan."""
 
     graph: Graph
     loss: str | None
@@ -55,6 +55,7 @@ class Question:
     axis_names: tuple[str, ...] = ()
     repeats: Repeats = ONCE
     memory_limit: float | None = None
+    host_limit: int | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -139,6 +140,11 @@ def memory_limit_of(question: Question) -> int:
     return int(question.memory_limit or question.options.memory_limit or usable_bytes(question.cluster))
 
 
+def host_limit_of(question: Question) -> int:
+    """Bytes of host memory for each device that a plan may use."""
+    return question.host_limit if question.host_limit is not None else usable_host_bytes(question.cluster)
+
+
 def _posed(question: Question, graph: Graph, timings: Timings) -> tuple[Graph, Instance]:
     """The annotated graph, and the placement program of it with its layers folded."""
     with timings.phase("annotate"):
@@ -194,7 +200,15 @@ def _settled(question: Question, instance: Instance, solution: Solution, timings
     """The answer that a solution means, solved again with less memory as long as its bill does not fit. Raises
     :class:`InfeasibleError`."""
     answer = _within_device(question, instance, solution, timings)
-    check_host(question.cluster, answer.account.memory.host)
+    usable = host_limit_of(question)
+    if answer.account.memory.host <= usable:
+        return answer
+    less = within_host(answer.instance, usable)
+    with timings.phase("solve"):
+        solution = _solve(question, less, timings)
+    if _is_one(solution):
+        answer = _within_device(question, less, solution, timings)
+    check_host(question.cluster, answer.account.memory.host, usable)
     return answer
 
 
@@ -373,7 +387,8 @@ def _refined(question: Question, annotated: Graph, best: Answer, timings: Timing
     if not _is_one(solution) or solution.objective >= best.solution.objective:
         return best
     found = _read(instance, solution)
-    return best if tightened(instance, _peak(found), float(memory_limit_of(question))) else found
+    exceeds = found.account.memory.host > host_limit_of(question)
+    return best if exceeds or tightened(instance, _peak(found), float(memory_limit_of(question))) else found
 
 
 def _read(instance: Instance, solution: Solution) -> Answer:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from autopar.cost import usable_host_bytes
 from autopar.cost.point_to_point import message_rate
 from autopar.passes.annotate import annotate
 from autopar.passes.microbatch import split_inputs
@@ -24,6 +25,7 @@ from .errors import InfeasibleError, OptionsError
 from .exact_stages import exact_stages, fullest, peak, with_memory
 from .figures import plan_line, predicted
 from .graph import VIEWS, Graph
+from .infeasible import check_host
 from .plan import Plan, Predicted
 from .planner import (
     Answer,
@@ -293,7 +295,9 @@ def _staged(
     inside = replace(question, mesh=layout.mesh, axis_names=names)
 
     def solve(graph: Graph, repeats: Repeats, limit: float) -> Answer:
-        asked = replace(inside, repeats=repeats, memory_limit=limit)
+        # The placement program is of the whole model, which all stages hold together.
+        host = layout.stages * usable_host_bytes(question.cluster)
+        asked = replace(inside, repeats=repeats, memory_limit=limit, host_limit=host)
         solved = (solve_only(replace(asked, mesh=mesh), graph, timings) for mesh in mesh_candidates(inside))
         return min(solved, key=lambda one: one.account.seconds)
 
@@ -302,6 +306,8 @@ def _staged(
     made = search(
         Ask(whole, split_inputs(question.graph), layout, count, schedule, dict(pinned), limit, optimizer, solve)
     )
+    fullest = max(sum(made.bill.accounts[c].memory.host for c in held) for held in made.bill.schedule.held)
+    check_host(question.cluster, fullest, usable_host_bytes(question.cluster))
     asked = replace(inside, mesh=made.whole.prices.mesh)
     found = _found(question, asked, made, timings)
     return replace(found, improved=partial(_improved, question, asked, made, timings))

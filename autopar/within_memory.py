@@ -8,6 +8,7 @@ or recomputed, and every optimizer state rests on the device or in host memory (
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -15,11 +16,13 @@ import numpy as np
 
 from autopar.passes.recomputable import Recomputable, recomputable
 
+from .account import offloaded_bytes
 from .assignment import Again, ParameterPlacement
 from .cluster import Cluster
 from .errors import OptionsError
 from .graph import REST, Node
 from .instance import Choice, Instance, build_instance
+from .optimizers import ELEMENTWISE
 from .options import Options
 from .problem import Ints, Solution, evaluate, memory_of
 from .restrict import with_choices
@@ -76,7 +79,8 @@ def may_widen(options: Options, plain: Instance) -> bool:
 
 
 def _may_offload(options: Options, plain: Instance) -> bool:
-    return options.offload is not False and plain.prices.cluster.device.has_host
+    has_host = plain.prices.cluster.device.has_host
+    return options.offload is not False and has_host and plain.optimizer in ELEMENTWISE
 
 
 def widened(plain: Instance, options: Options) -> Instance:
@@ -101,8 +105,43 @@ def widened(plain: Instance, options: Options) -> Instance:
     return with_choices(wide, _follows(wide, dropped))
 
 
+def within_host(wide: Instance, usable: int) -> Instance:
+    """The instance that offers no more offload than ``usable`` bytes of host memory hold: of as many parameters as fit,
+    the largest first, each where it takes least. So the host's memory is kept, if not always put to its best use."""
+    counts = Counter(wide.graph.classes.get(node.name, node.name) for node in wide.graph.nodes)
+    least: dict[str, int] = {}
+    for name, choices, group in zip(wide.names, wide.choices, wide.problem.groups, strict=True):
+        possible = (choice for choice, cost in zip(choices, group.cost, strict=True) if math.isfinite(cost))
+        places = [place for place in possible if isinstance(place, ParameterPlacement) and place.offload]
+        if places:
+            least[name] = counts[name] * min(_away(wide, name, place) for place in places)
+    left, offered = usable, set()
+    for name, count in sorted(least.items(), key=lambda item: -item[1]):
+        if count <= left:
+            left -= count
+            offered.add(name)
+
+    def allowed(node: Node, choice: Choice) -> bool:
+        if not isinstance(choice, ParameterPlacement) or not choice.offload:
+            return True
+        name = wide.graph.classes.get(node.name, node.name)
+        return name in offered and counts[name] * _away(wide, name, choice) == least[name]
+
+    return with_choices(wide, allowed)
+
+
+def _away(wide: Instance, name: str, place: ParameterPlacement) -> int:
+    return offloaded_bytes(wide.prices, wide.graph[name], place, wide.optimizer)
+
+
 def check_offload(options: Options, cluster: Cluster) -> None:
-    """Raises :class:`OptionsError` if optimizer state is to rest in host memory where there is none."""
+    """Raises :class:`OptionsError` if optimizer state is to rest in host memory where there is none, or that of an
+    optimizer that cannot."""
+    if options.offload and options.optimizer not in ELEMENTWISE:
+        raise OptionsError(
+            f"offload=True: {options.optimizer} does not treat every element by itself, and its state must stay on the "
+            f"device; leave offload out, or use one of {', '.join(sorted(ELEMENTWISE))}"
+        )
     if options.offload and not cluster.device.has_host:
         raise OptionsError(
             f"offload=True: a device of cluster {cluster.name!r} has no host memory besides its own; leave offload "

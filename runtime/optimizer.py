@@ -15,7 +15,7 @@ themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -47,13 +47,24 @@ def make_optimizer(
     cls: OptimizerClass, named: Iterable[tuple[str, nn.Parameter]], in_host: InHost = lambda path: False, **kwargs: Any
 ) -> torch.optim.Optimizer:
     """``cls`` over the parameters; stepping on local shards if it is one of :data:`ELEMENTWISE`. ``in_host``, asked
-    when the first step is taken: whether the state of a parameter, by path, rests in host memory. Raises
-    :class:`AutoparError` if one that does not step on shards is to keep some there."""
+    at every step, since there may be no plan yet: whether the state of a parameter, by path, rests in host memory. An
+    optimizer that does not step on shards and is to keep some there raises :class:`AutoparError`, here or when it
+    steps."""
     if cls in ELEMENTWISE:
         assert isinstance(cls, type)
         return _on_shards(cls, in_host)(named, **kwargs)
     named = list(named)
-    offloaded = [path for path, _ in named if in_host(path)]
+    optimizer = cls(named, **kwargs)
+
+    def refuse(*_: Any) -> None:
+        _refuse(cls, [path for path, _ in named if in_host(path)])
+
+    refuse()
+    optimizer.register_step_pre_hook(refuse)
+    return optimizer
+
+
+def _refuse(cls: OptimizerClass, offloaded: list[str]) -> None:
     if offloaded:
         known = ", ".join(sorted(one.__name__ for one in ELEMENTWISE))
         raise AutoparError(
@@ -61,7 +72,6 @@ def make_optimizer(
             f"{getattr(cls, '__name__', cls)} cannot: it does not treat every element by itself. Plan with "
             f"Options(offload=False), or use one of {known}"
         )
-    return cls(named, **kwargs)
 
 
 def _on_shards(cls: type[torch.optim.Optimizer], in_host: InHost) -> type[torch.optim.Optimizer]:
@@ -78,13 +88,18 @@ def _on_shards(cls: type[torch.optim.Optimizer], in_host: InHost) -> type[torch.
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         cls.load_state_dict(self, state_dict)
         self._inner = None
+        # torch has put it all on the device.
+        for parameter, path, _ in _named(self):
+            if parameter in self.state and in_host(path):
+                resting = _in_host({key: _local(value) for key, value in self.state[parameter].items()})
+                self.state[parameter] = _as_global(resting, parameter)
 
     body = {"step": step, "load_state_dict": load_state_dict, "_inner": None, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls,), body)
 
 
 def _step(outer: Any, cls: type[torch.optim.Optimizer], in_host: InHost) -> None:
-    if outer._inner is None or _sizes(outer) != outer._inner.sizes:
+    if outer._inner is None or _resting(outer, in_host) != outer._inner.resting:
         outer._inner = _Inner(outer, cls, in_host)
     outer._inner.step(outer)
 
@@ -94,24 +109,16 @@ class _Inner:
     outer one, and one for each parameter whose state rests in host memory."""
 
     def __init__(self, outer: Any, cls: type[torch.optim.Optimizer], in_host: InHost) -> None:
-        self.sizes = _sizes(outer)
-        self.local = {parameter: _local(parameter) for group in outer.param_groups for parameter in group["params"]}
-        away = {
-            parameter
-            for group in outer.param_groups
-            for parameter, path in zip(group["params"], group.get("param_names", ()), strict=False)
-            if in_host(path)
-        }
+        self.resting = _resting(outer, in_host)
+        self.local = {parameter: _local(parameter) for parameter, _, _ in _named(outer)}
+        away = {parameter: index for parameter, path, index in _named(outer) if in_host(path)}
         groups = [[p for p in group["params"] if p not in away] for group in outer.param_groups]
         make: OptimizerClass = cls
         self.resident = make([self._group(outer, i, members) for i, members in enumerate(groups)])
-        self.visiting = {
-            parameter: (index, make([self._group(outer, index, [parameter])]))
-            for index, group in enumerate(outer.param_groups)
-            for parameter in group["params"]
-            if parameter in away
-        }
+        self.visiting: dict[nn.Parameter, tuple[int, torch.optim.Optimizer]] = {}
         for parameter in self.local:
+            if parameter in away:
+                self.visiting[parameter] = away[parameter], make([self._group(outer, away[parameter], [parameter])])
             self._take_state(outer, parameter)
 
     def _group(self, outer: Any, index: int, members: list[nn.Parameter]) -> dict[str, Any]:
@@ -186,9 +193,23 @@ def _moves(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
-def _sizes(optimizer: torch.optim.Optimizer) -> list[int]:
-    """How many parameters each group has; it grows with ``add_param_group``."""
-    return [len(group["params"]) for group in optimizer.param_groups]
+def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, str, int]]:
+    """Each parameter with its path, empty if it has none, and the position of its group."""
+    for index, group in enumerate(optimizer.param_groups):
+        names: list[str] = group.get("param_names", [])
+        for position, parameter in enumerate(group["params"]):
+            yield parameter, names[position] if position < len(names) else "", index
+
+
+def _resting(optimizer: torch.optim.Optimizer, in_host: InHost) -> list[tuple[int, int, bool]]:
+    """What an inner optimizer stands on: the memory of each shard, which changes when a first batch brings a plan, and
+    whether its state rests in host memory. It grows with ``add_param_group``."""
+    shards = ((_shard(parameter), in_host(path)) for parameter, path, _ in _named(optimizer))
+    return [(shard.data_ptr(), shard.numel(), is_away) for shard, is_away in shards]
+
+
+def _shard(parameter: nn.Parameter) -> torch.Tensor:
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 def _local(value: Any) -> Any:

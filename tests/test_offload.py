@@ -13,6 +13,7 @@ from torch import nn
 import autopar
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, InfeasibleError, OptionsError
+from autopar.optimizers import ELEMENTWISE
 from autopar.options import Options
 from autopar.plan import Plan
 from autopar.planner import Timings
@@ -86,10 +87,37 @@ def test_what_the_error_says_of_offload() -> None:
         replace(CLUSTER.device, host_memory_bytes=0)
 
 
+def with_host(count: int) -> Cluster:
+    return replace(CLUSTER, device=replace(CLUSTER.device, host_memory_bytes=count))
+
+
 def test_a_host_that_is_too_small() -> None:
-    little = replace(CLUSTER, device=replace(CLUSTER.device, host_memory_bytes=1000))
-    with pytest.raises(InfeasibleError, match=r"in host memory, and of that cluster .* leaves 800 B.*zero=1"):
-        planned(little, offload=True, zero=0)
+    with pytest.raises(InfeasibleError, match=r"in host memory, of which cluster .* leaves 800 B.*offload=None"):
+        planned(with_host(1000), offload=True, zero=0)
+
+
+def test_what_the_host_cannot_hold_stays_on_devices() -> None:
+    free = planned(mesh=(1,), recompute="none")
+    limit = free.predicted.peak_bytes - free.predicted.optimizer_bytes // 3
+    plan = planned(with_host(free.predicted.optimizer_bytes // 2), mesh=(1,), memory_limit=limit)
+    assert plan.predicted.peak_bytes <= limit
+    assert plan.predicted.host_bytes <= 0.8 * (free.predicted.optimizer_bytes // 2)
+
+
+def test_the_host_of_each_stage_holds_its_own() -> None:
+    whole = planned(offload=True, stages=2, microbatches=2)
+    held = whole.predicted.host_bytes
+    plan = planned(with_host(int(1.2 * held / 0.8)), offload=True, stages=2, microbatches=2)
+    assert plan.predicted.host_bytes == held
+    with pytest.raises(InfeasibleError, match="in host memory"):
+        planned(with_host(held // 2), offload=True, stages=2, microbatches=2)
+
+
+def test_only_element_wise_optimizers_are_offered_it() -> None:
+    with pytest.raises(OptionsError, match="offload=True: adafactor does not treat every element by itself"):
+        planned(offload=True, optimizer="adafactor")
+    names = {name for name in ELEMENTWISE if name not in ("momentum", "amsgrad")}
+    assert names <= {one.__name__.lower() for one in steps.ELEMENTWISE}
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad"])
@@ -126,8 +154,39 @@ def train(name: str, in_host: steps.InHost) -> tuple[list[torch.Tensor], list[di
 
 
 def test_an_optimizer_that_sees_whole_tensors_cannot_offload() -> None:
+    named = [("w", nn.Parameter(torch.zeros(2, 2)))]
     with pytest.raises(AutoparError, match=r"optimizer state of w .*which Adafactor cannot"):
-        make_optimizer(torch.optim.Adafactor, [("w", nn.Parameter(torch.zeros(2, 2)))], lambda path: True)
+        make_optimizer(torch.optim.Adafactor, named, lambda path: True)
+    planned_yet: list[str] = []
+    early = make_optimizer(torch.optim.Adafactor, named, lambda path: path in planned_yet)
+    early.step()
+    planned_yet.append("w")
+    with pytest.raises(AutoparError, match="which Adafactor cannot"):
+        early.step()
+
+
+def test_an_optimizer_that_stepped_before_the_first_batch_steps_on_what_the_plan_brings() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = make_optimizer(torch.optim.SGD, [("w", weight)], lr=0.5)
+    optimizer.step()
+    weight.data = weight.data.clone()
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    assert weight.tolist() == [0.5, 0.5, 0.5]
+
+
+def test_loaded_state_rests_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the next step already."""
+    moved: list[str] = []
+    rests = steps._in_host
+    monkeypatch.setattr(steps, "_in_host", lambda state: moved.append("state") or rests(state))
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = make_optimizer(torch.optim.AdamW, [("w", weight)], lambda path: True, lr=0.5)
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    saved, count = optimizer.state_dict(), len(moved)
+    optimizer.load_state_dict(saved)
+    assert len(moved) == count + 1
 
 
 def trained(rank: int, world: int) -> list[Any]:
