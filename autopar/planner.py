@@ -6,7 +6,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 from autopar.cost import usable_bytes, usable_host_bytes
@@ -19,6 +19,7 @@ from .account import Account, account
 from .alternatives import holdings
 from .assignment import Assignment, ParameterPlacement
 from .cluster import Cluster
+from .errors import InfeasibleError
 from .exact_memory import exact_memory
 from .figures import predicted
 from .graph import Graph, Node
@@ -206,7 +207,7 @@ def _settled(question: Question, instance: Instance, solution: Solution, timings
     less = within_host(answer.instance, usable)
     with timings.phase("solve"):
         solution = _solve(question, less, timings)
-    if _is_one(solution):
+    with suppress(InfeasibleError):
         answer = _within_device(question, less, solution, timings)
     check_host(question.cluster, answer.account.memory.host, usable)
     return answer
