@@ -38,13 +38,14 @@ from .graph import Dim, Graph
 from .options import Options, without_stages
 from .pipeline import PipelineProgram
 from .plan import Plan
-from .planner import Question, Timings, fixed_assignment, graph_hash, pipelined_graph, step_graph
+from .planner import Question, Timings, fixed_assignment
 from .precision import Precision, autocast_dtype, check_precision, scales_loss
 from .prices import BUCKET_BYTES, Prices
 from .program import Program
 from .refit import refit
 from .search import answer
 from .spec import coordinate_of
+from .step_graphs import graph_hash, pipelined_graph, step_graph
 from .trace import Traced, trace
 from .trace_call import describe_call
 

@@ -19,7 +19,7 @@ from .layout_place import Placed, place
 from .layout_price import Priced, price_sections
 from .layout_sections import Sections, bill_sections, with_experts
 from .options import Options
-from .planner import step_graph
+from .step_graphs import step_graph
 
 
 @dataclass(frozen=True, eq=False)

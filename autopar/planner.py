@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +12,6 @@ from autopar.cost import usable_bytes, usable_host_bytes
 from autopar.passes.annotate import annotate
 from autopar.passes.fold import fold_layers
 from autopar.passes.recompute import recomputed
-from autopar.passes.rest import InsertRests
 
 from .account import Account, account
 from .alternatives import holdings
@@ -95,31 +93,6 @@ class Timings:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.process_time() - start
-
-
-def bare_step_graph(graph: Graph, loss: str | None, batch: int) -> Graph:
-    """What one training step computes: the loss (or, without one, every output), gradients and new buffers; at a batch
-    size."""
-    kept = tuple(o for o in graph.outputs if o.kind != "output" or loss is None or o.name == loss)
-    concrete = replace(graph, outputs=kept).without_dead()
-    return concrete.at(**{name: batch for name, _ in graph.symbols})
-
-
-def pipelined_graph(graph: Graph, loss: str | None, batch: int) -> Graph:
-    """:func:`bare_step_graph` without gradients of inputs: a step in microbatches gives none."""
-    found = bare_step_graph(graph, loss, batch)
-    outputs = tuple(output for output in found.outputs if output.kind != "input_gradient")
-    return replace(found, outputs=outputs).without_dead()
-
-
-def step_graph(graph: Graph, loss: str | None, batch: int) -> Graph:
-    """:func:`bare_step_graph` with rests for saved values."""
-    return InsertRests()(bare_step_graph(graph, loss, batch))
-
-
-def graph_hash(graph: Graph) -> str:
-    """Identifies a graph by its text."""
-    return hashlib.sha256(graph.to_text().encode()).hexdigest()[:16]
 
 
 def axes_are_fixed(question: Question) -> bool:

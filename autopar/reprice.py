@@ -29,7 +29,7 @@ from .instance import Instance, build_instance
 from .options import Options, under_policy
 from .plan import Plan
 from .planned_pipeline import PlannedPipeline
-from .planner import Answer, Question, Timings, graph_hash, pipelined_graph, step_graph
+from .planner import Answer, Question, Timings
 from .prices import Prices
 from .problem import Solution, evaluate
 from .refit import refit_plan
@@ -37,6 +37,7 @@ from .repeats import ONCE, Repeats
 from .search import staged_plan
 from .stage_meshes import StageMeshes
 from .stage_search import inner_repeats, scheduled_answer
+from .step_graphs import graph_hash, pipelined_graph, step_graph
 from .write_plan import make_plan
 
 

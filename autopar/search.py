@@ -27,19 +27,7 @@ from .figures import plan_line, predicted
 from .graph import VIEWS, Graph
 from .infeasible import check_host
 from .plan import Plan, Predicted
-from .planner import (
-    Answer,
-    Question,
-    Timings,
-    axes_are_fixed,
-    graph_hash,
-    memory_limit_of,
-    mesh_candidates,
-    pipelined_graph,
-    solve_mesh,
-    solve_only,
-    step_graph,
-)
+from .planner import Answer, Question, Timings, axes_are_fixed, memory_limit_of, mesh_candidates, solve_mesh, solve_only
 from .prices import Prices
 from .repeats import Repeats
 from .stage_meshes import StageMeshes, layouts, microbatch_counts
@@ -47,6 +35,7 @@ from .stage_plan import gradient_values, new_nodes, new_strategies, staged_holdi
 from .stage_search import SOLVED, Ask, StagedAnswer, search
 from .stage_segments import stage_pins
 from .stage_solved import Measure, with_solved_schedule
+from .step_graphs import graph_hash, pipelined_graph, step_graph
 from .write_plan import make_plan
 
 # How many placement programs may be solved to see whether stages pay, times the operations of the graph: at least one.

@@ -13,8 +13,9 @@ from .exact_memory import exact_memory
 from .figures import plan_line, predicted
 from .graph import Graph
 from .plan import Plan, Predicted
-from .planner import Answer, Question, Timings, graph_hash, memory_limit_of
+from .planner import Answer, Question, Timings, memory_limit_of
 from .restrict import module_outputs
+from .step_graphs import graph_hash
 
 
 def make_plan(

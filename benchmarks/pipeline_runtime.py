@@ -40,12 +40,12 @@ from autopar.passes.microbatch import microbatch
 from autopar.passes.normalise import normalise
 from autopar.passes.rest import InsertRests
 from autopar.passes.stages import cut
-from autopar.planner import bare_step_graph
 from autopar.prices import BUCKET_BYTES, Prices
 from autopar.runtime import Compiled, ParallelModule, Request, run_local
 from autopar.spec import REPLICATE
 from autopar.stage_chunks import WirePrice, place_chunks
 from autopar.stage_search import scheduled
+from autopar.step_graphs import bare_step_graph
 from autopar.trace import trace
 
 from .report import describe_machine, emit, make_table

@@ -20,7 +20,6 @@ from autopar.passes.normalise import normalise
 from autopar.passes.rest import InsertRests
 from autopar.passes.stages import cut
 from autopar.pipeline import PipelineProgram
-from autopar.planner import step_graph
 from autopar.prices import Prices
 from autopar.runtime import Compiled, Request
 from autopar.schedule import Schedule
@@ -29,6 +28,7 @@ from autopar.schedules import SCHEDULES
 from autopar.stage_chunks import Chunk, WirePrice, place_chunks
 from autopar.stage_search import scheduled
 from autopar.stages import Staged
+from autopar.step_graphs import step_graph
 from autopar.trace import trace
 from tests.lowering import plain
 from tests.zoo.check import prices_for, random_assignment

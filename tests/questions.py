@@ -20,10 +20,11 @@ from autopar.options import Options
 from autopar.passes.annotate import annotate
 from autopar.passes.lower import Lowering, lower
 from autopar.passes.overlap import overlap
-from autopar.planner import Question, step_graph
+from autopar.planner import Question
 from autopar.prices import BUCKET_BYTES, Prices
 from autopar.program import Program
 from autopar.runtime.launch import run_local
+from autopar.step_graphs import step_graph
 from tests.models import Batch
 
 CLUSTER = "dgx-a100-80gb"

@@ -16,9 +16,10 @@ from autopar.assignment import Assignment
 from autopar.graph import Graph
 from autopar.options import Options
 from autopar.passes.annotate import annotate
-from autopar.planner import Question, Timings, solve_mesh, step_graph
+from autopar.planner import Question, Timings, solve_mesh
 from autopar.prices import Prices
 from autopar.spec import local_shape, shard_dim
+from autopar.step_graphs import step_graph
 from autopar.trace import trace
 from tests.interpret import interpret
 from tests.questions import ask

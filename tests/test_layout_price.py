@@ -16,7 +16,7 @@ from autopar.errors import OptionsError
 from autopar.layout import Layout
 from autopar.layout_memory import FRAGMENTED
 from autopar.layout_model import LayoutModel
-from autopar.planner import step_graph
+from autopar.step_graphs import step_graph
 from benchmarks.published_models import Decoder, build
 from benchmarks.published_shape import Shape
 

@@ -19,9 +19,9 @@ from autopar.passes.annotate import annotate
 from autopar.passes.lower import Lowering, lower
 from autopar.passes.normalise import normalise
 from autopar.passes.overlap import overlap
-from autopar.planner import step_graph
 from autopar.prices import Prices
 from autopar.program import Program
+from autopar.step_graphs import step_graph
 from autopar.trace import trace
 from tests.interpret import interpret
 from tests.simulate import World

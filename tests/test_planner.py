@@ -23,12 +23,13 @@ from autopar.options import Options
 from autopar.passes.annotate import annotate
 from autopar.passes.fold import fold_layers
 from autopar.plan import Plan
-from autopar.planner import Question, Timings, memory_limit_of, mesh_candidates, solve_mesh, step_graph
+from autopar.planner import Question, Timings, memory_limit_of, mesh_candidates, solve_mesh
 from autopar.prices import Prices
 from autopar.problem import Problem, Solution, evaluate, memory_of
 from autopar.search import answer
 from autopar.solve import solve
 from autopar.spec import parse_placements, short
+from autopar.step_graphs import step_graph
 from tests.models import Stack, make, text
 from tests.questions import ask, setting, slow_devices
 

@@ -17,8 +17,8 @@ from autopar.passes.cut_candidates import cut_candidates, cuts_for_owners
 from autopar.passes.microbatch import microbatch
 from autopar.passes.normalise import normalise
 from autopar.passes.stages import cut, split_backward
-from autopar.planner import step_graph
 from autopar.stages import Edge
+from autopar.step_graphs import step_graph
 from autopar.trace import trace
 from tests import models
 from tests.lowering import plain

@@ -9,11 +9,12 @@ import pytest
 
 from autopar.cluster import Cluster
 from autopar.plan_timeline import step_timeline
-from autopar.planner import Timings, solve_mesh, step_graph
+from autopar.planner import Timings, solve_mesh
 from autopar.prices import exchanged_bytes
 from autopar.problem import evaluate, sides_of
 from autopar.repeats import ONCE, Repeats
 from autopar.search import answer
+from autopar.step_graphs import step_graph
 from autopar.windows import hidden_shares
 from tests.models import make
 from tests.questions import CLUSTER, ask

@@ -23,9 +23,10 @@ from autopar.passes.annotate import annotate
 from autopar.passes.lower import Lowering, lower
 from autopar.passes.normalise import normalise
 from autopar.passes.overlap import overlap
-from autopar.planner import Question, Timings, solve_mesh, step_graph
+from autopar.planner import Question, Timings, solve_mesh
 from autopar.prices import Prices
 from autopar.program import Program
+from autopar.step_graphs import step_graph
 from autopar.trace import trace
 from tests.eager_draws import STATE, eager_draws
 from tests.interpret import interpret

@@ -13,8 +13,9 @@ from autopar.compiler import Prepared, ask, prepare
 from autopar.equality import Closeness
 from autopar.options import Options
 from autopar.plan import Plan
-from autopar.planner import Question, Timings, solve_only, step_graph
+from autopar.planner import Question, Timings, solve_only
 from autopar.runtime.launch import run_local
+from autopar.step_graphs import step_graph
 from autopar.verify import OneStep, Task, in_training, judge, one_process, parallel_step
 from autopar.write_plan import make_plan
 
