@@ -19,6 +19,7 @@ from .layout_report import plan_layouts
 _OF_MESHES = (
     "zero",
     "recompute",
+    "offload",
     "microbatches",
     "stages",
     "schedule",
@@ -34,7 +35,7 @@ DEFAULT_SEQUENCE = 2048
 
 def plan_by_layouts(arguments: argparse.Namespace, output: Output) -> int:
     """Prints a :class:`autopar.layout_report.LayoutReport`; returns the exit status."""
-    useless = [name for name in (*_OF_MESHES, *_FILES) if getattr(arguments, name)]
+    useless = [name for name in (*_OF_MESHES, *_FILES) if getattr(arguments, name) not in (None, [], "")]
     if useless or arguments.show != "plan":
         word = (useless or ["show"])[0].replace("_", "-")
         raise OptionsError(

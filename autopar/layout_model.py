@@ -98,7 +98,8 @@ def price(
 
     Args:
         cluster: the hardware: a name, a file or a :class:`Cluster`.
-        options: ``memory_limit`` counts; default the device's memory less its reserve.
+        options: ``memory_limit`` counts, what tensors may take; default the device's memory less its ``reserve_bytes``
+            and what fragmentation loses of it.
         loss_fn: as for :func:`autopar.plan`.
 
     Raises:

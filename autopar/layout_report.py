@@ -200,7 +200,8 @@ def plan_layouts(
         compare: layouts priced for comparison, by name.
         precision: what is computed in, with fp32 master weights where it is a reduced one: a model in fp32 is priced
             as converted to it.
-        memory_limit: bytes per device; default the device's less its reserve.
+        memory_limit: bytes per device that tensors may take; default the device's less its ``reserve_bytes`` and what
+            fragmentation loses of it.
 
     Raises:
         TraceError: the model cannot be captured.

@@ -65,7 +65,7 @@ def _ours(tensors: Any) -> bool:
 def _is_whole(args: tuple[Any, ...], given: Mapping[str, Any]) -> bool:
     """Whether a norm is asked for of all elements, in their dtype."""
     rest = [value for name, value in given.items() if name not in ("p", "ord")]
-    return len(args) <= 2 and not any(rest)
+    return len(args) <= 2 and all(value is None or value is False for value in rest)
 
 
 def _changes_list(func: Callable[..., Any]) -> bool:

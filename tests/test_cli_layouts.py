@@ -92,7 +92,8 @@ def test_a_configuration_of_transformers(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--zero", "1"), "--zero is for plans with --mesh"),
+        (("--zero", "0"), "--zero is for plans with --mesh"),
+        (("--no-offload",), "--offload is for plans with --mesh"),
         (("--output", "x.json"), "--output is for plans with --mesh"),
         (("--compare", "data=8"), "takes 8 devices, not 4"),
         (("--compare", "colour=8"), "'colour=8' in a layout"),
