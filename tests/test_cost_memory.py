@@ -87,17 +87,18 @@ return output "0" = %y
 def test_a_parameter_holds_what_its_resting_places_say() -> None:
     graph = annotate(Graph.from_text(PARAMETER), (2, 2))
     prices = Prices.of(Cluster.get("dgx-a100-80gb"), (2, 2), graph)
-    kind = TensorType((4, 6), torch.float32)
+    node = graph.parameters["w"]
 
-    def held(optimizer: str, weight: str, gradient: str, state: str) -> tuple[int, int, int]:
-        place = ParameterPlacement(*map(parse_placements, (weight, gradient, state)))
-        return parameter_bytes(prices, kind, place, optimizer)
+    def held(optimizer: str, weight: str, gradient: str, state: str, offload: bool = False) -> tuple[int, int, int]:
+        place = ParameterPlacement(*map(parse_placements, (weight, gradient, state)), offload=offload)
+        return parameter_bytes(prices, node, place, optimizer)
 
     assert held("adamw", "R,R", "R,R", "R,R") == (96, 96, 192)
     assert held("amsgrad", "S(0),R", "S(0),R", "S(0),R") == (48, 48, 144)
+    assert held("adamw", "R,R", "R,R", "R,R", offload=True) == (96, 96, 0)
     # The stored shard stays beside the gathered weight; Adafactor has a row and a column of its shard [2, 6] or [2, 3].
     assert held("adafactor", "R,R", "S(0),R", "S(0),R") == (48 + 96, 48, 4 * (2 + 6))
     assert held("adafactor", "S(0),S(1)", "S(0),S(1)", "S(0),S(1)") == (24, 24, 4 * (2 + 3))
     whole = ParameterPlacement(*[parse_placements("R,R")] * 3)
-    moved = optimizer_seconds(prices, kind, whole, "adamw") * prices.cluster.device.memory_bandwidth
+    moved = optimizer_seconds(prices, node, whole, "adamw") * prices.cluster.device.memory_bandwidth
     assert round(moved) == 3 * 96 + 2 * 192
