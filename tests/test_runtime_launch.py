@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,17 @@ from autopar.errors import OptionsError, PlanMismatchError, WorkerError
 from autopar.runtime.launch import Start, run_local
 
 
-def no_children_left() -> bool:
-    """Whether this process has no child at all, zombies included."""
-    path = Path(f"/proc/self/task/{os.getpid()}/children")
-    return not path.read_text().split()
+def children() -> set[str]:
+    """Every child of this process, zombies included."""
+    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+
+
+@pytest.fixture(autouse=True)
+def _no_children_left() -> Iterator[None]:
+    """What a test starts ends with it; others of this process may have left some, as multiprocessing does."""
+    before = children()
+    yield
+    assert children() <= before
 
 
 def test_results_by_rank_with_closures_and_tensors() -> None:
@@ -33,7 +41,6 @@ def test_results_by_rank_with_closures_and_tensors() -> None:
     results = run_local(work, 3, timeout=30, args=(10,))
     assert [world for world, _ in results] == [3, 3, 3]
     assert all(torch.equal(total, base * 30) for _, total in results)
-    assert no_children_left()
 
 
 def test_large_results_do_not_block() -> None:
@@ -62,7 +69,6 @@ def test_exception_carries_the_traceback_of_its_rank() -> None:
     with pytest.raises(WorkerError, match=r"(?s)rank 1 of 2 raised.*in helpless.*the number was seven"):
         run_local(work, 2, timeout=30)
     assert time.monotonic() - started < 10
-    assert no_children_left()
 
 
 def test_own_errors_keep_their_type() -> None:
@@ -105,7 +111,6 @@ def test_killed_rank(start: Start, tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match="rank 1 of 2 was killed by SIGKILL"):
         run_local(work, 2, timeout=120, start=start)
     assert time.monotonic() - float(death.read_text()) < 10
-    assert no_children_left()
 
 
 def test_crash_shows_the_stack() -> None:
@@ -134,7 +139,6 @@ def test_hang_shows_where() -> None:
     with pytest.raises(WorkerError, match=r"(?s)no result from rank 1 of 2 within 2 s.*in stuck_here"):
         run_local(work, 2, timeout=2)
     assert time.monotonic() - started < 8
-    assert no_children_left()
 
 
 def test_fresh_processes() -> None:
