@@ -1,6 +1,7 @@
 """An interpreter of schedules, for tests: it knows nothing of the checker.
 
-Ranks run their lists as threads of control under a random interleaving. Messages are untagged queues between ranks.
+Ranks run their lists as threads of control under a random interleaving. Messages are untagged queues between ranks; a
+receive waits where it stands if messages block, else where its value is used.
 A value says what it is and for which chunk, so one that is wrong, late or missing shows where it is used.
 """
 
@@ -25,6 +26,7 @@ class Machine:
         self.random = random.Random(seed)
         self.position = [0] * schedule.stages
         self.offered: Queues = defaultdict(deque)  # sent, not yet received
+        self.posted: Queues = defaultdict(deque)  # where what is not yet sent belongs
         self.stores: list[dict[Any, Any]] = [{} for _ in range(schedule.stages)]
         self.weights: dict[int, list[int]] = defaultdict(list)
         self.reduced: dict[int, int] = {}
@@ -47,11 +49,15 @@ class Machine:
 
     def turn(self, rank: int) -> bool:
         instruction = self.schedule.ranks[rank][self.position[rank]]
+        if rank in self.stepped:
+            raise Broken("goes on after the step")
         if instruction.receives and not self.receive(rank, instruction):
             return False
         if instruction.sends and not self.send(rank, instruction):
             return False
         if not instruction.receives and not instruction.sends:
+            if self.waits(rank, instruction):
+                return False
             self.compute(rank, instruction)
         self.position[rank] += 1
         return True
@@ -68,15 +74,26 @@ class Machine:
     def receive(self, rank: int, instruction: Instruction) -> bool:
         if self.ends(instruction)[1] != rank:
             raise Broken("receives for another rank")
-        queue = self.offered[self.ends(instruction)]
-        if not queue:
+        ends = self.ends(instruction)
+        if self.blocking and not self.offered[ends]:
             return False
         letter = "F" if instruction.kind == "receive_forward" else "G"
         key = ("from", letter, instruction.peer, instruction.chunk, instruction.microbatch)
-        if key in self.stores[rank]:
+        if key in self.stores[rank] or key in self.posted[ends]:
             raise Broken("received twice")
-        self.stores[rank][key] = queue.popleft()
+        self.posted[ends].append(key)
+        self.deliver(ends)
         return True
+
+    def deliver(self, ends: tuple[int, int]) -> None:
+        while self.offered[ends] and self.posted[ends]:
+            self.stores[ends[1]][self.posted[ends].popleft()] = self.offered[ends].popleft()
+
+    def waits(self, rank: int, instruction: Instruction) -> bool:
+        """Whether what is computed takes a value that is on its way."""
+        letter = {"forward": "F", "input_gradient": "G", "backward": "G"}.get(instruction.kind)
+        keys = (key for ends, posted in self.posted.items() if ends[1] == rank for key in posted)
+        return any((key[1], *key[3:]) == (letter, instruction.chunk, instruction.microbatch) for key in keys)
 
     def send(self, rank: int, instruction: Instruction) -> bool:
         """Rendezvous: the receiver must stand at a receive from here before the sender goes on."""
@@ -92,6 +109,7 @@ class Machine:
             if at >= len(there) or not there[at].receives or self.ends(there[at]) != ends or self.offered[ends]:
                 return False
         self.offered[ends].append((*value, "for", instruction.peer))
+        self.deliver(ends)
         return True
 
     def take(self, rank: int, letter: str, source: int, chunk: int, microbatch: int) -> None:
@@ -113,8 +131,8 @@ class Machine:
             if any(self.reduced.get(c) != self.schedule.microbatches for c in self.schedule.held[rank]):
                 raise Broken("steps with gradients that are not reduced")
             return
-        if rank in self.stepped or chunk not in self.schedule.held[rank]:
-            raise Broken("computes after the step, or on the wrong rank")
+        if chunk not in self.schedule.held[rank]:
+            raise Broken("computes on the wrong rank")
         if instruction.kind == "reduce":
             if chunk in self.reduced:
                 raise Broken("reduced twice")
@@ -153,5 +171,5 @@ class Machine:
             raise Broken("a rank did not step, or stepped twice")
         if any(len(self.weights[c]) != self.schedule.microbatches for c in range(self.schedule.chunks)):
             raise Broken("gradients are missing")
-        if any(self.offered.values()):
+        if any(self.offered.values()) or any(self.posted.values()):
             raise Broken("messages are left over")
