@@ -246,6 +246,11 @@ def _known(path: str | None) -> dict[str, Any]:
     return found
 
 
+def _keep(figures: dict[str, Any], path: str | None) -> None:
+    if path is not None:
+        Path(path).write_text(json.dumps(figures, indent=1, sort_keys=True) + "\n")
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Measures, prints a table, and writes JSON and Markdown where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -269,8 +274,8 @@ def main(arguments: list[str] | None = None) -> None:
                 add_processes(name, figures["models"][name])
         except (AutoparError, AssertionError, RuntimeError) as error:
             figures["models"][name] = {"failed": f"{type(error).__name__}: {str(error)[:500]}"}
-        if chosen.output:
-            Path(chosen.output).write_text(json.dumps(figures, indent=1, sort_keys=True) + "\n")
+        _keep(figures, chosen.output)
+    _keep(figures, chosen.output)
     if chosen.document:
         Path(chosen.document).write_text(document(figures))
     rows = [_cells(name, row) for name, row in sorted(figures["models"].items())]
