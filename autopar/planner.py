@@ -30,7 +30,7 @@ from .problem import Ints, Problem, Solution, evaluate, memory_of
 from .repeats import ONCE, Repeats
 from .restrict import baselines, pin_instance, pinned_apart, with_choices, zero_allows
 from .solve import smallest_choices, solve
-from .within_memory import ROUNDS, fits, may_widen, solve_wide, solve_within, tightened, widened, within_host
+from .within_memory import ROUNDS, Solve, fits, may_widen, solve_wide, solve_within, tightened, widened, within_host
 
 STRETCHES = 3
 # For how long, and by how much at a time, a limit that fits is lowered to find the smallest.
@@ -160,11 +160,9 @@ def _solved(
     question: Question, plain: Instance, timings: Timings, incumbents: Sequence[Ints] = ()
 ) -> tuple[Instance, Solution]:
     """The instance that had to be solved, without or with recomputation, and its solution."""
-
-    def run(instance: Instance, known: Sequence[Ints]) -> Solution:
-        return _solve(question, instance, timings, known)
-
-    return solve_within(question.options, plain, lambda: _widest(question, plain), run, incumbents)
+    return solve_within(
+        question.options, plain, lambda: _widest(question, plain), _solver(question, timings), incumbents
+    )
 
 
 SolveAgain = Callable[[Instance, Solution], tuple[Instance, Solution]]
@@ -214,12 +212,11 @@ def _with_less(question: Question, timings: Timings) -> SolveAgain:
     """Solves an instance whose limit was lowered, from the solution before: with recomputation and offload, if these
     had not been needed so far."""
 
-    def run(instance: Instance, known: Sequence[Ints]) -> Solution:
-        return _solve(question, instance, timings, known)
+    run = _solver(question, timings)
 
     def again(less: Instance, before: Solution) -> tuple[Instance, Solution]:
         wide = _widest(question, less)
-        return wide, _solve(question, less, timings) if wide is less else solve_wide(wide, run, [before.choices])
+        return wide, run(less, ()) if wide is less else solve_wide(wide, run, [before.choices])
 
     return again
 
@@ -314,6 +311,10 @@ def _restricted(question: Question, instance: Instance) -> Instance:
 
 def _solve(question: Question, instance: Instance, timings: Timings, incumbents: Sequence[Ints] = ()) -> Solution:
     return _solve_in_time(question, instance.problem, timings, question.options.gap, incumbents)
+
+
+def _solver(question: Question, timings: Timings) -> Solve:
+    return lambda instance, known: _solve(question, instance, timings, known)
 
 
 def _solve_baseline(question: Question, instance: Instance, timings: Timings) -> Solution:
