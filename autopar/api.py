@@ -18,7 +18,9 @@ from autopar.runtime.module import ParallelModule
 
 from .cluster import Cluster
 from .compiler import Compiler, ask, prepare
+from .default_cluster import default_cluster
 from .errors import OptionsError
+from .first_rank import on_first_rank
 from .options import Options, under_policy
 from .plan import Plan
 from .planner import Timings
@@ -122,6 +124,10 @@ def parallelize(
     if dist.is_initialized() and devices.size() < dist.get_world_size():
         # Laying devices out anew is collective over all ranks, and those outside this mesh do not take part.
         settings = replace(settings, mesh_search=False)
+    ranks = groups.over(groups.axes)
+    if cluster is None and devices.device_type != "cpu":
+        # GPUs may be looked at, and even measured, which ranks need not see alike.
+        cluster = on_first_rank(ranks, lambda: default_cluster(devices.device_type, devices.size()))
     compiler = Compiler(
         model=model,
         mesh=tuple(devices.shape),
@@ -129,7 +135,7 @@ def parallelize(
         cluster=Cluster.get(cluster or "local"),
         options=settings,
         device=groups.device,
-        ranks=groups.over(groups.axes),
+        ranks=ranks,
         loss_fn=loss_fn,
         plan=plan,
     )

@@ -32,8 +32,9 @@ from autopar.cost.products import product_seconds
 from .cluster import Cluster, Device, Link, Rate, local_file, machine_memory
 from .errors import OptionsError, WorkerError
 from .graph import SHORT_DTYPES
-from .least_error import least_error
+from .least_error import least_error, nonnegative_fit
 from .measure import CollectiveSample, DeviceSamples, MatrixSample, Samples, measure_device
+from .measure_host import with_host
 from .measure_step import exchange_seconds, step_like_seconds
 from .program import COLLECTIVES
 
@@ -52,21 +53,6 @@ _WORKER = (
 # ---- fitting --------------------------------------------------------------------------
 
 
-def _nonnegative_fit(features: Floats, seconds: Floats) -> Floats:
-    """Weights >= 0 of ``features`` [samples, 2] with the least sum of squared relative errors."""
-    scaled = features / seconds[:, None]
-    ones = np.ones(len(seconds))
-    best = np.linalg.lstsq(scaled, ones, rcond=None)[0]
-    if (best >= 0).all():
-        return np.asarray(best)
-    candidates = []
-    for column in range(features.shape[1]):
-        only = np.zeros(features.shape[1])
-        only[column] = max(0.0, float(scaled[:, column] @ ones / (scaled[:, column] @ scaled[:, column])))
-        candidates.append((float(np.square(scaled @ only - 1).sum()), only))
-    return min(candidates, key=lambda pair: pair[0])[1]
-
-
 def relative_error(predicted: Floats, seconds: Floats) -> float:
     """Root mean square of the relative errors."""
     return float(np.sqrt(np.mean(np.square(predicted / seconds - 1.0))))
@@ -78,10 +64,10 @@ def _fit_lines(samples: Sequence[CollectiveSample], growth: float) -> tuple[tupl
     moved = [traffic(s.kind, s.members) * s.nbytes for s in samples]
     features = np.array([[steps(s.kind, s.members, growth) for s in samples], moved]).T
     seconds, nbytes = np.array([s.seconds for s in samples]), np.array([s.nbytes for s in samples])
-    lines = [_nonnegative_fit(features, seconds)]
+    lines = [nonnegative_fit(features, seconds)]
     error = relative_error(features @ lines[0], seconds)
     for knee in sorted(set(nbytes))[2:-1]:
-        pair = [_nonnegative_fit(features[side], seconds[side]) for side in (nbytes < knee, nbytes >= knee)]
+        pair = [nonnegative_fit(features[side], seconds[side]) for side in (nbytes < knee, nbytes >= knee)]
         found = relative_error(np.max([features @ line for line in pair], axis=0), seconds)
         if found < 0.75 * error - TOLERANCE:
             lines, error = pair, found
@@ -108,7 +94,7 @@ def fit_matrices(samples: Sequence[MatrixSample], launch: float) -> tuple[float,
     best = (0.0, 0.0, math.inf)
     for padding in (0.0, *np.geomspace(1, 256, 33)):
         work = 2.0 * np.prod(shapes + padding, axis=1)[:, None]
-        slope = float(_nonnegative_fit(work, np.maximum(seconds - launch, 0.1 * seconds))[0])
+        slope = float(nonnegative_fit(work, np.maximum(seconds - launch, 0.1 * seconds))[0])
         error = relative_error(launch + slope * work[:, 0], seconds)
         if error < best[2]:
             best = (1.0 / slope, float(padding), error)
@@ -138,7 +124,7 @@ def fit_tiles(samples: Sequence[MatrixSample], processors: int, launch: float) -
 def fit_bandwidth(pointwise: Sequence[tuple[int, float]], launch: float) -> float:
     """Bytes per second of elementwise operations."""
     nbytes, seconds = np.array(pointwise, dtype=np.float64).T
-    slope = _nonnegative_fit(nbytes[:, None], np.maximum(seconds - launch, 0.1 * seconds))
+    slope = nonnegative_fit(nbytes[:, None], np.maximum(seconds - launch, 0.1 * seconds))
     return float(1.0 / slope[0])
 
 
@@ -185,7 +171,9 @@ def fit_device(samples: DeviceSamples, name: str, memory_bytes: int) -> tuple[De
 
 def fit_cluster(samples: Sequence[Samples], threads: int) -> Cluster:
     """The cluster ``local`` from what each of several processes measured (their times are averaged)."""
-    device, matrix_error = fit_device(_mean_device(samples), _processor(), machine_memory() // len(samples))
+    device, matrix_error = fit_device(
+        mean_device([s.device for s in samples]), processor_name(), machine_memory() // len(samples)
+    )
     measured = _mean_collectives(samples)
     fits = {kind: fit_rates([s for s in measured if s.kind == kind]) for kind in COLLECTIVES}
     errors: dict[str, float] = {"matmul": matrix_error}
@@ -204,7 +192,7 @@ def fit_cluster(samples: Sequence[Samples], threads: int) -> Cluster:
     gain = min(float(len(samples)), statistics.fmean(s.alone for s in samples))
     sharing = len(samples) if gain > 1.0 + LEAST_GAIN else 1
     cores = sharing / gain if sharing > 1 else 1.0
-    found = Cluster("local", source, device, (link,), 0.0, facts, waiting, sharing=sharing, cores=cores)
+    found = Cluster("local", source, device, (link,), 0.0, facts, waiting, sharing=sharing, cores=cores, backend="gloo")
     step, launch, exchange = (statistics.fmean(getattr(s, n) for s in samples) for n in ("step", "launch", "exchange"))
     return exchanging_in_step(in_step(found, step, launch * gain), len(samples), exchange)
 
@@ -241,8 +229,8 @@ def exchanging_in_step(cluster: Cluster, processes: int, seconds: float) -> Clus
     return replace(cluster, links=tuple(map(slower, cluster.links)), measurement=facts)
 
 
-def _mean_device(samples: Sequence[Samples]) -> DeviceSamples:
-    devices = [s.device for s in samples]
+def mean_device(devices: Sequence[DeviceSamples]) -> DeviceSamples:
+    """The means of what several processes measured at once."""
     matrices = zip(*(d.matrices for d in devices), strict=True)
     pointwise = zip(*(d.pointwise for d in devices), strict=True)
     return DeviceSamples(
@@ -265,7 +253,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _processor() -> str:
+def processor_name() -> str:
     return platform.processor() or platform.machine() or "cpu"
 
 
@@ -310,8 +298,8 @@ def calibrate(processes: int = 4, seconds: float = 40.0, path: str | os.PathLike
     ``path``.
 
     By default it goes where ``Cluster.get("local")`` looks (:func:`autopar.cluster.local_file`). Where there
-    is a GPU, it is measured too and described beside it as ``local-gpu``. Raises :class:`WorkerError` if a
-    process fails or hangs.
+    are GPUs, they and their links are measured too and described beside it as ``local-gpu``. Raises
+    :class:`WorkerError` if a process fails or hangs.
     """
     if processes < 2:
         raise OptionsError(f"calibrating collectives takes at least 2 processes, not {processes}")
@@ -321,13 +309,27 @@ def calibrate(processes: int = 4, seconds: float = 40.0, path: str | os.PathLike
         samples = _run_processes(processes, work, threads, Path(folder))
     cluster = fit_cluster(samples, threads)
     target = Path(path).expanduser() if path is not None else local_file()
-    _write(target, cluster)
+    write_cluster(target, cluster)
     if torch.cuda.is_available():
-        _write(target.with_name("local-gpu.toml"), measure_gpu())
+        _calibrate_gpus(target.with_name("local-gpu.toml"), seconds)
     return cluster
 
 
-def _write(path: Path, cluster: Cluster) -> None:
+def _calibrate_gpus(target: Path, seconds: float) -> None:
+    """Writes what the GPUs of this machine are to ``target``: several are measured by a job of a process each
+    (:mod:`.calibrate_job`), as torchrun starts it."""
+    count = torch.cuda.device_count()
+    if count == 1:
+        write_cluster(target, measure_gpu())
+        return
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    command += ["-m", "autopar", "calibrate", "--seconds", str(seconds), "--output", str(target)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300 + 4 * seconds)
+    if done.returncode:
+        raise WorkerError(f"measuring {count} GPUs failed (exit code {done.returncode}):\n{done.stderr[-4000:]}")
+
+
+def write_cluster(path: Path, cluster: Cluster) -> None:
     """Writes beside, then renames: another process may be reading."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
@@ -341,6 +343,7 @@ def measure_gpu(seconds: float = 10.0) -> Cluster:
     about = torch.cuda.get_device_properties(device)
     samples = measure_device(device, seconds)
     found, error = fit_gpu(samples, about.name, int(about.total_memory), int(about.multi_processor_count))
+    found = with_host(found, device, 1, 1.0)
     when = time.strftime("%Y-%m-%d %H:%M")
     source = f"measured on this machine {when}: one {about.name}; fit error matmul {error:.0%}"
     # One device has no links: the numbers below are never used.

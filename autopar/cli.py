@@ -217,6 +217,7 @@ def _add_calibrate(subparsers: Any) -> None:
     parser = _add(subparsers, commands.calibrate)
     parser.add_argument("--nproc", type=_checked(_positive), default=4, help="processes to measure with (4)")
     parser.add_argument("--seconds", type=float, default=40.0, help="how long to measure, about (40)")
+    parser.add_argument("--output", metavar="FILE", help="where the description goes; default the cache of this user")
     parser.add_argument("--if-missing", action="store_true", help="do nothing where it was measured before")
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from .api import plan as plan_model
 from .calibrate import calibrate as calibrate_machine
+from .calibrate_job import calibrate_job, in_job
 from .cli_layouts import plan_by_layouts
 from .cli_output import Output
 from .cli_target import load_target, parse_pins
@@ -194,14 +195,24 @@ def _launch_environment() -> dict[str, str]:
 
 
 def calibrate(arguments: argparse.Namespace, output: Output) -> int:
-    """Measures this machine as the cluster ``local``."""
-    if arguments.if_missing and local_file().is_file():
-        output.note(f"calibrated already, in {local_file()}; leave out --if-missing to measure again")
-        found = Cluster.get("local")
+    """Measures this machine as the cluster ``local``, or, started by torchrun, the devices of all its processes."""
+    if in_job():
+        return _calibrate_job(arguments, output)
+    target = Path(arguments.output or local_file())
+    if arguments.if_missing and target.is_file():
+        output.note(f"calibrated already, in {target}; leave out --if-missing to measure again")
+        found = Cluster.get(arguments.output or "local")
     else:
         with output.progress(f"measuring compute and collectives on {arguments.nproc} processes"):
-            found = calibrate_machine(arguments.nproc, arguments.seconds)
+            found = calibrate_machine(arguments.nproc, arguments.seconds, arguments.output)
     output.result(found, found)
+    return OK
+
+
+def _calibrate_job(arguments: argparse.Namespace, output: Output) -> int:
+    found = calibrate_job(arguments.output, arguments.seconds)
+    if os.environ["RANK"] == "0":
+        output.result(f"{found}\nwritten to {arguments.output or local_file(found.name)}", found)
     return OK
 
 

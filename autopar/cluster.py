@@ -31,6 +31,9 @@ from .presets import PRESETS
 __all__ = ["Cluster", "Device", "Link", "Rate", "local_file", "machine_memory"]
 
 
+BACKENDS = ("nccl", "gloo")
+
+
 @dataclass(frozen=True)
 class Cluster:
     """``links`` innermost first. ``source`` says where the numbers come from and is printed with every plan;
@@ -42,6 +45,7 @@ class Cluster:
     while the device computes, without taking of its time: true of adapters that fetch from memory themselves, not of
     processes that share cores with what they send. ``sharing`` consecutive devices share the processors of a host,
     which give ``cores`` of them at once all that one can use; the rates of ``device`` are those with all at work.
+    ``backend`` moves messages; buffers are counted as it needs them.
     """
 
     name: str
@@ -55,11 +59,13 @@ class Cluster:
     overlaps: bool = False
     sharing: int = 1
     cores: float = 1.0
+    backend: str = "nccl"
 
     def __post_init__(self) -> None:
         require(len(self.links) > 0, f"cluster {self.name!r} has no links; one device needs one link of size 1")
         for name in ("collective_seconds", "synchronisation_seconds"):
             require(getattr(self, name) >= 0, f"cluster {self.name!r}: {name} is negative")
+        require(self.backend in BACKENDS, f"cluster {self.name!r}: backend {self.backend!r} is not of {BACKENDS}")
         known = ", ".join(ALGORITHMS)
         for name in self.algorithms:
             require(name in ALGORITHMS, f"cluster {self.name!r}: {name!r} is not an algorithm; one of {known}")

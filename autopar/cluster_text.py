@@ -102,7 +102,7 @@ def _read_links(value: Any, where: str) -> tuple[Link, ...]:
 
 
 _READERS: Mapping[str, Callable[[Any, str], Any]] = {
-    **dict.fromkeys(("name", "source", "algorithm"), _text),
+    **dict.fromkeys(("name", "source", "algorithm", "backend"), _text),
     **dict.fromkeys(
         ("memory_bytes", "reserve_bytes", "host_memory_bytes", "processors", "adapters", "sharing"), _whole
     ),

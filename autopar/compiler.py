@@ -11,10 +11,9 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -34,6 +33,7 @@ from .assignment import Assignment
 from .cluster import Cluster
 from .compile_stages import StageCompiler, check_memory
 from .errors import PlanMismatchError
+from .first_rank import on_first_rank
 from .graph import Dim, Graph
 from .options import Options, without_stages
 from .pipeline import PipelineProgram
@@ -50,7 +50,6 @@ from .trace import Traced, trace
 from .trace_call import describe_call
 
 LossFunction = Callable[..., torch.Tensor]
-Made = TypeVar("Made")
 
 
 def describe(model: nn.Module, inputs: Mapping[str, tuple[Dim, ...]]) -> str:
@@ -168,34 +167,18 @@ class Compiler:
         make them take different ways."""
         timings = Timings()
         base = self._prepare(request, grad=True, timings=timings)
-        self.cluster = self._on_first_rank(lambda: self.cluster)
+        self.cluster = on_first_rank(self.ranks, lambda: self.cluster)
         question = self._question(base)
         if request.grad and request.outputs == "all":
             question = replace(question, options=without_stages(question.options))
         if self.plan is None:
-            self.plan = self._on_first_rank(lambda: answer(question, timings))
+            self.plan = on_first_rank(self.ranks, lambda: answer(question, timings))
         else:
             _check(self.plan, base, self.mesh)
         self._base = base
 
     def _question(self, base: Prepared) -> Question:
         return ask(self.model, base, self.mesh, self.cluster, self.options, self.axis_names)
-
-    def _on_first_rank(self, make: Callable[[], Made]) -> Made:
-        """What the first rank of the mesh makes, on every rank; its error too."""
-        if self.ranks.size == 1:
-            return make()
-        box: list[Any] = [None, None]
-        if self.ranks.index == 0:
-            try:
-                box = [make(), None]
-            except Exception as error:
-                box = [None, error]
-        dist.broadcast_object_list(box, group=self.ranks.group, group_src=0)
-        if box[1] is not None:
-            raise box[1]
-        made: Made = box[0]
-        return made
 
     def _prepare(self, request: Request, *, grad: bool, timings: Timings | None = None) -> Prepared:
         return prepare(
@@ -242,7 +225,7 @@ class Compiler:
         graph = self._annotated_alike(graph)
         question = replace(self._question(base), mesh=self.plan.mesh)
         places = self.plan.parameters
-        assignment = self._on_first_rank(lambda: fixed_assignment(question, graph, places))
+        assignment = on_first_rank(self.ranks, lambda: fixed_assignment(question, graph, places))
         return self._lowered(graph, assignment, graph, base)
 
     def _staged_training(self, base: Prepared, batch: int) -> Compiled:
@@ -268,7 +251,7 @@ class Compiler:
         question, places = replace(self._question(self._base), mesh=self.plan.mesh), self.plan.parameters
 
         def solve(graph: Graph) -> Assignment:
-            return self._on_first_rank(lambda: fixed_assignment(question, graph, places))
+            return on_first_rank(self.ranks, lambda: fixed_assignment(question, graph, places))
 
         optimizer, index = self.options.optimizer, self.ranks.index
         return StageCompiler(self.plan, self.cluster, optimizer, index, self._annotated_alike, solve)
@@ -295,7 +278,7 @@ class Compiler:
             return KNOWN
 
         if needs_finding(graph):
-            KNOWN.adopt(self._on_first_rank(find))
+            KNOWN.adopt(on_first_rank(self.ranks, find))
         return annotate(graph, mesh)
 
     def _lowered(self, graph: Graph, assignment: Assignment, annotated: Graph, base: Prepared) -> Compiled:

@@ -18,7 +18,7 @@ from .assignment import Assignment
 from .graph import Graph
 from .instance import Instance
 from .plan import Holding
-from .prices import BUCKET_BYTES, Prices
+from .prices import BUCKET_BYTES
 from .repeats import ONCE
 
 # An update of one parameter makes this many tensors like it on its way, where it is not fused.
@@ -45,17 +45,12 @@ def exact_memory(
     prices = instance.prices
     job = Lowering(graph, assignment, (0,) * len(prices.mesh), prices.path, BUCKET_BYTES)
     try:
-        found = rehearse(overlap(lower(job, graph.outputs)), backend_of(prices))
+        found = rehearse(overlap(lower(job, graph.outputs)), prices.cluster.backend)
     except Exception as error:  # Any operation may have no form for tensors without data.
         reason = str(error).splitlines()[-1] if str(error) else type(error).__name__
         return ExactMemory(None, holdings, (f"memory is an upper bound: the step could not be rehearsed ({reason})",))
     host = host_memory(graph, assignment, prices, instance.optimizer)
     return of_step({node.name: node.target for node in graph.placeholders("param")}, found, holdings, host)
-
-
-def backend_of(prices: Prices) -> str:
-    """What moves tensors on the machines that were priced."""
-    return "gloo" if prices.cluster.name == "local" else "nccl"
 
 
 def of_step(

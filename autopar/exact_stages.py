@@ -9,7 +9,7 @@ from autopar.passes.lower_chunk import ChunkLowering, lower_chunk
 from autopar.runtime.rehearsal import rehearse
 
 from .account import HostMemory, Memory, host_memory
-from .exact_memory import ExactMemory, backend_of, of_step
+from .exact_memory import ExactMemory, of_step
 from .figures import memory_figures
 from .graph import Graph
 from .loans import loans
@@ -54,7 +54,7 @@ def with_memory(figures: Predicted, stages: tuple[ExactMemory, ...]) -> Predicte
 
 def _of_rank(answer: StagedAnswer, rank: int) -> ExactMemory:
     program = _program(answer, rank)
-    found = rehearse(program, backend_of(answer.whole.prices))
+    found = rehearse(program, answer.whole.prices.cluster.backend)
     return of_step(_targets(answer), found, tuple(rank_holdings(answer, rank)), _host(answer, rank))
 
 

@@ -1,7 +1,8 @@
-"""Parameters of a formula from measurements of it."""
+"""Parameters of a formula from measurements of it, by relative errors."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -33,3 +34,18 @@ def least_error(model: Model, seconds: Floats, start: Sequence[float], steps: in
         else:
             damping = min(3 * damping, 1e6)
     return np.exp(point), float(np.mean(np.abs(np.exp(residual) - 1)))
+
+
+def nonnegative_fit(features: Floats, seconds: Floats) -> Floats:
+    """Weights >= 0 of the few columns of ``features`` [samples, columns] with the least sum of squared relative errors:
+    the best of the unconstrained fits on any set of columns that has no negative weight."""
+    scaled, ones = features / seconds[:, None], np.ones(len(seconds))
+    columns = range(features.shape[1])
+    best, least = np.zeros(len(columns)), float(len(seconds))
+    for used in itertools.chain.from_iterable(itertools.combinations(columns, n) for n in range(1, len(columns) + 1)):
+        some = np.linalg.lstsq(scaled[:, used], ones, rcond=None)[0]
+        error = float(np.square(scaled[:, used] @ some - 1.0).sum())
+        if (some >= 0).all() and error < least:
+            best, least = np.zeros(len(columns)), error
+            best[list(used)] = some
+    return best

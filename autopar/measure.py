@@ -194,10 +194,13 @@ def measure_device(device: torch.device, seconds: float, meet: Callable[[], obje
     return DeviceSamples(launch, viewing, tuple(matrices), tuple(pointwise))
 
 
-def _call(kind: str, members: int, nbytes: int, wires: Collectives, axes: tuple[int, ...]) -> Callable[[], object]:
+def collective_call(
+    kind: str, members: int, nbytes: int, wires: Collectives, axes: tuple[int, ...]
+) -> Callable[[], object]:
     """A collective, as plans run it, whose full tensor has about ``nbytes`` bytes."""
-    part = torch.ones(max(1, nbytes // 4 // members))
-    full = torch.ones(part.numel() * members)
+    device = wires.groups.device
+    part = torch.ones(max(1, nbytes // 4 // members), device=device)
+    full = torch.ones(part.numel() * members, device=device)
     if kind == "all_reduce":
         return lambda: wires.all_reduce(full, axes).wait()
     if kind == "all_gather":
@@ -205,12 +208,12 @@ def _call(kind: str, members: int, nbytes: int, wires: Collectives, axes: tuple[
     if kind == "reduce_scatter":
         return lambda: wires.reduce_scatter(full, axes, "sum", 0).wait()
     # Each of n devices holds 1/n of what counts as the full tensor, itself in n pieces.
-    rows = torch.ones(members, -(-part.numel() // members))
+    rows = torch.ones(members, -(-part.numel() // members), device=device)
     return lambda: wires.all_to_all(rows, axes, 1, members * rows.shape[1], 1, 0, 1).wait()
 
 
-def _agree(*seconds: float) -> list[float]:
-    """The largest values of any process, so that all repeat equally often."""
+def agree(*seconds: float) -> list[float]:
+    """The largest values of any process, so that all repeat equally often. Waits for all."""
     values = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     return [float(value) for value in values]
@@ -246,9 +249,9 @@ def measure_synchronisation(processes: int, seconds: float) -> float:
     for the last to arrive. The same piece of work takes every process another time where cores are shared.
     """
     wires, groups = _groups(processes)
-    meet = _call("all_gather", processes, MESSAGE_BYTES[0], wires, groups[processes])
+    meet = collective_call("all_gather", processes, MESSAGE_BYTES[0], wires, groups[processes])
     square = torch.ones(CPU_MATRICES[2][:2])
-    (product,) = _agree(mean_seconds(lambda: torch.mm(square, square), square.device, 0.1))
+    (product,) = agree(mean_seconds(lambda: torch.mm(square, square), square.device, 0.1))
     count = max(1, round(WORK_SECONDS / product))
 
     def compute() -> None:
@@ -259,7 +262,7 @@ def measure_synchronisation(processes: int, seconds: float) -> float:
         compute()
         meet()
 
-    (pilot,) = _agree(_rate_of_all(both, 2))
+    (pilot,) = agree(_rate_of_all(both, 2))
     repeats = max(2, round(seconds / SYNCHRONISATION_ROUNDS / 2 / pilot))
     waits = [
         _rate_of_all(both, repeats) - _rate_of_all(compute, repeats) - _rate_of_all(meet, repeats)
@@ -299,7 +302,7 @@ def measure_step(processes: int, seconds: float) -> tuple[float, float, float]:
         pieces = wires.reduce_scatter_bucket(gradients, axes, "sum", dims).wait()
         wires.all_gather_bucket(pieces, axes, dims, lengths).wait()
 
-    (pilot,) = _agree(_rate_of_all(exchanging, 1))
+    (pilot,) = agree(_rate_of_all(exchanging, 1))
     jobs = (work, step_like(launches), exchanging)
     rounds = [[_rate_of_all(job, 1) for job in jobs] for _ in range(max(3, round(seconds / pilot / 3)))]
     plain, _, whole = (statistics.median(times) for times in zip(*rounds, strict=True))
@@ -315,9 +318,9 @@ def measure_collectives(processes: int, seconds: float) -> tuple[CollectiveSampl
     for index, (size, kind, nbytes) in enumerate(jobs):
         if (size, kind) in too_slow:
             continue
-        function = _call(kind, size, nbytes, wires, groups[size])
+        function = collective_call(kind, size, nbytes, wires, groups[size])
         function()
-        pilot, elapsed = _agree(_timed(function), time.perf_counter() - started)
+        pilot, elapsed = agree(_timed(function), time.perf_counter() - started)
         budget = max(0.0, seconds - elapsed) / (len(jobs) - index)
         repeats = min(200, max(2, math.ceil(budget / pilot)))
         times = [_timed(function) for _ in range(repeats)]

@@ -84,6 +84,7 @@ source = "shipped defaults for 4 gloo processes on 2 cores, not measured here: r
 synchronisation_seconds = 4e-3  # of four processes on two cores, one calibration rounded
 sharing = 4                     # processes on the cores below; the rates are those with all at work
 cores = 2
+backend = "gloo"
 
 [device]
 name = "cpu"

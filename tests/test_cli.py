@@ -312,7 +312,7 @@ def test_run_reports_failure(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
 def test_calibrate_only_if_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     calls: list[int] = []
 
-    def calibrate(processes: int, seconds: float) -> Cluster:
+    def calibrate(processes: int, seconds: float, path: str | None) -> Cluster:
         calls.append(processes)
         found = Cluster.get("local")
         local_file().parent.mkdir(parents=True)

@@ -1,0 +1,169 @@
+"""Measures the processes of a job as a cluster: what ``torchrun`` started on one host or several, a GPU each or none.
+
+Levels of links are those a launcher shows: inside a host, and between hosts. Racks and spines beyond them are not seen:
+add them to the file.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.runtime.groups import mesh_groups
+
+from .calibrate import LEAST_GAIN, fit_device, fit_gpu, in_step, mean_device, processor_name, write_cluster
+from .cluster import Cluster, Link, local_file, machine_memory
+from .errors import OptionsError
+from .fit_links import FittedLinks, fit_links
+from .measure import agree, measure_alone, measure_device, measure_step, measure_synchronisation
+from .measure_host import with_host
+from .measure_links import JobShape, measure_links
+
+_Value = TypeVar("_Value")
+ONE_HOST, SEVERAL_HOSTS = "local-gpu", "local-job"
+
+
+def in_job() -> bool:
+    """Whether a launcher started this process beside others."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+
+
+def calibrate_job(path: str | os.PathLike[str] | None = None, seconds: float = 90.0) -> Cluster:
+    """The cluster of which this process is one device, measured in about ``seconds`` by all processes of the job, each
+    of which calls this and gets the same; rank 0 writes it to ``path``.
+
+    By default it is written, on the host of rank 0, where ``Cluster.get("local-gpu")`` looks, or ``"local-job"`` for
+    several hosts. Processes are started by ``torchrun`` (or set ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
+    ``LOCAL_WORLD_SIZE``), as many on every host. A process takes the GPU of its local rank if there is one for each,
+    and then messages travel by NCCL, else by gloo. Raises :class:`OptionsError` for other launches.
+    """
+    shape = _shape()
+    device = _device(shape)
+    with _processes(device):
+        mesh = DeviceMesh(device.type, torch.arange(shape.hosts * shape.per_host).reshape(shape.mesh))
+        agree(0.0)
+        samples = measure_links(mesh_groups(mesh), shape, 0.6 * seconds)
+        described = (
+            _measure_gpus(device, shape, seconds) if device.type == "cuda" else _measure_processes(shape, seconds)
+        )
+        cluster = _with_links(described, fit_links(samples, shape, described.device), shape)
+        told = [cluster.to_toml()]
+        dist.broadcast_object_list(told, src=0)
+        target = Path(path).expanduser() if path is not None else local_file(cluster.name)
+        if dist.get_rank() == 0:
+            write_cluster(target, cluster)
+        agree(0.0)
+    return Cluster.from_toml(told[0])
+
+
+def _shape() -> JobShape:
+    processes, per_host = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    if processes < 2 or per_host < 1 or processes % per_host:
+        raise OptionsError(
+            f"measuring a job takes at least 2 processes, as many on every host; there are {processes} in all and "
+            f"{per_host} here. Start it as `torchrun --nproc-per-node GPUS [--nnodes HOSTS ...] -m autopar calibrate`"
+        )
+    return JobShape(processes // per_host, per_host)
+
+
+def _device(shape: JobShape) -> torch.device:
+    if torch.cuda.is_available() and torch.cuda.device_count() >= shape.per_host:
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+@contextmanager
+def _processes(device: torch.device) -> Iterator[None]:
+    """torch.distributed, started here unless it runs; figures are exchanged by gloo even beside NCCL."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    started = not dist.is_initialized()
+    if started:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    try:
+        if int(os.environ["LOCAL_WORLD_SIZE"]) != int(agree(float(os.environ["LOCAL_WORLD_SIZE"]))[0]):
+            raise OptionsError("hosts have unlike numbers of processes: start as many on each")
+        yield
+    finally:
+        if started:
+            dist.destroy_process_group()
+
+
+def _gathered(value: _Value) -> list[_Value]:
+    found: list[_Value | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return [one for one in found if one is not None]
+
+
+def _measure_gpus(device: torch.device, shape: JobShape, seconds: float) -> Cluster:
+    """The GPU of every process at work; their times are averaged."""
+    about = torch.cuda.get_device_properties(device)
+    samples = mean_device(_gathered(measure_device(device, 0.3 * seconds, lambda: agree(0.0))))
+    found, error = fit_gpu(samples, about.name, int(about.total_memory), int(about.multi_processor_count))
+    described = with_host(found, device, shape.per_host, 0.05 * seconds)
+    source = f"GPUs {about.name}; fit error matmul {error:.0%}"
+    return Cluster("", source, described, (_no_link(),), 0.0, {"fit_error_matmul": error}, overlaps=True)
+
+
+def _measure_processes(shape: JobShape, seconds: float) -> Cluster:
+    """Processes that share the cores of their hosts."""
+    processes, threads = shape.hosts * shape.per_host, max(1, len(os.sched_getaffinity(0)) // shape.per_host)
+    torch.set_num_threads(threads)
+    devices = _gathered(measure_device(torch.device("cpu"), 0.2 * seconds, lambda: agree(0.0)))
+    waiting = max(_gathered(measure_synchronisation(processes, 0.05 * seconds)))
+    gains = _gathered(measure_alone(dist.get_rank(), processes, 0.05 * seconds))
+    steps = _gathered(measure_step(processes, 0.1 * seconds))
+    device, error = fit_device(mean_device(devices), processor_name(), machine_memory() // shape.per_host)
+    gain = min(float(shape.per_host), sum(gains) / processes)
+    sharing = shape.per_host if gain > 1.0 + LEAST_GAIN else 1
+    found = Cluster(
+        "",
+        f"gloo processes of {threads} threads; fit error matmul {error:.0%}",
+        device,
+        (_no_link(),),
+        0.0,
+        {"fit_error_matmul": error, "threads": float(threads)},
+        waiting,
+        sharing=sharing,
+        cores=sharing / gain if sharing > 1 else 1.0,
+        backend="gloo",
+    )
+    step, launch = (sum(column) / processes for column in list(zip(*steps, strict=True))[:2])
+    return in_step(found, step, launch * gain)
+
+
+def _no_link() -> Link:
+    return Link("none", None, 1.0, 0.0)
+
+
+def _with_links(described: Cluster, fitted: FittedLinks, shape: JobShape) -> Cluster:
+    gpus = described.backend != "gloo"
+    told = ", ".join(f"{name} {error:.0%}" for name, error in fitted.errors.items())
+    source = (
+        f"measured {time.strftime('%Y-%m-%d %H:%M')} on {shape.hosts} host{'s' if shape.hosts > 1 else ''} like "
+        f"{platform.node()}, {shape.per_host} processes each: {described.source}, {told}"
+    )
+    facts: Mapping[str, float] = {
+        **described.measurement,
+        "hosts": float(shape.hosts),
+        "processes": float(shape.hosts * shape.per_host),
+        **{f"fit_error_{name.replace(' ', '_')}": error for name, error in fitted.errors.items()},
+    }
+    return replace(
+        described,
+        name=ONE_HOST if gpus and shape.hosts == 1 else SEVERAL_HOSTS,
+        source=source,
+        links=fitted.links,
+        measurement=facts,
+        algorithms=fitted.algorithms,
+    )

@@ -1,0 +1,171 @@
+"""Measuring a job: what links were made of is found again, and processes of several hosts agree on one description."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from autopar import default_cluster as defaults
+from autopar.calibrate_job import calibrate_job
+from autopar.cluster import Cluster, Device, Link, local_file
+from autopar.cost import collective_seconds
+from autopar.cost.point_to_point import message_rate
+from autopar.default_cluster import default_cluster, preset_of
+from autopar.errors import OptionsError
+from autopar.fit_links import fit_links, shared_adapters
+from autopar.links import MESSAGE
+from autopar.measure_links import GPU_MESSAGE_BYTES, JobShape, LinkSample
+from autopar.program import COLLECTIVES
+
+DEVICE = Device("gpu", {"bf16": 1e15}, 1 << 30, 1e12, 5e-6)
+SHAPE = JobShape(4, 8)
+
+
+def machine(algorithms: tuple[str, ...], adapters: int | None = None) -> Cluster:
+    inside = Link("nvlink", 8, 4e11, 2e-6)
+    between = Link("infiniband", 32, 4e10 if adapters is None else 4e10 * 8 / adapters, 8e-6, adapters=adapters)
+    return Cluster("truth", "", DEVICE, (inside, between), algorithms=algorithms)
+
+
+def measured(truth: Cluster, shape: JobShape = SHAPE) -> list[LinkSample]:
+    """What a job on a machine exactly like ``truth`` measures."""
+    samples = [
+        LinkSample(axes, kind, nbytes, collective_seconds(truth, shape.mesh, kind, axes, nbytes))
+        for axes in shape.groups()
+        for kind in COLLECTIVES
+        for nbytes in GPU_MESSAGE_BYTES
+    ]
+    for axes in (shape.inside[0], shape.between[0]):
+        level = truth.links[axes in shape.between]
+        share = level.share(shape.per_host)
+        samples += [
+            LinkSample(axes, MESSAGE, n, level.latency + n / level.bandwidth / share) for n in GPU_MESSAGE_BYTES
+        ]
+    return samples
+
+
+def test_a_job_is_laid_out_in_hosts_and_smaller_groups() -> None:
+    assert SHAPE.mesh == (2, 2, 4, 2)
+    assert SHAPE.groups() == [(3,), (2, 3), (1,), (0, 1), (0, 1, 2, 3)]
+    assert JobShape(1, 8).groups() == [(2,), (1, 2)]
+    assert JobShape(3, 1).groups() == [(0,)]
+
+
+@pytest.mark.parametrize("algorithms", [(), ("direct",), ("ring",)])
+def test_links_and_algorithms_are_found_again(algorithms: tuple[str, ...]) -> None:
+    truth = machine(algorithms)
+    found = fit_links(measured(truth), SHAPE, DEVICE)
+    assert found.algorithms == algorithms
+    assert max(found.errors.values()) < 0.05
+    again = replace(truth, links=found.links)
+    for axes, kind, nbytes in (((2, 3), "all_gather", 3 << 20), ((0, 1, 2, 3), "all_reduce", 100 << 20)):
+        price = collective_seconds(again, SHAPE.mesh, kind, axes, nbytes)
+        assert price == pytest.approx(collective_seconds(truth, SHAPE.mesh, kind, axes, nbytes), rel=0.05)
+    latency, bandwidth = message_rate(again, 0, 1, 8)
+    assert latency + 2**24 / bandwidth == pytest.approx(8e-6 + 2**24 / 4e10, rel=0.02)
+
+
+def test_adapters_that_a_host_shares_are_counted() -> None:
+    truth = machine(("ring",), adapters=2)
+    samples, axes = measured(truth), SHAPE.between[-1]
+    # One process of each host has an adapter for itself, which four share when all send.
+    largest = GPU_MESSAGE_BYTES[-1]
+    together = next(s.seconds for s in samples if (s.axes, s.kind, s.nbytes) == (axes, "all_gather", largest))
+    assert shared_adapters([*samples, LinkSample(axes, "all_gather", largest, together, alone=True)], SHAPE) is None
+    samples.append(LinkSample(axes, "all_gather", largest, together / 4, alone=True))
+    found = fit_links(samples, SHAPE, DEVICE)
+    assert found.links[1].adapters == 2
+    assert found.links[1].lines("all_gather")[0].bandwidth == pytest.approx(1.6e11, rel=0.05)
+    price = collective_seconds(replace(truth, links=found.links), SHAPE.mesh, "all_gather", axes, largest)
+    assert price == pytest.approx(together, rel=0.05)
+
+
+def test_one_host_has_one_level() -> None:
+    truth = replace(machine(("ring",)), links=(Link("nvlink", 8, 4e11, 2e-6),))
+    shape = JobShape(1, 8)
+    samples = [
+        LinkSample(axes, kind, n, collective_seconds(truth, shape.mesh, kind, axes, n))
+        for axes in shape.groups()
+        for kind in COLLECTIVES
+        for n in GPU_MESSAGE_BYTES
+    ]
+    samples += [LinkSample((2,), MESSAGE, n, 2e-6 + n / 4e11) for n in GPU_MESSAGE_BYTES]
+    found = fit_links(samples, shape, DEVICE)
+    assert [(link.name, link.size) for link in found.links] == [("host", 8)]
+    assert "across" not in found.errors and max(found.errors.values()) < 0.05
+
+
+def test_a_launch_of_unlike_hosts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(OptionsError, match=r"3 in all and 2 here.*torchrun --nproc-per-node"):
+        calibrate_job()
+
+
+@pytest.mark.slow
+def test_processes_of_two_hosts_measure_themselves(tmp_path: Path) -> None:
+    """Two launchers with a process each: what two hosts are to torchrun."""
+    target = tmp_path / "job.toml"
+    command = [sys.executable, "-m", "autopar", "calibrate", "--seconds", "4", "--output", str(target)]
+    common = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29611", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [subprocess.Popen(command, env={**common, "RANK": str(rank)}) for rank in range(2)]
+    assert [rank.wait(120) for rank in ranks] == [0, 0]
+    found = Cluster.get(target)
+    assert (found.name, found.backend, [link.size for link in found.links]) == ("local-job", "gloo", [2])
+    assert found.links[0].name == "network" and set(found.links[0].rates) == {*COLLECTIVES, MESSAGE}
+    assert "on 2 hosts like" in found.source and "network all_gather" in found.source
+    assert all(math.isfinite(value) for value in found.measurement.values())
+
+
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, memory: int) -> None:
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name=name, total_memory=memory)
+    )
+
+
+def test_gpus_are_priced_by_their_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names = {
+        ("NVIDIA A100-SXM4-40GB", 42 * 10**9): "dgx-a100-40gb",
+        ("NVIDIA H100 80GB HBM3", 85 * 10**9): "dgx-h100",
+        ("NVIDIA H200", 150 * 10**9): "dgx-h200",
+        ("Tesla V100-SXM2-16GB", 17 * 10**9): "p3.16xlarge",
+        ("AMD Instinct MI300X", 206 * 10**9): "mi300x",
+    }
+    for (name, memory), preset in names.items():
+        found = preset_of(name, memory)
+        assert found is not None and found.name == preset and repr(name) in found.source
+    assert preset_of("NVIDIA GeForce RTX 4090", 24 * 10**9) is None
+    assert preset_of("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 10 * 10**9) is None
+    gpu(monkeypatch, tmp_path, "NVIDIA H200", 150 * 10**9)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert default_cluster("cuda", 16).links[0].size == 4
+    assert default_cluster("cuda", 4).links[0].size == 8
+    assert default_cluster("cpu", 4).name == "local"
+
+
+def test_a_calibration_of_enough_gpus_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gpu(monkeypatch, tmp_path, "NVIDIA H200", 150 * 10**9)
+    mine = replace(Cluster.get("dgx-h200").of_devices(8), name="local-gpu", source="mine")
+    local_file("local-gpu").write_text(mine.to_toml())
+    assert default_cluster("cuda", 8).source.startswith("mine")
+    assert default_cluster("cuda", 16).name == "dgx-h200"
+
+
+def test_an_unknown_gpu_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gpu(monkeypatch, tmp_path, "NVIDIA L4", 24 * 10**9)
+    alone = Cluster("local-gpu", "measured", DEVICE, (Link("none", 1, 1.0, 0.0),))
+    monkeypatch.setattr(defaults, "measure_gpu", lambda seconds: alone)
+    found = default_cluster("cuda", 4)
+    assert found.size is None and found.device == DEVICE
+    assert "links between GPUs assumed (10 GB/s)" in found.source and "autopar calibrate" in found.source
