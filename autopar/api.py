@@ -110,8 +110,8 @@ def parallelize(
     Traced and planned at the first batch it sees, or now if ``example_inputs`` are given. A real model keeps its
     weights (rank 0's); a meta model is materialised shard by shard. What the model draws (dropout, noise) depends on
     ``options.seed`` (without one, on ``torch.initial_seed()`` of rank 0 now), on the step and on the model, and not on
-    the plan; ``torch.manual_seed`` later changes nothing, ``set_random_state`` does. Without ``cluster``, processors are
-    priced as calibrated (``"local"``), GPUs as calibrated or by their name (:mod:`autopar.default_cluster`). See
+    the plan; ``torch.manual_seed`` later changes nothing, ``set_random_state`` does. Without ``cluster``, processors
+    are priced as calibrated (``"local"``), GPUs as calibrated or by their name (:mod:`autopar.default_cluster`). See
     :class:`~autopar.runtime.ParallelModule` for what it can do.
 
     Raises:
