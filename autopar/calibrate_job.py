@@ -24,7 +24,7 @@ from autopar.runtime.groups import mesh_groups
 from .calibrate import LEAST_GAIN, fit_device, fit_gpu, in_step, mean_device, processor_name, write_cluster
 from .cluster import Cluster, Link, local_file, machine_memory
 from .errors import OptionsError
-from .fit_links import FittedLinks, fit_links
+from .fit_job import FittedLinks, fit_links
 from .measure import agree, measure_alone, measure_device, measure_step, measure_synchronisation
 from .measure_host import with_host
 from .measure_links import JobShape, measure_links

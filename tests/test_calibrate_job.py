@@ -20,7 +20,7 @@ from autopar.cost import collective_seconds
 from autopar.cost.point_to_point import message_rate
 from autopar.default_cluster import default_cluster, preset_of
 from autopar.errors import OptionsError
-from autopar.fit_links import fit_links, shared_adapters
+from autopar.fit_job import fit_links, shared_adapters
 from autopar.links import MESSAGE
 from autopar.measure_links import GPU_MESSAGE_BYTES, JobShape, LinkSample
 from autopar.program import COLLECTIVES
