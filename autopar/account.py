@@ -6,7 +6,7 @@ objective == sum of lines is a check and not a tautology.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,14 +16,14 @@ from torch.distributed.tensor import Partial
 from autopar.cost import collective_seconds
 
 from .assignment import Assignment, ParameterPlacement, travels_unseen, uses
-from .graph import RECOMPUTED, REST, VIEWS, Graph, Node, Phase, TensorType, Value
+from .graph import REST, VIEWS, Graph, Node, Phase, TensorType, Value
 from .optimizers import optimizer_bytes
 from .plan import LineKind
 from .prices import Prices, local_bytes, local_type
 from .repeats import ONCE, Repeats
 from .reshard import Collective, Hop, make_hop
 from .spec import Placements, Strategy
-from .windows import hidden_shares
+from .windows import Beside, Priced, sides_of_sections, windows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +193,12 @@ def account(
     repeats: Repeats = ONCE,
     loans: Loans = NO_LOANS,
     agreement: float | None = None,
+    windows: Sequence[Beside] | None = None,
+    section_of: Callable[[Priced], str] = lambda line: line.phase,
 ) -> Account:
     """The bill of ``assignment`` for a step that runs ``graph`` as ``repeats`` says. ``agreement``: seconds of agreeing
-    on overflow that this bill has; None for those of a step that is ``graph`` alone."""
+    on overflow that this bill has; None for those of a step that is ``graph`` alone. ``windows``, if not those of such
+    a step, are of the sections that ``section_of`` gives."""
     agreeing = agreement_seconds(prices, (graph,)) if agreement is None else agreement
     lines = (
         *_compute_lines(graph, assignment, prices, repeats),
@@ -204,19 +207,21 @@ def account(
         *([Line("optimizer", "loss scale", "", "backward", agreeing)] if agreeing else []),
         *_loan_lines(graph, loans),
     )
-    hidden = _hidden_lines(lines, hidden_shares(graph, prices.cluster, repeats))
+    if windows is None:
+        windows = windows_of(graph, prices.cluster, repeats)
+    hidden = _hidden_lines(lines, windows, section_of)
     return Account((*lines, *hidden), memory(graph, assignment, prices, optimizer, repeats, loans))
 
 
-def _hidden_lines(lines: Sequence[Line], shares: Mapping[str, float]) -> Iterator[Line]:
-    for phase, share in shares.items():
-        own = [line for line in lines if line.kind == "compute" and not line.name.endswith(RECOMPUTED)]
-        computing = sum(line.seconds for line in own if line.phase == phase)
-        messages = sum(line.seconds for line in lines if line.kind == "weight" and line.phase == phase)
-        if phase == "backward":
-            messages += sum(line.seconds for line in lines if line.kind == "gradient")
-        if min(messages, computing) > 0:
-            yield Line("hidden", phase, "", phase, -share * min(messages, computing))  # type: ignore[arg-type]
+def _hidden_lines(
+    lines: Sequence[Line], windows: Iterable[Beside], section_of: Callable[[Priced], str]
+) -> Iterator[Line]:
+    sides = sides_of_sections(lines, section_of)
+    reductions = sum(line.seconds for line in lines if line.kind == "gradient")
+    for window in windows:
+        seconds = window.seconds(sides, reductions)
+        if seconds > 0:
+            yield Line("hidden", window.name, "", window.phase, -seconds)
 
 
 def adding_seconds(

@@ -119,9 +119,9 @@ def _at_once(problem: Problem, window: Window, moved: Mapping[int, Floats], grou
     ``group``."""
     messages, computing = sides_of(problem, window, chosen)
     now, sent = int(chosen[group]), np.zeros(len(problem.groups[group].cost))
-    for index in window.transfers:
-        sent += moved.get(id(problem.transfers[index]), 0.0)
-    own = problem.groups[group].cost if group in window.groups else np.zeros(len(sent))
+    for index, part in window.transfers.items():
+        sent += part * moved.get(id(problem.transfers[index]), 0.0)
+    own = window.groups.get(group, 0.0) * problem.groups[group].cost if group in window.groups else np.zeros(len(sent))
     possible = np.isfinite(sent) & np.isfinite(own)
     sides = messages + np.where(possible, sent - sent[now], 0.0), computing + np.where(possible, own - own[now], 0.0)
     return np.where(possible, np.minimum(*sides), 0.0)

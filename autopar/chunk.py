@@ -9,7 +9,8 @@ Sections, each a function of local tensors (:class:`~autopar.program.Section`):
                      ``gradient_receives``
 ``weight_gradient``  carried values                                 raw gradients, one for each of ``gradients``
 ``backward``         what ``input_gradient`` takes                  ``gradient_sends``, raw gradients
-``reduce``           raw gradients, added up over microbatches      ``gradients``, as stored; once a step
+``last``             see below                                      ``gradient_sends``, gradients under way
+``reduce``           gradients under way                            ``gradients``, as stored; once a step
 =================== ============================================== ==================================================
 
 ``input_gradient`` holds what other stages wait for, ``weight_gradient`` the rest of backward, which a schedule may
@@ -17,6 +18,9 @@ put off; ``backward`` does both, for schedules that do not, and drops saved valu
 backward made it, often as a partial sum: it is reduced once a step and not once a microbatch.
 ``more_weight_gradient`` and ``more_backward`` are for microbatches after the first: they take the sums of raw gradients
 so far behind their other inputs, add to them in place, and return them.
+``last`` is for the last microbatch, in the place of the one of these (of ``weight_gradient`` or ``backward``, if it is
+the first as well) that the schedule would run: each raw gradient, added up, sets out as soon as it is made. ``reduce``
+does the rest: it takes what ``last`` returns behind ``gradient_sends``, messages still on their way among it.
 """
 
 from __future__ import annotations
@@ -64,13 +68,14 @@ class ChunkProgram:
     backward: Section
     more_weight_gradient: Section
     more_backward: Section
+    last: Section
     reduce: Section
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
 
     @property
     def sections(self) -> tuple[Section, ...]:
-        """Those that say what is computed; the others do the same in one, or add up."""
-        return (self.refresh, self.forward, self.input_gradient, self.weight_gradient, self.reduce)
+        """Those that say what is computed and communicated; the others do the same in one, or add up."""
+        return (self.refresh, self.forward, self.input_gradient, self.weight_gradient, self.last, self.reduce)
 
     def __str__(self) -> str:
         head = f"# chunk {self.chunk}, rank at {self.coordinate} of mesh {self.mesh}"

@@ -52,7 +52,7 @@ def pipeline_program(
         mesh=(schedule.stages, *jobs[0].mesh),
         coordinate=coordinate,
         schedule=schedule,
-        chunks={index: lower_chunk(ChunkLowering(jobs[index], index, wires)) for index in held},
+        chunks={index: lower_chunk(ChunkLowering(jobs[index], index, wires, schedule)) for index in held},
         parameters=tuple(_parameters(staged, jobs)),
         results=tuple(_results(pieces, jobs)),
         inputs=pieces.inputs,

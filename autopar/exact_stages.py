@@ -67,7 +67,8 @@ def _program(answer: StagedAnswer, rank: int) -> PipelineProgram:
         c: Lowering(_stepping(bill.chunks[c].graph), bill.chunks[c].assignment, inside, prices.path, BUCKET_BYTES)
         for c in held
     }
-    chunks = {c: lower_chunk(ChunkLowering(job, c, answer.pipeline.wires)) for c, job in jobs.items()}
+    wires = answer.pipeline.wires
+    chunks = {c: lower_chunk(ChunkLowering(job, c, wires, bill.schedule)) for c, job in jobs.items()}
     owners = _owners(answer)
     slots = {slot.target: (slot, owners[slot.target]) for c in held for slot in chunks[c].parameters}
     return PipelineProgram(

@@ -44,7 +44,7 @@ from .problem import Floats, Group, Ints, Problem, Transfer, Window
 from .repeats import ONCE, Repeats
 from .resting_places import in_host_memory, parameter_choices
 from .spec import REPLICATE, Placements, Strategy
-from .windows import hidden_shares
+from .windows import Beside, windows_of
 
 Choice = Strategy | ParameterPlacement
 OUTPUTS = "(outputs)"
@@ -260,16 +260,17 @@ class _Builder:
         return seconds, float(sum(parts)), float(offloaded_bytes(self.prices, node, place, self.optimizer))
 
     def _windows(self, routes: tuple[_Route, ...]) -> tuple[Window, ...]:
-        shares = hidden_shares(self.graph, self.prices.cluster, self.repeats)
-        return tuple(
-            Window(
-                phase,
-                tuple(i for i, name in enumerate(self.names) if self._computes(name, phase)),
-                tuple(i for i, route in enumerate(routes) if self._travels(route, phase)),
-                share,
-            )
-            for phase, share in shares.items()
-        )
+        found = windows_of(self.graph, self.prices.cluster, self.repeats)
+        return tuple(self._window(window, routes) for window in found)
+
+    def _window(self, window: Beside, routes: tuple[_Route, ...]) -> Window:
+        """Groups and gathers cost what they do in all microbatches, reductions once."""
+        part = window.times / self.repeats.microbatches
+        computes = (i for i, name in enumerate(self.names) if self._computes(name, window.phase))
+        gathers = (i for i, route in enumerate(routes) if self._gathers(route, window.phase))
+        reductions = (i for i, route in enumerate(routes) if window.reduces and route.role == "gradient")
+        transfers = dict.fromkeys(gathers, part) | dict.fromkeys(reductions, 1.0)
+        return Window(window.name, dict.fromkeys(computes, part), transfers, window.hidden)
 
     def _computes(self, name: str, phase: str) -> bool:
         if name == OUTPUTS:
@@ -277,9 +278,7 @@ class _Builder:
         node = self.graph[name]
         return node.phase == phase and not node.is_placeholder and node.op != REST
 
-    def _travels(self, route: _Route, phase: str) -> bool:
-        if route.role == "gradient":
-            return phase == "backward"
+    def _gathers(self, route: _Route, phase: str) -> bool:
         return route.role == phase and self.graph[route.producer].op == "param"
 
     def _found_routes(self) -> Counter[_Route]:

@@ -52,8 +52,9 @@ class Step:
 @dataclass(frozen=True, slots=True)
 class PlanLine:
     """One priced item of a step, ``seconds`` in all. ``kind``: compute, reshard, weight (gathered for use), gradient,
-    refresh, optimizer. ``name`` is the node computed or the value moved, ``times`` in a step (once for each
-    microbatch, or once), by the devices of pipeline stage ``stage``.
+    refresh, optimizer, offload, or hidden, which takes back (below zero) what travels while the step computes.
+    ``name`` is the node computed, the value moved, or where it hides; ``times`` in a step (once for each microbatch, or
+    once), by the devices of pipeline stage ``stage``.
     """
 
     kind: str
@@ -135,8 +136,8 @@ ONCE_A_STEP: tuple[LineKind, ...] = ("gradient", "refresh", "optimizer", "offloa
 class Predicted:
     """Seconds of one step and peak bytes of the device that holds most, with their parts. ``mfu`` is FLOPs of the
     model over what all devices could do in the step. ``freed_seconds`` is what the busiest stage computes faster than
-    its lines say because others that share its processors wait, ``hidden_seconds`` how long it reduces gradients while
-    it computes: step = compute + comm + bubble - freed - hidden.
+    its lines say because others that share its processors wait: step = compute + comm + bubble - freed. What travels
+    while it computes is no part of ``comm_seconds``.
     ``host_bytes`` is optimizer state in host memory, not part of the peak.
     """
 
@@ -153,7 +154,6 @@ class Predicted:
     input_bytes: int
     mfu: float
     freed_seconds: float = 0.0
-    hidden_seconds: float = 0.0
     host_bytes: int = 0
 
     def to_dict(self) -> dict[str, float | int]:
@@ -166,6 +166,11 @@ class Plan:
 
     With pipeline ``stages``, ``mesh`` and ``axis_names`` are those inside a stage, and ``pipeline`` says how the model
     is cut and run; one stage with several ``microbatches`` adds up gradients.
+
+    ``objective`` is what the placement program minimises, in seconds, ``bound`` what it proves that no choice of
+    placements is below, ``gap`` the distance of the two. Of one stage it is the step. Of several it is what all
+    stages work together, for the program is solved before the graph is cut: without the bubble, messages between
+    stages, and how unevenly the work is divided. That is what ``predicted.step_seconds`` says.
 
     ``placements`` gives, by path, how each parameter's value lies during a step, and how the output of each module
     lies; ``parameters`` adds where gradients and optimizer state rest. ``strategies`` is the choice for each node of

@@ -20,7 +20,6 @@ _FIGURES = (
     ("communication", "comm_seconds"),
     ("bubble", "bubble_seconds"),
     ("processors freed", "freed_seconds"),
-    ("hidden", "hidden_seconds"),
     ("peak", "peak_bytes"),
     ("weights", "weight_bytes"),
     ("gradients", "gradient_bytes"),

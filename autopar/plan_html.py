@@ -62,7 +62,6 @@ def _parts(plan: Plan) -> list[tuple[str, float, float]]:
         for kind, label in kinds.items()
     ]
     found.append(("bubble", plan.predicted.bubble_seconds))
-    found.append(("hidden by computing", -plan.predicted.hidden_seconds))
     found.append(("processors of waiting ranks", -plan.predicted.freed_seconds))
     return [(label, seconds, 100 * seconds / total) for label, seconds in found if seconds]
 

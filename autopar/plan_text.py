@@ -298,7 +298,7 @@ def _totals(plan: Plan) -> Iterator[str]:
         "weight gather": plan.seconds_of("weight", "refresh"),
         "grad sync": plan.seconds_of("gradient"),
         "bubble": plan.predicted.bubble_seconds,
-        "hidden by computing": plan.seconds_of("hidden") - plan.predicted.hidden_seconds,
+        "hidden by computing": plan.seconds_of("hidden"),
         "processors of waiting ranks": -plan.predicted.freed_seconds,
     }
     p, total = plan.predicted, plan.predicted.step_seconds

@@ -31,7 +31,10 @@ def pipeline_prices(pipeline: PlannedPipeline) -> PipelinePrices:
             c.forward,
             c.input_gradient,
             c.weight_gradient,
+            backward=c.input_gradient + c.weight_gradient - c.joined,
             reduce=c.reduce,
+            beside_weight_gradient=c.beside_half,
+            beside_backward=c.beside_whole,
             until_weight_gradient=c.saved,
             static=c.resting,
         )
@@ -73,11 +76,15 @@ def _one_after_the_other(plan: Plan) -> Timeline:
 
 def _exposed(plan: Plan) -> dict[tuple[str, str], float]:
     """For messages that travel while the step computes, by kind and phase, which share of them it waits for."""
+    hidden: dict[str, float] = {}
+    for line in plan.lines:
+        if line.kind == "hidden":
+            hidden[line.phase] = hidden.get(line.phase, 0.0) + line.seconds
     found: dict[tuple[str, str], float] = {}
-    for hidden in (line for line in plan.lines if line.kind == "hidden"):
-        messages = [line for line in plan.lines if line.kind == "weight" and line.phase == hidden.phase]
-        if hidden.phase == "backward":
+    for phase, seconds in hidden.items():
+        messages = [line for line in plan.lines if line.kind == "weight" and line.phase == phase]
+        if phase == "backward":
             messages += [line for line in plan.lines if line.kind == "gradient"]
-        share = 1.0 + hidden.seconds / sum(line.seconds for line in messages)
+        share = 1.0 + seconds / sum(line.seconds for line in messages)
         found.update({(line.kind, line.phase): share for line in messages})
     return found

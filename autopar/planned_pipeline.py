@@ -14,7 +14,8 @@ from .stages import Edge
 class ChunkFigures:
     """What one chunk was priced at: seconds of ``forward``, ``input_gradient`` and ``weight_gradient`` for one
     microbatch, and of ``reduce`` once a step; bytes on a device, ``saved`` by each microbatch in flight and always
-    ``resting``.
+    ``resting``. A backward in one is ``joined`` seconds quicker than in halves. Of ``reduce``, ``beside_half`` travels
+    beside the last weight gradient, or ``beside_whole`` beside the last backward.
     """
 
     forward: float
@@ -23,6 +24,9 @@ class ChunkFigures:
     reduce: float
     saved: float
     resting: float
+    joined: float = 0.0
+    beside_half: float = 0.0
+    beside_whole: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ column ``target[c][k]``, and moving row p to column q costs ``cost[p, q]`` (infi
                 T >= sum_k temporary_i[k] x[i,k]                            for every group                  (temporary)
                 x binary, e >= 0
 
-A *window* w is computing (the cost of some groups) beside which messages travel (the cost of some transfers): a share
-``hidden_w`` of the messages can hide behind the same share of the computing. What does not hide is a variable of its
-own, and the objective has instead of that share of the messages
+A *window* w is computing (the cost of some groups, or a part of it) beside which messages travel (the cost of some
+transfers, or a part of it): a share ``hidden_w`` of the messages can hide behind the same share of the computing. What
+does not hide is a variable of its own, and the objective has instead of that share of the messages
 
                 + sum_w E_w,   E_w >= hidden_w (messages_w - computing_w),  E_w >= 0                           (exposed)
 
@@ -23,6 +23,7 @@ which is hidden_w max(0, messages_w - computing_w).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,14 +57,15 @@ class Transfer:
     cost: Floats
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Window:
-    """See the module docstring: indices of the groups that compute and of the transfers that travel meanwhile, and the
-    share of both that can be at once."""
+    """See the module docstring: the ``groups`` that compute and the ``transfers`` that travel meanwhile, by index with
+    the part of their cost that belongs to this window (the parts of all windows, each times ``hidden``, are at most 1),
+    and the share of both that can be at once."""
 
     name: str
-    groups: tuple[int, ...]
-    transfers: tuple[int, ...]
+    groups: Mapping[int, float]
+    transfers: Mapping[int, float]
     hidden: float
 
 
@@ -114,8 +116,8 @@ def transfer_seconds(transfer: Transfer, choices: Ints) -> float:
 
 def sides_of(problem: Problem, window: Window, choices: Ints) -> tuple[float, float]:
     """Seconds of (messages, computing) of a window under a full assignment."""
-    messages = sum(transfer_seconds(problem.transfers[t], choices) for t in window.transfers)
-    return messages, sum(float(problem.groups[g].cost[choices[g]]) for g in window.groups)
+    messages = sum(part * transfer_seconds(problem.transfers[t], choices) for t, part in window.transfers.items())
+    return messages, sum(part * float(problem.groups[g].cost[choices[g]]) for g, part in window.groups.items())
 
 
 def memory_of(problem: Problem, choices: Ints) -> float:

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 class Repeats:
     """A step runs the graph once for each of ``microbatches``; gradients are added up, reduced once, and the optimizer
     steps once. At most ``in_flight`` microbatches have run forward and not yet backward: each holds its saved values.
-    With more than one microbatch (``accumulates``) a gradient is held as backward makes it until it is reduced."""
+    With more than one microbatch (``accumulates``) a gradient is held as backward makes it until it is reduced.
+    ``stages`` divide the graph among them."""
 
     microbatches: int = 1
     in_flight: int = 1
     accumulates: bool = False
+    stages: int = 1
 
 
 ONCE = Repeats()

@@ -169,6 +169,12 @@ class Schedule:
         """Whether any weight gradient is computed apart from its input gradient."""
         return any(i.kind == "weight_gradient" for _, _, i in self.instructions())
 
+    def weight_gradients(self, chunk: int) -> tuple[Kind, ...]:
+        """What makes the weight gradients of a chunk, one for each microbatch in order: "backward", or, where that is
+        in halves, "weight_gradient"."""
+        listed = self.ranks[self.placement[chunk]]
+        return tuple(i.kind for i in listed if i.chunk == chunk and i.kind in ("backward", "weight_gradient"))
+
     def instructions(self) -> Iterator[tuple[int, int, Instruction]]:
         """(rank, position, instruction), rank by rank."""
         for rank, listed in enumerate(self.ranks):

@@ -110,18 +110,20 @@ def build(problem: Problem, objective: str = "cost") -> Program:
 def _add_windows(builder: _Builder, problem: Problem, first: Ints, ends: list[int]) -> None:
     """``exposed`` rows; the variables of transfer t are ``ends[t]`` up to ``ends[t + 1]``. What may hide is no longer
     paid by itself, but by what of it is exposed."""
-    cost = np.concatenate(builder.costs)
+    full = np.concatenate(builder.costs)
+    left = full.copy()
     exposed = builder.add_variables(np.ones(len(problem.windows)))
     rows = builder.add_rows("exposed", np.arange(len(problem.windows)), 0.0, np.inf)
     for w, window in enumerate(problem.windows):
-        sent = [np.arange(ends[t], ends[t + 1]) for t in window.transfers]
-        own = [first[g] + np.arange(len(problem.groups[g].cost)) for g in window.groups]
-        for columns, sign in ((sent, -1.0), (own, 1.0)):
-            found = np.concatenate([*columns, np.zeros(0, dtype=np.int64)])
-            builder.add_entries(np.full(len(found), rows + w), found, sign * window.hidden * cost[found])
+        for t, part in window.transfers.items():
+            sent = np.arange(ends[t], ends[t + 1])
+            builder.add_entries(np.full(len(sent), rows + w), sent, -window.hidden * part * full[sent])
+            left[sent] -= window.hidden * part * full[sent]
+        for g, part in window.groups.items():
+            own = first[g] + np.arange(len(problem.groups[g].cost))
+            builder.add_entries(np.full(len(own), rows + w), own, window.hidden * part * full[own])
         builder.add_entries(np.array([rows + w]), np.array([exposed + w]), 1.0)
-        cost[np.concatenate([*sent, np.zeros(0, dtype=np.int64)])] *= 1.0 - window.hidden
-    builder.costs = [cost, np.ones(len(problem.windows))]
+    builder.costs = [np.maximum(left, 0.0), np.ones(len(problem.windows))]
 
 
 def _add_transfer(builder: _Builder, t: int, transfer: Transfer, first: Ints, priced: bool) -> None:

@@ -11,7 +11,7 @@ the makespan T over integer starts s(x), with d(x) the duration in ticks and t(m
     what a rank holds never exceeds its limit                                        (memory)
     s(x_c,b+1) >= s(x_cb) + d(x_c)          microbatches are alike                   (symmetry)
     s(F_c,b+k) >= s(W_cb) + d(W_c)          if there is room for k microbatches      (turns)
-    T >= s(W_cb) + d(W_c) + reduce(c),  T >= a bound known beforehand
+    T >= s(W_cb) + d(W_c) + what of reduce(c) does not travel beside it,  T >= a bound known beforehand
 
 **Invariant: every schedule's step, simulated, takes at least the optimum of this program**, so that CP-SAT's bound is a
 bound in seconds. For that ticks are rounded down; so are bytes, and limits; the two halves take no longer than a whole
@@ -124,11 +124,17 @@ class ScheduleProgram:
     def _end(self, instruction: Instruction) -> Any:
         return self.start[instruction] + self._length(instruction)
 
+    def _left_to_reduce(self, chunk: int) -> float:
+        """Seconds that reducing takes at least after the last weight gradient of a chunk, in halves or not."""
+        kinds: tuple[Kind, ...] = ("weight_gradient", "backward")
+        most = max(self.prices.beside(Instruction(kind, chunk, 0)) for kind in kinds)
+        return self.prices.chunks[chunk].reduce - most
+
     def _order(self) -> None:
         """(values), (gradients), (halves), (symmetry), and the makespan."""
         for instruction, start in self.start.items():
-            reduce = self.prices.chunks[instruction.chunk].reduce if instruction.kind == "weight_gradient" else 0.0
-            self.model.add(self.makespan >= self._end(instruction) + self.ticks(reduce))
+            left = self._left_to_reduce(instruction.chunk) if instruction.kind == "weight_gradient" else 0.0
+            self.model.add(self.makespan >= self._end(instruction) + self.ticks(left))
             for before in prerequisites(instruction):
                 self.model.add(start >= self._end(before))
             for message in self.messages(instruction):

@@ -36,8 +36,8 @@ def at_prices(problem: Problem, prices: Sequence[float]) -> Problem:
     """The plain problem whose every assignment costs at most what it costs in ``problem``."""
     own, sent = np.ones(len(problem.groups)), np.ones(len(problem.transfers))
     for window, price in zip(problem.windows, prices, strict=True):
-        own[list(window.groups)] -= window.hidden * price
-        sent[list(window.transfers)] -= window.hidden * (1.0 - price)
+        own[list(window.groups)] -= window.hidden * price * np.array([*window.groups.values()])
+        sent[list(window.transfers)] -= window.hidden * (1.0 - price) * np.array([*window.transfers.values()])
     groups = tuple(replace(g, cost=_scaled(g.cost, f)) for g, f in zip(problem.groups, own, strict=True))
     transfers = tuple(replace(t, cost=_scaled(t.cost, f)) for t, f in zip(problem.transfers, sent, strict=True))
     return replace(problem, groups=groups, transfers=transfers, windows=())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from autopar.cost.pipeline_prices import ChunkPrice
+
 from .planned_pipeline import ChunkFigures, LinkFigures, PlannedPipeline
 from .prices import Prices, local_bytes
 from .spec import Placements
@@ -15,10 +17,7 @@ def planned_pipeline(
     cuts: tuple[str, ...], bill: StageBill, wires: Mapping[Edge, Placements], prices: Prices
 ) -> PlannedPipeline:
     """The pipeline of a bill as a plan keeps it: enough to simulate the step again."""
-    chunks = tuple(
-        ChunkFigures(p.forward, p.input_gradient, p.weight_gradient, p.reduce, p.until_weight_gradient, p.static)
-        for p in bill.prices.chunks
-    )
+    chunks = tuple(map(_chunk_figures, bill.prices.chunks))
     links = tuple(
         LinkFigures(source, target, p.bytes_of("forward"), p.bytes_of("backward"), p.bandwidth, p.latency)
         for (source, target), p in sorted(bill.prices.edges.items())
@@ -36,6 +35,20 @@ def planned_pipeline(
         hides=bill.prices.hides,
         hosts=shared.hosts if shared else (),
         speeds=shared.speeds if shared else (),
+    )
+
+
+def _chunk_figures(price: ChunkPrice) -> ChunkFigures:
+    return ChunkFigures(
+        price.forward,
+        price.input_gradient,
+        price.weight_gradient,
+        price.reduce,
+        price.until_weight_gradient,
+        price.static,
+        price.input_gradient + price.weight_gradient - price.whole_backward,
+        price.beside_weight_gradient,
+        price.beside_backward,
     )
 
 

@@ -11,24 +11,24 @@ from .account import Line
 from .alternatives import holdings, plan_nodes
 from .figures import working_dtype
 from .loans import loans
-from .plan import ONCE_A_STEP, Holding, LineKind, PlanLine, PlanNode, Predicted
+from .plan import Holding, PlanLine, PlanNode, Predicted
 from .repeats import Repeats
 from .spec import Strategy
 from .stage_prices import StageBill, most_in_flight
 from .stage_search import StagedAnswer
+from .windows import REDUCTIONS
 
 
 def staged_predicted(answer: StagedAnswer) -> Predicted:
     """The figures of a pipeline: computing and communicating are those of the rank that is busy longest, the bubble is
-    what the step takes beyond, where processors of waiting ranks have made it quicker counted without that, and what
-    travels while that rank computes not counted; memory is that of the fullest rank's devices."""
+    what the step takes beyond, where processors of waiting ranks have made it quicker counted without that; memory is
+    that of the fullest rank's devices."""
     bill = answer.bill
     busiest = busiest_rank(bill)
-    compute = _rank_seconds(bill, busiest, "compute", "optimizer")
-    busy = _rank_seconds(bill, busiest, "compute", "reshard", "weight", *ONCE_A_STEP)
-    freed, hidden = _freed_seconds(bill, busiest), _hidden_seconds(bill, busiest)
-    needed = busy - freed - hidden
-    seconds = max(bill.seconds, needed)
+    lines = rank_lines(bill, busiest)
+    compute = sum(line.seconds for line in lines if line.kind in ("compute", "optimizer"))
+    busy, freed = sum(line.seconds for line in lines), _freed_seconds(bill, busiest)
+    seconds = max(bill.seconds, busy - freed)
     memories = [bill.accounts[c].memory for c in bill.schedule.held[bill.fullest]]
     prices = answer.whole.prices
     graph = answer.whole.instance.graph
@@ -39,7 +39,7 @@ def staged_predicted(answer: StagedAnswer) -> Predicted:
         step_seconds=seconds,
         compute_seconds=compute,
         comm_seconds=busy - compute,
-        bubble_seconds=seconds - needed,
+        bubble_seconds=seconds - (busy - freed),
         peak_bytes=bill.peaks[bill.fullest],
         weight_bytes=sum(m.weights for m in memories),
         gradient_bytes=sum(m.gradients for m in memories),
@@ -50,7 +50,6 @@ def staged_predicted(answer: StagedAnswer) -> Predicted:
         host_bytes=sum(m.host for m in memories),
         mfu=float(total_flops(graph)) * bill.schedule.microbatches / possible if possible else 0.0,
         freed_seconds=freed,
-        hidden_seconds=hidden,
     )
 
 
@@ -66,7 +65,15 @@ def _freed_seconds(bill: StageBill, rank: int) -> float:
     return max(0.0, freed)
 
 
-def _hidden_seconds(bill: StageBill, rank: int) -> float:
+def rank_lines(bill: StageBill, rank: int) -> tuple[Line, ...]:
+    """What the devices of a pipeline rank pay for: the lines of its chunks, less what they reduce while they compute,
+    as simulated."""
+    own = [line for chunk in bill.schedule.held[rank] for line in bill.accounts[chunk].lines]
+    hidden = _reduced_meanwhile(bill, rank)
+    return (*own, *([Line("hidden", REDUCTIONS, "", "backward", -hidden)] if hidden > 0 else []))
+
+
+def _reduced_meanwhile(bill: StageBill, rank: int) -> float:
     """How long reductions of ``rank`` travel while it computes."""
     mine = [one for one in bill.simulation.record.ran if one.rank == rank]
     computed = [one for one in mine if one.instruction.computes]
@@ -80,21 +87,14 @@ def _hidden_seconds(bill: StageBill, rank: int) -> float:
 
 def busiest_rank(bill: StageBill) -> int:
     """The pipeline rank with the longest bill."""
-    totals = [sum(bill.accounts[c].seconds for c in held) for held in bill.schedule.held]
+    totals = [sum(line.seconds for line in rank_lines(bill, rank)) for rank in range(bill.schedule.stages)]
     return max(range(len(totals)), key=totals.__getitem__)
 
 
-def _rank_seconds(bill: StageBill, rank: int, *kinds: LineKind) -> float:
-    return sum(bill.accounts[c].seconds_of(*kinds) for c in bill.schedule.held[rank])
-
-
 def staged_lines(bill: StageBill, make: Callable[[Line], PlanLine]) -> tuple[PlanLine, ...]:
-    """Every line of every chunk as ``make`` writes it, with its stage."""
+    """Every line of every rank as ``make`` writes it, with its stage."""
     return tuple(
-        replace(make(line), stage=rank)
-        for rank, held in enumerate(bill.schedule.held)
-        for chunk in held
-        for line in bill.accounts[chunk].lines
+        replace(make(line), stage=rank) for rank in range(bill.schedule.stages) for line in rank_lines(bill, rank)
     )
 
 

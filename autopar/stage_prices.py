@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.cost.pipeline import Simulation, simulate
-from autopar.cost.pipeline_prices import ChunkPrice, EdgePrice, PipelinePrices, SharedProcessors
+from autopar.cost.pipeline_prices import EdgePrice, PipelinePrices, SharedProcessors
 from autopar.cost.point_to_point import message_rate
-from autopar.passes.stages import split_backward
 
-from .account import Account, Line, account, agreement_seconds
+from .account import Account, account, agreement_seconds
+from .chunk_price import chunk_price, sections_of
 from .cluster import Cluster
 from .loans import loans
-from .plan import ONCE_A_STEP
 from .prices import Prices, local_bytes
 from .repeats import Repeats
 from .schedule import Schedule
 from .spec import Placements
 from .stage_chunks import Chunk, WirePrice, WirePrices
 from .stages import Edge
+from .windows import gather_windows, hidden_shares
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,8 @@ def bill_stages(
     most = most_in_flight(schedule)
     agreement = agreement_seconds(prices, (chunk.graph for chunk in chunks), schedule.stages)
     first = {held[0] for held in schedule.held}  # Once a step, on every device.
+    shares = [hidden_shares(chunk.graph, prices.cluster) for chunk in chunks]
+    sections = [sections_of(chunk.graph) for chunk in chunks]
     accounts = tuple(
         account(
             chunk.graph,
@@ -102,12 +104,16 @@ def bill_stages(
             Repeats(schedule.microbatches, most[chunk.index], accumulates=True),
             borrowed,
             agreement if chunk.index in first else 0.0,
+            gather_windows(share, schedule.microbatches, schedule.weight_gradients(chunk.index)),
+            section_of,
         )
-        for chunk, borrowed in zip(chunks, loans(chunks, schedule.placement, prices), strict=True)
+        for chunk, borrowed, share, section_of in zip(
+            chunks, loans(chunks, schedule.placement, prices), shares, sections, strict=True
+        )
     )
     step = max(sum(accounts[c].seconds_of("optimizer", "offload", "refresh") for c in held) for held in schedule.held)
     priced = PipelinePrices(
-        tuple(map(chunk_price, chunks, accounts)),
+        tuple(map(chunk_price, chunks, accounts, shares, sections)),
         _edge_prices(chunks, wires, prices, links),
         step=step,
         hides=prices.cluster.overlaps,
@@ -129,47 +135,6 @@ def most_in_flight(schedule: Schedule) -> tuple[int, ...]:
             elif instruction.kind in ("weight_gradient", "backward"):
                 open_now[chunk] -= 1
     return tuple(most)
-
-
-def chunk_price(chunk: Chunk, bill: Account) -> ChunkPrice:
-    """Seconds of a chunk for one microbatch by section, from the lines of its bill."""
-    early, _ = split_backward(chunk.graph)
-    users: dict[str, set[str]] = {}
-    for value, uses in chunk.graph.users.items():
-        users.setdefault(value.node, set()).update(user.name for user, _ in uses)
-    forward = input_gradient = weight_gradient = 0.0
-    for line in bill.lines:
-        if line.kind in ONCE_A_STEP:
-            continue
-        seconds = line.seconds / line.times
-        if line.phase == "forward":
-            forward += seconds
-        elif _is_early(line, users.get(line.name, set()), early):
-            input_gradient += seconds
-        else:
-            weight_gradient += seconds
-    memory = bill.memory
-    saved = sum(
-        local_bytes(n.type, chunk.assignment.strategies[n.name].outputs[0], chunk.assignment.mesh)
-        for n in chunk.graph.nodes
-        if n.op == "receive" or n.name in chunk.graph.kept
-    )
-    return ChunkPrice(
-        forward,
-        input_gradient,
-        weight_gradient,
-        reduce=bill.seconds_of("gradient"),
-        until_weight_gradient=float(saved),
-        static=float(memory.weights + memory.gradients + memory.optimizer + memory.inputs),
-    )
-
-
-def _is_early(line: Line, users: set[str], early: frozenset[str]) -> bool:
-    """Whether a line of backward belongs to the input gradient: a computation does by itself, a reshard if a node of it
-    is among the users of the value."""
-    if line.kind == "compute":
-        return line.name in early
-    return not users or bool(users & early)
 
 
 def _edge_prices(

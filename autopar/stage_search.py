@@ -115,7 +115,8 @@ def _least_cuts(ask: Ask) -> int:
 def inner_repeats(microbatches: int, stages: int) -> Repeats:
     """How the placement program takes the uncut graph: on average over stages, half as many microbatches are in flight
     as there are stages."""
-    return Repeats(microbatches, min(microbatches, math.ceil((stages + 1) / 2)), accumulates=True)
+    in_flight = min(microbatches, math.ceil((stages + 1) / 2))
+    return Repeats(microbatches, in_flight, accumulates=True, stages=stages)
 
 
 def _too_full(ask: Ask, worst: float) -> InfeasibleError:

@@ -21,6 +21,7 @@ from .prices import local_bytes
 from .problem import Ints
 from .stage_chunks import WirePrice
 from .stage_cuts import Segments
+from .windows import hidden_gathers
 
 STAGE_PIN = re.compile(r"^\s*stage\s*[= ]\s*(\d+)\s*$")
 
@@ -51,9 +52,11 @@ def price_segments(
     mesh: the least it can take."""
     count = len(candidates) + 1
     seconds, static, saved, wire = (np.zeros(count) for _ in range(4))
+    exposed = {phase: 1.0 - hidden for phase, hidden in hidden_gathers(bill.lines).items()}
     for line in bill.lines:
-        if line.kind not in ONCE_A_STEP:
-            seconds[_segment(line.name, where)] += line.seconds / line.times
+        if line.kind not in (*ONCE_A_STEP, "hidden"):
+            share = exposed.get(line.phase, 1.0) if line.kind == "weight" else 1.0
+            seconds[_segment(line.name, where)] += share * line.seconds / line.times
     for node in instance.graph.nodes:
         if node.op == "param":
             parts = parameter_bytes(instance.prices, node, assignment.parameters[node.name], instance.optimizer)

@@ -13,7 +13,9 @@ from autopar.schedule import Instruction
 class ChunkPrice:
     """One chunk on its device, for one microbatch; seconds and bytes.
 
-    ``backward``: both halves at once, default their sum. ``reduce``: reducing the chunk's gradients, once a step.
+    ``backward``: both halves at once, default their sum. ``reduce``: reducing the chunk's gradients, once a step; of
+    that, what travels beside the chunk's last computation, if that is a weight gradient (``beside_weight_gradient``) or
+    a whole backward (``beside_backward``).
     What is held: ``until_input_gradient`` from the start of forward to the end of the input gradient,
     ``until_weight_gradient`` from there to the end of the weight gradient, ``between_gradients`` from the start of the
     input gradient to the end of the weight gradient (what delaying it costs); ``static`` always.
@@ -24,6 +26,8 @@ class ChunkPrice:
     weight_gradient: float
     backward: float | None = None
     reduce: float = 0.0
+    beside_weight_gradient: float = 0.0
+    beside_backward: float = 0.0
     until_input_gradient: float = 0.0
     until_weight_gradient: float = 0.0
     between_gradients: float = 0.0
@@ -96,6 +100,13 @@ class PipelinePrices:
         """Seconds of a computation."""
         return self.chunks[instruction.chunk].seconds(instruction)
 
+    def beside(self, last: Instruction) -> float:
+        """Seconds of reducing a chunk's gradients that travel beside ``last``, the computation that makes them."""
+        if not (self.overlap and self.hides):
+            return 0.0
+        price = self.chunks[last.chunk]
+        return price.beside_backward if last.kind == "backward" else price.beside_weight_gradient
+
     def check(self, chunks: int) -> None:
         """Raises :class:`ScheduleError` unless these are prices of so many chunks."""
         if len(self.chunks) != chunks:
@@ -103,3 +114,9 @@ class PipelinePrices:
         for chunk, price in enumerate(self.chunks):
             if min(price.forward, price.input_gradient, price.weight_gradient, price.whole_backward, price.reduce) < 0:
                 raise ScheduleError(f"chunk {chunk} takes negative time: {price}")
+            beside = (
+                (price.beside_weight_gradient, price.weight_gradient),
+                (price.beside_backward, price.whole_backward),
+            )
+            if any(not 0 <= seconds <= min(price.reduce, most) * (1 + 1e-9) for seconds, most in beside):
+                raise ScheduleError(f"chunk {chunk} reduces longer beside its last backward than that takes: {price}")

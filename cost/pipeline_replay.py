@@ -28,6 +28,8 @@ class Replay:
         self.position = [0] * stages
         self.reduced = [0.0] * stages
         self.begun = [0.0] * stages
+        # What made the weight gradients of each chunk last.
+        self.last: dict[int, Instruction] = {}
         self.sent: set[Message] = set()
         self.posted: dict[Message, float] = {}
         self.arrived: set[Message] = set()
@@ -118,12 +120,15 @@ class Replay:
         self.expect(host)
         instruction = self.schedule.ranks[rank][self.position[rank]]
         self.done.append(Ran(rank, instruction, self.begun[rank], self.now))
+        if instruction.kind in ("backward", "weight_gradient"):
+            self.last[instruction.chunk] = instruction
         self.position[rank] += 1
         self.advance(rank)
 
     def reduce(self, rank: int, instruction: Instruction) -> bool:
-        """Starts a reduction, which follows the one before; where none hides ``rank`` waits until it is done."""
-        start = max(self.now, self.reduced[rank])
+        """Starts a reduction, a part of which travelled beside the computation before if there was none under way;
+        where none hides ``rank`` waits until it is done."""
+        start = max(self.now - self.prices.beside(self.last[instruction.chunk]), self.reduced[rank])
         end = self.reduced[rank] = start + self.prices.chunks[instruction.chunk].reduce
         self.done.append(Ran(rank, instruction, start, end))
         if self.prices.overlap and self.prices.hides:

@@ -50,26 +50,36 @@ def collectives_of(program: Program) -> Counter[Collective]:
 
 
 def collectives_of_stage(program: PipelineProgram) -> Counter[Collective]:
-    """The same for one stage of a pipeline, whose chunks run once for each microbatch but for their refresh and reduce.
-    What travels between stages is no collective."""
+    """The same for one stage of a pipeline, whose chunks run once for each microbatch but for their refresh, the last
+    weight gradient, and reduce. What travels between stages is no collective."""
     found: Counter[Collective] = Counter()
     for chunk in program.chunks.values():
-        found += _collectives_of_chunk(chunk, program.microbatches)
+        halves = program.schedule.weight_gradients(chunk.chunk)[-1:] == ("weight_gradient",)
+        found += _collectives_of_chunk(chunk, program.microbatches, halves)
     return found
 
 
-def _collectives_of_chunk(chunk: ChunkProgram, microbatches: int) -> Counter[Collective]:
+def _collectives_of_chunk(chunk: ChunkProgram, microbatches: int, halves: bool) -> Counter[Collective]:
+    """``halves``: whether the last backward is in two."""
     count = len(chunk.results) + len(chunk.sends)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        once, each = _Reader(chunk), _Reader(chunk)
+        once, each, more = _Reader(chunk), _Reader(chunk), _Reader(chunk)
         once.run(chunk.refresh, _tensors(chunk, chunk.parameters))
         given = [*chunk.placeholders, *(port.slot for port in chunk.receives)]
         saved = each.run(chunk.forward, _tensors(chunk, given))[count:]
         if chunk.gradients or chunk.gradient_sends:
+            sent = len(chunk.gradient_sends)
             given = [*chunk.tangents, *(port.slot for port in chunk.gradient_receives)]
-            made = each.run(chunk.input_gradient, [*saved, *_tensors(chunk, given)])
-            once.run(chunk.reduce, each.run(chunk.weight_gradient, made[len(chunk.gradient_sends) :]))
-    return once.found + Counter({wire: often * microbatches for wire, often in each.found.items()})
+            taken = [*saved, *_tensors(chunk, given)]
+            sums = more.run(chunk.weight_gradient, more.run(chunk.input_gradient, taken)[sent:])
+            sums = sums if microbatches > 1 else []
+            carried = once.run(chunk.input_gradient, taken)[sent:] if halves else taken
+            once.run(chunk.reduce, once.run(chunk.last, [*carried, *sums])[0 if halves else sent :])
+    return once.found + _times(each.found, microbatches) + _times(more.found, microbatches - 1)
+
+
+def _times(found: Counter[Collective], often: int) -> Counter[Collective]:
+    return Counter({wire: count * often for wire, count in found.items()})
 
 
 def difference(found: Counter[Collective], priced: Counter[Collective]) -> tuple[str, ...]:

@@ -226,27 +226,33 @@ def _backward(job: Lowering, needed: set[str], saved: list[Value], gradients: li
     for position, output in enumerate(gradients):
         assert output.value is not None
         made_by.setdefault(output.value.node, []).append(position)
-    for position in [p for value in (*saved, *tangents) for p in made_by.get(value.node, ())]:
-        _send(job, lowerer, buckets, position, gradients[position])
+
+    def send(name: str) -> None:
+        for position in made_by.get(name, ()):
+            value = gradients[position].value
+            assert value is not None
+            send_gradient(job, buckets, position, gradients[position], lowerer.local[value])
+
+    for value in (*saved, *tangents):
+        send(value.node)
     for node in job.graph.nodes:
         if node.name in needed and node.phase == "backward" and not node.is_placeholder:
             lowerer.lower(node)
-            for position in made_by.get(node.name, ()):
-                _send(job, lowerer, buckets, position, gradients[position])
+            send(node.name)
     done = buckets.finish()
     outputs = without_aliases(emitter, [done[position] for position in range(len(gradients))], set(inputs))
     return emitter.section("backward", inputs, outputs)
 
 
-def _send(job: Lowering, lowerer: NodeLowerer, buckets: Buckets, position: int, output: Output) -> None:
-    """Puts a gradient on its way to where it rests, in two legs: reduced, then cut down to where the optimizer wants
-    it."""
+def send_gradient(job: Lowering, buckets: Buckets, position: int, output: Output, value: Value) -> None:
+    """Puts a gradient, whose local ``value`` lies as backward makes it, on its way to where it rests, in two legs:
+    reduced, then cut down to where the optimizer wants it."""
     assert output.value is not None
     kind = job.graph.type_of(output.value)
     reduced, final = gradient_place(job, output)
     path = job.path(kind, job.home(output.value), reduced, True)
     path += job.path(kind, reduced, final, True) if final != reduced else ()
-    buckets.add(position, lowerer.local[output.value], kind, path)
+    buckets.add(position, value, kind, path)
 
 
 def without_aliases(

@@ -1,24 +1,25 @@
 """Lowers one chunk of a pipeline to the program of one rank (:mod:`autopar.chunk`).
 
-As :mod:`.lower` does it, but gradients leave backward as it made them (they are added up over microbatches and reduced
-once a step), values for other stages leave by the placements of the wire, and backward comes in two sections: what
-other stages wait for, and the rest.
+As :mod:`.lower` does it, but gradients leave backward as it made them, to be added up over microbatches, until the last
+microbatch, in which they are reduced (:mod:`.reducing`); values for other stages leave by the placements of the wire;
+and backward comes in two sections: what other stages wait for, and the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from autopar.chunk import ChunkProgram, Port
 from autopar.errors import GraphError
-from autopar.graph import Arg, Output, Value, map_arg, values_in
-from autopar.program import Instruction, Section, TensorSlot
+from autopar.graph import Output, Value
+from autopar.program import Section, TensorSlot
+from autopar.schedule import Schedule
 from autopar.spec import Placements, short
 from autopar.stages import Edge
 
 from .adding import adding
-from .emit import Buckets, Emitter
+from .emit import Emitter
 from .lower import (
     Lowering,
     NodeLowerer,
@@ -29,6 +30,8 @@ from .lower import (
     without_aliases,
 )
 from .overlap import overlap_section
+from .reducing import reducing
+from .split_section import split_section
 
 # How each edge's value lies while it travels, on the mesh inside a stage.
 Wires = Mapping[Edge, Placements]
@@ -36,12 +39,13 @@ Wires = Mapping[Edge, Placements]
 
 @dataclass(frozen=True)
 class ChunkLowering:
-    """What to lower: ``job`` for the graph of chunk ``chunk``, rests inserted; ``wires`` of all edges of the
-    pipeline."""
+    """What to lower: ``job`` for the graph of chunk ``chunk``, rests inserted; ``wires`` of all edges of the pipeline;
+    ``schedule`` that runs it."""
 
     job: Lowering
     chunk: int
     wires: Wires
+    schedule: Schedule
 
     def ports(self, *, sends: bool, backward: bool) -> tuple[Port, ...]:
         """The ends of edges at this chunk, in the order of the message."""
@@ -82,6 +86,11 @@ def lower_chunk(work: ChunkLowering) -> ChunkProgram:
     backward = _backward(work, needed, saved, gradients, gradient_receives, gradient_sends)
     needs_tangents = bool(gradients or gradient_sends)
     first, second = split_section(backward, len(gradient_sends), "input_gradient", "weight_gradient")
+    backward, first, second = map(overlap_section, (backward, first, second))
+    more_backward, more_second = (adding(section, len(gradients)) for section in (backward, second))
+    halves = work.schedule.weight_gradients(work.chunk)[-1:] == ("weight_gradient",)
+    once, more = (second, more_second) if halves else (backward, more_backward)
+    last, reduce = reducing(job, once if work.schedule.microbatches == 1 else more, gradients)
     raw = tuple(job.output_slot(o, job.home(o.value)) for o in gradients if o.value is not None)
     everywhere = job.assignment.replicated
     return ChunkProgram(
@@ -100,12 +109,13 @@ def lower_chunk(work: ChunkLowering) -> ChunkProgram:
         raw_gradients=raw,
         refresh=refresh_section(job),
         forward=overlap_section(forward),
-        input_gradient=overlap_section(first),
-        weight_gradient=overlap_section(second),
-        backward=overlap_section(backward),
-        more_weight_gradient=adding(overlap_section(second), len(gradients)),
-        more_backward=adding(overlap_section(backward), len(gradients)),
-        reduce=_reduce(job, gradients),
+        input_gradient=first,
+        weight_gradient=second,
+        backward=backward,
+        more_weight_gradient=more_second,
+        more_backward=more_backward,
+        last=last,
+        reduce=reduce,
         constants=graph.constants,
     )
 
@@ -162,76 +172,3 @@ def _backward(
     # What is sent may be on its way still when raw gradients are added to it in place.
     outputs = (*sent, *without_aliases(lowerer.emitter, raw, set(inputs), sent))
     return lowerer.emitter.section("backward", inputs, outputs)
-
-
-def _reduce(job: Lowering, gradients: list[Output]) -> Section:
-    """From raw gradients to gradients as stored."""
-    emitter = Emitter(job.mesh, job.coordinate)
-    inputs = tuple(emitter.fresh(f"raw_{position}") for position in range(len(gradients)))
-    buckets = Buckets(emitter, job.bucket_bytes, "gradients")
-    for position, output in enumerate(gradients):
-        assert output.value is not None
-        kind = job.graph.type_of(output.value)
-        reduced, final = gradient_place(job, output)
-        path = job.path(kind, job.home(output.value), reduced, True)
-        path += job.path(kind, reduced, final, True) if final != reduced else ()
-        buckets.add(position, Value(inputs[position]), kind, path)
-    done = buckets.finish()
-    return emitter.section("reduce", inputs, tuple(done[position] for position in range(len(gradients))))
-
-
-def split_section(section: Section, count: int, first: str, second: str) -> tuple[Section, Section]:
-    """The section in two, run one after the other: the ``first`` does what the first ``count`` outputs need, and
-    returns these and what the ``second``, which returns the other outputs, needs of it."""
-    needed = _needed(section.instructions, [v for v in section.outputs[:count] if v is not None])
-    early = tuple(i for i in section.instructions if i.name in needed)
-    late = tuple(i for i in section.instructions if i.name not in needed)
-    own = {i.name for i in late}
-    wanted = [value for i in late for value in _operands(i)]
-    wanted += [value for value in section.outputs[count:] if value is not None]
-    carried = tuple(dict.fromkeys(value for value in wanted if value.node not in own))
-    names = _carried_names(carried, {*section.inputs, *(i.name for i in section.instructions)})
-
-    def renamed(value: Value) -> Value:
-        return names.get(value, value)
-
-    outputs = tuple(value and renamed(value) for value in section.outputs[count:])
-    inputs = tuple(names.get(value, value).node for value in carried)
-    return (
-        Section(first, section.inputs, early, (*section.outputs[:count], *carried)),
-        Section(second, inputs, tuple(_renamed(i, names) for i in late), outputs),
-    )
-
-
-def _carried_names(carried: tuple[Value, ...], taken: set[str]) -> dict[Value, Value]:
-    """Inputs of a section are single values: names for second and later results."""
-    found: dict[Value, Value] = {}
-    for value in carried:
-        if value.index:
-            name = f"{value.node}_result{value.index}"
-            while name in taken:
-                name += "_"
-            taken.add(name)
-            found[value] = Value(name)
-    return found
-
-
-def _renamed(instruction: Instruction, names: Mapping[Value, Value]) -> Instruction:
-    def leaf(arg: Arg) -> Arg:
-        return names.get(arg, arg) if isinstance(arg, Value) else arg
-
-    kwargs = tuple((key, map_arg(arg, leaf)) for key, arg in instruction.kwargs)
-    return replace(instruction, args=map_arg(instruction.args, leaf), kwargs=kwargs)
-
-
-def _operands(instruction: Instruction) -> Iterable[Value]:
-    return values_in((instruction.args, tuple(arg for _, arg in instruction.kwargs)))
-
-
-def _needed(instructions: tuple[Instruction, ...], values: Iterable[Value]) -> set[str]:
-    """Names of the instructions that ``values`` depend on."""
-    needed = {value.node for value in values}
-    for instruction in reversed(instructions):
-        if instruction.name in needed:
-            needed.update(value.node for value in _operands(instruction))
-    return needed & {i.name for i in instructions}

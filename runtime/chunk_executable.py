@@ -57,6 +57,7 @@ class ChunkExecutable:
         self._backward, self._more_backward = (
             runner(section, groups, where) for section in (program.backward, program.more_backward)
         )
+        self._last = runner(program.last, groups, where)
         self._reducer = Reducer(program.reduce, groups, where)
         self.constants = own_constants(program.placeholders, program.constants, groups)
         self.receives = exchanges(program, program.receives, sends=False)
@@ -80,27 +81,34 @@ class ChunkExecutable:
         sends, carried = _part(self._input_gradient(inputs), len(self.program.gradient_sends))
         return _messages(sends, self.gradient_sends), carried
 
-    def weight_gradient(self, carried: list[torch.Tensor], sums: list[torch.Tensor] | None) -> list[torch.Tensor]:
-        """Raw gradients, added in place to ``sums`` of earlier microbatches if there are any; empties ``carried``."""
-        return self._weight_gradient(carried) if sums is None else self._more_weight_gradient(_emptied(carried) + sums)
+    def weight_gradient(
+        self, carried: list[torch.Tensor], sums: list[torch.Tensor], last: bool = False
+    ) -> list[torch.Tensor]:
+        """Raw gradients, added in place to ``sums`` of earlier microbatches if there are any; of the ``last`` one
+        gradients under way, for :meth:`reduce`. Empties ``carried`` and ``sums``."""
+        run = self._more_weight_gradient if sums else self._weight_gradient
+        return (self._last if last else run)(_emptied(carried, sums))
 
     def backward(
-        self, inputs: list[torch.Tensor], sums: list[torch.Tensor] | None
+        self, inputs: list[torch.Tensor], sums: list[torch.Tensor], last: bool = False
     ) -> tuple[Messages, list[torch.Tensor]]:
         """:meth:`input_gradient` and :meth:`weight_gradient` at once."""
-        made = self._backward(inputs) if sums is None else self._more_backward(_emptied(inputs) + sums)
+        run = self._more_backward if sums else self._backward
+        made = (self._last if last else run)(_emptied(inputs, sums))
         sends, raw = _part(made, len(self.program.gradient_sends))
         return _messages(sends, self.gradient_sends), raw
 
-    def reduce(self, raw: list[torch.Tensor], computations: int) -> Reduction:
-        """Starts to make of ``raw`` gradients, which it empties, those as stored; see :meth:`.Reducer.begin`."""
-        return self._reducer.begin(raw, computations)
+    def reduce(self, under_way: list[torch.Tensor], computations: int) -> Reduction:
+        """Goes on with gradients ``under_way``, a list it empties, until they are as stored; see
+        :meth:`.Reducer.begin`."""
+        return self._reducer.begin(under_way, computations)
 
 
-def _emptied(values: list[torch.Tensor]) -> list[torch.Tensor]:
-    """``values`` in a list of their own, so that the section that takes them is the last to hold them."""
-    taken = [*values]
-    values.clear()
+def _emptied(*lists: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What ``lists`` have in a list of its own, so that the section that takes it is the last to hold it."""
+    taken = [value for values in lists for value in values]
+    for values in lists:
+        values.clear()
     return taken
 
 

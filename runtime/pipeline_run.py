@@ -44,6 +44,7 @@ class PipelineRun:
     _saved: dict[Task, list[torch.Tensor]] = field(default_factory=dict)
     _carried: dict[Task, list[torch.Tensor]] = field(default_factory=dict)
     _raw: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    _made: dict[int, int] = field(default_factory=dict)
     _reducing: dict[int, tuple[Reduction, float]] = field(default_factory=dict)
     _began: float = 0.0
 
@@ -103,12 +104,19 @@ class PipelineRun:
 
     def _weight_gradient(self, instruction: Instruction) -> None:
         chunk, carried = instruction.chunk, self._carried.pop((instruction.chunk, instruction.microbatch))
-        self._raw[chunk] = self.chunks[chunk].weight_gradient(carried, self._raw.get(chunk))
+        sums = self._raw.pop(chunk, [])
+        self._raw[chunk] = self.chunks[chunk].weight_gradient(carried, sums, self._is_last(chunk))
 
     def _backward(self, instruction: Instruction) -> None:
         chunk = instruction.chunk
-        messages, self._raw[chunk] = self.chunks[chunk].backward(self._taken_back(instruction), self._raw.get(chunk))
+        taken, sums = self._taken_back(instruction), self._raw.pop(chunk, [])
+        messages, self._raw[chunk] = self.chunks[chunk].backward(taken, sums, self._is_last(chunk))
         self._give(messages, instruction, "backward")
+
+    def _is_last(self, chunk: int) -> bool:
+        """Whether a weight gradient that is about to be made is that of the chunk's last microbatch."""
+        self._made[chunk] = self._made.get(chunk, 0) + 1
+        return self._made[chunk] == self.program.microbatches
 
     def _taken_back(self, instruction: Instruction) -> list[torch.Tensor]:
         """What backward takes: saved values, which are held by nothing else, tangents and received gradients."""

@@ -1,4 +1,5 @@
-"""A section that communicates beside what its rank computes meanwhile: the reduction of a chunk's gradients."""
+"""A section that communicates beside what its rank computes meanwhile: the rest of the reduction of a chunk's
+gradients, the first messages of which its last backward has started."""
 
 from __future__ import annotations
 
@@ -25,10 +26,11 @@ class Reducer:
         self.code = SectionCode(section, source, where)
         self.waits = sum(instruction.op == WAIT for instruction in section.instructions)
 
-    def begin(self, raw: list[torch.Tensor], computations: int) -> Reduction:
-        """Starts with ``raw`` gradients, which it empties. So many ``computations`` of the rank are still to come."""
-        self.code.check(raw)
-        found = Reduction(self, self.code.function(raw), computations)
+    def begin(self, under_way: list[torch.Tensor], computations: int) -> Reduction:
+        """Goes on with gradients ``under_way``, a list it empties. So many ``computations`` of the rank are still to
+        come."""
+        self.code.check(under_way)
+        found = Reduction(self, self.code.function(under_way), computations)
         found.go_on(0)
         return found
 

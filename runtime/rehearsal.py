@@ -221,6 +221,7 @@ class _Rehearsed(PipelineRun):
         if instruction.kind == "forward" and self.record is not None and task in self._saved:
             names = self.chunks[instruction.chunk].program.input_gradient.inputs
             self.record.add("activation", self._saved[task], names)
-        if instruction.kind in ("backward", "weight_gradient") and self.record is not None:
+        more = self._made.get(instruction.chunk, 0) < self.program.microbatches
+        if instruction.kind in ("backward", "weight_gradient") and more and self.record is not None:
             paths = [slot.target for slot in self.chunks[instruction.chunk].program.gradients]
             self.record.add("gradient", self._raw[instruction.chunk], paths)

@@ -37,6 +37,7 @@ class Stage:
         self.saved: dict[tuple[int, int], Shards] = {}
         self.carried: dict[tuple[int, int], Shards] = {}
         self.raw: dict[int, Shards] = {}
+        self.made: dict[int, int] = {}
         self.results: dict[tuple[int, int], Tensors] = {}
         self.gradients: dict[tuple[int, str], list[torch.Tensor]] = {}
         self.working: dict[int, list[dict[str, torch.Tensor]]] = {}
@@ -216,11 +217,13 @@ class Pipeline:
         stage.raw[index] = self._added(stage, index, "weight_gradient", carried)
 
     def _added(self, stage: Stage, index: int, section: str, inputs: Shards) -> Shards:
-        """Adds to the gradients of earlier microbatches, in place, as the runtime does: aliases would show."""
-        if index not in stage.raw:
-            return stage.run(index, section, inputs)
-        more = [[*given, *sums] for given, sums in zip(inputs, stage.raw[index], strict=True)]
-        return stage.run(index, f"more_{section}", more)
+        """Adds to the gradients of earlier microbatches, in place, as the runtime does: aliases would show. Of the last
+        microbatch they are on their way afterwards."""
+        sums = stage.raw.pop(index, [[]] * len(inputs))
+        name = f"more_{section}" if stage.made.get(index) else section
+        stage.made[index] = stage.made.get(index, 0) + 1
+        name = "last" if stage.made[index] == self.schedule.microbatches else name
+        return stage.run(index, name, [[*given, *more] for given, more in zip(inputs, sums, strict=True)])
 
     def _reduce(self, stage: Stage, index: int) -> None:
         made = stage.run(index, "reduce", stage.raw.pop(index))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -63,6 +64,23 @@ def test_reductions_beside_computing() -> None:
     assert instead.seconds == computing + 2 * 4.0 + 1.0
     longer = ChunkPrice(1.0, 1.0, 1.0, reduce=7.0)
     assert simulate(schedule, PipelinePrices((longer,) * 2, step=1.0)).seconds == computing - 6.0 + 2 * 7.0 + 1.0
+
+
+def test_reductions_begin_within_the_last_backward() -> None:
+    """As far as the link is free: what travels beside a backward is of its own chunk only once the one before is done.
+    A backward in halves hides what its second half does."""
+    price = ChunkPrice(1.0, 1.0, 1.0, reduce=4.0, beside_weight_gradient=0.5, beside_backward=1.5)
+    schedule = make_schedule("gpipe", 1, 3, 2, edges=chain(2))
+    beside, instead = (simulate(schedule, PipelinePrices((price,) * 2, step=1.0, hides=h)) for h in (True, False))
+    assert beside.seconds == 18.0 - 1.5 + 4.0 + 1.0
+    assert instead.seconds == 18.0 + 2 * 4.0 + 1.0
+    longer = replace(price, reduce=7.0)
+    # Chunk 1 is reduced from 10.5 to 17.5, in the middle of the last backward of chunk 0.
+    assert simulate(schedule, PipelinePrices((longer,) * 2, step=1.0)).seconds == 12.0 - 1.5 + 2 * 7.0 + 1.0
+    halves = make_schedule("zb-h1", 1, 2)
+    assert simulate(halves, PipelinePrices((price,), step=1.0)).seconds == 6.0 - 0.5 + 4.0 + 1.0
+    with pytest.raises(ScheduleError, match="reduces longer beside its last backward than that takes"):
+        simulate(halves, PipelinePrices((replace(price, beside_weight_gradient=1.5),)))
 
 
 def test_larger_microbatches_of_the_same_batch_grow_the_bubble() -> None:

@@ -20,19 +20,20 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def with_windows(seed: int, limited: bool = True) -> Problem:
-    """A random problem with up to two windows that share neither groups nor transfers."""
+    """A random problem with two windows, which may share groups and transfers: each has a part of their cost."""
     problem, random = random_problem(seed, limited=limited), np.random.default_rng(seed)
-    owner = random.integers(0, 3, len(problem.groups)), random.integers(0, 3, len(problem.transfers))
-    windows = tuple(
-        Window(
-            f"w{w}",
-            tuple(map(int, np.flatnonzero(owner[0] == w))),
-            tuple(map(int, np.flatnonzero(owner[1] == w))),
-            float(random.choice([0.3, 0.9, 1.0])),
-        )
-        for w in range(2)
-    )
-    return replace(problem, windows=windows)
+
+    def divided(count: int) -> list[dict[int, float]]:
+        """For each window the parts of ``count`` things that belong to it, at most 1 in sum; most of one alone."""
+        owner, part = random.integers(0, 4, count), random.choice([0.25, 0.5], count)
+        first = np.select([owner == 0, owner == 3], [1.0, part])
+        second = np.select([owner == 1, owner == 3], [1.0, 1.0 - part])
+        return [{int(i): float(parts[i]) for i in np.flatnonzero(parts)} for parts in (first, second)]
+
+    groups, transfers = divided(len(problem.groups)), divided(len(problem.transfers))
+    shares = random.choice([0.3, 0.9, 1.0], 2)
+    windows = (Window(f"w{w}", groups[w], transfers[w], float(shares[w])) for w in range(2))
+    return replace(problem, windows=tuple(windows))
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,0 +1,66 @@
+"""The price of a chunk for one microbatch, section by section, from the lines of its bill."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from autopar.cost.pipeline_prices import ChunkPrice
+from autopar.passes.stages import split_backward
+
+from .account import Account
+from .graph import Graph
+from .plan import ONCE_A_STEP
+from .prices import local_bytes
+from .stage_chunks import Chunk
+from .windows import Priced, Shares, Sides, sides_of_sections
+
+SectionOf = Callable[[Priced], str]
+
+
+def sections_of(graph: Graph) -> SectionOf:
+    """The section of a chunk's graph that a line of its bill belongs to: "forward", "input_gradient" or
+    "weight_gradient". A computation of backward belongs to the input gradient by itself, a reshard if a node of it is
+    among the users of the value."""
+    early, _ = split_backward(graph)
+    users: dict[str, set[str]] = {}
+    for value, uses in graph.users.items():
+        users.setdefault(value.node, set()).update(user.name for user, _ in uses)
+
+    def is_early(line: Priced) -> bool:
+        if line.kind == "compute":
+            return line.name in early
+        return not users.get(line.name) or bool(users[line.name] & early)
+
+    def section_of(line: Priced) -> str:
+        if line.phase == "forward":
+            return "forward"
+        return "input_gradient" if is_early(line) else "weight_gradient"
+
+    return section_of
+
+
+def chunk_price(chunk: Chunk, bill: Account, shares: Shares, section_of: SectionOf) -> ChunkPrice:
+    """The price of ``chunk``, of whose messages ``shares`` can be hidden."""
+    seconds = Counter[str]()
+    for line in bill.lines:
+        if line.kind not in (*ONCE_A_STEP, "hidden"):
+            seconds[section_of(line)] += line.seconds / line.times  # type: ignore[assignment]
+    sides, reduce, memory = sides_of_sections(bill.lines, section_of), bill.seconds_of("gradient"), bill.memory
+    forward, first, second = (sides.get(name, Sides()) for name in ("forward", "input_gradient", "weight_gradient"))
+    saved = sum(
+        local_bytes(n.type, chunk.assignment.strategies[n.name].outputs[0], chunk.assignment.mesh)
+        for n in chunk.graph.nodes
+        if n.op == "receive" or n.name in chunk.graph.kept
+    )
+    return ChunkPrice(
+        seconds["forward"] - shares.gathers * forward.at_once,
+        seconds["input_gradient"] - shares.gathers * first.at_once,
+        seconds["weight_gradient"] - shares.gathers * second.at_once,
+        backward=seconds["input_gradient"] + seconds["weight_gradient"] - shares.gathers * (first + second).at_once,
+        reduce=reduce,
+        beside_weight_gradient=shares.reductions * second.beside(reduce),
+        beside_backward=shares.reductions * (first + second).beside(reduce),
+        until_weight_gradient=float(saved),
+        static=float(memory.weights + memory.gradients + memory.optimizer + memory.inputs),
+    )
