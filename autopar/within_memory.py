@@ -48,7 +48,9 @@ def solve_within(
     options: Options, plain: Instance, widen: Callable[[], Instance], solve: Solve, incumbents: Sequence[Ints]
 ) -> tuple[Instance, Solution]:
     """The solved instance: ``plain`` where that does, else what ``widen`` makes of it. ``incumbents`` are choices of
-    ``plain``, which mean the same in both."""
+    ``plain``, which mean the same in both. Raises :class:`OptionsError` if ``options`` ask for offload where there can
+    be none."""
+    check_offload(options, plain.prices.cluster)
     if not may_widen(options, plain):
         return plain, solve(plain, [c for c in incumbents if _within(plain, c)])
     if options.recompute in (None, "none") and not options.offload:
@@ -85,8 +87,7 @@ def _may_offload(options: Options, plain: Instance) -> bool:
 
 def widened(plain: Instance, options: Options) -> Instance:
     """The instance in which values may be recomputed and optimizer state may rest in host memory, as far as ``options``
-    leave both; where they ask for one, it is all there is. Raises :class:`OptionsError`."""
-    check_offload(options, plain.prices.cluster)
+    leave both; where they ask for one, it is all there is."""
     possible = None if options.recompute == "none" else recomputable(plain.graph)
     wide = build_instance(
         plain.graph,

@@ -81,6 +81,8 @@ def test_what_the_error_says_of_offload() -> None:
         planned(offload=False, recompute="none", memory_limit=1000)
     with pytest.raises(OptionsError, match=r"offload=True: a device of cluster 'local' has no host memory"):
         planned(Cluster.get("local"), offload=True)
+    with pytest.raises(OptionsError, match=r"offload=True: a device of cluster 'local' has no host memory"):
+        planned(Cluster.get("local"), offload=True, recompute="none")
     with pytest.raises(OptionsError, match="offload='yes'"):
         Options(offload="yes")  # type: ignore[arg-type]
     with pytest.raises(OptionsError, match="host_bandwidth and host_memory_bytes go together"):
@@ -116,17 +118,20 @@ def test_the_host_of_each_stage_holds_its_own() -> None:
 def test_only_element_wise_optimizers_are_offered_it() -> None:
     with pytest.raises(OptionsError, match="offload=True: adafactor does not treat every element by itself"):
         planned(offload=True, optimizer="adafactor")
+    with pytest.raises(OptionsError, match="offload=True: adafactor does not treat every element by itself"):
+        planned(offload=True, optimizer="adafactor", recompute="none")
     names = {name for name in ELEMENTWISE if name not in ("momentum", "amsgrad")}
     assert names <= {one.__name__.lower() for one in steps.ELEMENTWISE}
+
+
+def copied(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """What brings state to a device, where that has memory of its own."""
+    return {k: v.clone() if isinstance(v, torch.Tensor) and v.dim() else v for k, v in state.items()}
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad"])
 def test_visits_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """State that is truly copied to and fro, as where host and device are two."""
-
-    def copied(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
-        return {k: v.clone() if isinstance(v, torch.Tensor) and v.dim() else v for k, v in state.items()}
-
     monkeypatch.setattr(steps, "_on_device", copied)
     expected, stayed = train(name, lambda path: False)
     found, visited = train(name, lambda path: path in ("0.weight", "2.bias"))
@@ -208,3 +213,33 @@ def trained(rank: int, world: int) -> list[Any]:
 def test_a_parallel_model_trains_alike_with_its_state_in_host_memory() -> None:
     for stayed, visited in on(2, trained):
         assert all(torch.equal(a, b) for a, b in zip(stayed, visited, strict=True))
+
+
+def trained_in_stages(rank: int, world: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Parameters and AdamW's averages after three steps in two stages, the embedding a parameter of both: of one
+    process, and of all with their state in host memory."""
+    steps._on_device = copied
+    reference, batch = Stack(layers=3, width=32, hidden=128), text(8, 8)
+    options = Options(offload=True, stages=2, microbatches=2, schedule="1f1b", zero=1 if world > 2 else None)
+    mesh = (2,) if world == 2 else (2, world // 2)
+    model = autopar.parallelize(copy.deepcopy(reference), mesh, options=options, cluster=CLUSTER)
+    optimizer = model.optimizer(torch.optim.AdamW, lr=1e-3, eps=1e-4)
+    alone = torch.optim.AdamW(reference.parameters(), lr=1e-3, eps=1e-4)
+    for _ in range(3):
+        model.step(**batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        reference(**batch)["loss"].backward()
+        alone.step()
+        alone.zero_grad()
+    assert model.plan.stages == 2 and all(place.offload for place in model.plan.parameters.values())
+    found = [t for p in model.parameters() for t in (p, optimizer.state[p]["exp_avg"])]
+    wanted = [t.detach() for p in reference.parameters() for t in (p, alone.state[p]["exp_avg"])]
+    return wanted, [model.full_tensor(tensor) for tensor in found]
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_stages_train_as_one_process_with_their_state_in_host_memory(world: int) -> None:
+    for wanted, found in on(world, trained_in_stages):
+        for one, other in zip(wanted, found, strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)
