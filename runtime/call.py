@@ -3,7 +3,7 @@ the model gives them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +16,9 @@ from autopar.spec import PARTIAL_SUM, REPLICATE, local_shape, take_local
 
 from .calling import Calling
 from .collectives import Collectives, Handle
-from .compiled import Compiled
 from .executor import Executable
-from .groups import MeshGroups
-from .loss_scale import LossScale
 from .parameters import gather_whole, make_dtensor, torch_placements
-from .weights import Weights, accumulate
+from .weights import accumulate
 
 
 def is_replicated(slot: TensorSlot) -> bool:
@@ -30,31 +27,17 @@ def is_replicated(slot: TensorSlot) -> bool:
 
 
 class Call(Calling):
-    """See the module docstring. Making one is collective (process groups, first placement of the
-    parameters). ``draw_state`` gives what a run's random numbers are a function of, and counts the run; ``loss_scale``
-    is what gradients are computed with, if anything."""
+    """See the module docstring."""
 
-    def __init__(
-        self,
-        compiled: Compiled,
-        weights: Weights,
-        groups: MeshGroups,
-        draw_state: Callable[[], torch.Tensor],
-        loss_scale: LossScale | None = None,
-    ) -> None:
-        super().__init__(compiled.signature)
-        assert isinstance(compiled.program, Program)
-        self.program = compiled.program
-        self.groups, self.weights, self._draw_state = groups, weights, draw_state
-        self.loss_scale = loss_scale
-        self.executable = Executable(self.program, groups.mesh)
-        weights.settle([(slot, groups) for slot in self.program.parameters])
-        self.parameters = weights.parameters(self.program.parameters)
-        self._parameter_index = {slot.target: i for i, slot in enumerate(self.program.parameters)}
-        self._leaf_index = {name: i for i, name in enumerate(self.signature.input_names) if name is not None}
-        self._partial = Collectives(groups).partial
-        self.results = {slot.target: slot for slot in self.program.results if slot.kind == "output"}
-        self.input_gradients = {s.target: s for s in self.program.gradients if s.kind == "input_gradient"}
+    def _bind_program(self, program: Program) -> None:
+        self.program = program
+        self.executable = Executable(program, self.groups.mesh)
+        self.weights.settle([(slot, self.groups) for slot in program.parameters])
+        self.parameters = self.weights.parameters(program.parameters)
+        self._parameter_index = {slot.target: i for i, slot in enumerate(program.parameters)}
+        self._partial = Collectives(self.groups).partial
+        self.results = {slot.target: slot for slot in program.results if slot.kind == "output"}
+        self.input_gradients = {s.target: s for s in program.gradients if s.kind == "input_gradient"}
 
     def own_input(self, slot: TensorSlot, value: torch.Tensor) -> torch.Tensor:
         """This rank's part of an input: a global tensor, or a DTensor as it lies or redistributed."""

@@ -3,14 +3,18 @@ returns."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from autopar.errors import AutoparError, PlanMismatchError
-from autopar.signature import Signature
+
+from .compiled import Compiled
+from .groups import MeshGroups
+from .loss_scale import LossScale
+from .weights import Weights
 
 
 def flatten_as(spec: TreeSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -39,10 +43,31 @@ def same_value(old: object, new: object) -> bool:
 
 
 class Calling:
-    """The calling convention of one traced model; see the module docstring."""
+    """The calling convention of one compiled model, and what its runs stand on; see the module docstring. Making one is
+    collective (process groups, first placement of the parameters).
 
-    def __init__(self, signature: Signature) -> None:
-        self.signature = signature
+    ``draw_state`` gives what a run's random numbers are a function of, and counts the run; ``loss_scale`` is what
+    gradients are computed with, if anything.
+    """
+
+    def __init__(
+        self,
+        compiled: Compiled,
+        weights: Weights,
+        groups: MeshGroups,
+        draw_state: Callable[[], torch.Tensor],
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        self.signature = compiled.signature
+        self.weights, self.groups = weights, groups
+        self.loss_scale = loss_scale
+        self._draw_state = draw_state
+        self._leaf_index = {name: i for i, name in enumerate(self.signature.input_names) if name is not None}
+        self._bind_program(compiled.program)
+
+    def _bind_program(self, program: Any) -> None:
+        """Makes what runs ``program``, of the kind that the subclass runs."""
+        raise NotImplementedError
 
     def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """The inputs, flat. Raises :class:`PlanMismatchError` if a non-tensor input is not what was

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,6 @@ from autopar.timeline import Timeline
 from .calling import Calling
 from .chunk_executable import ChunkExecutable
 from .collectives import Collectives
-from .compiled import Compiled
-from .groups import MeshGroups
-from .loss_scale import LossScale
 from .messages import Messenger
 from .microbatch_inputs import Prelude, StepInputs, input_shapes, whole_input
 from .parameters import local_of
@@ -27,40 +24,27 @@ from .shared_weights import SharedWeights
 from .stage_gradient import StageGradient
 from .stage_mesh import stage_meshes
 from .timeline_record import Recorder
-from .weights import Weights, accumulate, gradient_like
+from .weights import accumulate, gradient_like
 
 Values = Mapping[str, torch.Tensor]
 
 
 class PipelineCall(Calling):
-    """See the module docstring. ``groups`` are of the mesh (stages, \\*inside a stage). Making one is collective.
-    ``draw_state`` and ``loss_scale`` as for a :class:`~.call.Call`."""
+    """See the module docstring. ``groups`` are of the mesh (stages, \\*inside a stage)."""
 
-    def __init__(
-        self,
-        compiled: Compiled,
-        weights: Weights,
-        groups: MeshGroups,
-        draw_state: Callable[[], torch.Tensor],
-        loss_scale: LossScale | None = None,
-    ) -> None:
-        super().__init__(compiled.signature)
-        assert isinstance(compiled.program, PipelineProgram)
-        self.program = program = compiled.program
-        self.groups, self.weights, self._draw_state = groups, weights, draw_state
-        self.loss_scale = loss_scale
-        self.stages = stage_meshes(groups)
+    def _bind_program(self, program: PipelineProgram) -> None:
+        self.program = program
+        self.stages = stage_meshes(self.groups)
         self.chunks = {index: ChunkExecutable(chunk, self.stages.own) for index, chunk in program.chunks.items()}
-        weights.settle([(p.slot, self.stages.place[program.stage_of(p.owner)]) for p in program.parameters])
-        self.parameters = weights.parameters([p.slot for p in program.parameters])
+        self.weights.settle([(p.slot, self.stages.place[program.stage_of(p.owner)]) for p in program.parameters])
+        self.parameters = self.weights.parameters([p.slot for p in program.parameters])
         self.results = {r.slot.target: r for r in program.results if r.slot.kind == "output"}
         self.timelines: list[Timeline] | None = None
         self._shared = SharedWeights(program, self.stages)
-        self._leaf_index = {name: i for i, name in enumerate(self.signature.input_names) if name is not None}
         self._refresh_key = "".join(str(chunk.program.refresh) for chunk in self.chunks.values())
         self._tangents = {index: self._ones(chunk) for index, chunk in self.chunks.items()}
         self._shapes = input_shapes(program)
-        self._prelude = None if program.prelude is None else Prelude(program.prelude, groups)
+        self._prelude = None if program.prelude is None else Prelude(program.prelude, self.groups)
 
     def step(self, leaves: Sequence[Any]) -> torch.Tensor:
         """All microbatches forward and backward, gradients added to ``.grad`` of the parameters; the detached loss, on
