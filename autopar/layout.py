@@ -11,10 +11,12 @@ from .errors import OptionsError
 Recompute = Literal["none", "selective", "full"]
 Overlap = Literal["gradient", "weight", "message", "tensor", "expert"]
 _DEGREES = ("tensor", "pipeline", "data", "context", "expert", "microbatch", "interleave")
+_COUNTS = ("lead", "tail")
 _CHOICES = {
     "recompute": ("none", "selective", "full"),
     "zero": (0, 1, 2, 3),
     "gradients": ("fp32", "own"),
+    "reduction": ("scatter", "all", "all-fp32"),
     "precision": ("fp32", "bf16", "fp16", "fp8"),
 }
 _OVERLAPS = ("gradient", "weight", "message", "tensor", "expert")
@@ -41,8 +43,9 @@ class Layout:
         precision: what is computed in; reduced ones keep fp32 master weights and add gradients up in fp32. ``"fp8"``:
             products with weights, all else in bf16.
         overlap: what travels while devices compute: ``"gradient"`` reductions under the last backward, ``"weight"``
-            gathers under the layer before, ``"message"`` s between stages, ``"tensor"`` (and context) collectives
-            under the products next to them, ``"expert"`` exchanges of rows under the computing of another microbatch.
+            gathers under the layer before, ``"message"`` s between stages (otherwise both ends stand still),
+            ``"tensor"`` (and context) collectives under the products next to them, ``"expert"`` exchanges of rows under
+            the computing of another microbatch.
         eager: modules (globs of paths) whose elementwise operations run one by one, each reading and writing memory;
             everywhere else a run of them is one kernel, and what backward can cheaply compute again is not kept.
         whole: modules (globs of paths) that run alike on every tensor rank, what they take gathered first: a loss that
@@ -52,6 +55,10 @@ class Layout:
             that make them do it, and what they read and write besides is hidden under their computing.
         scatter: whether a value that is whole on every tensor rank travels between stages in shards.
         offload: whether optimizer states rest in host memory.
+        lead, tail: how many layers the embedding, and what comes after the layers, count as when these are cut into
+            chunks: with 0 the ends carry them besides as many layers as others.
+        reduction: what each rank gets of gradients whose states ZeRO divides: ``"scatter"``, its share; ``"all"``, all
+            of them, as does ``"all-fp32"``, by messages in fp32 whatever they are kept in.
     """
 
     tensor: int = 1
@@ -74,12 +81,19 @@ class Layout:
     scatter: bool = True
     offload: bool = False
     capacity: float = 1.0
+    lead: int = 0
+    tail: int = 0
+    reduction: Literal["scatter", "all", "all-fp32"] = "scatter"
 
     def __post_init__(self) -> None:
         for name in _DEGREES:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise OptionsError(f"Layout({name}={value!r}): not a positive whole number")
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise OptionsError(f"Layout({name}={value!r}): not a whole number of layers")
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise OptionsError(f"Layout({name}={getattr(self, name)!r}): one of {', '.join(map(repr, known))}")

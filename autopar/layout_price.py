@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -14,7 +15,7 @@ from autopar.cost.point_to_point import message_rate
 from .cluster import Cluster
 from .errors import OptionsError
 from .layout import Layout
-from .layout_memory import Held, data_ranks, gradient_bytes, held_by, state_bytes
+from .layout_memory import MASTER_BYTES, Held, data_ranks, gradient_bytes, held_by, state_bytes
 from .layout_sections import Seconds, Section, Sections, Weight
 from .plan import Predicted
 from .schedules import SCHEDULES, make_schedule
@@ -130,24 +131,24 @@ def _held(rank: int, layout: Layout) -> list[int]:
 
 def _chunks(sections: Sections, layout: Layout) -> list[list[Section]]:
     """Layers in as many chunks, equal but for one layer; the short ones are those at the ends, which have embeddings
-    and the loss besides, or only these."""
+    and the loss besides, or only these. What these count as takes the place of layers."""
     layers = [sections.layers[i] for i in sections.standing]
-    count = layout.chunks
-    most = len(layers) + 2 if layers else 1
+    count, slots = layout.chunks, layout.lead + len(layers) + layout.tail
+    most = max(slots, len(layers) + 2) if layers else 1
     if count > most:
         raise OptionsError(f"{layout} cuts {len(layers)} layers into {count} chunks; at most {most} can be had")
-    small, extra = divmod(len(layers), count)
+    small, extra = divmod(slots, count)
     order = sorted(range(count), key=lambda c: -min(c, count - 1 - c))
-    sizes = [small] * count
-    for chunk in order[:extra]:
-        sizes[chunk] += 1
-    found, start = [], 0
-    for size in sizes:
-        found.append(layers[start : start + size])
-        start += size
-    return [[sections.before, *found[0]] if c == 0 else found[c] for c in range(count - 1)] + [
-        [*([sections.before] if count == 1 else []), *found[-1], sections.after]
+    ends = list(accumulate(small + (order.index(c) < extra) for c in range(count)))
+    found = [
+        layers[max(0, start - layout.lead) : max(0, end - layout.lead)]
+        for start, end in zip([0, *ends], ends, strict=False)
     ]
+    found[0] = [sections.before, *found[0]]
+    found[-1] = [*found[-1], sections.after]
+    if not all(found):
+        raise OptionsError(f"{layout} cuts {len(layers)} layers so that a chunk has none; take fewer stages")
+    return found
 
 
 def _beyond(busy: float, seconds: float) -> float:
@@ -172,7 +173,8 @@ class _Step:
         self.chunks, self.layout, self.microbatches, self.cluster = chunks, layout, microbatches, cluster
         # One section stands for many layers: what it takes is worked out once.
         self._times: dict[int, tuple[float, float]] = {}
-        self.prices = [self.chunk_price(chunk) for chunk in chunks]
+        self.edges = self._edges()
+        self.prices = [self.chunk_price(c) for c in range(len(chunks))]
 
     def over_data(self, kind: str, sizes: Mapping[int, float]) -> float:
         """Seconds of collectives over the data and context ranks that have the same weights; ``sizes``: bytes by
@@ -205,6 +207,12 @@ class _Step:
 
     def gradients(self, sections: Iterable[Section]) -> dict[int, float]:
         return _by_group((weight, gradient_bytes(weight, self.layout)) for s in sections for weight in s.weights)
+
+    def reduced(self, sections: Iterable[Section]) -> dict[int, float]:
+        """Bytes of gradients as they travel."""
+        if self.layout.reduction != "all-fp32":
+            return self.gradients(sections)
+        return _by_group((weight, weight.elements * MASTER_BYTES) for s in sections for weight in s.weights)
 
     def weights(self, sections: Iterable[Section]) -> dict[int, float]:
         return _by_group((weight, weight.elements * weight.itemsize) for s in sections for weight in s.weights)
@@ -247,17 +255,19 @@ class _Step:
         both = (seconds.compute, seconds.communicate)
         return max(both) + min(both) / PIECES
 
-    def chunk_price(self, chunk: Sequence[Section]) -> ChunkPrice:
+    def chunk_price(self, c: int) -> ChunkPrice:
+        chunk = self.chunks[c]
         times = [self.times(section) for section in chunk]
-        forward, backward = sum(f for f, _ in times), sum(b for _, b in times)
+        stands = self.standing(c)
+        forward, backward = sum(f for f, _ in times) + stands, sum(b for _, b in times) + stands
         return ChunkPrice(forward, backward / 2, backward / 2, backward=backward, reduce=self.reduce(chunk, backward))
 
     def reduce(self, chunk: Sequence[Section], window: float) -> float:
         """Seconds of reducing a chunk's gradients that the last backward does not hide."""
         if self.layout.zero >= 3:
             return 0.0
-        kind = "reduce_scatter" if self.layout.zero else "all_reduce"
-        seconds = self.over_data(kind, self.gradients(chunk))
+        divided = self.layout.zero and self.layout.reduction == "scatter"
+        seconds = self.over_data("reduce_scatter" if divided else "all_reduce", self.reduced(chunk))
         return max(0.0, seconds - window) if "gradient" in self.layout.overlap else seconds
 
     def update(self, rank: int) -> float:
@@ -276,13 +286,22 @@ class _Step:
         each = 2 * state_bytes(self.layout) + weight.itemsize
         return (gradient_bytes(weight, self.layout) + weight.elements * each) / shards
 
-    def edges(self) -> dict[tuple[int, int], EdgePrice]:
+    def standing(self, c: int) -> float:
+        """Seconds for which a rank stands still in forward, and again in backward, while what goes into a chunk and
+        what comes out of it travel, if nothing is computed meanwhile."""
+        if "message" in self.layout.overlap:
+            return 0.0
+        ends = (self.edges.get((c - 1, c)), self.edges.get((c, c + 1)))
+        return sum(edge.latency + edge.nbytes / edge.bandwidth for edge in ends if edge is not None)
+
+    def _edges(self) -> dict[tuple[int, int], EdgePrice]:
         found = {}
+        ranks = SCHEDULES[self.layout.schedule_name].placement(self.layout.pipeline, self.layout.interleave)
         for c in range(1, len(self.chunks)):
             size = self.chunks[c][0].entry
             if self.layout.scatter and not self.layout.sequence_parallel:
                 size //= self.layout.tensor
-            latency, bandwidth = message_rate(self.cluster, 0, 1, self.layout.stage_devices)
+            latency, bandwidth = message_rate(self.cluster, ranks[c - 1], ranks[c], self.layout.stage_devices)
             found[c - 1, c] = EdgePrice(float(size), bandwidth, latency)
         return found
 
@@ -309,8 +328,9 @@ class _Step:
             price = self.prices[0]
             return microbatches * (price.forward + price.whole_backward) + price.reduce + update
         schedule = make_schedule(self.layout.schedule_name, self.layout.pipeline, microbatches, self.layout.interleave)
-        overlap = "message" in self.layout.overlap
-        return simulate(schedule, PipelinePrices(tuple(self.prices), self.edges(), update, overlap=overlap)).seconds
+        # Messages for which ranks stand still are in the prices of chunks.
+        edges = self.edges if "message" in self.layout.overlap else {}
+        return simulate(schedule, PipelinePrices(tuple(self.prices), edges, update)).seconds
 
     def busiest(self) -> tuple[float, float]:
         """Seconds of computing and of communicating of the rank that is busy longest."""
@@ -325,6 +345,7 @@ class _Step:
             total += sum(self.times(section))
         update = self.update(rank)
         reduce = sum(self.prices[c].reduce for c in held)
+        total += 2 * sum(map(self.standing, held))
         return self.microbatches * compute, self.microbatches * (total - compute) + reduce + update
 
     def parts(self) -> dict[str, float]:
@@ -338,6 +359,7 @@ class _Step:
             "tensor": often * sum((s.forward + s.backward + self.again(s)).communicate for s in sections),
             "adding up": often * sum(map(self.adding_up, sections)),
             "exchange": often * sum(self.exchanges(s) for s in sections),
+            "messages": often * 2 * sum(map(self.standing, _held(rank, self.layout))),
             "reduce": sum(self.prices[c].reduce for c in _held(rank, self.layout)),
             "update": self.update(rank),
         }

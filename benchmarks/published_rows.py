@@ -14,20 +14,38 @@ from autopar.cluster import Cluster
 from autopar.device import Device
 from autopar.errors import OptionsError
 from autopar.layout import Layout
-from autopar.links import Link
+from autopar.links import MESSAGE, Link, Rate
 
 from .published_flops import published_seconds
 from .published_shape import NotExpressible, Shape, number
 
-# Bytes/s of the twelve NVLinks of an A100 in one direction.
-NVLINKS_A100 = 300e9
 # Share of an adapter's nominal rate that collectives reach, as in the presets; seconds of a step of its latency.
 SUSTAINED, LATENCY = 0.95, 5e-6
 # How quick the first FlashAttention is, to the second: about half (Dao 2023, figures 4 to 6).
 FLASH_1 = 0.5
-# Networks of systems whose rows do not say how many adapters a node has: Aleph Alpha's runs take as much longer for
-# every byte of weights on a device as if each node had one.
-NETWORKS = (("hagemann", Link("infiniband", None, 12.5e9 * SUSTAINED, LATENCY, adapters=1)),)
+# Networks of systems whose rows do not say how many adapters a node has. Aleph Alpha's messages between stages take as
+# long as over four of 200 Gb/s; its collectives take as much longer for every byte of weights as at this rate of each.
+NETWORKS = (
+    (
+        "hagemann",
+        Link(
+            "infiniband",
+            None,
+            7.4e9,
+            LATENCY,
+            {MESSAGE: (Rate(LATENCY, 25e9 * SUSTAINED),)},
+            adapters=4,
+        ),
+    ),
+)
+# Share of Omni-Path's nominal rate that collectives of NCCL reach, which has no transport of its own for it: one of 32
+# GPUs on four nodes reached 10% of it (BigScience's `experiments/bandwidth`), several at once more.
+OMNI_PATH = 0.32
+# BigScience's runs on at least so many devices hung unless the host waited for each operation before it started the
+# next (CUDA_LAUNCH_BLOCKING). Its chronicle has runs with and without on 80 and 160 devices: 3.6 and 3.9 ms more for
+# every layer and microbatch. Of that we give each operation 30 us, and the rest to its all-reduces, for which eight
+# hosts wait: seconds of starting an operation, and of waiting at a collective.
+BLOCKED, BLOCKED_LAUNCH, BLOCKED_WAIT = ("tr11-176b", 320), 35e-6, 0.34e-3
 # By device, as rows name it: the first pattern that matches.
 PRESETS = (
     (r"V100-32", "dgx-v100"),
@@ -183,8 +201,23 @@ def _system(row: Mapping[str, Any]) -> str:
 # What is known of how a system trains, by words of its source, schedule or notes.
 HABITS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("llm-foundry", {"eager": ("*",)}),
-    # Not said by the source, but only so do its runs fit as they did: gradients in bf16, the loss of gathered logits.
-    ("hagemann", {"gradients": "own", "whole": ("*loss*",)}),
+    # BigScience went over to bf16, whose gradients are added up in fp32, when it also counted the embedding and the
+    # head as a layer each; before, gradients were in fp16 as DeepSpeed keeps them (chronicles of tr11-176B).
+    ("embedding-balanced", {"lead": 1, "tail": 1}),
+    # github.com/Aleph-Alpha/scaling, its library as published in 2024: the embedding, the layers, the last norm and the
+    # head are one list that is cut evenly; gradients are kept in bf16 and all-reduced in fp32 whatever ZeRO divides;
+    # every tensor rank gathers all logits, and sends all of an activation.
+    (
+        "hagemann",
+        {
+            "gradients": "own",
+            "whole": ("*loss*",),
+            "lead": 1,
+            "tail": 2,
+            "reduction": "all-fp32",
+            "scatter": False,
+        },
+    ),
 )
 
 
@@ -196,7 +229,13 @@ def _habits(row: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for word, habits in HABITS:
         found.update(habits if word in _system(row) else {})
+    if "(deepspeed)" in _system(row) and row["parallel"].get("precision") == "fp16":
+        found["gradients"] = "own"
     return found
+
+
+# Systems whose pipelines send and receive one by one, standing still: DeepSpeed's, and Aleph Alpha's after it.
+BLOCKING_MESSAGES = r"deepspeed|hagemann"
 
 
 # Systems known to send tensor-parallel collectives in pieces beside the products next to them.
@@ -206,11 +245,10 @@ PIECEWISE = r"megascale \d+ gpus|megatron-bridge"
 def _overlap(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """What the row, or else what is known of its system, has travel while devices compute. Weights of ZeRO-3 are
     prefetched by all; gradients are reduced under backward where the row says so, and by libraries since 2023. Messages
-    between stages are small and never hold up more than those who wait for them: a simulated rank that stood still at
-    each would wait for the other end to come there, which sends and receives that libraries post in pairs do not."""
+    between stages hold up only those who wait for them where libraries post sends and receives in pairs."""
     parallel = row["parallel"]
     recent = bool(re.search(r"H100|H800|H200|B200|B300|GB[23]00|TPU", str(row["cluster"].get("gpu", ""))))
-    found = ["weight", "message"]
+    found = ["weight"] if re.search(BLOCKING_MESSAGES, _system(row)) else ["weight", "message"]
     if parallel.get("ddp_overlap", recent):
         found.append("gradient")
     if parallel.get("tp_comm_overlap") or parallel.get("async_tp") or re.search(PIECEWISE, _system(row)):
@@ -253,15 +291,20 @@ def cluster_of(row: Mapping[str, Any]) -> Cluster:
     device = _device(found.device, cluster)
     if re.search(r"flash\w*v1", str(row["parallel"].get("attention_kernel"))):
         device = replace(device, attention_efficiency=device.attention_efficiency * FLASH_1)
-    found = replace(found, links=(_inner(found.links[0], str(cluster.get("intra") or "")), *found.links[1:]))
     per_node = int(cluster.get("gpus_per_node") or 8)
+    if BLOCKED[0] in _system(row) and number(cluster, "n_gpus", 1) >= BLOCKED[1]:
+        device = replace(device, launch_seconds=BLOCKED_LAUNCH)
+        found = replace(found, synchronisation_seconds=BLOCKED_WAIT)
     for word, link in NETWORKS:
         if word in _system(row):
             return replace(found, device=device, links=(found.links[0], link))
-    rate = adapter_rate(str(cluster.get("inter") or ""), per_node)
+    network = str(cluster.get("inter") or "")
+    rate = adapter_rate(network, per_node)
     if rate is None or len(found.links) < 2:
         return replace(found, device=device)
-    outer = Link("network", None, rate * SUSTAINED, LATENCY, adapters=found.links[-2].size)
+    share = OMNI_PATH if "omni-path" in network.lower() else SUSTAINED
+    messages = {MESSAGE: (Rate(LATENCY, rate * SUSTAINED),)}
+    outer = Link("network", None, rate * share, LATENCY, messages, adapters=found.links[-2].size)
     return replace(found, device=device, links=(*found.links[:-1], outer))
 
 
@@ -273,19 +316,6 @@ def _filled(cluster: Cluster, devices: int) -> Cluster:
     return cluster.with_node(max(part for part in range(1, size + 1) if devices % part == 0))
 
 
-def _inner(link: Link, text: str) -> Link:
-    """The innermost link, with as many NVLinks of 25 GB/s per device as the row says."""
-    said = re.search(r"(\d+) inter-gpu connects", text)
-    if not said:
-        return link
-    share = int(said[1]) * 25e9 / NVLINKS_A100
-    slower = {
-        kind: tuple(replace(rate, bandwidth=rate.bandwidth * share) for rate in rates)
-        for kind, rates in link.rates.items()
-    }
-    return replace(link, bandwidth=link.bandwidth * share, rates=slower)
-
-
 def _device(device: Device, cluster: Mapping[str, Any]) -> Device:
     """The preset's device, with the memory that the row names: its size and bandwidth."""
     size = re.search(r"(\d+)GB", str(cluster.get("gpu", "")))
@@ -294,11 +324,27 @@ def _device(device: Device, cluster: Mapping[str, Any]) -> Device:
     gigabytes = int(size[1]) if size else 0
     named = int(gigabytes * 2**30 * _VISIBLE) if gigabytes else device.memory_bytes
     differs = abs(named / device.memory_bytes - 1) > 0.1
-    return replace(device, memory_bandwidth=bandwidth, memory_bytes=named if differs else device.memory_bytes)
+    return replace(
+        device,
+        memory_bandwidth=bandwidth,
+        memory_bytes=named if differs else device.memory_bytes,
+        sustained=device.sustained * _clock(device, cluster.get("power_W")),
+    )
+
+
+def _clock(device: Device, watts: object) -> float:
+    """The clock that a limit of power below the chip's own leaves, as a share: power grows as its cube, since voltage
+    grows with it."""
+    nominal = _WATTS.get(device.name.partition("-")[0])
+    if nominal is None or not isinstance(watts, (int, float)) or not 0 < watts < nominal:
+        return 1.0
+    return float((watts / nominal) ** (1 / 3))
 
 
 # Nominal memory bandwidth by chip, to scale what is sustained; share of the nominal memory that torch can use.
 _NOMINAL = {"H100": 3.35e12}
+# Watts that chips take at the most (data sheets of the SXM modules).
+_WATTS = {"A100": 400, "H100": 700, "H200": 700}
 _VISIBLE = 0.985
 
 

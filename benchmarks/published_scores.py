@@ -119,6 +119,19 @@ def sweeps(scored: Sequence[Scored]) -> list[list[Scored]]:
     return [rows for rows in found.values() if len(rows) >= LEAST]
 
 
+def layouts(rows: Sequence[Scored]) -> list[tuple[float, float]]:
+    """(predicted, published) seconds of each layout of a sweep: rows that ask one and the same are one layout, measured
+    as their median."""
+    found: dict[object, list[Scored]] = {}
+    for one in rows:
+        question = one.question
+        found.setdefault((question.shape, question.layout, question.cluster), []).append(one)
+    return [
+        (group[0].predicted, statistics.median(one.question.seconds or 0.0 for one in group))
+        for group in found.values()
+    ]
+
+
 def regret(rows: Sequence[Scored]) -> float:
     """How much slower than the best measured the row was measured that is best by our prices, of those that fit by
     our memory (of all, if none do)."""
@@ -128,12 +141,19 @@ def regret(rows: Sequence[Scored]) -> float:
     return (chosen.question.seconds or 0.0) / best - 1
 
 
+def _tau(rows: Sequence[Scored]) -> float | None:
+    """Kendall's tau-a of the layouts of a sweep; None if they are too few."""
+    pairs = layouts(rows)
+    return kendall(pairs) if len(pairs) >= LEAST else None
+
+
 def summary(scored: Sequence[Scored]) -> dict[str, Any]:
     """Figures of some rows; None where there is nothing to judge."""
     errors = [one.error for one in scored if one.error is not None]
     found = sweeps(scored)
     pairs = [[(one.predicted, one.question.seconds or 0.0) for one in rows] for rows in found]
     taus = list(map(kendall, pairs))
+    apiece = [tau for tau in map(_tau, found) if tau is not None]
     apart = [tau for tau in map(kendall_apart, pairs) if tau is not None]
     telling = {one.file for one in scored if one.question.oom}
     judged = [one for one in scored if one.file in telling]
@@ -144,10 +164,18 @@ def summary(scored: Sequence[Scored]) -> dict[str, Any]:
         "mean_absolute_error": statistics.fmean(map(abs, errors)) if errors else None,
         "mean_error": statistics.fmean(errors) if errors else None,
         "sweeps": [
-            {"rows": len(rows), "first": rows[0].name, "kendall_tau": tau, "best_is_slower_by": regret(rows)}
+            {
+                "rows": len(rows),
+                "layouts": len(layouts(rows)),
+                "first": rows[0].name,
+                "kendall_tau": _tau(rows),
+                "kendall_tau_rows": tau,
+                "best_is_slower_by": regret(rows),
+            }
             for rows, tau in zip(found, taus, strict=True)
         ],
-        "median_kendall_tau": statistics.median(taus) if taus else None,
+        "median_kendall_tau": statistics.median(apiece) if apiece else None,
+        "median_kendall_tau_rows": statistics.median(taus) if taus else None,
         "median_kendall_tau_b": statistics.median(map(kendall_b, pairs)) if pairs else None,
         "median_kendall_tau_apart": statistics.median(apart) if apart else None,
         "median_best_is_slower_by": statistics.median(map(regret, found)) if found else None,

@@ -11,7 +11,7 @@ import torch
 import autopar
 from autopar.assignment import uses
 from autopar.cluster import Cluster
-from autopar.cost import total_flops
+from autopar.cost import collective_seconds, total_flops
 from autopar.errors import OptionsError
 from autopar.layout import Layout
 from autopar.layout_memory import FRAGMENTED
@@ -147,6 +147,37 @@ def test_larger_microbatches_idle_longer_at_the_same_batch() -> None:
     assert shares[0] < shares[1] < shares[2]
 
 
+def test_ends_that_count_as_layers_hold_fewer() -> None:
+    """An embedding that counts as one layer and a head that counts as two, in three stages of three: 2, 3 and 1."""
+    sections = model().sections(Layout(pipeline=3), A100)
+    each = sum(w.elements * w.itemsize for w in sections.layers[1].weights)
+    ends = [sum(w.elements * w.itemsize for w in section.weights) for section in (sections.before, sections.after)]
+    assert [one.weights for one in price(pipeline=3, lead=1, tail=2).held] == [
+        ends[0] + 2 * each,
+        3 * each,
+        ends[1] + each,
+    ]
+    assert [one.weights for one in price(pipeline=3).held] == [ends[0] + 2 * each, 2 * each, ends[1] + 2 * each]
+    with pytest.raises(OptionsError, match="a chunk has none"):
+        price(pipeline=6, lead=3)
+
+
+def test_gradients_are_reduced_as_said() -> None:
+    """Scattered, or all of them to every rank, in the dtype they are kept in or in fp32."""
+    found = price(data=8, zero=1, gradients="own")
+    weights, mesh = found.predicted.weight_bytes, (8, 1, 1)
+    for reduction, kind, nbytes in (
+        ("scatter", "reduce_scatter", weights),
+        ("all", "all_reduce", weights),
+        ("all-fp32", "all_reduce", 2 * weights),
+    ):
+        seconds = price(data=8, zero=1, gradients="own", overlap=(), reduction=reduction).parts["reduce"]
+        assert seconds == pytest.approx(collective_seconds(A100, mesh, kind, (0,), nbytes))
+    assert price(data=8, gradients="own", overlap=()).parts["reduce"] == pytest.approx(
+        collective_seconds(A100, mesh, "all_reduce", (0,), weights)
+    )
+
+
 def test_interleaving_shrinks_the_bubble() -> None:
     plain, interleaved = price(pipeline=2, microbatch=8), price(pipeline=2, microbatch=8, interleave=3)
     assert interleaved.predicted.bubble_seconds < plain.predicted.bubble_seconds
@@ -185,6 +216,8 @@ def test_a_limit_too_small_says_by_how_much() -> None:
         ({"zero": 4}, "zero=4"),
         ({"expert": 3, "data": 4}, "does not divide 4"),
         ({"overlap": ("all",)}, "'all'"),
+        ({"tail": -1}, "tail=-1"),
+        ({"reduction": "some"}, "'all-fp32'"),
     ],
 )
 def test_bad_layouts_are_refused(named: dict[str, object], said: str) -> None:

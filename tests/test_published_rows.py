@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from benchmarks.published import Models, report, score_file
 from benchmarks.published_flops import published_seconds
 from benchmarks.published_rows import adapter_rate, cluster_of, question_of, read_rows
-from benchmarks.published_scores import kendall, kendall_apart, kendall_b
+from benchmarks.published_scores import Scored, kendall, kendall_apart, kendall_b, layouts
 from benchmarks.published_shape import NotExpressible
 
 ROW: dict[str, Any] = {
@@ -123,9 +124,9 @@ def test_networks_are_read(text: str, gigabytes: float | None) -> None:
     assert found == (None if gigabytes is None else pytest.approx(gigabytes * 1e9))
 
 
-def test_fewer_links_inside_a_node_are_slower() -> None:
-    whole, half = cluster_of(ROW), cluster_of(changed("cluster", intra="NVLink3 (6 inter-gpu connects)"))
-    assert half.links[0].bandwidth == pytest.approx(whole.links[0].bandwidth / 2)
+def test_less_power_is_a_lower_clock() -> None:
+    whole, capped, more = (cluster_of(changed("cluster", power_W=watts)).device for watts in (400, 200, 500))
+    assert capped.sustained == pytest.approx(whole.sustained * 0.5 ** (1 / 3)) and more == whole
 
 
 def test_flops_follow_the_convention() -> None:
@@ -133,6 +134,37 @@ def test_flops_follow_the_convention() -> None:
     row = {**ROW, "measured": {"tflops_per_gpu": 1.0, "flops_convention": "megatron_hw_full"}}
     work = 96 * 8 * 128 * 4 * 256**2 * (1 + 128 / (6 * 256) + 1000 / (16 * 4 * 256))
     assert published_seconds(row) == pytest.approx(work / 8e12)
+
+
+def test_what_is_known_of_systems_goes_into_their_rows() -> None:
+    """Aleph Alpha's library, and DeepSpeed on Jean Zay: who stands still while messages travel, what is reduced, where
+    layers are cut, what the network carries."""
+    hagemann = question_of({**ROW, "source": "Hagemann et al. 2023"})
+    assert (hagemann.layout.lead, hagemann.layout.tail, hagemann.layout.reduction) == (1, 2, "all-fp32")
+    assert "message" not in hagemann.layout.overlap and not hagemann.layout.scatter
+    (outer,) = hagemann.cluster.links[1:]
+    assert outer.rates["message"][0].bandwidth > 3 * outer.bandwidth
+    jean_zay = changed("cluster", inter="4x Omni-Path 100 Gb/s per node", n_gpus=320)
+    jean_zay["source"] = "BigScience tr11-176B chronicles-prequel.md"
+    jean_zay["parallel"] = {**ROW["parallel"], "d": 80, "global_batch": 80, "schedule": "1f1b (DeepSpeed)"}
+    few, fp16 = question_of(jean_zay), changed("parallel", precision="fp16", schedule="1f1b (DeepSpeed)")
+    assert "message" not in few.layout.overlap and few.layout.lead == 0
+    assert few.cluster.device.launch_seconds > cluster_of(ROW).device.launch_seconds
+    assert few.cluster.synchronisation_seconds > cluster_of(ROW).synchronisation_seconds == 0.0
+    assert few.cluster.links[1].bandwidth < 0.5 * few.cluster.links[1].rates["message"][0].bandwidth
+    assert few.layout.gradients == "fp32" and question_of(fp16).layout.gradients == "own"
+    balanced = question_of({**jean_zay, "notes": "embedding-balanced stages"}).layout
+    assert (balanced.lead, balanced.tail) == (1, 1)
+
+
+def test_a_layout_measured_several_times_is_one() -> None:
+    rows = [(1, 5.0), (1, 5.0), (1, 8.0), (2, 6.0), (4, 4.0)]
+    scored = [
+        Scored(str(i), "made up", question, cast(Any, SimpleNamespace(predicted=SimpleNamespace(step_seconds=size))))
+        for i, (size, seconds) in enumerate(rows)
+        for question in [question_of({**changed("parallel", microbatch=size), "measured": {"iter_s": seconds}})]
+    ]
+    assert layouts(scored) == [(1, 5.0), (2, 6.0), (4, 4.0)]
 
 
 def test_kendall() -> None:
