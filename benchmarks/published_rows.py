@@ -19,6 +19,8 @@ from autopar.links import MESSAGE, Link, Rate
 from .published_flops import published_seconds
 from .published_shape import NotExpressible, Shape, number
 
+# Bytes/s of the twelve NVLinks of an A100 in one direction.
+NVLINKS_A100 = 300e9
 # Share of an adapter's nominal rate that collectives reach, as in the presets; seconds of a step of its latency.
 SUSTAINED, LATENCY = 0.95, 5e-6
 # How quick the first FlashAttention is, to the second: about half (Dao 2023, figures 4 to 6).
@@ -42,10 +44,9 @@ NETWORKS = (
 # GPUs on four nodes reached 10% of it (BigScience's `experiments/bandwidth`), several at once more.
 OMNI_PATH = 0.32
 # BigScience's runs on at least so many devices hung unless the host waited for each operation before it started the
-# next (CUDA_LAUNCH_BLOCKING). Its chronicle has runs with and without on 80 and 160 devices: 3.6 and 3.9 ms more for
-# every layer and microbatch. Of that we give each operation 30 us, and the rest to its all-reduces, for which eight
-# hosts wait: seconds of starting an operation, and of waiting at a collective.
-BLOCKED, BLOCKED_LAUNCH, BLOCKED_WAIT = ("tr11-176b", 320), 35e-6, 0.34e-3
+# next (CUDA_LAUNCH_BLOCKING). Its chronicle compares: on 80 devices that took 3.6 ms more for every layer and
+# microbatch, on 160 nothing. We take about half, which is 30 us more for each operation.
+BLOCKED, BLOCKED_LAUNCH = ("tr11-176b", 320), 35e-6
 # By device, as rows name it: the first pattern that matches.
 PRESETS = (
     (r"V100-32", "dgx-v100"),
@@ -292,9 +293,9 @@ def cluster_of(row: Mapping[str, Any]) -> Cluster:
     if re.search(r"flash\w*v1", str(row["parallel"].get("attention_kernel"))):
         device = replace(device, attention_efficiency=device.attention_efficiency * FLASH_1)
     per_node = int(cluster.get("gpus_per_node") or 8)
+    found = replace(found, links=(_inner(found.links[0], str(cluster.get("intra") or "")), *found.links[1:]))
     if BLOCKED[0] in _system(row) and number(cluster, "n_gpus", 1) >= BLOCKED[1]:
         device = replace(device, launch_seconds=BLOCKED_LAUNCH)
-        found = replace(found, synchronisation_seconds=BLOCKED_WAIT)
     for word, link in NETWORKS:
         if word in _system(row):
             return replace(found, device=device, links=(found.links[0], link))
@@ -314,6 +315,19 @@ def _filled(cluster: Cluster, devices: int) -> Cluster:
     if devices <= size or devices % size == 0 or cluster.links[0].torus:
         return cluster
     return cluster.with_node(max(part for part in range(1, size + 1) if devices % part == 0))
+
+
+def _inner(link: Link, text: str) -> Link:
+    """The innermost link, with as many NVLinks of 25 GB/s per device as the row says."""
+    said = re.search(r"(\d+) inter-gpu connects", text)
+    if not said:
+        return link
+    share = int(said[1]) * 25e9 / NVLINKS_A100
+    slower = {
+        kind: tuple(replace(rate, bandwidth=rate.bandwidth * share) for rate in rates)
+        for kind, rates in link.rates.items()
+    }
+    return replace(link, bandwidth=link.bandwidth * share, rates=slower)
 
 
 def _device(device: Device, cluster: Mapping[str, Any]) -> Device:

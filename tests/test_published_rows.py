@@ -124,6 +124,11 @@ def test_networks_are_read(text: str, gigabytes: float | None) -> None:
     assert found == (None if gigabytes is None else pytest.approx(gigabytes * 1e9))
 
 
+def test_fewer_links_inside_a_node_are_slower() -> None:
+    whole, half = cluster_of(ROW), cluster_of(changed("cluster", intra="NVLink3 (6 inter-gpu connects)"))
+    assert half.links[0].bandwidth == pytest.approx(whole.links[0].bandwidth / 2)
+
+
 def test_less_power_is_a_lower_clock() -> None:
     whole, capped, more = (cluster_of(changed("cluster", power_W=watts)).device for watts in (400, 200, 500))
     assert capped.sustained == pytest.approx(whole.sustained * 0.5 ** (1 / 3)) and more == whole
@@ -150,7 +155,6 @@ def test_what_is_known_of_systems_goes_into_their_rows() -> None:
     few, fp16 = question_of(jean_zay), changed("parallel", precision="fp16", schedule="1f1b (DeepSpeed)")
     assert "message" not in few.layout.overlap and few.layout.lead == 0
     assert few.cluster.device.launch_seconds > cluster_of(ROW).device.launch_seconds
-    assert few.cluster.synchronisation_seconds > cluster_of(ROW).synchronisation_seconds == 0.0
     assert few.cluster.links[1].bandwidth < 0.5 * few.cluster.links[1].rates["message"][0].bandwidth
     assert few.layout.gradients == "fp32" and question_of(fp16).layout.gradients == "own"
     balanced = question_of({**jean_zay, "notes": "embedding-balanced stages"}).layout
