@@ -298,6 +298,8 @@ class _Step:
         found = {}
         ranks = SCHEDULES[self.layout.schedule_name].placement(self.layout.pipeline, self.layout.interleave)
         for c in range(1, len(self.chunks)):
+            if ranks[c - 1] == ranks[c]:
+                continue
             size = self.chunks[c][0].entry
             if self.layout.scatter and not self.layout.sequence_parallel:
                 size //= self.layout.tensor
