@@ -162,6 +162,21 @@ def test_ends_that_count_as_layers_hold_fewer() -> None:
         price(pipeline=6, lead=3)
 
 
+def test_ranks_stand_still_for_messages_over_the_links_between_them() -> None:
+    """Two stages of four devices are one node, a third is in the next, whose link is slow; where messages travel while
+    ranks compute, none stands still."""
+    slow = dataclasses.replace(A100.links[1], bandwidth=1e6, rates={})
+    cluster = dataclasses.replace(A100, links=(A100.links[0], slow))
+    within, across, overlapped = (
+        model().price(Layout(tensor=4, pipeline=stages, microbatch=8, overlap=overlap), cluster)
+        for stages, overlap in ((2, ()), (3, ()), (3, ("message",)))
+    )
+    assert 0 < within.parts["messages"] < 1e-3 * across.parts["messages"]
+    assert overlapped.parts["messages"] == 0.0
+    assert across.predicted.step_seconds > across.parts["messages"]
+    assert across.predicted.step_seconds > overlapped.predicted.step_seconds > within.predicted.step_seconds
+
+
 def test_gradients_are_reduced_as_said() -> None:
     """Scattered, or all of them to every rank, in the dtype they are kept in or in fp32."""
     found = price(data=8, zero=1, gradients="own")
