@@ -109,21 +109,23 @@ def build(problem: Problem, objective: str = "cost") -> Program:
 
 def _add_windows(builder: _Builder, problem: Problem, first: Ints, ends: list[int]) -> None:
     """``exposed`` rows; the variables of transfer t are ``ends[t]`` up to ``ends[t + 1]``. What may hide is no longer
-    paid by itself, but by what of it is exposed."""
+    paid by itself, but by what of it is exposed. These rows are in units of their own, in which :func:`_finish` brings
+    the prices: in seconds the tolerances of solvers would be as large as what is exposed."""
     full = np.concatenate(builder.costs)
-    left = full.copy()
-    exposed = builder.add_variables(np.ones(len(problem.windows)))
+    left, unit = full.copy(), _unit(full)
+    price = np.full(len(problem.windows), unit)
+    exposed = builder.add_variables(price)
     rows = builder.add_rows("exposed", np.arange(len(problem.windows)), 0.0, np.inf)
     for w, window in enumerate(problem.windows):
         for t, part in window.transfers.items():
             sent = np.arange(ends[t], ends[t + 1])
-            builder.add_entries(np.full(len(sent), rows + w), sent, -window.hidden * part * full[sent])
+            builder.add_entries(np.full(len(sent), rows + w), sent, -window.hidden * part * full[sent] / unit)
             left[sent] -= window.hidden * part * full[sent]
         for g, part in window.groups.items():
             own = first[g] + np.arange(len(problem.groups[g].cost))
-            builder.add_entries(np.full(len(own), rows + w), own, window.hidden * part * full[own])
+            builder.add_entries(np.full(len(own), rows + w), own, window.hidden * part * full[own] / unit)
         builder.add_entries(np.array([rows + w]), np.array([exposed + w]), 1.0)
-    builder.costs = [np.maximum(left, 0.0), np.ones(len(problem.windows))]
+    builder.costs = [np.maximum(left, 0.0), price]
 
 
 def _add_transfer(builder: _Builder, t: int, transfer: Transfer, first: Ints, priced: bool) -> None:
@@ -201,14 +203,18 @@ def _add_memory(builder: _Builder, problem: Problem, first: Ints, by_memory: boo
         builder.add_entries(np.full(len(k), line), first[g] + k, -temporary[k] / unit)
 
 
+def _unit(cost: Floats) -> float:
+    """Seconds that are 1 to a solver: tolerances are absolute, and the prices come to the order of 1 to 1000."""
+    return max(float(np.abs(cost).max(initial=0.0)) / 1e3, 1e-300)
+
+
 def _finish(builder: _Builder, first: Ints, count: int) -> Program:
     row = np.concatenate([entry[0] for entry in builder.entries])
     column = np.concatenate([entry[1] for entry in builder.entries])
     value = np.concatenate([entry[2] for entry in builder.entries])
     order = np.lexsort((column, row))
     cost = np.concatenate(builder.costs)
-    # Tolerances of solvers are absolute: bring the prices to the order of 1 to 1000.
-    unit = max(float(np.abs(cost).max(initial=0.0)) / 1e3, 1e-300)
+    unit = _unit(cost)
     binary = np.zeros(builder.variables, dtype=bool)
     binary[:count] = True
     return Program(

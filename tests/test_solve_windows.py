@@ -62,8 +62,7 @@ def test_bound_and_gap_are_honest(seed: int, gap: float) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(seeds)
-@example(2752251)
-@example(180096)
+@example(86)
 def test_the_program_has_windows_as_linear_rows(seed: int) -> None:
     problem = forbid(with_windows(seed))
     if problem is None:
@@ -71,9 +70,9 @@ def test_the_program_has_windows_as_linear_rows(seed: int) -> None:
     program = build(problem)
     best, answer = brute_force(problem), run(program, False, Effort(10.0))
     if np.isfinite(best):
-        # Its bound is 1% below the optimum in rare cases (2752251 is one); what it chooses is the optimum.
-        assert 0.95 * best <= answer.bound <= best * (1 + 1e-4) + 1e-9
-        assert evaluate(problem, round_up(problem, program, answer)) == pytest.approx(best, rel=1e-2)
+        # Of microseconds, too: the rows are not in seconds, of which the solver's tolerance is a millionth.
+        assert answer.bound == pytest.approx(best, rel=1e-5, abs=1e-12)
+        assert evaluate(problem, round_up(problem, program, answer)) == pytest.approx(best, rel=1e-5, abs=1e-12)
     names = list(export(problem).linear_constraints.names)
     assert {"exposed[w0]", "exposed[w1]"} <= set(names)
 
