@@ -31,6 +31,12 @@ REST: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
     (name, (2, 2, 2), {"stages": 2, "microbatches": 4, "schedule": schedule})
     for name, schedule in (("gpt2", "1f1b"), ("llama", "zb-v"))
 ]
+# Weights gathered in every forward and backward, gradients reduced from within the last.
+REST += [("gpt2", (2,), {"stages": 1, "microbatches": count, "zero": 3}) for count in (2, 5)]
+REST += [
+    ("gpt2", (2, 2), {"stages": 2, "microbatches": count, "schedule": schedule, "zero": 3})
+    for count, schedule in ((1, "1f1b"), (2, "gpipe"), (5, "1f1b"), (5, "zb-v"))
+]
 
 
 @pytest.mark.parametrize(
