@@ -92,11 +92,11 @@ NO_LOANS: Loans = {}
 
 
 def optimizer_seconds(prices: Prices, node: Node, place: ParameterPlacement, optimizer: str) -> float:
-    """One update of a parameter: reads value, gradient and states, writes value and states, at memory bandwidth; of a
+    """One update of a parameter: reads value, gradient and states, writes value and states; of a
     scaled loss it also looks for what overflowed in the gradient, reads it again to divide it, and writes it."""
     shard = local_type(node.stored, place.optimizer, prices.mesh)
     moved = (6 if node.is_scaled else 3) * int(shard.bytes) + 2 * int(optimizer_bytes(optimizer, shard))
-    return moved / prices.cluster.device.memory_bandwidth
+    return moved / prices.cluster.device.updates
 
 
 def agreement_seconds(prices: Prices, graphs: Iterable[Graph], stages: int = 1) -> float:

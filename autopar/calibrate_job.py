@@ -21,11 +21,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.runtime.groups import mesh_groups
 
-from .calibrate import LEAST_GAIN, fit_device, fit_gpu, in_step, mean_device, processor_name, write_cluster
+from .calibrate import LEAST_GAIN, in_step, processor_name, write_cluster
 from .cluster import Cluster, Link, local_file, machine_memory
+from .combine_samples import mean_device
 from .errors import OptionsError
+from .fit_device import fit_device, fit_gpu
 from .fit_job import FittedLinks, fit_links
-from .measure import agree, measure_alone, measure_device, measure_step, measure_synchronisation
+from .measure import agree, measure_alone, measure_step, measure_synchronisation
+from .measure_device import measure_device
 from .measure_host import with_host
 from .measure_links import JobShape, measure_links
 
@@ -123,23 +126,25 @@ def _measure_processes(shape: JobShape, seconds: float) -> Cluster:
     waiting = max(_gathered(measure_synchronisation(processes, 0.05 * seconds)))
     gains = _gathered(measure_alone(dist.get_rank(), processes, 0.05 * seconds))
     steps = _gathered(measure_step(processes, 0.1 * seconds))
-    device, error = fit_device(mean_device(devices), processor_name(), machine_memory() // shape.per_host)
+    measured = mean_device(devices)
+    device, errors = fit_device(measured, processor_name(), machine_memory() // shape.per_host)
     gain = min(float(shape.per_host), sum(gains) / processes)
     sharing = shape.per_host if gain > 1.0 + LEAST_GAIN else 1
     found = Cluster(
         "",
-        f"gloo processes of {threads} threads; fit error matmul {error:.0%}",
+        f"gloo processes of {threads} threads; fit errors "
+        + ", ".join(f"{name} {error:.0%}" for name, error in errors.items()),
         device,
         (_no_link(),),
         0.0,
-        {"fit_error_matmul": error, "threads": float(threads)},
+        {**{f"fit_error_{name}": error for name, error in errors.items()}, "threads": float(threads)},
         waiting,
         sharing=sharing,
         cores=sharing / gain if sharing > 1 else 1.0,
         backend="gloo",
     )
     step, launch = (sum(column) / processes for column in list(zip(*steps, strict=True))[:2])
-    return in_step(found, step, launch * gain)
+    return in_step(found, step * measured.share, launch * measured.share)
 
 
 def _no_link() -> Link:

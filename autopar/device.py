@@ -26,6 +26,8 @@ class Device:
             a dtype differs.
         matmul_padding: every dim of a matrix product takes the time of one this much longer (tiles partly
             filled, pipelines that ramp up), so small ones are slower per FLOP.
+        memory_stalls: share of an operation's memory traffic (or of its computing, if that takes less) that does not
+            overlap the other: 0 of devices that fetch ahead, 1 where a product packs its operands before it computes.
         processors: multiprocessors among which a product's tiles are dealt out, in waves; 0: products are not
             priced by tiles but by padding.
         tile_depth: a tile takes the time of an inner dim this many bytes longer (filling the pipeline, writing the
@@ -34,6 +36,10 @@ class Device:
             operands.
         attention_efficiency: share of the peak that fused attention reaches with wide heads, 0: priced as a product
             is; heads of ``attention_width`` reach half of it.
+        function_seconds: what one transcendental function (tanh, exp, ...) of one element takes; 0: nothing worth
+            speaking of.
+        update_bandwidth: bytes per second of an optimizer that reads and writes each tensor once: less than
+            ``memory_bandwidth`` of one that goes through them several times, operation by operation; 0: as much.
         host_bandwidth: bytes per second each way between the device and its share of the host's memory while all
             devices of the host use theirs; 0: the host has no memory apart from the device's.
         host_memory_bytes: that share.
@@ -57,6 +63,9 @@ class Device:
     attention_efficiency: float = 0.0
     attention_width: float = 0.0
     sustained: float = 1.0
+    memory_stalls: float = 0.0
+    function_seconds: float = 0.0
+    update_bandwidth: float = 0.0
     host_bandwidth: float = 0.0
     host_memory_bytes: int = 0
     dtype_efficiency: Mapping[str, float] = field(default_factory=dict)
@@ -78,8 +87,14 @@ class Device:
         )
         for name in ("matmul_efficiency", "sustained"):
             require(0 < getattr(self, name) <= 1, f"{where}: {name} is not in (0, 1]")
-        require(self.attention_efficiency <= 1, f"{where}: attention_efficiency is not in [0, 1]")
+        for name in ("attention_efficiency", "memory_stalls"):
+            require(getattr(self, name) <= 1, f"{where}: {name} is not in [0, 1]")
         require(0 <= self.reserve_fraction < 1, f"{where}: reserve_fraction is not in [0, 1)")
+
+    @property
+    def updates(self) -> float:
+        """Bytes per second of an optimizer."""
+        return self.update_bandwidth or self.memory_bandwidth
 
     @property
     def has_host(self) -> bool:
@@ -106,12 +121,15 @@ _NOT_NEGATIVE = (
     "launch_seconds",
     "view_seconds",
     "matmul_padding",
+    "memory_stalls",
     "reserve_bytes",
     "processors",
     "tile_depth",
     "tile_border",
     "attention_efficiency",
     "attention_width",
+    "function_seconds",
+    "update_bandwidth",
     "host_bandwidth",
     "host_memory_bytes",
 )

@@ -1,19 +1,17 @@
 """What one process measures of its device and of the links to the others, all of them working at once.
 
-Run by :mod:`autopar.calibrate` in processes of its own; results are plain numbers in JSON, one file per rank.
+Run by :mod:`autopar.calibrate` in processes of its own; results are plain numbers in JSON, one file per rank. All
+figures are taken in several rounds, spread over the whole time: what disturbs a machine lasts longer than one figure
+takes, and would else fall on some of them alone (:mod:`.combine_samples`).
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import json
 import math
 import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,175 +21,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.runtime.collectives import Collectives
 from autopar.runtime.groups import mesh_groups
 
+from .combine_samples import undisturbed
+from .measure_device import mean_seconds, measure_device
 from .measure_step import step_like
 from .program import COLLECTIVES
+from .samples import CollectiveSample, Samples
 
 MESSAGE_BYTES = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20)
-# (m, n, k): square ones, and the skinny ones that sharding makes.
-CPU_MATRICES = (
-    (64, 64, 64),
-    (128, 128, 128),
-    (256, 256, 256),
-    (512, 512, 512),
-    (32, 512, 512),
-    (512, 64, 512),
-)
-# Computing between two collectives while synchronisation is measured: a few layers, several time slices.
-WORK_SECONDS = 0.03
-SYNCHRONISATION_ROUNDS = 5
-# Few and many tiles, short and long inner dims.
-GPU_MATRICES = (
-    *((size, size, size) for size in (512, 1024, 2048, 4096, 8192)),
-    *((2048, 2048, k) for k in (256, 1024, 8192)),
-    *((8192, n, 4096) for n in (256, 1024, 1536)),
-)
-CPU_ELEMENTS = (1 << 14, 1 << 17, 1 << 20)
-# More than the caches of the processors that a few processes share.
-POOL_BYTES = 128 << 20
-GPU_ELEMENTS = (1 << 20, 1 << 24, 1 << 27)
-
-
-_FIGURES = ("synchronisation", "alone", "step", "launch", "exchange")
-
-
-@dataclass(frozen=True)
-class CollectiveSample:
-    """One collective among ``members`` processes took ``seconds``; ``nbytes`` is the full tensor, as in
-    :mod:`autopar.cost.collective`."""
-
-    kind: str
-    members: int
-    nbytes: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class MatrixSample:
-    """One product [m, k] @ [k, n] took ``seconds``."""
-
-    dtype: str
-    m: int
-    n: int
-    k: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class DeviceSamples:
-    """Seconds of one small operation, one view, matrix products, and elementwise operations moving so many
-    bytes."""
-
-    launch: float
-    view: float
-    matrices: tuple[MatrixSample, ...]
-    pointwise: tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True)
-class Samples:
-    """All one rank measured; ``synchronisation`` is by how many seconds a collective takes longer after computing
-    than after another collective, ``alone`` how many times as fast as with all at work it computes while the others
-    wait. ``step``, ``launch``, ``exchange``: see :func:`measure_step`."""
-
-    device: DeviceSamples
-    collectives: tuple[CollectiveSample, ...]
-    synchronisation: float = 0.0
-    alone: float = 1.0
-    step: float = 0.0
-    launch: float = 0.0
-    exchange: float = 0.0
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> Samples:
-        table = json.loads(text)
-        device = table["device"]
-        matrices = tuple(MatrixSample(**sample) for sample in device.pop("matrices"))
-        pointwise = tuple((int(nbytes), float(seconds)) for nbytes, seconds in device.pop("pointwise"))
-        collectives = tuple(CollectiveSample(**sample) for sample in table["collectives"])
-        found = DeviceSamples(matrices=matrices, pointwise=pointwise, **device)
-        return Samples(found, collectives, *(float(table[name]) for name in _FIGURES))
-
-
-def mean_seconds(function: Callable[[], object], device: torch.device, budget: float) -> float:
-    """Mean time of ``function`` called back to back for about ``budget`` seconds.
-
-    The mean, not the median: processes that share a core are suspended for whole time slices, and what counts
-    is the rate each gets.
-    """
-
-    def run(count: int) -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        for _ in range(count):
-            function()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - start
-
-    run(2)
-    count, spent, calls = 1, 0.0, 0
-    while spent < budget:
-        taken = run(count)
-        spent, calls = spent + taken, calls + count
-        count = max(1, min(2 * count, int((budget - spent) / max(taken / count, 1e-9))))
-    return spent / calls
-
-
-def _matrix_sample(
-    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, budget: float
-) -> MatrixSample:
-    m, n, k = shape
-    left, right = torch.ones(m, k, dtype=dtype, device=device), torch.ones(k, n, dtype=dtype, device=device)
-    name = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
-    return MatrixSample(name, m, n, k, mean_seconds(lambda: torch.mm(left, right), device, budget))
-
-
-def _cold_addition(count: int, device: torch.device) -> Callable[[], object]:
-    """A sum of two tensors of ``count`` elements that are, like its result, others each time: a step touches so much
-    memory between two uses of a tensor that no cache holds it."""
-    length = max(1, POOL_BYTES // (12 * count))
-    operands = [torch.ones(2, count, device=device).unbind() for _ in range(length)]
-    results = [torch.empty(0, device=device)] * length
-    turns = itertools.cycle(range(length))
-
-    def add() -> None:
-        turn = next(turns)
-        results[turn] = torch.add(*operands[turn])
-
-    return add
-
-
-def measure_device(device: torch.device, seconds: float, meet: Callable[[], object] = lambda: None) -> DeviceSamples:
-    """Measures one device for about ``seconds``; ``meet`` is called before each figure, for all processes to
-    be at work."""
-    on_gpu = device.type == "cuda"
-    shapes, elements = (GPU_MATRICES, GPU_ELEMENTS) if on_gpu else (CPU_MATRICES, CPU_ELEMENTS)
-    # The low-precision rate of a processor without matrix units is far below, so one product tells enough.
-    jobs = [(shape, torch.float32) for shape in shapes]
-    for dtype in (torch.bfloat16, torch.float16) if on_gpu else (torch.bfloat16,):
-        jobs += [(shape, dtype) for shape in (shapes if on_gpu else shapes[2:3])]
-    budget = seconds / (len(jobs) + len(elements) + 2)
-    matrices = []
-    for shape, dtype in jobs:
-        meet()
-        matrices.append(_matrix_sample(shape, dtype, device, budget))
-    pointwise = []
-    for count in elements:
-        add = _cold_addition(count, device)
-        meet()
-        pointwise.append((12 * count, mean_seconds(add, device, budget)))
-    small = torch.ones(8, device=device)
-    meet()
-    # As a step calls them.
-    add, view = torch.ops.aten.add.Tensor, torch.ops.aten.view.default
-    launch = mean_seconds(lambda: add(small, small), device, budget)
-    meet()
-    viewing = mean_seconds(lambda: view(small, [2, 4]), device, budget)
-    return DeviceSamples(launch, viewing, tuple(matrices), tuple(pointwise))
+ROUNDS = 4
+# Computing between two collectives while synchronisation is measured: about as much as in a step that has many of them.
+# Where there are few, they cost little whatever each does.
+WORK_SECONDS = 0.004
+# Loops in a row of which one measures synchronisation.
+REPEATS = 5
+SQUARE = (256, 256)
 
 
 def collective_call(
@@ -250,8 +93,8 @@ def measure_synchronisation(processes: int, seconds: float) -> float:
     """
     wires, groups = _groups(processes)
     meet = collective_call("all_gather", processes, MESSAGE_BYTES[0], wires, groups[processes])
-    square = torch.ones(CPU_MATRICES[2][:2])
-    (product,) = agree(mean_seconds(lambda: torch.mm(square, square), square.device, 0.1))
+    square = torch.ones(SQUARE)
+    (product,) = agree(mean_seconds(lambda: torch.mm(square, square), square.device, 0.1)[0])
     count = max(1, round(WORK_SECONDS / product))
 
     def compute() -> None:
@@ -263,21 +106,20 @@ def measure_synchronisation(processes: int, seconds: float) -> float:
         meet()
 
     (pilot,) = agree(_rate_of_all(both, 2))
-    repeats = max(2, round(seconds / SYNCHRONISATION_ROUNDS / 2 / pilot))
     waits = [
-        _rate_of_all(both, repeats) - _rate_of_all(compute, repeats) - _rate_of_all(meet, repeats)
-        for _ in range(SYNCHRONISATION_ROUNDS)
+        _rate_of_all(both, REPEATS) - _rate_of_all(compute, REPEATS) - _rate_of_all(meet, REPEATS)
+        for _ in range(max(3, round(seconds / REPEATS / 2 / pilot)))
     ]
     return max(0.0, statistics.median(waits))
 
 
 def measure_alone(rank: int, processes: int, seconds: float) -> float:
     """How many times as fast this process computes while the others wait as while all do."""
-    square = torch.ones(CPU_MATRICES[2][:2])
+    square = torch.ones(SQUARE)
     budget = seconds / (processes + 1)
 
     def product() -> float:
-        return mean_seconds(lambda: torch.mm(square, square), square.device, budget)
+        return mean_seconds(lambda: torch.mm(square, square), square.device, budget)[0]
 
     dist.barrier()
     together, alone = product(), math.inf
@@ -290,23 +132,29 @@ def measure_alone(rank: int, processes: int, seconds: float) -> float:
 
 
 def measure_step(processes: int, seconds: float) -> tuple[float, float, float]:
-    """Until the last process has done it: seconds of a piece of work like a step, and of exchanging its gradients; and
-    of a tiny operation in it, as long as this process is not suspended. Medians over repeats."""
+    """Seconds of processor time of a piece of work like a step, and of a tiny operation in it; and of exchanging its
+    gradients behind it, from when all processes start to when the last is done. Medians over repeats."""
     wires, groups = _groups(processes)
-    launches: list[float] = []
-    work, axes = step_like(), groups[processes]
+    worked, launches, exchanged = list[float](), list[float](), list[float]()
+    work, launching, axes = step_like(), step_like(launches), groups[processes]
 
-    def exchanging() -> None:
-        gradients = work()
+    def exchange(gradients: list[torch.Tensor]) -> None:
         dims, lengths = [0] * len(gradients), [len(gradient) for gradient in gradients]
         pieces = wires.reduce_scatter_bucket(gradients, axes, "sum", dims).wait()
         wires.all_gather_bucket(pieces, axes, dims, lengths).wait()
 
-    (pilot,) = agree(_rate_of_all(exchanging, 1))
-    jobs = (work, step_like(launches), exchanging)
-    rounds = [[_rate_of_all(job, 1) for job in jobs] for _ in range(max(3, round(seconds / pilot / 3)))]
-    plain, _, whole = (statistics.median(times) for times in zip(*rounds, strict=True))
-    return plain, statistics.median(launches), max(0.0, whole - plain)
+    def once() -> None:
+        start = time.process_time()
+        gradients = work()
+        worked.append((time.process_time() - start) / torch.get_num_threads())
+        exchanged.append(_rate_of_all(lambda: exchange(gradients), 1))
+        launching()
+
+    (pilot,) = agree(_rate_of_all(once, 1))
+    for _ in range(max(2, round(seconds / pilot))):
+        dist.barrier()
+        once()
+    return statistics.median(worked), statistics.median(launches), statistics.median(exchanged)
 
 
 def measure_collectives(processes: int, seconds: float) -> tuple[CollectiveSample, ...]:
@@ -337,11 +185,15 @@ def measure_process(folder: str, rank: int, processes: int, seconds: float) -> N
     store = f"file://{Path(folder).absolute()}/rendezvous"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=processes)
     try:
-        device = measure_device(torch.device("cpu"), 0.25 * seconds, dist.barrier)
-        collectives = measure_collectives(processes, 0.45 * seconds)
-        synchronisation = measure_synchronisation(processes, 0.1 * seconds)
-        alone = measure_alone(rank, processes, 0.05 * seconds)
-        step = measure_step(processes, 0.15 * seconds)
+        rounds = [_measure_once(rank, processes, seconds / ROUNDS) for _ in range(ROUNDS)]
     finally:
         dist.destroy_process_group()
-    Path(folder, f"{rank}.json").write_text(Samples(device, collectives, synchronisation, alone, *step).to_json())
+    Path(folder, f"{rank}.json").write_text(undisturbed(rounds).to_json())
+
+
+def _measure_once(rank: int, processes: int, seconds: float) -> Samples:
+    device = measure_device(torch.device("cpu"), 0.3 * seconds, dist.barrier)
+    collectives = measure_collectives(processes, 0.35 * seconds)
+    synchronisation = measure_synchronisation(processes, 0.15 * seconds)
+    alone = measure_alone(rank, processes, 0.05 * seconds)
+    return Samples(device, collectives, synchronisation, alone, *measure_step(processes, 0.15 * seconds))

@@ -8,7 +8,7 @@ import torch
 
 from .cluster import machine_memory
 from .device import Device
-from .measure import mean_seconds
+from .measure_device import mean_seconds
 
 COPIED_BYTES = 64 << 20
 # Of a host's memory, what processes, page cache and pinned buffers leave for optimizer states.
@@ -20,6 +20,6 @@ def with_host(described: Device, device: torch.device, per_host: int, seconds: f
     memory among ``per_host``; called by all processes of the host at once, for about ``seconds``."""
     here = torch.ones(COPIED_BYTES // 4, pin_memory=True)
     there = torch.empty_like(here, device=device)
-    taken = mean_seconds(lambda: there.copy_(here, non_blocking=True), device, seconds)
+    taken = mean_seconds(lambda: there.copy_(here, non_blocking=True), device, seconds)[0]
     share = int(USABLE * machine_memory() / per_host)
     return replace(described, host_bandwidth=COPIED_BYTES / taken, host_memory_bytes=share)

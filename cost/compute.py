@@ -1,9 +1,10 @@
 """Seconds of one operation on one device: the roofline model, and its inputs, FLOPs and bytes.
 
-    seconds = launch + max(seconds of its products, bytes / bandwidth)
+    seconds = launch + max(work, traffic) + memory_stalls min(work, traffic)
 
-(Williams, Waterman, Patterson 2009). Matrix products and attention have efficiencies by shape
-(:mod:`autopar.cost.products`). Other operations run at the peak: they are bound by bytes on any device we know.
+(Williams, Waterman, Patterson 2009), with work the seconds of its products at full speed of their operands, or of the
+transcendental functions it evaluates, and traffic bytes / bandwidth. Matrix products and attention have efficiencies by
+shape (:mod:`autopar.cost.products`). Other operations run at the peak: they are bound by bytes on any device we know.
 Views cost ``view_seconds`` and placeholders nothing.
 """
 
@@ -50,18 +51,21 @@ def compute_seconds(
     dtype: torch.dtype,
     matrix: tuple[float, float, float] | None = None,
     attention: bool = False,
+    functions: float = 0.0,
 ) -> float:
     """Roofline seconds of one operation; ``matrix`` is (m, n, k) if it consists of matrix products of that
-    shape, ``attention`` says that they are those of fused attention."""
+    shape, ``attention`` says that they are those of fused attention; ``functions``: of how many elements it evaluates
+    a transcendental function."""
     device = cluster.device
     if matrix is None or not flops:
-        work = flops / device.flops(dtype)
+        work = flops / device.flops(dtype) + functions * device.function_seconds
     elif attention and device.attention_efficiency:
         work = attention_seconds(device, device.flops(dtype) * device.sustained, flops, matrix[2])
     else:
         batch = flops / (2.0 * math.prod(matrix))
         work = product_seconds(device, device.matmul_rate(dtype), batch, matrix, dtype.itemsize)
-    return device.launch_seconds + max(work, nbytes / device.memory_bandwidth)
+    traffic = nbytes / device.memory_bandwidth
+    return device.launch_seconds + max(work, traffic) + device.memory_stalls * min(work, traffic)
 
 
 def node_seconds(
@@ -75,7 +79,8 @@ def node_seconds(
     found = _outputs(node, outputs)
     work, nbytes = family.flops(node, inputs, found), family.bytes(node, inputs, found)
     matrix = family.matrix(inputs, found) if family.matrix is not None else None
-    return compute_seconds(cluster, work, nbytes, _dtype(inputs, found), matrix, family.is_attention)
+    functions = work if family.is_function else 0.0
+    return compute_seconds(cluster, work, nbytes, _dtype(inputs, found), matrix, family.is_attention, functions)
 
 
 def _dtype(inputs: Inputs, outputs: Outputs) -> torch.dtype:

@@ -41,7 +41,8 @@ Matrix = tuple[Dim, Dim, Dim]
 @dataclass(frozen=True, slots=True)
 class Family:
     """How operations of one family are counted. ``matrix`` gives the (m, n, k) of the matrix products that an
-    operation consists of; ``is_view`` ones move nothing, ``is_free`` ones (placeholders) do not even run."""
+    operation consists of; ``is_function`` ones evaluate a transcendental function for each element of their largest
+    tensor; ``is_view`` ones move nothing, ``is_free`` ones (placeholders) do not even run."""
 
     flops: Count
     bytes: Count
@@ -49,6 +50,7 @@ class Family:
     is_view: bool = False
     is_free: bool = False
     is_attention: bool = False
+    is_function: bool = False
 
 
 def larger(left: Dim, right: Dim) -> Dim:
@@ -274,6 +276,7 @@ _CAUSAL_BACKWARD, _ = _attention(1, 3, 2, shard_of_causal=True)
 
 DEFAULT = Family(_largest_tensor, _every_tensor)
 POINTWISE = Family(_first_result, _every_tensor)
+FUNCTION = Family(_largest_tensor, _every_tensor, is_function=True)
 VIEW = Family(_nothing, _nothing, is_view=True)
 FREE = Family(_nothing, _nothing, is_view=True, is_free=True)
 MOVE = Family(_nothing, _every_tensor)
@@ -328,6 +331,15 @@ _NAMES: tuple[tuple[Family, str], ...] = (
         slice_backward select_backward diagonal_backward unfold_backward
         embedding_backward embedding_dense_backward
         pixel_shuffle pixel_unshuffle channel_shuffle im2col col2im
+        """,
+    ),
+    (
+        FUNCTION,
+        """
+        exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh
+        erf erfc erfinv lgamma digamma sigmoid logit log_sigmoid log_sigmoid_forward log_sigmoid_backward
+        gelu gelu_backward silu silu_backward mish mish_backward softplus softplus_backward elu selu celu
+        _softmax _log_softmax _log_softmax_backward_data softmax log_softmax logsumexp
         """,
     ),
     (SELECT, "embedding gather index index_select _unsafe_index take take_along_dim"),

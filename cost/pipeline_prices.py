@@ -60,6 +60,10 @@ class EdgePrice:
         backward = direction == "backward" and self.gradient_bytes is not None
         return self.gradient_bytes if backward and self.gradient_bytes is not None else self.nbytes
 
+    def seconds(self, direction: str) -> float:
+        """Of one message, with the link to itself."""
+        return self.latency + self.bytes_of(direction) / self.bandwidth
+
 
 @dataclass(frozen=True)
 class SharedProcessors:
@@ -76,7 +80,8 @@ class PipelinePrices:
     rank after all reductions, the same everywhere.
 
     ``overlap``: whether messages and reductions travel while their ranks compute; if not, a rank stands still until
-    what it sends or receives has arrived. ``hides``: whether reductions do. ``buffered``: whether a message may travel
+    what it sends or receives has arrived. ``hides``: whether reductions do, and messages take nothing of the ranks' own
+    time: if not, each end is busy for half of what a message takes. ``buffered``: whether a message may travel
     before its receive is posted. ``links``: by (sending rank, receiving rank) the name of a link that carries one
     message at a time; pairs with one name share it, a pair without a name has one of its own in each direction.
     ``shared``: which ranks share processors; None if every rank has its own.

@@ -101,10 +101,25 @@ class Replay:
 
     def begin(self, rank: int, instruction: Instruction) -> None:
         self.begun[rank] = self.now
-        seconds = self.prices.step if instruction.chunk < 0 else self.prices.duration(instruction)
+        seconds = self.prices.step
+        if instruction.chunk >= 0:
+            seconds = self.prices.duration(instruction) + self.handling(instruction)
         host = self.host_of[rank]
         self.hosts[host].begin(rank, seconds, self.now)
         self.expect(host)
+
+    def handling(self, instruction: Instruction) -> float:
+        """What a rank itself does about the messages before and after a computation, where processors move the bytes:
+        half of what each takes, as rates of processes are measured that send and receive at once."""
+        if self.prices.hides:
+            return 0.0
+        messages = (*self.wiring.arrivals(instruction), *self.wiring.departures(instruction))
+        return sum(0.5 * self.price_of(m).seconds(m.direction) for m in messages if self.wiring.crosses(m))
+
+    def price_of(self, message: Message) -> EdgePrice:
+        source, target = message.source, message.target
+        edge = (source, target) if message.direction == "forward" else (target, source)
+        return self.prices.edges.get(edge, _FREE)
 
     def expect(self, host: int) -> None:
         """Announces the next end of a computation on ``host``."""
@@ -169,8 +184,7 @@ class Replay:
 
     def travel(self, message: Message) -> None:
         ends = self.wiring.placement[message.source], self.wiring.placement[message.target]
-        edge = (message.source, message.target) if message.direction == "forward" else (message.target, message.source)
-        price = self.prices.edges.get(edge, _FREE)
+        price = self.price_of(message)
         link = self.prices.links.get(ends, ends)
         start = max(self.now, self.link_free[link])
         self.link_free[link] = start + price.bytes_of(message.direction) / price.bandwidth

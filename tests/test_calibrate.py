@@ -13,23 +13,30 @@ import pytest
 import torch
 
 from autopar import calibrate as calibration
-from autopar.calibrate import calibrate, fit_cluster, fit_matrices, fit_rates, fit_tiles
+from autopar.calibrate import calibrate, fit_cluster
 from autopar.cluster import Cluster, Device, Link, Rate
+from autopar.combine_samples import undisturbed
 from autopar.cost import collective_seconds, node_seconds
-from autopar.cost.products import product_seconds
+from autopar.cost.products import attention_seconds, product_seconds
 from autopar.errors import OptionsError, WorkerError
+from autopar.fit_device import UPDATED_BYTES, fit_attention, fit_device, fit_matrices, fit_tiles
+from autopar.fit_links import fit_rates
 from autopar.graph import Node, TensorType, Value
-from autopar.measure import (
+from autopar.measure import MESSAGE_BYTES
+from autopar.measure_device import (
+    CPU_ATTENTION,
     CPU_MATRICES,
+    FUNCTION_ELEMENTS,
     GPU_MATRICES,
-    MESSAGE_BYTES,
-    CollectiveSample,
+    HEADS,
+    AttentionSample,
     DeviceSamples,
     MatrixSample,
-    Samples,
+    lower_quartile,
 )
 from autopar.measure_step import exchange_seconds, step_like_seconds
 from autopar.program import COLLECTIVES
+from autopar.samples import CollectiveSample, Samples
 
 DEVICE = Device("cpu", {"f32": 4e10, "bf16": 1e10}, 1 << 30, 8e9, 5e-6, 2e-6, matmul_padding=8)
 
@@ -62,11 +69,12 @@ def collectives(truth: Cluster, noise: float = 0.0) -> tuple[CollectiveSample, .
     )
 
 
-def product(m: int, n: int, k: int, dtype: str) -> MatrixSample:
+def product(m: int, n: int, k: int, dtype: str, device: Device = DEVICE) -> MatrixSample:
     kind = {"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
     shapes = [TensorType(shape, kind) for shape in ((m, k), (k, n), (m, n))]
     node = Node("y", "aten.mm.default", (Value("a"), Value("b")))
-    return MatrixSample(dtype, m, n, k, node_seconds(machine(Rate(0, 1)), node, tuple(shapes[:2]), (shapes[2],)))
+    cluster = replace(machine(Rate(0, 1)), device=device)
+    return MatrixSample(dtype, m, n, k, node_seconds(cluster, node, tuple(shapes[:2]), (shapes[2],)))
 
 
 def test_what_is_slower_in_a_step_slows_all_computing() -> None:
@@ -89,11 +97,13 @@ def test_what_an_exchange_takes_in_a_step_slows_the_links() -> None:
     assert slower.links[0].lines("all_to_all")[0].bandwidth == pytest.approx(5e8)
 
 
-def test_processes_that_gain_alone_share_processors() -> None:
+def test_processes_that_gain_alone_share_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_cores", lambda: 2)
     measured = samples(machine(Rate(1e-4, 1e9)))
     four = [replace(measured, alone=2.0)] * 4
     assert (fit_cluster(four, 1).sharing, fit_cluster(four, 1).cores) == (4, 2.0)
     assert [fit_cluster(four, 1).speed(k) for k in (1, 2, 3, 4)] == [2.0, 2.0, 4 / 3, 1.0]
+    assert fit_cluster([replace(measured, alone=3.7)] * 4, 1).cores == 2.0  # The machine was busy with something else.
     own = fit_cluster([replace(measured, alone=1.01)] * 4, 1)
     assert (own.sharing, own.cores) == (1, 1.0)
 
@@ -130,10 +140,57 @@ def test_the_error_that_remains_is_told() -> None:
 
 
 def test_matrices_are_recovered() -> None:
-    peak, padding, error = fit_matrices([product(*shape, "f32") for shape in CPU_MATRICES], 5e-6)
+    found, error = fit_matrices([product(*shape, "f32") for shape in CPU_MATRICES], 5e-6, 8e9)
     assert error < 0.01
-    assert peak == pytest.approx(4e10, rel=0.02)
-    assert padding == pytest.approx(8, abs=0.5)
+    assert found.peak_flops["f32"] == pytest.approx(4e10, rel=0.02)
+    assert found.matmul_padding == pytest.approx(8, abs=0.5)
+    assert found.memory_stalls < 0.05
+
+
+def test_operands_that_are_waited_for_are_found() -> None:
+    waiting = replace(DEVICE, memory_stalls=0.8, matmul_padding=2)
+    found, error = fit_matrices([product(*shape, "f32", waiting) for shape in CPU_MATRICES], 5e-6, 8e9)
+    assert error < 0.01
+    assert found.memory_stalls == pytest.approx(0.8, abs=0.05)
+    assert found.peak_flops["f32"] == pytest.approx(4e10, rel=0.02)
+
+
+def test_attention_functions_and_updates_are_recovered() -> None:
+    truth = replace(DEVICE, attention_efficiency=0.4, attention_width=50.0)
+    attention = tuple(
+        AttentionSample(
+            length, width, back, 5e-6 + attention_seconds(truth, 4e10, HEADS * length**2 * width * x, width)
+        )
+        for length, width in CPU_ATTENTION
+        for back, x in ((False, 2), (True, 5))
+    )
+    efficiency, width, error = fit_attention(attention, DEVICE)
+    assert (efficiency, width) == (pytest.approx(0.4, rel=0.02), pytest.approx(50.0, rel=0.05))
+    assert error < 0.01
+    measured = replace(
+        samples(machine(Rate(1e-4, 1e9))).device, attention=attention, function=5e-6 + 1e-3, update=UPDATED_BYTES / 4e9
+    )
+    found, errors = fit_device(measured, "cpu", 1 << 30)
+    assert set(errors) == {"matmul", "attention"}
+    assert found.function_seconds == pytest.approx(1e-3 / FUNCTION_ELEMENTS)
+    assert found.updates == pytest.approx(4e9) != found.memory_bandwidth
+
+
+def test_rounds_that_were_disturbed_do_not_count() -> None:
+    one = replace(samples(machine(Rate(3e-4, 8e8))), synchronisation=1e-3, alone=2.0)
+
+    def slower(factor: float, missing: int = 0) -> Samples:
+        times = tuple(replace(c, seconds=factor * c.seconds) for c in one.collectives[missing:])
+        matrices = tuple(replace(m, seconds=factor * m.seconds) for m in one.device.matrices)
+        return replace(
+            one, collectives=times, device=replace(one.device, matrices=matrices), synchronisation=factor * 1e-3
+        )
+
+    found = undisturbed([slower(3.0), one, slower(9.0, missing=1), one])
+    assert found.collectives == one.collectives[1:]
+    assert found.device == one.device
+    assert found.synchronisation == 2e-3
+    assert lower_quartile([5.0]) == 5.0
 
 
 def test_the_fitted_cluster_prices_as_the_machine_does() -> None:

@@ -30,6 +30,26 @@ TOY = Cluster(
 )
 
 
+def test_what_does_not_overlap_is_paid_twice() -> None:
+    product = (2.0 * 1000 * 100, 40_000, F32, (1000, 100, 1))
+    alone, traffic = compute_seconds(TOY, *product) - 1e-3, 40_000 / 1e5
+    assert alone > traffic
+
+    def stalling(share: float) -> float:
+        return compute_seconds(replace(TOY, device=replace(TOY.device, memory_stalls=share)), *product) - 1e-3
+
+    assert stalling(1.0) == pytest.approx(alone + traffic)
+    assert stalling(0.25) == pytest.approx(alone + 0.25 * traffic)
+
+
+@pytest.mark.parametrize(("call", "share"), [(aten.tanh.default, 1), (aten.exp.default, 1), (aten.neg.default, 0)])
+def test_functions_take_time_of_their_own(call: Callable[..., Any], share: int) -> None:
+    slow = replace(TOY, device=replace(TOY.device, function_seconds=1.0))
+    node, inputs, outputs = node_of(call, r(3, 5))
+    usual = node_seconds(TOY, node, inputs, outputs)
+    assert node_seconds(slow, node, inputs, outputs) == pytest.approx(usual + share * 15.0, rel=1e-3)
+
+
 def types(*shapes: tuple[int, ...], dtype: torch.dtype = F32) -> tuple[TensorType, ...]:
     return tuple(TensorType(shape, dtype) for shape in shapes)
 

@@ -83,6 +83,15 @@ def test_reductions_begin_within_the_last_backward() -> None:
         simulate(halves, PipelinePrices((replace(price, beside_weight_gradient=1.5),)))
 
 
+def test_messages_that_processors_carry_take_of_their_time() -> None:
+    schedule = make_schedule("gpipe", 2, 1, 1, edges=chain(2))
+    edges = {(0, 1): EdgePrice(4.0, 2.0, 0.5)}
+    beside, instead = (simulate(schedule, PipelinePrices((UNIT,) * 2, edges, hides=h)) for h in (True, False))
+    assert beside.seconds == 1 + 2.5 + 1 + 2 + 2.5 + 2
+    # Half of each message's 2.5 seconds at each of its ends.
+    assert instead.seconds == beside.seconds + 4 * 1.25
+
+
 def test_larger_microbatches_of_the_same_batch_grow_the_bubble() -> None:
     """A batch of 16 samples in 16, 8 and 4 microbatches, each sample a second of forward."""
     bubbles = [run("1f1b", 4, 16 // size, price=ChunkPrice(size, size, size)).bubble for size in (1, 2, 4)]

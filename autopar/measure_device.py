@@ -1,0 +1,224 @@
+"""What one process measures of its device."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+# (m, n, k): square ones, and the skinny ones that sharding and microbatches make of the three products of a layer.
+CPU_MATRICES = (
+    (64, 64, 64),
+    (256, 256, 256),
+    (512, 512, 512),
+    (16, 1024, 256),
+    (64, 1024, 256),
+    (64, 256, 1024),
+    (1024, 256, 64),
+    (256, 1024, 256),
+    (512, 64, 512),
+)
+# Few and many tiles, short and long inner dims.
+GPU_MATRICES = (
+    *((size, size, size) for size in (512, 1024, 2048, 4096, 8192)),
+    *((2048, 2048, k) for k in (256, 1024, 8192)),
+    *((8192, n, 4096) for n in (256, 1024, 1536)),
+)
+CPU_ELEMENTS = (1 << 14, 1 << 17, 1 << 20)
+GPU_ELEMENTS = (1 << 20, 1 << 24, 1 << 27)
+# The low-precision rate of a processor without matrix units is far below, so one product tells enough.
+CPU_LOW_PRECISION = (256, 256, 256)
+# More than the caches of the processors that a few processes share.
+POOL_BYTES = 128 << 20
+
+# (length, width) of causal attention with HEADS heads.
+CPU_ATTENTION, HEADS = ((64, 64), (256, 64), (256, 32), (256, 128)), 4
+FUNCTION_ELEMENTS = 1 << 16
+# A layer's parameters, as many as make one update longer than a time slice.
+UPDATED = 8 * ((256, 1024), (1024,))
+
+_SHORT = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+Job = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class MatrixSample:
+    """One product [m, k] @ [k, n] took ``seconds``."""
+
+    dtype: str
+    m: int
+    n: int
+    k: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class AttentionSample:
+    """Causal attention of :data:`HEADS` heads, or its backward, took ``seconds``."""
+
+    length: int
+    width: int
+    backward: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class DeviceSamples:
+    """Seconds of one small operation, one view, matrix products, and elementwise operations moving so many
+    bytes; where measured, of causal attention, of ``tanh`` and ``exp`` of :data:`FUNCTION_ELEMENTS` elements on
+    average, and of AdamW updating :data:`UPDATED`. ``share``: how many seconds pass for one of processor time while all
+    processes are at work."""
+
+    launch: float
+    view: float
+    matrices: tuple[MatrixSample, ...]
+    pointwise: tuple[tuple[int, float], ...]
+    attention: tuple[AttentionSample, ...] = ()
+    function: float = 0.0
+    update: float = 0.0
+    share: float = 1.0
+
+
+def mean_seconds(function: Job, device: torch.device, budget: float) -> tuple[float, float]:
+    """Mean time of ``function`` called back to back for about ``budget`` seconds: by the clock, and of the processor
+    (on a GPU by the clock as well).
+
+    The mean, not the median: processes that share a core are suspended for whole time slices, and what counts
+    is the rate each gets.
+    """
+    if device.type == "cuda":
+        seconds, _ = _mean(function, budget, lambda: _settled(device))
+        return seconds, seconds
+    wall, worked = _mean(function, budget, time.perf_counter)
+    return wall, worked / torch.get_num_threads()
+
+
+def _settled(device: torch.device) -> float:
+    torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _mean(function: Job, budget: float, now: Callable[[], float]) -> tuple[float, float]:
+    """Seconds per call by ``now``, and of this process's processors."""
+    for _ in range(2):
+        function()
+    count, spent, worked, calls = 1, 0.0, 0.0, 0
+    while spent < budget:
+        start, began = now(), time.process_time()
+        for _ in range(count):
+            function()
+        taken = now() - start
+        spent, worked, calls = spent + taken, worked + time.process_time() - began, calls + count
+        count = max(1, min(2 * count, int((budget - spent) / max(taken / count, 1e-9))))
+    return spent / calls, worked / calls
+
+
+def _each(jobs: Sequence[Job], device: torch.device, seconds: float, meet: Job) -> tuple[list[float], float]:
+    """Seconds of each of ``jobs``, called back to back, and the share of processor time in them.
+
+    They are those of the processor, times how many of the clock it takes for one of them, which is the same for all:
+    the lower quartile counts. So a figure is not disturbed by whatever else ran while just it was taken.
+    """
+    times = []
+    for job in jobs:
+        meet()
+        times.append(mean_seconds(job, device, seconds / len(jobs)))
+    share = lower_quartile([wall / worked for wall, worked in times])
+    return [worked * share for _, worked in times], share
+
+
+def lower_quartile(values: Sequence[float]) -> float:
+    """
+    >>> lower_quartile([4.0, 1.0, 2.0, 3.0, 90.0])
+    2.0
+    """
+    return statistics.quantiles(values, n=4, method="inclusive")[0] if len(values) > 1 else values[0]
+
+
+class Pool:
+    """Memory that is more than the caches hold, out of which operations take operands that are others each time: so
+    does a step, which touches much between two uses of a tensor."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.ones = torch.ones(POOL_BYTES // 4, device=device)
+
+    def turns(self, dtype: torch.dtype, *shapes: tuple[int, ...]) -> Iterator[list[torch.Tensor]]:
+        """Tensors of ``shapes`` again and again, until all of the pool was used the same ones not twice."""
+        sizes, flat = [math.prod(shape) for shape in shapes], self.ones.view(dtype)
+        need = sum(sizes)
+        if need > len(flat):
+            flat = torch.ones(need, dtype=dtype, device=flat.device)
+        places = [flat.narrow(0, turn * need, need).split(sizes) for turn in range(len(flat) // need)]
+        return itertools.cycle(
+            [[piece.view(shape) for piece, shape in zip(place, shapes, strict=True)] for place in places]
+        )
+
+    def job(self, operation: Callable[..., torch.Tensor], dtype: torch.dtype, *shapes: tuple[int, ...]) -> Job:
+        """``operation`` on operands of ``shapes``."""
+        turns = self.turns(dtype, *shapes)
+        return lambda: operation(*next(turns))
+
+
+def _attention_jobs(pool: Pool, length: int, width: int) -> list[Job]:
+    """Causal attention, and its backward."""
+    shape, kind = (1, HEADS, length, width), torch.float32
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    three, four = pool.turns(kind, *(3 * [shape])), pool.turns(kind, *(4 * [shape]))
+    made = forward(*next(three), 0.0, True)
+    return [lambda: forward(*next(three), 0.0, True), lambda: backward(*next(four), *made, 0.0, True)]
+
+
+def _updating() -> Job:
+    """An update as torch's optimizers do it unless told otherwise."""
+    parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in UPDATED]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    return torch.optim.AdamW(parameters, lr=1e-6).step
+
+
+def _processor_jobs(pool: Pool) -> list[Job]:
+    """What is measured of processors alone: attention, functions and updates."""
+    jobs = [job for length, width in CPU_ATTENTION for job in _attention_jobs(pool, length, width)]
+    jobs += [pool.job(function, torch.float32, (FUNCTION_ELEMENTS,)) for function in (torch.tanh, torch.exp)]
+    return [*jobs, _updating()]
+
+
+def _with_processor(samples: DeviceSamples, times: Sequence[float]) -> DeviceSamples:
+    """``samples`` and what :func:`_processor_jobs` took."""
+    kinds = [(length, width, backward) for length, width in CPU_ATTENTION for backward in (False, True)]
+    attention = (AttentionSample(*kind, taken) for kind, taken in zip(kinds, times, strict=False))
+    *_, tanh, exp, update = times
+    return replace(samples, attention=tuple(attention), function=(tanh + exp) / 2, update=update)
+
+
+def measure_device(device: torch.device, seconds: float, meet: Job = lambda: None) -> DeviceSamples:
+    """Measures one device for about ``seconds``; ``meet`` is called before each figure, for all processes to
+    be at work."""
+    on_gpu = device.type == "cuda"
+    shapes, elements = (GPU_MATRICES, GPU_ELEMENTS) if on_gpu else (CPU_MATRICES, CPU_ELEMENTS)
+    products = [(shape, torch.float32) for shape in shapes]
+    for dtype in (torch.bfloat16, torch.float16) if on_gpu else (torch.bfloat16,):
+        products += [(shape, dtype) for shape in (shapes if on_gpu else (CPU_LOW_PRECISION,))]
+    pool, small = Pool(device), torch.ones(8, device=device)
+    # As a step calls them.
+    add, view = torch.ops.aten.add.Tensor, torch.ops.aten.view.default
+    jobs: list[Job] = [lambda: add(small, small), lambda: view(small, [2, 4])]
+    jobs += [pool.job(torch.mm, dtype, (m, k), (k, n)) for (m, n, k), dtype in products]
+    jobs += [pool.job(add, torch.float32, (count,), (count,)) for count in elements]
+    more = [] if on_gpu else _processor_jobs(pool)
+    (launch, viewing, *times), share = _each([*jobs, *more], device, seconds, meet)
+    multiplied, added = times[: len(products)], times[len(products) : len(products) + len(elements)]
+    samples = DeviceSamples(
+        launch,
+        viewing,
+        tuple(MatrixSample(_SHORT[dtype], *shape, t) for (shape, dtype), t in zip(products, multiplied, strict=True)),
+        tuple(zip((12 * count for count in elements), added, strict=True)),
+        share=share,
+    )
+    return samples if on_gpu else _with_processor(samples, times[len(products) + len(elements) :])
