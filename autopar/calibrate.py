@@ -119,7 +119,7 @@ def processor_name() -> str:
 
 
 def _run_processes(processes: int, seconds: float, threads: int, folder: Path) -> tuple[Samples, ...]:
-    """Starts the processes, waits at most twice ``seconds`` (and the startup), and ends them whatever
+    """Starts the processes, waits at most three times ``seconds`` (and a minute), and ends them whatever
     happens."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     if sys.platform == "linux":
@@ -130,7 +130,7 @@ def _run_processes(processes: int, seconds: float, threads: int, folder: Path) -
             command = [sys.executable, "-c", _WORKER, str(folder), str(rank), str(processes), str(seconds)]
             with open(folder / f"{rank}.log", "w") as log:
                 running.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-        _wait(running, time.monotonic() + STARTUP_SECONDS + 2 * seconds + 30, folder)
+        _wait(running, time.monotonic() + STARTUP_SECONDS + 3 * seconds + 60, folder)
     finally:
         for process in running:
             process.kill()

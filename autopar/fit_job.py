@@ -21,10 +21,10 @@ from autopar.cost.collective import collective_seconds
 from .cluster import Cluster, Device, Link, Rate
 from .least_error import nonnegative_fit
 from .links import MESSAGE
-from .measure import CollectiveSample
 from .measure_links import JobShape, LinkSample
 from .problem import Floats
 from .program import COLLECTIVES
+from .samples import CollectiveSample
 
 # Nobody's description (a hierarchical algorithm), gloo as autopar uses it, and NCCL.
 FAMILIES: tuple[tuple[str, ...], ...] = ((), ("direct",), ("ring",), ("ring", "tree"))
