@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from .api import plan as plan_model
 from .calibrate import calibrate as calibrate_machine
 from .calibrate_job import calibrate_job, in_job
-from .cli_layouts import plan_by_layouts
+from .cli_layouts import OF_LAYOUTS, plan_by_layouts
 from .cli_output import Output
 from .cli_target import load_target, parse_pins
 from .cluster import Cluster, local_file
@@ -78,6 +78,9 @@ def plan(arguments: argparse.Namespace, output: Output) -> int:
     """Plans a model; no processes and no devices needed."""
     if arguments.devices is not None:
         return plan_by_layouts(arguments, output)
+    for name in OF_LAYOUTS:
+        if getattr(arguments, name) not in (None, []):
+            raise OptionsError(f"--{name} is for plans with --devices; with --mesh the batch is the model's own")
     made = _make_plan(arguments, output)
     if arguments.output:
         path = Path(arguments.output)

@@ -30,14 +30,17 @@ _OF_MESHES = (
     "pin",
 )
 _FILES = ("output", "html")
+# What plans with --mesh have no use for.
+OF_LAYOUTS = ("batch", "sequence", "tokens", "compare")
 DEFAULT_SEQUENCE = 2048
 
 
 def plan_by_layouts(arguments: argparse.Namespace, output: Output) -> int:
     """Prints a :class:`autopar.layout_report.LayoutReport`; returns the exit status."""
     useless = [name for name in (*_OF_MESHES, *_FILES) if getattr(arguments, name) not in (None, [], "")]
-    if useless or arguments.show != "plan":
-        word = (useless or ["show"])[0].replace("_", "-")
+    useless += ["show"] * (arguments.show != "plan") + ["no-mesh-search"] * (not arguments.mesh_search)
+    if useless:
+        word = useless[0].replace("_", "-")
         raise OptionsError(
             f"--{word} is for plans with --mesh; with --devices layouts are searched (--compare names one)"
         )

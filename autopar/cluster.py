@@ -165,23 +165,31 @@ class Cluster:
         """
         if isinstance(cluster, Cluster):
             return cluster
+        require(isinstance(cluster, (str, os.PathLike)), f"{cluster!r} is no cluster: give a Cluster, a name or a file")
         name = os.fspath(cluster)
         measured = local_file(name)
         if name.startswith("local") and Path(name).name == name and measured.is_file():
-            found = Cluster.from_toml(measured.read_text(), str(measured))
+            found = Cluster.from_toml(_text(measured), str(measured))
             return replace(found, source=f"{found.source}; read from {measured}")
         if name in PRESETS:
             found = Cluster.from_toml(PRESETS[name], f"preset {name!r}")
             return _with_memory_of_this_machine(found) if name == "local" else found
         path = Path(name).expanduser()
         if path.is_file():
-            return Cluster.from_toml(path.read_text(), str(path))
+            return Cluster.from_toml(_text(path), str(path))
         known = ", ".join(sorted(PRESETS))
         raise OptionsError(
             f"no cluster called {name!r} and no such file; known are {known}. To describe your own, run "
             "`autopar calibrate`, or save Cluster.get('dgx-a100-80gb').to_toml() as a .toml file, edit it, "
             "and give its path"
         )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionsError(f"{path} cannot be read as a cluster's TOML: {error}") from error
 
 
 def _part(link: Link, inside: list[Link], devices: int) -> tuple[int, ...]:

@@ -98,7 +98,8 @@ def _read_rates(value: Any, where: str) -> dict[str, tuple[Rate, ...]]:
 
 def _read_links(value: Any, where: str) -> tuple[Link, ...]:
     require(isinstance(value, list), f"{where} is not an array of tables; write [[links]], innermost first")
-    return tuple(read(Link, {"size": None, **link}, f"{where}[{index}]") for index, link in enumerate(value))
+    tables = [{"size": None, **link} if isinstance(link, dict) else link for link in value]
+    return tuple(read(Link, table, f"{where}[{index}]") for index, table in enumerate(tables))
 
 
 _READERS: Mapping[str, Callable[[Any, str], Any]] = {

@@ -86,13 +86,13 @@ def shortened(model: nn.Module) -> Iterator[Depth]:
     try:
         for path, module in list(model.named_modules()):
             inside = any(path.startswith(f"{known}.") for known in kinds)
-            if inside or not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 3:
-                continue
-            signatures = [_signature(layer, number) for number, layer in enumerate(module)]
-            kept, standing = _kept(signatures)
-            if len(kept) == len(signatures):
+            if inside or not isinstance(module, (nn.ModuleList, nn.Sequential)):
                 continue
             layers = list(module)
+            kept, standing = _kept([_signature(layer, number) for number, layer in enumerate(layers)])
+            # A sequence of unlike modules is one thing made of parts, a list of them several.
+            if len(layers) < 2 or (len(kept) == len(layers) and isinstance(module, nn.Sequential)):
+                continue
             changed.append((module, dict(module._modules)))
             module._modules = {str(i): layers[number] for i, number in enumerate(kept)}
             kinds[path] = standing

@@ -106,6 +106,10 @@ class Device:
         slowest = min(self.peak_flops.values())
         return {dtype: self.peak_flops.get(name, slowest) for dtype, name in DTYPE_NAMES.items()}
 
+    def has_rate(self, dtype: torch.dtype) -> bool:
+        """Whether the description gives a rate in ``dtype``."""
+        return DTYPE_NAMES.get(dtype) in self.peak_flops
+
     def flops(self, dtype: torch.dtype) -> float:
         """Nominal FLOP/s in ``dtype``; a dtype the description leaves out runs at the slowest rate it
         gives."""

@@ -9,6 +9,7 @@ from autopar.passes.lower_chunk import ChunkLowering, lower_chunk
 from autopar.runtime.rehearsal import rehearse
 
 from .account import HostMemory, Memory, host_memory
+from .errors import InfeasibleError
 from .exact_memory import ExactMemory, of_step
 from .figures import memory_figures
 from .graph import Graph
@@ -17,10 +18,12 @@ from .pipeline import PipelineProgram, StagedParameter
 from .plan import Predicted
 from .prices import BUCKET_BYTES
 from .stage_plan import rank_holdings
-from .stage_search import StagedAnswer
+from .stage_search import Ask, StagedAnswer, search
 
 # Operations that a rehearsal may run in all: beyond, the bill stands.
 EFFORT = 40_000
+# How often a pipeline is sought again with less memory, and from which part of the limit on it is looked at closely.
+ROUNDS, NEAR = 4, 0.5
 
 
 def exact_stages(answer: StagedAnswer) -> tuple[ExactMemory, ...] | None:
@@ -31,8 +34,27 @@ def exact_stages(answer: StagedAnswer) -> tuple[ExactMemory, ...] | None:
         return None
     try:
         return tuple(_of_rank(answer, rank) for rank in range(schedule.stages))
-    except Exception:  # Any operation may have no form for tensors without data: the bill is an upper bound.
+    except Exception:  # Any operation may have no form for tensors without data: the bill stands.
         return None
+
+
+def search_within(ask: Ask) -> StagedAnswer:
+    """The quickest pipeline whose steps, rehearsed, are within the limit: bills may be too low by what only a few large
+    operations hold. Raises what :func:`~.stage_search.search` does."""
+    limit, allowed = ask.memory_limit, ask.memory_limit
+    for _ in range(ROUNDS):
+        made = search(replace(ask, memory_limit=allowed))
+        over = held_beyond(made, limit)
+        if over <= 0:
+            return made
+        allowed -= 1.02 * over
+    raise InfeasibleError(f"no pipeline was found whose steps hold at most {limit:.0f} bytes")
+
+
+def held_beyond(made: StagedAnswer, limit: float) -> float:
+    """By how many bytes a step exceeds ``limit``; looked at closely where the bill comes near to it."""
+    exact = None if max(made.bill.peaks) < NEAR * limit else exact_stages(made)
+    return 0.0 if exact is None else peak(exact[fullest(exact)]) - limit
 
 
 def fullest(stages: tuple[ExactMemory, ...]) -> int:

@@ -28,7 +28,7 @@ def infeasible(instance: Instance, limit: float, known: int | None = None) -> In
     wanted = math.ceil(least) if math.isfinite(least) else least
     advice = "; ".join(_advice(instance, choices)) if choices is not None else "nothing: no plan is possible at all"
     return InfeasibleError(
-        f"no plan on mesh {instance.prices.mesh} fits into {size(limit)} per device. The smallest limit that would fit "
+        f"no plan on mesh {instance.prices.mesh} fits into {size(limit)} per device. The smallest limit found to fit "
         f"is {wanted} bytes ({size(least)}): Options(memory_limit={wanted}). Largest tensors: {_largest(instance)}. "
         f"What would lower it: {advice}."
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from .errors import OptionsError
+from .schedules import SCHEDULES
 
 Recompute = Literal["none", "selective", "full"]
 Overlap = Literal["gradient", "weight", "message", "tensor", "expert"]
@@ -97,6 +98,9 @@ class Layout:
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise OptionsError(f"Layout({name}={getattr(self, name)!r}): one of {', '.join(map(repr, known))}")
+        for name in ("overlap", "eager", "whole"):
+            if not isinstance(getattr(self, name), tuple):
+                raise OptionsError(f"Layout({name}={getattr(self, name)!r}): not a tuple of words, such as ('weight',)")
         unknown = [one for one in self.overlap if one not in _OVERLAPS]
         if unknown:
             raise OptionsError(f"Layout(overlap=...): {unknown[0]!r} is none of {', '.join(_OVERLAPS)}")
@@ -106,6 +110,26 @@ class Layout:
             raise OptionsError(
                 f"Layout(expert={self.expert}): experts are divided among data x context ranks, and {self.expert} "
                 f"does not divide {self.data} x {self.context}"
+            )
+
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        if self.schedule is not None and self.schedule not in SCHEDULES:
+            raise OptionsError(f"Layout(schedule={self.schedule!r}): one of {', '.join(map(repr, SCHEDULES))}")
+        if self.interleave > 1 and self.pipeline == 1:
+            raise OptionsError(
+                f"Layout(interleave={self.interleave}): chunks of layers take turns on pipeline stages, and pipeline=1 "
+                "has none; take interleave=1, or pipeline=2 or more"
+            )
+        named = SCHEDULES[self.schedule_name]
+        most = named.most or self.interleave
+        if self.pipeline > 1 and not named.least <= self.interleave <= most:
+            works = min(max(self.interleave, named.least), most)
+            raise OptionsError(
+                f"Layout(schedule={self.schedule!r}, interleave={self.interleave}): {self.schedule_name!r} runs "
+                f"{'at least ' * (named.most is None)}{named.least} chunk{'s' * (named.least > 1)} on each stage; "
+                f"take interleave={works}"
             )
 
     @property

@@ -13,9 +13,10 @@ from .api import Batch, split_batch
 from .cluster import Cluster
 from .compiler import Prepared, batch_size, prepare
 from .depth import Depth, shortened
+from .errors import OptionsError
 from .layout import Layout
 from .layout_experts import expert_counts
-from .layout_place import Placed, place
+from .layout_place import Placed, check_context, place
 from .layout_price import Priced, price_sections
 from .layout_sections import Sections, bill_sections, with_experts
 from .options import Options
@@ -80,6 +81,7 @@ class LayoutModel:
         key = self._key(layout, cluster)
         if key not in self._placed:
             graph = step_graph(self.prepared.graph, self.prepared.loss, layout.microbatch)
+            check_context(graph, layout)
             self._placed[key] = place(graph, layout, cluster)
         return self._placed[key]
 
@@ -104,8 +106,10 @@ def price(
 
     Raises:
         TraceError: the model cannot be captured.
-        OptionsError: layers, batch or devices do not divide so.
+        OptionsError: layers, batch, sequence or devices do not divide so.
     """
+    if not isinstance(layout, Layout):
+        raise OptionsError(f"layout={layout!r}: give an autopar.Layout, such as Layout(tensor=2, data=4)")
     hardware = Cluster.get(cluster)
     limit = (options or Options()).memory_limit
     return LayoutModel.of(model, batch, loss_fn).price(layout, hardware, limit=limit)

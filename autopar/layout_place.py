@@ -61,6 +61,19 @@ def place(graph: Graph, layout: Layout, cluster: Cluster) -> Placed:
     raise OptionsError(f"the model cannot be laid out as {layout}: no placements communicate what it would need")
 
 
+def check_context(graph: Graph, layout: Layout) -> None:
+    """Raises :class:`OptionsError` if the sequence, dim 1 of the inputs, does not divide among the context ranks."""
+    for node in graph.placeholders("input"):
+        size = int(node.type.shape[1]) if node.type.rank > 1 else 0
+        if size % layout.context:
+            works = [n for n in range(1, size + 1) if size % n == 0]
+            nearest = min(works, key=lambda n: abs(n - layout.context))
+            raise OptionsError(
+                f"{layout}: the input {node.target!r} {node.type} has a sequence of {size} (dim 1), which does not "
+                f"divide among {layout.context} context ranks; context={nearest} does"
+            )
+
+
 def _prices(annotated: Graph, layout: Layout, cluster: Cluster) -> Iterator[Prices]:
     """Without sequence parallelism, at first those at which all-reduces are enough; where they are not (a normalisation
     between two matrices that are divided, as in latent attention), values may be gathered."""

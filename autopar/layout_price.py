@@ -72,6 +72,11 @@ def price_sections(
     microbatches = layout.microbatches(batch)
     if cluster.size is not None and layout.devices > cluster.size:
         raise OptionsError(f"{layout} takes {layout.devices} devices; {cluster.name} has {cluster.size}")
+    if layout.precision == "fp8" and not cluster.device.has_rate(DTYPES["fp8"]):
+        raise OptionsError(
+            f"Layout(precision='fp8'): a {cluster.device.name} has no products in fp8: its peak_flops are of "
+            f"{', '.join(cluster.device.peak_flops)}"
+        )
     chunks = _chunks(sections, layout)
     step = _Step(chunks, layout, microbatches, cluster)
     seconds = step.seconds()

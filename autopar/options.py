@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -9,6 +10,11 @@ from typing import Literal
 from .errors import OptionsError, PlanMismatchError
 from .optimizers import OPTIMIZERS
 from .precision import PRECISIONS, Precision
+from .schedules import SCHEDULES
+
+# A schedule made to measure by a solver.
+SOLVED = "solved"
+_WORDS = {"schedule": (*SCHEDULES, SOLVED), "recompute": ("none", "selective", "full")}
 
 
 @dataclass(frozen=True)
@@ -70,21 +76,39 @@ class Options:
             raise OptionsError(
                 f"unknown optimizer {self.optimizer!r}: its bytes of state are not known; one of {known}"
             )
-        if self.zero not in (None, 0, 1, 2, 3):
+        if self.zero not in (None, 0, 1, 2, 3) or isinstance(self.zero, bool):
             raise OptionsError(f"zero={self.zero!r} is not a ZeRO stage; one of 0, 1, 2, 3, or None to search")
-        if self.memory_limit is not None and self.memory_limit <= 0:
-            raise OptionsError(f"memory_limit={self.memory_limit!r} is not a positive number of bytes")
-        for name in ("microbatches", "stages"):
-            if getattr(self, name) is not None and (type(getattr(self, name)) is not int or getattr(self, name) < 1):
-                raise OptionsError(f"{name}={getattr(self, name)!r} is not a positive number, or None to search")
+        self._check_numbers()
+        for name, known_words in _WORDS.items():
+            if getattr(self, name) not in (None, *known_words):
+                words = ", ".join(map(repr, known_words))
+                raise OptionsError(f"{name}={getattr(self, name)!r} is not known; one of {words}, or None to search")
         if self.precision not in (None, *PRECISIONS):
             raise OptionsError(f"precision={self.precision!r} is not known; one of {', '.join(PRECISIONS)}, or None")
         if self.offload not in (None, True, False):
             raise OptionsError(f"offload={self.offload!r} is not True, False, or None to search")
-        if self.recompute not in (None, "none", "selective", "full"):
+        given: object = self.pins
+        if not isinstance(given, Mapping) or not all(isinstance(one, str) for pair in given.items() for one in pair):
             raise OptionsError(
-                f'recompute={self.recompute!r} is not known; one of "none", "selective", "full", or None to search'
+                f"pins={given!r} is no dict of texts; write paths and placements, such as "
+                "{'lm_head.weight': 'S(0),R', 'layers.3': 'stage 1'}"
             )
+
+    def _check_numbers(self) -> None:
+        for name in ("microbatches", "stages"):
+            if getattr(self, name) is not None and (type(getattr(self, name)) is not int or getattr(self, name) < 1):
+                raise OptionsError(f"{name}={getattr(self, name)!r} is not a positive number, or None to search")
+        if self.memory_limit is not None and not _is_number(self.memory_limit, 1):
+            raise OptionsError(
+                f"memory_limit={self.memory_limit!r} is not a positive number of bytes; 40 * 2**30 is 40 GiB"
+            )
+        for name, what in (("time_limit", "seconds"), ("gap", "a relative distance, such as 0.01")):
+            if not _is_number(getattr(self, name), 0):
+                raise OptionsError(f"{name}={getattr(self, name)!r}: not {what}, 0 or more")
+
+
+def _is_number(value: object, least: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value < math.inf
 
 
 def without_stages(options: Options) -> Options:

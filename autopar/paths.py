@@ -1,8 +1,9 @@
-"""Module paths of repeated layers."""
+"""Module paths: of repeated layers, and those that somebody may have meant."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+import difflib
+from collections.abc import Iterable, Sequence, Set
 
 
 def fold_path(path: str, layers: Set[str] = frozenset()) -> tuple[str, tuple[int, ...]]:
@@ -24,3 +25,12 @@ def layers_among(paths: Iterable[str]) -> frozenset[str]:
         parts = path.split(".")
         found.update(".".join(parts[: i + 1]) for i, part in enumerate(parts[:-1]) if part.isdigit())
     return frozenset(found)
+
+
+def meant(name: str, known: Sequence[str]) -> str:
+    """``; did you mean 'h.0.attn'?`` with up to four of the ``known`` paths that look like ``name`` or, for one who
+    leaves out the outer modules, end with it; "" if none do."""
+    close = difflib.get_close_matches(name, known, 4, 0.6)
+    ends = [path for path in known if name and path.endswith(f".{name}")][:4]
+    found = list(dict.fromkeys([*ends, *close]))[:4]
+    return f"; did you mean {', '.join(map(repr, found))}?" if found else ""

@@ -4,13 +4,13 @@ would.
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .errors import OptionsError
+from .paths import meant
 from .plan import Alternatives, Plan, PlanLine
 from .plan_columns import columns
 from .plan_rows import move, numbers
@@ -153,11 +153,7 @@ def _explained(plan: Plan, name: str) -> Explanation:
 
 def _unknown(plan: Plan, name: str) -> str:
     known = list(dict.fromkeys([*plan.parameters, *plan.outputs, *plan.nodes]))
-    close = difflib.get_close_matches(name, known, 4, 0.6)
-    # Whoever leaves out the outer modules means a path that ends so.
-    ends = [path for path in known if name and path.endswith(f".{name}")][:4]
-    found = list(dict.fromkeys([*ends, *close]))[:4]
-    hint = f"; did you mean {', '.join(map(repr, found))}?" if found else "; plan.tree() shows the paths there are"
+    hint = meant(name, known) or "; plan.tree() shows the paths there are"
     return f"the plan knows no parameter, module or node called {name!r}{hint}"
 
 

@@ -33,8 +33,8 @@ from .solve import smallest_choices, solve
 from .within_memory import ROUNDS, Solve, fits, may_widen, solve_wide, solve_within, tightened, widened, within_host
 
 STRETCHES = 3
-# For how long, and by how much at a time, a limit that fits is lowered to find the smallest.
-LOWERING_SECONDS, LOWER = 10.0, 0.85
+# For how long, and by how much at a time, a limit that fits is lowered to find the smallest; by less where that fails.
+LOWERING_SECONDS, LOWER, FINEST = 10.0, 0.85, 0.97
 BASELINE_GAP = 0.05
 
 
@@ -244,13 +244,15 @@ def _lowered(least: Answer, peak: int) -> tuple[Answer, int]:
         seconds = max(0.1, (end - time.monotonic()) / 2)
         return less, solve(less.problem, time_limit=seconds, gap=BASELINE_GAP, incumbents=[least.solution.choices])
 
-    while time.monotonic() < end:
-        limit = LOWER * peak
+    share = LOWER
+    while time.monotonic() < end and share < FINEST:
+        limit = share * peak
         tighter = replace(least.instance, problem=replace(least.instance.problem, memory_limit=limit))
         found = _fitting(*again(tighter, least.solution), limit, again)
         if found is None:
-            break
-        least, peak = found, _peak(found)
+            share = math.sqrt(share)
+        else:
+            least, peak = found, _peak(found)
     return least, peak
 
 

@@ -14,6 +14,7 @@ from .assignment import ParameterPlacement
 from .errors import OptionsError
 from .graph import REST, Graph, Node
 from .instance import OUTPUTS, Choice, Instance
+from .paths import meant
 from .problem import Transfer
 from .spec import REPLICATE, Placement, Placements, is_shard, parse_placements, short
 
@@ -97,7 +98,7 @@ def pin_instance(instance: Instance, pins: Mapping[str, str]) -> Instance:
     """The instance with ``pins`` honoured. Raises :class:`OptionsError` for a pin that matches nothing or that no
     strategy meets."""
     for pattern, text in pins.items():
-        wanted = parse_placements(text)
+        wanted = _wanted(pattern, text)
         mesh = instance.prices.mesh
         if len(wanted) != len(mesh):
             raise OptionsError(
@@ -107,7 +108,7 @@ def pin_instance(instance: Instance, pins: Mapping[str, str]) -> Instance:
             )
         names = set(_pinned_nodes(instance.graph, pattern))
         if not names:
-            raise OptionsError(f"the pin {pattern!r} matches no parameter and no module of the model")
+            raise unmatched(instance.graph, pattern)
         groups = {instance.graph.classes.get(name, name) for name in names}
         reason = f"the pin {pattern!r}: {text!r} cannot be met"
         instance = with_choices(
@@ -116,6 +117,21 @@ def pin_instance(instance: Instance, pins: Mapping[str, str]) -> Instance:
             strict=reason,
         )
     return instance
+
+
+def _wanted(pattern: str, text: str) -> Placements:
+    try:
+        return parse_placements(text)
+    except OptionsError as error:
+        raise OptionsError(
+            f"the pin {pattern!r}: {text!r}: {error}, or 'stage 1' for the pipeline stage of a module"
+        ) from error
+
+
+def unmatched(graph: Graph, pattern: str) -> OptionsError:
+    """The error for a pin that matches nothing."""
+    known = [*(node.target for node in graph.placeholders("param")), *module_outputs(graph)]
+    return OptionsError(f"the pin {pattern!r} matches no parameter and no module of the model{meant(pattern, known)}")
 
 
 def pinned_apart(graph: Graph, pins: Mapping[str, str]) -> dict[str, tuple[str, ...]]:

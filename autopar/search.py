@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -22,17 +23,19 @@ from .assignment import Assignment
 from .axis_names import default_names
 from .cluster import Cluster
 from .errors import InfeasibleError, OptionsError
-from .exact_stages import exact_stages, fullest, peak, with_memory
+from .exact_stages import exact_stages, fullest, peak, search_within, with_memory
 from .figures import plan_line, predicted
 from .graph import VIEWS, Graph
 from .infeasible import check_host
+from .infeasible_pipeline import pipeline_infeasible
+from .options import SOLVED, Options
 from .plan import Plan, Predicted
 from .planner import Answer, Question, Timings, axes_are_fixed, memory_limit_of, mesh_candidates, solve_mesh, solve_only
 from .prices import Prices
 from .repeats import Repeats
 from .stage_meshes import StageMeshes, layouts, microbatch_counts
 from .stage_plan import gradient_values, new_nodes, new_strategies, staged_holdings, staged_lines, staged_predicted
-from .stage_search import SOLVED, Ask, StagedAnswer, search
+from .stage_search import Ask, StagedAnswer
 from .stage_segments import stage_pins
 from .stage_solved import Measure, with_solved_schedule
 from .step_graphs import graph_hash, pipelined_graph, step_graph
@@ -73,6 +76,7 @@ def answer(question: Question, timings: Timings) -> Plan:
         InfeasibleError: nothing fits into memory.
         OptionsError: pins, stages, microbatches or a schedule that cannot be had.
     """
+    _check_schedule(question)
     pinned, placed = stage_pins(question.options.pins)
     asked = replace(question, options=replace(question.options, pins=placed))
     found: list[Found] = []
@@ -83,9 +87,7 @@ def answer(question: Question, timings: Timings) -> Plan:
     staged, complaint = _with_stages(asked, pinned, timings, best)
     found += staged
     if not found:
-        error = failure or complaint
-        assert error is not None
-        raise error
+        raise failure or complaint()
     chosen = min(found, key=lambda one: one.seconds * _doubt(question, one))
     passed = _passed_over(found, chosen)
     if chosen.improved is not None:
@@ -95,6 +97,16 @@ def answer(question: Question, timings: Timings) -> Plan:
         plan, listed = chosen.make(), _also_priced(found, chosen)
         warnings = (*plan.warnings, *passed, *_warnings_of_time(question, timings))
         return replace(plan, pinned=dict(question.options.pins), baselines=listed, warnings=warnings)
+
+
+def _check_schedule(question: Question) -> None:
+    options, devices = question.options, math.prod(question.mesh)
+    if options.schedule is not None and (devices == 1 or options.stages == 1) and options.microbatches in (None, 1):
+        why = f"stages={options.stages}" if options.stages is not None else f"the mesh {question.mesh} has one device"
+        raise OptionsError(
+            f"schedule={options.schedule!r} is the order of work in pipeline stages, but {why}: leave schedule out, "
+            "or give a mesh of several devices and stages=2 or more (or None to search)"
+        )
 
 
 def _doubt(question: Question, one: Found) -> float:
@@ -168,28 +180,31 @@ def _axes(question: Question, assignment: Assignment, graph: Graph) -> str:
 
 def _with_stages(
     question: Question, pinned: Mapping[str, str], timings: Timings, best: float
-) -> tuple[list[Found], Exception | None]:
-    """Every pipeline (and gradient accumulation) worth trying, and the last reason why one was not possible. A reason
-    is an error only if nothing else was found, or if just this was asked for."""
+) -> tuple[list[Found], Callable[[], Exception]]:
+    """Every pipeline (and gradient accumulation) worth trying, and what makes the last reason why one was not possible.
+    A reason is an error only if nothing else was found, or if just this was asked for."""
     if question.loss is None and any(o.kind == "gradient" and o.value is not None for o in question.graph.outputs):
-        return [], OptionsError(_NO_LOSS)
+        return [], lambda: OptionsError(_NO_LOSS)
     whole = pipelined_graph(question.graph, question.loss, question.batch)
     found: list[Found] = []
-    complaint: Exception | None = None
+    complaint: Callable[[], Exception] = partial(AssertionError, "nothing was tried")
     for layout, counts in _attempts(question, whole, best):
         if timings.is_spent(question.options.time_limit) and (found or math.isfinite(best)):
             break
-        last = math.inf
-        for count in counts:
+        last, left = math.inf, list(counts)
+        while left:
+            count = left.pop(0)
             try:
                 made = _staged(question, pinned, layout, count, whole, timings)
             except InfeasibleError as error:
-                complaint = error
+                complaint = partial(_too_full, error, question, pinned, layout, count, whole, timings)
                 continue
             except OptionsError as error:
-                if question.options.stages is not None or question.options.microbatches is not None:
+                if question.options.microbatches is not None:
                     raise
-                complaint = error
+                complaint = partial(_itself, error)
+                # Where samples do not come apart, as in batch norm, there is the whole batch.
+                left = [1] if count > 1 and math.isinf(best) else []
                 continue
             found.append(made)
             # More microbatches idle less and launch more: once that does not pay, it will not again.
@@ -197,6 +212,31 @@ def _with_stages(
                 break
             last = made.seconds
     return found, complaint
+
+
+def _itself(error: Exception) -> Exception:
+    return error
+
+
+def _too_full(
+    error: InfeasibleError,
+    question: Question,
+    pinned: Mapping[str, str],
+    layout: StageMeshes,
+    count: int,
+    whole: Graph,
+    timings: Timings,
+) -> InfeasibleError:
+    """The error for a pipeline, that of most microbatches tried, which fits into no device; ``error`` itself, if more
+    memory would not help."""
+
+    def held(options: Options, limit: int) -> int | None:
+        asked = replace(question, options=options, memory_limit=limit)
+        with suppress(InfeasibleError, OptionsError):
+            return _staged(asked, pinned, layout, count, whole, timings).figures()[1].peak_bytes
+        return None
+
+    return pipeline_infeasible(question, layout, count, memory_limit_of(question), held) or error
 
 
 def _attempts(question: Question, graph: Graph, best: float) -> Iterator[tuple[StageMeshes, tuple[int, ...]]]:
@@ -292,11 +332,11 @@ def _staged(
 
     limit = float(memory_limit_of(question))
     optimizer, schedule = question.options.optimizer, question.options.schedule
-    made = search(
+    made = search_within(
         Ask(whole, split_inputs(question.graph), layout, count, schedule, dict(pinned), limit, optimizer, solve)
     )
-    fullest = max(sum(made.bill.accounts[c].memory.host for c in held) for held in made.bill.schedule.held)
-    check_host(question.cluster, fullest, usable_host_bytes(question.cluster))
+    away = max(sum(made.bill.accounts[c].memory.host for c in held) for held in made.bill.schedule.held)
+    check_host(question.cluster, away, usable_host_bytes(question.cluster))
     asked = replace(inside, mesh=made.whole.prices.mesh)
     found = _found(question, asked, made, timings)
     return replace(found, improved=partial(_improved, question, asked, made, timings))

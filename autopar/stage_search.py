@@ -26,6 +26,7 @@ from autopar.passes.stages import cut
 
 from .errors import InfeasibleError, OptionsError
 from .graph import Graph
+from .options import SOLVED
 from .planned_pipeline import PlannedPipeline
 from .planner import Answer
 from .problem import Ints
@@ -38,10 +39,9 @@ from .stage_cuts import Segments, best_cuts
 from .stage_figures import planned_pipeline
 from .stage_meshes import StageMeshes
 from .stage_prices import StageBill, bill_stages, most_in_flight, shared_processors, wire_prices
-from .stage_segments import pinned_ranks, price_segments, segment_of_nodes
+from .stage_segments import PinnedTogetherError, pinned_ranks, price_segments, segment_of_nodes
 from .stages import Staged
 
-SOLVED = "solved"
 ROUNDS = 3
 # Schedules that fit into memory and are priced exactly, of those whose estimates are best.
 PRICED = 2
@@ -88,8 +88,7 @@ def search(ask: Ask) -> StagedAnswer:
         OptionsError: the batch does not divide, the model has too few places to cut, or a pin cannot be met.
     """
     pieces = microbatch(ask.graph, ask.microbatches, ask.inputs)
-    candidates = cut_candidates(pieces.graph, _least_cuts(ask)) if ask.layout.stages > 1 else ()
-    where = segment_of_nodes(pieces.graph, candidates)
+    candidates, where = _candidates(ask, pieces.graph)
     limit, worst = ask.memory_limit * ask.layout.stages, math.inf
     for _ in range(ROUNDS):
         whole = ask.solve(InsertRests()(pieces.graph), inner_repeats(ask.microbatches, ask.layout.stages), limit)
@@ -105,6 +104,23 @@ def search(ask: Ask) -> StagedAnswer:
         worst = min([worst, *(float(max(answer.bill.peaks)) for answer in found)])
         limit *= 0.95 * min(1.0, ask.memory_limit / worst) if math.isfinite(worst) else 0.8
     raise _too_full(ask, worst)
+
+
+def _candidates(ask: Ask, graph: Graph) -> tuple[tuple[CutCandidate, ...], dict[str, int]]:
+    """Where the graph may be cut, and the segment of each node: at the best places, or at so many more that what pins
+    want on different stages can be cut apart. Raises :class:`OptionsError` if nothing does that."""
+    least = _least_cuts(ask)
+    while True:
+        found = cut_candidates(graph, least) if ask.layout.stages > 1 else ()
+        where = segment_of_nodes(graph, found)
+        try:
+            pinned_ranks(graph, where, len(found) + 1, ask.pins, ask.layout.stages)
+        except PinnedTogetherError:
+            if len(found) < least:
+                raise
+            least = len(found) + 1
+        else:
+            return found, where
 
 
 def _least_cuts(ask: Ask) -> int:
@@ -129,11 +145,8 @@ def _too_full(ask: Ask, worst: float) -> InfeasibleError:
 
 def schedule_choices(stages: int, asked: str | None) -> Iterator[tuple[str, int]]:
     """Names of schedules with the chunks per stage to try them with. One made to measure starts from the cut of the
-    best of them. Raises :class:`OptionsError` for a name that is none."""
+    best of them."""
     asked = None if asked == SOLVED else asked
-    if asked is not None and asked not in SCHEDULES:
-        known = ", ".join((*SCHEDULES, SOLVED))
-        raise OptionsError(f"schedule={asked!r} is not known; one of {known}, or None to search")
     if stages == 1 and asked is None:
         yield "1f1b", 1
         return
@@ -167,6 +180,11 @@ def _scheduled(
             f"stages={stages}: the model has {segments.count} regions between places where it can be cut; that many "
             "stages at most (chunks of interleaved schedules counted)"
         )
+    if ask.pins and not any(_cuts_at(segments, kind, ask, pinned, math.inf) for kind in kinds):
+        raise OptionsError(
+            f"no cut into {stages} stages keeps the pins {ask.pins}: stages follow each other in the order of the "
+            "forward, and each has something to compute"
+        )
     shared = shared_processors(whole.prices.cluster, stages, whole.prices.devices)
     found = [cut for kind in kinds if (cut := _cut_for(ask, segments, kind, pinned, slowest, shared)) is not None]
     for chosen in sorted(found, key=lambda one: one.estimate):
@@ -182,14 +200,18 @@ def _cut_for(
     shared: SharedProcessors | None,
 ) -> _Cut | None:
     """The best cuts for a schedule, None if no cut fits into memory."""
-    name, chunks = kind
-    schedule = make_schedule(name, ask.layout.stages, ask.microbatches, chunks)
     # The chunks of a rank share its memory: each may take its part of it.
-    limit = ask.memory_limit / chunks
-    cuts = best_cuts(segments, most_in_flight(schedule), limit, np.array(schedule.placement), pinned)
+    cuts = _cuts_at(segments, kind, ask, pinned, ask.memory_limit / kind[1])
     if cuts is None:
         return None
+    schedule = make_schedule(kind[0], ask.layout.stages, ask.microbatches, kind[1])
     return _Cut(kind, cuts, simulate(schedule, _estimated(segments, cuts, schedule, link, shared)).seconds)
+
+
+def _cuts_at(segments: Segments, kind: tuple[str, int], ask: Ask, pinned: Ints, limit: float) -> tuple[str, ...] | None:
+    """The best cuts for a schedule with at most ``limit`` bytes a chunk, None if there are none."""
+    schedule = make_schedule(kind[0], ask.layout.stages, ask.microbatches, kind[1])
+    return best_cuts(segments, most_in_flight(schedule), limit, np.array(schedule.placement), pinned)
 
 
 def _estimated(

@@ -19,9 +19,15 @@ from .instance import Instance
 from .plan import ONCE_A_STEP
 from .prices import local_bytes
 from .problem import Ints
+from .restrict import unmatched
 from .stage_chunks import WirePrice
 from .stage_cuts import Segments
 from .windows import hidden_gathers
+
+
+class PinnedTogetherError(OptionsError):
+    """Two pins want what the given cuts do not take apart on different stages."""
+
 
 STAGE_PIN = re.compile(r"^\s*stage\s*[= ]\s*(\d+)\s*$")
 
@@ -82,23 +88,38 @@ def pinned_ranks(graph: Graph, where: Mapping[str, int], count: int, pins: Mappi
         OptionsError: a pin matches nothing or names no stage, or two pins want one segment on different ranks.
     """
     found = np.full(count, -1, dtype=np.int64)
+    first: dict[int, str] = {}
     for pattern, text in pins.items():
         match = STAGE_PIN.match(text)
         assert match is not None
         rank = int(match[1])
         if rank >= stages:
-            raise OptionsError(f"the pin {pattern!r}: {text!r}: there are {stages} stages, counted from 0")
+            there_are = f"there are {stages} stages, counted from 0" if stages > 1 else "there is one stage, stage 0"
+            raise OptionsError(f"the pin {pattern!r}: {text!r}: {there_are}")
         names = _nodes_within(graph, pattern)
         if not names:
-            raise OptionsError(f"the pin {pattern!r} matches no parameter and no module of the model")
+            raise _of_no_module(graph, pattern)
         for segment in {where[name] for name in names if name in where}:
             if found[segment] not in (-1, rank):
-                raise OptionsError(
-                    f"the pin {pattern!r}: {text!r} and another want what cannot be cut apart on stages "
-                    f"{found[segment]} and {rank}"
+                raise PinnedTogetherError(
+                    f"the pins {first[segment]!r}: 'stage {found[segment]}' and {pattern!r}: {text!r} want what cannot "
+                    "be cut apart on different stages"
                 )
             found[segment] = rank
+            first.setdefault(segment, pattern)
     return found
+
+
+def _of_no_module(graph: Graph, pattern: str) -> OptionsError:
+    """The error for a stage's pin that matches no module that computes anything."""
+    owners = sorted(n.target for n in graph.placeholders("param") if fnmatch.fnmatchcase(n.target, pattern))
+    if not owners:
+        return unmatched(graph, pattern)
+    module = owners[0].rpartition(".")[0] or "the module that uses it"
+    return OptionsError(
+        f"the pin {pattern!r} names the parameter {owners[0]!r}, but stages are fixed for modules, and parameters go "
+        f"where they are used: pin {module!r}"
+    )
 
 
 def _nodes_within(graph: Graph, pattern: str) -> list[str]:

@@ -6,13 +6,15 @@ import math
 from dataclasses import dataclass, replace
 
 from .errors import InfeasibleError
+from .exact_stages import held_beyond
+from .options import SOLVED
 from .schedule import Schedule
 from .schedules import SCHEDULES
 from .solve_schedule import SolvedSchedule, solve_schedule
 from .solve_schedule_program import MOST_COMPUTATIONS, computations
 from .stage_figures import planned_pipeline
 from .stage_prices import StageBill, bill_stages, wire_prices
-from .stage_search import SOLVED, StagedAnswer
+from .stage_search import StagedAnswer
 
 # An order of its own must save this share of the step, unless it is asked for.
 WORTH = 0.01
@@ -46,7 +48,9 @@ def with_solved_schedule(made: StagedAnswer, measure: Measure) -> tuple[StagedAn
     bill = _billed(made, solved.schedule, measure.optimizer)
     if bill.seconds < least and max(bill.peaks) <= measure.memory_limit and solved.schedule.name not in SCHEDULES:
         pipeline = planned_pipeline(made.pipeline.cuts, bill, made.pipeline.wires, made.whole.prices)
-        return replace(made, bill=bill, pipeline=pipeline), ""
+        better = replace(made, bill=bill, pipeline=pipeline)
+        if held_beyond(better, measure.memory_limit) <= 0:
+            return better, ""
     found = f"nothing quicker was found ({solved.status}; no schedule saves more than {solved.gap:.1%})"
     return made, _kept(made, found) if measure.asked else ""
 

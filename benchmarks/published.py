@@ -14,8 +14,9 @@ import json
 import multiprocessing
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +90,11 @@ def report(files: Sequence[Path], jobs: int = 1) -> dict[str, Any]:
     """All figures of some files, priced in so many processes (a file in one)."""
     every, out = list[Scored](), dict[str, Any](files={})
     start = time.time()
-    for path, (scored, skipped) in zip(files, _score_all(files, jobs), strict=True):
+    names = _named_apart(files)
+    for path, (scored, skipped) in zip(names, _score_all(list(names), jobs), strict=True):
+        scored = [replace(one, file=names[path]) for one in scored]
         every += scored
-        out["files"][path.stem] = {
+        out["files"][names[path]] = {
             **summary(scored),
             "rows": [one.to_json() for one in scored],
             "skipped": [vars(one) for one in skipped],
@@ -100,6 +103,15 @@ def report(files: Sequence[Path], jobs: int = 1) -> dict[str, Any]:
     out["left_out"] = left_out(every)
     out["seconds"] = time.time() - start
     return out
+
+
+def _named_apart(files: Sequence[Path]) -> dict[Path, str]:
+    """The files, each once, and what each is called: its name, or its whole path where names are the same."""
+    once: dict[Path, Path] = {}
+    for path in files:
+        once.setdefault(path.resolve(), path)
+    names = Counter(path.stem for path in once.values())
+    return {path: path.stem if names[path.stem] == 1 else str(path) for path in once.values()}
 
 
 def _score_all(files: Sequence[Path], jobs: int) -> list[tuple[list[Scored], list[Skipped]]]:

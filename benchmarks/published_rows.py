@@ -83,17 +83,18 @@ class Question:
     def sweep(self) -> tuple[object, ...]:
         """Rows of one sweep measure one model, batch and cluster under several layouts."""
         measured = replace(self.shape, flash=True, upcast=False)
-        hardware = json.dumps(self.row["cluster"], sort_keys=True)
-        return self.row["source"], measured, self.batch, self.layout.devices, hardware
+        said = json.dumps([self.row.get("source"), self.row["cluster"]], sort_keys=True)
+        return said, measured, self.batch, self.layout.devices
 
 
 def read_rows(path: Path) -> Iterator[Mapping[str, Any] | NotExpressible]:
     """The rows of a file, and in place of a line that is none the reason."""
-    for at, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+    # A file may begin with a byte order mark, and a line may hold characters that ``splitlines`` takes for its end.
+    for at, line in enumerate(path.read_text(encoding="utf-8-sig", errors="replace").split("\n"), 1):
         if line.strip():
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 yield NotExpressible(f"line {at} is no JSON: {error}")
                 continue
             yield row if isinstance(row, Mapping) else NotExpressible(f"line {at} is no JSON object")
@@ -165,7 +166,7 @@ def layout_of(row: Mapping[str, Any]) -> Layout:
         "expert": _expert(parallel, tensor),
         "capacity": float(parallel.get("capacity_factor") or 1.0),
         "microbatch": number({"microbatch": microbatch}, "microbatch"),
-        "interleave": number(parallel, "interleave", 1),
+        "interleave": number(parallel, "interleave", 1) if pipeline > 1 else 1,
         "recompute": _recompute(str(parallel.get("recompute") or "none")),
         "sequence_parallel": bool(parallel.get("sequence_parallel")) and tensor > 1,
         "zero": _zero(parallel.get("zero_stage"), pipeline),

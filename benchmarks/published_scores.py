@@ -43,7 +43,7 @@ class Scored:
         said = "did not fit" if seconds is None else f"{seconds:9.3f} s published {error:+7.1%}"
         fit = "fits" if self.priced.fits else "too big"
         peak = self.priced.predicted.peak_bytes / 2**30
-        row = f"{self.file[:16]:16} {str(self.question.row['row'])[:44]:44}"
+        row = f"{self.file[:16]:16} {str(self.question.row.get('row', self.name))[:44]:44}"
         return f"{row} {self.predicted:9.3f} s {said} {peak:6.1f} GiB {fit}"
 
     def to_json(self) -> dict[str, Any]:

@@ -65,8 +65,8 @@ def crossing_bytes(graph: Graph) -> tuple[CutCandidate, ...]:
 
 
 def cut_candidates(graph: Graph, least: int = 1) -> tuple[CutCandidate, ...]:
-    """The places where fewer bytes cross than around them, in the order of the graph; of neighbours over which the same
-    crosses, and of those with no costly operation between them, the best. Places where :data:`SHALLOW` times as much
+    """The places where fewer bytes cross than around them, in the order of the graph; of neighbours with no costly
+    operation between them the best. Places where :data:`SHALLOW` times as much
     crosses as at the next are left out, and those with nothing costly behind. ``graph`` is concrete, without rests.
 
     If these are fewer than ``least`` (skip connections cross every place between their ends, so that hardly any has
@@ -93,10 +93,11 @@ def _best_by_segment(candidates: Iterable[CutCandidate], segment: Mapping[str, i
 
 
 def _minima(everywhere: tuple[CutCandidate, ...]) -> list[CutCandidate]:
-    """The first of each run of equal totals that is lower than those on both sides."""
-    runs = [next(run) for _, run in itertools.groupby(everywhere, _total)]
-    sizes = [math.inf, *map(_total, runs), math.inf]
-    return [run for index, run in enumerate(runs) if sizes[index] > sizes[index + 1] < sizes[index + 2]]
+    """The runs of equal totals that are lower than those on both sides."""
+    runs = [list(run) for _, run in itertools.groupby(everywhere, _total)]
+    sizes = [math.inf, *(_total(run[0]) for run in runs), math.inf]
+    low = (run for index, run in enumerate(runs) if sizes[index] > sizes[index + 1] < sizes[index + 2])
+    return [candidate for run in low for candidate in run]
 
 
 def _total(candidate: CutCandidate) -> int:

@@ -246,7 +246,9 @@ class ParallelModule(nn.Module):
     def overflowed(self) -> bool:
         """Whether gradients overflowed under fp16 in one of the passes whose gradients are added up, so that there are
         none: an optimizer that steps now does nothing. It stands until the first pass after an optimizer's step, or
-        :meth:`zero_grad` of the model or of an optimizer of :meth:`optimizer`. The same on every rank."""
+        :meth:`zero_grad` of the model or of an optimizer of :meth:`optimizer`. Whoever leaves the optimizer out then,
+        to try the batch again or go on to the next, calls one of these: till then all passes count as one step, whose
+        gradients stay dropped. The same on every rank."""
         return self._loss_scale is not None and self._loss_scale.overflowed
 
     def loss_scale_state(self) -> dict[str, float | int]:

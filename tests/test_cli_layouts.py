@@ -93,6 +93,7 @@ def test_a_configuration_of_transformers(tmp_path: Path, capsys: pytest.CaptureF
     ("words", "said"),
     [
         (("--zero", "0"), "--zero is for plans with --mesh"),
+        (("--no-mesh-search",), "--no-mesh-search is for plans with --mesh"),
         (("--no-offload",), "--offload is for plans with --mesh"),
         (("--output", "x.json"), "--output is for plans with --mesh"),
         (("--compare", "data=8"), "takes 8 devices, not 4"),
@@ -105,6 +106,12 @@ def test_what_makes_no_sense_is_said(
 ) -> None:
     assert main(["plan", target, *WORDS, *words]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [("--batch", "8"), ("--tokens", "1e9"), ("--compare", "data=8")])
+def test_what_only_layouts_have(words: tuple[str, ...], target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", target, "--mesh", "2", *words]) == 2
+    assert f"{words[0]} is for plans with --devices" in capsys.readouterr().err
 
 
 def test_a_mesh_or_devices(target: str) -> None:

@@ -153,6 +153,18 @@ def test_broken_descriptions_name_the_key(old: str, new: str, message: str) -> N
         Cluster.from_toml(text.replace(old, new), "mine.toml")
 
 
+def test_what_is_no_description_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "noise.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(OptionsError, match=r"noise.toml cannot be read as a cluster's TOML"):
+        Cluster.get(path)
+    with pytest.raises(OptionsError, match="5 is no cluster: give a Cluster, a name or a file"):
+        Cluster.get(5)  # type: ignore[arg-type]
+    links = TOY.to_toml().partition("[[links]]")[0]
+    with pytest.raises(OptionsError, match=r"mine.toml: links\[0\] is 1, not a table"):
+        Cluster.from_toml(f"links = [1, 2]\n{links}", "mine.toml")
+
+
 def test_links_must_nest() -> None:
     with pytest.raises(OptionsError, match="'b' joins 6 devices and 'a' inside it 4"):
         replace(TOY, links=(Link("a", 4, 1.0, 0.0), Link("b", 6, 1.0, 0.0)))

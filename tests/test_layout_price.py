@@ -233,6 +233,12 @@ def test_a_limit_too_small_says_by_how_much() -> None:
         ({"overlap": ("all",)}, "'all'"),
         ({"tail": -1}, "tail=-1"),
         ({"reduction": "some"}, "'all-fp32'"),
+        ({"overlap": "gradient"}, "overlap='gradient'.: not a tuple"),
+        ({"eager": "*norm*"}, "not a tuple"),
+        ({"schedule": "dualpipe", "pipeline": 2}, "'dualpipe'.: one of 'gpipe'"),
+        ({"interleave": 2}, "pipeline=1 has none; take interleave=1, or pipeline=2"),
+        ({"schedule": "zb-v", "pipeline": 2}, "'zb-v' runs 2 chunks on each stage; take interleave=2"),
+        ({"schedule": "1f1b", "pipeline": 2, "interleave": 2}, "'1f1b' runs 1 chunk on each stage; take interleave=1"),
     ],
 )
 def test_bad_layouts_are_refused(named: dict[str, object], said: str) -> None:
@@ -247,6 +253,20 @@ def test_what_does_not_divide_is_refused() -> None:
         price_at(6, microbatch=4, data=3)
     with pytest.raises(OptionsError, match="at most 8"):
         price(pipeline=9)
+    with pytest.raises(OptionsError, match=r"sequence of 128 \(dim 1\), .* among 3 context ranks; context=2 does"):
+        price(context=3)
+    with pytest.raises(OptionsError, match=r"A100.* has no products in fp8: its peak_flops are of bf16"):
+        price(precision="fp8")
+    with pytest.raises(OptionsError, match=r"give an autopar.Layout"):
+        autopar.price(build(SHAPE), batch(), A100, layout={"tensor": 2})  # type: ignore[arg-type]
+
+
+def test_two_layers_are_stages_too() -> None:
+    """A list of layers too short to be shortened, and one of unlike layers."""
+    short = LayoutModel.of(build(dataclasses.replace(SHAPE, layers=2)), batch())
+    assert short.price(Layout(pipeline=2), A100).predicted.bubble_seconds > 0
+    with pytest.raises(OptionsError, match="cuts 2 layers into 5 chunks; at most 4"):
+        short.price(Layout(pipeline=5), A100)
 
 
 def price_at(size: int, **named: int) -> autopar.Priced:

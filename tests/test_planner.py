@@ -275,6 +275,12 @@ def test_zero_stages(stage: int) -> None:
         ({"optimizer": "adamv"}, "unknown optimizer 'adamv'.*adamw"),
         ({"zero": 4}, "zero=4 is not a ZeRO stage"),
         ({"memory_limit": 0}, "memory_limit=0 is not a positive number"),
+        ({"memory_limit": "80GB"}, "memory_limit='80GB' is not a positive number of bytes; 40"),
+        ({"schedule": "2f2b"}, "schedule='2f2b' is not known; one of 'gpipe'.*'solved'"),
+        ({"time_limit": -1.0}, "time_limit=-1.0: not seconds"),
+        ({"gap": float("nan")}, "gap=nan: not a relative distance"),
+        ({"pins": ["a"]}, r"pins=\['a'\] is no dict of texts"),
+        ({"pins": {"a": 1}}, "is no dict of texts"),
     ],
 )
 def test_options_that_are_refused(change: dict[str, Any], message: str) -> None:

@@ -92,6 +92,7 @@ def test_whatever_a_file_holds_the_other_rows_are_priced(tmp_path: Path) -> None
             rest = {name: value for name, value in ROW[part].items() if name != field}
             lines.append(json.dumps({**ROW, part: rest}))
             lines += [json.dumps(changed(part, **{field: value})) for value in strange]
+    lines.append("[" * 100_000)
     path = tmp_path / "strange.jsonl"
     path.write_bytes(b"\xff\n" + "\n".join(lines).encode())
     models = Models()
@@ -106,6 +107,27 @@ def test_whatever_a_file_holds_the_other_rows_are_priced(tmp_path: Path) -> None
             assert str(reason)
     scored, skipped = score_file(tmp_path / "absent.jsonl", models)
     assert not scored and "cannot be read" in skipped[0].reason
+
+
+def test_what_describes_a_row_may_be_missing_or_anything(tmp_path: Path) -> None:
+    """No name, no source, or ones that are no words; a line with a character that ends lines elsewhere; a byte order
+    mark."""
+    nameless = {name: value for name, value in ROW.items() if name not in ("id", "row", "source")}
+    rows = [nameless, {**ROW, "row": 3, "id": [1]}, {**ROW, "source": ["a", "b"]}, {**ROW, "notes": "one\u2028two"}]
+    path = tmp_path / "bare.jsonl"
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8-sig")
+    found = report([path])["files"]["bare"]
+    assert (found["priced"], found["skipped"]) == (4, [])
+    assert [row["id"] for row in found["rows"]] == ["row 1", "[1]", "made up", "made up"]
+
+
+def test_files_of_one_name_are_told_apart_and_none_counts_twice(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("held", "known")]
+    for folder in folders:
+        folder.mkdir()
+    one, other = (_file(folder, "rows", 1.0) for folder in folders)
+    found = report([one, other, one])
+    assert list(found["files"]) == [str(one), str(other)] and found["overall"]["priced"] == 2
 
 
 @pytest.mark.parametrize(

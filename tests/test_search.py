@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -13,6 +14,7 @@ import autopar
 from autopar import Options, OptionsError, Plan, search
 from autopar.cluster import Cluster
 from autopar.cost.pipeline_prices import SharedProcessors
+from autopar.errors import InfeasibleError
 from autopar.schedule_check import check
 from autopar.schedules import SCHEDULES
 from autopar.search import Found
@@ -118,6 +120,79 @@ def test_a_pin_fixes_the_stage_of_a_module() -> None:
     assert where["blocks.3.up"] == 1
 
 
+class Chain(nn.Module):
+    """The same bytes cross between any two layers; ``norm`` couples the samples of a batch."""
+
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.norm = nn.BatchNorm1d(16) if norm else nn.LayerNorm(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        found: torch.Tensor = self.norm(x).pow(2).mean()
+        return found
+
+
+def chained(mesh: tuple[int, ...] = (2,), norm: bool = False, **options: object) -> Plan:
+    asked = Options(**options)  # type: ignore[arg-type]
+    return autopar.plan(Chain(norm), mesh, (torch.randn(8, 16),), cluster="dgx-a100-80gb", options=asked)
+
+
+def stages_of(found: Plan) -> dict[str, int]:
+    lines = [line for line in found.lines if line.kind == "compute" and line.phase == "forward"]
+    return {line.module: line.stage for line in lines if line.module}
+
+
+def test_a_chain_of_equal_layers_is_cut_in_the_middle() -> None:
+    found = chained(stages=2, microbatches=2, schedule="1f1b")
+    where = stages_of(found)
+    assert [where[f"layers.{i}"] for i in range(4)] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_pins_say_where_a_chain_is_cut(cut: int) -> None:
+    pins = {f"layers.{cut - 1}": "stage 0", f"layers.{cut}": "stage 1"}
+    where = stages_of(chained(stages=2, microbatches=2, schedule="1f1b", pins=pins))
+    assert [where[f"layers.{i}"] for i in range(4)] == [int(i >= cut) for i in range(4)]
+
+
+def test_pins_within_a_layer_are_cut_apart() -> None:
+    """Where nothing would be cut of itself."""
+    pins = {"blocks.1.up": "stage 0", "blocks.1.down": "stage 1"}
+    where = stages_of(plan((2,), stages=2, microbatches=2, schedule="1f1b", pins=pins))
+    assert where["blocks.1.up"] == 0 and where["blocks.1.down"] == 1
+
+
+@pytest.mark.parametrize("pins", [{"layers.0": "stage 1", "layers.3": "stage 0"}, {"*": "stage 1"}])
+def test_pins_that_no_cut_keeps(pins: dict[str, str]) -> None:
+    with pytest.raises(OptionsError, match="no cut into 2 stages keeps the pins"):
+        chained(stages=2, pins=pins, schedule="1f1b")
+
+
+@pytest.mark.parametrize("options", [{"stages": 2}, {"schedule": "1f1b"}])
+def test_what_couples_samples_goes_through_stages_as_one_microbatch(options: dict[str, object]) -> None:
+    """Where the number is not fixed; where it is, it cannot be had."""
+    assert chained(norm=True, **options).microbatches == 1
+    with pytest.raises(OptionsError, match=r"microbatches=2: .*in norm.* couples the samples"):
+        chained(norm=True, **options, microbatches=2)
+
+
+def test_the_error_names_a_limit_in_which_the_stages_fit() -> None:
+    asked: dict[str, object] = {"stages": 2, "microbatches": 4}
+    with pytest.raises(InfeasibleError, match=r"fits into 1000 B per device.*twice the devices") as caught:
+        chained(**asked, memory_limit=1000)
+    named = re.search(r"Options\((.*?)\)", str(caught.value))
+    assert named is not None
+    words = dict(pair.split("=") for pair in named[1].split(", "))
+    assert {name: int(words[name]) for name in asked} == asked
+    limit = int(words["memory_limit"])
+    assert chained(**asked, memory_limit=limit).predicted.peak_bytes <= limit
+    with pytest.raises(InfeasibleError):
+        chained(**asked, memory_limit=limit // 2)
+
+
 def test_less_memory_than_one_stage_has_is_spread_over_stages() -> None:
     whole = plan((2,), stages=1, zero=0)
     limit = int(whole.predicted.peak_bytes * 0.8)
@@ -130,15 +205,24 @@ def test_less_memory_than_one_stage_has_is_spread_over_stages() -> None:
     [
         ({"stages": 2, "microbatches": 3}, "does not divide into 3 microbatches"),
         ({"stages": 3}, "does not divide into 3 stages"),
-        ({"stages": 2, "schedule": "2f2b"}, "not known"),
+        ({"stages": 2, "schedule": "2f2b"}, "schedule='2f2b' is not known; one of 'gpipe'"),
         ({"microbatches": 0}, "not a positive number"),
         ({"stages": 2, "pins": {"nowhere": "stage 1"}}, "matches no"),
+        ({"stages": 2, "pins": {"block.0": "stage 1"}}, "did you mean 'blocks.0'"),
+        ({"stages": 2, "pins": {"blocks.0.up.bias": "stage 1"}}, "names the parameter .*: pin 'blocks.0.up'"),
+        ({"stages": 2, "pins": {"blocks.0": "stag 1"}}, "the pin 'blocks.0': .* or 'stage 1' for the pipeline"),
+        ({"stages": 1, "schedule": "zb-v"}, "'zb-v' is the order of work in pipeline stages, but stages=1"),
         ({"stages": 2, "pins": {"blocks.0": "stage 7"}}, "there are 2 stages"),
     ],
 )
 def test_what_cannot_be_had_is_refused(options: dict[str, object], said: str) -> None:
     with pytest.raises(OptionsError, match=said):
         plan((2, 2), **options)
+
+
+def test_a_schedule_needs_several_devices() -> None:
+    with pytest.raises(OptionsError, match=r"the mesh \(1,\) has one device"):
+        plan((1,), schedule="1f1b")
 
 
 def test_more_stages_than_regions_names_how_many_there_are() -> None:
