@@ -24,6 +24,7 @@ from autopar.runtime.groups import mesh_groups
 from .calibrate import LEAST_GAIN, in_step, processor_name, write_cluster
 from .cluster import Cluster, Link, local_file, machine_memory
 from .combine_samples import mean_device
+from .default_cluster import CALIBRATIONS
 from .errors import OptionsError
 from .fit_device import fit_device, fit_gpu
 from .fit_job import FittedLinks, fit_links
@@ -33,7 +34,7 @@ from .measure_host import with_host
 from .measure_links import JobShape, measure_links
 
 _Value = TypeVar("_Value")
-ONE_HOST, SEVERAL_HOSTS = "local-gpu", "local-job"
+PROCESSORS = "local-processes"
 
 
 def in_job() -> bool:
@@ -45,10 +46,11 @@ def calibrate_job(path: str | os.PathLike[str] | None = None, seconds: float = 9
     """The cluster of which this process is one device, measured in about ``seconds`` by all processes of the job, each
     of which calls this and gets the same; rank 0 writes it to ``path``.
 
-    By default it is written, on the host of rank 0, where ``Cluster.get("local-gpu")`` looks, or ``"local-job"`` for
-    several hosts. Processes are started by ``torchrun`` (or set ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
-    ``LOCAL_WORLD_SIZE``), as many on every host. A process takes the GPU of its local rank if there is one for each,
-    and then messages travel by NCCL, else by gloo. Raises :class:`OptionsError` for other launches.
+    By default it is written, on the host of rank 0, where ``Cluster.get("local-gpu")`` looks, ``"local-job"`` for
+    several hosts, ``"local-processes"`` where there are no GPUs. Processes are started by ``torchrun`` (or set
+    ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``), as many on every host. A process takes the GPU of
+    its local rank if there is one for each, or the only one it sees, and then messages travel by NCCL; without GPUs by
+    gloo. Raises :class:`OptionsError` for other launches.
     """
     shape = _shape()
     device = _device(shape)
@@ -80,9 +82,17 @@ def _shape() -> JobShape:
 
 
 def _device(shape: JobShape) -> torch.device:
-    if torch.cuda.is_available() and torch.cuda.device_count() >= shape.per_host:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    visible = torch.cuda.device_count()
+    if visible >= shape.per_host:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
+    if visible == 1 and "CUDA_VISIBLE_DEVICES" in os.environ:  # each process was given its own
+        return torch.device("cuda", 0)
+    raise OptionsError(
+        f"{shape.per_host} processes on this host see {visible} GPUs: start as many as there are, or measure "
+        "processors with CUDA_VISIBLE_DEVICES= (empty)"
+    )
 
 
 @contextmanager
@@ -91,6 +101,8 @@ def _processes(device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     started = not dist.is_initialized()
+    if not started and "gloo" not in str(dist.get_backend_config()):
+        raise OptionsError('measuring needs gloo beside NCCL: dist.init_process_group("cpu:gloo,cuda:nccl")')
     if started:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
@@ -152,7 +164,6 @@ def _no_link() -> Link:
 
 
 def _with_links(described: Cluster, fitted: FittedLinks, shape: JobShape) -> Cluster:
-    gpus = described.backend != "gloo"
     told = ", ".join(f"{name} {error:.0%}" for name, error in fitted.errors.items())
     source = (
         f"measured {time.strftime('%Y-%m-%d %H:%M')} on {shape.hosts} host{'s' if shape.hosts > 1 else ''} like "
@@ -166,7 +177,7 @@ def _with_links(described: Cluster, fitted: FittedLinks, shape: JobShape) -> Clu
     }
     return replace(
         described,
-        name=ONE_HOST if gpus and shape.hosts == 1 else SEVERAL_HOSTS,
+        name=CALIBRATIONS[shape.hosts > 1] if described.backend == "nccl" else PROCESSORS,
         source=source,
         links=fitted.links,
         measurement=facts,

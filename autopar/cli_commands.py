@@ -213,6 +213,8 @@ def calibrate(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def _calibrate_job(arguments: argparse.Namespace, output: Output) -> int:
+    if arguments.if_missing:
+        raise OptionsError("--if-missing is for one machine: hosts of a job need not have the same files")
     found = calibrate_job(arguments.output, arguments.seconds)
     if os.environ["RANK"] == "0":
         output.result(f"{found}\nwritten to {arguments.output or local_file(found.name)}", found)

@@ -170,6 +170,8 @@ class Cluster:
         measured = local_file(name)
         if name.startswith("local") and Path(name).name == name and measured.is_file():
             found = Cluster.from_toml(_text(measured), str(measured))
+            # Files from before backends were told are of gloo.
+            found = replace(found, backend="gloo") if name == "local" else found
             return replace(found, source=f"{found.source}; read from {measured}")
         if name in PRESETS:
             found = Cluster.from_toml(PRESETS[name], f"preset {name!r}")

@@ -173,5 +173,5 @@ def _link(name: str, size: int, rates: Fitted, adapters: int | None, per_host: i
     each = {kind: tuple(replace(r, bandwidth=r.bandwidth * factor) for r in lines) for kind, lines in rates.items()}
     usual = each["all_reduce"][0]
     latency = usual.latency + usual.start
-    bandwidth = usual.bandwidth if math.isfinite(usual.bandwidth) else each["all_gather"][0].bandwidth
+    bandwidth = usual.bandwidth if usual.bandwidth < factor / TINY else each["all_gather"][0].bandwidth
     return Link(name, size, bandwidth, latency, each, adapters=adapters)

@@ -11,8 +11,8 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -108,7 +108,11 @@ def measure_links(groups: MeshGroups, shape: JobShape, seconds: float) -> tuple[
     wires, started, trials = Collectives(groups), time.perf_counter(), list(_trials(shape, sizes))
     samples, too_slow = list[LinkSample](), set[tuple[tuple[int, ...], str]]()
     for index, trial in enumerate(trials):
-        if (trial.axes, trial.kind) in too_slow:
+        if trial.alone:
+            trial = replace(
+                trial, nbytes=max(s.nbytes for s in samples if (s.axes, s.kind) == (trial.axes, trial.kind))
+            )
+        elif (trial.axes, trial.kind) in too_slow:
             continue
         function = _function(trial, wires, shape)
         rate_of_all(function, 1, groups.device)
@@ -121,6 +125,11 @@ def measure_links(groups: MeshGroups, shape: JobShape, seconds: float) -> tuple[
         if pilot > PATIENCE_SECONDS + 4.0 * budget:
             too_slow.add((trial.axes, trial.kind))
     return tuple(samples)
+
+
+def _largest(samples: Sequence[LinkSample], trial: _Trial) -> int:
+    """The largest message that the same groups exchanged all at once."""
+    return max(sample.nbytes for sample in samples if (sample.axes, sample.kind) == (trial.axes, trial.kind))
 
 
 def rate_of_all(function: Callable[[], object], count: int, device: torch.device) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from autopar import calibrate_job as calibrate_job_module
 from autopar import default_cluster as defaults
 from autopar.calibrate_job import calibrate_job
 from autopar.cluster import Cluster, Device, Link, local_file
@@ -110,17 +112,23 @@ def test_a_launch_of_unlike_hosts_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         calibrate_job()
 
 
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
 @pytest.mark.slow
 def test_processes_of_two_hosts_measure_themselves(tmp_path: Path) -> None:
     """Two launchers with a process each: what two hosts are to torchrun."""
     target = tmp_path / "job.toml"
     command = [sys.executable, "-m", "autopar", "calibrate", "--seconds", "4", "--output", str(target)]
     common = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29611", "GLOO_SOCKET_IFNAME": "lo"}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [subprocess.Popen(command, env={**common, "RANK": str(rank)}) for rank in range(2)]
     assert [rank.wait(120) for rank in ranks] == [0, 0]
     found = Cluster.get(target)
-    assert (found.name, found.backend, [link.size for link in found.links]) == ("local-job", "gloo", [2])
+    assert (found.name, found.backend, [link.size for link in found.links]) == ("local-processes", "gloo", [2])
     assert found.links[0].name == "network" and set(found.links[0].rates) == {*COLLECTIVES, MESSAGE}
     assert "on 2 hosts like" in found.source and "network all_gather" in found.source
     assert all(math.isfinite(value) for value in found.measurement.values())
@@ -154,18 +162,65 @@ def test_gpus_are_priced_by_their_name(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert default_cluster("cpu", 4).name == "local"
 
 
-def test_a_calibration_of_enough_gpus_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def calibrated(name: str, **facts: object) -> None:
+    device = replace(Cluster.get("dgx-h200").device, name="NVIDIA H200")
+    mine = replace(Cluster.get("dgx-h200").of_devices(16), name=name, source="mine", device=device)
+    local_file(name).write_text(replace(mine, **facts).to_toml())  # type: ignore[arg-type]
+
+
+def test_a_calibration_of_these_gpus_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gpu(monkeypatch, tmp_path, "NVIDIA H200", 150 * 10**9)
-    mine = replace(Cluster.get("dgx-h200").of_devices(8), name="local-gpu", source="mine")
-    local_file("local-gpu").write_text(mine.to_toml())
-    assert default_cluster("cuda", 8).source.startswith("mine")
-    assert default_cluster("cuda", 16).name == "dgx-h200"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    calibrated("local-job", measurement={"processes": 16.0, "hosts": 2.0})
+    assert default_cluster("cuda", 16).source.startswith("mine")
+    assert default_cluster("cuda", 32).name == "dgx-h200"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert default_cluster("cuda", 4).source.startswith("mine")
+    # Two hosts of four are not a host of eight, and what one process of each host has is no link inside a host.
+    assert default_cluster("cuda", 8).name == "dgx-h200"
+    calibrated("local-job", measurement={"processes": 16.0, "hosts": 16.0})
+    assert default_cluster("cuda", 4).name == "dgx-h200"
+
+
+def test_calibrations_of_other_devices_are_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gpu(monkeypatch, tmp_path, "NVIDIA H200", 150 * 10**9)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    calibrated("local-gpu", backend="gloo")
+    calibrated("local-job", device=replace(Cluster.get("dgx-a100-80gb").device, name="NVIDIA A100-SXM4-80GB"))
+    assert default_cluster("cuda", 8).name == "dgx-h200"
+    with pytest.raises(OptionsError, match=r"nothing is known of 'xpu' devices.*dgx-h100"):
+        default_cluster("xpu", 8)
+
+
+def test_a_local_file_from_before_backends_is_of_gloo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
+    text = Cluster.get("local").to_toml()
+    local_file("local").write_text("".join(line for line in text.splitlines(True) if "backend" not in line))
+    assert Cluster.get("local").backend == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("visible", "own", "device"), [(8, False, "cuda:3"), (1, True, "cuda:0"), (2, True, ""), (0, False, "cpu")]
+)
+def test_each_process_takes_a_gpu(monkeypatch: pytest.MonkeyPatch, visible: int, own: bool, device: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: visible > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if own:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    if device:
+        assert str(calibrate_job_module._device(JobShape(2, 8))) == device
+    else:
+        with pytest.raises(OptionsError, match="8 processes on this host see 2 GPUs"):
+            calibrate_job_module._device(JobShape(2, 8))
 
 
 def test_an_unknown_gpu_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gpu(monkeypatch, tmp_path, "NVIDIA L4", 24 * 10**9)
-    alone = Cluster("local-gpu", "measured", DEVICE, (Link("none", 1, 1.0, 0.0),))
-    monkeypatch.setattr(defaults, "measure_gpu", lambda seconds: alone)
+    device = replace(DEVICE, host_bandwidth=1e10, host_memory_bytes=1 << 38)
+    alone = Cluster("local-gpu", "measured", device, (Link("none", 1, 1.0, 0.0),))
+    monkeypatch.setattr(defaults, "_measure_once", lambda: alone)
     found = default_cluster("cuda", 4)
-    assert found.size is None and found.device == DEVICE
+    assert found.size is None and found.device == replace(device, host_memory_bytes=1 << 36)
     assert "links between GPUs assumed (10 GB/s)" in found.source and "autopar calibrate" in found.source
