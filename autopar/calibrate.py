@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -55,11 +56,11 @@ def fit_cluster(samples: Sequence[Samples], threads: int) -> Cluster:
     told = ", ".join(f"{kind} {error:.0%}" for kind, error in errors.items())
     source = (
         f"measured on this machine {time.strftime('%Y-%m-%d %H:%M')}: {len(samples)} gloo processes of "
-        f"{threads} threads on {_cores()} cores; fit errors {told}"
+        f"{threads} threads on {available_cores()} cores; fit errors {told}"
     )
-    facts = {"processes": float(len(samples)), "threads": float(threads), "cores": float(_cores())}
+    facts = {"processes": float(len(samples)), "threads": float(threads), "cores": float(available_cores())}
     facts |= {f"fit_error_{kind}": error for kind, error in errors.items()}
-    crowded = len(samples) * threads / _cores()
+    crowded = len(samples) * threads / available_cores()
     gain = min(crowded if crowded > 1.0 else float(len(samples)), measured.alone)
     sharing = len(samples) if gain > 1.0 + LEAST_GAIN else 1
     cores = sharing / gain if sharing > 1 else 1.0
@@ -110,7 +111,7 @@ def exchanging_in_step(cluster: Cluster, processes: int, seconds: float) -> Clus
 # ---- measuring ------------------------------------------------------------------------
 
 
-def _cores() -> int:
+def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -164,7 +165,7 @@ def calibrate(processes: int = 4, seconds: float = 40.0, path: str | os.PathLike
     """
     if processes < 2:
         raise OptionsError(f"calibrating collectives takes at least 2 processes, not {processes}")
-    threads = max(1, _cores() // processes)
+    threads = max(1, available_cores() // processes)
     with tempfile.TemporaryDirectory(prefix="autopar-calibrate-") as folder:
         work = max(1.0, seconds - STARTUP_SECONDS)
         samples = _run_processes(processes, work, threads, Path(folder))
@@ -185,9 +186,27 @@ def _calibrate_gpus(target: Path, seconds: float) -> None:
         return
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
     command += ["-m", "autopar", "calibrate", "--seconds", str(seconds), "--output", str(target)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300 + 4 * seconds)
-    if done.returncode:
-        raise WorkerError(f"measuring {count} GPUs failed (exit code {done.returncode}):\n{done.stderr[-4000:]}")
+    run_job(command, 300 + 4 * seconds)
+
+
+def run_job(command: Sequence[str], limit: float) -> None:
+    """Runs a launcher and whatever it starts. Raises :class:`WorkerError` if it fails, or, all of it ended, if it takes
+    longer than ``limit`` seconds."""
+    with tempfile.TemporaryFile("w+") as log:
+        launcher = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        try:
+            code: int | None = launcher.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            # Workers outlive a launcher that is killed.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(launcher.pid, signal.SIGKILL)
+            launcher.wait()
+        if code != 0:
+            log.seek(0)
+            why = f"did not end in {limit:.0f} s" if code is None else f"failed (exit code {code})"
+            raise WorkerError(f"measuring GPUs {why}:\n{log.read()[-4000:]}")
 
 
 def write_cluster(path: Path, cluster: Cluster) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.runtime.groups import mesh_groups
 
-from .calibrate import LEAST_GAIN, in_step, processor_name, write_cluster
+from .calibrate import LEAST_GAIN, available_cores, in_step, processor_name, write_cluster
 from .cluster import Cluster, Link, local_file, machine_memory
 from .combine_samples import mean_device
 from .default_cluster import CALIBRATIONS
@@ -132,7 +132,7 @@ def _measure_gpus(device: torch.device, shape: JobShape, seconds: float) -> Clus
 
 def _measure_processes(shape: JobShape, seconds: float) -> Cluster:
     """Processes that share the cores of their hosts."""
-    processes, threads = shape.hosts * shape.per_host, max(1, len(os.sched_getaffinity(0)) // shape.per_host)
+    processes, threads = shape.hosts * shape.per_host, max(1, available_cores() // shape.per_host)
     torch.set_num_threads(threads)
     devices = _gathered(measure_device(torch.device("cpu"), 0.2 * seconds, lambda: agree(0.0)))
     waiting = max(_gathered(measure_synchronisation(processes, 0.05 * seconds)))

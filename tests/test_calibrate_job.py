@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +17,13 @@ import torch
 
 from autopar import calibrate_job as calibrate_job_module
 from autopar import default_cluster as defaults
+from autopar.calibrate import run_job
 from autopar.calibrate_job import calibrate_job
 from autopar.cluster import Cluster, Device, Link, local_file
 from autopar.cost import collective_seconds
 from autopar.cost.point_to_point import message_rate
 from autopar.default_cluster import default_cluster, preset_of
-from autopar.errors import OptionsError
+from autopar.errors import OptionsError, WorkerError
 from autopar.fit_job import fit_links, shared_adapters
 from autopar.links import MESSAGE
 from autopar.measure_links import GPU_MESSAGE_BYTES, JobShape, LinkSample
@@ -160,6 +162,19 @@ def test_gpus_are_priced_by_their_name(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert default_cluster("cuda", 16).links[0].size == 4
     assert default_cluster("cuda", 4).links[0].size == 8
     assert default_cluster("cpu", 4).name == "local"
+
+
+def test_a_job_that_hangs_is_ended_with_its_workers(tmp_path: Path) -> None:
+    """A launcher whose worker would write a file later."""
+    late = tmp_path / "late"
+    worker = f"import time; time.sleep(3); open({str(late)!r}, 'w')"
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {worker!r}])"
+    with pytest.raises(WorkerError, match="did not end in 1 s"):
+        run_job([sys.executable, "-c", launcher], 1.0)
+    time.sleep(3.0)
+    assert not late.exists()
+    with pytest.raises(WorkerError, match=r"failed \(exit code 3\):\nno"):
+        run_job([sys.executable, "-c", "print('no'); raise SystemExit(3)"], 30.0)
 
 
 def calibrated(name: str, **facts: object) -> None:
