@@ -8,6 +8,7 @@ errors that remain are part of the cluster's ``source``.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import signal

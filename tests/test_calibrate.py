@@ -98,7 +98,7 @@ def test_what_an_exchange_takes_in_a_step_slows_the_links() -> None:
 
 
 def test_processes_that_gain_alone_share_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "_cores", lambda: 2)
+    monkeypatch.setattr(calibration, "available_cores", lambda: 2)
     measured = samples(machine(Rate(1e-4, 1e9)))
     four = [replace(measured, alone=2.0)] * 4
     assert (fit_cluster(four, 1).sharing, fit_cluster(four, 1).cores) == (4, 2.0)
