@@ -59,7 +59,7 @@ class Layout:
         lead, tail: how many layers the embedding, and what comes after the layers, count as when these are cut into
             chunks: with 0 the ends carry them besides as many layers as others.
         reduction: what each rank gets of gradients whose states ZeRO divides: ``"scatter"``, its share; ``"all"``, all
-            of them, as does ``"all-fp32"``, by messages in fp32 whatever they are kept in.
+            of them (not with ZeRO-3), as does ``"all-fp32"``, by messages in fp32 whatever they are kept in.
     """
 
     tensor: int = 1
@@ -104,6 +104,11 @@ class Layout:
         unknown = [one for one in self.overlap if one not in _OVERLAPS]
         if unknown:
             raise OptionsError(f"Layout(overlap=...): {unknown[0]!r} is none of {', '.join(_OVERLAPS)}")
+        if self.zero == 3 and self.reduction != "scatter":
+            raise OptionsError(
+                f"Layout(zero=3, reduction={self.reduction!r}): a rank of ZeRO-3 holds only its share of weights and "
+                'gradients, so each gets its share; leave reduction="scatter", or take zero=1 or 2'
+            )
         if not self.capacity > 0:
             raise OptionsError(f"Layout(capacity={self.capacity!r}): not positive")
         if (self.data * self.context) % self.expert:

@@ -263,9 +263,18 @@ class _Step:
     def chunk_price(self, c: int) -> ChunkPrice:
         chunk = self.chunks[c]
         times = [self.times(section) for section in chunk]
-        stands = self.standing(c)
-        forward, backward = sum(f for f, _ in times) + stands, sum(b for _, b in times) + stands
-        return ChunkPrice(forward, backward / 2, backward / 2, backward=backward, reduce=self.reduce(chunk, backward))
+        before, after = self.standing(c)
+        forward, half = sum(f for f, _ in times) + before + after, sum(b for _, b in times) / 2
+        backward = 2 * half + before + after
+        return ChunkPrice(
+            forward,
+            backward - half,
+            half,
+            backward=backward,
+            reduce=self.reduce(chunk, backward),
+            receive_forward=before,
+            receive_backward=after,
+        )
 
     def reduce(self, chunk: Sequence[Section], window: float) -> float:
         """Seconds of reducing a chunk's gradients that the last backward does not hide."""
@@ -291,13 +300,17 @@ class _Step:
         each = 2 * state_bytes(self.layout) + weight.itemsize
         return (gradient_bytes(weight, self.layout) + weight.elements * each) / shards
 
-    def standing(self, c: int) -> float:
-        """Seconds for which a rank stands still in forward, and again in backward, while what goes into a chunk and
-        what comes out of it travel, if nothing is computed meanwhile."""
+    def standing(self, c: int) -> tuple[float, float]:
+        """Seconds for which a rank stands still in forward, and again in backward, while what a chunk shares with the
+        one before it and with the one after it travels, if nothing is computed meanwhile."""
         if "message" in self.layout.overlap:
-            return 0.0
-        ends = (self.edges.get((c - 1, c)), self.edges.get((c, c + 1)))
-        return sum(edge.latency + edge.nbytes / edge.bandwidth for edge in ends if edge is not None)
+            return 0.0, 0.0
+        before, after = (self.edges.get(ends, EdgePrice()) for ends in ((c - 1, c), (c, c + 1)))
+        return before.latency + before.nbytes / before.bandwidth, after.latency + after.nbytes / after.bandwidth
+
+    def stands(self, rank: int) -> float:
+        """Seconds for which a rank stands still for each microbatch."""
+        return 2 * sum(sum(self.standing(c)) for c in _held(rank, self.layout))
 
     def _edges(self) -> dict[tuple[int, int], EdgePrice]:
         found = {}
@@ -326,7 +339,8 @@ class _Step:
         ranks = sorted({0, self.layout.pipeline // 2, self.layout.pipeline - 1})
         busiest = max(sum(self.of_rank(rank)) for rank in ranks)
         middle = self.prices[len(self.prices) // 2]
-        filling = (self.layout.pipeline - 1) * (middle.forward + middle.whole_backward)
+        received = middle.receive_forward + middle.receive_backward
+        filling = (self.layout.pipeline - 1) * (middle.forward + middle.whole_backward - received)
         return busiest + filling
 
     def simulated(self, microbatches: int) -> float:
@@ -337,7 +351,8 @@ class _Step:
         schedule = make_schedule(self.layout.schedule_name, self.layout.pipeline, microbatches, self.layout.interleave)
         # Messages for which ranks stand still are in the prices of chunks.
         edges = self.edges if "message" in self.layout.overlap else {}
-        return simulate(schedule, PipelinePrices(tuple(self.prices), edges, update)).seconds
+        prices = PipelinePrices(tuple(self.prices), edges, update, hides_reductions="gradient" in self.layout.overlap)
+        return simulate(schedule, prices).seconds
 
     def busiest(self) -> tuple[float, float]:
         """Seconds of computing and of communicating of the rank that is busy longest."""
@@ -352,7 +367,7 @@ class _Step:
             total += sum(self.times(section))
         update = self.update(rank)
         reduce = sum(self.prices[c].reduce for c in held)
-        total += 2 * sum(map(self.standing, held))
+        total += self.stands(rank)
         return self.microbatches * compute, self.microbatches * (total - compute) + reduce + update
 
     def parts(self) -> dict[str, float]:
@@ -366,7 +381,7 @@ class _Step:
             "tensor": often * sum((s.forward + s.backward + self.again(s)).communicate for s in sections),
             "adding up": often * sum(map(self.adding_up, sections)),
             "exchange": often * sum(self.exchanges(s) for s in sections),
-            "messages": often * 2 * sum(map(self.standing, _held(rank, self.layout))),
+            "messages": often * self.stands(rank),
             "reduce": sum(self.prices[c].reduce for c in _held(rank, self.layout)),
             "update": self.update(rank),
         }

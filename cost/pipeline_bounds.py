@@ -25,20 +25,27 @@ def step_lower_bound(
     for rank in set(placement):
         held = [chunk for chunk, at in enumerate(placement) if at == rank]
         work = microbatches * sum(_work(prices.chunks[chunk], split) for chunk in held)
-        begin = min(heads[chunk] - prices.chunks[chunk].forward for chunk in held)
+        begin = min(heads[chunk] - _forward(prices.chunks[chunk]) for chunk in held)
         end = 0.0 if split else min(tails[chunk] for chunk in held)
         bound = max(bound, begin + work + end)
     around = max(heads[chunk] + _back(prices.chunks[chunk], split) + tails[chunk] for chunk in range(len(placement)))
     return max(bound, around) + prices.step
 
 
+def _forward(price: ChunkPrice) -> float:
+    """Without receiving, which may pass while the rank waits; so below."""
+    return price.forward - price.receive_forward
+
+
 def _work(price: ChunkPrice, split: bool) -> float:
     both = price.input_gradient + price.weight_gradient
-    return price.forward + (min(both, price.whole_backward) if split else price.whole_backward)
+    backward = min(both, price.whole_backward) if split else price.whole_backward
+    return _forward(price) + backward - price.receive_backward
 
 
 def _back(price: ChunkPrice, split: bool) -> float:
-    return min(price.input_gradient, price.whole_backward) if split else price.whole_backward
+    shortest = min(price.input_gradient, price.whole_backward) if split else price.whole_backward
+    return shortest - price.receive_backward
 
 
 def _forward_heads(prices: PipelinePrices, wiring: Wiring) -> list[float]:
@@ -46,7 +53,7 @@ def _forward_heads(prices: PipelinePrices, wiring: Wiring) -> list[float]:
     heads: list[float] = []
     for chunk, price in enumerate(prices.chunks):
         arrivals = (heads[s] + _transfer(prices, wiring, s, chunk, "forward") for s in wiring.values_from[chunk])
-        heads.append(max(arrivals, default=0.0) + price.forward)
+        heads.append(max(arrivals, default=0.0) + _forward(price))
     return heads
 
 

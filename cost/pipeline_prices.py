@@ -19,6 +19,9 @@ class ChunkPrice:
     What is held: ``until_input_gradient`` from the start of forward to the end of the input gradient,
     ``until_weight_gradient`` from there to the end of the weight gradient, ``between_gradients`` from the start of the
     input gradient to the end of the weight gradient (what delaying it costs); ``static`` always.
+
+    ``receive_forward`` and ``receive_backward``: seconds at the start of forward and of (input) backward for which the
+    rank stands still while what they take comes in; where it waits for that anyway, they pass as it waits.
     """
 
     forward: float
@@ -32,6 +35,8 @@ class ChunkPrice:
     until_weight_gradient: float = 0.0
     between_gradients: float = 0.0
     static: float = 0.0
+    receive_forward: float = 0.0
+    receive_backward: float = 0.0
 
     @property
     def whole_backward(self) -> float:
@@ -44,6 +49,12 @@ class ChunkPrice:
         if instruction.kind == "input_gradient":
             return self.input_gradient
         return self.weight_gradient if instruction.kind == "weight_gradient" else self.whole_backward
+
+    def receive(self, instruction: Instruction) -> float:
+        """Of these, for which its rank only stands still to receive."""
+        if instruction.kind == "weight_gradient":
+            return 0.0
+        return self.receive_forward if instruction.kind == "forward" else self.receive_backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +92,8 @@ class PipelinePrices:
 
     ``overlap``: whether messages and reductions travel while their ranks compute; if not, a rank stands still until
     what it sends or receives has arrived. ``hides``: whether reductions do, and messages take nothing of the ranks' own
-    time: if not, each end is busy for half of what a message takes. ``buffered``: whether a message may travel
+    time: if not, each end is busy for half of what a message takes.
+    ``hides_reductions``: whether reductions do where messages do. ``buffered``: whether a message may travel
     before its receive is posted. ``links``: by (sending rank, receiving rank) the name of a link that carries one
     message at a time; pairs with one name share it, a pair without a name has one of its own in each direction.
     ``shared``: which ranks share processors; None if every rank has its own.
@@ -92,6 +104,7 @@ class PipelinePrices:
     step: float = 0.0
     overlap: bool = True
     hides: bool = True
+    hides_reductions: bool = True
     buffered: bool = False
     links: Mapping[tuple[int, int], str] = field(default_factory=dict)
     shared: SharedProcessors | None = None
@@ -101,13 +114,19 @@ class PipelinePrices:
         """How many times as fast as priced a rank computes at best."""
         return 1.0 if self.shared is None else max(self.shared.speeds)
 
-    def duration(self, instruction: Instruction) -> float:
-        """Seconds of a computation."""
-        return self.chunks[instruction.chunk].seconds(instruction)
+    def duration(self, instruction: Instruction, waited: float = 0.0) -> float:
+        """Seconds of a computation whose rank ``waited`` for what it takes."""
+        price = self.chunks[instruction.chunk]
+        return price.seconds(instruction) - min(waited, price.receive(instruction))
+
+    @property
+    def reduces_beside(self) -> bool:
+        """Whether reductions travel while their ranks compute."""
+        return self.overlap and self.hides and self.hides_reductions
 
     def beside(self, last: Instruction) -> float:
         """Seconds of reducing a chunk's gradients that travel beside ``last``, the computation that makes them."""
-        if not (self.overlap and self.hides):
+        if not self.reduces_beside:
             return 0.0
         price = self.chunks[last.chunk]
         return price.beside_backward if last.kind == "backward" else price.beside_weight_gradient
@@ -119,6 +138,12 @@ class PipelinePrices:
         for chunk, price in enumerate(self.chunks):
             if min(price.forward, price.input_gradient, price.weight_gradient, price.whole_backward, price.reduce) < 0:
                 raise ScheduleError(f"chunk {chunk} takes negative time: {price}")
+            before = (
+                (price.forward, price.receive_forward),
+                (min(price.input_gradient, price.whole_backward), price.receive_backward),
+            )
+            if any(not 0 <= receive <= whole for whole, receive in before):
+                raise ScheduleError(f"chunk {chunk} receives longer than its computations take: {price}")
             beside = (
                 (price.beside_weight_gradient, price.weight_gradient),
                 (price.beside_backward, price.whole_backward),

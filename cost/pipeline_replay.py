@@ -28,6 +28,8 @@ class Replay:
         self.position = [0] * stages
         self.reduced = [0.0] * stages
         self.begun = [0.0] * stages
+        # Since when each rank that waits for what its next computation takes has waited.
+        self.idle: dict[int, float] = {}
         # What made the weight gradients of each chunk last.
         self.last: dict[int, Instruction] = {}
         self.sent: set[Message] = set()
@@ -96,14 +98,16 @@ class Replay:
         for message in self.wiring.arrivals(instruction):
             if self.wiring.crosses(message) and message not in self.arrived:
                 self.waiting[message].append(rank)
+                self.idle.setdefault(rank, self.now)
                 return False
         return True
 
     def begin(self, rank: int, instruction: Instruction) -> None:
         self.begun[rank] = self.now
+        waited = self.now - self.idle.pop(rank, self.now)
         seconds = self.prices.step
         if instruction.chunk >= 0:
-            seconds = self.prices.duration(instruction) + self.handling(instruction)
+            seconds = self.prices.duration(instruction, waited) + self.handling(instruction)
         host = self.host_of[rank]
         self.hosts[host].begin(rank, seconds, self.now)
         self.expect(host)
@@ -146,7 +150,7 @@ class Replay:
         start = max(self.now - self.prices.beside(self.last[instruction.chunk]), self.reduced[rank])
         end = self.reduced[rank] = start + self.prices.chunks[instruction.chunk].reduce
         self.done.append(Ran(rank, instruction, start, end))
-        if self.prices.overlap and self.prices.hides:
+        if self.prices.reduces_beside:
             return True
         self.position[rank] += 1
         self.at(end, "resumes", rank)

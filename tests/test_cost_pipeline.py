@@ -52,6 +52,17 @@ def test_published_bubbles_exactly(stages: int, extra: int) -> None:
     assert v.bubble == pytest.approx(bubble_fraction("zb-v", stages, m + stages, 2), rel=1e-12)
 
 
+def test_receiving_passes_while_its_rank_waits() -> None:
+    """Two stages, messages of half a second for which both ends stand still. Forward 0 comes into the second stage
+    while that waits (until 1.5), forward 1 is there when its turn comes at 4: half a second more. Both gradients come
+    into the first stage while that waits (3 to 4, 5 to 7)."""
+    first = ChunkPrice(1.5, 0.75, 0.75, receive_backward=0.5)
+    second = ChunkPrice(1.5, 0.75, 0.75, receive_forward=0.5)
+    assert simulate(make_schedule("1f1b", 2, 2), PipelinePrices((first, second))).seconds == 8.0
+    both = PipelinePrices(tuple(replace(one, receive_forward=0.0, receive_backward=0.0) for one in (first, second)))
+    assert simulate(make_schedule("1f1b", 2, 2), both).seconds == 9.0
+
+
 def test_reductions_beside_computing() -> None:
     """Of two chunks on a rank the one that is done first is reduced while the other computes; where messages hide
     behind nothing, the rank waits."""
@@ -217,7 +228,9 @@ def test_no_schedule_beats_the_bound_and_no_rank_does_two_things(
     chunks = stages * named[1]
     edges = chain(chunks) + ((Edge(0, chunks - 1, False),) if chunks > 2 else ())
     schedule = make_schedule(named[0], stages, microbatches, named[1], edges)
-    priced = tuple(ChunkPrice(*(data.draw(SECONDS) for _ in range(3))) for _ in range(chunks))
+    share = data.draw(st.sampled_from((0.0, 0.5, 1.0)))
+    drawn = [[data.draw(SECONDS) for _ in range(3)] for _ in range(chunks)]
+    priced = tuple(ChunkPrice(*d, receive_forward=share * d[0], receive_backward=share * d[1]) for d in drawn)
     moved = {edge[:2]: EdgePrice(data.draw(SECONDS), 1.0, data.draw(SECONDS)) for edge in edges}
     overlap, buffered = data.draw(st.booleans()), data.draw(st.booleans())
     pipeline = PipelinePrices(priced, moved, step=0.5, overlap=overlap, buffered=buffered)
@@ -262,6 +275,8 @@ def test_prices_of_other_chunks_are_refused() -> None:
         simulate(schedule, PipelinePrices((UNIT,)))
     with pytest.raises(ScheduleError, match="chunk 1 takes negative time"):
         simulate(schedule, PipelinePrices((UNIT, ChunkPrice(1.0, -1.0, 1.0))))
+    with pytest.raises(ScheduleError, match="chunk 0 receives longer"):
+        simulate(schedule, PipelinePrices((replace(UNIT, receive_backward=1.5), UNIT)))
 
 
 def test_a_list_that_stops_is_an_error() -> None:

@@ -177,6 +177,25 @@ def test_ranks_stand_still_for_messages_over_the_links_between_them() -> None:
     assert across.predicted.step_seconds > overlapped.predicted.step_seconds > within.predicted.step_seconds
 
 
+@pytest.mark.parametrize("named", [{"pipeline": 3}, {"pipeline": 2, "interleave": 3}, {"pipeline": 6}])
+def test_a_message_for_which_both_ends_stand_still_takes_its_time_once(named: dict[str, int]) -> None:
+    """A lone microbatch waits for every message, whether or not something could be computed meanwhile."""
+    lone, overlapped = (
+        price(microbatch=64, overlap=overlap, **named).predicted.step_seconds for overlap in ((), ("message",))
+    )
+    assert lone == pytest.approx(overlapped, rel=1e-9)
+
+
+def test_reductions_that_nothing_hides_are_not_hidden_by_other_chunks() -> None:
+    """Chunks of a rank end at different times: what is reduced of one travels beside the next only if it may."""
+    found, hidden = (
+        price(pipeline=2, interleave=3, data=8, overlap=overlap) for overlap in (("message",), ("gradient", "message"))
+    )
+    assert found.parts["reduce"] > hidden.parts["reduce"] == 0.0
+    longer = found.predicted.step_seconds - hidden.predicted.step_seconds
+    assert longer > 0.9 * found.parts["reduce"]
+
+
 def test_gradients_are_reduced_as_said() -> None:
     """Scattered, or all of them to every rank, in the dtype they are kept in or in fp32."""
     found = price(data=8, zero=1, gradients="own")
@@ -239,6 +258,7 @@ def test_a_limit_too_small_says_by_how_much() -> None:
         ({"interleave": 2}, "pipeline=1 has none; take interleave=1, or pipeline=2"),
         ({"schedule": "zb-v", "pipeline": 2}, "'zb-v' runs 2 chunks on each stage; take interleave=2"),
         ({"schedule": "1f1b", "pipeline": 2, "interleave": 2}, "'1f1b' runs 1 chunk on each stage; take interleave=1"),
+        ({"zero": 3, "reduction": "all-fp32"}, "take zero=1 or 2"),
     ],
 )
 def test_bad_layouts_are_refused(named: dict[str, object], said: str) -> None:
