@@ -19,7 +19,8 @@ backward made it, often as a partial sum: it is reduced once a step and not once
 ``more_weight_gradient`` and ``more_backward`` are for microbatches after the first: they take the sums of raw gradients
 so far behind their other inputs, add to them in place, and return them.
 ``last`` is for the last microbatch, in the place of the one of these (of ``weight_gradient`` or ``backward``, if it is
-the first as well) that the schedule would run: each raw gradient, added up, sets out as soon as it is made. ``reduce``
+the first as well) that the schedule would run: each raw gradient, added up, sets out as soon as it is made; if the rank
+has more to compute or to send, only as many as need not wait for each other (:meth:`.Schedule.ends_with`). ``reduce``
 does the rest: it takes what ``last`` returns behind ``gradient_sends``, messages still on their way among it.
 """
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from autopar.cost.pipeline_prices import ChunkPrice
+from autopar.passes.emit import IN_FLIGHT
 from autopar.passes.stages import split_backward
 
-from .account import Account
+from .account import Account, Line
 from .graph import Graph
 from .plan import ONCE_A_STEP
-from .prices import local_bytes
+from .prices import BUCKET_BYTES, local_bytes
 from .stage_chunks import Chunk
 from .windows import Priced, Shares, Sides, sides_of_sections
 
@@ -40,6 +41,23 @@ def sections_of(graph: Graph) -> SectionOf:
     return section_of
 
 
+def first_buckets_seconds(graph: Graph, lines: Iterable[Line]) -> float:
+    """Seconds of the buckets of gradients that fill first in backward, as many as may be on their way at once: of all
+    others one has to wait (:class:`autopar.passes.emit.Buckets`)."""
+    made = {node.name: position for position, node in enumerate(graph.nodes)}
+    travelling = [line for line in lines if line.kind == "gradient" and line.collectives]
+    filling: dict[object, list[Line]] = {}
+    full: list[list[Line]] = []
+    for line in sorted(travelling, key=lambda line: made[line.name]):
+        wire = line.collectives[0]
+        group = wire.kind, wire.axes, line.name if wire.kind == "all_to_all" else ""
+        members = filling.setdefault(group, [])
+        members.append(line)
+        if sum(member.collectives[0].bytes for member in members) >= BUCKET_BYTES:
+            full.append(filling.pop(group))
+    return sum(line.seconds / len(line.collectives) for members in full[:IN_FLIGHT] for line in members)
+
+
 def chunk_price(chunk: Chunk, bill: Account, shares: Shares, section_of: SectionOf) -> ChunkPrice:
     """The price of ``chunk``, of whose messages ``shares`` can be hidden."""
     seconds = Counter[str]()
@@ -53,6 +71,7 @@ def chunk_price(chunk: Chunk, bill: Account, shares: Shares, section_of: Section
         for n in chunk.graph.nodes
         if n.op == "receive" or n.name in chunk.graph.kept
     )
+    unawaited = shares.reductions * first_buckets_seconds(chunk.graph, bill.lines)
     return ChunkPrice(
         seconds["forward"] - shares.gathers * forward.at_once,
         seconds["input_gradient"] - shares.gathers * first.at_once,
@@ -61,6 +80,7 @@ def chunk_price(chunk: Chunk, bill: Account, shares: Shares, section_of: Section
         reduce=reduce,
         beside_weight_gradient=shares.reductions * second.beside(reduce),
         beside_backward=shares.reductions * (first + second).beside(reduce),
+        unawaited=unawaited,
         until_weight_gradient=float(saved),
         static=float(memory.weights + memory.gradients + memory.optimizer + memory.inputs),
     )

@@ -12,7 +12,7 @@ from .pipeline_json import pipeline_from_data, pipeline_to_data
 from .plan import Alternative, Alternatives, Holding, Plan, PlanLine, PlanNode, Predicted, Step
 from .spec import Placements, Strategy, parse_placements, short
 
-VERSION = 6
+VERSION = 7
 _STRINGS = ("model", "cluster", "cluster_source", "graph_hash", "precision")
 _NUMBERS = ("objective", "bound", "gap", "solve_seconds")
 _COUNTS = ("batch", "memory_limit", "stages", "microbatches")

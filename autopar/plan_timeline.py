@@ -35,6 +35,7 @@ def pipeline_prices(pipeline: PlannedPipeline) -> PipelinePrices:
             reduce=c.reduce,
             beside_weight_gradient=c.beside_half,
             beside_backward=c.beside_whole,
+            unawaited=c.unawaited,
             until_weight_gradient=c.saved,
             static=c.resting,
         )

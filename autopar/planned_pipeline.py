@@ -15,7 +15,8 @@ class ChunkFigures:
     """What one chunk was priced at: seconds of ``forward``, ``input_gradient`` and ``weight_gradient`` for one
     microbatch, and of ``reduce`` once a step; bytes on a device, ``saved`` by each microbatch in flight and always
     ``resting``. A backward in one is ``joined`` seconds quicker than in halves. Of ``reduce``, ``beside_half`` travels
-    beside the last weight gradient, or ``beside_whole`` beside the last backward.
+    beside the last weight gradient, or ``beside_whole`` beside the last backward; at most ``unawaited`` if the rank has
+    more to do.
     """
 
     forward: float
@@ -27,6 +28,7 @@ class ChunkFigures:
     joined: float = 0.0
     beside_half: float = 0.0
     beside_whole: float = 0.0
+    unawaited: float = float("inf")
 
 
 @dataclass(frozen=True, slots=True)

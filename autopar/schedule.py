@@ -175,6 +175,12 @@ class Schedule:
         listed = self.ranks[self.placement[chunk]]
         return tuple(i.kind for i in listed if i.chunk == chunk and i.kind in ("backward", "weight_gradient"))
 
+    def ends_with(self, chunk: int) -> bool:
+        """Whether the rank of a chunk has nothing left to compute or to send once the chunk's gradients are made."""
+        listed = self.ranks[self.placement[chunk]]
+        made = [i for i, one in enumerate(listed) if one.chunk == chunk and one.kind in ("backward", "weight_gradient")]
+        return bool(made) and not any(one.computes or one.sends for one in listed[made[-1] + 1 :])
+
     def instructions(self) -> Iterator[tuple[int, int, Instruction]]:
         """(rank, position, instruction), rank by rank."""
         for rank, listed in enumerate(self.ranks):

@@ -49,6 +49,7 @@ def _chunk_figures(price: ChunkPrice) -> ChunkFigures:
         price.input_gradient + price.weight_gradient - price.whole_backward,
         price.beside_weight_gradient,
         price.beside_backward,
+        price.unawaited,
     )
 
 

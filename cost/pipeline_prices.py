@@ -15,7 +15,8 @@ class ChunkPrice:
 
     ``backward``: both halves at once, default their sum. ``reduce``: reducing the chunk's gradients, once a step; of
     that, what travels beside the chunk's last computation, if that is a weight gradient (``beside_weight_gradient``) or
-    a whole backward (``beside_backward``).
+    a whole backward (``beside_backward``); at most ``unawaited`` if its rank has more to compute or to send, so that it
+    waits for no message then.
     What is held: ``until_input_gradient`` from the start of forward to the end of the input gradient,
     ``until_weight_gradient`` from there to the end of the weight gradient, ``between_gradients`` from the start of the
     input gradient to the end of the weight gradient (what delaying it costs); ``static`` always.
@@ -31,6 +32,7 @@ class ChunkPrice:
     reduce: float = 0.0
     beside_weight_gradient: float = 0.0
     beside_backward: float = 0.0
+    unawaited: float = float("inf")
     until_input_gradient: float = 0.0
     until_weight_gradient: float = 0.0
     between_gradients: float = 0.0
@@ -124,19 +126,22 @@ class PipelinePrices:
         """Whether reductions travel while their ranks compute."""
         return self.overlap and self.hides and self.hides_reductions
 
-    def beside(self, last: Instruction) -> float:
-        """Seconds of reducing a chunk's gradients that travel beside ``last``, the computation that makes them."""
+    def beside(self, last: Instruction, ends: bool = True) -> float:
+        """Seconds of reducing a chunk's gradients that travel beside ``last``, the computation that makes them;
+        ``ends``: its rank has nothing to compute or to send after it."""
         if not self.reduces_beside:
             return 0.0
         price = self.chunks[last.chunk]
-        return price.beside_backward if last.kind == "backward" else price.beside_weight_gradient
+        most = price.beside_backward if last.kind == "backward" else price.beside_weight_gradient
+        return most if ends else min(most, price.unawaited)
 
     def check(self, chunks: int) -> None:
         """Raises :class:`ScheduleError` unless these are prices of so many chunks."""
         if len(self.chunks) != chunks:
             raise ScheduleError(f"{len(self.chunks)} chunks are priced, the schedule has {chunks}")
         for chunk, price in enumerate(self.chunks):
-            if min(price.forward, price.input_gradient, price.weight_gradient, price.whole_backward, price.reduce) < 0:
+            halves = price.input_gradient, price.weight_gradient
+            if min(price.forward, *halves, price.whole_backward, price.reduce, price.unawaited) < 0:
                 raise ScheduleError(f"chunk {chunk} takes negative time: {price}")
             before = (
                 (price.forward, price.receive_forward),

@@ -147,7 +147,10 @@ class Replay:
     def reduce(self, rank: int, instruction: Instruction) -> bool:
         """Starts a reduction, a part of which travelled beside the computation before if there was none under way;
         where none hides ``rank`` waits until it is done."""
-        start = max(self.now - self.prices.beside(self.last[instruction.chunk]), self.reduced[rank])
+        last, beside = self.last.get(instruction.chunk), 0.0
+        if last is not None:
+            beside = self.prices.beside(last, self.schedule.ends_with(instruction.chunk))
+        start = max(self.now - beside, self.reduced[rank])
         end = self.reduced[rank] = start + self.prices.chunks[instruction.chunk].reduce
         self.done.append(Ran(rank, instruction, start, end))
         if self.prices.reduces_beside:

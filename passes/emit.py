@@ -105,14 +105,16 @@ class Buckets:
     ``add`` starts a bucket as soon as it is full, so that it communicates while the section computes on, and waits for
     an older one if more than :data:`IN_FLIGHT` are on their way, since each holds its buffers; ``finish`` starts the
     rest and waits for all. A path of several collectives goes through buckets once for each. Results come by the key
-    given to ``add``.
+    given to ``add``. With ``waits`` false ``add`` waits for none: buckets beyond those set out in ``finish`` only.
     """
 
     emitter: Emitter
     limit: int
     name: str
+    waits: bool = True
     open: dict[object, list[_Member]] = field(default_factory=dict)
     started: list[tuple[Value, list[_Member]]] = field(default_factory=list)
+    later: list[list[_Member]] = field(default_factory=list)
     results: dict[object, Value] = field(default_factory=dict)
 
     def add(self, key: object, value: Value, kind: TensorType, path: tuple[Hop, ...]) -> None:
@@ -134,6 +136,10 @@ class Buckets:
 
     def finish(self) -> Mapping[object, Value]:
         """Starts what is still open, waits for everything in order, and returns the values by key."""
+        self.waits = True
+        for members in self.later:
+            self._start(members)
+        self.later.clear()
         while self.open or self.started:
             self._start_all()
             self._finish_oldest()
@@ -152,6 +158,9 @@ class Buckets:
             self.add(member.key, Value(done.node, index), member.kind, member.path[1:])
 
     def _start(self, members: list[_Member]) -> None:
+        if not self.waits and len(self.started) == IN_FLIGHT:
+            self.later.append(members)
+            return
         self.started.append((self._emit(members), members))
         while len(self.started) > IN_FLIGHT:
             self._finish_oldest()

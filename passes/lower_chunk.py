@@ -90,7 +90,8 @@ def lower_chunk(work: ChunkLowering) -> ChunkProgram:
     more_backward, more_second = (adding(section, len(gradients)) for section in (backward, second))
     halves = work.schedule.weight_gradients(work.chunk)[-1:] == ("weight_gradient",)
     once, more = (second, more_second) if halves else (backward, more_backward)
-    last, reduce = reducing(job, once if work.schedule.microbatches == 1 else more, gradients)
+    section = once if work.schedule.microbatches == 1 else more
+    last, reduce = reducing(job, section, gradients, work.schedule.ends_with(work.chunk))
     raw = tuple(job.output_slot(o, job.home(o.value)) for o in gradients if o.value is not None)
     everywhere = job.assignment.replicated
     return ChunkProgram(

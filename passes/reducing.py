@@ -1,7 +1,9 @@
 """The last microbatch of a chunk: its gradients set out for where they rest as soon as they are made.
 
 What remains to be done when the last gradient is made, to wait for the buckets that are still on their way, is a
-section of its own: a rank of a pipeline may have other things to compute meanwhile.
+section of its own: a rank of a pipeline may have other things to compute meanwhile. Where it has, or has a gradient to
+send which another stage waits for, this microbatch waits for no bucket itself: it starts as many as may be on their way
+at once, and the others leave later.
 """
 
 from __future__ import annotations
@@ -16,14 +18,14 @@ from .lower import Lowering, send_gradient
 from .split_section import split_after
 
 
-def reducing(job: Lowering, section: Section, gradients: Sequence[Output]) -> tuple[Section, Section]:
+def reducing(job: Lowering, section: Section, gradients: Sequence[Output], waits: bool) -> tuple[Section, Section]:
     """``section``, whose last outputs are the raw ``gradients``, in two. The first starts a bucket when it is full, and
     ends when the last gradient is made; the second, called ``reduce``, takes what the first returns behind its other
-    outputs, and returns gradients as stored."""
+    outputs, and returns gradients as stored. ``waits``: whether the first may wait for a bucket to start another."""
     count = len(section.outputs) - len(gradients)
     emitter = Emitter(job.mesh, job.coordinate)
     emitter.taken.update(section.inputs, (instruction.name for instruction in section.instructions))
-    buckets = Buckets(emitter, job.bucket_bytes, "gradients")
+    buckets = Buckets(emitter, job.bucket_bytes, "gradients", waits)
     made_by: dict[str, list[int]] = {}
     for position, value in enumerate(section.outputs[count:]):
         assert value is not None

@@ -103,6 +103,26 @@ def test_messages_that_processors_carry_take_of_their_time() -> None:
     assert instead.seconds == beside.seconds + 4 * 1.25
 
 
+def test_what_is_not_awaited_travels_beside_a_backward_with_more_to_do_after_it() -> None:
+    """The gradient that the other rank waits for leaves when backward ends, with few reductions under way by then."""
+    price = ChunkPrice(1.0, 1.0, 1.0, reduce=6.0, beside_backward=2.0, unawaited=0.5)
+    schedule = make_schedule("1f1b", 2, 1)
+    assert (schedule.ends_with(0), schedule.ends_with(1)) == (True, False)
+    ran = simulate(schedule, PipelinePrices((price,) * 2)).record.ran
+    backward, reduced = ({one.rank: one for one in ran if one.instruction.kind == k} for k in ("backward", "reduce"))
+    assert (backward[1].end, reduced[1].start) == (4.0, 4.0 - 0.5)
+    assert (backward[0].end, reduced[0].start) == (6.0, 6.0 - 2.0)
+
+
+def test_a_reduction_before_any_backward_travels_beside_nothing() -> None:
+    schedule = make_schedule("1f1b", 1, 1)
+    (listed,) = schedule.ranks
+    ranks = (tuple(sorted(listed, key=lambda one: one.kind != "reduce")),)
+    assert ranks[0][0].kind == "reduce"
+    price = ChunkPrice(1.0, 1.0, 1.0, reduce=6.0, beside_backward=2.0)
+    assert simulate(schedule.with_ranks(ranks), PipelinePrices((price,))).seconds == 6.0
+
+
 def test_larger_microbatches_of_the_same_batch_grow_the_bubble() -> None:
     """A batch of 16 samples in 16, 8 and 4 microbatches, each sample a second of forward."""
     bubbles = [run("1f1b", 4, 16 // size, price=ChunkPrice(size, size, size)).bubble for size in (1, 2, 4)]

@@ -87,6 +87,14 @@ def test_what_is_no_plan_is_an_options_error(plan: Plan, case: str) -> None:
         Plan.from_json(broken(plan.to_json())[case])
 
 
+def test_a_plan_of_the_version_before_is_to_be_made_again(plan: Plan) -> None:
+    """Its predictions had another field."""
+    data = json.loads(plan.to_json())
+    older = data | {"version": 6, "predicted": data["predicted"] | {"hidden_seconds": 0.0}}
+    with pytest.raises(OptionsError, match=r"has format version 6.*plan the model again"):
+        Plan.from_json(json.dumps(older))
+
+
 def test_text_that_is_no_plan_names_the_line(plan: Plan) -> None:
     lines = plan.to_text().splitlines()
     with pytest.raises(OptionsError, match="does not start with"):

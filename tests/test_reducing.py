@@ -13,13 +13,15 @@ from autopar.passes.lower import Lowering
 from autopar.passes.lower_chunk import ChunkLowering, lower_chunk
 from autopar.passes.rest import insert_rests
 from autopar.prices import Prices
+from autopar.program import Section
+from autopar.schedule import chain
 from autopar.schedules import make_schedule
 from autopar.spec import Strategy
 from tests.test_lower_text import BATCH, PERCEPTRON, REPLICATED, ZERO_3, across
 
 
-def chunk(microbatches: int, rests: dict[str, str], bucket: int, schedule: str = "gpipe") -> ChunkProgram:
-    """The perceptron's program, samples divided, as one stage runs it."""
+def chunk(microbatches: int, rests: dict[str, str], bucket: int, schedule: str = "gpipe", of: int = 1) -> ChunkProgram:
+    """The perceptron's program, samples divided, as one stage runs it: the last of so many chunks."""
     graph = annotate(insert_rests(Graph.from_text(PERCEPTRON)), (2,))
     strategies = {
         node.name: Strategy(*(across([side]) for side in BATCH[node.name].split("->")))
@@ -29,7 +31,7 @@ def chunk(microbatches: int, rests: dict[str, str], bucket: int, schedule: str =
     places = {name: ParameterPlacement(*across([text])) for name, text in rests.items()}
     prices = Prices.of(Cluster.get("dgx-a100-80gb"), (2,), graph)
     job = Lowering(graph, Assignment((2,), strategies, places), (0,), prices.path, bucket)
-    return lower_chunk(ChunkLowering(job, 0, {}, make_schedule(schedule, 1, microbatches)))
+    return lower_chunk(ChunkLowering(job, of - 1, {}, make_schedule(schedule, 1, microbatches, of, edges=chain(of))))
 
 
 def lines(text: str) -> str:
@@ -100,3 +102,21 @@ def test_it_stands_for_what_the_schedule_would_run(schedule: str, microbatches: 
     assert found.last.instructions == same.instructions, "one bucket, which is full at the end"
     assert set(found.last.outputs) == set(same.outputs)
     assert len(found.reduce.inputs) == len(found.reduce.outputs) == 2
+
+
+@pytest.mark.parametrize("of", [1, 2])
+def test_only_the_end_of_a_rank_waits_for_a_bucket(of: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that has something to compute or to send after this backward does not hold it up: the bucket for which it
+    would wait sets out after it."""
+    monkeypatch.setattr("autopar.passes.emit.IN_FLIGHT", 1)
+    found = chunk(2, REPLICATED, 1, of=of)
+
+    def collectives(section: Section) -> list[str]:
+        return [i.op.removeprefix("collective.") for i in section.instructions if i.op.startswith("collective.")]
+
+    if of == 1:
+        assert collectives(found.last) == ["all_reduce", "all_reduce", "wait"]
+        assert collectives(found.reduce) == ["wait"]
+    else:
+        assert collectives(found.last) == ["all_reduce"]
+        assert collectives(found.reduce) == ["all_reduce", "wait", "wait"]
