@@ -10,7 +10,9 @@ import pytest
 import torch
 import transformers
 
+from autopar.chunk_price import first_buckets_seconds
 from autopar.passes.conformance import collectives_of_stage, difference
+from autopar.passes.emit import IN_FLIGHT
 from autopar.reshard import Collective
 from autopar.schedule_check import check
 from autopar.stage_chunks import WirePrice
@@ -86,3 +88,26 @@ def test_stages_communicate_what_was_priced(name: str, wanted: Wanted) -> None:
         assert difference(found, priced) == ()
         said += sum(found.values())
     assert said > wanted.microbatches
+
+
+@pytest.mark.parametrize(
+    "wanted", [Wanted((2, 2), "1f1b", 2), Wanted((2, 2), "interleaved", 2), Wanted((2, 2), "zb-v", 4)], ids=str
+)
+def test_no_gradient_waits_for_a_reduction_before_it_is_sent(wanted: Wanted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does any other computation: what a rank computes last in a step is all that awaits reductions. Of the others
+    the price knows whether some set out."""
+    monkeypatch.setattr("autopar.chunk_price.BUCKET_BYTES", 256)
+    made = make_pipeline(_case("gpt2").graph, wanted)
+    links = {(edge.source, edge.target): WirePrice(1e-5, 1e10) for edge in made.staged.edges}
+    bill = bill_stages(made.chunks, made.wires, made.schedule, made.prices, links, "adamw")
+    under_way = []
+    for stage in range(made.schedule.stages):
+        for chunk in made.program((stage, 0)).chunks.values():
+            mine = [i for i in chunk.last.instructions if i.name.startswith("gradients")]
+            waits = [i for i in mine if i.op == "collective.wait"]
+            if not made.schedule.ends_with(chunk.chunk):
+                assert not waits
+                under_way.append(len(mine))
+                priced = first_buckets_seconds(made.chunks[chunk.chunk].graph, bill.accounts[chunk.chunk].lines)
+                assert (priced > 0) == (len(mine) > 0)
+    assert under_way and 0 < max(under_way) <= IN_FLIGHT
