@@ -70,9 +70,18 @@ def _timed(function: Callable[[], object]) -> float:
 
 def _groups(processes: int) -> tuple[Collectives, dict[int, tuple[int, ...]]]:
     """Collectives among local processes, and for each size of group (pairs and all) the axes it spans."""
-    shape = (processes // 2, 2) if processes % 2 == 0 and processes > 2 else (processes,)
+    shape = halved(processes)
     wires = Collectives(mesh_groups(DeviceMesh("cpu", torch.arange(processes).reshape(shape))))
     return wires, {math.prod(shape[axis:]): tuple(range(axis, len(shape))) for axis in reversed(range(len(shape)))}
+
+
+def halved(count: int) -> tuple[int, ...]:
+    """A mesh of ``count`` processes: an even number above two as (its half, 2), for pairs to be measured too.
+
+    >>> halved(8), halved(3)
+    ((4, 2), (3,))
+    """
+    return (count // 2, 2) if count > 2 and count % 2 == 0 else (count,)
 
 
 def _rate_of_all(function: Callable[[], object], count: int) -> float:

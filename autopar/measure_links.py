@@ -21,7 +21,7 @@ from autopar.runtime.collectives import Collectives
 from autopar.runtime.groups import AxisGroup, MeshGroups
 
 from .links import MESSAGE
-from .measure import MESSAGE_BYTES, agree, collective_call
+from .measure import MESSAGE_BYTES, agree, collective_call, halved
 from .program import COLLECTIVES
 
 GPU_MESSAGE_BYTES = (64 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20)
@@ -46,18 +46,18 @@ class JobShape:
         >>> JobShape(2, 8).mesh
         (2, 4, 2)
         """
-        return (*_halved(self.hosts), *_halved(self.per_host))
+        return (*halved(self.hosts), *halved(self.per_host))
 
     @property
     def inside(self) -> list[tuple[int, ...]]:
         """Axes of groups inside a host, the smallest first."""
-        outer = len(_halved(self.hosts))
+        outer = len(halved(self.hosts))
         return [tuple(range(k, len(self.mesh))) for k in range(len(self.mesh) - 1, outer - 1, -1)]
 
     @property
     def between(self) -> list[tuple[int, ...]]:
         """Axes of groups with one process of each of several hosts."""
-        outer = len(_halved(self.hosts))
+        outer = len(halved(self.hosts))
         return [tuple(range(k, outer)) for k in range(outer - 1, -1, -1)]
 
     def groups(self) -> list[tuple[int, ...]]:
@@ -67,10 +67,6 @@ class JobShape:
 
     def members(self, axes: tuple[int, ...]) -> int:
         return math.prod(self.mesh[axis] for axis in axes)
-
-
-def _halved(count: int) -> tuple[int, ...]:
-    return (count // 2, 2) if count > 2 and count % 2 == 0 else (count,)
 
 
 @dataclass(frozen=True)
