@@ -11,8 +11,9 @@ from typing import Any, cast
 import pytest
 
 from benchmarks.published import Models, report, score_file
+from benchmarks.published_clusters import adapter_rate, cluster_of
 from benchmarks.published_flops import published_seconds
-from benchmarks.published_rows import adapter_rate, cluster_of, question_of, read_rows
+from benchmarks.published_rows import question_of, read_rows
 from benchmarks.published_scores import Scored, kendall, kendall_apart, kendall_b, layouts
 from benchmarks.published_shape import NotExpressible
 

@@ -1,0 +1,82 @@
+"""What is known of how the systems of published rows train, beyond what the rows say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+
+def system(row: Mapping[str, Any]) -> str:
+    """What is said of who ran it: source, schedule and notes, and the row's own name."""
+    words = (row.get("source"), row.get("row"), row["parallel"].get("schedule"), row.get("notes"))
+    return " ".join(str(word) for word in words).lower()
+
+
+# What is known of how a system trains, by words of its source, schedule or notes.
+HABITS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("llm-foundry", {"eager": ("*",)}),
+    # BigScience went over to bf16, whose gradients are added up in fp32, when it also counted the embedding and the
+    # head as a layer each; before, gradients were in fp16 as DeepSpeed keeps them (chronicles of tr11-176B).
+    ("embedding-balanced", {"lead": 1, "tail": 1}),
+    # github.com/Aleph-Alpha/scaling, its library as published in 2024: the embedding, the layers, the last norm and the
+    # head are one list that is cut evenly; gradients are kept in bf16 and all-reduced in fp32 whatever ZeRO divides;
+    # every tensor rank gathers all logits, and sends all of an activation.
+    (
+        "hagemann",
+        {
+            "gradients": "own",
+            "whole": ("*loss*",),
+            "lead": 1,
+            "tail": 2,
+            "reduction": "all-fp32",
+            "scatter": False,
+        },
+    ),
+)
+
+
+# Systems known to add gradients up within the products that make them: Megatron since the end of 2021.
+FUSED_GRADIENTS = r"korthikanti|megascale|mlperf|nemo|megatron-core|megatron-bridge|llama 3"
+
+
+def habits(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of the layout that are known of a row's system."""
+    found: dict[str, Any] = {}
+    for word, known in HABITS:
+        found.update(known if word in system(row) else {})
+    if "(deepspeed)" in system(row) and row["parallel"].get("precision") == "fp16":
+        found["gradients"] = "own"
+    return found
+
+
+# Systems whose pipelines send and receive one by one, standing still: DeepSpeed's, and Aleph Alpha's after it.
+BLOCKING_MESSAGES = r"deepspeed|hagemann"
+
+
+# Systems known to send tensor-parallel collectives in pieces beside the products next to them.
+PIECEWISE = r"megascale \d+ gpus|megatron-bridge"
+
+
+def overlap(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What the row, or else what is known of its system, has travel while devices compute. Weights of ZeRO-3 are
+    prefetched by all; gradients are reduced under backward where the row says so, and by libraries since 2023. Messages
+    between stages hold up only those who wait for them where libraries post sends and receives in pairs."""
+    parallel = row["parallel"]
+    recent = bool(re.search(r"H100|H800|H200|B200|B300|GB[23]00|TPU", str(row["cluster"].get("gpu", ""))))
+    found = ["weight"] if re.search(BLOCKING_MESSAGES, system(row)) else ["weight", "message"]
+    if parallel.get("ddp_overlap", recent):
+        found.append("gradient")
+    if parallel.get("tp_comm_overlap") or parallel.get("async_tp") or re.search(PIECEWISE, system(row)):
+        found += ["tensor", "gradient"]
+    return tuple(dict.fromkeys(found))
+
+
+def eager(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Modules that run operation by operation: where a row names its kernels, all else, in torch's own operations."""
+    kernel = str(row["parallel"].get("attention_kernel") or "")
+    if not kernel:
+        return ("*",) if row["parallel"].get("compile") is False else ()
+    norms = () if "RMS" in kernel else ("*norm*",)
+    scores = ("*scores",) if kernel == "torch" else ()
+    return ("*attention", "*mlp*", "layers.[0-9]", *norms, *scores)
