@@ -10,6 +10,11 @@ arrives until an optimizer has stepped or ``zero_grad`` was called, of the model
 of another optimizer cannot be told: one made by hand is to step also where the model has overflowed.) ``.grad`` is None
 meanwhile, so that an optimizer of any class skips its step, its state untouched, and so does clipping. All passes up to
 there count as one step.
+
+A loop that leaves out both after an overflow never trains again. Nor does it with :class:`torch.amp.GradScaler`, whose
+``step`` is called in any case: infinite gradients stay in ``.grad`` until ``zero_grad``, and whatever is added to them
+is infinite. Here it is told: by a warning when it has asked whether gradients overflowed, and goes on to another pass
+all the same; by an error when more passes were dropped than anyone adds up.
 """
 
 from __future__ import annotations
@@ -26,11 +31,17 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from autopar.errors import AutoparError
+
 from .groups import MeshGroups
 
 FIRST, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
-# Passes in a row whose gradients are dropped before that is called odd: nobody seems to consume gradients.
-_PATIENCE = 256
+# Passes in a row whose gradients are dropped before that is called odd, nobody seeming to consume gradients, and wrong.
+_PATIENCE, _MOST = 256, 1024
+_REMEDY = (
+    "step an optimizer also where the model has overflowed (it changes nothing), or call model.zero_grad() where you "
+    "leave it out"
+)
 
 
 @dataclass
@@ -45,15 +56,18 @@ class LossScale:
     tracker: int = 0
     overflowed: bool = False
     _adding: bool = field(default=False, repr=False)
+    _told: bool = field(default=False, repr=False)
     _dropped: int = field(default=0, repr=False)
     _guards: list[RemovableHandle] = field(default_factory=list, repr=False)
 
     def settle(self, gradients: Iterable[torch.Tensor], parameters: Iterable[nn.Parameter], groups: MeshGroups) -> bool:
         """Divides the local tensors ``gradients`` of one pass by the scale, in place; whether they may be added up. If
         not, since an element of these or of an earlier pass is not finite on some rank of ``groups``, ``parameters``
-        have no gradients, and get none until :meth:`consumed`. Collective."""
+        have no gradients, and get none until :meth:`consumed`. Collective. Raises :class:`AutoparError`, on all ranks,
+        if nobody consumes gradients."""
         if not self._adding:
             self._adding, self.overflowed, self._dropped = True, False, 0
+        self._teach()
         given = [gradient for gradient in gradients if gradient.numel()]
         overflow = _overflow(given, groups)
         if given:
@@ -71,19 +85,29 @@ class LossScale:
             wanted = [parameter for parameter in parameters if parameter.requires_grad]
             self._guards = [p.register_post_accumulate_grad_hook(_without_gradient) for p in wanted]
         self._dropped += 1
-        if self._dropped == _PATIENCE:
-            warnings.warn(
-                f"the gradients of {_PATIENCE} passes were dropped since one overflowed, as no optimizer has stepped "
-                "since: step an optimizer also where the model has overflowed (it changes nothing), or call "
-                "model.zero_grad()",
-                stacklevel=2,
-            )
+
+    def _teach(self) -> None:
+        """Says what a loop lacks that goes on adding to gradients that are none. Only what all ranks know, how many
+        passes were dropped, is an error: one rank alone may have asked."""
+        dropped = (
+            f"the gradients of {self._dropped} passes were dropped since one of them overflowed, and those of the "
+        )
+        if self._dropped == _MOST:
+            raise AutoparError(f"{dropped}next would be: no optimizer has stepped since; {_REMEDY}")
+        if self._told or self._dropped == _PATIENCE:
+            warnings.warn(f"{dropped}pass that begins are too: no optimizer has stepped since; {_REMEDY}", stacklevel=2)
+        self._told = False
+
+    def tell(self) -> bool:
+        """Whether gradients overflowed, for a loop that may act on it."""
+        self._told = self.overflowed and self._adding
+        return self.overflowed
 
     def consumed(self) -> None:
         """Gradients have been used, or thrown away: what comes next is another step."""
         for guard in self._guards:
             guard.remove()
-        self._guards = []
+        self._guards, self._told = [], False
         if self._adding and not self.overflowed:
             self.tracker += 1
             if self.tracker == self.growth_interval:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import autopar
+from autopar.errors import AutoparError
 from autopar.options import Options
 from autopar.runtime.loss_scale import FIRST, LossScale
 from tests.questions import on
@@ -176,7 +177,8 @@ def test_autograd_leaves_no_part_of_a_sum(overflowing: int) -> None:
         (parallel(given[0]) + parallel(given[1]) + penalty).backward()
         assert parallel.overflowed and not any(g is not None for g in _gradients(parallel))
         assert parallel.loss_scale_state()["scale"] == FIRST / 8
-        parallel(x).backward()
+        with pytest.warns(UserWarning, match="1 passes were dropped|2 passes were dropped"):
+            parallel(x).backward()
         assert parallel.overflowed and not any(g is not None for g in _gradients(parallel))
         parallel.zero_grad()
         parallel(x).backward()
@@ -249,6 +251,59 @@ def test_gradients_of_inputs_are_those_of_the_loss() -> None:
         dist.destroy_process_group()
 
 
+def _weights_if_skipped_by_torch(x: torch.Tensor, passes: int) -> list[torch.Tensor]:
+    """Of a loop with a GradScaler that leaves out step and zero_grad after an overflow."""
+    model, scaler = _scaled_up(1.0)[0], torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    for _ in range(passes):
+        with torch.autocast("cpu", torch.float16):
+            loss = model(x)
+        scaler.scale(loss).backward()
+        if all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None):
+            raise AssertionError("it never gets here")
+        scaler._scale.fill_(scaler.get_scale() / 2)  # type: ignore[union-attr]
+    return [p.detach() for p in model.parameters()]
+
+
+def test_a_loop_that_leaves_out_step_and_zero_grad_trains_no_more_than_by_torch_and_is_told() -> None:
+    parallel, x = _one_device()
+    try:
+        optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
+        _set_scale(parallel, 2.0**40)
+        parallel.step(x)
+        for _ in range(2):
+            assert parallel.overflowed
+            with pytest.warns(UserWarning, match=r"no optimizer has stepped since; .*model\.zero_grad\(\)"):
+                parallel.step(x)
+        stuck = [p.full_tensor() for p in parallel.parameters()]
+        assert all(torch.equal(a, b) for a, b in zip(stuck, _weights_if_skipped_by_torch(x, 3), strict=True))
+        while parallel.overflowed:
+            optimizer.zero_grad()
+            parallel.step(x)
+        assert all(g is not None for g in _gradients(parallel))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_passes_that_are_added_up_are_not_warned_of() -> None:
+    """Nobody has asked, and the next step goes on."""
+    parallel, x = _one_device()
+    try:
+        optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
+        _set_scale(parallel, 2.0**19)
+        for _ in range(3):
+            for _ in range(4):
+                parallel.step(x)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not parallel.overflowed and parallel.loss_scale_state() == {
+            **LossScale().state(),
+            "scale": 2.0**18,
+            "_growth_tracker": 2,
+        }
+    finally:
+        dist.destroy_process_group()
+
+
 def test_who_never_consumes_gradients_is_told() -> None:
     scale = LossScale()
     from autopar.runtime.groups import mesh_groups, mesh_of_one
@@ -256,9 +311,14 @@ def test_who_never_consumes_gradients_is_told() -> None:
     try:
         groups = mesh_groups(mesh_of_one("cpu", 1))
         scale.settle([torch.tensor([torch.inf])], [], groups)
-        with pytest.warns(UserWarning, match="zero_grad"):
-            for _ in range(256):
+        with pytest.warns(UserWarning, match=r"256 passes .*zero_grad"):
+            for _ in range(1023):
                 assert not scale.settle([torch.ones(1)], [], groups)
+        for _ in range(2):
+            with pytest.raises(AutoparError, match=r"1024 passes .*zero_grad"):
+                scale.settle([torch.ones(1)], [], groups)
+        scale.consumed()
+        assert scale.settle([torch.ones(1)], [], groups)
     finally:
         dist.destroy_process_group()
 
