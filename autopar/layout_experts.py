@@ -135,7 +135,7 @@ def bill_block(block: Block, layout: Layout, cluster: Cluster) -> Bill:
     held = block.held // layout.expert
     rows = block.rows * layout.capacity
     each = max(1.0, rows / held)
-    dtype = torch.float8_e4m3fn if layout.precision == "fp8" else _DTYPES[block.itemsize]
+    dtype = _PRECISIONS.get(layout.precision, _DTYPES[block.itemsize])
 
     def product(m: float, n: float, k: float) -> float:
         moved = held * (m * n + n * k + m * k) * block.itemsize
@@ -158,4 +158,5 @@ def bill_block(block: Block, layout: Layout, cluster: Cluster) -> Bill:
     return Bill(forward, sum(backward), exchanged, saved, int(largest * block.itemsize))
 
 
+_PRECISIONS = {"fp8": torch.float8_e4m3fn, "fp16": torch.float16}
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}

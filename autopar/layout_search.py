@@ -10,8 +10,9 @@ with devices (only with the ways to divide them).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from .cluster import Cluster
 from .errors import InfeasibleError, OptionsError
@@ -26,6 +27,28 @@ CHUNKS = (1, 2, 3, 4, 6, 8)
 SIMULATED = 8
 ONE = Layout()
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Space:
+    """The values that are tried of each field of a layout; an empty field has those of planning: tensor ranks within a
+    node, stages and data ranks that divide the devices, :data:`MICROBATCHES`, :data:`CHUNKS`, every recomputation,
+    ZeRO-1 over data ranks, and the sequence divided among tensor ranks. ``microbatches``: how many a data rank computes
+    in a step."""
+
+    tensor: tuple[int, ...] = ()
+    pipeline: tuple[int, ...] = ()
+    data: tuple[int, ...] = ()
+    expert: tuple[int, ...] = ()
+    microbatch: tuple[int, ...] = ()
+    microbatches: tuple[int, ...] = ()
+    interleave: tuple[int, ...] = ()
+    recompute: tuple[Recompute, ...] = ()
+    sequence_parallel: tuple[bool, ...] = ()
+    zero: tuple[Literal[0, 1, 2, 3], ...] = ()
+
+
+ANY = Space()
 
 
 @dataclass(frozen=True)
@@ -55,18 +78,30 @@ def divisors(number: int) -> list[int]:
 
 
 def candidates(
-    devices: int, batch: int, layers: int, node: int, experts: int = 0, like: Layout = ONE
+    devices: int, batch: int, layers: int, node: int, experts: int = 0, like: Layout = ONE, space: Space = ANY
 ) -> Iterator[Layout]:
-    """Layouts of so many devices: tensor ranks within a node, chunks of whole layers, and a model's ``experts`` divided
-    in every way; what is not searched is as ``like`` has it."""
-    for tensor in (t for t in divisors(devices) if node % t == 0):
-        for pipeline in (p for p in divisors(devices // tensor) if p <= layers):
-            data = devices // (tensor * pipeline)
-            for microbatch in MICROBATCHES:
-                if batch % (data * microbatch) == 0:
-                    for expert in expert_degrees(experts, tensor, data):
+    """Layouts of so many devices within ``space``; a model's ``experts`` are divided in every way. What is not searched
+    is as ``like`` has it."""
+    ranks = devices // like.context
+    for tensor in space.tensor or (t for t in divisors(ranks) if node % t == 0):
+        for pipeline in space.pipeline or (p for p in divisors(ranks) if p <= layers):
+            data = ranks // (tensor * pipeline)
+            if data * tensor * pipeline * like.context != devices or (space.data and data not in space.data):
+                continue
+            for microbatch in _microbatches(batch, data, space):
+                for expert in space.expert or expert_degrees(experts, tensor, data):
+                    if (data * like.context) % expert == 0:
                         base = replace(like, tensor=tensor, pipeline=pipeline, data=data, expert=expert)
-                        yield from _variants(replace(base, microbatch=microbatch), batch, layers)
+                        yield from _variants(replace(base, microbatch=microbatch), batch, layers, space)
+
+
+def _microbatches(batch: int, data: int, space: Space) -> list[int]:
+    """The sizes of microbatches into which each of ``data`` ranks divides its part of the batch."""
+    if batch % data:
+        return []
+    mine = batch // data
+    sizes = space.microbatch or (divisors(mine) if space.microbatches else MICROBATCHES)
+    return [s for s in sizes if mine % s == 0 and (not space.microbatches or mine // s in space.microbatches)]
 
 
 def expert_degrees(experts: int, tensor: int, data: int) -> list[int]:
@@ -75,15 +110,40 @@ def expert_degrees(experts: int, tensor: int, data: int) -> list[int]:
     return divisors(math.gcd(held, data)) if held else [1]
 
 
-def _variants(base: Layout, batch: int, layers: int) -> Iterator[Layout]:
+def _variants(base: Layout, batch: int, layers: int, space: Space) -> Iterator[Layout]:
     count, pipeline = base.microbatches(batch), base.pipeline
-    base = replace(base, zero=1 if base.data > 1 else 0, sequence_parallel=base.tensor > 1)
-    for interleave in CHUNKS:
+    divides = space.sequence_parallel or (True,)
+    zeros = (space.zero or (1,)) if base.data * base.context > 1 else (0,)
+    for interleave in space.interleave or CHUNKS:
         chunked = pipeline > 1 and pipeline * interleave <= layers and count >= pipeline
         if interleave > 1 and not chunked:
             continue
-        for recompute in RECOMPUTE:
-            yield replace(base, interleave=interleave, recompute=recompute)
+        for recompute in space.recompute or RECOMPUTE:
+            for sequence in divides if base.tensor > 1 else (False,):
+                shared = replace(base, interleave=interleave, recompute=recompute, sequence_parallel=sequence)
+                yield from (replace(shared, zero=zero) for zero in zeros)
+
+
+def tried_layouts(
+    model: LayoutModel, cluster: Cluster, devices: int, *, batch: int, like: Layout = ONE, space: Space = ANY
+) -> list[Quick]:
+    """All layouts of ``space`` that divide the model, each with a bound of its step and its memory. Placement programs
+    are solved once for all of them that share one, and are remembered by the model."""
+    layers, node = len(model.depth.standing), node_size(cluster, devices)
+    return [
+        quick
+        for layout in candidates(devices, batch, layers, node, model.experts, like, space)
+        for quick in _quick(model, layout, cluster, batch)
+    ]
+
+
+def quickest_layouts(
+    model: LayoutModel, cluster: Cluster, tried: Sequence[Quick], batch: int, limit: int | None = None
+) -> list[Priced]:
+    """Those of ``tried`` that fit and have the least bounds, simulated, the quickest first; empty if none fits."""
+    fitting = [one for one in tried if one.peak <= (limit or one.limit)]
+    priced = _simulated(model, cluster, sorted(fitting, key=lambda one: one.seconds), batch, limit)
+    return sorted(priced, key=lambda one: one.predicted.step_seconds)
 
 
 def best_layout(
@@ -95,22 +155,14 @@ def best_layout(
     Raises:
         InfeasibleError: none fits; says what would, in bytes.
     """
-    layers, node = len(model.depth.standing), node_size(cluster, devices)
-    tried = [
-        quick
-        for layout in candidates(devices, batch, layers, node, model.experts, like)
-        for quick in _quick(model, layout, cluster, batch)
-    ]
-    fitting = [one for one in tried if one.peak <= (limit or one.limit)]
-    if not fitting:
-        raise InfeasibleError(_nothing_fits(model, cluster, tried, batch, limit))
-    priced = _simulated(model, cluster, sorted(fitting, key=lambda one: one.seconds), batch, limit)
+    tried = tried_layouts(model, cluster, devices, batch=batch, like=like)
+    priced = quickest_layouts(model, cluster, tried, batch, limit)
     if not priced:
         raise InfeasibleError(_nothing_fits(model, cluster, tried, batch, limit))
     gap = max(placed.gap for placed in model.every_placed)
-    priced.sort(key=lambda one: one.predicted.step_seconds)
+    fitting = sum(one.peak <= (limit or one.limit) for one in tried)
     rule = rule_of_thumb(model, cluster, devices, batch=batch, limit=limit, like=like)
-    return Found(tuple(priced), len(tried), len(fitting), gap, rule)
+    return Found(tuple(priced), len(tried), fitting, gap, rule)
 
 
 def _simulated(

@@ -3,8 +3,9 @@
 Each row of a file is one measured training step (or one that did not fit): its model is built from its fields, its
 layout priced on its cluster, and predicted and published seconds printed side by side; then, per file and overall, the
 mean absolute error, Kendall's tau within each sweep (one model, batch and cluster under several layouts), how much
-slower the layout that is best by our prices was measured than the best, and how often "fits" was right. Rows that
-cannot be expressed are skipped with a reason.
+slower the layout that is best by our prices was measured than the best, and how often "fits" was right. What a row
+leaves open of its layout is chosen by our search within what its method allows (:mod:`.published_open`); such rows say
+which fields were chosen, and have figures of their own. Rows that cannot be expressed are skipped with a reason.
 """
 
 from __future__ import annotations
@@ -27,22 +28,25 @@ from autopar.layout_model import LayoutModel
 from autopar.layout_price import Priced
 
 from .published_models import build
+from .published_open import choose
 from .published_rows import Question, question_of, read_rows
 from .published_scores import Scored, left_out, summary
 from .published_shape import NotExpressible, Shape
 
 
 class Models:
-    """Models traced once for each shape."""
+    """Models traced once for each shape, in fp16 or bf16: not every device multiplies in both."""
 
     def __init__(self) -> None:
-        self.known: dict[Shape, LayoutModel] = {}
+        self.known: dict[tuple[Shape, torch.dtype], LayoutModel] = {}
 
-    def __getitem__(self, shape: Shape) -> LayoutModel:
-        if shape not in self.known:
+    def of(self, question: Question) -> LayoutModel:
+        shape = question.shape
+        dtype = torch.float16 if question.layout.precision == "fp16" else torch.bfloat16
+        if (shape, dtype) not in self.known:
             ids = torch.empty(2, shape.seq, dtype=torch.long, device="meta")
-            self.known[shape] = LayoutModel.of(build(shape), (ids, ids))
-        return self.known[shape]
+            self.known[shape, dtype] = LayoutModel.of(build(shape, dtype), (ids, ids))
+        return self.known[shape, dtype]
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,12 @@ class Skipped:
     reason: str
 
 
-def price_row(question: Question, models: Models) -> Priced:
-    return models[question.shape].price(question.layout, question.cluster, question.batch)
+def price_row(question: Question, models: Models) -> tuple[Priced, tuple[str, ...]]:
+    """The price of a row's layout, and which of its fields were chosen."""
+    model, cluster, batch = models.of(question), question.cluster, question.batch
+    if question.space is None:
+        return model.price(question.layout, cluster, batch), ()
+    return choose(model, cluster, question.devices, batch, question.layout, question.space)
 
 
 def score_file(path: Path, models: Models) -> tuple[list[Scored], list[Skipped]]:
@@ -79,7 +87,7 @@ def _scored(name: str, file: str, row: Mapping[str, Any] | NotExpressible, model
         if isinstance(row, NotExpressible):
             raise row
         question = question_of(row)
-        return Scored(name, file, question, price_row(question, models))
+        return Scored(name, file, question, *price_row(question, models))
     except (NotExpressible, AutoparError) as error:
         return Skipped(name, str(error))
     except Exception as error:
@@ -129,6 +137,10 @@ def _score_apart(path: Path) -> tuple[list[Scored], list[Skipped]]:
     return score_file(path, Models())
 
 
+def _without_lists(figures: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in figures.items() if not isinstance(value, (list, dict))}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
@@ -143,8 +155,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps(found, indent=1))
         return
     for name, one in (*found["files"].items(), ("overall", found["overall"])):
-        figures = {k: v for k, v in one.items() if k not in ("rows", "skipped", "sweeps")}
-        print(f"{name:28} {figures}")
+        for part, found_there in ((name, one), (f"{name}, chosen", one["open"])):
+            if found_there is one or found_there["priced"]:
+                print(f"{part:28} {_without_lists(found_there)}")
     print(f"speeds fitted without the file: {found['left_out']}")
 
 

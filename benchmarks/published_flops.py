@@ -40,6 +40,28 @@ def _products(model: Mapping[str, Any]) -> float:
     return _weights(model) - float(model["vocab"] * model["hidden"])
 
 
+def _parameters(model: Mapping[str, Any]) -> float:
+    """Elements of all weights: as said, or of a dense decoder with its dims."""
+    if model.get("params"):
+        return _weights(model)
+    hidden, inner = model["hidden"], model["heads"] * (model.get("head_dim") or model["hidden"] / model["heads"])
+    products = 2 * hidden * inner * (1 + (model.get("kv_heads") or model["heads"]) / model["heads"])
+    matrices = 3 if model.get("mlp") in ("swiglu", "geglu") else 2
+    return float(model["layers"] * (products + matrices * hidden * model["ffn"]) + 2 * model["vocab"] * hidden)
+
+
+def _grouped_experts(model: Mapping[str, Any], tokens: float) -> float:
+    """Alpa's count of mixtures of experts (benchmark/util.py, compute_moe_tflops), forward counted four times: every
+    other layer has experts 8 times as wide as the model, two for each token, and products with masks that bring the
+    tokens of a group to slots and back."""
+    layers, hidden, seq, experts = (model[k] for k in ("layers", "hidden", "seq", "experts_every_other_layer"))
+    attention = 8 * hidden**2 + 4 * seq * hidden
+    dense = attention + 4 * hidden * model["ffn"]
+    slots = 2 * 4 * model["expert_group_size"] * hidden + 2 * hidden * experts
+    sparse = attention + 2 * 4 * hidden * model["ffn"] + slots
+    return float(tokens * (4 * layers / 2 * (dense + sparse) + 6 * hidden * model["vocab"]))
+
+
 CONVENTIONS: Mapping[str, Count] = {
     "megatron_hw_full": _megatron(4, 16),
     "megatron_model": _megatron(3, 12),
@@ -48,7 +70,11 @@ CONVENTIONS: Mapping[str, Count] = {
     "8N": lambda model, tokens: 8 * _weights(model) * tokens,
     "arch": lambda model, tokens: 6 * _products(model) * tokens + _attention(model, tokens),
     "arch_causal": lambda model, tokens: 6 * _products(model) * tokens + _attention(model, tokens) / 2,
-    "alpa_remat": _megatron(4, 10),
+    # The head counts 6 B s h V (benchmark/util.py of Alpa): of rows with seconds besides this is right within 0.3%.
+    "alpa_remat": _megatron(4, 16),
+    "alpa_moe_remat": _grouped_experts,
+    # MaxText as of its tables (calculate_tflops_training_per_device): all weights, attention halved.
+    "6N+causal": lambda model, tokens: 6 * _parameters(model) * tokens + _attention(model, tokens) / 2,
 }
 
 

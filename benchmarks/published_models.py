@@ -137,7 +137,7 @@ class Decoder(nn.Module):
         return result
 
 
-def build(shape: Shape) -> Decoder:
-    """The decoder on the meta device, in bf16."""
+def build(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> Decoder:
+    """The decoder on the meta device."""
     with torch.device("meta"):
-        return Decoder(shape).bfloat16()
+        return Decoder(shape).to(dtype)

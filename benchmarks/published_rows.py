@@ -13,16 +13,20 @@ from typing import Any
 from autopar.cluster import Cluster
 from autopar.errors import OptionsError
 from autopar.layout import Layout
+from autopar.layout_search import Space
 
 from .published_clusters import cluster_of
 from .published_flops import published_seconds
+from .published_known import completed
+from .published_open import is_open, known_of_method, space_of
 from .published_shape import NotExpressible, Shape, number
 from .published_systems import FUSED_GRADIENTS, eager, habits, overlap, system
 
 
 @dataclass(frozen=True)
 class Question:
-    """One row, ready to be priced."""
+    """One row, ready to be priced. Where it leaves its layout open ``space`` is what it allows, and ``layout`` what is
+    known besides."""
 
     row: Mapping[str, Any]
     shape: Shape
@@ -31,13 +35,18 @@ class Question:
     cluster: Cluster
     seconds: float | None
     oom: bool | None
+    space: Space | None = None
+
+    @property
+    def devices(self) -> int:
+        return self.layout.devices if self.space is None else number(self.row["cluster"], "n_gpus")
 
     @property
     def sweep(self) -> tuple[object, ...]:
         """Rows of one sweep measure one model, batch and cluster under several layouts."""
         measured = replace(self.shape, flash=True, upcast=False)
         said = json.dumps([self.row.get("source"), self.row["cluster"]], sort_keys=True)
-        return said, measured, self.batch, self.layout.devices
+        return said, measured, self.batch, self.devices
 
 
 def read_rows(path: Path) -> Iterator[Mapping[str, Any] | NotExpressible]:
@@ -63,7 +72,7 @@ def question_of(row: Mapping[str, Any]) -> Question:
     if absent:
         raise NotExpressible(f"the row's {', '.join(absent)} are not given")
     try:
-        return _question(row)
+        return _question(completed(row))
     except OptionsError as error:
         raise NotExpressible(str(error)) from error
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
@@ -73,6 +82,8 @@ def question_of(row: Mapping[str, Any]) -> Question:
 def _question(row: Mapping[str, Any]) -> Question:
     seconds, oom = published_seconds(row), row["measured"].get("oom")
     if seconds is None and not oom:
+        if row["measured"].get("tflops_per_gpu"):
+            raise NotExpressible("TFLOP/s without seconds, and not enough is said to know how FLOPs were counted")
         raise NotExpressible("neither seconds, tokens nor FLOP/s of a step")
     if seconds is not None and not 0 < seconds < math.inf:
         raise NotExpressible(f"a step of {seconds} seconds")
@@ -81,7 +92,12 @@ def _question(row: Mapping[str, Any]) -> Question:
     shape = Shape.of(row["model"], flash=_is_flash(row), upcast=upcast)
     if not row["parallel"].get("global_batch"):
         raise NotExpressible("no global batch")
-    layout, batch = layout_of(row), number(row["parallel"], "global_batch")
+    batch = number(row["parallel"], "global_batch")
+    if is_open(row["parallel"]):
+        known = known_fields(row)
+        like = Layout(**{**known, "expert": 1, "zero": 0})
+        return Question(row, shape, like, batch, cluster_of(row), seconds, oom, space_of(row, known))
+    layout = layout_of(row)
     layout.microbatches(batch)
     return Question(row, shape, layout, batch, cluster_of(row), seconds, oom)
 
@@ -100,36 +116,41 @@ def _is_flash(row: Mapping[str, Any]) -> bool:
 
 
 def layout_of(row: Mapping[str, Any]) -> Layout:
-    """The layout of a row; what it leaves out follows from its number of devices. Raises :class:`OptionsError`."""
+    """The layout of a row that gives it; what it leaves out follows from its number of devices. Raises
+    :class:`OptionsError`."""
     parallel = row["parallel"]
-    if not parallel.get("t") or not parallel.get("p"):
-        raise NotExpressible("tensor and pipeline degrees are not given")
     tensor, pipeline, context = number(parallel, "t"), number(parallel, "p"), number(parallel, "cp", 1)
     devices = number(row["cluster"], "n_gpus", tensor * pipeline * context)
-    data = number(parallel, "d", max(1, devices // (tensor * pipeline * context)))
     whole = parallel.get("per_device_batch") or parallel.get("local_batch")
-    microbatch = parallel.get("microbatch") or (whole if pipeline == 1 else whole and 1)
-    if not microbatch:
-        raise NotExpressible("no microbatch")
+    microbatch = parallel.get("microbatch") or (whole if pipeline == 1 else 1)
     said = {
         "tensor": tensor,
         "pipeline": pipeline,
-        "data": data,
-        "context": context,
-        "expert": _expert(parallel, tensor),
-        "capacity": float(parallel.get("capacity_factor") or 1.0),
+        "data": number(parallel, "d", max(1, devices // (tensor * pipeline * context))),
         "microbatch": number({"microbatch": microbatch}, "microbatch"),
         "interleave": number(parallel, "interleave", 1) if pipeline > 1 else 1,
+    }
+    known = known_fields(row)
+    return Layout(**{**known, **said, "sequence_parallel": known["sequence_parallel"] and tensor > 1})
+
+
+def known_fields(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a row's layout that do not depend on how devices are divided."""
+    parallel = row["parallel"]
+    said = {
+        "context": number(parallel, "cp", 1),
+        "expert": _expert(parallel, number(parallel, "t", 1)),
+        "capacity": float(parallel.get("capacity_factor") or 1.0),
         "recompute": _recompute(str(parallel.get("recompute") or "none")),
-        "sequence_parallel": bool(parallel.get("sequence_parallel")) and tensor > 1,
-        "zero": _zero(parallel.get("zero_stage"), pipeline),
+        "sequence_parallel": bool(parallel.get("sequence_parallel")),
+        "zero": _zero(parallel.get("zero_stage"), number(parallel, "p", 1)),
         "precision": _precision(str(parallel.get("precision"))),
         "overlap": overlap(row),
         "eager": eager(row),
         "adding": not re.search(FUSED_GRADIENTS, system(row)),
         "offload": bool(parallel.get("cpu_offload_optimizer")),
     }
-    return Layout(**{**said, **habits(row)})
+    return {**said, **habits(row), **known_of_method(parallel)}
 
 
 def _expert(parallel: Mapping[str, Any], tensor: int) -> int:

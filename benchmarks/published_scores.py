@@ -21,12 +21,13 @@ NOISE = 0.01
 
 @dataclass(frozen=True)
 class Scored:
-    """A priced row."""
+    """A priced row; ``chosen``: the fields of its layout that it leaves open."""
 
     name: str
     file: str
     question: Question
     priced: Priced
+    chosen: tuple[str, ...] = ()
 
     @property
     def predicted(self) -> float:
@@ -38,19 +39,30 @@ class Scored:
         seconds = self.question.seconds
         return None if seconds is None else self.predicted / seconds - 1
 
+    @property
+    def is_open(self) -> bool:
+        return bool(self.chosen)
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        """What was chosen for each field left open."""
+        return {name: getattr(self.priced.layout, name) for name in self.chosen}
+
     def line(self) -> str:
         seconds, error = self.question.seconds, self.error
         said = "did not fit" if seconds is None else f"{seconds:9.3f} s published {error:+7.1%}"
         fit = "fits" if self.priced.fits else "too big"
         peak = self.priced.predicted.peak_bytes / 2**30
         row = f"{self.file[:16]:16} {str(self.question.row.get('row', self.name))[:44]:44}"
-        return f"{row} {self.predicted:9.3f} s {said} {peak:6.1f} GiB {fit}"
+        chosen = ", ".join(f"{name}={value}" for name, value in self.choice.items())
+        return f"{row} {self.predicted:9.3f} s {said} {peak:6.1f} GiB {fit}" + (f"; chosen: {chosen}" if chosen else "")
 
     def to_json(self) -> dict[str, Any]:
         return {
             "id": self.name,
             "row": self.question.row.get("row"),
             "layout": str(self.priced.layout),
+            "chosen": self.choice,
             "published_seconds": self.question.seconds,
             "predicted_seconds": self.predicted,
             "error": self.error,
@@ -91,10 +103,10 @@ def kendall_apart(pairs: Sequence[tuple[float, float]], noise: float = NOISE) ->
 def left_out(scored: Sequence[Scored]) -> dict[str, Any]:
     """The error of each file's rows if the speed of their device were fitted to the other files alone: predictions
     times the median of published over predicted seconds of all rows of that device elsewhere. Devices of one file have
-    none."""
+    none, and rows whose layout was chosen are left out."""
     groups: dict[str, dict[str, list[float]]] = {}
     for one in scored:
-        if one.question.seconds is not None:
+        if one.question.seconds is not None and not one.is_open:
             files = groups.setdefault(one.question.cluster.device.name, {})
             files.setdefault(one.file, []).append(one.question.seconds / one.predicted)
     found, errors = [], list[float]()
@@ -121,11 +133,12 @@ def sweeps(scored: Sequence[Scored]) -> list[list[Scored]]:
 
 def layouts(rows: Sequence[Scored]) -> list[tuple[float, float]]:
     """(predicted, published) seconds of each layout of a sweep: rows that ask one and the same are one layout, measured
-    as their median."""
+    as their median. A layout that was chosen may not be the one that ran: each such row counts by itself."""
     found: dict[object, list[Scored]] = {}
     for one in rows:
         question = one.question
-        found.setdefault((question.shape, question.layout, question.cluster), []).append(one)
+        asked = (question.shape, question.layout, question.cluster)
+        found.setdefault(id(one) if one.is_open else asked, []).append(one)
     return [
         (group[0].predicted, statistics.median(one.question.seconds or 0.0 for one in group))
         for group in found.values()
@@ -148,11 +161,36 @@ def _tau(rows: Sequence[Scored]) -> float | None:
 
 
 def summary(scored: Sequence[Scored]) -> dict[str, Any]:
-    """Figures of some rows; None where there is nothing to judge."""
+    """Figures of some rows, and of those among them whose layout is wholly given, and of those where it was chosen;
+    None where there is nothing to judge."""
+    found = sweeps(scored)
+    return {
+        **_figures(scored),
+        "given": _figures([one for one in scored if not one.is_open]),
+        "open": _figures([one for one in scored if one.is_open]),
+        "sweeps": [
+            {
+                "rows": len(rows),
+                "open": sum(one.is_open for one in rows),
+                "layouts": len(layouts(rows)),
+                "first": rows[0].name,
+                "kendall_tau": _tau(rows),
+                "kendall_tau_rows": kendall(_pairs(rows)),
+                "best_is_slower_by": regret(rows),
+            }
+            for rows in found
+        ],
+    }
+
+
+def _pairs(rows: Sequence[Scored]) -> list[tuple[float, float]]:
+    return [(one.predicted, one.question.seconds or 0.0) for one in rows]
+
+
+def _figures(scored: Sequence[Scored]) -> dict[str, Any]:
     errors = [one.error for one in scored if one.error is not None]
     found = sweeps(scored)
-    pairs = [[(one.predicted, one.question.seconds or 0.0) for one in rows] for rows in found]
-    taus = list(map(kendall, pairs))
+    pairs = list(map(_pairs, found))
     apiece = [tau for tau in map(_tau, found) if tau is not None]
     apart = [tau for tau in map(kendall_apart, pairs) if tau is not None]
     telling = {one.file for one in scored if one.question.oom}
@@ -163,19 +201,8 @@ def summary(scored: Sequence[Scored]) -> dict[str, Any]:
         "timed": len(errors),
         "mean_absolute_error": statistics.fmean(map(abs, errors)) if errors else None,
         "mean_error": statistics.fmean(errors) if errors else None,
-        "sweeps": [
-            {
-                "rows": len(rows),
-                "layouts": len(layouts(rows)),
-                "first": rows[0].name,
-                "kendall_tau": _tau(rows),
-                "kendall_tau_rows": tau,
-                "best_is_slower_by": regret(rows),
-            }
-            for rows, tau in zip(found, taus, strict=True)
-        ],
         "median_kendall_tau": statistics.median(apiece) if apiece else None,
-        "median_kendall_tau_rows": statistics.median(taus) if taus else None,
+        "median_kendall_tau_rows": statistics.median(map(kendall, pairs)) if pairs else None,
         "median_kendall_tau_b": statistics.median(map(kendall_b, pairs)) if pairs else None,
         "median_kendall_tau_apart": statistics.median(apart) if apart else None,
         "median_best_is_slower_by": statistics.median(map(regret, found)) if found else None,
