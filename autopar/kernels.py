@@ -6,8 +6,8 @@ operations share a kernel only if no way from one to the other leads through ano
 operation has a *depth*, the most kernels on a way to it, and a kernel is a connected set of equal depth.
 
 A value that forward would keep for elementwise use in backward is *remade* there instead, in the kernel that uses it,
-where what it is made from takes no more memory: of a normalisation the input is kept, of a gated activation the two
-products. (Compilers find the same by a minimum cut; fused kernels of training libraries are written so.)
+where what it is made from takes no more memory on a device: of a normalisation the input is kept, of a gated activation
+the two products. (Compilers find the same by a minimum cut; fused kernels of training libraries are written so.)
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from .graph import REST, VIEWS, Graph, Node, Value
 
 Moves = Callable[[Node, Node], bool]
 Alone = Callable[[Node], bool]
+Size = Callable[[Value], int]
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,10 @@ def _is_alias(node: Node) -> bool:
     return node.op in VIEWS or node.op == REST
 
 
-def find_kernels(graph: Graph, moves: Moves, eager: Alone) -> Kernels:
+def find_kernels(graph: Graph, moves: Moves, eager: Alone, size: Size) -> Kernels:
     """The kernels of a concrete graph with rests. ``moves(producer, consumer)`` says whether a value is resharded
     between two operations, or they should not share a kernel for another reason; ``eager(node)`` whether one runs
-    alone."""
+    alone; ``size(value)`` how many bytes a value takes on a device if it is kept."""
 
     def joins(producer: Node, consumer: Node) -> bool:
         light = not any(is_heavy(node) or eager(node) for node in (producer, consumer))
@@ -98,7 +99,7 @@ def find_kernels(graph: Graph, moves: Moves, eager: Alone) -> Kernels:
     groups = _groups(graph, _depths(graph, joins), joins)
     users = _users(graph)
     kernels = tuple(_kernel(graph, nodes, users) for nodes in groups)
-    return _with_remade(graph, kernels, users, eager)
+    return _with_remade(graph, kernels, users, eager, size)
 
 
 def _real_operands(graph: Graph, node: Node) -> list[Value]:
@@ -162,7 +163,9 @@ def _kernel(graph: Graph, nodes: list[Node], users: Mapping[Value, list[Node]]) 
     return Kernel(tuple(nodes), tuple(reads), tuple(writes))
 
 
-def _with_remade(graph: Graph, kernels: tuple[Kernel, ...], users: Mapping[Value, list[Node]], eager: Alone) -> Kernels:
+def _with_remade(
+    graph: Graph, kernels: tuple[Kernel, ...], users: Mapping[Value, list[Node]], eager: Alone, size: Size
+) -> Kernels:
     """Decides kernel by kernel, the last first, what is kept and what is remade."""
 
     def fusable(node: Node) -> bool:
@@ -176,8 +179,8 @@ def _with_remade(graph: Graph, kernels: tuple[Kernel, ...], users: Mapping[Value
         candidates = [v for v in kernel.writes if v in wanted and all(map(fusable, _users_in_backward(v, users)))]
         sources = {v: _sources(graph, v, kernel) for v in candidates}
         needed = dict.fromkeys(s for found in sources.values() for s in found if not graph[s.node].is_placeholder)
-        price = sum(_bytes(graph, s) for s in needed if s not in wanted)
-        if candidates and price <= sum(_bytes(graph, v) for v in candidates):
+        price = sum(size(s) for s in needed if s not in wanted)
+        if candidates and price <= sum(map(size, candidates)):
             remade.update(sources)
             for value in candidates:
                 del wanted[value]
@@ -210,10 +213,6 @@ def _sources(graph: Graph, value: Value, kernel: Kernel) -> tuple[Value, ...]:
                 else:
                     found[operand] = None
     return tuple(found)
-
-
-def _bytes(graph: Graph, value: Value) -> int:
-    return int(graph.type_of(value).bytes)
 
 
 def _remaking(kernel: Kernel, remade: Mapping[Value, tuple[Value, ...]], users: Mapping[Value, list[Node]]) -> Kernel:

@@ -10,7 +10,7 @@ from .errors import OptionsError
 from .schedules import SCHEDULES
 
 Recompute = Literal["none", "selective", "full"]
-Overlap = Literal["gradient", "weight", "message", "tensor", "expert"]
+Overlap = Literal["gradient", "weight", "message", "input_gradient", "tensor", "expert"]
 _DEGREES = ("tensor", "pipeline", "data", "context", "expert", "microbatch", "interleave")
 _COUNTS = ("lead", "tail")
 _CHOICES = {
@@ -20,7 +20,7 @@ _CHOICES = {
     "reduction": ("scatter", "all", "all-fp32"),
     "precision": ("fp32", "bf16", "fp16", "fp8"),
 }
-_OVERLAPS = ("gradient", "weight", "message", "tensor", "expert")
+_OVERLAPS = ("gradient", "weight", "message", "input_gradient", "tensor", "expert")
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Layout:
             products with weights, all else in bf16.
         overlap: what travels while devices compute: ``"gradient"`` reductions under the last backward, ``"weight"``
             gathers under the layer before, ``"message"`` s between stages (otherwise both ends stand still),
+            ``"input_gradient"`` collectives of the tensor ranks under the product that makes a weight's gradient,
             ``"tensor"`` (and context) collectives under the products next to them, ``"expert"`` exchanges of rows under
             the computing of another microbatch.
         eager: modules (globs of paths) whose elementwise operations run one by one, each reading and writing memory;
@@ -74,7 +75,7 @@ class Layout:
     zero: Literal[0, 1, 2, 3] = 0
     schedule: str | None = None
     precision: Literal["fp32", "bf16", "fp16", "fp8"] = "bf16"
-    overlap: tuple[Overlap, ...] = ("gradient", "weight", "message")
+    overlap: tuple[Overlap, ...] = ("gradient", "weight", "message", "input_gradient")
     eager: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
     gradients: Literal["fp32", "own"] = "fp32"

@@ -63,6 +63,7 @@ class LayoutModel:
             layout.eager,
             layout.whole,
             layout.precision,
+            "input_gradient" in layout.overlap,
             cluster,
         )
         if key not in self._sections:

@@ -4,7 +4,8 @@ One data rank's share of a step is placed on the mesh (context, tensor): on the 
 their dim 1, the sequence, and weights whole; on the tensor axis inputs lie whole, every matrix of weights is divided
 and no weight is gathered. Which matrix is divided by rows and which by columns follows from solving: it is what
 communicates least. Without sequence parallelism no activation may be divided along the sequence on the tensor axis;
-which dim of each tensor that is is found by placing the sequence alone.
+which dim of each tensor that is is found by placing the sequence alone. With it, what products take is kept in shards
+and gathered again in backward.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from fnmatch import fnmatchcase
 
 from torch.distributed.tensor import Shard
 
+from autopar.cost import family_of
 from autopar.passes.annotate import annotate
 from autopar.passes.fold import fold_layers
 
 from .assignment import Assignment, ParameterPlacement
 from .cluster import Cluster
 from .errors import OptionsError
-from .graph import Graph, Node, TensorType
+from .graph import REST, VIEWS, Graph, Node, TensorType, Value
 from .instance import Choice, Instance, build_instance
 from .layout import Layout
 from .layout_experts import routers
@@ -30,7 +32,7 @@ from .prices import Prices, exchanged_bytes, placement_options
 from .reshard import Hop
 from .restrict import Allowed, with_choices
 from .solve import solve
-from .spec import REPLICATE, Placement, is_shard
+from .spec import REPLICATE, Placement, Strategy, is_shard
 
 SECONDS = 20.0
 GAP = 0.005
@@ -54,7 +56,7 @@ def place(graph: Graph, layout: Layout, cluster: Cluster) -> Placed:
     folded = fold_layers(annotated, 1)
     for prices in _prices(annotated, layout, cluster):
         instance = build_instance(folded, prices, optimizer="sgd", memory_limit=math.inf)
-        allowed = _all_of(_weights(instance), _inputs(layout), _whole(layout))
+        allowed = _all_of(_weights(instance), _inputs(layout), _whole(layout), _kept(instance, layout))
         found = solve(with_choices(instance, allowed, gathers=False).problem, time_limit=SECONDS, gap=GAP)
         if found.status != "infeasible":
             return Placed(annotated, instance.assignment(found.choices), prices, found.gap)
@@ -151,6 +153,32 @@ def _weights(instance: Instance) -> Allowed:
         return not matrix or is_shard(weight[TENSOR])
 
     return allowed
+
+
+def _kept(instance: Instance, layout: Layout) -> Allowed:
+    """With sequence parallelism, operands of products are kept in shards where they can be (Korthikanti et al. 2022,
+    section 4.2.2)."""
+    graph = instance.graph
+    rests = {node.name for node in graph.nodes if node.op == REST and _feeds_product(graph, node)}
+    divisible = {
+        name
+        for name, choices in zip(instance.names, instance.choices, strict=True)
+        if layout.sequence_parallel
+        and name in rests
+        and any(isinstance(choice, Strategy) and is_shard(choice.outputs[0][TENSOR]) for choice in choices)
+    }
+
+    def allowed(node: Node, choice: Choice) -> bool:
+        kept = node.op == REST and graph.classes.get(node.name, node.name) in divisible
+        return not kept or isinstance(choice, ParameterPlacement) or is_shard(choice.outputs[0][TENSOR])
+
+    return allowed
+
+
+def _feeds_product(graph: Graph, node: Node) -> bool:
+    """Whether a matrix product takes a node's result, views looked through."""
+    users = [user for user, _ in graph.users.get(Value(node.name), ())]
+    return any(family_of(u.op).matrix is not None or (u.op in VIEWS and _feeds_product(graph, u)) for u in users)
 
 
 def _inputs(layout: Layout) -> Allowed:

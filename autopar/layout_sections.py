@@ -24,7 +24,7 @@ from .graph import REST, VIEWS, Graph, Node, TensorType, Value
 from .kernels import Kernel, Kernels, find_kernels, is_heavy, origin
 from .layout import Layout
 from .layout_experts import BACKWARD, OPERATIONS, Block, bill_block, check_degree, expert_weights, find_blocks
-from .layout_place import Placed
+from .layout_place import TENSOR, Placed
 from .prices import local_bytes, local_type
 from .spec import Placements
 
@@ -189,7 +189,7 @@ class _Biller:
         def runs_alone(node: Node) -> bool:
             return any(fnmatchcase(node.module, pattern) for pattern in eager)
 
-        return find_kernels(self.graph, moves, runs_alone)
+        return find_kernels(self.graph, moves, runs_alone, self.local)
 
     def section(self, name: str) -> Section:
         forward, backward, inside, working = Seconds(), Seconds(), Seconds(), 0
@@ -208,7 +208,7 @@ class _Biller:
         moved = {"forward": 0.0, "backward": 0.0}
         for use in self.moves:
             if use.role == "operand" and self.homes[use.consumer] == name:
-                moved[use.phase] += self.move_seconds(use)
+                moved[use.phase] += self.exposed(use)
         saved = [value for value in self.kernels.saved if self.homes[value.node] == name]
         return Section(
             forward + Seconds(0.0, moved["forward"]),
@@ -265,8 +265,29 @@ class _Biller:
         is_weighted = node.op == "aten.mm.default" or node.op == "aten.addmm.default"
         return TensorType(kind.shape, torch.float8_e4m3fn) if self.layout.precision == "fp8" and is_weighted else kind
 
-    def move_seconds(self, use: Use) -> float:
-        return self.prices.table(use.kind).cost(use.source, use.target)
+    def exposed(self, use: Use) -> float:
+        """Seconds of a reshard for which devices wait."""
+        seconds = self.prices.table(use.kind).cost(use.source, use.target)
+        if use.phase == "forward" or "input_gradient" not in self.layout.overlap:
+            return seconds
+        return max(0.0, seconds - self._beside(use))
+
+    def _beside(self, use: Use) -> float:
+        """Seconds of a product that computes while a reshard of backward travels (Korthikanti et al. 2022, section
+        4.2.2): of a weight's gradient while that of the input is summed over tensor ranks, a product of as many FLOPs
+        as made it; of the input's while what forward kept in shards is gathered again."""
+        consumer = self.graph[use.consumer]
+        if isinstance(use.source[TENSOR], Partial):
+            return sum(map(self.seconds, self._products(use.value)))
+        kept = self.graph[origin(self.graph, use.value).node].phase == "forward"
+        return self.seconds(self.kernels.of[consumer.name]) if kept and is_heavy(consumer) else 0.0
+
+    def _products(self, value: Value) -> list[Kernel]:
+        """Products whose sum a value is."""
+        node = self.graph[value.node]
+        if node.op in VIEWS or node.op.startswith("aten.add."):
+            return [product for operand in node.operands for product in self._products(operand)]
+        return [self.kernels.of[node.name]] if family_of(node.op).matrix is not None else []
 
     def entry(self, name: str) -> int:
         """Bytes of what comes in from the sections before, in forward."""

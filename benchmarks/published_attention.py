@@ -15,7 +15,7 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape, window: int = 0) -> None:
         super().__init__()
         self.shape, self.window = shape, window
-        self.scores = None if shape.flash else Scores(shape.upcast)
+        self.scores = None if shape.flash else Scores(shape)
         inner, outer = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         bias = not shape.gated
         self.query = nn.Linear(shape.hidden, inner, bias=bias)
@@ -41,6 +41,10 @@ class Attention(nn.Module):
         return result
 
 
+def dropout(shape: Shape) -> nn.Module:
+    return nn.Dropout(0.1) if shape.dropout else nn.Identity()
+
+
 def rotary(x: torch.Tensor) -> torch.Tensor:
     """Rotary positions: pairs of the two halves of a head turned by angles that grow with the place."""
     half = x.shape[-1] // 2
@@ -58,16 +62,17 @@ def flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.
 class Scores(nn.Module):
     """Scores written out: what libraries without a fused attention kernel do; with ``upcast``, softmax in fp32."""
 
-    def __init__(self, upcast: bool = False) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.upcast = upcast
+        self.upcast, self.drop = shape.upcast, dropout(shape)
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
         rows = torch.arange(scores.shape[-1], device=query.device)
         masked = scores.masked_fill(rows > rows[:, None], torch.finfo(scores.dtype).min)
         shares = torch.softmax(masked.float() if self.upcast else masked, -1).to(value.dtype)
-        return shares @ value
+        mixed: torch.Tensor = self.drop(shares) @ value
+        return mixed
 
 
 def windowed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int) -> torch.Tensor:

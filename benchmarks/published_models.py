@@ -16,7 +16,7 @@ from torch import nn
 from autopar.local_experts import experts
 from autopar.trace_experts import activation_text
 
-from .published_attention import Attention, LatentAttention
+from .published_attention import Attention, LatentAttention, dropout
 from .published_shape import Experts, Shape
 
 
@@ -91,10 +91,11 @@ class Layer(nn.Module):
         super().__init__()
         self.norm1, self.attention = Norm(shape), _attention(shape, number)
         self.norm2, self.mlp = Norm(shape), _mlp(shape, number)
+        self.drop = dropout(shape)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.norm1(x))
-        result: torch.Tensor = x + self.mlp(self.norm2(x))
+        x = x + self.drop(self.attention(self.norm1(x)))
+        result: torch.Tensor = x + self.drop(self.mlp(self.norm2(x)))
         return result
 
 
@@ -122,6 +123,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(shape.vocab, shape.hidden)
         self.positions = None if shape.gated else nn.Embedding(shape.seq, shape.hidden)
+        self.drop = dropout(shape)
         self.layers = nn.ModuleList(Layer(shape, number) for number in range(shape.layers))
         self.norm = Norm(shape)
         self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
@@ -131,6 +133,7 @@ class Decoder(nn.Module):
         x = self.embedding(ids)
         if self.positions is not None:
             x = x + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        x = self.drop(x)
         for layer in self.layers:
             x = layer(x)
         result: torch.Tensor = self.loss(self.head(self.norm(x)), labels)

@@ -20,7 +20,7 @@ from .published_flops import published_seconds
 from .published_known import completed
 from .published_open import is_open, known_of_method, space_of
 from .published_shape import NotExpressible, Shape, number
-from .published_systems import FUSED_GRADIENTS, eager, habits, overlap, system
+from .published_systems import DROPOUT, FUSED_GRADIENTS, UNFUSED, eager, habits, overlap, system
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,8 @@ def _question(row: Mapping[str, Any]) -> Question:
         raise NotExpressible(f"a step of {seconds} seconds")
     # Torch's own attention in training code normalises scores in fp32, operation by operation; fused kernels inside.
     upcast = row["parallel"].get("attention_kernel") == "torch"
-    shape = Shape.of(row["model"], flash=_is_flash(row), upcast=upcast)
+    dropout = bool(re.search(DROPOUT, system(row)))
+    shape = Shape.of(row["model"], flash=_is_flash(row), upcast=upcast, dropout=dropout)
     if not row["parallel"].get("global_batch"):
         raise NotExpressible("no global batch")
     batch = number(row["parallel"], "global_batch")
@@ -103,16 +104,17 @@ def _question(row: Mapping[str, Any]) -> Question:
 
 
 def _is_flash(row: Mapping[str, Any]) -> bool:
-    """Whether attention ran as one kernel: said so, or newer than the kernel's adoption (2023) by device or source."""
+    """Whether attention ran as one kernel: said so, or newer than the kernel's adoption (2023) by device or source (of
+    several years the first: a paper may be printed later)."""
     parallel = row["parallel"]
     said = " ".join(str(parallel.get(k, "")) for k in ("attention_kernel", "attention", "recompute"))
     if "flash" in said:
         return True
-    if parallel.get("attention_kernel"):
+    if parallel.get("attention_kernel") or re.search(UNFUSED, system(row)):
         return False
     years = [int(y) for y in re.findall(r"\b20[12]\d\b", str(row.get("source", "")))]
     newer = re.search(r"H100|H200|B200|B300|GB200|GB300|TPU|MI3", str(row["cluster"].get("gpu", "")))
-    return bool(newer) or bool(years and max(years) >= 2023)
+    return bool(newer) or bool(years and min(years) >= 2023)
 
 
 def layout_of(row: Mapping[str, Any]) -> Layout:

@@ -60,7 +60,8 @@ class Latent:
 class Shape:
     """The dims of a decoder; ``flash``: attention is one kernel, and what is recomputed of it is not its scores;
     ``window``: every other layer (``window_every``) attends to so many tokens only; ``upcast``: scores written out are
-    normalised in fp32."""
+    normalised in fp32; ``dropout``: of embedding, scores written out, and what attention and
+    feed-forward add."""
 
     layers: int
     hidden: int
@@ -77,9 +78,10 @@ class Shape:
     window: int = 0
     window_every: int = 1
     upcast: bool = False
+    dropout: bool = False
 
     @staticmethod
-    def of(model: Mapping[str, Any], *, flash: bool, upcast: bool = False) -> Shape:
+    def of(model: Mapping[str, Any], *, flash: bool, upcast: bool = False, dropout: bool = False) -> Shape:
         """Raises :class:`NotExpressible` for what is no decoder, or lacks a dim."""
         missing = [name for name in ("layers", "hidden", "heads", "seq", "vocab") if not model.get(name)]
         if missing:
@@ -111,6 +113,7 @@ class Shape:
             window,
             every,
             upcast,
+            dropout,
         )
 
 

@@ -36,7 +36,8 @@ HABITS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-# Systems known to add gradients up within the products that make them: Megatron since the end of 2021.
+# Systems known to add gradients up within the products that make them, and to sum inputs' gradients over tensor ranks
+# while weights' are computed: Megatron since the end of 2021.
 FUSED_GRADIENTS = r"korthikanti|megascale|mlperf|nemo|megatron-core|megatron-bridge|llama 3"
 
 
@@ -48,6 +49,16 @@ def habits(row: Mapping[str, Any]) -> dict[str, Any]:
     if "(deepspeed)" in system(row) and row["parallel"].get("precision") == "fp16":
         found["gradients"] = "own"
     return found
+
+
+# Systems without a fused attention kernel, though described after there was one: MegaScale's baseline is Megatron-LM of
+# January 2023, to which its table 3 adds the kernel.
+UNFUSED = r"megatron-lm \d+ gpus"
+
+
+# Systems that trained with dropout: Korthikanti et al. count its masks (section 4.1); Megatron's scripts of the time
+# and BigScience's (tr11-176B-ml.slurm) leave it at the library's 0.1.
+DROPOUT = r"narayanan|korthikanti|mt-nlg|bigscience"
 
 
 # Systems whose pipelines send and receive one by one, standing still: DeepSpeed's, and Aleph Alpha's after it.
@@ -67,6 +78,8 @@ def overlap(row: Mapping[str, Any]) -> tuple[Any, ...]:
     found = ["weight"] if re.search(BLOCKING_MESSAGES, system(row)) else ["weight", "message"]
     if parallel.get("ddp_overlap", recent):
         found.append("gradient")
+    if re.search(FUSED_GRADIENTS, system(row)):
+        found.append("input_gradient")
     if parallel.get("tp_comm_overlap") or parallel.get("async_tp") or re.search(PIECEWISE, system(row)):
         found += ["tensor", "gradient"]
     return tuple(dict.fromkeys(found))
