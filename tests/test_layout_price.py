@@ -84,6 +84,35 @@ def test_sequence_parallel_layer_gathers_and_scatters() -> None:
     assert ("forward", "all_reduce") not in kinds
 
 
+def test_input_gradients_travel_under_the_products_of_weight_gradients() -> None:
+    """What is left of the tensor ranks' collectives are those of forward and the gathers of backward: the products of
+    these dims take longer than the others."""
+
+    def waited(*overlap: str, **named: object) -> tuple[float, float]:
+        layout = Layout(tensor=4, overlap=overlap, **named)  # type: ignore[arg-type]
+        layer = wide().sections(layout, A100).layers[1]
+        return layer.forward.communicate, layer.backward.communicate
+
+    forward, backward = waited()
+    assert backward == pytest.approx(forward)
+    assert waited("input_gradient") == (forward, 0.0)
+    forward, backward = waited(sequence_parallel=True)
+    hidden, gathered = waited("input_gradient", sequence_parallel=True)
+    # Two scatters of inputs' gradients and two gathers of what was kept are hidden, two gathers of gradients are not.
+    assert hidden == forward and gathered == pytest.approx(backward / 3, rel=0.1)
+
+
+def test_sequence_parallelism_divides_all_that_is_kept() -> None:
+    """Korthikanti et al. 2022, equation 4 and section 4.2.2, without dropout: 32 s b h / t of a layer."""
+    shape = wide().prepared.graph.placeholders("input")[0].type.shape
+    unit = int(shape[1]) * 4096
+    whole, divided = (
+        wide().sections(Layout(tensor=4, sequence_parallel=parallel), A100).layers[1] for parallel in (False, True)
+    )
+    assert whole.saved - whole.saved_inside == pytest.approx((8 + 24 / 4) * unit, rel=0.02)
+    assert divided.saved - divided.saved_inside == pytest.approx(32 / 4 * unit, rel=0.02)
+
+
 def test_same_flops_however_divided() -> None:
     whole = price(microbatch=4).flops
     assert price(tensor=4, microbatch=4).flops == pytest.approx(whole)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,7 +14,7 @@ import pytest
 from benchmarks.published import Models, report, score_file
 from benchmarks.published_clusters import adapter_rate, cluster_of
 from benchmarks.published_flops import published_seconds
-from benchmarks.published_rows import question_of, read_rows
+from benchmarks.published_rows import Question, question_of, read_rows
 from benchmarks.published_scores import Scored, kendall, kendall_apart, kendall_b, layouts
 from benchmarks.published_shape import NotExpressible
 
@@ -63,6 +64,24 @@ def test_a_row_becomes_a_layout() -> None:
 def test_what_cannot_be_priced_is_skipped_with_a_reason(row: dict[str, Any], reason: str) -> None:
     with pytest.raises(NotExpressible, match=reason):
         question_of(row)
+
+
+def test_kernels_and_dropout_are_those_of_the_system() -> None:
+    """Of several years the first counts; dropout is read, written and its result kept."""
+
+    def asked(source: str, name: str = "175B") -> Question:
+        return question_of({**ROW, "source": source, "row": name})
+
+    old = asked("Korthikanti et al. 2022/MLSys 2023, arXiv 2205.05198")
+    assert not old.shape.flash and old.shape.dropout and "input_gradient" in old.layout.overlap
+    new, baseline = (asked("NSDI 2024", name) for name in ("MegaScale 256 GPUs", "Megatron-LM 256 GPUs"))
+    assert new.shape.flash and not baseline.shape.flash and not new.shape.dropout
+    priced = [
+        Models().of(replace(old, shape=replace(old.shape, dropout=drops))).price(old.layout, old.cluster, old.batch)
+        for drops in (False, True)
+    ]
+    assert priced[0].predicted.step_seconds < priced[1].predicted.step_seconds
+    assert priced[0].predicted.activation_bytes <= priced[1].predicted.activation_bytes
 
 
 def test_experts_are_divided_among_tensor_and_data_ranks() -> None:
