@@ -22,6 +22,8 @@ class Device:
         memory_bytes: what a process can allocate; ``reserve_bytes`` and ``reserve_fraction`` of it are kept free.
         memory_bandwidth: sustained bytes per second, reads and writes together.
         launch_seconds, view_seconds: what any operation, and one that moves no data, costs besides its work.
+        host_seconds: what the host takes to start one operation from a program (its interpreter, its bookkeeping of
+            gradients); operations that are not started one by one do not wait for it.
         matmul_efficiency: share of the peak a large matrix product reaches; ``dtype_efficiency`` times that where
             a dtype differs.
         matmul_padding: every dim of a matrix product takes the time of one this much longer (tiles partly
@@ -68,6 +70,7 @@ class Device:
     update_bandwidth: float = 0.0
     host_bandwidth: float = 0.0
     host_memory_bytes: int = 0
+    host_seconds: float = 0.0
     dtype_efficiency: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -134,6 +137,7 @@ _NOT_NEGATIVE = (
     "attention_width",
     "function_seconds",
     "update_bandwidth",
+    "host_seconds",
     "host_bandwidth",
     "host_memory_bytes",
 )

@@ -9,16 +9,19 @@ from typing import Any, Literal
 from .errors import OptionsError
 from .schedules import SCHEDULES
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "operations", "full"]
 Overlap = Literal["gradient", "weight", "message", "input_gradient", "tensor", "expert"]
 _DEGREES = ("tensor", "pipeline", "data", "context", "expert", "microbatch", "interleave")
 _COUNTS = ("lead", "tail")
+# Bytes of an element of a master weight, of an optimizer's moment, and of a gradient in fp32.
+MASTER_BYTES = 4
 _CHOICES = {
-    "recompute": ("none", "selective", "full"),
+    "recompute": ("none", "selective", "operations", "full"),
     "zero": (0, 1, 2, 3),
     "gradients": ("fp32", "own"),
     "reduction": ("scatter", "all", "all-fp32"),
     "precision": ("fp32", "bf16", "fp16", "fp8"),
+    "dispatch": ("rows", "tokens"),
 }
 _OVERLAPS = ("gradient", "weight", "message", "input_gradient", "tensor", "expert")
 
@@ -37,7 +40,8 @@ class Layout:
         microbatch: samples that one data rank computes at a time.
         interleave: chunks of layers on each pipeline stage.
         recompute: what backward computes again: nothing, the insides of attention (everything between a product of
-            two activations and the next), or whole layers from their inputs.
+            two activations and the next), all ``"operations"`` of layers but attention in one kernel and every other
+            product with weights (torch's selective checkpoints), or whole layers from their inputs.
         sequence_parallel: whether what lies between tensor-parallel regions is divided along the sequence.
         zero: 1 shards the optimizer state over data ranks, 2 gradients too, 3 weights too.
         schedule: by name (:mod:`autopar.schedules`); default ``"1f1b"``, ``"interleaved"`` with several chunks.
@@ -61,6 +65,12 @@ class Layout:
             chunks: with 0 the ends carry them besides as many layers as others.
         reduction: what each rank gets of gradients whose states ZeRO divides: ``"scatter"``, its share; ``"all"``, all
             of them (not with ZeRO-3), as does ``"all-fp32"``, by messages in fp32 whatever they are kept in.
+        balanced: whether context ranks hold pieces of the sequence so that causal attention takes all as long: one
+            from its beginning and one from its end. Otherwise the rank with the last tokens takes longest.
+        dispatch: what travels to experts: ``"rows"``, every choice of a token; ``"tokens"``, a token once to each rank
+            that has experts it chose, and between nodes once to each node (DeepEP, HybridEP).
+        graphed: modules (globs of paths) whose operations the host starts as one (CUDA graphs), or never late. Of all
+            others each takes the device's ``host_seconds``, and a layer is computed as quickly as it is started.
     """
 
     tensor: int = 1
@@ -86,6 +96,9 @@ class Layout:
     lead: int = 0
     tail: int = 0
     reduction: Literal["scatter", "all", "all-fp32"] = "scatter"
+    balanced: bool = True
+    dispatch: Literal["rows", "tokens"] = "rows"
+    graphed: tuple[str, ...] = ("*",)
 
     def __post_init__(self) -> None:
         for name in _DEGREES:
@@ -99,7 +112,7 @@ class Layout:
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise OptionsError(f"Layout({name}={getattr(self, name)!r}): one of {', '.join(map(repr, known))}")
-        for name in ("overlap", "eager", "whole"):
+        for name in ("overlap", "eager", "whole", "graphed"):
             if not isinstance(getattr(self, name), tuple):
                 raise OptionsError(f"Layout({name}={getattr(self, name)!r}): not a tuple of words, such as ('weight',)")
         unknown = [one for one in self.overlap if one not in _OVERLAPS]
@@ -154,6 +167,10 @@ class Layout:
     @property
     def schedule_name(self) -> str:
         return self.schedule or ("interleaved" if self.interleave > 1 else "1f1b")
+
+    def gradient_itemsize(self, itemsize: int) -> int:
+        """Bytes of an element of the gradient of a weight of ``itemsize``, as it is added up."""
+        return MASTER_BYTES if self.gradients == "fp32" else itemsize
 
     def microbatches(self, batch: int) -> int:
         """How many microbatches a data rank computes of a global ``batch``. Raises :class:`OptionsError` if they do

@@ -26,39 +26,29 @@ from .errors import OptionsError
 from .graph import Graph, Node, Value
 from .kernels import origin
 from .layout import Layout
+from .layout_exchange import Block, sent_rows
 from .prices import local_type
 
 FORWARD, BACKWARD = "autopar.experts.default", "autopar.experts_backward.default"
 OPERATIONS = frozenset((FORWARD, BACKWARD))
 # Operands of the forward operation: tokens, then choices and their weights, then what has an entry of every expert.
 CHOICES, MATRICES = 1, 3
-
-
-@dataclass(frozen=True)
-class Block:
-    """A block on one device of the mesh (context, tensor), experts not yet divided among ``expert`` ranks: ``rows``
-    chosen of its ``held`` experts of ``count``, tokens of ``width``, ``up`` columns before the activation and ``down``
-    after it."""
-
-    rows: float
-    held: int
-    count: int
-    width: int
-    up: int
-    down: int
-    itemsize: int
+# Operations that rows take besides products: counted, gathered, exchanged, activated, put back.
+ARRANGING = 8
 
 
 @dataclass(frozen=True)
 class Bill:
     """Seconds of computing in each phase, the bytes of rows that one device hands to an exchange, bytes kept for
-    backward, and the largest result, gradients of matrices among them."""
+    backward, the largest result, gradients of matrices among them, and how many operations the host starts in each
+    phase: some for every expert."""
 
     forward: float
     backward: float
     exchanged: float
     saved: int
     working: int
+    starts: tuple[int, int] = (0, 0)
 
 
 def find_blocks(graph: Graph, assignment: Assignment, mesh: tuple[int, ...]) -> Mapping[str, Block]:
@@ -72,7 +62,9 @@ def _block(graph: Graph, node: Node, assignment: Assignment, mesh: tuple[int, ..
     held, count = int(up.shape[0]), int(graph.type_of(node.operands[MATRICES]).shape[0])
     rows = math.prod(map(int, choices.shape)) * held / count
     width = int(tokens.shape[-1])
-    return Block(rows, held, count, width, int(up.shape[1]), int(down.shape[2]), tokens.dtype.itemsize)
+    sent, each = int(tokens.shape[0]), int(choices.shape[-1])
+    matrices = int(up.shape[1]), int(down.shape[2]), tokens.dtype.itemsize
+    return Block(rows, held, count, width, *matrices, sent, each, node.module)
 
 
 def expert_counts(graph: Graph) -> list[int]:
@@ -135,27 +127,38 @@ def bill_block(block: Block, layout: Layout, cluster: Cluster) -> Bill:
     held = block.held // layout.expert
     rows = block.rows * layout.capacity
     each = max(1.0, rows / held)
+    is_fp8 = layout.precision == "fp8"
     dtype = _PRECISIONS.get(layout.precision, _DTYPES[block.itemsize])
+    taken = dtype.itemsize
+    # Gradients of weights are added to those of microbatches before: read, and written.
+    added = block.itemsize if layout.adding else 2 * layout.gradient_itemsize(block.itemsize)
 
-    def product(m: float, n: float, k: float) -> float:
-        moved = held * (m * n + n * k + m * k) * block.itemsize
+    def product(m: float, n: float, k: float, made: int = block.itemsize) -> float:
+        moved = held * (made * m * n + taken * (n * k + m * k))
         return compute_seconds(cluster, 2.0 * held * m * n * k, moved, dtype, (m, n, k))
 
     def passes(width: float) -> float:
         """Seconds of a kernel that reads or writes ``width`` elements of every row."""
         return compute_seconds(cluster, 0.0, rows * width * block.itemsize, torch.float32)
 
+    def casts(width: float) -> float:
+        """Seconds of casting ``width`` elements of every row, for products with rows and with columns of them."""
+        return passes(width * (1 + 2 * taken / block.itemsize)) if is_fp8 else 0.0
+
     wide, up, down = block.width, block.up, block.down
     # Rows are gathered into the order of their experts, and what comes back is weighed and added up for each token.
     forward = product(each, up, wide) + product(each, wide, down) + passes(up + down) + 2 * passes(2 * wide)
     backward = (
-        *(product(each, wide, up), product(up, wide, each), product(each, down, wide), product(wide, down, each)),
-        *(passes(2 * up + down), 2 * passes(2 * wide)),
+        *(product(each, wide, up), product(up, wide, each, added)),
+        *(product(each, down, wide), product(wide, down, each, added)),
+        *(passes(2 * up + down), 2 * passes(2 * wide), casts(wide), casts(up)),
     )
-    exchanged = rows * wide * block.itemsize if layout.expert > 1 else 0.0
+    exchanged = sent_rows(block, layout) * wide * block.itemsize if layout.expert > 1 else 0.0
     saved = int(rows * (wide + up) * block.itemsize)
     largest = max(rows * max(up, wide), held * wide * max(up, down))
-    return Bill(forward, sum(backward), exchanged, saved, int(largest * block.itemsize))
+    starts = (2 + 2 * is_fp8) * held + ARRANGING, (4 + 2 * is_fp8) * held + ARRANGING
+    working = int(largest * block.itemsize)
+    return Bill(forward + casts(wide) + casts(down), sum(backward), exchanged, saved, working, starts)
 
 
 _PRECISIONS = {"fp8": torch.float8_e4m3fn, "fp16": torch.float16}

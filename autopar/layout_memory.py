@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .layout import Layout
+from .layout import MASTER_BYTES, Layout
 from .layout_sections import Section, Weight
 from .schedules import SCHEDULES
 
-MASTER_BYTES = 4
 # What the caching allocator loses between blocks, as a share of what comes and goes: what rests is allocated once.
 # Fitted on the rows of Aleph Alpha that did and did not fit.
 FRAGMENTED = 0.18
@@ -37,7 +36,7 @@ class Held:
 
 def gradient_bytes(weight: Weight, layout: Layout) -> int:
     """Bytes of the gradient of a weight as it is added up."""
-    return weight.elements * (MASTER_BYTES if layout.gradients == "fp32" else weight.itemsize)
+    return weight.elements * layout.gradient_itemsize(weight.itemsize)
 
 
 def state_bytes(layout: Layout) -> int:
@@ -89,8 +88,8 @@ def _activations(rank: int, chunks: Sequence[Sequence[Section]], layout: Layout,
 
 
 def _saved(section: Section, layout: Layout, first: bool) -> int:
-    if layout.recompute == "full":
-        return section.entry
+    if layout.recompute in ("full", "operations"):
+        return section.entry + (section.saved_kept if layout.recompute == "operations" else 0)
     kept = section.saved - (section.saved_inside if layout.recompute == "selective" else 0)
     return kept + (section.entry if first else 0)
 

@@ -64,11 +64,13 @@ class LayoutModel:
             layout.whole,
             layout.precision,
             "input_gradient" in layout.overlap,
+            layout.graphed,
+            layout.balanced,
             cluster,
         )
         if key not in self._sections:
             self._sections[key] = bill_sections(self.placed(layout, cluster), self.depth, layout)
-        divided = (*key, layout.expert, layout.capacity)
+        divided = (*key, layout.expert, layout.capacity, layout.dispatch, layout.adding, layout.gradients)
         if divided not in self._sections:
             self._sections[divided] = with_experts(self._sections[key], layout, cluster)
         return self._sections[divided]

@@ -14,8 +14,9 @@ from autopar.cost.point_to_point import message_rate
 
 from .cluster import Cluster
 from .errors import OptionsError
-from .layout import Layout
-from .layout_memory import MASTER_BYTES, Held, data_ranks, gradient_bytes, held_by, state_bytes
+from .layout import MASTER_BYTES, Layout
+from .layout_exchange import exchange_seconds
+from .layout_memory import Held, data_ranks, gradient_bytes, held_by, state_bytes
 from .layout_sections import Seconds, Section, Sections, Weight
 from .plan import Predicted
 from .schedules import SCHEDULES, make_schedule
@@ -28,6 +29,8 @@ DTYPES = {
 }
 # Pieces in which a collective travels that overlaps with the product next to it: one of them is exposed.
 PIECES = 4
+# Share of a device's processors that an exchange of rows takes while it travels (HybridEP: 32 of 148).
+TAKEN = 0.2
 # Microbatches beyond this many rounds of the pipeline repeat each other: the time of a round is extrapolated.
 ROUNDS = 3
 
@@ -193,21 +196,19 @@ class _Step:
 
     def exchange(self, section: Section) -> float:
         """Seconds of sending the rows of a section to their experts and back."""
-        layout = self.layout
-        mesh = (layout.data * layout.context // layout.expert, layout.expert, layout.tensor)
-        # By convention the bytes of an all-to-all are those of all devices together.
-        sizes = (layout.expert * nbytes for nbytes in section.exchanged)
-        return sum(2 * collective_seconds(self.cluster, mesh, "all_to_all", (1,), nbytes) for nbytes in sizes)
+        return sum(2 * exchange_seconds(self.cluster, self.layout, block) for block in section.blocks)
 
     def again(self, section: Section) -> Seconds:
         """What backward computes again of a section."""
         if not section.is_layer or self.layout.recompute == "none":
             return Seconds()
+        if self.layout.recompute == "operations":
+            return section.forward - section.kept
         return section.forward if self.layout.recompute == "full" else section.inside
 
     def exchanges(self, section: Section) -> float:
         """Those of forward, of backward and of what is computed again."""
-        often = 3 if section.is_layer and self.layout.recompute == "full" else 2
+        often = 3 if section.is_layer and self.layout.recompute in ("full", "operations") else 2
         return often * self.exchange(section)
 
     def gradients(self, sections: Iterable[Section]) -> dict[int, float]:
@@ -250,15 +251,17 @@ class _Step:
         return moved / self.cluster.device.memory_bandwidth
 
     def exchanging(self, seconds: float, exchange: float) -> float:
-        """Exchanges of rows after the rest, or beside that of another microbatch."""
-        return max(seconds, exchange) if "expert" in self.layout.overlap else seconds + exchange
+        """Exchanges of rows after the rest, or beside that of another microbatch, from which they take processors."""
+        if "expert" not in self.layout.overlap:
+            return seconds + exchange
+        return max(seconds + TAKEN * min(seconds, exchange), exchange)
 
     def total(self, seconds: Seconds) -> float:
         """Computing and communicating in turn, or piece by piece at once."""
         if "tensor" not in self.layout.overlap:
             return seconds.total
         both = (seconds.compute, seconds.communicate)
-        return max(both) + min(both) / PIECES
+        return max(both) + min(both) / PIECES + seconds.host
 
     def chunk_price(self, c: int) -> ChunkPrice:
         chunk = self.chunks[c]
@@ -381,6 +384,7 @@ class _Step:
             "tensor": often * sum((s.forward + s.backward + self.again(s)).communicate for s in sections),
             "adding up": often * sum(map(self.adding_up, sections)),
             "exchange": often * sum(self.exchanges(s) for s in sections),
+            "host": often * sum((s.forward + s.backward + self.again(s)).host for s in sections),
             "messages": often * self.stands(rank),
             "reduce": sum(self.prices[c].reduce for c in _held(rank, self.layout)),
             "update": self.update(rank),

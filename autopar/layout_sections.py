@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 
-import torch
 from torch.distributed.tensor import Partial
 
-from autopar.cost import compute_seconds, family_of, node_seconds
+from autopar.cost import family_of
 
 from .assignment import Use, uses
 from .axis_names import weight_values
@@ -23,31 +23,31 @@ from .depth import Depth
 from .graph import REST, VIEWS, Graph, Node, TensorType, Value
 from .kernels import Kernel, Kernels, find_kernels, is_heavy, origin
 from .layout import Layout
-from .layout_experts import BACKWARD, OPERATIONS, Block, bill_block, check_degree, expert_weights, find_blocks
+from .layout_exchange import Block
+from .layout_experts import BACKWARD, OPERATIONS, bill_block, check_degree, expert_weights, find_blocks
+from .layout_kernels import AFTER, BEFORE, KernelPrices, graphed, local_size
 from .layout_place import TENSOR, Placed
 from .prices import local_bytes, local_type
 from .spec import Placements
 
-BEFORE, AFTER = "(before)", "(after)"
-# Rows of operands that do not begin at multiples of so many bytes are loaded element by element (NVIDIA, *Matrix
-# multiplication background user's guide*), and the product is so many times slower: fitted on trial runs of BLOOM with
-# heads of 150. Plans leave this out: to them a smaller shard is never dearer.
-ALIGNMENT, MISALIGNED = 16, 6.0
-
 
 @dataclass(frozen=True)
 class Seconds:
-    """Computing and communicating."""
+    """Computing, communicating, and waiting for the host, which starts operations one by one."""
 
     compute: float = 0.0
     communicate: float = 0.0
+    host: float = 0.0
+
+    def __sub__(self, other: Seconds) -> Seconds:
+        return self + Seconds(-other.compute, -other.communicate, -other.host)
 
     def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(self.compute + other.compute, self.communicate + other.communicate)
+        return Seconds(self.compute + other.compute, self.communicate + other.communicate, self.host + other.host)
 
     @property
     def total(self) -> float:
-        return self.compute + self.communicate
+        return self.compute + self.communicate + self.host
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ class Section:
     bytes kept for backward, ``saved_inside`` those of them that selective recomputation does not keep, ``entry`` those
     of what comes in from the section before; ``working`` the most that one kernel makes. ``flops``: of products, all
     devices together. ``blocks`` of experts are not in these until :func:`with_experts` puts them there, and the bytes
-    that one device hands to each of their exchanges into ``exchanged``."""
+    that one device hands to each of their exchanges into ``exchanged``. ``kept``: seconds of forward that are not spent
+    again where all but attention and every other product is, which takes ``saved_kept`` bytes."""
 
     forward: Seconds = Seconds()
     backward: Seconds = Seconds()
@@ -83,6 +84,8 @@ class Section:
     is_layer: bool = False
     blocks: tuple[Block, ...] = ()
     exchanged: tuple[float, ...] = ()
+    kept: Seconds = Seconds()
+    saved_kept: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,14 +117,19 @@ def _with_experts(section: Section, layout: Layout, cluster: Cluster) -> Section
     if not section.blocks:
         return section
     bills = [bill_block(block, layout, cluster) for block in section.blocks]
+    forward, backward = Seconds(), Seconds()
+    for block, bill in zip(section.blocks, bills, strict=True):
+        each = 0.0 if graphed(block.module, layout) else cluster.device.host_seconds
+        forward += Seconds(bill.forward, 0.0, max(0.0, bill.starts[0] * each - bill.forward))
+        backward += Seconds(bill.backward, 0.0, max(0.0, bill.starts[1] * each - bill.backward))
     weights = (
         replace(w, elements=w.elements // layout.expert, experts=layout.expert) if w.experts else w
         for w in section.weights
     )
     return replace(
         section,
-        forward=section.forward + Seconds(sum(bill.forward for bill in bills)),
-        backward=section.backward + Seconds(sum(bill.backward for bill in bills)),
+        forward=section.forward + forward,
+        backward=section.backward + backward,
         saved=section.saved + sum(bill.saved for bill in bills),
         working=max(section.working, *(bill.working for bill in bills)),
         weights=tuple(weights),
@@ -155,14 +163,6 @@ def _home(graph: Graph, paths: list[str]) -> Mapping[str, str]:
     return homes
 
 
-def _is_misaligned(node: Node, inputs: tuple[TensorType, ...], outputs: tuple[TensorType | None, ...]) -> bool:
-    family = family_of(node.op)
-    if family.matrix is None or family.is_attention:
-        return False
-    _, n, k = family.matrix(inputs, outputs)
-    return any(dim * inputs[0].dtype.itemsize % ALIGNMENT for dim in (n, k))
-
-
 class _Biller:
     """Holds what all sections share while they are billed."""
 
@@ -175,6 +175,7 @@ class _Biller:
         self.moves = [use for use in uses(self.graph, self.assignment) if use.source != use.target]
         self.blocks = find_blocks(self.graph, self.assignment, self.prices.mesh)
         self.expert_weights = expert_weights(self.graph)
+        self.priced = KernelPrices(placed, homes, layout, self.kernels)
         self.raw = {o.name: o.value for o in self.graph.outputs if o.kind == "gradient" and o.value is not None}
 
     def _find_kernels(self) -> Kernels:
@@ -189,20 +190,27 @@ class _Biller:
         def runs_alone(node: Node) -> bool:
             return any(fnmatchcase(node.module, pattern) for pattern in eager)
 
-        return find_kernels(self.graph, moves, runs_alone, self.local)
+        return find_kernels(self.graph, moves, runs_alone, partial(local_size, self.placed))
 
     def section(self, name: str) -> Section:
         forward, backward, inside, working = Seconds(), Seconds(), Seconds(), 0
+        started = {"forward": 0.0, "backward": 0.0}
+        kept, saved_kept, products = Seconds(), 0, 0
         for kernel in self.kernels.kernels:
             if self.homes[kernel.nodes[0].name] != name:
                 continue
-            seconds = Seconds(self.seconds(kernel), 0.0)
+            seconds = Seconds(self.priced.seconds(kernel), 0.0)
+            started[kernel.phase] += self.priced.host_seconds(kernel)
             if kernel.nodes[0].op not in OPERATIONS:
-                working = max(working, sum(map(self.local, kernel.writes)))
+                working = max(working, sum(map(self.priced.local, kernel.writes)))
             if kernel.phase == "backward":
                 backward += seconds
             else:
                 forward += seconds
+                products += self.priced.is_product(kernel)
+                if self.priced.is_attention(kernel) or (self.priced.is_product(kernel) and products % 2):
+                    kept += seconds
+                    saved_kept += sum(map(self.priced.local, kernel.writes))
                 if any(node.name in self.inside for node in kernel.nodes):
                     inside += seconds
         moved = {"forward": 0.0, "backward": 0.0}
@@ -210,18 +218,23 @@ class _Biller:
             if use.role == "operand" and self.homes[use.consumer] == name:
                 moved[use.phase] += self.exposed(use)
         saved = [value for value in self.kernels.saved if self.homes[value.node] == name]
+        forward += Seconds(0.0, moved["forward"])
+        backward += Seconds(0.0, moved["backward"])
         return Section(
-            forward + Seconds(0.0, moved["forward"]),
-            backward + Seconds(0.0, moved["backward"]),
+            forward + Seconds(0.0, 0.0, max(0.0, started["forward"] - forward.total)),
+            backward + Seconds(0.0, 0.0, max(0.0, started["backward"] - backward.total)),
             inside,
-            sum(map(self.local, saved)),
-            sum(self.local(value) for value in saved if self._stays_inside(value)),
+            sum(map(self.priced.local, saved)),
+            sum(self.priced.local(value) for value in saved if self._stays_inside(value)),
             self.entry(name),
             working,
             self.flops(name),
             self.weights(name),
             name not in (BEFORE, AFTER),
             tuple(block for node, block in self.blocks.items() if self.homes[node] == name),
+            # Of collectives reductions are kept, gathers not.
+            kept=kept + Seconds(0.0, forward.communicate / 2),
+            saved_kept=saved_kept,
         )
 
     def _stays_inside(self, value: Value) -> bool:
@@ -237,34 +250,6 @@ class _Biller:
             else:
                 yield user
 
-    def local(self, value: Value) -> int:
-        """Bytes of a value on one device; of one that rests, as it rests."""
-        rest = next((u for u, _ in self.graph.users.get(value, ()) if u.op == REST), None)
-        place = self.assignment.placements_of(Value(rest.name) if rest is not None else value)
-        return local_bytes(self.graph.type_of(value), place, self.prices.mesh)
-
-    def seconds(self, kernel: Kernel) -> float:
-        heavy = kernel.heavy
-        if heavy is not None and heavy.op in OPERATIONS:
-            return 0.0
-        if heavy is not None:
-            strategy = self.assignment.strategies[heavy.name]
-            taken = zip(map(self.graph.type_of, heavy.operands), strategy.inputs, strict=True)
-            made = zip(heavy.types, strategy.outputs, strict=True)
-            inputs = tuple(self._computed_in(heavy, local_type(t, p, self.prices.mesh)) for t, p in taken)
-            outputs = tuple(t and local_type(t, p, self.prices.mesh) for t, p in made)
-            seconds = node_seconds(self.prices.cluster, heavy, inputs, outputs, strategy.local)
-            return seconds * (MISALIGNED if _is_misaligned(heavy, inputs, outputs) else 1.0)
-        if all(node.op in VIEWS or node.op == REST or family_of(node.op).is_view for node in kernel.nodes):
-            return 0.0
-        moved = sum(map(self.local, (*kernel.reads, *kernel.writes)))
-        return compute_seconds(self.prices.cluster, 0.0, moved, torch.float32)
-
-    def _computed_in(self, node: Node, kind: TensorType) -> TensorType:
-        """An operand as the layout's precision has it: in fp8 where weights or their gradients are multiplied."""
-        is_weighted = node.op == "aten.mm.default" or node.op == "aten.addmm.default"
-        return TensorType(kind.shape, torch.float8_e4m3fn) if self.layout.precision == "fp8" and is_weighted else kind
-
     def exposed(self, use: Use) -> float:
         """Seconds of a reshard for which devices wait."""
         seconds = self.prices.table(use.kind).cost(use.source, use.target)
@@ -278,9 +263,9 @@ class _Biller:
         as made it; of the input's while what forward kept in shards is gathered again."""
         consumer = self.graph[use.consumer]
         if isinstance(use.source[TENSOR], Partial):
-            return sum(map(self.seconds, self._products(use.value)))
+            return sum(map(self.priced.seconds, self._products(use.value)))
         kept = self.graph[origin(self.graph, use.value).node].phase == "forward"
-        return self.seconds(self.kernels.of[consumer.name]) if kept and is_heavy(consumer) else 0.0
+        return self.priced.seconds(self.kernels.of[consumer.name]) if kept and is_heavy(consumer) else 0.0
 
     def _products(self, value: Value) -> list[Kernel]:
         """Products whose sum a value is."""

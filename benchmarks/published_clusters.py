@@ -12,14 +12,18 @@ from autopar.device import Device
 from autopar.links import MESSAGE, Link, Rate
 
 from .published_shape import NotExpressible, number
-from .published_systems import system
+from .published_systems import FIRST_FLASH, SECOND_FLASH, system
 
 # Bytes/s of the twelve NVLinks of an A100 in one direction.
 NVLINKS_A100 = 300e9
 # Share of an adapter's nominal rate that collectives reach, as in the presets; seconds of a step of its latency.
 SUSTAINED, LATENCY = 0.95, 5e-6
-# How quick the first FlashAttention is, to the second: about half (Dao 2023, figures 4 to 6).
-FLASH_1 = 0.5
+# How quick older kernels of attention are with heads of 128, to those that the device's own figure is of (the second
+# FlashAttention on A100, the third and cuDNN's on H100), and whether wide heads are quicker than narrow ones: the first
+# is half as quick as the second (Dao 2023, figures 4 to 6), and as quick with heads of 64; the second reaches on H100
+# 0.55 of the third (Shah et al. 2024, figures 5 and 6).
+WIDTH = 128
+FIRST, SECOND_ON_HOPPER, FIRST_ON_HOPPER = 0.5, 0.6, 0.8
 # Networks of systems whose rows do not say how many adapters a node has. Aleph Alpha's messages between stages take as
 # long as over four of 200 Gb/s; its collectives take as much longer for every byte of weights as at this rate of each.
 NETWORKS = (
@@ -70,8 +74,7 @@ def cluster_of(row: Mapping[str, Any]) -> Cluster:
         raise NotExpressible(f"no preset for {cluster.get('gpu')}")
     found = _filled(Cluster.get(name), number(cluster, "n_gpus", 1))
     device = _device(found.device, cluster)
-    if re.search(r"flash\w*v1", str(row["parallel"].get("attention_kernel"))):
-        device = replace(device, attention_efficiency=device.attention_efficiency * FLASH_1)
+    device = _attending(device, row)
     per_node = int(cluster.get("gpus_per_node") or 8)
     found = replace(found, links=(_inner(found.links[0], str(cluster.get("intra") or "")), *found.links[1:]))
     if BLOCKED[0] in system(row) and number(cluster, "n_gpus", 1) >= BLOCKED[1]:
@@ -87,6 +90,18 @@ def cluster_of(row: Mapping[str, Any]) -> Cluster:
     messages = {MESSAGE: (Rate(LATENCY, rate * SUSTAINED),)}
     outer = Link("network", None, rate * share, LATENCY, messages, adapters=found.links[-2].size)
     return replace(found, device=device, links=(*found.links[:-1], outer))
+
+
+def _attending(device: Device, row: Mapping[str, Any]) -> Device:
+    """The device with the kernel of attention that a row's system had."""
+    words = system(row)
+    if re.search(r"flash\w*v1", str(row["parallel"].get("attention_kernel"))) or re.search(FIRST_FLASH, words):
+        share = FIRST * (FIRST_ON_HOPPER if device.name.startswith("H") else 1.0)
+        quick = device.attention_efficiency * share / (1 + device.attention_width / WIDTH)
+        return replace(device, attention_efficiency=quick, attention_width=0.0)
+    if device.name.startswith("H") and re.search(SECOND_FLASH, words):
+        return replace(device, attention_efficiency=device.attention_efficiency * SECOND_ON_HOPPER)
+    return device
 
 
 def _filled(cluster: Cluster, devices: int) -> Cluster:

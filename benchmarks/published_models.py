@@ -116,6 +116,22 @@ class Loss(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
+class Beyond(nn.Module):
+    """Predicts a token further (DeepSeek-V3, arXiv 2412.19437, section 2.2): what the layers made, and the embedding of
+    the token between, go through a projection and a layer more."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList((Norm(shape), Norm(shape)))
+        self.projection = nn.Linear(2 * shape.hidden, shape.hidden, bias=False)
+        self.layer, self.norm = Layer(shape, shape.layers), Norm(shape)
+
+    def forward(self, x: torch.Tensor, embedded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the next one starts from, and what goes to the head."""
+        made = self.layer(self.projection(torch.cat((self.norms[0](x), self.norms[1](embedded)), -1)))
+        return made, self.norm(made)
+
+
 class Decoder(nn.Module):
     """Token ids and labels [batch, seq] to the mean loss."""
 
@@ -128,15 +144,19 @@ class Decoder(nn.Module):
         self.norm = Norm(shape)
         self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
         self.loss = Loss()
+        self.beyond = nn.ModuleList(Beyond(shape) for _ in range(shape.beyond))
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.embedding(ids)
         if self.positions is not None:
             x = x + self.positions(torch.arange(ids.shape[1], device=ids.device))
-        x = self.drop(x)
+        x = embedded = self.drop(x)
         for layer in self.layers:
             x = layer(x)
         result: torch.Tensor = self.loss(self.head(self.norm(x)), labels)
+        for further in self.beyond:
+            x, normed = further(x, embedded)
+            result = result + self.loss(self.head(normed), labels)
         return result
 
 

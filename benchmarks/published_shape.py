@@ -61,7 +61,7 @@ class Shape:
     """The dims of a decoder; ``flash``: attention is one kernel, and what is recomputed of it is not its scores;
     ``window``: every other layer (``window_every``) attends to so many tokens only; ``upcast``: scores written out are
     normalised in fp32; ``dropout``: of embedding, scores written out, and what attention and
-    feed-forward add."""
+    feed-forward add; ``beyond``: how many tokens after the next one are predicted too, each by a layer more."""
 
     layers: int
     hidden: int
@@ -79,9 +79,12 @@ class Shape:
     window_every: int = 1
     upcast: bool = False
     dropout: bool = False
+    beyond: int = 0
 
     @staticmethod
-    def of(model: Mapping[str, Any], *, flash: bool, upcast: bool = False, dropout: bool = False) -> Shape:
+    def of(
+        model: Mapping[str, Any], *, flash: bool, upcast: bool = False, dropout: bool = False, beyond: int = 0
+    ) -> Shape:
         """Raises :class:`NotExpressible` for what is no decoder, or lacks a dim."""
         missing = [name for name in ("layers", "hidden", "heads", "seq", "vocab") if not model.get(name)]
         if missing:
@@ -114,6 +117,7 @@ class Shape:
             every,
             upcast,
             dropout,
+            beyond,
         )
 
 

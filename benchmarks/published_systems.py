@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from .published_recipes import beside, recipe
+
 
 def system(row: Mapping[str, Any]) -> str:
     """What is said of who ran it: source, schedule and notes, and the row's own name."""
@@ -15,7 +17,8 @@ def system(row: Mapping[str, Any]) -> str:
 
 # What is known of how a system trains, by words of its source, schedule or notes.
 HABITS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("llm-foundry", {"eager": ("*",)}),
+    # Its loss is FlashAttention's fused cross entropy, by default (github.com/mosaicml/llm-foundry).
+    ("llm-foundry", {"eager": ("embedding", "positions", "layers.*", "norm", "head")}),
     # BigScience went over to bf16, whose gradients are added up in fp32, when it also counted the embedding and the
     # head as a layer each; before, gradients were in fp16 as DeepSpeed keeps them (chronicles of tr11-176B).
     ("embedding-balanced", {"lead": 1, "tail": 1}),
@@ -48,7 +51,14 @@ def habits(row: Mapping[str, Any]) -> dict[str, Any]:
         found.update(known if word in system(row) else {})
     if "(deepspeed)" in system(row) and row["parallel"].get("precision") == "fp16":
         found["gradients"] = "own"
-    return found
+    return {**found, **recipe(system(row), row)}
+
+
+# Systems whose rows say nothing of the version of FlashAttention and had the first: llm-foundry's tables are of its
+# kernel in Triton (`attn_impl`), made before the second was supported.
+FIRST_FLASH = r"llm-foundry"
+# Systems that have the second whatever the chip: torch's own attention.
+SECOND_FLASH = r"torchtitan"
 
 
 # Systems without a fused attention kernel, though described after there was one: MegaScale's baseline is Megatron-LM of
@@ -82,6 +92,8 @@ def overlap(row: Mapping[str, Any]) -> tuple[Any, ...]:
         found.append("input_gradient")
     if parallel.get("tp_comm_overlap") or parallel.get("async_tp") or re.search(PIECEWISE, system(row)):
         found += ["tensor", "gradient"]
+    if beside(system(row)):
+        found.append("expert")
     return tuple(dict.fromkeys(found))
 
 

@@ -202,6 +202,40 @@ def test_what_is_known_of_systems_goes_into_their_rows() -> None:
     assert (balanced.lead, balanced.tail) == (1, 1)
 
 
+def mixture(row: str, release: str, **parallel: object) -> dict[str, Any]:
+    """A row of NeMo's tables as they are written: 61 layers with 16 experts in all."""
+    return {
+        **ROW,
+        "source": f"Megatron-Bridge performance summary ({release} NeMo Container)",
+        "row": row,
+        "model": {**ROW["model"], "layers": 61, "experts": {"n": 16, "top_k": 2}, "vocab": 1000},
+        "cluster": {"gpu": "GB200-NVL72", "n_gpus": 64, "gpus_per_node": 72},
+        "parallel": {"t": 1, "p": 4, "ep": 16, "microbatch": 1, "global_batch": 64, "precision": "mxfp8", **parallel},
+    }
+
+
+def test_recipes_say_more_of_mixtures_than_rows() -> None:
+    new, old = (
+        question_of(mixture("DeepSeekV3 GB200 x256 MXFP8", release, interleave=4)) for release in ("26.06", "26.04")
+    )
+    assert new.layout.graphed == ("*",) and "expert" in new.layout.overlap
+    assert "*" not in old.layout.graphed and "expert" not in old.layout.overlap
+    # 16 chunks of four layers, but the last of one: the head and the second token take the place of three.
+    assert (new.shape.beyond, new.layout.lead, new.layout.tail) == (1, 0, 3)
+    pairs = question_of(mixture("Kimi_K2 GB200 x256 MXFP8", "26.06", interleave=8))
+    assert (pairs.shape.beyond, pairs.layout.lead, pairs.layout.tail) == (0, 1, 2)
+    by_rows = question_of(mixture("GPT OSS 120B GB200 x64 BF16", "26.04", precision="bf16"))
+    assert (by_rows.layout.dispatch, old.layout.dispatch) == ("rows", "tokens")
+
+
+def test_kernels_of_attention_are_those_of_their_time() -> None:
+    first = cluster_of({**ROW, "source": "MosaicML llm-foundry"}).device
+    assert first.attention_width == 0
+    flops = cluster_of(ROW).device
+    with_heads_of_128 = flops.attention_efficiency / (1 + flops.attention_width / 128)
+    assert first.attention_efficiency == pytest.approx(with_heads_of_128 / 2)
+
+
 def test_a_layout_measured_several_times_is_one() -> None:
     rows = [(1, 5.0), (1, 5.0), (1, 8.0), (2, 6.0), (4, 4.0)]
     scored = [

@@ -1,0 +1,115 @@
+"""Seconds of each kernel of a placed graph on one device: rooflines of local shapes, casts, and the host's starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+import torch
+
+from autopar.cost import compute_seconds, family_of, node_seconds
+
+from .graph import REST, VIEWS, Node, TensorType, Value
+from .kernels import Kernel, Kernels, origin
+from .layout import Layout
+from .layout_experts import OPERATIONS, routers
+from .layout_place import Placed
+from .prices import local_bytes, local_type
+
+BEFORE, AFTER = "(before)", "(after)"
+PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default"))
+# Rows of operands that do not begin at multiples of so many bytes are loaded element by element (NVIDIA, *Matrix
+# multiplication background user's guide*), and the product is so many times slower: fitted on trial runs of BLOOM with
+# heads of 150. Plans leave this out: to them a smaller shard is never dearer.
+ALIGNMENT, MISALIGNED = 16, 6.0
+
+
+def graphed(module: str, layout: Layout) -> bool:
+    """Whether the host starts the operations of a module as one."""
+    return any(fnmatchcase(module, pattern) for pattern in layout.graphed)
+
+
+def _is_misaligned(node: Node, inputs: tuple[TensorType, ...], outputs: tuple[TensorType | None, ...]) -> bool:
+    family = family_of(node.op)
+    if family.matrix is None or family.is_attention:
+        return False
+    _, n, k = family.matrix(inputs, outputs)
+    return any(dim * inputs[0].dtype.itemsize % ALIGNMENT for dim in (n, k))
+
+
+def local_size(placed: Placed, value: Value) -> int:
+    """Bytes of a value on one device; of one that rests, as it rests."""
+    rest = next((u for u, _ in placed.graph.users.get(value, ()) if u.op == REST), None)
+    place = placed.assignment.placements_of(Value(rest.name) if rest is not None else value)
+    return local_bytes(placed.graph.type_of(value), place, placed.prices.mesh)
+
+
+class KernelPrices:
+    """What kernels take under a layout; ``homes``: the section of each node."""
+
+    def __init__(self, placed: Placed, homes: Mapping[str, str], layout: Layout, kernels: Kernels) -> None:
+        self.placed, self.homes, self.layout, self.kernels = placed, homes, layout, kernels
+        self.graph, self.prices, self.assignment = placed.graph, placed.prices, placed.assignment
+        chosen_by = routers(self.graph)
+        self.routing = {node.module for node in self.graph.nodes if any(v.node in chosen_by for v in node.operands)}
+        self.cast: dict[Value, str] = {}
+
+    def is_attention(self, kernel: Kernel) -> bool:
+        return kernel.heavy is not None and family_of(kernel.heavy.op).is_attention
+
+    def is_product(self, kernel: Kernel) -> bool:
+        """Whether it is a product with weights."""
+        return kernel.heavy is not None and kernel.heavy.op in PRODUCTS
+
+    def local(self, value: Value) -> int:
+        return local_size(self.placed, value)
+
+    def seconds(self, kernel: Kernel) -> float:
+        heavy = kernel.heavy
+        if heavy is not None and heavy.op in OPERATIONS:
+            return 0.0
+        if heavy is not None:
+            strategy = self.assignment.strategies[heavy.name]
+            taken = zip(map(self.graph.type_of, heavy.operands), strategy.inputs, strict=True)
+            made = zip(heavy.types, strategy.outputs, strict=True)
+            inputs = tuple(self._computed_in(heavy, local_type(t, p, self.prices.mesh)) for t, p in taken)
+            outputs = tuple(t and local_type(t, p, self.prices.mesh) for t, p in made)
+            seconds = node_seconds(self.prices.cluster, heavy, inputs, outputs, self._runs_as(strategy.local))
+            cast = self.casts(heavy)
+            cast_seconds = compute_seconds(self.prices.cluster, 0.0, cast, torch.float32) if cast else 0.0
+            return cast_seconds + seconds * (MISALIGNED if _is_misaligned(heavy, inputs, outputs) else 1.0)
+        if all(node.op in VIEWS or node.op == REST or family_of(node.op).is_view for node in kernel.nodes):
+            return 0.0
+        moved = sum(map(self.local, (*kernel.reads, *kernel.writes)))
+        return compute_seconds(self.prices.cluster, 0.0, moved, torch.float32)
+
+    def _runs_as(self, local: str) -> str:
+        """The local operation that stands in for one: none for causal attention where ranks hold pieces of the sequence
+        so that each attends to as much."""
+        return "" if self.layout.balanced and "causal_attention" in local else local
+
+    def host_seconds(self, kernel: Kernel) -> float:
+        """Seconds of the host in which it starts a kernel."""
+        if not self.seconds(kernel) or graphed(kernel.nodes[0].module, self.layout):
+            return 0.0
+        return self.prices.cluster.device.host_seconds
+
+    def _computed_in(self, node: Node, kind: TensorType) -> TensorType:
+        """An operand as the layout's precision has it: in fp8 where weights or their gradients are multiplied."""
+        return TensorType(kind.shape, torch.float8_e4m3fn) if self.is_fp8(node) else kind
+
+    def is_fp8(self, node: Node) -> bool:
+        """Whether the layout has it computed in fp8: products with weights, or for their gradients, in layers. What is
+        in none, the head above all, and routers stay as they are."""
+        if self.layout.precision != "fp8" or self.homes[node.name] in (BEFORE, AFTER):
+            return False
+        return node.op in PRODUCTS and node.module not in self.routing
+
+    def casts(self, node: Node) -> float:
+        """Bytes read and written to have in fp8 what a product takes, in rows and in columns: of every value once, and
+        of none that an elementwise kernel made, which writes it so. Weights are cast once for all microbatches."""
+        if not self.is_fp8(node):
+            return 0.0
+        taken = [origin(self.graph, value) for value in node.operands]
+        first = [v for v in taken if self.cast.setdefault(v, node.name) == node.name]
+        return sum(2.0 * self.local(v) for v in first if v.node in self.kernels.of and self.kernels.of[v.node].heavy)

@@ -1,0 +1,57 @@
+"""What the recipes of NeMo's published mixtures of experts say beyond the rows, as read in Megatron-Bridge
+(``scripts/performance``, its release notes, and the notes below its tables)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from .published_shape import number
+
+# The host starts all of an iteration as one graph (a program without branches: rows are not counted on the host), and
+# rows travel beside another microbatch. Mixtures in MXFP8 run so since release 26.06 where a rack is one node, and
+# Qwen3 on B300; of the rest some of a layer's modules are graphs, or none is.
+WHOLE = r"\(26\.(0[6-9]|1\d)\S* .*((deepseekv3|gpt oss|qwen3).* gb[23]00|qwen3.* b300) .*mxfp8"
+GRAPHS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (WHOLE, ("*",)),
+    (r"(deepseekv3|gpt oss).* gb200|gpt oss.* [bg]*300|qwen3.* b200", ("*attention*", "*norm*", "*router*")),
+    (r"qwen3", ("*router*",)),
+)
+# Exchanges beside another microbatch without graphs of whole iterations: DeepSeek-V3 on B200 in two chunks a stage,
+# Qwen3 235B on H100.
+BESIDE = WHOLE + r"|deepseekv3.* b200 .* v2 |qwen3_235b.* h100"
+# Whose rows travel as rows: GPT-OSS by all-to-all where nothing else is said.
+BY_ROWS = r"gpt oss.* (bf16|h100)"
+
+
+def recipe(words: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of the layout of a mixture of experts; ``words``: what is said of the row's system."""
+    if "megatron-bridge" not in words or not row["model"].get("experts"):
+        return {}
+    found: dict[str, Any] = {
+        "dispatch": "rows" if re.search(BY_ROWS, words) else "tokens",
+        "graphed": next((modules for pattern, modules in GRAPHS if re.search(pattern, words)), ()),
+    }
+    return found
+
+
+def beside(words: str) -> bool:
+    """Whether rows travel to their experts beside another microbatch."""
+    return "megatron-bridge" in words and bool(re.search(BESIDE, words))
+
+
+def beyond(row: Mapping[str, Any]) -> int:
+    """How many tokens beyond the next one a row's model predicts: DeepSeek-V3 one, since release 25.11 unless said."""
+    words = str(row.get("source")) + str(row.get("row"))
+    return int(bool(re.search(r"\((25\.1[01]|26).*DeepSeekV3", words)) and "w/o MTP" not in words)
+
+
+def cut(row: Mapping[str, Any], chunks: int) -> dict[str, int]:
+    """As how many layers the ends of a mixture count: recipes fill the last chunk up with the head, and chunks of two
+    layers also the first with the embedding (``Et*4|(t*4|)*14tmL``, ``Et|(tt|)*30mL``)."""
+    if "megatron-bridge" not in str(row.get("source")).lower() or not row["model"].get("experts") or chunks == 1:
+        return {}
+    layers = number(row["model"], "layers")
+    missing, each = -layers % chunks, -(-layers // chunks)
+    return {"lead": max(0, missing - each), "tail": min(missing, each)}

@@ -1,0 +1,116 @@
+"""What mixtures of experts cost beyond products: rows that travel once, casts, accumulated gradients, a slow host."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from functools import cache
+
+import pytest
+import torch
+
+from autopar.cluster import Cluster
+from autopar.cost import collective_seconds
+from autopar.layout import Layout
+from autopar.layout_exchange import Block, exchange_seconds, sent_rows
+from autopar.layout_experts import ARRANGING, bill_block
+from autopar.layout_model import LayoutModel
+from autopar.layout_price import TAKEN
+from benchmarks.published_models import build
+from benchmarks.published_shape import Experts, Shape
+
+H100 = Cluster.get("dgx-h100")
+SHAPE = Shape(3, 512, 8, 8, 64, 2048, gated=True, vocab=1024, seq=256, flash=True, experts=Experts(16, 2, 512))
+
+
+def with_host(seconds: float) -> Cluster:
+    return dataclasses.replace(H100, device=dataclasses.replace(H100.device, host_seconds=seconds))
+
+
+@cache
+def model(shape: Shape = SHAPE) -> LayoutModel:
+    ids = torch.empty(64, shape.seq, dtype=torch.long, device="meta")
+    return LayoutModel.of(build(shape), (ids, ids))
+
+
+def block(**named: float) -> Block:
+    """Of 16 experts every token chooses 4."""
+    return dataclasses.replace(Block(4000.0, 16, 16, 1024, 2048, 1024, 2, 1000, 4), **named)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
+def test_a_token_travels_once_to_each_rank_that_has_experts_it_chose(ranks: int) -> None:
+    layout = Layout(data=16, expert=ranks, dispatch="tokens")
+    sets = list(itertools.combinations(range(16), 4))
+    spread = sum(len({expert * ranks // 16 for expert in chosen}) for chosen in sets) / len(sets)
+    assert sent_rows(block(), layout) == pytest.approx(1000 * spread)
+    assert sent_rows(block(), dataclasses.replace(layout, dispatch="rows")) == 4000
+
+
+def test_between_nodes_a_token_travels_once_to_each_node() -> None:
+    """16 experts on two nodes of 8: no node has none of 4 chosen ones but with probability C(8, 4) / C(16, 4)."""
+    layout = Layout(data=16, expert=16, dispatch="tokens")
+    nodes = 1000 * 2 * (1 - 70 / 1820)
+    split = (1, 2, 8, 1)
+    across = collective_seconds(H100, split, "all_to_all", (1,), 2 * nodes * 2048)
+    inside = collective_seconds(H100, split, "all_to_all", (2,), 8 * 4000 * 2048)
+    assert exchange_seconds(H100, layout, block()) == pytest.approx(max(across, inside))
+    by_rows = exchange_seconds(H100, dataclasses.replace(layout, dispatch="rows"), block())
+    assert by_rows == collective_seconds(H100, (1, 16, 1), "all_to_all", (1,), 16 * 4000 * 2048)
+    assert by_rows > exchange_seconds(H100, layout, block())
+
+
+def test_gradients_of_weights_are_read_and_written_in_fp32() -> None:
+    """With few rows each, products for gradients take what adding to them takes: 8 bytes an element."""
+    few = block(rows=64.0, width=8192, up=8192, down=4096)
+    elements = 16 * 8192 * (8192 + 4096)
+    assert bill_block(few, Layout(), H100).backward > 8 * elements / H100.device.memory_bandwidth
+    own, apart = (bill_block(few, Layout(**named), H100) for named in ({"gradients": "own"}, {"adding": True}))
+    saved = bill_block(few, Layout(), H100).backward - own.backward
+    assert saved == pytest.approx((8 - 4) * elements / H100.device.memory_bandwidth, rel=0.02)
+    assert apart.backward < own.backward
+
+
+def test_rows_are_cast_to_fp8_before_products() -> None:
+    """Each is read in bf16 and written twice in fp8, and its product reads a byte less; what it computes is next to
+    nothing here."""
+    wide = block(rows=1e6, up=1, down=1)
+    plain, cast = (bill_block(wide, Layout(precision=p), H100) for p in ("bf16", "fp8"))
+    passed = 1e6 * 1024 * (2 + 2 - 1) / H100.device.memory_bandwidth
+    assert cast.forward - plain.forward == pytest.approx(passed, rel=0.05)
+
+
+def test_experts_are_started_one_by_one_unless_they_are_a_graph() -> None:
+    bill = bill_block(block(), Layout(expert=4, data=4), H100)
+    assert bill.starts == (2 * 4 + ARRANGING, 4 * 4 + ARRANGING)
+    slow, layout = with_host(1e-3), Layout(graphed=("*attention*", "layers.?", "*norm*"))
+    waiting = model().sections(layout, slow).layers[0]
+    assert waiting.forward.host > (2 * 16 + ARRANGING) * 1e-3 - waiting.forward.compute
+    assert model().sections(Layout(), slow).layers[0].forward.host == 0
+    assert model().sections(layout, with_host(0.0)).layers[0].forward.host == 0
+    step, quick = (model().price(layout, cluster) for cluster in (slow, with_host(0.0)))
+    assert step.predicted.step_seconds > quick.predicted.step_seconds
+    assert step.parts["host"] == pytest.approx(step.predicted.step_seconds - quick.predicted.step_seconds, rel=0.01)
+
+
+def test_what_is_hidden_takes_processors() -> None:
+    layout = Layout(data=8, expert=8)
+    apart = model().price(layout, H100)
+    hidden = model().price(dataclasses.replace(layout, overlap=(*layout.overlap, "expert")), H100)
+    lower = apart.predicted.step_seconds - apart.parts["exchange"]
+    assert lower < hidden.predicted.step_seconds < apart.predicted.step_seconds
+    assert hidden.predicted.step_seconds >= lower + TAKEN * 0.5 * apart.parts["exchange"]
+
+
+def test_head_and_routers_stay_in_bf16() -> None:
+    plain, cast = (model().sections(Layout(precision=p), H100) for p in ("bf16", "fp8"))
+    assert cast.after.forward == plain.after.forward
+    assert cast.layers[0].forward.compute != plain.layers[0].forward.compute
+
+
+def test_a_further_token_is_predicted_by_a_layer_more() -> None:
+    further = dataclasses.replace(SHAPE, beyond=1)
+    plain, more = (model(shape).price(Layout(), H100) for shape in (SHAPE, further))
+    layer = (model().sections(Layout(), H100)).layers[0].flops
+    head, projection = 6 * 256 * 512 * 1024, 6 * 256 * 512 * 2 * 512
+    assert more.flops - plain.flops == pytest.approx(64 * (layer + head + projection))

@@ -1,0 +1,55 @@
+"""What torch's selective checkpoints by operation compute again; how context ranks share causal attention."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from autopar.cluster import Cluster
+from autopar.layout import Layout
+from autopar.layout_model import LayoutModel
+from benchmarks.published_models import build
+from benchmarks.published_shape import Shape
+
+H100 = Cluster.get("dgx-h100")
+SHAPE = Shape(2, 1024, 8, 2, 128, 4096, gated=True, vocab=1024, seq=4096, flash=True)
+
+
+@cache
+def model(shape: Shape = SHAPE) -> LayoutModel:
+    ids = torch.empty(8, shape.seq, dtype=torch.long, device="meta")
+    return LayoutModel.of(build(shape), (ids, ids))
+
+
+def test_attention_and_every_other_product_are_kept() -> None:
+    """Of seven products in order (query, key, value, output, gate or up, up or gate, down) four are kept."""
+    layers = model().sections(Layout(), H100).layers
+    again = {name: model().price(Layout(recompute=name), H100).parts["again"] for name in ("operations", "full")}
+    assert again["full"] == pytest.approx(8 * sum(layer.forward.compute for layer in layers))
+    assert again["operations"] == pytest.approx(8 * sum(layer.forward.compute - layer.kept.compute for layer in layers))
+    assert 0.1 * again["full"] < again["operations"] < 0.6 * again["full"]
+
+
+def test_what_is_kept_is_held() -> None:
+    held = [model().price(Layout(recompute=name), H100).held[0].activations for name in ("full", "operations", "none")]
+    assert held == sorted(held) and len(set(held)) == 3
+    # The attention's result and its sums, and of query, value, gate or up, and down each result, in bf16.
+    layer = model().sections(Layout(), H100).layers[0]
+    made = 4096 * (1024 + 1024 + 256 + 4096 + 1024) * 2
+    assert layer.saved_kept == pytest.approx(made, rel=0.05)
+
+
+def test_an_early_and_a_late_piece_are_as_long_on_every_context_rank() -> None:
+    """One key head a tensor rank: queries are divided. Of n ranks the last attends to (2 n - 1) / n as much as the
+    mean."""
+    shape = Shape(2, 1024, 8, 1, 128, 512, gated=True, vocab=1024, seq=32768, flash=True)
+    even, late = (
+        model(shape).sections(Layout(context=4, balanced=balanced), H100).layers[0].forward.compute
+        for balanced in (True, False)
+    )
+    attention = 4 * 8 * 128 * 32768 * 32768 / 2 / 4
+    device = H100.device
+    rate = 989e12 * device.sustained * device.attention_efficiency / (1 + device.attention_width / 128)
+    assert late - even == pytest.approx((7 / 4 - 1) * attention / rate, rel=0.01)
