@@ -12,7 +12,7 @@ from .schedules import SCHEDULES
 Recompute = Literal["none", "selective", "operations", "full"]
 Overlap = Literal["gradient", "weight", "message", "input_gradient", "tensor", "expert"]
 _DEGREES = ("tensor", "pipeline", "data", "context", "expert", "microbatch", "interleave")
-_COUNTS = ("lead", "tail")
+_COUNTS = ("lead", "tail", "moments")
 # Bytes of an element of a master weight, of an optimizer's moment, and of a gradient in fp32.
 MASTER_BYTES = 4
 _CHOICES = {
@@ -22,6 +22,7 @@ _CHOICES = {
     "reduction": ("scatter", "all", "all-fp32"),
     "precision": ("fp32", "bf16", "fp16", "fp8"),
     "dispatch": ("rows", "tokens"),
+    "cuts": ("layers", "operations"),
 }
 _OVERLAPS = ("gradient", "weight", "message", "input_gradient", "tensor", "expert")
 
@@ -71,6 +72,10 @@ class Layout:
             that has experts it chose, and between nodes once to each node (DeepEP, HybridEP).
         graphed: modules (globs of paths) whose operations the host starts as one (CUDA graphs), or never late. Of all
             others each takes the device's ``host_seconds``, and a layer is computed as quickly as it is started.
+        cuts: where the model is cut into chunks: between ``"layers"``, or between any ``"operations"``, so that chunks
+            take equally long.
+        moments: how many moments the optimizer keeps of each element: 2 as Adam, 1 as momentum, 0 as Adafactor, whose
+            moments of rows and columns are few.
     """
 
     tensor: int = 1
@@ -99,6 +104,8 @@ class Layout:
     balanced: bool = True
     dispatch: Literal["rows", "tokens"] = "rows"
     graphed: tuple[str, ...] = ("*",)
+    cuts: Literal["layers", "operations"] = "layers"
+    moments: int = 2
 
     def __post_init__(self) -> None:
         for name in _DEGREES:
@@ -108,7 +115,8 @@ class Layout:
         for name in _COUNTS:
             value = getattr(self, name)
             if type(value) is not int or value < 0:
-                raise OptionsError(f"Layout({name}={value!r}): not a whole number of layers")
+                what = "moments" if name == "moments" else "layers"
+                raise OptionsError(f"Layout({name}={value!r}): not a whole number of {what}")
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise OptionsError(f"Layout({name}={getattr(self, name)!r}): one of {', '.join(map(repr, known))}")

@@ -40,8 +40,8 @@ def gradient_bytes(weight: Weight, layout: Layout) -> int:
 
 
 def state_bytes(layout: Layout) -> int:
-    """Bytes of optimizer state of an element: Adam's two moments, and the master weight of reduced precisions."""
-    return 2 * MASTER_BYTES + (MASTER_BYTES if layout.precision != "fp32" else 0)
+    """Bytes of optimizer state of an element: its moments, and the master weight of reduced precisions."""
+    return MASTER_BYTES * (layout.moments + (layout.precision != "fp32"))
 
 
 def data_ranks(weight: Weight, layout: Layout) -> int:

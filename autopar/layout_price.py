@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 
@@ -15,6 +14,7 @@ from autopar.cost.point_to_point import message_rate
 from .cluster import Cluster
 from .errors import OptionsError
 from .layout import MASTER_BYTES, Layout
+from .layout_cuts import computed_again, cut_into_chunks
 from .layout_exchange import exchange_seconds
 from .layout_memory import Held, data_ranks, gradient_bytes, held_by, state_bytes
 from .layout_sections import Seconds, Section, Sections, Weight
@@ -80,7 +80,7 @@ def price_sections(
             f"Layout(precision='fp8'): a {cluster.device.name} has no products in fp8: its peak_flops are of "
             f"{', '.join(cluster.device.peak_flops)}"
         )
-    chunks = _chunks(sections, layout)
+    chunks = cut_into_chunks(sections, layout)
     step = _Step(chunks, layout, microbatches, cluster)
     seconds = step.seconds()
     held = tuple(
@@ -123,7 +123,7 @@ def quick_price(sections: Sections, layout: Layout, batch: int, cluster: Cluster
     """A bound of the step without simulating it: the busiest rank, and filling and draining the pipeline. Raises
     :class:`OptionsError` as :func:`price_sections` does."""
     microbatches = layout.microbatches(batch)
-    chunks = _chunks(sections, layout)
+    chunks = cut_into_chunks(sections, layout)
     step = _Step(chunks, layout, microbatches, cluster)
     ends = sorted({0, layout.pipeline // 2, layout.pipeline - 1})
     held = [held_by(rank, [chunks[c] for c in _held(rank, layout)], layout, microbatches) for rank in ends]
@@ -135,28 +135,6 @@ def quick_price(sections: Sections, layout: Layout, batch: int, cluster: Cluster
 def _held(rank: int, layout: Layout) -> list[int]:
     placement = SCHEDULES[layout.schedule_name].placement(layout.pipeline, layout.interleave)
     return [chunk for chunk, holder in enumerate(placement) if holder == rank]
-
-
-def _chunks(sections: Sections, layout: Layout) -> list[list[Section]]:
-    """Layers in as many chunks, equal but for one layer; the short ones are those at the ends, which have embeddings
-    and the loss besides, or only these. What these count as takes the place of layers."""
-    layers = [sections.layers[i] for i in sections.standing]
-    count, slots = layout.chunks, layout.lead + len(layers) + layout.tail
-    most = max(slots, len(layers) + 2) if layers else 1
-    if count > most:
-        raise OptionsError(f"{layout} cuts {len(layers)} layers into {count} chunks; at most {most} can be had")
-    small, extra = divmod(slots, count)
-    order = sorted(range(count), key=lambda c: -min(c, count - 1 - c))
-    ends = list(accumulate(small + (order.index(c) < extra) for c in range(count)))
-    found = [
-        layers[max(0, start - layout.lead) : max(0, end - layout.lead)]
-        for start, end in zip([0, *ends], ends, strict=False)
-    ]
-    found[0] = [sections.before, *found[0]]
-    found[-1] = [*found[-1], sections.after]
-    if not all(found):
-        raise OptionsError(f"{layout} cuts {len(layers)} layers so that a chunk has none; take fewer stages")
-    return found
 
 
 def _beyond(busy: float, seconds: float) -> float:
@@ -199,12 +177,7 @@ class _Step:
         return sum(2 * exchange_seconds(self.cluster, self.layout, block) for block in section.blocks)
 
     def again(self, section: Section) -> Seconds:
-        """What backward computes again of a section."""
-        if not section.is_layer or self.layout.recompute == "none":
-            return Seconds()
-        if self.layout.recompute == "operations":
-            return section.forward - section.kept
-        return section.forward if self.layout.recompute == "full" else section.inside
+        return computed_again(section, self.layout)
 
     def exchanges(self, section: Section) -> float:
         """Those of forward, of backward and of what is computed again."""
@@ -292,10 +265,18 @@ class _Step:
         sections = [section for c in _held(rank, self.layout) for section in self.chunks[c]]
         weights = [weight for section in sections for weight in section.weights]
         moved = sum(self.updated(weight) for weight in weights)
-        seconds = moved / self.cluster.device.memory_bandwidth
+        seconds = moved / self.cluster.device.memory_bandwidth + self.carry(weights)
         if self.layout.zero in (1, 2):
             seconds += self.over_data("all_gather", self.weights(sections))
         return seconds
+
+    def carry(self, weights: Sequence[Weight]) -> float:
+        """Seconds of bringing optimizer states from the host, and back when they are updated."""
+        bandwidth = self.cluster.device.host_bandwidth
+        if not self.layout.offload or not bandwidth:
+            return 0.0
+        elements = sum(w.elements / (data_ranks(w, self.layout) if self.layout.zero else 1) for w in weights)
+        return 2 * elements * state_bytes(self.layout) / bandwidth
 
     def updated(self, weight: Weight) -> float:
         """Bytes that the optimizer reads and writes of a weight on one device."""

@@ -84,7 +84,7 @@ def candidates(
     is as ``like`` has it."""
     ranks = devices // like.context
     for tensor in space.tensor or (t for t in divisors(ranks) if node % t == 0):
-        for pipeline in space.pipeline or (p for p in divisors(ranks) if p <= layers):
+        for pipeline in space.pipeline or (p for p in divisors(ranks) if p <= layers or like.cuts == "operations"):
             data = ranks // (tensor * pipeline)
             if data * tensor * pipeline * like.context != devices or (space.data and data not in space.data):
                 continue

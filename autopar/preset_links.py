@@ -7,11 +7,11 @@ Networks between nodes are written per adapter: :func:`network` says how many a 
 from __future__ import annotations
 
 NVLINK_V100 = """
-[[links]]                       # six NVLinks of 25 GB/s each way, no switch: at most two join a pair
-name = "nvlink"
+[[links]]                       # six NVLinks of 25 GB/s each way, no switch: one or two join a pair, four lie within
+name = "nvlink"                 # each half of a node, so that three neighbours have 94 GB/s of each device
 size = 8
 bandwidth = 130e9
-pair_bandwidth = 47e9
+pair_bandwidth = 31e9
 latency = 2.7e-6
 
 [links.rates]

@@ -87,8 +87,12 @@ def cluster_of(row: Mapping[str, Any]) -> Cluster:
     if rate is None or len(found.links) < 2:
         return replace(found, device=device)
     share = OMNI_PATH if "omni-path" in network.lower() else SUSTAINED
+    adapters = found.links[-2].size
+    if found.links[-1].adapters == 1 and per_node == adapters:
+        # All devices of a node share one adapter, which is as quick for one of them alone.
+        rate, adapters = rate * per_node, 1
     messages = {MESSAGE: (Rate(LATENCY, rate * SUSTAINED),)}
-    outer = Link("network", None, rate * share, LATENCY, messages, adapters=found.links[-2].size)
+    outer = Link("network", None, rate * share, LATENCY, messages, adapters=adapters)
     return replace(found, device=device, links=(*found.links[:-1], outer))
 
 

@@ -74,9 +74,11 @@ def _alpa(row: Row) -> Row:
         row = _with({**row, "model": {**row["model"], "expert_group_size": None}}, parallel={"microbatch": 8})
         row = _with(row, model={"expert_group_size": 8 * number(row["model"], "seq")})
     if row["model"].get("experts_every_other_layer"):
-        # MoEConfig(intermediate_size=hidden_size * 8): benchmark_2d_one_case_moe.py.
+        # MoEConfig(intermediate_size=hidden_size * 8), and optax_adafactor: benchmark_2d_one_case_moe.py.
         wide = 8 * number(row["model"], "hidden")
-        row = _with(row, model={"ffn": wide}, measured={"flops_convention": "alpa_moe_remat"})
+        optimizer = {} if method_name(parallel) == "deepspeed" else {"optimizer": "adafactor"}
+        convention = {"flops_convention": "alpa_moe_remat"}
+        row = _with(row, model={"ffn": wide}, parallel=optimizer, measured=convention)
     return row
 
 

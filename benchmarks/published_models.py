@@ -51,6 +51,22 @@ def _activation(gated: bool, width: int) -> str:
     return text
 
 
+class Slots(nn.Module):
+    """What it takes to bring tokens to the slots of their experts and back by products with masks. A group's slots are
+    those of its chosen experts; what the masks hold makes no difference to that."""
+
+    def __init__(self, said: Experts) -> None:
+        super().__init__()
+        self.slots = said.chosen * said.group
+
+    def forward(self, x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        """``x`` [batch, seq, hidden], ``gates`` [batch, seq, experts] to [batch, seq, hidden]."""
+        each = -(-self.slots // gates.shape[-1])
+        masks = gates.unsqueeze(-1).expand(-1, -1, -1, each).flatten(2)
+        filled = masks.detach().transpose(-1, -2) @ x
+        return masks @ filled
+
+
 class ExpertMlp(nn.Module):
     """A router, the experts in two tensors, and what is shared by all tokens."""
 
@@ -63,13 +79,17 @@ class ExpertMlp(nn.Module):
         self.up = nn.Parameter(torch.empty(said.number, width, shape.hidden))
         self.down = nn.Parameter(torch.empty(said.number, shape.hidden, said.ffn))
         self.shared = Mlp(shape, said.shared * said.ffn) if said.shared else None
+        self.slots = Slots(said) if said.group else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.flatten(0, 1)
-        weights, ids = torch.topk(torch.softmax(self.router(tokens).float(), -1), self.said.chosen)
+        gates = torch.softmax(self.router(tokens).float(), -1)
+        weights, ids = torch.topk(gates, self.said.chosen)
         kind, count = self.activation, self.said.number
         chosen = experts(tokens, ids, weights.to(x.dtype), self.up, self.down, None, None, kind, count, 0)
         result: torch.Tensor = chosen.view_as(x)
+        if self.slots is not None:
+            result = result + self.slots(x, gates.to(x.dtype).view(*x.shape[:2], -1))
         return result if self.shared is None else result + self.shared(x)
 
 

@@ -49,8 +49,9 @@ class Method:
 # Alpa as of its artifact (github.com/alpa-projects/alpa, osdi22_artifact and benchmark/alpa): gradients are kept and
 # added up in fp16, as weights are (model_util.TrainState); collectives and messages are operations of XLA's one stream
 # (they came to overlap later: Zhuang et al. 2023); gradients are reduced once a step, by reduce-scatter. Its stages
-# have one chunk each, and activations are not divided along the sequence.
-_ALPA = {"gradients": "own", "adding": True, "overlap": ()}
+# have one chunk each, which end between any two operations; activations are not divided along the sequence. XLA's
+# fusions end at reductions, so that a softmax reads its scores several times.
+_ALPA = {"gradients": "own", "adding": True, "overlap": (), "cuts": "operations", "eager": ("*scores",)}
 _PLAIN = Space(interleave=(1,), sequence_parallel=(False,))
 
 
@@ -69,10 +70,13 @@ METHODS: Mapping[str, Method] = {
     "data_parallel": _alpa(tensor=(1,), pipeline=(1,), expert=(1,), zero=(0,)),
     "zero_2": _alpa(tensor=(1,), pipeline=(1,), expert=(1,), zero=(2,)),
     "zero_3": _alpa(tensor=(1,), pipeline=(1,), expert=(1,), zero=(3,)),
-    # Every weight divided along its largest dim among all devices, the rest by propagation: nearest to tensor ranks.
-    "heuristic": _alpa(data=(1,), pipeline=(1,)),
-    # Its mixtures of experts: ZeRO-2, and experts divided among data ranks.
-    "deepspeed": Method(replace(_PLAIN, tensor=(1,), pipeline=(1,), zero=(2,)), {"gradients": "own", "adding": True}),
+    # Every weight and input divided along its largest dim among all devices, the rest by propagation: nearest to tensor
+    # ranks, whose sequence is divided or not.
+    "heuristic": _alpa(data=(1,), pipeline=(1,), sequence_parallel=(False, True)),
+    # Its mixtures: ZeRO-2, experts divided among data ranks, no fused operations (deepspeed/benchmark_moe.py).
+    "deepspeed": Method(
+        replace(_PLAIN, tensor=(1,), pipeline=(1,), zero=(2,)), {"gradients": "own", "adding": True, "eager": ("*",)}
+    ),
 }
 # Methods of one stage, which may divide weights among the devices of several nodes.
 ACROSS_NODES = ("intra_only", "auto_sharding", "heuristic")

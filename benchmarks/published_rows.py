@@ -45,7 +45,8 @@ class Question:
     @property
     def sweep(self) -> tuple[object, ...]:
         """Rows of one sweep measure one model, batch and cluster under several layouts."""
-        measured = replace(self.shape, flash=True, upcast=False)
+        experts = self.shape.experts and replace(self.shape.experts, group=0)
+        measured = replace(self.shape, flash=True, upcast=False, experts=experts)
         said = json.dumps([self.row.get("source"), self.row["cluster"]], sort_keys=True)
         return said, measured, self.batch, self.devices
 
@@ -153,6 +154,7 @@ def known_fields(row: Mapping[str, Any]) -> dict[str, Any]:
         "eager": eager(row),
         "adding": not re.search(FUSED_GRADIENTS, system(row)),
         "offload": bool(parallel.get("cpu_offload_optimizer")),
+        "moments": 0 if "adafactor" in str(parallel.get("optimizer")).lower() else 2,
     }
     return {**said, **habits(row), **known_of_method(parallel)}
 

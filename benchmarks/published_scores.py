@@ -137,7 +137,8 @@ def layouts(rows: Sequence[Scored]) -> list[tuple[float, float]]:
     found: dict[object, list[Scored]] = {}
     for one in rows:
         question = one.question
-        asked = (question.shape, question.layout, question.cluster)
+        layout = question.layout if question.space is None else one.priced.layout
+        asked = (question.shape, layout, question.cluster)
         found.setdefault(id(one) if one.is_open else asked, []).append(one)
     return [
         (group[0].predicted, statistics.median(one.question.seconds or 0.0 for one in group))

@@ -31,7 +31,8 @@ def number(fields: Mapping[str, Any], name: str, default: int | None = None) -> 
 @dataclass(frozen=True)
 class Experts:
     """``number`` experts of hidden width ``ffn``, ``chosen`` for each token, and ``shared`` ones for all, in every
-    ``every``-th layer but the first ``dense``."""
+    ``every``-th layer but the first ``dense``. ``group``: tokens of which each group has slots of its own, which are
+    reached by products with masks (GShard, arXiv 2006.16668); 0: rows are sent by their number."""
 
     number: int
     chosen: int
@@ -39,6 +40,7 @@ class Experts:
     shared: int = 0
     dense: int = 0
     every: int = 1
+    group: int = 0
 
     def in_layer(self, layer: int) -> bool:
         return layer >= self.dense and (layer + 1) % self.every == 0
@@ -151,6 +153,7 @@ def _experts(model: Mapping[str, Any], ffn: int) -> Experts | None:
         int(fields.get("shared") or 0),
         int(model.get("dense_layers") or 0),
         2 if every else number(fields, "every", 1),
+        number(model, "expert_group_size") if model.get("expert_group_size") else 0,
     )
     if found.chosen > found.number:
         raise NotExpressible(f"{found.chosen} of {found.number} experts are chosen")

@@ -133,12 +133,12 @@ def test_what_sources_say_elsewhere_is_filled_in() -> None:
         assert question.batch == 8 and question.layout.precision == "fp16"
         if family == "gpt":
             assert {(one.data, one.tensor, one.microbatch) for one in tried(question)} == {(2, 2, 4)}
-    row = completed(
+    scaled = completed(
         {**ROW, "source": "MaxText", "model": {"seq": 2048, "global_parameter_scale": 32}, "parallel": SLICE}
     )
-    dims = [row["model"][name] for name in ("layers", "hidden", "heads", "ffn")]
-    assert dims == [32, 8192, 64, 28672] and row["parallel"]["microbatch"] == 24
-    assert CONVENTIONS["6N+causal"](row["model"], 1.0) == pytest.approx(6 * 31.7e9, rel=0.02)
+    dims = [scaled["model"][name] for name in ("layers", "hidden", "heads", "ffn")]
+    assert dims == [32, 8192, 64, 28672] and scaled["parallel"]["microbatch"] == 24
+    assert CONVENTIONS["6N+causal"](scaled["model"], 1.0) == pytest.approx(6 * 31.7e9, rel=0.02)
 
 
 SLICE = {"t": 4, "p": 1, "d": 16, "per_device_batch": 6, "global_batch": 384}
@@ -159,6 +159,27 @@ def test_mixtures_of_alpa_are_counted_as_there() -> None:
         model = {**dims, "layers": layers, "hidden": 768, "ffn": 8 * 768}
         counted = CONVENTIONS["alpa_moe_remat"](model, 1024 * 1024)
         assert counted == pytest.approx(seconds * rate * devices * 1e12, rel=1e-3)
+
+
+def test_masks_that_bring_tokens_to_slots_are_priced() -> None:
+    """Of a group of S tokens each chooses among 2 S slots: two products forward, three backward, none for the masks
+    that send tokens out."""
+    row = changed("model", experts={"n": 8, "top_k": 2}, ffn=512, mlp="gelu", expert_group_size=256)
+    row["parallel"] = {**ROW["parallel"], "t": 1, "p": 1, "microbatch": 4}
+    grouped = question_of(row)
+    plain = question_of({**row, "model": {**row["model"], "expert_group_size": None}})
+    assert grouped.sweep == plain.sweep and grouped.shape != plain.shape
+    with_masks, without = (price_row(question, MODELS)[0] for question in (grouped, plain))
+    tokens, layers = 64 * 128, 4
+    assert with_masks.flops - without.flops == pytest.approx(5 * 2 * tokens * 2 * 256 * 256 * layers, rel=0.01)
+    assert with_masks.predicted.step_seconds > without.predicted.step_seconds
+
+
+def test_an_adapter_that_a_node_shares_is_whole_for_one_of_its_devices() -> None:
+    (outer,) = question_of(ROW).cluster.links[1:]
+    assert outer.adapters == 1 and outer.bandwidth == pytest.approx(0.95 * 25e9 / 8)
+    a100 = question_of(changed("cluster", gpu="A100-80GB", inter="8x HDR IB 200 Gb/s per node")).cluster
+    assert a100.links[1].adapters == 8
 
 
 def test_dense_models_of_alpa_are_counted_as_there() -> None:

@@ -1,0 +1,95 @@
+"""Where a layout cuts the sections of a model into chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+from .errors import OptionsError
+from .layout import Layout
+from .layout_sections import Seconds, Section, Sections
+
+
+def cut_into_chunks(sections: Sections, layout: Layout) -> list[list[Section]]:
+    """The sections of each chunk. Raises :class:`OptionsError` if a chunk would have none."""
+    if layout.cuts == "operations":
+        return _between_operations(sections, layout)
+    return _between_layers(sections, layout)
+
+
+def _between_layers(sections: Sections, layout: Layout) -> list[list[Section]]:
+    """Layers in as many chunks, equal but for one layer; the short ones are those at the ends, which have embeddings
+    and the loss besides, or only these. What these count as takes the place of layers."""
+    layers = [sections.layers[i] for i in sections.standing]
+    count, slots = layout.chunks, layout.lead + len(layers) + layout.tail
+    most = max(slots, len(layers) + 2) if layers else 1
+    if count > most:
+        raise OptionsError(f"{layout} cuts {len(layers)} layers into {count} chunks; at most {most} can be had")
+    small, extra = divmod(slots, count)
+    order = sorted(range(count), key=lambda c: -min(c, count - 1 - c))
+    ends = list(accumulate(small + (order.index(c) < extra) for c in range(count)))
+    found = [
+        layers[max(0, start - layout.lead) : max(0, end - layout.lead)]
+        for start, end in zip([0, *ends], ends, strict=False)
+    ]
+    found[0] = [sections.before, *found[0]]
+    found[-1] = [*found[-1], sections.after]
+    if not all(found):
+        raise OptionsError(f"{layout} cuts {len(layers)} layers so that a chunk has none; take fewer stages")
+    return found
+
+
+def computed_again(section: Section, layout: Layout) -> Seconds:
+    """What backward computes again of a section."""
+    if not section.is_layer or layout.recompute == "none":
+        return Seconds()
+    if layout.recompute == "operations":
+        return section.forward - section.kept
+    return section.forward if layout.recompute == "full" else section.inside
+
+
+def _between_operations(sections: Sections, layout: Layout) -> list[list[Section]]:
+    """Chunks that take equally long: a section that reaches over an end is divided there in proportion."""
+    every = sections.every
+    ends = list(accumulate(_work(section, layout) for section in every))
+    cuts = [ends[-1] * i / layout.chunks for i in range(layout.chunks + 1)]
+    spans = list(zip(every, [0.0, *ends], ends, strict=False))
+    return [list(_within(spans, start, end)) for start, end in pairwise(cuts)]
+
+
+def _work(section: Section, layout: Layout) -> float:
+    return (section.forward + section.backward + computed_again(section, layout)).total
+
+
+def _within(spans: list[tuple[Section, float, float]], start: float, end: float) -> Iterator[Section]:
+    """What lies between two times of sections that take from one time to another."""
+    least = 1e-9 * (end - start)
+    for section, begins, ends in spans:
+        inside = min(end, ends) - max(start, begins)
+        if inside >= ends - begins - least:
+            yield section
+        elif inside > least:
+            yield _part(section, inside / (ends - begins))
+
+
+def _part(section: Section, share: float) -> Section:
+    """A share of the operations of a section, which takes in as much as the whole."""
+
+    def of(seconds: Seconds) -> Seconds:
+        return Seconds(seconds.compute * share, seconds.communicate * share, seconds.host * share)
+
+    return replace(
+        section,
+        forward=of(section.forward),
+        backward=of(section.backward),
+        inside=of(section.inside),
+        saved=int(section.saved * share),
+        saved_inside=int(section.saved_inside * share),
+        flops=section.flops * share,
+        weights=tuple(replace(weight, elements=round(weight.elements * share)) for weight in section.weights),
+        blocks=tuple(replace(b, rows=b.rows * share, tokens=round(b.tokens * share)) for b in section.blocks),
+        exchanged=tuple(nbytes * share for nbytes in section.exchanged),
+        kept=of(section.kept),
+        saved_kept=int(section.saved_kept * share),
+    )

@@ -1,0 +1,81 @@
+"""Chunks cut between any operations, optimizers that keep fewer moments, states that rest in host memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from autopar.cluster import Cluster
+from autopar.errors import OptionsError
+from autopar.layout import Layout
+from autopar.layout_cuts import computed_again, cut_into_chunks
+from autopar.layout_model import LayoutModel
+from autopar.layout_sections import Section
+from benchmarks.published_models import build
+from benchmarks.published_shape import Shape
+
+A100 = Cluster.get("dgx-a100-80gb")
+# A head that takes as long as several layers.
+SHAPE = Shape(6, 256, 8, 8, 32, 1024, gated=False, vocab=16384, seq=128, flash=False)
+
+
+@cache
+def model() -> LayoutModel:
+    ids = torch.empty(64, SHAPE.seq, dtype=torch.long, device="meta")
+    return LayoutModel.of(build(SHAPE), (ids, ids))
+
+
+def chunks(layout: Layout) -> list[list[Section]]:
+    return cut_into_chunks(model().sections(layout, A100), layout)
+
+
+def work(chunk: list[Section], layout: Layout) -> float:
+    return sum((one.forward + one.backward + computed_again(one, layout)).total for one in chunk)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 16])
+def test_chunks_between_operations_take_equally_long_and_lose_nothing(count: int) -> None:
+    layout = Layout(pipeline=count, recompute="full", cuts="operations")
+    every = model().sections(layout, A100).every
+    found = chunks(layout)
+    times = [work(chunk, layout) for chunk in found]
+    assert len(found) == count and times == pytest.approx([sum(times) / count] * count)
+    parts = [section for chunk in found for section in chunk]
+    for name in ("flops", "saved"):
+        whole = sum(getattr(one, name) for one in every)
+        assert sum(getattr(one, name) for one in parts) == pytest.approx(whole, abs=len(parts))
+    elements, whole = (sum(w.elements for one in of for w in one.weights) for of in (parts, every))
+    assert elements == pytest.approx(whole, abs=20 * len(parts))
+
+
+def test_steps_cut_between_operations_are_quicker_where_layers_are_few() -> None:
+    between, within = (
+        model().price(Layout(pipeline=4, recompute="full", cuts=cuts), A100) for cuts in ("layers", "operations")
+    )
+    assert within.predicted.step_seconds < 0.9 * between.predicted.step_seconds
+    assert within.flops == pytest.approx(between.flops)
+    assert model().price(Layout(pipeline=16, cuts="operations"), A100).predicted.step_seconds > 0
+
+
+def test_moments_count_in_bytes_of_states() -> None:
+    adam, adafactor = (model().price(Layout(moments=count), A100).predicted for count in (2, 0))
+    assert adam.optimizer_bytes == 3 * adafactor.optimizer_bytes > 0
+    with pytest.raises(OptionsError, match="moments=-1"):
+        Layout(moments=-1)
+    with pytest.raises(OptionsError, match="cuts='rows'"):
+        Layout(cuts="rows")  # type: ignore[arg-type]
+
+
+def test_states_in_host_memory_are_brought_and_taken_back() -> None:
+    """Of ZeRO each rank carries its share; where the host's link is not known nothing is added."""
+    device = A100.device
+    for layout, share in ((Layout(data=4), 1), (Layout(data=4, zero=1), 4)):
+        here = model().price(layout, A100).predicted
+        there = model().price(replace(layout, offload=True), A100).predicted
+        moved = 2 * here.optimizer_bytes / device.host_bandwidth
+        assert here.optimizer_bytes > 0 == there.optimizer_bytes
+        assert there.step_seconds - here.step_seconds == pytest.approx(moved, rel=1e-3)
+        assert share == round(12 * sum(p.numel() for p in build(SHAPE).parameters()) / here.optimizer_bytes)
