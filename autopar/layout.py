@@ -9,14 +9,14 @@ from typing import Any, Literal
 from .errors import OptionsError
 from .schedules import SCHEDULES
 
-Recompute = Literal["none", "selective", "operations", "full"]
+Recompute = Literal["none", "selective", "elementwise", "operations", "full"]
 Overlap = Literal["gradient", "weight", "message", "input_gradient", "tensor", "expert"]
 _DEGREES = ("tensor", "pipeline", "data", "context", "expert", "microbatch", "interleave")
 _COUNTS = ("lead", "tail", "moments")
 # Bytes of an element of a master weight, of an optimizer's moment, and of a gradient in fp32.
 MASTER_BYTES = 4
 _CHOICES = {
-    "recompute": ("none", "selective", "operations", "full"),
+    "recompute": ("none", "selective", "elementwise", "operations", "full"),
     "zero": (0, 1, 2, 3),
     "gradients": ("fp32", "own"),
     "reduction": ("scatter", "all", "all-fp32"),
@@ -41,8 +41,9 @@ class Layout:
         microbatch: samples that one data rank computes at a time.
         interleave: chunks of layers on each pipeline stage.
         recompute: what backward computes again: nothing, the insides of attention (everything between a product of
-            two activations and the next), all ``"operations"`` of layers but attention in one kernel and every other
-            product with weights (torch's selective checkpoints), or whole layers from their inputs.
+            two activations and the next), besides these what ``"elementwise"`` operations and normalisations make for
+            products, all ``"operations"`` of layers but attention in one kernel and every other product with weights
+            (torch's selective checkpoints), or whole layers from their inputs.
         sequence_parallel: whether what lies between tensor-parallel regions is divided along the sequence.
         zero: 1 shards the optimizer state over data ranks, 2 gradients too, 3 weights too.
         schedule: by name (:mod:`autopar.schedules`); default ``"1f1b"``, ``"interleaved"`` with several chunks.

@@ -46,6 +46,8 @@ def computed_again(section: Section, layout: Layout) -> Seconds:
         return Seconds()
     if layout.recompute == "operations":
         return section.forward - section.kept
+    if layout.recompute == "elementwise":
+        return section.inside + section.remade
     return section.forward if layout.recompute == "full" else section.inside
 
 

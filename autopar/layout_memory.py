@@ -90,14 +90,15 @@ def _activations(rank: int, chunks: Sequence[Sequence[Section]], layout: Layout,
 def _saved(section: Section, layout: Layout, first: bool) -> int:
     if layout.recompute in ("full", "operations"):
         return section.entry + (section.saved_kept if layout.recompute == "operations" else 0)
-    kept = section.saved - (section.saved_inside if layout.recompute == "selective" else 0)
-    return kept + (section.entry if first else 0)
+    dropped = {"selective": section.saved_inside, "elementwise": section.saved_inside + section.saved_remade}
+    return section.saved - dropped.get(layout.recompute, 0) + (section.entry if first else 0)
 
 
 def _working(chunks: Sequence[Sequence[Section]], layout: Layout) -> int:
     """The largest operand and result at work and the gradients of both, and all that a layer saves if it is computed
     again."""
     sections = [section for chunk in chunks for section in chunk]
-    again = {"none": 0, "selective": max(s.saved_inside for s in sections)}
+    inside = max(s.saved_inside for s in sections)
+    again = {"none": 0, "selective": inside, "elementwise": max(inside, *(s.saved_remade for s in sections))}
     whole = max((s.saved for s in sections if s.is_layer), default=0)
     return again.get(layout.recompute, whole) + 4 * max(section.working for section in sections)

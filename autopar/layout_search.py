@@ -26,7 +26,7 @@ MICROBATCHES = (1, 2, 4)
 CHUNKS = (1, 2, 3, 4, 6, 8)
 SIMULATED = 8
 ONE = Layout()
-RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "elementwise", "full")
 
 
 @dataclass(frozen=True)
@@ -115,12 +115,17 @@ def _variants(base: Layout, batch: int, layers: int, space: Space) -> Iterator[L
     divides = space.sequence_parallel or (True,)
     zeros = (space.zero or (1,)) if base.data * base.context > 1 else (0,)
     for interleave in space.interleave or CHUNKS:
-        chunked = pipeline > 1 and pipeline * interleave <= layers and count >= pipeline
+        chunks = pipeline * interleave
+        # A layer less on the first and the last stage, where that comes out even: embedding and head take their place.
+        even = pipeline > 1 and layers % chunks != 0 and (layers + 2) % chunks == 0
+        ends = int(even and not base.lead and not base.tail)
+        chunked = pipeline > 1 and chunks <= layers + 2 * ends and count >= pipeline
         if interleave > 1 and not chunked:
             continue
         for recompute in space.recompute or RECOMPUTE:
             for sequence in divides if base.tensor > 1 else (False,):
                 shared = replace(base, interleave=interleave, recompute=recompute, sequence_parallel=sequence)
+                shared = replace(shared, lead=ends, tail=ends) if ends else shared
                 yield from (replace(shared, zero=zero) for zero in zeros)
 
 
@@ -190,6 +195,8 @@ def _quick(model: LayoutModel, layout: Layout, cluster: Cluster, batch: int) -> 
         sections = model.sections(layout, cluster)
         if layout.recompute == "selective" and not any(section.saved_inside for section in sections.every):
             return  # The same as without: attention is one kernel, which keeps nothing of its inside.
+        if layout.recompute == "elementwise" and not any(section.saved_remade for section in sections.every):
+            return
         yield quick_price(sections, layout, batch, cluster)
     except OptionsError:
         return

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 
+import torch
 from torch.distributed.tensor import Partial
 
-from autopar.cost import family_of
+from autopar.cost import compute_seconds, family_of
 
 from .assignment import Use, uses
 from .axis_names import weight_values
@@ -27,6 +28,7 @@ from .layout_exchange import Block
 from .layout_experts import BACKWARD, OPERATIONS, bill_block, check_degree, expert_weights, find_blocks
 from .layout_kernels import AFTER, BEFORE, KernelPrices, graphed, local_size
 from .layout_place import TENSOR, Placed
+from .layout_remade import remakeable
 from .prices import local_bytes, local_type
 from .spec import Placements
 
@@ -70,7 +72,8 @@ class Section:
     of what comes in from the section before; ``working`` the most that one kernel makes. ``flops``: of products, all
     devices together. ``blocks`` of experts are not in these until :func:`with_experts` puts them there, and the bytes
     that one device hands to each of their exchanges into ``exchanged``. ``kept``: seconds of forward that are not spent
-    again where all but attention and every other product is, which takes ``saved_kept`` bytes."""
+    again where all but attention and every other product is, which takes ``saved_kept`` bytes. ``saved_remade``: of
+    ``saved`` what elementwise operations make again in ``remade`` seconds."""
 
     forward: Seconds = Seconds()
     backward: Seconds = Seconds()
@@ -86,6 +89,8 @@ class Section:
     exchanged: tuple[float, ...] = ()
     kept: Seconds = Seconds()
     saved_kept: int = 0
+    remade: Seconds = Seconds()
+    saved_remade: int = 0
 
 
 @dataclass(frozen=True)
@@ -176,6 +181,8 @@ class _Biller:
         self.blocks = find_blocks(self.graph, self.assignment, self.prices.mesh)
         self.expert_weights = expert_weights(self.graph)
         self.priced = KernelPrices(placed, homes, layout, self.kernels)
+        moved = {(use.value, use.consumer) for use in self.moves}
+        self.remade = remakeable(self.graph, self.kernels.saved, moved)
         self.raw = {o.name: o.value for o in self.graph.outputs if o.kind == "gradient" and o.value is not None}
 
     def _find_kernels(self) -> Kernels:
@@ -235,7 +242,14 @@ class _Biller:
             # Of collectives reductions are kept, gathers not.
             kept=kept + Seconds(0.0, forward.communicate / 2),
             saved_kept=saved_kept,
+            remade=Seconds(sum(map(self._remaking, (value for value in saved if value in self.remade)))),
+            saved_remade=sum(self.priced.local(value) for value in saved if value in self.remade),
         )
+
+    def _remaking(self, value: Value) -> float:
+        """Seconds of making a value again from what is kept."""
+        moved = sum(map(self.priced.local, (value, *self.remade[value])))
+        return compute_seconds(self.prices.cluster, 0.0, moved, torch.float32)
 
     def _stays_inside(self, value: Value) -> bool:
         """Whether forward uses a value inside attention only: it is remade from what goes in."""

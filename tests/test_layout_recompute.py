@@ -41,6 +41,19 @@ def test_what_is_kept_is_held() -> None:
     assert layer.saved_kept == pytest.approx(made, rel=0.05)
 
 
+def test_what_elementwise_operations_make_is_made_again() -> None:
+    """Of every layer the two norms' results and the activation's, in bf16: from the norms' inputs and two products."""
+    layer = model().sections(Layout(), H100).layers[0]
+    tokens = SHAPE.seq * 2
+    assert layer.saved_remade == tokens * (2 * SHAPE.hidden + SHAPE.ffn)
+    moved = tokens * (2 * 2 * SHAPE.hidden + 3 * SHAPE.ffn)
+    started = 3 * H100.device.launch_seconds
+    assert layer.remade.total == pytest.approx(moved / H100.device.memory_bandwidth + started, rel=0.1)
+    none, light, full = (model().price(Layout(recompute=name), H100) for name in ("none", "elementwise", "full"))
+    assert none.predicted.step_seconds < light.predicted.step_seconds < full.predicted.step_seconds
+    assert full.held[0].activations < light.held[0].activations < none.held[0].activations
+
+
 def test_an_early_and_a_late_piece_are_as_long_on_every_context_rank() -> None:
     """One key head a tensor rank: queries are divided. Of n ranks the last attends to (2 n - 1) / n as much as the
     mean."""
