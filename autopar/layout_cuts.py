@@ -94,4 +94,6 @@ def _part(section: Section, share: float) -> Section:
         exchanged=tuple(nbytes * share for nbytes in section.exchanged),
         kept=of(section.kept),
         saved_kept=int(section.saved_kept * share),
+        remade=of(section.remade),
+        saved_remade=int(section.saved_remade * share),
     )

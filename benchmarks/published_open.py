@@ -18,7 +18,7 @@ from autopar.cluster import Cluster
 from autopar.layout import Layout
 from autopar.layout_model import LayoutModel
 from autopar.layout_price import Priced
-from autopar.layout_search import ANY, Space, quickest_layouts, tried_layouts
+from autopar.layout_search import Space, quickest_layouts, tried_layouts
 
 from .published_shape import NotExpressible, number
 
@@ -52,7 +52,9 @@ class Method:
 # have one chunk each, which end between any two operations; activations are not divided along the sequence. XLA's
 # fusions end at reductions, so that a softmax reads its scores several times.
 _ALPA = {"gradients": "own", "adding": True, "overlap": (), "cuts": "operations", "eager": ("*scores",)}
-_PLAIN = Space(interleave=(1,), sequence_parallel=(False,))
+# What systems of these rows could compute again.
+OFFERED = Space(recompute=("none", "selective", "full"))
+_PLAIN = replace(OFFERED, interleave=(1,), sequence_parallel=(False,))
 
 
 def _alpa(**values: Any) -> Method:
@@ -106,7 +108,7 @@ def space_of(row: Mapping[str, Any], known: Mapping[str, Any]) -> Space:
     if name and name not in METHODS:
         raise NotExpressible(f"method {parallel['method']}: which layouts it allows is not known")
     devices = number(row["cluster"], "n_gpus")
-    space = METHODS[name].space if name else ANY
+    space = METHODS[name].space if name else OFFERED
     if name in ACROSS_NODES:
         space = _filled(space, tensor=tuple(d for d in range(1, devices + 1) if devices % d == 0))
     elif "interleaved" in str(parallel.get("schedule")):
