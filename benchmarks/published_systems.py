@@ -75,8 +75,9 @@ DROPOUT = r"narayanan|korthikanti|mt-nlg|bigscience"
 BLOCKING_MESSAGES = r"deepspeed|hagemann"
 
 
-# Systems known to send tensor-parallel collectives in pieces beside the products next to them.
-PIECEWISE = r"megascale \d+ gpus|megatron-bridge"
+# Systems known to send tensor-parallel collectives in pieces beside the products next to them (of Megatron-Core its
+# README, beside the table).
+PIECEWISE = r"megascale \d+ gpus|megatron-core|megatron-bridge"
 
 
 def overlap(row: Mapping[str, Any]) -> tuple[Any, ...]:
