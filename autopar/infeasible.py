@@ -6,13 +6,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
+
 from .cluster import Cluster
 from .errors import InfeasibleError
 from .graph import REST
 from .instance import Instance
 from .options import Options
 from .plan_units import size
-from .problem import Ints, memory_of
+from .problem import Group, Ints, host_binds, host_of, memory_of
 from .solve import smallest_choices
 from .within_memory import widened
 
@@ -23,10 +25,14 @@ MOST_SECONDS = 10.0
 def infeasible(instance: Instance, limit: float, known: int | None = None) -> InfeasibleError:
     """The error for an ``instance`` that has no solution within ``limit`` bytes per device; ``known``: bytes in which a
     step was found to fit."""
+    groups = instance.problem.groups
+    check_host(instance.prices.cluster, sum(_least_away(group) for group in groups), instance.problem.host_limit)
     choices = smallest_choices(instance.problem, 30.0)
     least = math.inf if choices is None else float(known or memory_of(instance.problem, choices))
     wanted = math.ceil(least) if math.isfinite(least) else least
-    advice = "; ".join(_advice(instance, choices)) if choices is not None else "nothing: no plan is possible at all"
+    advice = (
+        "; ".join(_advice(instance, choices, least)) if choices is not None else "nothing: no plan is possible at all"
+    )
     return InfeasibleError(
         f"no plan on mesh {instance.prices.mesh} fits into {size(limit)} per device. The smallest limit found to fit "
         f"is {wanted} bytes ({size(least)}): Options(memory_limit={wanted}). Largest tensors: {_largest(instance)}. "
@@ -34,15 +40,31 @@ def infeasible(instance: Instance, limit: float, known: int | None = None) -> In
     )
 
 
-def check_host(cluster: Cluster, needed: int, usable: int) -> None:
-    """Raises :class:`InfeasibleError` if the plan that was found puts more than ``usable`` bytes into host memory."""
+def _least_away(group: Group) -> float:
+    return float(np.where(np.isfinite(group.cost), group.host, np.inf).min())
+
+
+def check_host(cluster: Cluster, needed: float, usable: float) -> None:
+    """Raises :class:`InfeasibleError` if a plan has to put ``needed`` bytes of ``usable`` into the host's memory, and
+    these are more."""
     if needed > usable:
         raise InfeasibleError(
-            f"the plan found has {size(needed)} of optimizer state per device in host memory, of which cluster "
-            f"{cluster.name!r} leaves {size(usable)}. What would lower it: offload=None, so that only some of it goes "
-            "there; zero=1, 2 or 3, so that it is sharded over every axis; twice the devices; an optimizer with less "
-            "state."
+            f"a step needs {math.ceil(needed)} bytes ({size(needed)}) of optimizer state in host memory, of which "
+            f"cluster {cluster.name!r} leaves {size(usable)}. What would lower it: offload=None, so that only some of "
+            "it goes there; zero=1, 2 or 3, so that it is sharded over every axis; twice the devices; an optimizer "
+            "with less state."
         )
+
+
+def _more_host(instance: Instance, least: float) -> Iterator[str]:
+    """What more of the host's memory would do, if it binds."""
+    if not host_binds(instance.problem):
+        return
+    problem = replace(instance.problem, host_limit=math.inf)
+    found = smallest_choices(problem, MOST_SECONDS)
+    if found is not None and memory_of(problem, found) < least:
+        asked = f"{size(host_of(problem, found))} of the host's memory instead of {size(instance.problem.host_limit)}"
+        yield f"{asked}, {size(memory_of(problem, found))}"
 
 
 def _largest(instance: Instance) -> str:
@@ -64,18 +86,19 @@ def _wider(instance: Instance) -> Iterator[tuple[str, Options]]:
         yield "offload=None or True", replace(now, offload=None)
 
 
-def _advice(instance: Instance, choices: Ints) -> Iterator[str]:
-    """Changes that help, with the bytes per device they come to."""
+def _advice(instance: Instance, choices: Ints, known: float) -> Iterator[str]:
+    """Changes that help, with the bytes per device they come to; ``known``: those that are enough without."""
     groups, chosen = instance.problem.groups, zip(instance.names, choices, strict=True)
     memory = {name: float(groups[i].memory[int(k)]) for i, (name, k) in enumerate(chosen)}
     parameters = sum(b for name, b in memory.items() if name in instance.graph and instance.graph[name].op == "param")
     least = memory_of(instance.problem, choices)
-    batch = least - parameters
+    batch, least = least - parameters, min(least, known)
     for text, options in _wider(instance):
         wide = widened(instance, options)
         found = smallest_choices(wide.problem, MOST_SECONDS)
         if found is not None and memory_of(wide.problem, found) < least:
             yield f"{text}, {size(memory_of(wide.problem, found))}"
+    yield from _more_host(instance, least)
     if instance.repeats.microbatches == 1:
         yield f"half the batch, or microbatches=2, about {size(parameters + batch / 2)}"
     yield f"twice the devices, about {size(least / 2)} if all divides"

@@ -13,6 +13,7 @@ nor made again, nor there anyway leaves a row from which nothing but that column
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -116,6 +117,7 @@ def build_instance(
     *,
     optimizer: str,
     memory_limit: float,
+    host_limit: float = math.inf,
     repeats: Repeats = ONCE,
     again: Recomputable | None = None,
     offload: bool = False,
@@ -123,7 +125,7 @@ def build_instance(
     """The instance of an annotated graph; without ``graph.classes`` every node is its own class. ``again`` (of the same
     graph): what may be recomputed. ``offload``: whether optimizer state may rest in host memory. Choices that recompute
     or offload stand behind those that do not, so that choices of an instance without are those of one with."""
-    return _Builder(graph, prices, optimizer, repeats, again, offload).build(memory_limit)
+    return _Builder(graph, prices, optimizer, repeats, again, offload).build(memory_limit, host_limit)
 
 
 class _Route(NamedTuple):
@@ -163,12 +165,13 @@ class _Builder:
         read_classes = {self._class(name) for name in read}
         self.only_backward = {n for n in self.counts if graph[n].op == REST and n not in read_classes}
 
-    def build(self, memory_limit: float) -> Instance:
+    def build(self, memory_limit: float, host_limit: float) -> Instance:
         groups = tuple(self._group(name, choices) for name, choices in zip(self.names, self.choices, strict=True))
         routes = self._found_routes()
         transfers = tuple(self._transfer(route, count) for route, count in routes.items())
         transfers += tuple(self._rerun(name) for name in self.counts if self._may_run_again(name))
-        problem = Problem(groups, transfers, memory_limit, windows=self._windows(tuple(routes)))
+        windows = self._windows(tuple(routes))
+        problem = Problem(groups, transfers, memory_limit, windows=windows, host_limit=host_limit)
         return Instance(
             self.graph,
             self.prices,
@@ -202,10 +205,18 @@ class _Builder:
 
     def _group(self, name: str, choices: tuple[Choice, ...]) -> Group:
         if name == OUTPUTS:
-            return Group(name, np.array([agreement_seconds(self.prices, (self.graph,))]), np.zeros(1), np.zeros(1))
+            seconds = np.array([agreement_seconds(self.prices, (self.graph,))])
+            return Group(name, seconds, np.zeros(1), np.zeros(1), np.zeros(1))
         count, node = self.counts[name], self.graph[name]
         rows = np.array([self._charges(node, choice) for choice in choices], dtype=np.float64)
-        return Group(name, rows[:, 0] * count, rows[:, 1] * count, rows[:, 2])
+        host = np.array([self._away(node, choice) for choice in choices], dtype=np.float64)
+        return Group(name, rows[:, 0] * count, rows[:, 1] * count, rows[:, 2], host * count)
+
+    def _away(self, node: Node, choice: Choice) -> int:
+        """Bytes in the host's memory; brought to the device they are temporary."""
+        if not isinstance(choice, ParameterPlacement) or node.target not in self.trained:
+            return 0
+        return offloaded_bytes(self.prices, node, choice, self.optimizer)
 
     def _charges(self, node: Node, choice: Choice) -> tuple[float, float, float]:
         """Seconds, resting bytes and temporary bytes of one node."""
@@ -257,7 +268,7 @@ class _Builder:
         seconds += offload_seconds(self.prices, node, place, self.optimizer)
         if place.weight != place.optimizer:
             seconds += self.prices.table(node.type, bucketed=True).cost(place.optimizer, place.weight)
-        return seconds, float(sum(parts)), float(offloaded_bytes(self.prices, node, place, self.optimizer))
+        return seconds, float(sum(parts)), float(self._away(node, place))
 
     def _windows(self, routes: tuple[_Route, ...]) -> tuple[Window, ...]:
         found = windows_of(self.graph, self.prices.cluster, self.repeats)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from autopar.cost import usable_bytes, usable_host_bytes
@@ -17,20 +17,19 @@ from .account import Account, account
 from .alternatives import holdings
 from .assignment import Assignment, ParameterPlacement
 from .cluster import Cluster
-from .errors import InfeasibleError
 from .exact_memory import exact_memory
 from .figures import predicted
 from .graph import Graph, Node
-from .infeasible import check_host, infeasible
+from .infeasible import infeasible
 from .instance import Choice, Instance, build_instance
 from .options import Options
 from .plan import Predicted
 from .prices import Prices
-from .problem import Ints, Problem, Solution, evaluate, memory_of
+from .problem import Ints, Problem, Solution, evaluate, host_binds, memory_of
 from .repeats import ONCE, Repeats
 from .restrict import baselines, pin_instance, pinned_apart, with_choices, zero_allows
 from .solve import smallest_choices, solve
-from .within_memory import ROUNDS, Solve, fits, may_widen, solve_wide, solve_within, tightened, widened, within_host
+from .within_memory import ROUNDS, Solve, fits, may_widen, solve_wide, solve_within, tightened, widened
 
 STRETCHES = 3
 # For how long, and by how much at a time, a limit that fits is lowered to find the smallest; by less where that fails.
@@ -54,7 +53,7 @@ class Question:
     axis_names: tuple[str, ...] = ()
     repeats: Repeats = ONCE
     memory_limit: float | None = None
-    host_limit: int | None = None
+    host_limit: float | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -114,7 +113,7 @@ def memory_limit_of(question: Question) -> int:
     return int(question.memory_limit or question.options.memory_limit or usable_bytes(question.cluster))
 
 
-def host_limit_of(question: Question) -> int:
+def host_limit_of(question: Question) -> float:
     """Bytes of host memory for each device that a plan may use."""
     return question.host_limit if question.host_limit is not None else usable_host_bytes(question.cluster)
 
@@ -138,7 +137,7 @@ def solve_mesh(question: Question, graph: Graph, timings: Timings) -> tuple[Answ
         instance, solution = _solved(question, plain, timings, [s.choices for s in others.values() if _is_one(s)])
         if solution.status != "infeasible":
             solution = _best(instance, solution, [s for s in others.values() if _is_one(s) and fits(instance, s)])
-    best = _settled(question, instance, solution, timings)
+    best = _settled(question, annotated, instance, solution, timings)
     with timings.phase("report"):
         priced = {name: _priced(plain, other, question) for name, other in others.items()}
     return _refined(question, annotated, best, timings), priced
@@ -149,7 +148,7 @@ def solve_only(question: Question, graph: Graph, timings: Timings) -> Answer:
     annotated, plain = _posed(question, graph, timings)
     with timings.phase("solve"):
         instance, solution = _solved(question, plain, timings)
-    return _refined(question, annotated, _settled(question, instance, solution, timings), timings)
+    return _refined(question, annotated, _settled(question, annotated, instance, solution, timings), timings)
 
 
 def _is_one(solution: Solution) -> bool:
@@ -168,37 +167,37 @@ def _solved(
 SolveAgain = Callable[[Instance, Solution], tuple[Instance, Solution]]
 
 
-def _settled(question: Question, instance: Instance, solution: Solution, timings: Timings) -> Answer:
-    """The answer that a solution means, solved again with less memory as long as its bill does not fit. Raises
-    :class:`InfeasibleError`."""
-    answer = _within_device(question, instance, solution, timings)
-    usable = host_limit_of(question)
-    if answer.account.memory.host <= usable:
-        return answer
-    less = within_host(answer.instance, usable)
+def _settled(question: Question, annotated: Graph, instance: Instance, solution: Solution, timings: Timings) -> Answer:
+    """The answer that a solution means, solved again with less memory as long as its bill does not fit; with layers
+    that may differ if the host's memory is short as well. Raises :class:`InfeasibleError`."""
+    limit, again = float(memory_limit_of(question)), _with_less(question, timings)
     with timings.phase("solve"):
-        solution = _solve(question, less, timings)
-    with suppress(InfeasibleError):
-        answer = _within_device(question, less, solution, timings)
-    check_host(question.cluster, answer.account.memory.host, usable)
-    return answer
-
-
-def _within_device(question: Question, instance: Instance, solution: Solution, timings: Timings) -> Answer:
-    limit = float(memory_limit_of(question))
+        found = _fitting(instance, solution, limit, again)
+        wide = instance if found is not None else _widest(question, instance)
+    if found is None and host_binds(wide.problem):
+        wide = _stretched(question, annotated, wide, timings)
+        with timings.phase("solve"):
+            found = _fitting(wide, solve_wide(wide, _solver(question, timings), ()), limit, again)
+    if found is not None:
+        return found
     with timings.phase("solve"):
-        found = _fitting(instance, solution, limit, _with_less(question, timings))
-        if found is not None:
-            return found
-        least = _smallest(_widest(question, instance))
+        least = _smallest(wide)
     if least is None:
-        raise infeasible(instance, limit)
+        raise infeasible(wide, limit)
     peak = _peak(least)
     if peak > limit:
         least, peak = _lowered(least, peak)
     if peak <= limit:
         return least
-    raise infeasible(instance, limit, peak)
+    raise infeasible(wide, limit, peak)
+
+
+def _stretched(question: Question, annotated: Graph, folded: Instance, timings: Timings) -> Instance:
+    """The instance whose equal layers are tied only within stretches of depth, as wide as ``folded``."""
+    with timings.phase("price"):
+        apart = pinned_apart(annotated, question.options.pins)
+        instance = _instance(question, fold_layers(annotated, STRETCHES, apart), folded.prices)
+        return _widest(question, instance) if folded.is_wide else instance
 
 
 def _widest(question: Question, instance: Instance) -> Instance:
@@ -228,7 +227,7 @@ def _fitting(instance: Instance, solution: Solution, limit: float, again: SolveA
         if not _is_one(solution):
             return None
         found = _read(instance, solution)
-        less = tightened(instance, _peak(found), limit)
+        less = tightened(instance, solution.choices, _peak(found), limit)
         if less is None:
             return found
         instance, solution = again(less, solution)
@@ -298,6 +297,7 @@ def _instance(question: Question, graph: Graph, prices: Prices) -> Instance:
         prices,
         optimizer=question.options.optimizer,
         memory_limit=float(memory_limit_of(question)),
+        host_limit=host_limit_of(question),
         repeats=question.repeats,
     )
     return _restricted(question, instance)
@@ -354,18 +354,13 @@ def _refined(question: Question, annotated: Graph, best: Answer, timings: Timing
     """Where memory is short equal layers may differ: solves again with layers tied only within stretches of depth."""
     if not _memory_binds(best.instance, best.solution):
         return best
-    with timings.phase("price"):
-        apart = pinned_apart(annotated, question.options.pins)
-        instance = _instance(question, fold_layers(annotated, STRETCHES, apart), best.prices)
-        if best.instance.is_wide:
-            instance = _widest(question, instance)
+    instance = _stretched(question, annotated, best.instance, timings)
     with timings.phase("solve"):
         solution = _solve(question, instance, timings, [instance.chosen(best.assignment)])
     if not _is_one(solution) or solution.objective >= best.solution.objective:
         return best
     found = _read(instance, solution)
-    exceeds = found.account.memory.host > host_limit_of(question)
-    return best if exceeds or tightened(instance, _peak(found), float(memory_limit_of(question))) else found
+    return found if _peak(found) <= memory_limit_of(question) else best
 
 
 def _read(instance: Instance, solution: Solution) -> Answer:

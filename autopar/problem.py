@@ -10,6 +10,7 @@ column ``target[c][k]``, and moving row p to column q costs ``cost[p, q]`` (infi
                 sum_p e[t,c,p,q] = sum_{k: target_c[k]=q} x[consumer,k]     for every t, c, q                (enters_column)
                 fixed + sum_i sum_k memory_i[k] x[i,k] + T <= memory_limit                                   (memory)
                 T >= sum_k temporary_i[k] x[i,k]                            for every group                  (temporary)
+                sum_i sum_k host_i[k] x[i,k] <= host_limit                                                   (host)
                 x binary, e >= 0
 
 A *window* w is computing (the cost of some groups, or a part of it) beside which messages travel (the cost of some
@@ -24,7 +25,7 @@ which is hidden_w max(0, messages_w - computing_w).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,12 +37,14 @@ Ints = NDArray[np.int64]
 @dataclass(frozen=True, eq=False)
 class Group:
     """A one-of-K decision. ``cost`` in seconds (infinite: forbidden), ``memory`` (adds up) and ``temporary`` (only the largest
-    counts) in bytes, each of shape [K]. Multiplicities of folded layers are multiplied in already."""
+    counts) in bytes of the device, ``host`` (adds up) in bytes of the host's memory, each of shape [K]. Multiplicities of
+    folded layers are multiplied in already."""
 
     name: str
     cost: Floats
     memory: Floats
     temporary: Floats
+    host: Floats
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,13 +74,19 @@ class Window:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """See the module docstring. ``memory_limit`` may be infinite; ``memory_fixed`` is what no choice changes."""
+    """See the module docstring. Limits may be infinite; ``memory_fixed`` is what no choice changes."""
 
     groups: tuple[Group, ...]
     transfers: tuple[Transfer, ...]
     memory_limit: float = float("inf")
     memory_fixed: float = 0.0
     windows: tuple[Window, ...] = ()
+    host_limit: float = float("inf")
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the device's or the host's memory has a limit."""
+        return bool(np.isfinite(self.memory_limit) or np.isfinite(self.host_limit))
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,3 +134,28 @@ def memory_of(problem: Problem, choices: Ints) -> float:
     pairs = list(zip(problem.groups, choices, strict=True))
     largest = max((float(group.temporary[k]) for group, k in pairs), default=0.0)
     return problem.memory_fixed + sum(float(group.memory[k]) for group, k in pairs) + largest
+
+
+def host_of(problem: Problem, choices: Ints) -> float:
+    """Bytes of the host's memory that a full assignment takes."""
+    return sum(float(group.host[k]) for group, k in zip(problem.groups, choices, strict=True))
+
+
+def is_within(problem: Problem, choices: Ints) -> bool:
+    """Whether a full assignment keeps both limits."""
+    if np.isfinite(problem.host_limit) and host_of(problem, choices) > problem.host_limit:
+        return False
+    return memory_of(problem, choices) <= problem.memory_limit
+
+
+def host_binds(problem: Problem) -> bool:
+    """Whether some assignment would exceed the host's memory."""
+    return sum(float(group.host.max()) for group in problem.groups) > problem.host_limit
+
+
+def without_needless_host(problem: Problem) -> Problem:
+    """The problem without the host's memory, if no assignment can exceed that."""
+    if host_binds(problem):
+        return problem
+    groups = tuple(replace(g, host=np.zeros_like(g.cost)) for g in problem.groups)
+    return replace(problem, groups=groups, host_limit=float("inf"))

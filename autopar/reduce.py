@@ -6,7 +6,7 @@ back (``expand``), maps known choices forward (``restrict``) and knows by how mu
 changes.
 
 ========================== =================================================================================
-:class:`BoundMemory`       memory that cannot bind disappears; constants move into ``memory_fixed``
+:class:`BoundMemory`       limits that cannot bind disappear; constants move into ``memory_fixed``
 :class:`DropForbidden`     choices of infinite cost, without partner across a transfer, or too large
 :class:`DropDominated`     choices another choice replaces at no loss, whatever the neighbours do
 :class:`SimplifyTransfers` free, fixed, repeated and independent consumers; equal rows and columns
@@ -27,7 +27,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .problem import Group, Ints, Problem
+from .problem import Group, Ints, Problem, without_needless_host
 from .reduce_dominance import undominated
 from .reduce_eliminate import Fold, eliminate
 from .reduce_transfers import simplify
@@ -134,7 +134,7 @@ def keep_choices(problem: Problem, masks: Iterable[Mask]) -> Problem:
     """The problem with only the masked choices of each group."""
     kept = [np.flatnonzero(mask) for mask in masks]
     groups = tuple(
-        Group(group.name, group.cost[k], group.memory[k], group.temporary[k])
+        Group(group.name, group.cost[k], group.memory[k], group.temporary[k], group.host[k])
         for group, k in zip(problem.groups, kept, strict=True)
     )
     transfers = tuple(
@@ -160,15 +160,16 @@ def _fewer(problem: Problem, masks: list[Mask], substitutes: list[Ints]) -> tupl
 
 @dataclass(frozen=True)
 class BoundMemory:
-    """Takes memory out of the problem where no choice can exceed the limit; moves what every choice of a
-    group needs (and the temporary that some group always needs) into ``memory_fixed``."""
+    """Takes memory, of the device and of the host, out of the problem where no choice can exceed its limit; moves what
+    every choice of a group needs (and the temporary that some group always needs) into ``memory_fixed``."""
 
     name: ClassVar[str] = "bound-memory"
 
     def apply(self, problem: Problem) -> tuple[Problem, Inverse]:
-        groups = problem.groups
-        if not groups or any(len(group.cost) == 0 for group in groups):
+        if not problem.groups or any(len(group.cost) == 0 for group in problem.groups):
             return problem, SameChoices()
+        problem = without_needless_host(problem)
+        groups = problem.groups
         most = sum(float(g.memory.max()) for g in groups) + max(0.0, max(float(g.temporary.max()) for g in groups))
         if np.isinf(problem.memory_limit) or problem.memory_fixed + most <= problem.memory_limit:
             bare = tuple(replace(g, memory=np.zeros_like(g.cost), temporary=np.zeros_like(g.cost)) for g in groups)
@@ -207,8 +208,8 @@ def _supported(problem: Problem, masks: list[Mask]) -> bool:
 
 @dataclass(frozen=True)
 class DropForbidden:
-    """Drops choices of infinite cost, choices without a finite partner, and choices that exceed the memory
-    limit even if every other group takes its smallest."""
+    """Drops choices of infinite cost, choices without a finite partner, and choices that exceed the memory of the
+    device or of the host even if every other group takes its smallest."""
 
     name: ClassVar[str] = "drop-forbidden"
 
@@ -216,7 +217,7 @@ class DropForbidden:
         masks = [np.isfinite(group.cost) for group in problem.groups]
         while _supported(problem, masks):
             pass
-        if all(mask.any() for mask in masks) and np.isfinite(problem.memory_limit):
+        if all(mask.any() for mask in masks) and problem.is_limited:
             _fit(problem, masks)
             while _supported(problem, masks):
                 pass
@@ -226,18 +227,22 @@ class DropForbidden:
 
 
 def _fit(problem: Problem, masks: list[Mask]) -> None:
-    least = np.array([g.memory[mask].min() for g, mask in zip(problem.groups, masks, strict=True)])
-    always = max((float(g.temporary[mask].min()) for g, mask in zip(problem.groups, masks, strict=True)), default=0.0)
+    pairs = list(zip(problem.groups, masks, strict=True))
+    least = np.array([g.memory[mask].min() for g, mask in pairs])
+    always = max((float(g.temporary[mask].min()) for g, mask in pairs), default=0.0)
     always = max(always, 0.0)
     # Rounding of byte counts that are no integers must not drop what exactly fits.
     spare = problem.memory_limit * (1 + 1e-12) - problem.memory_fixed - float(least.sum())
-    for index, (group, low) in enumerate(zip(problem.groups, least, strict=True)):
-        masks[index] &= np.asarray(group.memory - low + np.maximum(group.temporary, always) <= spare)
+    least_host = np.array([g.host[mask].min() for g, mask in pairs])
+    spare_host = problem.host_limit * (1 + 1e-12) - float(least_host.sum())
+    for index, group in enumerate(problem.groups):
+        masks[index] &= np.asarray(group.memory - least[index] + np.maximum(group.temporary, always) <= spare)
+        masks[index] &= np.asarray(group.host - least_host[index] <= spare_host)
 
 
 @dataclass(frozen=True)
 class DropDominated:
-    """Drops choices that another choice of the group replaces at no greater cost, memory and temporary."""
+    """Drops choices that another choice of the group replaces at no greater cost, memory, temporary and host memory."""
 
     name: ClassVar[str] = "drop-dominated"
 

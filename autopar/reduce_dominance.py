@@ -44,7 +44,8 @@ def _plus(left: Floats, right: Floats) -> Floats:
 
 def _own(group: Group) -> Floats:
     """[k, j] change of cost when j replaces k; infinite where j needs more memory."""
-    more = (group.memory[None, :] > group.memory[:, None]) | (group.temporary[None, :] > group.temporary[:, None])
+    needs = (group.memory, group.temporary, group.host)
+    more = np.any([need[None, :] > need[:, None] for need in needs], axis=0)
     return np.where(more, np.inf, _difference(group.cost[None, :], group.cost[:, None]))
 
 

@@ -62,7 +62,7 @@ def _start(problem: Problem) -> _Work:
     for t, transfer in enumerate(problem.transfers):
         for group in (transfer.producer, *transfer.consumers):
             incident[group].add(t)
-    movable = [not group.memory.any() and not group.temporary.any() for group in problem.groups]
+    movable = [not (group.memory.any() or group.temporary.any() or group.host.any()) for group in problem.groups]
     costs = [group.cost.copy() for group in problem.groups]
     return _Work(costs, movable, dict(enumerate(problem.transfers)), incident, len(problem.transfers))
 

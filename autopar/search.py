@@ -26,7 +26,6 @@ from .errors import InfeasibleError, OptionsError
 from .exact_stages import exact_stages, fullest, peak, search_within, with_memory
 from .figures import plan_line, predicted
 from .graph import VIEWS, Graph
-from .infeasible import check_host
 from .infeasible_pipeline import pipeline_infeasible
 from .options import SOLVED, Options
 from .plan import Plan, Predicted
@@ -323,20 +322,16 @@ def _staged(
     names = tuple(question.axis_names[axis] for axis in layout.axes) if question.axis_names else ()
     inside = replace(question, mesh=layout.mesh, axis_names=names)
 
-    def solve(graph: Graph, repeats: Repeats, limit: float) -> Answer:
+    def solve(graph: Graph, repeats: Repeats, limit: float, host: float) -> Answer:
         # The placement program is of the whole model, which all stages hold together.
-        host = layout.stages * usable_host_bytes(question.cluster)
         asked = replace(inside, repeats=repeats, memory_limit=limit, host_limit=host)
         solved = (solve_only(replace(asked, mesh=mesh), graph, timings) for mesh in mesh_candidates(inside))
         return min(solved, key=lambda one: one.account.seconds)
 
     limit = float(memory_limit_of(question))
+    host, inputs = usable_host_bytes(question.cluster), split_inputs(question.graph)
     optimizer, schedule = question.options.optimizer, question.options.schedule
-    made = search_within(
-        Ask(whole, split_inputs(question.graph), layout, count, schedule, dict(pinned), limit, optimizer, solve)
-    )
-    away = max(sum(made.bill.accounts[c].memory.host for c in held) for held in made.bill.schedule.held)
-    check_host(question.cluster, away, usable_host_bytes(question.cluster))
+    made = search_within(Ask(whole, inputs, layout, count, schedule, dict(pinned), limit, optimizer, solve, host))
     asked = replace(inside, mesh=made.whole.prices.mesh)
     found = _found(question, asked, made, timings)
     return replace(found, improved=partial(_improved, question, asked, made, timings))

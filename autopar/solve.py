@@ -11,6 +11,7 @@ The program, with its constraints named as the exported model names them
     shared[t,c,p,q]       z[t,p,q] >= e[t,c,p,q]           (a column only one consumer can need: z is that e)
     memory                fixed + sum_i sum_k memory_i[k] x[i,k] + T <= memory_limit
     temporary[i]          T >= sum_k temporary_i[k] x[i,k]
+    host                  sum_i sum_k host_i[k] x[i,k] <= host_limit
     x binary, e >= 0, z >= 0
 
 The e of one consumer are a transport plan between the two ends' choices, which makes the relaxation the local
@@ -34,7 +35,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from .problem import Floats, Ints, Problem, Solution, evaluate, memory_of
+from .problem import Floats, Ints, Problem, Solution, memory_of, without_needless_host
 from .reduce import Chain, DropForbidden, FewerChoices, is_impossible, keep_choices, reduce
 from .solve_ascent import NONE, Ascent, Search, ascend
 from .solve_local import Neighbourhood, fits, polish, repair, smallest
@@ -51,7 +52,7 @@ def solve(
     seed: int = 0,
     incumbents: Sequence[Ints] = (),
 ) -> Solution:
-    """The cheapest assignment within the memory limit.
+    """The cheapest assignment within the memory of the device and of the host.
 
     ``gap``: stop when (objective - bound) / objective is at most this (or 1e-6, the tolerance of the
     solvers). ``time_limit`` in seconds, kept approximately. ``incumbents``: known assignments, one choice per
@@ -62,6 +63,7 @@ def solve(
     Raises ValueError for a transfer with a negative or undefined price.
     """
     _check(problem)
+    problem = without_needless_host(problem)
     if not problem.windows:
         return _solve_plain(problem, time_limit, gap, seed, incumbents)
 
@@ -110,7 +112,7 @@ def _explore(search: Search) -> str:
             search.prove(search.floor)
             return _status(search)
         # Under a memory limit a second search for its price costs more than the exact relaxation.
-        if reduced.groups and (np.isfinite(reduced.memory_limit) or _choices(reduced) > 0.8 * before):
+        if reduced.groups and (reduced.is_limited or _choices(reduced) > 0.8 * before):
             return _finish(search, reduced, chain)
     _settle(search, chain)
     return _status(search)
@@ -180,10 +182,12 @@ def _choices(problem: Problem) -> int:
 
 
 def _too_large(problem: Problem) -> bool:
-    """Whether even the smallest choices, transfers not looked at, exceed the memory limit."""
+    """Whether even the smallest choices, transfers not looked at, exceed the memory of the device or of the host."""
+    # Rounding of byte counts that are no integers must not reject what exactly fits.
+    if sum(float(g.host.min()) for g in problem.groups) > problem.host_limit * (1 + 1e-12):
+        return True
     if not problem.groups or np.isinf(problem.memory_limit):
         return problem.memory_fixed > problem.memory_limit
-    # Rounding of byte counts that are no integers must not reject what exactly fits.
     return memory_of(problem, smallest(problem)) > problem.memory_limit * (1 + 1e-12)
 
 
@@ -228,22 +232,23 @@ def _branch(search: Search, problem: Problem, chain: Chain, floor: float, time_l
 
 
 def smallest_memory(problem: Problem, time_limit: float = 30.0) -> float:
-    """The least peak bytes of any assignment of finite cost; infinite if there is none."""
+    """The least peak bytes of any assignment of finite cost that the host can hold; infinite if there is none."""
     choices = smallest_choices(problem, time_limit)
     return float("inf") if choices is None else memory_of(problem, choices)
 
 
 def smallest_choices(problem: Problem, time_limit: float) -> Ints | None:
-    """The assignment of finite cost with the least peak bytes, None if there is none."""
-    bare, inverse = DropForbidden().apply(replace(problem, memory_limit=float("inf")))
+    """The assignment of finite cost, within the host's memory, with the least peak bytes; None if there is none. Where
+    the host's memory binds, to a thousandth."""
+    bare, inverse = DropForbidden().apply(without_needless_host(replace(problem, memory_limit=float("inf"))))
     if is_impossible(bare):
         return None
     if not bare.groups:
         return NONE
     choices = smallest(bare)
-    if not np.isfinite(evaluate(bare, choices)):
+    if not fits(bare, choices):
         program = build(bare, objective="memory")
-        answer = run(program, False, Effort(time_limit))
+        answer = run(program, False, Effort(time_limit, gap=0.0 if np.isinf(bare.host_limit) else 1e-3))
         if not len(answer.values):
             return None
         choices = round_up(bare, program, answer)

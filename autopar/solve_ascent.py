@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .problem import Floats, Ints, Problem, evaluate, memory_of
+from .problem import Floats, Ints, Problem, evaluate, host_of, is_within, memory_of
 from .reduce import Chain
 from .solve_local import Neighbourhood, fits, polish, repair, smallest
 from .solve_messages import Messages
@@ -51,7 +51,7 @@ class Search:
 
     def offer(self, choices: Ints | None) -> None:
         """Keeps ``choices`` (of the original problem) if they fit and are the cheapest yet."""
-        if choices is None or memory_of(self.problem, choices) > self.problem.memory_limit:
+        if choices is None or not is_within(self.problem, choices):
             return
         objective = evaluate(self.problem, choices)
         if objective < self.objective:
@@ -103,6 +103,13 @@ class _Climber:
         elif np.isinf(self.problem.memory_limit):
             found = repair(self.near, choices)
             self.search.offer(None if found is None else self.chain.expand(found))
+
+    def start(self, choices: Ints) -> None:
+        """Offers what takes the least of the device's memory; it may take too much of the host's."""
+        if host_of(self.problem, choices) > self.problem.host_limit:
+            self.search.offer(_expanded(self.chain, repair(self.near, choices, rounds=4)))
+        else:
+            self.offer(choices)
 
     def climb(self, sweeps: int) -> Ints:
         """Sweeps until the bound stalls; the decoded choices."""
@@ -160,7 +167,7 @@ def ascend(search: Search, problem: Problem, chain: Chain) -> Ascent:
     climber = _Climber(search, problem, chain, Neighbourhood.of(problem), messages, Ascent(-np.inf, nothing))
     climber.record()
     if np.isfinite(problem.memory_limit):
-        climber.offer(smallest(problem))
+        climber.start(smallest(problem))
     climber.offer(chain.restrict(search.choices) if search.found else None)
     choices = climber.climb(400)
     if np.isfinite(problem.memory_limit) and not climber.over:

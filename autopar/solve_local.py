@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .problem import Floats, Ints, Problem, Transfer, evaluate, memory_of
+from .problem import Floats, Group, Ints, Problem, Transfer, evaluate, host_of, is_within
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,18 +71,42 @@ def _consuming(transfer: Transfer, choices: Ints, index: int) -> Floats:
     return np.array([cost[np.unique(columns)].sum() for columns in np.stack(mine, axis=1)])
 
 
+@dataclass
+class _Host:
+    """The host's memory while a descent goes from choice to choice."""
+
+    limit: float
+    used: float
+
+    @staticmethod
+    def of(problem: Problem, choices: Ints) -> _Host:
+        return _Host(problem.host_limit, host_of(problem, choices) if np.isfinite(problem.host_limit) else 0.0)
+
+    def allow(self, group: Group, now: int, costs: Floats) -> Floats:
+        """``costs`` of the choices of ``group``, which has chosen ``now``, infinite where they lead beyond the limit,
+        or further beyond it."""
+        if np.isinf(self.limit):
+            return costs
+        return np.where(self.used - group.host[now] + group.host <= max(self.limit, self.used), costs, np.inf)
+
+    def move(self, group: Group, old: int, new: int) -> None:
+        self.used += float(group.host[new] - group.host[old])
+
+
 def descend(near: Neighbourhood, choices: Ints, price: float = 0.0, cap: float = np.inf, sweeps: int = 12) -> Ints:
-    """Coordinate descent on cost + ``price`` * memory over choices with ``temporary`` <= ``cap``; the limit
-    is not looked at."""
+    """Coordinate descent on cost + ``price`` * memory over choices with ``temporary`` <= ``cap``; of the
+    limits only that of the host is looked at: no move leads beyond it."""
     groups = near.problem.groups
     own = [np.where(g.temporary <= cap, price * g.memory, np.inf) for g in groups]
     found = choices.copy()
+    host = _Host.of(near.problem, found)
     for _ in range(sweeps):
         changed = False
-        for index in range(len(groups)):
-            total = near.costs(found, index) + own[index]
+        for index, group in enumerate(groups):
+            total = host.allow(group, int(found[index]), near.costs(found, index) + own[index])
             best = int(np.argmin(total))
             if total[best] < total[found[index]]:
+                host.move(group, int(found[index]), best)
                 found[index] = best
                 changed = True
         if not changed:
@@ -91,22 +115,25 @@ def descend(near: Neighbourhood, choices: Ints, price: float = 0.0, cap: float =
 
 
 def polish(near: Neighbourhood, choices: Ints, sweeps: int = 12) -> Ints:
-    """Coordinate descent on cost among assignments within the memory limit; ``choices`` must be one."""
+    """Coordinate descent on cost among assignments within the limits; ``choices`` must be one."""
     problem = near.problem
     if np.isinf(problem.memory_limit):
         return descend(near, choices, sweeps=sweeps)
     found = choices.copy()
     used = problem.memory_fixed + sum(float(g.memory[k]) for g, k in zip(problem.groups, found, strict=True))
     temporary = np.array([g.temporary[k] for g, k in zip(problem.groups, found, strict=True)])
+    host = _Host.of(problem, found)
     for _ in range(sweeps):
         changed = False
         for index, group in enumerate(problem.groups):
             others = max(0.0, float(np.delete(temporary, index).max(initial=0.0)))
             peak = used - group.memory[found[index]] + group.memory + np.maximum(group.temporary, others)
             total = np.where(peak <= problem.memory_limit, near.costs(found, index), np.inf)
+            total = host.allow(group, int(found[index]), total)
             best = int(np.argmin(total))
             if total[best] < total[found[index]]:
                 used += float(group.memory[best] - group.memory[found[index]])
+                host.move(group, int(found[index]), best)
                 found[index], temporary[index] = best, group.temporary[best]
                 changed = True
         if not changed:
@@ -131,8 +158,32 @@ def smallest(problem: Problem) -> Ints:
 
 
 def fits(problem: Problem, choices: Ints) -> bool:
-    """Within the memory limit and of finite cost."""
-    return memory_of(problem, choices) <= problem.memory_limit and bool(np.isfinite(evaluate(problem, choices)))
+    """Within the limits and of finite cost."""
+    return is_within(problem, choices) and bool(np.isfinite(evaluate(problem, choices)))
+
+
+def unloaded(near: Neighbourhood, choices: Ints) -> Ints:
+    """``choices`` with as much taken out of the host's memory as it has no room for, what costs least by the byte
+    first."""
+    problem, found = near.problem, choices.copy()
+    host = _Host.of(problem, found)
+    if host.used <= host.limit:
+        return found
+    ways = []
+    for index, group in enumerate(problem.groups):
+        now = int(choices[index])
+        saved = group.host[now] - group.host
+        costs = near.costs(choices, index)
+        paid = float(costs[now]) if np.isfinite(costs[now]) else 0.0
+        costs = np.where(saved > 0, costs, np.inf)
+        best = int(np.argmin(costs))
+        if np.isfinite(costs[best]):
+            ways.append(((float(costs[best]) - paid) / float(saved[best]), index, best))
+    for _, index, best in sorted(ways):
+        if host.used > host.limit:
+            host.move(problem.groups[index], int(found[index]), best)
+            found[index] = best
+    return found
 
 
 def repair(near: Neighbourhood, choices: Ints, rounds: int = 10) -> Ints | None:
@@ -141,6 +192,7 @@ def repair(near: Neighbourhood, choices: Ints, rounds: int = 10) -> Ints | None:
     problem = near.problem
     if fits(problem, choices):
         return polish(near, choices)
+    choices = unloaded(near, choices)
     if np.isinf(problem.memory_limit):
         moved = descend(near, choices)
         return moved if fits(problem, moved) else None

@@ -4,17 +4,19 @@ certificates.
 Per transfer t and consumer slot c there are messages u[p] of its rows and v[q] of its columns, and a share
 s[p, q] of the price, with
 
-    sum_c s_c[p,q] <= cost[p,q],  s >= 0,  u_c[p] + v_c[q] <= s_c[p,q];   memory: mu, w_i >= 0, sum w_i <= 1.
+    sum_c s_c[p,q] <= cost[p,q],  s >= 0,  u_c[p] + v_c[q] <= s_c[p,q];   memory: mu, w_i >= 0, sum w_i <= 1;
+    host: nu >= 0.
 
-    theta_i[k] = cost_i[k] + mu (memory_i[k] + w_i temporary_i[k]) + sum u[source[k]] + sum v[target[k]]
-    bound      = sum_i min_k theta_i[k]  -  mu (memory_limit - memory_fixed)
+    theta_i[k] = cost_i[k] + mu (memory_i[k] + w_i temporary_i[k]) + nu host_i[k] + sum u[source[k]] + sum v[target[k]]
+    bound      = sum_i min_k theta_i[k]  -  mu (memory_limit - memory_fixed)  -  nu host_limit
 
-is a lower bound for every choice of u, v, s, mu, w, and its maximum is the value of the linear relaxation.
+is a lower bound for every choice of u, v, s, mu, nu, w, and its maximum is the value of the linear relaxation.
 One update maximises over u and v of one slot, splitting what it gains evenly (max-product linear programming:
 Globerson and Jaakkola 2007); between sweeps the unused part of each price is pooled and split evenly again
 among the consumers that share it, which is the ascent for transfers paid once. On placement problems this
 reaches the relaxation's value in a tenth of the time of an interior point method, but it may stop short of
-it: the bound is then still one. mu is a one-dimensional concave search.
+it: the bound is then still one. mu is a one-dimensional concave search; nu is 0
+until the linear relaxation gives it.
 """
 
 from __future__ import annotations
@@ -117,6 +119,7 @@ class Messages:
     shared: list[_Shared] = field(default_factory=list)
     theta: list[Floats] = field(default_factory=list)
     price: float = 0.0
+    host_price: float = 0.0
     weights: Floats = field(default_factory=lambda: np.zeros(0))
     sweeps: int = 0
 
@@ -134,7 +137,7 @@ class Messages:
     def refresh(self) -> None:
         """Makes messages exactly feasible and theta exactly their sum, whatever rounding did."""
         pairs = zip(self.problem.groups, self.weights, strict=True)
-        self.theta = [g.cost + self.price * (g.memory + w * g.temporary) for g, w in pairs]
+        self.theta = [g.cost + self.price * (g.memory + w * g.temporary) + self.host_price * g.host for g, w in pairs]
         for slot in self.slots:
             slot.u = np.minimum(slot.u, (slot.share - slot.v).min(axis=1))
             self.theta[slot.producer] += slot.u[slot.source]
@@ -156,6 +159,8 @@ class Messages:
         total = float(sum(theta.min() for theta in self.theta))
         if self.price:
             total -= self.price * (self.problem.memory_limit - self.problem.memory_fixed)
+        if self.host_price:
+            total -= self.host_price * self.problem.host_limit
         return total
 
     def decode(self) -> Ints:

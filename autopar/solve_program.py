@@ -102,6 +102,7 @@ def build(problem: Problem, objective: str = "cost") -> Program:
         _add_transfer(builder, t, transfer, first, priced=not by_memory)
         ends.append(builder.variables)
     _add_memory(builder, problem, first, by_memory)
+    _add_host(builder, problem)
     if problem.windows and not by_memory:
         _add_windows(builder, problem, first, ends)
     return _finish(builder, first, count)
@@ -203,6 +204,21 @@ def _add_memory(builder: _Builder, problem: Problem, first: Ints, by_memory: boo
         builder.add_entries(np.full(len(k), line), first[g] + k, -temporary[k] / unit)
 
 
+def host_unit(problem: Problem) -> float:
+    """Bytes that are 1 in the ``host`` row."""
+    return max(problem.host_limit, 1.0) / 100
+
+
+def _add_host(builder: _Builder, problem: Problem) -> None:
+    """The ``host`` row."""
+    if np.isinf(problem.host_limit):
+        return
+    total, unit = np.concatenate([g.host for g in problem.groups]), host_unit(problem)
+    row = builder.add_rows("host", np.zeros(1, dtype=np.int64), -np.inf, problem.host_limit / unit)
+    used = np.flatnonzero(total)
+    builder.add_entries(np.full(len(used), row), used, total[used] / unit)
+
+
 def _unit(cost: Floats) -> float:
     """Seconds that are 1 to a solver: tolerances are absolute, and the prices come to the order of 1 to 1000."""
     return max(float(np.abs(cost).max(initial=0.0)) / 1e3, 1e-300)
@@ -248,7 +264,7 @@ def to_proto(
 
 
 def row_names(program: Program, problem: Problem) -> Iterator[str]:
-    """``one_choice[group]``, ``leaves_row[transfer,consumer,row]``, ``enters_column[...]``, ``memory``,
+    """``one_choice[group]``, ``leaves_row[transfer,consumer,row]``, ``enters_column[...]``, ``memory``, ``host``,
     ``temporary[group]``."""
     for family, labels in program.families:
         for label in labels:
@@ -256,7 +272,7 @@ def row_names(program: Program, problem: Problem) -> Iterator[str]:
                 yield f"{family}[{problem.groups[label].name}]"
             elif family == "exposed":
                 yield f"{family}[{problem.windows[label].name}]"
-            elif family == "memory":
+            elif family in ("memory", "host"):
                 yield family
             else:
                 t, c, *ends = (int(v) for v in label)

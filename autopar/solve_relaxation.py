@@ -8,7 +8,7 @@ import numpy as np
 
 from .problem import Floats, Ints, Problem
 from .solve_messages import Messages
-from .solve_program import Answer, Effort, Program, build, run
+from .solve_program import Answer, Effort, Program, build, host_unit, run
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +59,8 @@ def load(problem: Problem, program: Program, answer: Answer) -> Messages:
         row += len(labels)
         if family == "memory":
             messages.price = max(0.0, -float(duals[0])) / program.memory_unit
+        elif family == "host":
+            messages.host_price = max(0.0, -float(duals[0])) / host_unit(problem)
         elif family == "temporary" and messages.price > 0:
             messages.weights[labels] = np.maximum(duals, 0.0) / (program.memory_unit * messages.price)
         elif family == "leaves_row":

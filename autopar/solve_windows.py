@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from .problem import Floats, Ints, Problem, Solution, evaluate, memory_of, sides_of
+from .problem import Floats, Ints, Problem, Solution, evaluate, is_within, sides_of
 from .reduce import DropForbidden
 from .solve_program import Effort, build, run
 from .solve_relaxation import round_up
@@ -62,7 +62,7 @@ class _Hunt:
     high: list[float] = field(default_factory=list)
 
     def offer(self, choices: Ints) -> None:
-        if len(choices) and memory_of(self.problem, choices) <= self.problem.memory_limit:
+        if len(choices) and is_within(self.problem, choices):
             objective = evaluate(self.problem, choices)
             if objective < self.objective:
                 self.choices, self.objective = choices, objective

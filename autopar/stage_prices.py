@@ -53,6 +53,11 @@ class StageBill:
         )
 
     @property
+    def away(self) -> int:
+        """Bytes of optimizer state in host memory, for each device of the pipeline rank with most of it."""
+        return max(sum(self.accounts[c].memory.host for c in chunks) for chunks in self.schedule.held)
+
+    @property
     def fullest(self) -> int:
         """The pipeline rank that holds most."""
         return max(range(len(self.peaks)), key=lambda rank: self.peaks[rank])

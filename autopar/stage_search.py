@@ -26,6 +26,7 @@ from autopar.passes.stages import cut
 
 from .errors import InfeasibleError, OptionsError
 from .graph import Graph
+from .infeasible import check_host
 from .options import SOLVED
 from .planned_pipeline import PlannedPipeline
 from .planner import Answer
@@ -66,8 +67,8 @@ class StagedAnswer:
 @dataclass(frozen=True)
 class Ask:
     """What is searched: the concrete step ``graph`` (no rests) at the whole batch, how to divide it, and what is
-    fixed. ``inputs``: along which dim each is divided. ``solve`` solves the placement program of a graph with rests
-    within so many bytes."""
+    fixed. ``inputs``: along which dim each is divided. ``memory_limit`` and ``host_limit`` are bytes for each device;
+    ``solve`` solves the placement program of a graph with rests within so many of the device and of the host."""
 
     graph: Graph
     inputs: Mapping[str, int | None]
@@ -77,33 +78,44 @@ class Ask:
     pins: dict[str, str]
     memory_limit: float
     optimizer: str
-    solve: Callable[[Graph, Repeats, float], Answer]
+    solve: Callable[[Graph, Repeats, float, float], Answer]
+    host_limit: float = math.inf
 
 
 def search(ask: Ask) -> StagedAnswer:
     """The quickest pipeline for one layout and number of microbatches.
 
     Raises:
-        InfeasibleError: no stage division fits into memory.
+        InfeasibleError: no stage division fits into memory, of the devices or of their hosts.
         OptionsError: the batch does not divide, the model has too few places to cut, or a pin cannot be met.
     """
     pieces = microbatch(ask.graph, ask.microbatches, ask.inputs)
     candidates, where = _candidates(ask, pieces.graph)
-    limit, worst = ask.memory_limit * ask.layout.stages, math.inf
+    stages, worst = ask.layout.stages, math.inf
+    limit, host = ask.memory_limit * stages, ask.host_limit * stages
     for _ in range(ROUNDS):
-        whole = ask.solve(InsertRests()(pieces.graph), inner_repeats(ask.microbatches, ask.layout.stages), limit)
+        whole = ask.solve(InsertRests()(pieces.graph), inner_repeats(ask.microbatches, stages), limit, host)
         found: list[StagedAnswer] = []
         fitting: list[StagedAnswer] = []
         for made in _scheduled(ask, pieces, candidates, where, whole):
             found.append(made)
-            fitting += [made] if max(made.bill.peaks) <= ask.memory_limit else []
+            fitting += [made] if _fits(ask, made) else []
             if len(fitting) == PRICED:
                 break
         if fitting:
             return min(fitting, key=lambda answer: answer.seconds)
+        away = min((answer.bill.away for answer in found), default=0)
+        if away > ask.host_limit:
+            host *= 0.95 * ask.host_limit / away
+            continue
         worst = min([worst, *(float(max(answer.bill.peaks)) for answer in found)])
         limit *= 0.95 * min(1.0, ask.memory_limit / worst) if math.isfinite(worst) else 0.8
+    check_host(whole.prices.cluster, away, ask.host_limit)
     raise _too_full(ask, worst)
+
+
+def _fits(ask: Ask, made: StagedAnswer) -> bool:
+    return max(made.bill.peaks) <= ask.memory_limit and made.bill.away <= ask.host_limit
 
 
 def _candidates(ask: Ask, graph: Graph) -> tuple[tuple[CutCandidate, ...], dict[str, int]]:

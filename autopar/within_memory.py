@@ -2,13 +2,13 @@
 
 Both cost time and save nothing but memory. A solution of the program without them that fits, found as if there were no
 limit, is therefore the answer; only if it does not fit is the larger program solved, in which every saved value is kept
-or recomputed, and every optimizer state rests on the device or in host memory (:mod:`.instance`).
+or recomputed, and every optimizer state rests on the device or in host memory (:mod:`.instance`), whose own limit is a
+row of it.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -16,7 +16,6 @@ import numpy as np
 
 from autopar.passes.recomputable import Recomputable, recomputable
 
-from .account import offloaded_bytes
 from .assignment import Again, ParameterPlacement
 from .cluster import Cluster
 from .errors import OptionsError
@@ -24,7 +23,7 @@ from .graph import REST, Node
 from .instance import Choice, Instance, build_instance
 from .optimizers import ELEMENTWISE
 from .options import Options
-from .problem import Ints, Solution, evaluate, memory_of
+from .problem import Ints, Solution, evaluate, is_within, memory_of
 from .restrict import with_choices
 
 Solve = Callable[[Instance, Sequence[Ints]], Solution]
@@ -35,7 +34,7 @@ def fits(instance: Instance, solution: Solution) -> bool:
     """Whether a solution of a restricted instance is one of ``instance``."""
     return (
         solution.status != "infeasible"
-        and memory_of(instance.problem, solution.choices) <= instance.problem.memory_limit
+        and is_within(instance.problem, solution.choices)
         and math.isfinite(evaluate(instance.problem, solution.choices))
     )
 
@@ -72,7 +71,7 @@ def solve_wide(wide: Instance, solve: Solve, incumbents: Sequence[Ints]) -> Solu
 
 
 def _within(instance: Instance, choices: Ints) -> bool:
-    return memory_of(instance.problem, choices) <= instance.problem.memory_limit
+    return is_within(instance.problem, choices)
 
 
 def may_widen(options: Options, plain: Instance) -> bool:
@@ -94,6 +93,7 @@ def widened(plain: Instance, options: Options) -> Instance:
         plain.prices,
         optimizer=plain.optimizer,
         memory_limit=plain.problem.memory_limit,
+        host_limit=plain.problem.host_limit,
         repeats=plain.repeats,
         again=possible,
         offload=_may_offload(options, plain),
@@ -104,35 +104,6 @@ def widened(plain: Instance, options: Options) -> Instance:
         return wide
     dropped = possible.full if options.recompute == "full" else possible.selective
     return with_choices(wide, _follows(wide, dropped))
-
-
-def within_host(wide: Instance, usable: int) -> Instance:
-    """The instance that offers no more offload than ``usable`` bytes of host memory hold: of as many parameters as fit,
-    the largest first, each where it takes least. So the host's memory is kept, if not always put to its best use."""
-    counts = Counter(wide.graph.classes.get(node.name, node.name) for node in wide.graph.nodes)
-    least: dict[str, int] = {}
-    for name, choices, group in zip(wide.names, wide.choices, wide.problem.groups, strict=True):
-        possible = (choice for choice, cost in zip(choices, group.cost, strict=True) if math.isfinite(cost))
-        places = [place for place in possible if isinstance(place, ParameterPlacement) and place.offload]
-        if places:
-            least[name] = counts[name] * min(_away(wide, name, place) for place in places)
-    left, offered = usable, set()
-    for name, count in sorted(least.items(), key=lambda item: -item[1]):
-        if count <= left:
-            left -= count
-            offered.add(name)
-
-    def allowed(node: Node, choice: Choice) -> bool:
-        if not isinstance(choice, ParameterPlacement) or not choice.offload:
-            return True
-        name = wide.graph.classes.get(node.name, node.name)
-        return name in offered and counts[name] * _away(wide, name, choice) == least[name]
-
-    return with_choices(wide, allowed)
-
-
-def _away(wide: Instance, name: str, place: ParameterPlacement) -> int:
-    return offloaded_bytes(wide.prices, wide.graph[name], place, wide.optimizer)
 
 
 def check_offload(options: Options, cluster: Cluster) -> None:
@@ -181,12 +152,15 @@ def _with_again(wide: Instance, choices: Ints, names: frozenset[str]) -> Ints:
 
 
 def _with_offload(wide: Instance, choices: Ints) -> Ints:
-    """``choices`` with all optimizer state in host memory."""
-    found = choices.copy()
-    for index, offered in enumerate(wide.choices):
+    """``choices`` with as much optimizer state in host memory as that has room for."""
+    found, left = choices.copy(), wide.problem.host_limit
+    for index, (offered, group) in enumerate(zip(wide.choices, wide.problem.groups, strict=True)):
         place, last = offered[int(choices[index])], offered[-1]
         if isinstance(place, ParameterPlacement) and isinstance(last, ParameterPlacement) and last.offload:
-            found[index] = offered.index(replace(place, offload=True))
+            away = offered.index(replace(place, offload=True))
+            if group.host[away] <= left:
+                found[index] = away
+                left -= float(group.host[away])
     return found
 
 
@@ -194,10 +168,11 @@ def _groups(instance: Instance) -> Iterator[tuple[str, tuple[Choice, ...]]]:
     return zip(instance.names, instance.choices, strict=True)
 
 
-def tightened(instance: Instance, peak: int, limit: float) -> Instance | None:
-    """The instance with less memory, if the answer's ``peak``, seen closer than the program can, exceeds ``limit``;
-    None if it fits."""
+def tightened(instance: Instance, choices: Ints, peak: int, limit: float) -> Instance | None:
+    """The instance with less memory, and less than its ``choices`` count, if their ``peak``, seen closer than the
+    program can, exceeds ``limit``; None if it fits."""
     if peak <= limit:
         return None
     problem = instance.problem
-    return replace(instance, problem=replace(problem, memory_limit=problem.memory_limit - 1.02 * (peak - limit)))
+    less = min(problem.memory_limit - 1.02 * (peak - limit), memory_of(problem, choices) - 1.0)
+    return replace(instance, problem=replace(problem, memory_limit=less))

@@ -65,7 +65,7 @@ class Builder:
         shards = np.array([np.prod([1.0 if set(s) <= {0} else 1 / 4 for s in k]) for k in product])
         out = np.array([np.prod([1 / 4 if s[-1] in (1, 2, 3) else 1.0 for s in k]) for k in product])
         noise = 1 + 0.1 * self.random.random(len(product))
-        group = Group(f"op{len(self.groups)}", work * shards * noise, saved * out, 0.3 * size * out)
+        group = Group(f"op{len(self.groups)}", work * shards * noise, saved * out, 0.3 * size * out, np.zeros(len(out)))
         self.groups.append(group)
         for tensor, column in zip(inputs, columns, strict=False):
             self.uses.setdefault(tensor, []).append((len(self.groups) - 1, column))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +17,12 @@ from autopar.errors import AutoparError, InfeasibleError, OptionsError
 from autopar.optimizers import ELEMENTWISE
 from autopar.options import Options
 from autopar.plan import Plan
-from autopar.planner import Timings
+from autopar.planner import Timings, solve_mesh
+from autopar.problem import host_of
 from autopar.runtime import optimizer as steps
 from autopar.runtime.optimizer import make_optimizer
 from autopar.search import answer
+from autopar.step_graphs import step_graph
 from tests.models import Stack, text
 from tests.questions import ask, on
 
@@ -104,6 +107,41 @@ def test_what_the_host_cannot_hold_stays_on_devices() -> None:
     plan = planned(with_host(free.predicted.optimizer_bytes // 2), mesh=(1,), memory_limit=limit)
     assert plan.predicted.peak_bytes <= limit
     assert plan.predicted.host_bytes <= 0.8 * (free.predicted.optimizer_bytes // 2)
+
+
+def stacked(cluster: Cluster = CLUSTER, **options: Any) -> Plan:
+    """Of a model that is mostly optimizer state: that of each of its six matrices takes 128 KiB."""
+    question = ask(Stack(layers=3, width=64, hidden=256), text(4, 4), (1,), cluster, time_limit=8.0)
+    return answer(replace(question, options=replace(question.options, recompute="none", **options)), Timings())
+
+
+def test_the_memory_of_the_host_is_a_row_of_the_program() -> None:
+    """Room for so many matrices' state, so much of the device's memory: one that visits it takes its part of that. What
+    the error says is enough is, and more of the host's memory leaves more of the device's."""
+    least, matrix = [], 8 * 64 * 256
+    for room in (2.5, 3.5):
+        host = with_host(int(room * matrix / 0.8))
+        with pytest.raises(InfeasibleError, match=r"of the host's memory instead of [\d.]+ KiB, [\d.]+ MiB") as error:
+            stacked(host, memory_limit=1_000_000)
+        least.append(int(re.search(r"memory_limit=(\d+)", str(error.value))[1]))  # type: ignore[index]
+        plan = stacked(host, memory_limit=least[-1])
+        assert plan.predicted.peak_bytes <= least[-1]
+        assert (room - 1) * matrix < plan.predicted.host_bytes <= room * matrix
+    assert least[0] - least[1] == pytest.approx(matrix, rel=0.01)
+
+
+def test_what_the_program_counts_in_host_memory_is_what_the_bill_does() -> None:
+    question = ask(Stack(layers=3, width=32, hidden=128), text(8, 8), (2,), CLUSTER, offload=True, zero=1)
+    best, _ = solve_mesh(question, step_graph(question.graph, question.loss, question.batch), Timings())
+    assert host_of(best.instance.problem, best.solution.choices) == best.account.memory.host > 0
+
+
+def test_a_pipeline_is_sought_with_less_than_its_bill_where_its_steps_hold_more() -> None:
+    """The first pipeline within this limit by its bill is not by its step, which takes more than the limit allows."""
+    question = ask(Stack(layers=3, width=64, hidden=256), text(4, 4), (2,), CLUSTER, time_limit=8.0)
+    options = replace(question.options, stages=2, microbatches=2, recompute="none", memory_limit=928256)
+    plan = answer(replace(question, options=options), Timings())
+    assert plan.predicted.peak_bytes <= 928256 and plan.predicted.host_bytes > 0
 
 
 def test_the_host_of_each_stage_holds_its_own() -> None:

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from autopar.problem import Group, Ints, Problem, Transfer, evaluate, memory_of
+from autopar.problem import Group, Ints, Problem, Transfer, evaluate, host_of, is_within, memory_of
 from autopar.reduce import DropForbidden, is_impossible
 from autopar.solve import smallest_memory, solve
 from autopar.solve_local import smallest
 from autopar.solve_program import Effort, build, export, run
 
 
-def random_problem(seed: int, groups: int = 5, choices: int = 3, limited: bool = True) -> Problem:
+def random_problem(seed: int, groups: int = 5, choices: int = 3, limited: bool = True, hosted: bool = False) -> Problem:
     """A small problem with shared and parallel transfers, self transfers, forbidden entries, ties and a
-    memory limit."""
+    memory limit; ``hosted``: and one of the host's memory."""
     random = np.random.default_rng(seed)
     sizes = random.integers(1, choices + 1, groups)
     scale = random.choice([1.0, 1e-5])
@@ -34,7 +34,7 @@ def random_problem(seed: int, groups: int = 5, choices: int = 3, limited: bool =
         plain = random.random() < 0.3
         memory = np.zeros(size) if plain else random.integers(0, 5, size).astype(float)
         temporary = np.zeros(size) if plain else random.integers(0, 5, size).astype(float)
-        return Group(f"g{i}", prices(size), memory, temporary)
+        return Group(f"g{i}", prices(size), memory, temporary, np.zeros(size))
 
     made = tuple(make(i, int(size)) for i, size in enumerate(sizes))
     transfers = []
@@ -50,7 +50,18 @@ def random_problem(seed: int, groups: int = 5, choices: int = 3, limited: bool =
         cost = prices(rows, columns)
         transfers.append(Transfer(f"t{t}", producer, source, consumers, targets, cost))
     limit = float(random.integers(groups, 5 * groups)) if limited else float("inf")
-    return Problem(made, tuple(transfers), limit, float(random.integers(0, 3)))
+    problem = Problem(made, tuple(transfers), limit, float(random.integers(0, 3)))
+    return with_host(problem, np.random.default_rng((seed, 1))) if hosted else problem
+
+
+def with_host(problem: Problem, random: np.random.Generator) -> Problem:
+    """The problem in which what saves memory of the device takes some of the host's."""
+    groups = tuple(
+        replace(g, host=np.where(random.random(len(g.cost)) < 0.3, 0.0, g.memory.max(initial=0.0) - g.memory))
+        for g in problem.groups
+    )
+    most = sum(float(g.host.max()) for g in groups)
+    return replace(problem, groups=groups, host_limit=float(random.integers(0, int(most) + 1)))
 
 
 def assignments(problem: Problem) -> list[Ints]:
@@ -59,14 +70,14 @@ def assignments(problem: Problem) -> list[Ints]:
 
 def brute_force(problem: Problem) -> float:
     """The optimum by trying everything; infinite if nothing fits."""
-    allowed = (c for c in assignments(problem) if memory_of(problem, c) <= problem.memory_limit)
+    allowed = (c for c in assignments(problem) if is_within(problem, c))
     return min((evaluate(problem, c) for c in allowed), default=float("inf"))
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.booleans())
-def test_solve_finds_what_brute_force_finds(seed: int, limited: bool) -> None:
-    problem = random_problem(seed, limited=limited)
+@given(st.integers(0, 2**32 - 1), st.booleans(), st.booleans())
+def test_solve_finds_what_brute_force_finds(seed: int, limited: bool, hosted: bool) -> None:
+    problem = random_problem(seed, limited=limited, hosted=hosted)
     best = brute_force(problem)
     solution = solve(problem, gap=0.0)
     if np.isinf(best):
@@ -75,14 +86,14 @@ def test_solve_finds_what_brute_force_finds(seed: int, limited: bool) -> None:
     assert solution.status == "optimal"
     assert solution.objective == evaluate(problem, solution.choices)
     assert solution.objective == pytest.approx(best, rel=1e-6, abs=1e-12)
-    assert memory_of(problem, solution.choices) <= problem.memory_limit
+    assert is_within(problem, solution.choices)
     assert solution.bound <= best * (1 + 1e-9)
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.05, 0.5]))
-def test_bound_and_gap_are_honest(seed: int, gap: float) -> None:
-    problem = random_problem(seed, groups=6, choices=3)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.05, 0.5]), st.booleans())
+def test_bound_and_gap_are_honest(seed: int, gap: float, hosted: bool) -> None:
+    problem = random_problem(seed, groups=6, choices=3, hosted=hosted)
     best = brute_force(problem)
     solution = solve(problem, gap=gap)
     if np.isfinite(best):
@@ -91,18 +102,22 @@ def test_bound_and_gap_are_honest(seed: int, gap: float) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.integers(0, 2**32 - 1))
-@example(7)  # HiGHS's presolve calls it infeasible.
-def test_smallest_memory_is_the_least_of_all_finite_assignments(seed: int) -> None:
-    problem = random_problem(seed)
-    finite = [memory_of(problem, c) for c in assignments(problem) if np.isfinite(evaluate(problem, c))]
+@given(st.integers(0, 2**32 - 1), st.booleans())
+@example(7, False)  # HiGHS's presolve calls it infeasible.
+def test_smallest_memory_is_the_least_of_all_finite_assignments(seed: int, hosted: bool) -> None:
+    problem = random_problem(seed, hosted=hosted)
+    finite = [
+        memory_of(problem, c)
+        for c in assignments(problem)
+        if np.isfinite(evaluate(problem, c)) and host_of(problem, c) <= problem.host_limit
+    ]
     assert smallest_memory(problem) == min(finite, default=float("inf"))
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(0, 2**32 - 1))
-def test_the_program_as_it_stands_has_the_optimum_of_the_problem(seed: int) -> None:
-    problem = random_problem(seed)
+@given(st.integers(0, 2**32 - 1), st.booleans())
+def test_the_program_as_it_stands_has_the_optimum_of_the_problem(seed: int, hosted: bool) -> None:
+    problem = random_problem(seed, hosted=hosted)
     program_problem = forbid(problem)
     if program_problem is None:
         return
@@ -138,7 +153,9 @@ def layered(groups: int, choices: int, seed: int = 0, share: float = 0.5) -> Pro
     random = np.random.default_rng(seed)
 
     def group(i: int) -> Group:
-        return Group(f"g{i}", random.random(choices), 1 + random.random(choices), 1 + random.random(choices))
+        return Group(
+            f"g{i}", random.random(choices), 1 + random.random(choices), 1 + random.random(choices), np.zeros(choices)
+        )
 
     made = tuple(group(i) for i in range(groups))
     label = np.arange(choices)
@@ -192,7 +209,7 @@ def test_no_groups_cost_nothing() -> None:
 
 
 def test_a_price_that_is_none_is_refused_by_name() -> None:
-    group = Group("only", np.zeros(1), np.zeros(1), np.zeros(1))
+    group = Group("only", np.zeros(1), np.zeros(1), np.zeros(1), np.zeros(1))
     zero = np.zeros(1, dtype=np.int64)
     bad = Transfer("activation", 0, zero, (0,), (zero,), np.array([[-1.0]]))
     with pytest.raises(ValueError, match=r"transfer activation: cost\[0, 0\] is -1.0"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_solve import assignments, brute_force, random_problem
 
-from autopar.problem import Group, Problem, Transfer, evaluate, memory_of
+from autopar.problem import Floats, Group, Problem, Transfer, evaluate, is_within, memory_of
 from autopar.reduce import (
     REDUCTIONS,
     DropDominated,
@@ -30,9 +31,9 @@ DISTINCT = tuple({type(r): r for r in REDUCTIONS}.values())
 
 @pytest.mark.parametrize("reduction", DISTINCT, ids=lambda r: r.name)
 @settings(max_examples=150, deadline=None)
-@given(seed=Seeds)
-def test_a_reduction_keeps_the_optimum(reduction: Reduction, seed: int) -> None:
-    problem = random_problem(seed, groups=4)
+@given(seed=Seeds, hosted=st.booleans())
+def test_a_reduction_keeps_the_optimum(reduction: Reduction, seed: int, hosted: bool) -> None:
+    problem = random_problem(seed, groups=4, hosted=hosted)
     smaller, inverse = reduction.apply(problem)
     best = brute_force(problem)
     if is_impossible(smaller):
@@ -43,14 +44,13 @@ def test_a_reduction_keeps_the_optimum(reduction: Reduction, seed: int) -> None:
         full = inverse.expand(choices)
         expected = evaluate(smaller, choices) + inverse.offset
         assert evaluate(problem, full) == pytest.approx(expected, rel=1e-9, abs=1e-12)
-        over = memory_of(problem, full) > problem.memory_limit
-        assert over == (memory_of(smaller, choices) > smaller.memory_limit)
+        assert is_within(problem, full) == is_within(smaller, choices)
 
 
 @settings(max_examples=200, deadline=None)
-@given(Seeds)
-def test_the_whole_chain_keeps_the_optimum_and_restricts_known_choices(seed: int) -> None:
-    problem = random_problem(seed)
+@given(Seeds, st.booleans())
+def test_the_whole_chain_keeps_the_optimum_and_restricts_known_choices(seed: int, hosted: bool) -> None:
+    problem = random_problem(seed, hosted=hosted)
     smaller, chain = reduce(problem)
     best = brute_force(problem)
     if is_impossible(smaller):
@@ -59,15 +59,20 @@ def test_the_whole_chain_keeps_the_optimum_and_restricts_known_choices(seed: int
     assert brute_force(smaller) + chain.offset == pytest.approx(best, rel=1e-9, abs=1e-12)
     for choices in assignments(problem):
         restricted = chain.restrict(choices)
-        if restricted is not None and memory_of(problem, choices) <= problem.memory_limit:
+        if restricted is not None and is_within(problem, choices):
             # Dominating choices replace dominated ones, and eliminated groups choose best: never worse.
             reached = evaluate(smaller, restricted) + chain.offset
             assert reached <= evaluate(problem, choices) * (1 + 1e-9) + 1e-12
 
 
+def free_group(name: str, cost: Floats) -> Group:
+    """A group that takes no memory."""
+    return Group(name, cost, *(np.zeros_like(cost),) * 3)
+
+
 def chain_problem(length: int, choices: int = 5, seed: int = 0) -> Problem:
     random = np.random.default_rng(seed)
-    groups = tuple(Group(f"g{i}", random.random(choices), np.zeros(choices), np.zeros(choices)) for i in range(length))
+    groups = tuple(free_group(f"g{i}", random.random(choices)) for i in range(length))
     label = np.arange(choices)
     transfers = tuple(
         Transfer(f"t{i}", i, label, (i + 1,), (label,), random.random((choices, choices))) for i in range(length - 1)
@@ -85,7 +90,7 @@ def test_chains_fold_away() -> None:
 
 def test_a_group_with_memory_stays() -> None:
     problem = chain_problem(3)
-    heavy = Group("heavy", problem.groups[1].cost, np.arange(5.0), np.zeros(5))
+    heavy = replace(problem.groups[1], name="heavy", memory=np.arange(5.0))
     problem = Problem((problem.groups[0], heavy, problem.groups[2]), problem.transfers, memory_limit=2.0)
     smaller, _ = EliminateGroups().apply(problem)
     assert [group.name for group in smaller.groups] == ["heavy"]
@@ -93,9 +98,7 @@ def test_a_group_with_memory_stays() -> None:
 
 def test_a_dear_choice_goes_only_if_resharding_is_cheaper() -> None:
     def problem(price: float) -> Problem:
-        groups = tuple(
-            Group(n, np.array(c), np.zeros(2), np.zeros(2)) for n, c in (("a", [0.0, 3.0]), ("b", [0.0, 0.0]))
-        )
+        groups = tuple(free_group(n, np.array(c)) for n, c in (("a", [0.0, 3.0]), ("b", [0.0, 0.0])))
         label = np.arange(2)
         cost = np.array([[0.0, price], [price, 0.0]])
         return Problem(groups, (Transfer("t", 0, label, (1,), (label,), cost),))
@@ -108,7 +111,7 @@ def test_a_dear_choice_goes_only_if_resharding_is_cheaper() -> None:
 
 def test_consumers_that_share_no_priced_column_part() -> None:
     two = np.array([0, 1])
-    groups = tuple(Group(f"g{i}", np.zeros(2), np.zeros(2), np.zeros(2)) for i in range(3))
+    groups = tuple(free_group(f"g{i}", np.zeros(2)) for i in range(3))
     cost = np.array([[0.0, 1.0, 2.0, 3.0], [1.0, 0.0, 3.0, 2.0]])
     apart = Problem(groups, (Transfer("t", 0, two, (1, 2), (two, two + 2), cost),))
     together = Problem(groups, (Transfer("t", 0, two, (1, 2), (two, two), cost),))
