@@ -17,9 +17,6 @@ from .layout_report import plan_layouts
 
 # What plans by layouts have no use for, by the name of the option.
 _OF_MESHES = (
-    "zero",
-    "recompute",
-    "offload",
     "microbatches",
     "stages",
     "schedule",
@@ -57,6 +54,9 @@ def plan_by_layouts(arguments: argparse.Namespace, output: Output) -> int:
             compare={f"given {i}" if len(compare) > 1 else "given": one for i, one in enumerate(compare, 1)},
             precision=arguments.precision or "bf16",
             memory_limit=arguments.memory_limit,
+            zero=arguments.zero,
+            recompute=arguments.recompute,
+            offload=bool(arguments.offload),
         )
     output.result(report, report.data())
     return 0
@@ -67,24 +67,64 @@ def _load(arguments: argparse.Namespace) -> tuple[nn.Module, Batch]:
         return load_target(arguments.target, meta=arguments.meta)
     if arguments.batch is None:
         raise OptionsError("a config.json has no batch: give --batch SAMPLES (and --sequence TOKENS)")
-    model = _of_config(Path(arguments.target))
-    ids = torch.empty(arguments.batch, arguments.sequence or DEFAULT_SEQUENCE, dtype=torch.long, device="meta")
+    config = _config(Path(arguments.target))
+    model = _of_config(config, Path(arguments.target))
+    sequence = _sequence(config, model, arguments.sequence)
+    ids = torch.empty(arguments.batch, sequence, dtype=torch.long, device="meta")
     return model, {"input_ids": ids, "labels": ids}
 
 
-def _of_config(path: Path) -> nn.Module:
-    """The causal language model of a transformers configuration, on the meta device in bf16."""
+def _config(path: Path) -> Any:
+    """A configuration of transformers."""
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
     except ImportError as error:
         raise OptionsError(f"{path} is read by transformers, which is not installed") from error
     if not path.is_file():
         raise OptionsError(f"there is no file {str(path)!r}")
     try:
-        config = AutoConfig.from_pretrained(path, use_cache=False)
-        with torch.device("meta"):
-            found: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        return AutoConfig.from_pretrained(path, use_cache=False)
     except (OSError, ValueError, KeyError) as error:
-        raise OptionsError(f"{str(path)!r} is no configuration of a causal language model: {error}") from error
-    model: nn.Module = found
+        raise OptionsError(f"{str(path)!r} is no configuration of a model: {_first_line(error)}") from error
+
+
+def _sequence(config: Any, model: nn.Module, said: int | None) -> int:
+    """Tokens of a sample: those asked for, else :data:`DEFAULT_SEQUENCE`, or as many as the model has positions. Raises
+    :class:`OptionsError` for more than a table of positions has; rotary ones go on."""
+    most = getattr(config, "max_position_embeddings", None)
+    if not isinstance(most, int) or most < 1:
+        return said or DEFAULT_SEQUENCE
+    if said is not None and said > most and _has_table(model, most, config.vocab_size):
+        raise OptionsError(
+            f"--sequence {said}: the model has {most} positions (max_position_embeddings); raise them in the "
+            "configuration if it is to learn longer sequences"
+        )
+    return said or min(DEFAULT_SEQUENCE, most)
+
+
+def _has_table(model: nn.Module, positions: int, vocab: int) -> bool:
+    """Whether there is an embedding of so many positions, a few more where the first are for padding."""
+    sizes = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
+    return any(positions <= size <= positions + 2 for size in sizes - {vocab})
+
+
+def _of_config(config: Any, path: Path) -> nn.Module:
+    """The language model of a configuration, on the meta device in bf16: one that predicts the next token, or with an
+    encoder and a decoder."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    kind: Any = AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False) else AutoModelForCausalLM
+    try:
+        with torch.device("meta"):
+            model: nn.Module = kind.from_config(config, dtype=torch.bfloat16)
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise OptionsError(
+            f"transformers makes no language model of {str(path)!r}: {_first_line(error)}; for any other model give "
+            "file.py:function, which returns (model, batch)"
+        ) from error
     return model
+
+
+def _first_line(error: Exception) -> str:
+    """What an error says first; some go on to list every class there is."""
+    return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")

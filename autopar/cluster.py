@@ -23,9 +23,10 @@ from pathlib import Path
 
 from .cache_folder import cache_folder
 from .cluster_text import dump, read, table_of
+from .cluster_units import check_units
 from .device import Device
 from .errors import OptionsError
-from .links import ALGORITHMS, Link, Rate, require
+from .links import ALGORITHMS, Link, Rate, is_amount, require
 from .presets import PRESETS
 
 __all__ = ["Cluster", "Device", "Link", "Rate", "local_file", "machine_memory"]
@@ -64,7 +65,8 @@ class Cluster:
     def __post_init__(self) -> None:
         require(len(self.links) > 0, f"cluster {self.name!r} has no links; one device needs one link of size 1")
         for name in ("collective_seconds", "synchronisation_seconds"):
-            require(getattr(self, name) >= 0, f"cluster {self.name!r}: {name} is negative")
+            value = getattr(self, name)
+            require(is_amount(value), f"cluster {self.name!r}: {name} {value!r} is not a number of seconds")
         require(self.backend in BACKENDS, f"cluster {self.name!r}: backend {self.backend!r} is not of {BACKENDS}")
         known = ", ".join(ALGORITHMS)
         for name in self.algorithms:
@@ -75,9 +77,13 @@ class Cluster:
             "number of devices that share them",
         )
         for inner, outer in zip(self.links, self.links[1:], strict=False):
-            grows = inner.size is not None and (outer.size is None or outer.size % inner.size == 0)
             require(
-                grows,
+                inner.size is not None,
+                f"cluster {self.name!r}: link {inner.name!r} has no size, so it joins any number of devices, and no "
+                f"link can lie outside it, as {outer.name!r} does; give it a size",
+            )
+            require(
+                outer.size is None or outer.size % (inner.size or 1) == 0,
                 f"cluster {self.name!r}: link {outer.name!r} joins {outer.size} devices and {inner.name!r} "
                 f"inside it {inner.size}; sizes count all devices joined, each a multiple of the one before",
             )
@@ -178,7 +184,9 @@ class Cluster:
             return _with_memory_of_this_machine(found) if name == "local" else found
         path = Path(name).expanduser()
         if path.is_file():
-            return Cluster.from_toml(_text(path), str(path))
+            found = Cluster.from_toml(_text(path), str(path))
+            check_units(found, str(path))
+            return found
         known = ", ".join(sorted(PRESETS))
         raise OptionsError(
             f"no cluster called {name!r} and no such file; known are {known}. To describe your own, run "

@@ -9,6 +9,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, TypeVar
 
 from .device import Device
+from .errors import OptionsError
 from .links import Link, Rate, require
 
 _T = TypeVar("_T")
@@ -54,7 +55,10 @@ def dump(table: dict[str, Any], path: str = "") -> str:
 
 def _number(value: Any, where: str) -> float:
     require(isinstance(value, (int, float)) and not isinstance(value, bool), f"{where} is {value!r}, not a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise OptionsError(f"{where} is a number of {len(str(value))} digits, too large to compute with") from None
 
 
 def _whole(value: Any, where: str) -> int:

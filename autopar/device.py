@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from .graph import DTYPE_NAMES
-from .links import require
+from .links import is_amount, is_rate, require
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,10 @@ class Device:
         where = f"device {self.name!r}"
         rates = {"memory_bytes": self.memory_bytes, "memory_bandwidth": self.memory_bandwidth, **self.peak_flops}
         for name, value in {**rates, **self.dtype_efficiency}.items():
-            require(value > 0, f"{where}: {name} is {value!r}, which is not positive")
+            require(is_rate(value), f"{where}: {name} is {value!r}, which is not a positive number")
         for name in _NOT_NEGATIVE:
-            require(getattr(self, name) >= 0, f"{where}: {name} is {getattr(self, name)!r}, which is negative")
+            value = getattr(self, name)
+            require(is_amount(value), f"{where}: {name} is {value!r}, which is not a number of at least 0")
         for table in ("peak_flops", "dtype_efficiency"):
             unknown = [name for name in getattr(self, table) if name not in {*DTYPE_NAMES.values(), "tf32"}]
             require(not unknown, f"{where}: {table} of unknown dtypes {unknown}; write f32, bf16, f16, ...")

@@ -24,6 +24,7 @@ _CHOICES = {
     "dispatch": ("rows", "tokens"),
     "cuts": ("layers", "operations"),
 }
+_FLAGS = ("sequence_parallel", "adding", "scatter", "offload", "balanced")
 _OVERLAPS = ("gradient", "weight", "message", "input_gradient", "tensor", "expert")
 
 
@@ -119,11 +120,16 @@ class Layout:
                 what = "moments" if name == "moments" else "layers"
                 raise OptionsError(f"Layout({name}={value!r}): not a whole number of {what}")
         for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                raise OptionsError(f"Layout({name}={getattr(self, name)!r}): one of {', '.join(map(repr, known))}")
+            value = getattr(self, name)
+            if type(value) is not type(known[0]) or value not in known:
+                raise OptionsError(f"Layout({name}={value!r}): one of {', '.join(map(repr, known))}")
+        for name in _FLAGS:
+            if type(getattr(self, name)) is not bool:
+                raise OptionsError(f"Layout({name}={getattr(self, name)!r}): neither True nor False")
         for name in ("overlap", "eager", "whole", "graphed"):
-            if not isinstance(getattr(self, name), tuple):
-                raise OptionsError(f"Layout({name}={getattr(self, name)!r}): not a tuple of words, such as ('weight',)")
+            words = getattr(self, name)
+            if not (isinstance(words, tuple) and all(isinstance(word, str) for word in words)):
+                raise OptionsError(f"Layout({name}={words!r}): not a tuple of words, such as ('weight',)")
         unknown = [one for one in self.overlap if one not in _OVERLAPS]
         if unknown:
             raise OptionsError(f"Layout(overlap=...): {unknown[0]!r} is none of {', '.join(_OVERLAPS)}")
@@ -132,8 +138,8 @@ class Layout:
                 f"Layout(zero=3, reduction={self.reduction!r}): a rank of ZeRO-3 holds only its share of weights and "
                 'gradients, so each gets its share; leave reduction="scatter", or take zero=1 or 2'
             )
-        if not self.capacity > 0:
-            raise OptionsError(f"Layout(capacity={self.capacity!r}): not positive")
+        if type(self.capacity) not in (int, float) or not 0 < self.capacity < math.inf:
+            raise OptionsError(f"Layout(capacity={self.capacity!r}): not a positive number")
         if (self.data * self.context) % self.expert:
             raise OptionsError(
                 f"Layout(expert={self.expert}): experts are divided among data x context ranks, and {self.expert} "
@@ -151,7 +157,12 @@ class Layout:
                 "has none; take interleave=1, or pipeline=2 or more"
             )
         named = SCHEDULES[self.schedule_name]
-        most = named.most or self.interleave
+        if self.pipeline == 1 and named.least > 1:
+            raise OptionsError(
+                f"Layout(schedule={self.schedule!r}): {named.least} chunks of layers take turns on each stage, and "
+                "pipeline=1 has none; leave schedule out, or take pipeline=2 or more"
+            )
+        most = named.most or max(self.interleave, named.least)
         if self.pipeline > 1 and not named.least <= self.interleave <= most:
             works = min(max(self.interleave, named.least), most)
             raise OptionsError(

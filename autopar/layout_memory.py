@@ -16,13 +16,14 @@ FRAGMENTED = 0.18
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes on a device of one pipeline rank, by part."""
+    """Bytes on a device of one pipeline rank, by part; ``offloaded`` ones are in its share of the host's memory."""
 
     weights: int
     gradients: int
     optimizer: int
     activations: int
     working: int
+    offloaded: int = 0
 
     @property
     def total(self) -> int:
@@ -49,6 +50,11 @@ def data_ranks(weight: Weight, layout: Layout) -> int:
     return layout.data * layout.context // max(1, weight.experts)
 
 
+def resting_states(weight: Weight, layout: Layout) -> int:
+    """Bytes of optimizer state of a weight that one device has, or its share of the host."""
+    return weight.elements * state_bytes(layout) // (data_ranks(weight, layout) if layout.zero >= 1 else 1)
+
+
 def held_by(rank: int, chunks: Sequence[Sequence[Section]], layout: Layout, microbatches: int) -> Held:
     """What pipeline rank ``rank`` holds, whose chunks consist of the given sections."""
     weights = gradients = optimizer = 0
@@ -57,20 +63,22 @@ def held_by(rank: int, chunks: Sequence[Sequence[Section]], layout: Layout, micr
             shards = data_ranks(weight, layout)
             weights += weight.elements * weight.itemsize // (shards if layout.zero >= 3 else 1)
             gradients += gradient_bytes(weight, layout) // (shards if layout.zero >= 2 else 1)
-            optimizer += weight.elements * state_bytes(layout) // (shards if layout.zero >= 1 else 1)
+            optimizer += resting_states(weight, layout)
     gathered = _gathered(chunks, layout)
     activations = _activations(rank, chunks, layout, microbatches)
-    return Held(
-        weights + gathered, gradients, 0 if layout.offload else optimizer, activations, _working(chunks, layout)
-    )
+    on_device, on_host = (0, optimizer) if layout.offload else (optimizer, 0)
+    return Held(weights + gathered, gradients, on_device, activations, _working(chunks, layout), on_host)
 
 
 def _gathered(chunks: Sequence[Sequence[Section]], layout: Layout) -> int:
-    """Whole weights of the two sections that are at work or fetched, and the gradient of one."""
+    """Whole weights of the two sections that are at work or fetched, and the gradient of one; weights that no other
+    rank has are whole anyway."""
     if layout.zero < 3:
         return 0
     sizes = sorted(
-        sum(weight.elements * weight.itemsize for weight in section.weights) for chunk in chunks for section in chunk
+        sum(weight.elements * weight.itemsize for weight in section.weights if data_ranks(weight, layout) > 1)
+        for chunk in chunks
+        for section in chunk
     )
     return sum(sizes[-2:]) + sizes[-1]
 

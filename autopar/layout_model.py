@@ -17,6 +17,7 @@ from .errors import OptionsError
 from .layout import Layout
 from .layout_experts import expert_counts
 from .layout_place import Placed, check_context, place
+from .layout_precision import computed_in, dtype_of
 from .layout_price import Priced, price_sections
 from .layout_sections import Sections, bill_sections, with_experts
 from .options import Options
@@ -99,7 +100,8 @@ def price(
     loss_fn: Callable[..., torch.Tensor] | None = None,
 ) -> Priced:
     """What a step of ``model`` on global batches like ``batch`` takes under a layout chosen by hand, and whether it
-    fits: the prices, placements and schedules are those that planning uses. The model is priced in the dtype it is in.
+    fits: the prices, placements and schedules are those that planning uses. A model in another dtype than the layout's
+    precision is priced as converted to it.
 
     Args:
         cluster: the hardware: a name, a file or a :class:`Cluster`.
@@ -115,4 +117,5 @@ def price(
         raise OptionsError(f"layout={layout!r}: give an autopar.Layout, such as Layout(tensor=2, data=4)")
     hardware = Cluster.get(cluster)
     limit = (options or Options()).memory_limit
-    return LayoutModel.of(model, batch, loss_fn).price(layout, hardware, limit=limit)
+    converted, inputs = computed_in(model, batch, dtype_of(layout.precision))
+    return LayoutModel.of(converted, inputs, loss_fn).price(layout, hardware, limit=limit)

@@ -5,28 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from autopar.cost import collective_seconds, simulate
 from autopar.cost.pipeline_prices import ChunkPrice, EdgePrice, PipelinePrices
 from autopar.cost.point_to_point import message_rate
 
 from .cluster import Cluster
-from .errors import OptionsError
 from .layout import MASTER_BYTES, Layout
 from .layout_cuts import computed_again, cut_into_chunks
 from .layout_exchange import exchange_seconds
-from .layout_memory import Held, data_ranks, gradient_bytes, held_by, state_bytes
+from .layout_hardware import check_hardware, check_host
+from .layout_memory import Held, gradient_bytes, held_by
+from .layout_precision import DTYPES
 from .layout_sections import Seconds, Section, Sections, Weight
+from .layout_update import offloading_seconds, updating_seconds
 from .plan import Predicted
 from .schedules import SCHEDULES, make_schedule
 
-DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp8": torch.float8_e4m3fn,
-}
 # Pieces in which a collective travels that overlaps with the product next to it: one of them is exposed.
 PIECES = 4
 # Share of a device's processors that an exchange of rows takes while it travels (HybridEP: 32 of 148).
@@ -73,19 +67,14 @@ def price_sections(
     """The price of a layout whose sections are billed. Raises :class:`OptionsError` if layers, batch or devices do not
     divide so."""
     microbatches = layout.microbatches(batch)
-    if cluster.size is not None and layout.devices > cluster.size:
-        raise OptionsError(f"{layout} takes {layout.devices} devices; {cluster.name} has {cluster.size}")
-    if layout.precision == "fp8" and not cluster.device.has_rate(DTYPES["fp8"]):
-        raise OptionsError(
-            f"Layout(precision='fp8'): a {cluster.device.name} has no products in fp8: its peak_flops are of "
-            f"{', '.join(cluster.device.peak_flops)}"
-        )
+    check_hardware(layout, cluster)
     chunks = cut_into_chunks(sections, layout)
     step = _Step(chunks, layout, microbatches, cluster)
     seconds = step.seconds()
     held = tuple(
         held_by(rank, [chunks[c] for c in _held(rank, layout)], layout, microbatches) for rank in range(layout.pipeline)
     )
+    check_host(held, layout, cluster)
     fullest = max(held, key=lambda one: one.total + one.lost)
     reserved = cluster.device.reserve_bytes + fullest.lost
     flops = sum(section.flops for chunk in chunks for section in chunk) * microbatches * layout.data
@@ -123,10 +112,12 @@ def quick_price(sections: Sections, layout: Layout, batch: int, cluster: Cluster
     """A bound of the step without simulating it: the busiest rank, and filling and draining the pipeline. Raises
     :class:`OptionsError` as :func:`price_sections` does."""
     microbatches = layout.microbatches(batch)
+    check_hardware(layout, cluster)
     chunks = cut_into_chunks(sections, layout)
-    step = _Step(chunks, layout, microbatches, cluster)
     ends = sorted({0, layout.pipeline // 2, layout.pipeline - 1})
     held = [held_by(rank, [chunks[c] for c in _held(rank, layout)], layout, microbatches) for rank in ends]
+    check_host(held, layout, cluster)
+    step = _Step(chunks, layout, microbatches, cluster)
     fullest = max(held, key=lambda one: one.total + one.lost)
     allowed = cluster.device.memory_bytes - cluster.device.reserve_bytes - fullest.lost
     return Quick(layout, step.bound(), fullest.total, allowed)
@@ -261,28 +252,20 @@ class _Step:
         return max(0.0, seconds - window) if "gradient" in self.layout.overlap else seconds
 
     def update(self, rank: int) -> float:
-        """Seconds of the optimizer, and of gathering what it updated."""
-        sections = [section for c in _held(rank, self.layout) for section in self.chunks[c]]
-        weights = [weight for section in sections for weight in section.weights]
-        moved = sum(self.updated(weight) for weight in weights)
-        seconds = moved / self.cluster.device.memory_bandwidth + self.carry(weights)
-        if self.layout.zero in (1, 2):
-            seconds += self.over_data("all_gather", self.weights(sections))
-        return seconds
+        """Seconds of the optimizer, of gathering what it updated, and of bringing states that rest on the host."""
+        weights = self.weights_of(rank)
+        there = updating_seconds(weights, self.layout, self.cluster)
+        return there + self.gathering(rank) + offloading_seconds(weights, self.layout, self.cluster)
 
-    def carry(self, weights: Sequence[Weight]) -> float:
-        """Seconds of bringing optimizer states from the host, and back when they are updated."""
-        bandwidth = self.cluster.device.host_bandwidth
-        if not self.layout.offload or not bandwidth:
+    def weights_of(self, rank: int) -> list[Weight]:
+        return [weight for c in _held(rank, self.layout) for s in self.chunks[c] for weight in s.weights]
+
+    def gathering(self, rank: int) -> float:
+        """Seconds of gathering the weights that were updated in shards."""
+        if self.layout.zero not in (1, 2):
             return 0.0
-        elements = sum(w.elements / (data_ranks(w, self.layout) if self.layout.zero else 1) for w in weights)
-        return 2 * elements * state_bytes(self.layout) / bandwidth
-
-    def updated(self, weight: Weight) -> float:
-        """Bytes that the optimizer reads and writes of a weight on one device."""
-        shards = data_ranks(weight, self.layout) if self.layout.zero else 1
-        each = 2 * state_bytes(self.layout) + weight.itemsize
-        return (gradient_bytes(weight, self.layout) + weight.elements * each) / shards
+        sections = [section for c in _held(rank, self.layout) for section in self.chunks[c]]
+        return self.over_data("all_gather", self.weights(sections))
 
     def standing(self, c: int) -> tuple[float, float]:
         """Seconds for which a rank stands still in forward, and again in backward, while what a chunk shares with the
@@ -349,15 +332,16 @@ class _Step:
             compute += section.forward.compute + section.backward.compute + self.again(section).compute
             compute += self.adding_up(section)
             total += sum(self.times(section))
-        update = self.update(rank)
-        reduce = sum(self.prices[c].reduce for c in held)
-        total += self.stands(rank)
-        return self.microbatches * compute, self.microbatches * (total - compute) + reduce + update
+        updating = updating_seconds(self.weights_of(rank), self.layout, self.cluster)
+        computed = self.microbatches * compute + updating
+        moved = self.update(rank) - updating + sum(self.prices[c].reduce for c in held)
+        return computed, self.microbatches * (total + self.stands(rank) - compute) + moved
 
     def parts(self) -> dict[str, float]:
         rank = max(range(self.layout.pipeline), key=lambda r: sum(self.of_rank(r)))
         sections = [section for c in _held(rank, self.layout) for section in self.chunks[c]]
         often = self.microbatches
+        offloading = offloading_seconds(self.weights_of(rank), self.layout, self.cluster)
         return {
             "forward": often * sum(s.forward.compute for s in sections),
             "backward": often * sum(s.backward.compute for s in sections),
@@ -368,5 +352,6 @@ class _Step:
             "host": often * sum((s.forward + s.backward + self.again(s)).host for s in sections),
             "messages": often * self.stands(rank),
             "reduce": sum(self.prices[c].reduce for c in _held(rank, self.layout)),
-            "update": self.update(rank),
+            "update": self.update(rank) - offloading,
+            "offload": offloading,
         }

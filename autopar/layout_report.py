@@ -6,11 +6,12 @@ the prices come from.
 
 from __future__ import annotations
 
-import copy
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -19,11 +20,13 @@ from .api import Batch, split_batch
 from .cluster import Cluster
 from .compiler import batch_size
 from .errors import OptionsError
-from .layout import Layout
+from .layout import Layout, Recompute
 from .layout_memory import state_bytes
 from .layout_model import LayoutModel
+from .layout_precision import computed_in, dtype_of
 from .layout_price import Priced
-from .layout_search import Found, best_layout
+from .layout_search import PLANNED, Found, best_layout
+from .options import Options
 from .plan_columns import columns
 from .plan_units import duration, size
 
@@ -172,6 +175,8 @@ def _memory(priced: Priced) -> str:
         "at work": found.temporary_bytes,
     }
     said = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in parts.items())
+    offloaded = max(one.offloaded for one in priced.held)
+    said += f"; {size(offloaded)} of states on the host" if offloaded else ""
     return (
         f"{size(found.peak_bytes)} of {size(priced.memory_limit)} ({said}; {size(priced.reserved)} kept free besides)"
     )
@@ -188,6 +193,9 @@ def plan_layouts(
     compare: Mapping[str, Layout] | None = None,
     precision: str = "bf16",
     memory_limit: int | None = None,
+    zero: Literal[0, 1, 2, 3] | None = None,
+    recompute: Recompute | None = None,
+    offload: bool = False,
     loss_fn: Callable[..., torch.Tensor] | None = None,
 ) -> LayoutReport:
     """The best layouts of ``model`` on so many devices. The model may be on the meta device; equal layers are traced
@@ -202,6 +210,8 @@ def plan_layouts(
             as converted to it.
         memory_limit: bytes per device that tensors may take; default the device's less its ``reserve_bytes`` and what
             fragmentation loses of it.
+        zero, recompute: what every layout has of these; by default ZeRO-1 and 3 and every recomputation are searched.
+        offload: whether optimizer states rest in host memory.
 
     Raises:
         TraceError: the model cannot be captured.
@@ -210,18 +220,25 @@ def plan_layouts(
     """
     start, busy = time.perf_counter(), time.process_time()
     hardware = Cluster.get(cluster)
-    like = Layout(precision=precision)  # type: ignore[arg-type]  # Layout checks it.
+    space = PLANNED if zero is None else replace(PLANNED, zero=(zero,))
+    space = space if recompute is None else replace(space, recompute=(recompute,))
+    # Layout checks what is fixed.
+    Layout(zero=zero or 0, recompute=recompute or "none")
+    like = Layout(precision=precision, offload=offload)  # type: ignore[arg-type]
     args, kwargs = split_batch(batch)
     samples = batch_size(args, kwargs)
-    for name, layout in (compare or {}).items():
-        if layout.devices != devices:
-            raise OptionsError(f"{name}: {layout} takes {layout.devices} devices, not {devices}")
-    traced = LayoutModel.of(_computed_in(model, precision), batch, loss_fn)
-    size_of_batch = global_batch or samples
-    found = best_layout(traced, hardware, devices, batch=size_of_batch, limit=memory_limit, like=like)
+    size_of_batch = samples if global_batch is None else global_batch
+    _check_numbers(devices=devices, global_batch=size_of_batch)
+    limit = Options(memory_limit=memory_limit).memory_limit
+    _check_tokens(tokens)
+    _check_compared(compare or {}, devices, size_of_batch)
+    traced = cache(lambda dtype: LayoutModel.of(*computed_in(model, batch, dtype), loss_fn))
+    searched = traced(dtype_of(precision))
+    found = best_layout(searched, hardware, devices, batch=size_of_batch, limit=limit, like=like, space=space)
     spent = time.perf_counter() - start, time.process_time() - busy
     named = {
-        name: traced.price(layout, hardware, size_of_batch, memory_limit) for name, layout in (compare or {}).items()
+        name: traced(dtype_of(layout.precision)).price(layout, hardware, size_of_batch, limit)
+        for name, layout in (compare or {}).items()
     }
     parameters = sum(parameter.numel() for parameter in model.parameters())
     first = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
@@ -240,15 +257,23 @@ def plan_layouts(
     )
 
 
-def _computed_in(model: nn.Module, precision: str) -> nn.Module:
-    """The model as mixed precision computes it: a copy of its modules whose parameters are of the reduced dtype and
-    take no memory."""
-    dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(precision, torch.bfloat16)
-    if all(parameter.dtype == dtype for parameter in model.parameters() if parameter.is_floating_point()):
-        return model
-    known: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
-    for parameter in model.parameters():
-        kind = dtype if parameter.is_floating_point() else parameter.dtype
-        empty = torch.empty_like(parameter, dtype=kind, device="meta")
-        known[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    return copy.deepcopy(model, known)
+def _check_numbers(**named: object) -> None:
+    for name, value in named.items():
+        if type(value) is not int or value < 1:
+            raise OptionsError(f"{name}={value!r}: not a positive whole number")
+
+
+def _check_tokens(tokens: object) -> None:
+    if tokens is not None and not (isinstance(tokens, (int, float)) and 0 < tokens < math.inf):
+        raise OptionsError(f"tokens={tokens!r}: not a positive number")
+
+
+def _check_compared(compare: Mapping[str, Layout], devices: int, batch: int) -> None:
+    """Raises :class:`OptionsError` for what does not divide so, before anything takes time."""
+    given: object = compare
+    if not isinstance(given, Mapping) or not all(isinstance(layout, Layout) for layout in given.values()):
+        raise OptionsError(f"compare={compare!r}: give names and an autopar.Layout of each, {{'ours': Layout(data=8)}}")
+    for name, layout in compare.items():
+        if layout.devices != devices:
+            raise OptionsError(f"{name}: {layout} takes {layout.devices} devices, not {devices}")
+        layout.microbatches(batch)

@@ -25,6 +25,8 @@ from .plan_units import size
 MICROBATCHES = (1, 2, 4)
 CHUNKS = (1, 2, 3, 4, 6, 8)
 SIMULATED = 8
+# How many times as many devices are tried where nothing fits.
+FACTORS = (2, 4, 8, 16, 32, 64, 128, 256)
 ONE = Layout()
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "elementwise", "full")
 
@@ -33,8 +35,8 @@ RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "elementwise", "full")
 class Space:
     """The values that are tried of each field of a layout; an empty field has those of planning: tensor ranks within a
     node, stages and data ranks that divide the devices, :data:`MICROBATCHES`, :data:`CHUNKS`, every recomputation,
-    ZeRO-1 over data ranks, and the sequence divided among tensor ranks. ``microbatches``: how many a data rank computes
-    in a step."""
+    ZeRO-1 over data ranks (planning itself takes :data:`PLANNED`), and the sequence divided among tensor ranks.
+    ``microbatches``: how many a data rank computes in a step."""
 
     tensor: tuple[int, ...] = ()
     pipeline: tuple[int, ...] = ()
@@ -49,6 +51,8 @@ class Space:
 
 
 ANY = Space()
+# What planning tries: weights divided too, where gathering them again and again pays.
+PLANNED = Space(zero=(1, 3))
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,9 @@ def candidates(
     is as ``like`` has it."""
     ranks = devices // like.context
     for tensor in space.tensor or (t for t in divisors(ranks) if node % t == 0):
-        for pipeline in space.pipeline or (p for p in divisors(ranks) if p <= layers or like.cuts == "operations"):
+        for pipeline in space.pipeline or (
+            p for p in divisors(ranks) if p <= max(1, layers) or like.cuts == "operations"
+        ):
             data = ranks // (tensor * pipeline)
             if data * tensor * pipeline * like.context != devices or (space.data and data not in space.data):
                 continue
@@ -151,23 +157,70 @@ def quickest_layouts(
     return sorted(priced, key=lambda one: one.predicted.step_seconds)
 
 
+@dataclass(frozen=True)
+class _Search:
+    """What a search is about; ``limit``: bytes of memory, None: what the device has."""
+
+    model: LayoutModel
+    cluster: Cluster
+    batch: int
+    limit: int | None
+    like: Layout
+    space: Space
+
+    def tried(self, devices: int, space: Space | None = None, like: Layout | None = None) -> list[Quick]:
+        """As :func:`tried_layouts`, elsewhere if so asked."""
+        space, like = space or self.space, like or self.like
+        return tried_layouts(self.model, self.cluster, devices, batch=self.batch, like=like, space=space)
+
+    def quickest(self, tried: Sequence[Quick]) -> list[Priced]:
+        return quickest_layouts(self.model, self.cluster, tried, self.batch, self.limit)
+
+    def fitting(self, tried: Sequence[Quick]) -> int:
+        return sum(one.peak <= (self.limit or one.limit) for one in tried)
+
+
 def best_layout(
-    model: LayoutModel, cluster: Cluster, devices: int, *, batch: int, limit: int | None = None, like: Layout = ONE
+    model: LayoutModel,
+    cluster: Cluster,
+    devices: int,
+    *,
+    batch: int,
+    limit: int | None = None,
+    like: Layout = ONE,
+    space: Space = PLANNED,
 ) -> Found:
     """The quickest layout that fits, and beside it the rule of thumb (:func:`rule_of_thumb`). What is not searched
-    (precision, overlap, offload) is as ``like`` has it.
+    (precision, overlap, offload) is as ``like`` has it. Where the largest microbatches are the quickest, larger ones
+    are tried too, as long as they are quicker still.
 
     Raises:
         InfeasibleError: none fits; says what would, in bytes.
     """
-    tried = tried_layouts(model, cluster, devices, batch=batch, like=like)
-    priced = quickest_layouts(model, cluster, tried, batch, limit)
+    search = _Search(model, cluster, batch, limit, like, space)
+    tried = search.tried(devices)
+    if not tried:
+        raise InfeasibleError(_nothing_divides(search, devices))
+    priced = search.quickest(tried)
     if not priced:
-        raise InfeasibleError(_nothing_fits(model, cluster, tried, batch, limit))
+        raise InfeasibleError(_nothing_fits(search, devices, tried))
+    while larger := _larger_microbatches(search, devices, priced[0].layout):
+        found = search.quickest(larger)
+        tried += larger
+        if not found or found[0].predicted.step_seconds >= priced[0].predicted.step_seconds:
+            break
+        priced = sorted([*priced, *found], key=lambda one: one.predicted.step_seconds)[:SIMULATED]
     gap = max(placed.gap for placed in model.every_placed)
-    fitting = sum(one.peak <= (limit or one.limit) for one in tried)
     rule = rule_of_thumb(model, cluster, devices, batch=batch, limit=limit, like=like)
-    return Found(tuple(priced), len(tried), fitting, gap, rule)
+    return Found(tuple(priced), len(tried), search.fitting(tried), gap, rule)
+
+
+def _larger_microbatches(search: _Search, devices: int, best: Layout) -> list[Quick]:
+    """Layouts like the best with microbatches twice as large, if its are the largest that were tried."""
+    if search.space.microbatch or search.space.microbatches or best.microbatch < MICROBATCHES[-1]:
+        return []
+    space = replace(search.space, tensor=(best.tensor,), pipeline=(best.pipeline,), expert=(best.expert,))
+    return search.tried(devices, replace(space, microbatch=(2 * best.microbatch,)))
 
 
 def _simulated(
@@ -209,7 +262,7 @@ def rule_of_thumb(
     again, microbatches of one sample, experts divided among as many data ranks as they can be. None if no number of
     stages fits."""
     layers, tensor = len(model.depth.standing), node_size(cluster, devices)
-    for pipeline in (p for p in divisors(devices // tensor) if p <= layers):
+    for pipeline in (p for p in divisors(devices // tensor) if p <= max(1, layers)):
         data = devices // (tensor * pipeline)
         layout = replace(
             like,
@@ -227,30 +280,63 @@ def rule_of_thumb(
     return None
 
 
-def _nothing_fits(model: LayoutModel, cluster: Cluster, tried: list[Quick], batch: int, limit: int | None) -> str:
-    if not tried:
-        return f"a batch of {batch} does not divide among any of the layouts; try another batch"
-    leanest = min(tried, key=lambda one: one.peak)
-    allowed = limit or leanest.limit
+def _nothing_divides(search: _Search, devices: int) -> str:
+    """Why no layout can even be priced: the batch, or what the first one was refused for."""
+    model, cluster, batch = search.model, search.cluster, search.batch
+    layers, node = len(model.depth.standing), node_size(cluster, devices)
+    first = next(candidates(devices, batch, layers, node, model.experts, search.like, search.space), None)
+    if first is not None:
+        try:
+            model.price(first, cluster, batch)
+        except OptionsError as error:
+            return f"no layout of {devices} devices can be had: {error}"
+    works = math.ceil(batch / devices) * devices
+    return (
+        f"a batch of {batch} does not divide among the data ranks of any layout of {devices} devices whose stages have "
+        f"a layer each; a batch of {works} does"
+    )
+
+
+def _nothing_fits(search: _Search, devices: int, tried: Sequence[Quick]) -> str:
+    """What would fit, each tried by the same search: whoever follows it finds what is said."""
+    leanest = _leanest(search, tried)
+    allowed = search.limit or leanest.limit
     said = [
         f"no layout fits into {size(allowed)} ({allowed} bytes) per device: the leanest, {leanest.layout}, takes "
         f"{size(leanest.peak)} ({leanest.peak} bytes)"
     ]
-    for what, layout in _savings(leanest.layout):
-        for quick in _quick(model, layout, cluster, batch * layout.data // leanest.layout.data):
-            verdict = "fits" if quick.peak <= allowed else "does not fit either"
-            said.append(f"{what}: {size(quick.peak)} ({quick.peak} bytes), which {verdict}")
+    fixed = [name for name in ("zero", "recompute") if getattr(search.space, name) != getattr(PLANNED, name)]
+    if fixed and (tried := search.tried(devices, PLANNED)):
+        said.append(f"With {' and '.join(fixed)} left out: {_verdict(search, tried)}")
+    for what, like, factors in _elsewhere(search):
+        for factor in factors:
+            tried = search.tried(devices * factor, PLANNED, like)
+            if search.quickest(tried):
+                said.append(f"With {devices * factor} devices{what}: {_verdict(search, tried)}")
+                break
     return ". ".join(said)
 
 
-def _savings(layout: Layout) -> Iterator[tuple[str, Layout]]:
-    """What would take less memory, beginning with what costs least."""
-    if layout.recompute != "full":
-        yield "With recompute='full'", replace(layout, recompute="full")
-    if layout.microbatch > 1:
-        yield "With microbatches of 1", replace(layout, microbatch=1)
-    yield "With optimizer states offloaded to the host", replace(layout, offload=True)
-    yield "With zero=3", replace(layout, zero=3)
-    for factor in (2, 4, 8):
-        grown = replace(layout, data=layout.data * factor, zero=3)
-        yield f"With {grown.devices} devices and zero=3", grown
+def _leanest(search: _Search, tried: Sequence[Quick]) -> Quick:
+    return min(tried, key=lambda one: one.peak - (search.limit or one.limit))
+
+
+def _verdict(search: _Search, tried: Sequence[Quick]) -> str:
+    """Of the quickest layout that fits, else of the leanest."""
+    found = search.quickest(tried)
+    if found:
+        return f"{_takes(found[0].predicted.peak_bytes, found[0].layout)}, which fits"
+    leanest = _leanest(search, tried)
+    return f"{_takes(leanest.peak, leanest.layout)}, which does not fit either"
+
+
+def _takes(peak: int, layout: Layout) -> str:
+    return f"{size(peak)} ({peak} bytes) as {layout}"
+
+
+def _elsewhere(search: _Search) -> Iterator[tuple[str, Layout, Sequence[int]]]:
+    """Where optimizer states may rest, and how many times as many devices are tried."""
+    yield "", search.like, FACTORS
+    if search.cluster.device.has_host and not search.like.offload:
+        offloaded = " and optimizer states offloaded to the host (offload=True)"
+        yield offloaded, replace(search.like, offload=True), (1, *FACTORS)

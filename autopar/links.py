@@ -15,6 +15,16 @@ ALGORITHMS = ("ring", "levels", "tree", "nvls", "direct")
 MESSAGE = "message"
 
 
+def is_rate(value: float) -> bool:
+    """Whether ``value`` is a positive number."""
+    return 0 < value < math.inf
+
+
+def is_amount(value: float) -> bool:
+    """Whether ``value`` is a number not below zero."""
+    return 0 <= value < math.inf
+
+
 def require(holds: bool, message: str) -> None:
     """Raises :class:`OptionsError` with ``message`` unless ``holds``."""
     if not holds:
@@ -44,7 +54,7 @@ class Rate:
             value = getattr(self, name)
             require(value >= 0 and math.isfinite(value), f"{name} {value!r} is not a time in seconds")
         require(self.bandwidth > 0, f"bandwidth {self.bandwidth!r} is not a positive number of bytes per second")
-        require(self.growth > 0, f"growth {self.growth!r} of a latency is not positive")
+        require(is_rate(self.growth), f"growth {self.growth!r} of a latency is not a positive number")
         known = ", ".join(ALGORITHMS)
         require(self.algorithm in ("", *ALGORITHMS), f"{self.algorithm!r} is not an algorithm; one of {known}")
 
@@ -82,11 +92,14 @@ class Link:
     def __post_init__(self) -> None:
         where = f"link {self.name!r}"
         require(self.size is None or self.size > 0, f"{where}: size {self.size!r} is not a number of devices")
-        require(self.bandwidth > 0, f"{where}: bandwidth {self.bandwidth!r} is not positive (bytes/s)")
-        require(self.latency >= 0, f"{where}: latency {self.latency!r} is negative (seconds)")
+        require(is_rate(self.bandwidth), f"{where}: bandwidth {self.bandwidth!r} is not a positive number (bytes/s)")
+        require(is_amount(self.latency), f"{where}: latency {self.latency!r} is not a number of seconds")
         require(self.adapters is None or self.adapters > 0, f"{where}: adapters {self.adapters!r} is not positive")
         require(self.pair_bandwidth > 0, f"{where}: pair_bandwidth {self.pair_bandwidth!r} is not positive")
-        require(self.oversubscription >= 1, f"{where}: oversubscription {self.oversubscription!r} is below 1")
+        require(
+            1 <= self.oversubscription < math.inf,
+            f"{where}: oversubscription {self.oversubscription!r} is not a number of at least 1",
+        )
         require(all(dim > 0 for dim in self.torus), f"{where}: torus {self.torus} has a dim without devices")
         known = (*COLLECTIVES, MESSAGE)
         for kind, lines in self.rates.items():

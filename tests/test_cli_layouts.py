@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import transformers as hf
 
 import autopar
 from autopar.cli import main
-from autopar.errors import OptionsError
+from autopar.errors import AutoparError, OptionsError
 from autopar.layout import Layout
 
 MODEL = """
@@ -89,14 +90,81 @@ def test_a_configuration_of_transformers(tmp_path: Path, capsys: pytest.CaptureF
     assert "give --batch" in capsys.readouterr().err
 
 
+def refusal(config: hf.PretrainedConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What is said of a configuration that cannot be planned."""
+    path = tmp_path / "config.json"
+    path.write_text(config.to_json_string())
+    assert main(["plan", str(path), *WORDS, "--batch", "8", *words]) == 2
+    return capsys.readouterr().err
+
+
+def test_configurations_that_cannot_be_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is refused in a line that says what would do."""
+    said = refusal(hf.GPT2Config(n_positions=64), tmp_path, capsys, "--sequence", "65")
+    assert "--sequence 65: the model has 64 positions" in said
+    said = refusal(hf.ViTConfig(), tmp_path, capsys)
+    assert "makes no language model" in said and "give file.py:function" in said and len(said) < 500
+    said = refusal(hf.GPT2Config(n_embd=65), tmp_path, capsys)
+    assert "makes no language model" in said and "divisible by num_heads" in said
+
+
+def test_an_encoder_and_decoder_by_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With as many tokens as it has positions, where these are fewer than usual."""
+    config = hf.BartConfig(
+        vocab_size=128, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=128, decoder_ffn_dim=128, max_position_embeddings=32,
+    )  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(config.to_json_string())
+    words = ("--devices", "1", "--cluster", "dgx-h100", "--batch", "2", "--tokens", "64e6", "--json")
+    assert main(["plan", str(path), *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    best = found["layouts"][0]
+    assert found["model"] == "BartForConditionalGeneration"
+    assert best["days"] == pytest.approx(64e6 / (2 * 32) * best["step_seconds"] / 86400)
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ({"devices": 0}, "devices=0: not a positive whole number"),
+        ({"devices": 4.0}, "devices=4.0: not a positive whole number"),
+        ({"global_batch": -8}, "global_batch=-8: not a positive"),
+        ({"tokens": float("nan")}, "tokens=nan: not a positive number"),
+        ({"tokens": "1e9"}, "tokens='1e9'"),
+        ({"memory_limit": 0}, "memory_limit"),
+        ({"compare": {"ours": "data=4"}}, "give names and an autopar.Layout of each"),
+        ({"compare": {"ours": Layout(data=4, microbatch=3)}}, "a microbatch of [24] does"),
+        ({"precision": "fp8"}, "no products in fp8"),
+        ({"devices": 7}, "a batch of 16 does not divide .* of 7 devices .* a batch of 21 does"),
+    ],
+)
+def test_arguments_that_are_none(named: dict[str, object], said: str) -> None:
+    layers = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4)))
+    arguments: dict[str, Any] = {"devices": 4, "loss_fn": lambda out: out.sum(), **named}
+    with pytest.raises(AutoparError, match=said):
+        autopar.plan_layouts(layers, (torch.zeros(16, 16),), "dgx-a100-80gb", **arguments)
+
+
+def test_what_is_compared_has_its_own_precision() -> None:
+    """No layout in fp32 is priced at the rate of bf16."""
+    layers = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(4)))
+    wide = {"wide": Layout(microbatch=1024, precision="fp32"), "half": Layout(microbatch=1024)}
+    found = autopar.plan_layouts(
+        layers, (torch.zeros(1024, 512),), "dgx-a100-80gb", devices=1, compare=wide, loss_fn=lambda out: out.sum()
+    ).named
+    assert found["wide"].predicted.weight_bytes == 2 * found["half"].predicted.weight_bytes
+    assert found["wide"].predicted.mfu < 1
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--zero", "0"), "--zero is for plans with --mesh"),
+        (("--stages", "2"), "--stages is for plans with --mesh"),
         (("--no-mesh-search",), "--no-mesh-search is for plans with --mesh"),
-        (("--no-offload",), "--offload is for plans with --mesh"),
         (("--output", "x.json"), "--output is for plans with --mesh"),
         (("--compare", "data=8"), "takes 8 devices, not 4"),
+        (("--tokens", "-5"), "tokens=-5.0: not a positive number"),
         (("--compare", "colour=8"), "'colour=8' in a layout"),
         (("--memory-limit", "1KiB"), "no layout fits"),
     ],

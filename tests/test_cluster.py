@@ -132,17 +132,32 @@ def test_comments_and_single_rates_are_read() -> None:
         ("memory_bytes = 1048576", "memory_bytes = 1e6", r"memory_bytes is 1000000.0, not a whole number"),
         ("f32 = 1000000000.0", 'f32 = "fast"', r"peak_flops.f32 is 'fast', not a number"),
         ("f32 =", "f23 =", r"unknown dtypes \['f23'\]; write f32"),
-        ("f32 = 1000000000.0", "f32 = 0", "f32 is 0.0, which is not positive"),
+        ("f32 = 1000000000.0", "f32 = 0", "f32 is 0.0, which is not a positive number"),
         ("size = 4", "size = 0", "size 0 is not a number of devices"),
-        ("size = 4\n", "", "'net' joins None devices and 'board' inside it None"),
+        ("size = 4\n", "", "'board' has no size, so it joins any number of devices, and no link can lie outside it"),
         ("size = 4", "size = true", "size is True, not a whole number"),
         (
             "bandwidth = 100000000.0\nlatency",
             "bandwidth = -1\nlatency",
-            "'board': bandwidth -1.0 is not positive",
+            "'board': bandwidth -1.0 is not a positive number",
         ),
         ("reserve_fraction = 0.0", "reserve_fraction = 1", r"reserve_fraction is not in \[0, 1\)"),
-        ("synchronisation_seconds = 0.0", "synchronisation_seconds = -1", "'toy': synchronisation_seconds is negative"),
+        (
+            "synchronisation_seconds = 0.0",
+            "synchronisation_seconds = -1",
+            "synchronisation_seconds -1.0 is not a number",
+        ),
+        (
+            "memory_bandwidth = 100000000.0",
+            "memory_bandwidth = inf",
+            "memory_bandwidth is inf, which is not a positive",
+        ),
+        (
+            "launch_seconds = 1e-06",
+            "launch_seconds = nan",
+            "launch_seconds is nan, which is not a number of at least 0",
+        ),
+        ("f32 = 1000000000.0", f"f32 = 1{'0' * 400}", "f32 is a number of 401 digits, too large"),
         ("[device]", "[devices]", "mine.toml has unknown keys devices"),
     ],
 )
@@ -163,6 +178,25 @@ def test_what_is_no_description_is_said(tmp_path: Path) -> None:
     links = TOY.to_toml().partition("[[links]]")[0]
     with pytest.raises(OptionsError, match=r"mine.toml: links\[0\] is 1, not a table"):
         Cluster.from_toml(f"links = [1, 2]\n{links}", "mine.toml")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("memory_bytes = 1048576", "memory_bytes = 80", "memory_bytes is 80 bytes; is it meant in other units"),
+        ("bf16 = 4000000000.0", "bf16 = 312", "peak_flops.bf16 is 312.0 FLOP per second"),
+        ("bandwidth = 10000000.0", "bandwidth = 25", "link 'net': bandwidth is 25.0 bytes per second"),
+        ("latency = 1e-05", "latency = 5", "link 'net': latency is 5.0 seconds; write 5e-6 for 5 microseconds"),
+    ],
+)
+def test_figures_in_other_units_are_noticed(old: str, new: str, message: str, tmp_path: Path) -> None:
+    path, text = tmp_path / "mine.toml", TOY.to_toml()
+    assert old in text
+    path.write_text(text)
+    assert Cluster.get(path) == TOY
+    path.write_text(text.replace(old, new))
+    with pytest.raises(OptionsError, match=message):
+        Cluster.get(path)
 
 
 def test_links_must_nest() -> None:

@@ -1,0 +1,40 @@
+"""Whether a cluster has what a layout asks for: devices, a dtype, host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from autopar.cost import usable_host_bytes
+
+from .cluster import Cluster
+from .errors import OptionsError
+from .layout import Layout
+from .layout_memory import Held
+from .layout_precision import DTYPES
+
+
+def check_hardware(layout: Layout, cluster: Cluster) -> None:
+    """Raises :class:`OptionsError` for what the cluster does not have."""
+    if cluster.size is not None and layout.devices > cluster.size:
+        raise OptionsError(f"{layout} takes {layout.devices} devices; {cluster.name} has {cluster.size}")
+    device = cluster.device
+    if layout.offload and not device.has_host:
+        raise OptionsError(
+            f"{layout}: a {device.name} of {cluster.name} has no host memory to offload to; describe it by "
+            "host_bandwidth and host_memory_bytes in the cluster's file, or leave offload out"
+        )
+    if layout.precision == "fp8" and not device.has_rate(DTYPES["fp8"]):
+        raise OptionsError(
+            f"Layout(precision='fp8'): a {device.name} has no products in fp8: its peak_flops are of "
+            f"{', '.join(device.peak_flops)}"
+        )
+
+
+def check_host(held: Iterable[Held], layout: Layout, cluster: Cluster) -> None:
+    """Raises :class:`OptionsError` if offloaded states are more than the host has room for."""
+    most, room = max(one.offloaded for one in held), usable_host_bytes(cluster)
+    if layout.offload and most > room:
+        raise OptionsError(
+            f"{layout}: optimizer states of {most} bytes do not fit into a device's share of the host's memory, of "
+            f"which {room} bytes may be used; divide them by zero=1 and more data ranks, or take more stages"
+        )

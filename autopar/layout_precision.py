@@ -1,0 +1,44 @@
+"""A model and its batch as mixed precision computes them: whatever dtype they are in, in that of the layout."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from .api import Batch, split_batch
+
+# What products with weights are computed in.
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+}
+
+
+def dtype_of(precision: str) -> torch.dtype:
+    """The dtype of weights and activations under a layout's precision; ``"fp8"`` has them in bf16."""
+    return torch.bfloat16 if precision == "fp8" else DTYPES[precision]
+
+
+def computed_in(model: nn.Module, batch: Batch, dtype: torch.dtype) -> tuple[nn.Module, Batch]:
+    """A copy of the model's modules whose parameters are of ``dtype`` and take no memory; buffers and inputs of a dtype
+    that was converted are converted too. The model itself where nothing differs."""
+    converted = {p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype != dtype}
+    if not converted:
+        return model, batch
+    known: dict[int, Any] = {id(buffer): _as(buffer, converted, dtype) for buffer in model.buffers()}
+    for parameter in model.parameters():
+        kind = dtype if parameter.is_floating_point() else parameter.dtype
+        empty = torch.empty_like(parameter, dtype=kind, device="meta")
+        known[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    args, kwargs = split_batch(batch)
+    named = {name: _as(value, converted, dtype) for name, value in kwargs.items()}
+    return copy.deepcopy(model, known), named or tuple(_as(value, converted, dtype) for value in args)
+
+
+def _as(value: Any, converted: set[torch.dtype], dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype in converted else value
