@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -67,15 +66,3 @@ def test_moments_count_in_bytes_of_states() -> None:
         Layout(moments=-1)
     with pytest.raises(OptionsError, match="cuts='rows'"):
         Layout(cuts="rows")  # type: ignore[arg-type]
-
-
-def test_states_in_host_memory_are_brought_and_taken_back() -> None:
-    """Of ZeRO each rank carries its share; where the host's link is not known nothing is added."""
-    device = A100.device
-    for layout, share in ((Layout(data=4), 1), (Layout(data=4, zero=1), 4)):
-        here = model().price(layout, A100).predicted
-        there = model().price(replace(layout, offload=True), A100).predicted
-        moved = 2 * here.optimizer_bytes / device.host_bandwidth
-        assert here.optimizer_bytes > 0 == there.optimizer_bytes
-        assert there.step_seconds - here.step_seconds == pytest.approx(moved, rel=1e-3)
-        assert share == round(12 * sum(p.numel() for p in build(SHAPE).parameters()) / here.optimizer_bytes)

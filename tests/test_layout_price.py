@@ -391,15 +391,17 @@ def test_fields_of_other_kinds_are_refused(named: dict[str, object], message: st
 
 def test_offloaded_states_travel_and_need_a_host() -> None:
     """Each weight's states come from the host and go back, hidden by nothing; a host without room is told in bytes."""
-    there, away = price(microbatch=8), price(microbatch=8, offload=True)
-    weights = model().sections(Layout(microbatch=8), A100).every
-    count = sum(len(section.weights) for section in weights)
-    elements = sum(weight.elements for section in weights for weight in section.weights)
-    seconds = 2 * (count * A100.device.launch_seconds + 12 * elements / A100.device.host_bandwidth)
-    assert away.parts["offload"] == pytest.approx(seconds)
-    assert away.predicted.step_seconds - there.predicted.step_seconds == pytest.approx(seconds)
-    assert away.predicted.comm_seconds == pytest.approx(seconds)
-    assert (there.held[0].optimizer, there.held[0].offloaded) == (away.held[0].offloaded, 0) == (12 * elements, 0)
+    weights = [w for section in model().sections(Layout(microbatch=8), A100).every for w in section.weights]
+    elements = sum(weight.elements for weight in weights)
+    for zero, share in ((0, 1), (1, 4)):
+        there, away = (price(data=4, microbatch=8, zero=zero, offload=offload) for offload in (False, True))
+        nbytes = 12 * elements // share
+        seconds = 2 * (len(weights) * A100.device.launch_seconds + nbytes / A100.device.host_bandwidth)
+        assert away.parts["offload"] == pytest.approx(seconds)
+        assert away.predicted.step_seconds - there.predicted.step_seconds == pytest.approx(seconds)
+        assert away.predicted.comm_seconds - there.predicted.comm_seconds == pytest.approx(seconds)
+        assert (there.held[0].optimizer, there.held[0].offloaded) == (nbytes, 0)
+        assert (away.held[0].optimizer, away.held[0].offloaded) == (0, nbytes)
     for gigabytes, message in ((0, "no host memory to offload to"), (1e-3, "of which 800000 bytes may be used")):
         host = {"host_bandwidth": gigabytes * 1e9, "host_memory_bytes": int(gigabytes * 1e9)}
         device = dataclasses.replace(A100.device, **host)
