@@ -23,6 +23,7 @@ _CHOICES = {
     "precision": ("fp32", "bf16", "fp16", "fp8"),
     "dispatch": ("rows", "tokens"),
     "cuts": ("layers", "operations"),
+    "gathers": ("layer", "tensor"),
 }
 _FLAGS = ("sequence_parallel", "adding", "scatter", "offload", "balanced")
 _OVERLAPS = ("gradient", "weight", "message", "input_gradient", "tensor", "expert")
@@ -70,6 +71,8 @@ class Layout:
             of them (not with ZeRO-3), as does ``"all-fp32"``, by messages in fp32 whatever they are kept in.
         balanced: whether context ranks hold pieces of the sequence so that causal attention takes all as long: one
             from its beginning and one from its end. Otherwise the rank with the last tokens takes longest.
+        gathers: what ZeRO-3 gathers at once: the weights of a ``"layer"``, once in forward and once in backward; or
+            each ``"tensor"`` by itself, and once more for what backward computes again (DeepSpeed, 2021).
         dispatch: what travels to experts: ``"rows"``, every choice of a token; ``"tokens"``, a token once to each rank
             that has experts it chose, and between nodes once to each node (DeepEP, HybridEP).
         graphed: modules (globs of paths) whose operations the host starts as one (CUDA graphs), or never late. Of all
@@ -104,6 +107,7 @@ class Layout:
     tail: int = 0
     reduction: Literal["scatter", "all", "all-fp32"] = "scatter"
     balanced: bool = True
+    gathers: Literal["layer", "tensor"] = "layer"
     dispatch: Literal["rows", "tokens"] = "rows"
     graphed: tuple[str, ...] = ("*",)
     cuts: Literal["layers", "operations"] = "layers"

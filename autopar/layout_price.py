@@ -128,6 +128,11 @@ def _held(rank: int, layout: Layout) -> list[int]:
     return [chunk for chunk, holder in enumerate(placement) if holder == rank]
 
 
+def _beside(computing: float, travelling: float) -> float:
+    """Seconds of both at once: what travels takes processors from what computes."""
+    return max(computing + TAKEN * min(computing, travelling), travelling)
+
+
 def _beyond(busy: float, seconds: float) -> float:
     """What of a step is neither, rounding left out."""
     return seconds - busy if seconds > busy * (1 + 1e-9) else 0.0
@@ -201,11 +206,21 @@ class _Step:
         backward += self.adding_up(section)
         if self.layout.zero < 3:
             return forward, backward
-        gather = self.over_data("all_gather", self.weights([section]))
+        gather = self.gather(section)
         scatter = self.over_data("reduce_scatter", self.gradients([section]))
+        if self.layout.gathers == "tensor" and self.again(section).compute:
+            scatter += gather
         if "weight" in self.layout.overlap:
-            return max(forward, gather), max(backward, gather + scatter)
+            return _beside(forward, gather), _beside(backward, gather + scatter)
         return forward + gather, backward + gather + scatter
+
+    def gather(self, section: Section) -> float:
+        """Seconds of gathering the weights of a section, together or one by one."""
+        together = [[w] for w in section.weights] if self.layout.gathers == "tensor" else [list(section.weights)]
+        return sum(
+            self.over_data("all_gather", _by_group((w, w.elements * w.itemsize) for w in weights))
+            for weights in together
+        )
 
     def adding_up(self, section: Section) -> float:
         """Seconds of adding the gradients of a microbatch to those before it, by operations of their own."""
@@ -218,14 +233,14 @@ class _Step:
         """Exchanges of rows after the rest, or beside that of another microbatch, from which they take processors."""
         if "expert" not in self.layout.overlap:
             return seconds + exchange
-        return max(seconds + TAKEN * min(seconds, exchange), exchange)
+        return _beside(seconds, exchange)
 
     def total(self, seconds: Seconds) -> float:
         """Computing and communicating in turn, or piece by piece at once."""
         if "tensor" not in self.layout.overlap:
             return seconds.total
         both = (seconds.compute, seconds.communicate)
-        return max(both) + min(both) / PIECES + seconds.host
+        return _beside(*both) + min(both) / PIECES + seconds.host
 
     def chunk_price(self, c: int) -> ChunkPrice:
         chunk = self.chunks[c]
@@ -249,7 +264,7 @@ class _Step:
             return 0.0
         divided = self.layout.zero and self.layout.reduction == "scatter"
         seconds = self.over_data("reduce_scatter" if divided else "all_reduce", self.reduced(chunk))
-        return max(0.0, seconds - window) if "gradient" in self.layout.overlap else seconds
+        return _beside(window, seconds) - window if "gradient" in self.layout.overlap else seconds
 
     def update(self, rank: int) -> float:
         """Seconds of the optimizer, of gathering what it updated, and of bringing states that rest on the host."""

@@ -97,8 +97,8 @@ f64 = 67e12
 
 [device.dtype_efficiency]
 tf32 = 0.67
-f8e4m3 = 0.85
-f8e5m2 = 0.85
+f8e4m3 = 0.95
+f8e5m2 = 0.95
 """
 H200 = (
     H100.replace("H100-SXM5-80GB", "H200-SXM5-141GB")

@@ -1,4 +1,5 @@
-"""What torch's selective checkpoints by operation compute again; how context ranks share causal attention."""
+"""What torch's selective checkpoints by operation compute again; how context ranks share causal attention; what ZeRO-3
+gathers, and what travels beside computing."""
 
 from __future__ import annotations
 
@@ -8,8 +9,10 @@ import pytest
 import torch
 
 from autopar.cluster import Cluster
+from autopar.cost import collective_seconds
 from autopar.layout import Layout
 from autopar.layout_model import LayoutModel
+from autopar.layout_price import TAKEN, Priced
 from benchmarks.published_models import build
 from benchmarks.published_shape import Shape
 
@@ -66,3 +69,42 @@ def test_an_early_and_a_late_piece_are_as_long_on_every_context_rank() -> None:
     device = H100.device
     rate = 989e12 * device.sustained * device.attention_efficiency / (1 + device.attention_width / 128)
     assert late - even == pytest.approx((7 / 4 - 1) * attention / rate, rel=0.01)
+
+
+def gathered(together: bool, layers_only: bool = False) -> float:
+    """Seconds of gathering all weights over 64 ranks once."""
+    sections = model().sections(Layout(data=64, zero=3), H100)
+    found = 0.0
+    for section in (section for section in sections.every if section.is_layer or not layers_only):
+        sizes = [weight.elements * weight.itemsize for weight in section.weights]
+        found += sum(
+            collective_seconds(H100, (64, 1, 1), "all_gather", (0,), size)
+            for size in ([sum(sizes)] if together else sizes)
+        )
+    return found
+
+
+def sharded(**named: object) -> Priced:
+    return model().price(Layout(data=64, zero=3, **named), H100, 64)  # type: ignore[arg-type]
+
+
+def test_weights_gathered_one_by_one_are_as_many_collectives() -> None:
+    """In forward and in backward, and once more in layers that are computed again."""
+    for recompute, more in (("none", 0.0), ("full", gathered(False, layers_only=True))):
+        layer, tensor = (
+            sharded(gathers=gathers, recompute=recompute, overlap=()).predicted.step_seconds
+            for gathers in ("layer", "tensor")
+        )
+        assert tensor - layer == pytest.approx(2 * (gathered(False) - gathered(True)) + more)
+
+
+def test_what_travels_takes_a_share_of_the_processors() -> None:
+    """Where computing takes longer than every gather beside it, it is slowed down by a share of what travels."""
+    long = Shape(2, 1024, 8, 2, 128, 4096, gated=True, vocab=1024, seq=32768, flash=True)
+    hidden = model(long).price(Layout(data=8, zero=3, overlap=("weight",)), H100, 8)
+    apart = model(long).price(Layout(data=8, zero=3, overlap=()), H100, 8)
+    update = apart.parts["update"]
+    computing = sum(apart.parts[name] for name in ("forward", "backward"))
+    travelling = apart.predicted.step_seconds - computing - update
+    assert 0 < travelling < computing / 2
+    assert hidden.predicted.step_seconds == pytest.approx(computing + update + TAKEN * travelling, rel=0.01)
