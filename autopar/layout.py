@@ -24,6 +24,7 @@ _CHOICES = {
     "dispatch": ("rows", "tokens"),
     "cuts": ("layers", "operations"),
     "gathers": ("layer", "tensor"),
+    "allocation": ("caching", "static"),
 }
 _FLAGS = ("sequence_parallel", "adding", "scatter", "offload", "balanced")
 _OVERLAPS = ("gradient", "weight", "message", "input_gradient", "tensor", "expert")
@@ -81,6 +82,8 @@ class Layout:
             take equally long.
         moments: how many moments the optimizer keeps of each element: 2 as Adam, 1 as momentum, 0 as Adafactor, whose
             moments of rows and columns are few.
+        allocation: ``"static"`` where a compiler lays out buffers beforehand; a ``"caching"`` allocator loses some
+            memory between blocks.
     """
 
     tensor: int = 1
@@ -112,6 +115,7 @@ class Layout:
     graphed: tuple[str, ...] = ("*",)
     cuts: Literal["layers", "operations"] = "layers"
     moments: int = 2
+    allocation: Literal["caching", "static"] = "caching"
 
     def __post_init__(self) -> None:
         for name in _DEGREES:

@@ -16,7 +16,8 @@ FRAGMENTED = 0.18
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes on a device of one pipeline rank, by part; ``offloaded`` ones are in its share of the host's memory."""
+    """Bytes on a device of one pipeline rank, by part; ``offloaded`` ones are in its share of the host's memory, and
+    ``lost`` ones nowhere: fragmentation."""
 
     weights: int
     gradients: int
@@ -24,15 +25,11 @@ class Held:
     activations: int
     working: int
     offloaded: int = 0
+    lost: int = 0
 
     @property
     def total(self) -> int:
         return self.weights + self.gradients + self.optimizer + self.activations + self.working
-
-    @property
-    def lost(self) -> int:
-        """Bytes lost to fragmentation."""
-        return int(FRAGMENTED * (self.activations + self.working))
 
 
 def gradient_bytes(weight: Weight, layout: Layout) -> int:
@@ -65,9 +62,10 @@ def held_by(rank: int, chunks: Sequence[Sequence[Section]], layout: Layout, micr
             gradients += gradient_bytes(weight, layout) // (shards if layout.zero >= 2 else 1)
             optimizer += resting_states(weight, layout)
     gathered = _gathered(chunks, layout)
-    activations = _activations(rank, chunks, layout, microbatches)
+    activations, working = _activations(rank, chunks, layout, microbatches), _working(chunks, layout)
+    lost = int(FRAGMENTED * (activations + working)) if layout.allocation == "caching" else 0
     on_device, on_host = (0, optimizer) if layout.offload else (optimizer, 0)
-    return Held(weights + gathered, gradients, on_device, activations, _working(chunks, layout), on_host)
+    return Held(weights + gathered, gradients, on_device, activations, working, on_host, lost)
 
 
 def _gathered(chunks: Sequence[Sequence[Section]], layout: Layout) -> int:

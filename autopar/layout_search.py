@@ -123,7 +123,7 @@ def _variants(base: Layout, batch: int, layers: int, space: Space) -> Iterator[L
     for interleave in space.interleave or CHUNKS:
         chunks = pipeline * interleave
         # A layer less on the first and the last stage, where that comes out even: embedding and head take their place.
-        even = pipeline > 1 and layers % chunks != 0 and (layers + 2) % chunks == 0
+        even = pipeline > 1 and layers % chunks != 0 and (layers + 2) % chunks == 0 and base.cuts == "layers"
         ends = int(even and not base.lead and not base.tail)
         chunked = pipeline > 1 and chunks <= layers + 2 * ends and count >= pipeline
         if interleave > 1 and not chunked:

@@ -64,13 +64,13 @@ class Scores(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.upcast, self.drop = shape.upcast, dropout(shape)
+        self.upcast, self.normalised, self.drop = shape.upcast, nn.Softmax(-1), dropout(shape)
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
         rows = torch.arange(scores.shape[-1], device=query.device)
         masked = scores.masked_fill(rows > rows[:, None], torch.finfo(scores.dtype).min)
-        shares = torch.softmax(masked.float() if self.upcast else masked, -1).to(value.dtype)
+        shares = self.normalised(masked.float() if self.upcast else masked).to(value.dtype)
         mixed: torch.Tensor = self.drop(shares) @ value
         return mixed
 

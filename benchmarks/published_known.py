@@ -73,6 +73,9 @@ def _alpa(row: Row) -> Row:
         # which are one group.
         row = _with({**row, "model": {**row["model"], "expert_group_size": None}}, parallel={"microbatch": 8})
         row = _with(row, model={"expert_group_size": 8 * number(row["model"], "seq")})
+    if method_name(parallel) in ("megatron", "deepspeed"):
+        # Run with Megatron's default arguments; Alpa's own models run deterministically.
+        row = _with(row, model={"dropout": 0.1})
     if row["model"].get("experts_every_other_layer"):
         # MoEConfig(intermediate_size=hidden_size * 8), and optax_adafactor: benchmark_2d_one_case_moe.py.
         wide = 8 * number(row["model"], "hidden")

@@ -50,8 +50,15 @@ class Method:
 # added up in fp16, as weights are (model_util.TrainState); collectives and messages are operations of XLA's one stream
 # (they came to overlap later: Zhuang et al. 2023); gradients are reduced once a step, by reduce-scatter. Its stages
 # have one chunk each, which end between any two operations; activations are not divided along the sequence. XLA's
-# fusions end at reductions, so that a softmax reads its scores several times.
-_ALPA = {"gradients": "own", "adding": True, "overlap": (), "cuts": "operations", "eager": ("*scores",)}
+# fusions end at reductions, so that a softmax reads and writes by itself, and its buffers are laid out beforehand.
+_ALPA = {
+    "gradients": "own",
+    "adding": True,
+    "overlap": (),
+    "cuts": "operations",
+    "eager": ("*scores.normalised",),
+    "allocation": "static",
+}
 # What systems of these rows could compute again.
 OFFERED = Space(recompute=("none", "selective", "full"))
 _PLAIN = replace(OFFERED, interleave=(1,), sequence_parallel=(False,))

@@ -46,7 +46,7 @@ class Question:
     def sweep(self) -> tuple[object, ...]:
         """Rows of one sweep measure one model, batch and cluster under several layouts."""
         experts = self.shape.experts and replace(self.shape.experts, group=0)
-        measured = replace(self.shape, flash=True, upcast=False, experts=experts)
+        measured = replace(self.shape, flash=True, upcast=False, dropout=False, experts=experts)
         said = json.dumps([self.row.get("source"), self.row["cluster"]], sort_keys=True)
         return said, measured, self.batch, self.devices
 
@@ -91,7 +91,7 @@ def _question(row: Mapping[str, Any]) -> Question:
         raise NotExpressible(f"a step of {seconds} seconds")
     # Torch's own attention in training code normalises scores in fp32, operation by operation; fused kernels inside.
     upcast = row["parallel"].get("attention_kernel") == "torch"
-    dropout = bool(re.search(DROPOUT, system(row)))
+    dropout = bool(re.search(DROPOUT, system(row)) or row["model"].get("dropout"))
     shape = Shape.of(row["model"], flash=_is_flash(row), upcast=upcast, dropout=dropout, beyond=beyond(row))
     if not row["parallel"].get("global_batch"):
         raise NotExpressible("no global batch")

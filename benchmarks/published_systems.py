@@ -107,5 +107,5 @@ def eager(row: Mapping[str, Any]) -> tuple[str, ...]:
     if not kernel:
         return ("*",) if row["parallel"].get("compile") is False else ()
     norms = () if "RMS" in kernel else ("*norm*",)
-    scores = ("*scores",) if kernel == "torch" else ()
+    scores = ("*scores*",) if kernel == "torch" else ()
     return ("*attention", "*mlp*", "layers.[0-9]", *norms, *scores)

@@ -1,4 +1,4 @@
-"""Chunks cut between any operations, optimizers that keep fewer moments, states that rest in host memory."""
+"""Chunks cut between any operations, fewer moments, states in host memory, buffers laid out beforehand."""
 
 from __future__ import annotations
 
@@ -66,3 +66,9 @@ def test_moments_count_in_bytes_of_states() -> None:
         Layout(moments=-1)
     with pytest.raises(OptionsError, match="cuts='rows'"):
         Layout(cuts="rows")  # type: ignore[arg-type]
+
+
+def test_buffers_laid_out_beforehand_lose_nothing() -> None:
+    caching, static = (model().price(Layout(microbatch=4, allocation=kind), A100) for kind in ("caching", "static"))
+    assert caching.predicted.peak_bytes == static.predicted.peak_bytes
+    assert static.reserved == A100.device.reserve_bytes < caching.reserved

@@ -175,6 +175,20 @@ def test_masks_that_bring_tokens_to_slots_are_priced() -> None:
     assert with_masks.predicted.step_seconds > without.predicted.step_seconds
 
 
+def test_methods_of_one_sweep_may_run_the_model_differently() -> None:
+    """Megatron's runs drop out, Alpa's do not; DeepSpeed's groups are its microbatches."""
+    row = {**changed("model", experts_every_other_layer=4, top_k=2, expert_group_size=512), "source": "Alpa OSDI 2022"}
+    auto, deepspeed = (
+        question_of({**row, "row": f"moe {name} n=4", "parallel": {**ROW["parallel"], "method": name}})
+        for name in ("auto", "deepspeed")
+    )
+    assert deepspeed.shape.dropout and not auto.shape.dropout and auto.sweep == deepspeed.sweep
+    assert (auto.layout.moments, deepspeed.layout.moments) == (0, 2)
+    assert {layout.microbatch for layout in tried(deepspeed)} == {8}
+    assert deepspeed.row["model"]["expert_group_size"] == 8 * 128
+    assert auto.layout.allocation == "static" and auto.layout.cuts == "operations"
+
+
 def test_an_adapter_that_a_node_shares_is_whole_for_one_of_its_devices() -> None:
     (outer,) = question_of(ROW).cluster.links[1:]
     assert outer.adapters == 1 and outer.bandwidth == pytest.approx(0.95 * 25e9 / 8)
