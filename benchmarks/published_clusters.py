@@ -12,7 +12,7 @@ from autopar.device import Device
 from autopar.links import MESSAGE, Link, Rate
 
 from .published_shape import NotExpressible, number
-from .published_systems import FIRST_FLASH, SECOND_FLASH, system
+from .published_systems import SECOND_FLASH, TRITON_FLASH, system
 
 # Bytes/s of the twelve NVLinks of an A100 in one direction.
 NVLINKS_A100 = 300e9
@@ -20,10 +20,11 @@ NVLINKS_A100 = 300e9
 SUSTAINED, LATENCY = 0.95, 5e-6
 # How quick older kernels of attention are with heads of 128, to those that the device's own figure is of (the second
 # FlashAttention on A100, the third and cuDNN's on H100), and whether wide heads are quicker than narrow ones: the first
-# is half as quick as the second (Dao 2023, figures 4 to 6), and as quick with heads of 64; the second reaches on H100
-# 0.55 of the third (Shah et al. 2024, figures 5 and 6).
+# is half as quick as the second (Dao 2023, figures 4 to 6), and as quick with heads of 64; its version in Triton is 1.3
+# to 2.5 times slower than the second (section 4.1 there); the second reaches on H100 0.6 of the third (Shah et al. 2024,
+# figures 5 and 6).
 WIDTH = 128
-FIRST, SECOND_ON_HOPPER, FIRST_ON_HOPPER = 0.5, 0.6, 0.8
+FIRST, TRITON, SECOND_ON_HOPPER, FIRST_ON_HOPPER = 0.5, 0.57, 0.6, 0.8
 # Networks of systems whose rows do not say how many adapters a node has. Aleph Alpha's messages between stages take as
 # long as over four of 200 Gb/s; its collectives take as much longer for every byte of weights as at this rate of each.
 NETWORKS = (
@@ -99,8 +100,9 @@ def cluster_of(row: Mapping[str, Any]) -> Cluster:
 def _attending(device: Device, row: Mapping[str, Any]) -> Device:
     """The device with the kernel of attention that a row's system had."""
     words = system(row)
-    if re.search(r"flash\w*v1", str(row["parallel"].get("attention_kernel"))) or re.search(FIRST_FLASH, words):
-        share = FIRST * (FIRST_ON_HOPPER if device.name.startswith("H") else 1.0)
+    in_triton = bool(re.search(TRITON_FLASH, words))
+    if re.search(r"flash\w*v1", str(row["parallel"].get("attention_kernel"))) or in_triton:
+        share = (TRITON if in_triton else FIRST) * (FIRST_ON_HOPPER if device.name.startswith("H") else 1.0)
         quick = device.attention_efficiency * share / (1 + device.attention_width / WIDTH)
         return replace(device, attention_efficiency=quick, attention_width=0.0)
     if device.name.startswith("H") and re.search(SECOND_FLASH, words):
