@@ -21,8 +21,8 @@ SUSTAINED, LATENCY = 0.95, 5e-6
 # How quick older kernels of attention are with heads of 128, to those that the device's own figure is of (the second
 # FlashAttention on A100, the third and cuDNN's on H100), and whether wide heads are quicker than narrow ones: the first
 # is half as quick as the second (Dao 2023, figures 4 to 6), and as quick with heads of 64; its version in Triton is 1.3
-# to 2.5 times slower than the second (section 4.1 there); the second reaches on H100 0.6 of the third (Shah et al. 2024,
-# figures 5 and 6).
+# to 2.5 times slower than the second (section 4.1 there); the second reaches on H100 0.6 of the third (Shah et al.
+# 2024, figures 5 and 6).
 WIDTH = 128
 FIRST, TRITON, SECOND_ON_HOPPER, FIRST_ON_HOPPER = 0.5, 0.57, 0.6, 0.8
 # Networks of systems whose rows do not say how many adapters a node has. Aleph Alpha's messages between stages take as

@@ -57,8 +57,8 @@ def habits(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, **recipe(system(row), row)}
 
 
-# Systems whose rows say nothing of the version of FlashAttention and had the first in Triton: llm-foundry's tables are of its
-# kernel in Triton (`attn_impl`), made before the second was supported.
+# Systems whose rows say nothing of the version of FlashAttention and had the first in Triton: llm-foundry's tables
+# (`attn_impl`), made before the second was supported.
 TRITON_FLASH = r"llm-foundry"
 # Systems that have the second whatever the chip: torch's own attention.
 SECOND_FLASH = r"torchtitan"
