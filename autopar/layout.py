@@ -193,6 +193,11 @@ class Layout:
         return self.pipeline * self.interleave
 
     @property
+    def hides_input_gradients(self) -> bool:
+        """Whether collectives of inputs' gradients are hidden each under its product, and not with all others."""
+        return "input_gradient" in self.overlap and "tensor" not in self.overlap
+
+    @property
     def schedule_name(self) -> str:
         return self.schedule or ("interleaved" if self.interleave > 1 else "1f1b")
 

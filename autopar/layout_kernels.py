@@ -22,6 +22,13 @@ PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default"))
 # multiplication background user's guide*), and the product is so many times slower: fitted on trial runs of BLOOM with
 # heads of 150. Plans leave this out: to them a smaller shard is never dearer.
 ALIGNMENT, MISALIGNED = 16, 6.0
+# Share of a device's processors that collectives take while they travel (HybridEP: 32 of 148).
+TAKEN = 0.2
+
+
+def at_once(computing: float, travelling: float) -> float:
+    """Seconds of both at once: what travels takes processors from what computes."""
+    return max(computing + TAKEN * min(computing, travelling), travelling)
 
 
 def graphed(module: str, layout: Layout) -> bool:
@@ -52,7 +59,12 @@ class KernelPrices:
         self.graph, self.prices, self.assignment = placed.graph, placed.prices, placed.assignment
         chosen_by = routers(self.graph)
         self.routing = {node.module for node in self.graph.nodes if any(v.node in chosen_by for v in node.operands)}
+        # Which product each value is first cast for.
         self.cast: dict[Value, str] = {}
+        for kernel in kernels.kernels:
+            if kernel.heavy is not None and self.is_fp8(kernel.heavy):
+                for value in kernel.heavy.operands:
+                    self.cast.setdefault(origin(self.graph, value), kernel.heavy.name)
 
     def is_attention(self, kernel: Kernel) -> bool:
         return kernel.heavy is not None and family_of(kernel.heavy.op).is_attention
@@ -111,5 +123,5 @@ class KernelPrices:
         if not self.is_fp8(node):
             return 0.0
         taken = [origin(self.graph, value) for value in node.operands]
-        first = [v for v in taken if self.cast.setdefault(v, node.name) == node.name]
+        first = [v for v in taken if self.cast[v] == node.name]
         return sum(2.0 * self.local(v) for v in first if v.node in self.kernels.of and self.kernels.of[v.node].heavy)

@@ -64,7 +64,7 @@ class LayoutModel:
             layout.eager,
             layout.whole,
             layout.precision,
-            "input_gradient" in layout.overlap,
+            layout.hides_input_gradients,
             layout.graphed,
             layout.balanced,
             cluster,

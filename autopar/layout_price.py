@@ -14,6 +14,7 @@ from .layout import MASTER_BYTES, Layout
 from .layout_cuts import computed_again, cut_into_chunks
 from .layout_exchange import exchange_seconds
 from .layout_hardware import check_hardware, check_host
+from .layout_kernels import at_once
 from .layout_memory import Held, gradient_bytes, held_by
 from .layout_precision import DTYPES
 from .layout_sections import Seconds, Section, Sections, Weight
@@ -23,8 +24,6 @@ from .schedules import SCHEDULES, make_schedule
 
 # Pieces in which a collective travels that overlaps with the product next to it: one of them is exposed.
 PIECES = 4
-# Share of a device's processors that an exchange of rows takes while it travels (HybridEP: 32 of 148).
-TAKEN = 0.2
 # Microbatches beyond this many rounds of the pipeline repeat each other: the time of a round is extrapolated.
 ROUNDS = 3
 
@@ -128,11 +127,6 @@ def _held(rank: int, layout: Layout) -> list[int]:
     return [chunk for chunk, holder in enumerate(placement) if holder == rank]
 
 
-def _beside(computing: float, travelling: float) -> float:
-    """Seconds of both at once: what travels takes processors from what computes."""
-    return max(computing + TAKEN * min(computing, travelling), travelling)
-
-
 def _beyond(busy: float, seconds: float) -> float:
     """What of a step is neither, rounding left out."""
     return seconds - busy if seconds > busy * (1 + 1e-9) else 0.0
@@ -211,7 +205,7 @@ class _Step:
         if self.layout.gathers == "tensor" and self.again(section).compute:
             scatter += gather
         if "weight" in self.layout.overlap:
-            return _beside(forward, gather), _beside(backward, gather + scatter)
+            return at_once(forward, gather), at_once(backward, gather + scatter)
         return forward + gather, backward + gather + scatter
 
     def gather(self, section: Section) -> float:
@@ -233,14 +227,14 @@ class _Step:
         """Exchanges of rows after the rest, or beside that of another microbatch, from which they take processors."""
         if "expert" not in self.layout.overlap:
             return seconds + exchange
-        return _beside(seconds, exchange)
+        return at_once(seconds, exchange)
 
     def total(self, seconds: Seconds) -> float:
         """Computing and communicating in turn, or piece by piece at once."""
         if "tensor" not in self.layout.overlap:
             return seconds.total
         both = (seconds.compute, seconds.communicate)
-        return _beside(*both) + min(both) / PIECES + seconds.host
+        return at_once(*both) + min(both) / PIECES + seconds.host
 
     def chunk_price(self, c: int) -> ChunkPrice:
         chunk = self.chunks[c]
@@ -264,7 +258,7 @@ class _Step:
             return 0.0
         divided = self.layout.zero and self.layout.reduction == "scatter"
         seconds = self.over_data("reduce_scatter" if divided else "all_reduce", self.reduced(chunk))
-        return _beside(window, seconds) - window if "gradient" in self.layout.overlap else seconds
+        return at_once(window, seconds) - window if "gradient" in self.layout.overlap else seconds
 
     def update(self, rank: int) -> float:
         """Seconds of the optimizer, of gathering what it updated, and of bringing states that rest on the host."""

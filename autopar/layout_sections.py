@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from typing import Any
 
 import torch
 from torch.distributed.tensor import Partial
@@ -26,7 +27,7 @@ from .kernels import Kernel, Kernels, find_kernels, is_heavy, origin
 from .layout import Layout
 from .layout_exchange import Block
 from .layout_experts import BACKWARD, OPERATIONS, bill_block, check_degree, expert_weights, find_blocks
-from .layout_kernels import AFTER, BEFORE, KernelPrices, graphed, local_size
+from .layout_kernels import AFTER, BEFORE, KernelPrices, at_once, graphed, local_size
 from .layout_place import TENSOR, Placed
 from .layout_remade import remakeable
 from .prices import local_bytes, local_type
@@ -224,27 +225,35 @@ class _Biller:
         for use in self.moves:
             if use.role == "operand" and self.homes[use.consumer] == name:
                 moved[use.phase] += self.exposed(use)
-        saved = [value for value in self.kernels.saved if self.homes[value.node] == name]
         forward += Seconds(0.0, moved["forward"])
         backward += Seconds(0.0, moved["backward"])
         return Section(
             forward + Seconds(0.0, 0.0, max(0.0, started["forward"] - forward.total)),
             backward + Seconds(0.0, 0.0, max(0.0, started["backward"] - backward.total)),
             inside,
-            sum(map(self.priced.local, saved)),
-            sum(self.priced.local(value) for value in saved if self._stays_inside(value)),
-            self.entry(name),
-            working,
-            self.flops(name),
-            self.weights(name),
-            name not in (BEFORE, AFTER),
-            tuple(block for node, block in self.blocks.items() if self.homes[node] == name),
+            entry=self.entry(name),
+            working=working,
+            flops=self.flops(name),
+            weights=self.weights(name),
+            is_layer=name not in (BEFORE, AFTER),
+            blocks=tuple(block for node, block in self.blocks.items() if self.homes[node] == name),
             # Of collectives reductions are kept, gathers not.
             kept=kept + Seconds(0.0, forward.communicate / 2),
             saved_kept=saved_kept,
-            remade=Seconds(sum(map(self._remaking, (value for value in saved if value in self.remade)))),
-            saved_remade=sum(self.priced.local(value) for value in saved if value in self.remade),
+            **self._saved(name),
         )
+
+    def _saved(self, name: str) -> dict[str, Any]:
+        """Of the values that a section keeps for backward the bytes, by what recomputation would drop."""
+        saved = [value for value in self.kernels.saved if self.homes[value.node] == name]
+        inside = [value for value in saved if self._stays_inside(value)]
+        remade = [value for value in saved if value in self.remade and value not in inside]
+        return {
+            "saved": sum(map(self.priced.local, saved)),
+            "saved_inside": sum(map(self.priced.local, inside)),
+            "saved_remade": sum(map(self.priced.local, remade)),
+            "remade": Seconds(sum(map(self._remaking, remade))),
+        }
 
     def _remaking(self, value: Value) -> float:
         """Seconds of making a value again from what is kept."""
@@ -265,20 +274,24 @@ class _Biller:
                 yield user
 
     def exposed(self, use: Use) -> float:
-        """Seconds of a reshard for which devices wait."""
+        """Seconds of a reshard for which devices wait. Where collectives travel in pieces (``"tensor"``), all of them
+        do, under the products next to them."""
         seconds = self.prices.table(use.kind).cost(use.source, use.target)
-        if use.phase == "forward" or "input_gradient" not in self.layout.overlap:
+        if use.phase == "forward" or not self.layout.hides_input_gradients:
             return seconds
-        return max(0.0, seconds - self._beside(use))
+        computing = self._beside(use)
+        return at_once(computing, seconds) - computing
 
     def _beside(self, use: Use) -> float:
         """Seconds of a product that computes while a reshard of backward travels (Korthikanti et al. 2022, section
         4.2.2): of a weight's gradient while that of the input is summed over tensor ranks, a product of as many FLOPs
         as made it; of the input's while what forward kept in shards is gathered again."""
-        consumer = self.graph[use.consumer]
+        if use.source[TENSOR] == use.target[TENSOR]:
+            return 0.0
         if isinstance(use.source[TENSOR], Partial):
             return sum(map(self.priced.seconds, self._products(use.value)))
-        kept = self.graph[origin(self.graph, use.value).node].phase == "forward"
+        consumer, made = self.graph[use.consumer], self.graph[origin(self.graph, use.value).node]
+        kept = made.phase == "forward" and not made.is_placeholder
         return self.priced.seconds(self.kernels.of[consumer.name]) if kept and is_heavy(consumer) else 0.0
 
     def _products(self, value: Value) -> list[Kernel]:

@@ -14,9 +14,9 @@ from autopar.cluster import Cluster
 from autopar.cost import collective_seconds, total_flops
 from autopar.errors import OptionsError
 from autopar.layout import Layout
+from autopar.layout_kernels import TAKEN
 from autopar.layout_memory import FRAGMENTED
 from autopar.layout_model import LayoutModel
-from autopar.layout_price import TAKEN
 from autopar.step_graphs import step_graph
 from benchmarks.published_models import Decoder, build
 from benchmarks.published_shape import Shape
@@ -87,7 +87,7 @@ def test_sequence_parallel_layer_gathers_and_scatters() -> None:
 
 def test_input_gradients_travel_under_the_products_of_weight_gradients() -> None:
     """What is left of the tensor ranks' collectives are those of forward and the gathers of backward: the products of
-    these dims take longer than the others."""
+    these dims take longer than the others, which only take processors from them."""
 
     def waited(*overlap: str, **named: object) -> tuple[float, float]:
         layout = Layout(tensor=4, overlap=overlap, **named)  # type: ignore[arg-type]
@@ -96,11 +96,12 @@ def test_input_gradients_travel_under_the_products_of_weight_gradients() -> None
 
     forward, backward = waited()
     assert backward == pytest.approx(forward)
-    assert waited("input_gradient") == (forward, 0.0)
+    assert waited("input_gradient") == (forward, pytest.approx(TAKEN * backward))
+    assert waited("input_gradient", "tensor") == (forward, backward)
     forward, backward = waited(sequence_parallel=True)
     hidden, gathered = waited("input_gradient", sequence_parallel=True)
     # Two scatters of inputs' gradients and two gathers of what was kept are hidden, two gathers of gradients are not.
-    assert hidden == forward and gathered == pytest.approx(backward / 3, rel=0.1)
+    assert hidden == forward and gathered == pytest.approx(backward * (1 + 2 * TAKEN) / 3, rel=0.1)
 
 
 def test_sequence_parallelism_divides_all_that_is_kept() -> None:

@@ -3,6 +3,7 @@ gathers, and what travels beside computing."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 from autopar.cluster import Cluster
 from autopar.cost import collective_seconds
 from autopar.layout import Layout
+from autopar.layout_kernels import TAKEN
 from autopar.layout_model import LayoutModel
-from autopar.layout_price import TAKEN, Priced
+from autopar.layout_price import Priced
 from benchmarks.published_models import build
 from benchmarks.published_shape import Shape
 
@@ -55,6 +57,17 @@ def test_what_elementwise_operations_make_is_made_again() -> None:
     none, light, full = (model().price(Layout(recompute=name), H100) for name in ("none", "elementwise", "full"))
     assert none.predicted.step_seconds < light.predicted.step_seconds < full.predicted.step_seconds
     assert full.held[0].activations < light.held[0].activations < none.held[0].activations
+
+
+@pytest.mark.parametrize("changes", [{"upcast": True}, {"dropout": True}])
+def test_what_is_inside_attention_is_dropped_once(changes: dict[str, bool]) -> None:
+    """Scores written out are kept several times over: as scores, in another precision, dropped out."""
+    written = replace(SHAPE, flash=False, kv_heads=SHAPE.heads, seq=1024, **changes)
+    names = ("full", "elementwise", "selective", "none")
+    held = [model(written).price(Layout(recompute=name), H100).held[0].activations for name in names]
+    assert held == sorted(held) and len(set(held)) == 4
+    layer = model(written).sections(Layout(), H100).layers[0]
+    assert layer.saved_inside + layer.saved_remade < layer.saved
 
 
 def test_an_early_and_a_late_piece_are_as_long_on_every_context_rank() -> None:
