@@ -16,7 +16,7 @@ from .depth import Depth, shortened
 from .errors import OptionsError
 from .layout import Layout
 from .layout_experts import expert_counts
-from .layout_place import Placed, check_context, place
+from .layout_place import Placed, check_context, check_heads, place
 from .layout_precision import computed_in, dtype_of
 from .layout_price import Priced, price_sections
 from .layout_sections import Sections, bill_sections, with_experts
@@ -86,6 +86,7 @@ class LayoutModel:
         if key not in self._placed:
             graph = step_graph(self.prepared.graph, self.prepared.loss, layout.microbatch)
             check_context(graph, layout)
+            check_heads(graph, layout)
             self._placed[key] = place(graph, layout, cluster)
         return self._placed[key]
 
@@ -111,7 +112,7 @@ def price(
 
     Raises:
         TraceError: the model cannot be captured.
-        OptionsError: layers, batch, sequence or devices do not divide so.
+        OptionsError: layers, batch, sequence, heads or devices do not divide so.
     """
     if not isinstance(layout, Layout):
         raise OptionsError(f"layout={layout!r}: give an autopar.Layout, such as Layout(tensor=2, data=4)")

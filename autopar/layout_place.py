@@ -68,12 +68,31 @@ def check_context(graph: Graph, layout: Layout) -> None:
     for node in graph.placeholders("input"):
         size = int(node.type.shape[1]) if node.type.rank > 1 else 0
         if size % layout.context:
-            works = [n for n in range(1, size + 1) if size % n == 0]
-            nearest = min(works, key=lambda n: abs(n - layout.context))
             raise OptionsError(
                 f"{layout}: the input {node.target!r} {node.type} has a sequence of {size} (dim 1), which does not "
-                f"divide among {layout.context} context ranks; context={nearest} does"
+                f"divide among {layout.context} context ranks; context={_nearest(size, layout.context)} does"
             )
+
+
+def check_heads(graph: Graph, layout: Layout) -> None:
+    """Raises :class:`OptionsError` if the query heads of an attention do not divide among the tensor ranks, which no
+    system that is laid out so takes: some ranks would have one head more, and all wait for those. Attention that is
+    spelled out in products has no heads to be seen."""
+    for node in graph.nodes:
+        if node.phase != "forward" or not family_of(node.op).is_attention or _matches(node, layout.whole):
+            continue
+        heads = int(graph.type_of(node.operands[0]).shape[1])
+        if heads % layout.tensor:
+            raise OptionsError(
+                f"{layout}: {node.module or node.name} has {heads} heads, which do not divide among {layout.tensor} "
+                f"tensor ranks; tensor={_nearest(heads, layout.tensor)} does, or whole=({node.module!r},), so that "
+                "every tensor rank computes all of them"
+            )
+
+
+def _nearest(size: int, ranks: int) -> int:
+    """Of the numbers of ranks among which ``size`` divides the one nearest to ``ranks``."""
+    return min((n for n in range(1, size + 1) if size % n == 0), key=lambda n: abs(n - ranks))
 
 
 def _prices(annotated: Graph, layout: Layout, cluster: Cluster) -> Iterator[Prices]:

@@ -313,6 +313,15 @@ def test_what_does_not_divide_is_refused() -> None:
         autopar.price(build(SHAPE), batch(), A100, layout={"tensor": 2})  # type: ignore[arg-type]
 
 
+def test_heads_divide_among_tensor_ranks() -> None:
+    """As Megatron demands; attention spelled out in products is priced with the ranks that have one head more."""
+    shape = dataclasses.replace(SHAPE, layers=2, flash=True, heads=6, kv_heads=6)
+    flash = LayoutModel.of(build(shape), batch(8))
+    with pytest.raises(OptionsError, match=r"has 6 heads, which do not divide among 4 tensor ranks; tensor=3 does"):
+        flash.price(Layout(tensor=4, microbatch=8), A100)
+    assert flash.price(Layout(tensor=3, microbatch=8), A100).predicted.step_seconds > 0
+
+
 def test_two_layers_are_stages_too() -> None:
     """A list of layers too short to be shortened, and one of unlike layers."""
     short = LayoutModel.of(build(dataclasses.replace(SHAPE, layers=2)), batch())
