@@ -153,9 +153,9 @@ class LayoutReport:
         return [
             name,
             duration(found.step_seconds),
-            f"{priced.flops_per_second / 1e12:.0f}",
+            _short(priced.flops_per_second / 1e12),
             f"{found.mfu:.1%}",
-            "-" if days is None else f"{days:.1f}",
+            "-" if days is None else _short(days),
             duration(found.comm_seconds),
             duration(found.bubble_seconds),
             size(found.peak_bytes) + (" " if priced.fits else "!"),
@@ -163,6 +163,11 @@ class LayoutReport:
 
 
 _HEAD = ("", "step", "TFLOP/s", "MFU", "days", "messages", "bubble", "memory ")
+
+
+def _short(number: float) -> str:
+    """Whole from a hundred on, else two or three digits, however small."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}" if number >= 1 else f"{number:.2g}"
 
 
 def _memory(priced: Priced) -> str:

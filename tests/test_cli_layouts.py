@@ -59,6 +59,8 @@ def test_layouts_are_compared(target: str, capsys: pytest.CaptureFixture[str]) -
     assert "on 4 devices of dgx-a100-80gb, batches of 32" in said and "checkpoint:" in said
     assert "tensor=2 data=2 microbatch=1 recompute=full zero=1" in said
     assert said.splitlines()[-1].startswith("prices: NVIDIA A100 data sheet")
+    _, _, _, flops, _, days, *_ = said.splitlines()[4].split()
+    assert float(flops) > 0 and float(days) > 0, "small figures have digits"
     assert any(line.startswith("rule") for line in said.splitlines())
 
 
