@@ -79,7 +79,7 @@ class Layout:
         graphed: modules (globs of paths) whose operations the host starts as one (CUDA graphs), or never late. Of all
             others each takes the device's ``host_seconds``, and a layer is computed as quickly as it is started.
         cuts: where the model is cut into chunks: between ``"layers"``, or between any ``"operations"``, so that chunks
-            take equally long.
+            take equally long, exchanges of experts' rows and gathers of ZeRO-3 not counted.
         moments: how many moments the optimizer keeps of each element: 2 as Adam, 1 as momentum, 0 as Adafactor, whose
             moments of rows and columns are few.
         allocation: ``"static"`` where a compiler lays out buffers beforehand; a ``"caching"`` allocator loses some

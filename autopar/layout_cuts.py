@@ -41,18 +41,24 @@ def _between_layers(sections: Sections, layout: Layout) -> list[list[Section]]:
 
 
 def computed_again(section: Section, layout: Layout) -> Seconds:
-    """What backward computes again of a section."""
+    """What backward computes again of a section. Of forward's waiting for the host it repeats as large a share as of
+    its computing: what is kept is not started again."""
     if not section.is_layer or layout.recompute == "none":
         return Seconds()
-    if layout.recompute == "operations":
-        return section.forward - section.kept
-    if layout.recompute == "elementwise":
-        return section.inside + section.remade
-    return section.forward if layout.recompute == "full" else section.inside
+    if layout.recompute == "full":
+        return section.forward
+    again = {
+        "selective": section.inside,
+        "elementwise": section.inside + section.remade,
+        "operations": section.forward - section.kept,
+    }[layout.recompute]
+    whole = section.forward.compute
+    share = min(1.0, again.compute / whole) if whole else 0.0
+    return replace(again, host=share * section.forward.host)
 
 
 def _between_operations(sections: Sections, layout: Layout) -> list[list[Section]]:
-    """Chunks that take equally long: a section that reaches over an end is divided there in proportion."""
+    """Chunks of equal :func:`_work`: a section that reaches over an end is divided there in proportion."""
     every = sections.every
     ends = list(accumulate(_work(section, layout) for section in every))
     cuts = [ends[-1] * i / layout.chunks for i in range(layout.chunks + 1)]
@@ -61,6 +67,9 @@ def _between_operations(sections: Sections, layout: Layout) -> list[list[Section
 
 
 def _work(section: Section, layout: Layout) -> float:
+    """Seconds of computing, of tensor and context ranks' collectives and of waiting for the host, in turn. What travels
+    over data ranks (rows of experts, weights that ZeRO-3 gathers) is left out: with it chunks are unequal where
+    sections have unequally much of it."""
     return (section.forward + section.backward + computed_again(section, layout)).total
 
 

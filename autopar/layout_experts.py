@@ -123,14 +123,14 @@ def check_degree(blocks: Sequence[Block], layout: Layout) -> None:
 
 
 def bill_block(block: Block, layout: Layout, cluster: Cluster) -> Bill:
-    """What a block costs on a device of ``layout``."""
+    """What a block costs on a device of ``layout``. Products add the gradients of weights to those of microbatches
+    before, which are read and written, unless ``layout.adding``: then they write their own."""
     held = block.held // layout.expert
     rows = block.rows * layout.capacity
     each = max(1.0, rows / held)
     is_fp8 = layout.precision == "fp8"
     dtype = _PRECISIONS.get(layout.precision, _DTYPES[block.itemsize])
     taken = dtype.itemsize
-    # Gradients of weights are added to those of microbatches before: read, and written.
     added = block.itemsize if layout.adding else 2 * layout.gradient_itemsize(block.itemsize)
 
     def product(m: float, n: float, k: float, made: int = block.itemsize) -> float:

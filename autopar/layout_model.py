@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -44,7 +44,8 @@ class LayoutModel:
 
     def price(self, layout: Layout, cluster: Cluster, batch: int | None = None, limit: int | None = None) -> Priced:
         """The price of ``layout`` on ``cluster`` for a global batch, and memory of ``limit`` bytes."""
-        return price_sections(self.sections(layout, cluster), layout, batch or self.batch, cluster, limit)
+        batch = batch or self.batch
+        return price_sections(self.sections(layout, cluster, batch), layout, batch, cluster, limit)
 
     @property
     def experts(self) -> int:
@@ -55,7 +56,8 @@ class LayoutModel:
     def every_placed(self) -> tuple[Placed, ...]:
         return tuple(self._placed.values())
 
-    def sections(self, layout: Layout, cluster: Cluster) -> Sections:
+    def sections(self, layout: Layout, cluster: Cluster, batch: int | None = None) -> Sections:
+        """What one microbatch of a global batch costs under ``layout``."""
         key = (
             layout.tensor,
             layout.context,
@@ -71,6 +73,9 @@ class LayoutModel:
         )
         if key not in self._sections:
             self._sections[key] = bill_sections(self.placed(layout, cluster), self.depth, layout)
+        # Products add nothing to the gradients of a single microbatch, as where operations of their own do it.
+        is_single = (batch or self.batch) <= layout.data * layout.microbatch
+        layout = replace(layout, adding=layout.adding or is_single)
         divided = (*key, layout.expert, layout.capacity, layout.dispatch, layout.adding, layout.gradients)
         if divided not in self._sections:
             self._sections[divided] = with_experts(self._sections[key], layout, cluster)

@@ -331,15 +331,16 @@ class _Step:
         return simulate(schedule, prices).seconds
 
     def busiest(self) -> tuple[float, float]:
-        """Seconds of computing and of communicating of the rank that is busy longest."""
+        """Seconds of computing, waiting for the host included, and of communicating of the rank that is busy
+        longest."""
         return max(map(self.of_rank, range(self.layout.pipeline)), key=sum)
 
     def of_rank(self, rank: int) -> tuple[float, float]:
         held = _held(rank, self.layout)
         compute = total = 0.0
         for section in (section for c in held for section in self.chunks[c]):
-            compute += section.forward.compute + section.backward.compute + self.again(section).compute
-            compute += self.adding_up(section)
+            alone = section.forward + section.backward + self.again(section)
+            compute += alone.compute + alone.host + self.adding_up(section)
             total += sum(self.times(section))
         updating = updating_seconds(self.weights_of(rank), self.layout, self.cluster)
         computed = self.microbatches * compute + updating

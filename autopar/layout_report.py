@@ -25,7 +25,7 @@ from .layout_memory import state_bytes
 from .layout_model import LayoutModel
 from .layout_precision import computed_in, dtype_of
 from .layout_price import Priced
-from .layout_search import PLANNED, Found, best_layout
+from .layout_search import PLANNED, Found, Space, best_layout
 from .options import Options
 from .plan_columns import columns
 from .plan_units import duration, size
@@ -223,43 +223,50 @@ def plan_layouts(
         InfeasibleError: no layout fits; says what would, in bytes.
         OptionsError: a layout for comparison takes another number of devices, or does not divide the model.
     """
-    start, busy = time.perf_counter(), time.process_time()
+    began = time.perf_counter(), time.process_time()
     hardware = Cluster.get(cluster)
-    space = PLANNED if zero is None else replace(PLANNED, zero=(zero,))
-    space = space if recompute is None else replace(space, recompute=(recompute,))
-    # Layout checks what is fixed.
-    Layout(zero=zero or 0, recompute=recompute or "none")
-    like = Layout(precision=precision, offload=offload)  # type: ignore[arg-type]
-    args, kwargs = split_batch(batch)
-    samples = batch_size(args, kwargs)
-    size_of_batch = samples if global_batch is None else global_batch
-    _check_numbers(devices=devices, global_batch=size_of_batch)
-    limit = Options(memory_limit=memory_limit).memory_limit
-    _check_tokens(tokens)
-    _check_compared(compare or {}, devices, size_of_batch)
+    like, space = _asked(zero, recompute, precision, offload)
+    samples, first = _measured(batch)
+    whole = samples if global_batch is None else global_batch
+    limit = _checked(devices, whole, memory_limit, tokens, compare or {})
     traced = cache(lambda dtype: LayoutModel.of(*computed_in(model, batch, dtype), loss_fn))
     searched = traced(dtype_of(precision))
-    found = best_layout(searched, hardware, devices, batch=size_of_batch, limit=limit, like=like, space=space)
-    spent = time.perf_counter() - start, time.process_time() - busy
+    found = best_layout(searched, hardware, devices, batch=whole, limit=limit, like=like, space=space)
+    spent = time.perf_counter() - began[0], time.process_time() - began[1]
     named = {
-        name: traced(dtype_of(layout.precision)).price(layout, hardware, size_of_batch, limit)
+        name: traced(dtype_of(layout.precision)).price(layout, hardware, whole, limit)
         for name, layout in (compare or {}).items()
     }
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    size_of_model = sum(parameter.numel() for parameter in model.parameters())
+    about = type(model).__name__, size_of_model, devices, hardware.name, hardware.source
+    return LayoutReport(*about, whole, first, tokens, found, named, *spent)
+
+
+def _asked(zero: Any, recompute: Any, precision: Any, offload: bool) -> tuple[Layout, Space]:
+    """What every layout has, and the space that is searched. Raises :class:`OptionsError` for values that no layout
+    has."""
+    fixed = {name: (value,) for name, value in (("zero", zero), ("recompute", recompute)) if value is not None}
+    Layout(zero=zero or 0, recompute=recompute or "none")
+    return Layout(precision=precision, offload=offload), replace(PLANNED, **fixed)
+
+
+def _measured(batch: Batch) -> tuple[int, int | None]:
+    """How many samples a batch has, and how many elements the first input has of each; None if there is no tensor."""
+    args, kwargs = split_batch(batch)
+    samples = batch_size(args, kwargs)
     first = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
-    return LayoutReport(
-        type(model).__name__,
-        parameters,
-        devices,
-        hardware.name,
-        hardware.source,
-        size_of_batch,
-        None if first is None else first.numel() // samples,
-        tokens,
-        found,
-        named,
-        *spent,
-    )
+    return samples, None if first is None else first.numel() // max(1, samples)
+
+
+def _checked(
+    devices: int, batch: int, memory_limit: Any, tokens: float | None, compare: Mapping[str, Layout]
+) -> int | None:
+    """The memory limit in bytes. Raises :class:`OptionsError` for what cannot be asked, before anything takes time."""
+    _check_numbers(devices=devices, global_batch=batch)
+    limit = Options(memory_limit=memory_limit).memory_limit
+    _check_tokens(tokens)
+    _check_compared(compare, devices, batch)
+    return limit
 
 
 def _check_numbers(**named: object) -> None:
@@ -274,7 +281,7 @@ def _check_tokens(tokens: object) -> None:
 
 
 def _check_compared(compare: Mapping[str, Layout], devices: int, batch: int) -> None:
-    """Raises :class:`OptionsError` for what does not divide so, before anything takes time."""
+    """Raises :class:`OptionsError` for what does not divide so."""
     given: object = compare
     if not isinstance(given, Mapping) or not all(isinstance(layout, Layout) for layout in given.values()):
         raise OptionsError(f"compare={compare!r}: give names and an autopar.Layout of each, {{'ours': Layout(data=8)}}")

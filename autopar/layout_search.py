@@ -245,7 +245,7 @@ def node_size(cluster: Cluster, devices: int) -> int:
 
 def _quick(model: LayoutModel, layout: Layout, cluster: Cluster, batch: int) -> Iterator[Quick]:
     try:
-        sections = model.sections(layout, cluster)
+        sections = model.sections(layout, cluster, batch)
         if layout.recompute == "selective" and not any(section.saved_inside for section in sections.every):
             return  # The same as without: attention is one kernel, which keeps nothing of its inside.
         if layout.recompute == "elementwise" and not any(section.saved_remade for section in sections.every):

@@ -137,7 +137,7 @@ class Predicted:
     """Seconds of one step and peak bytes of the device that holds most, with their parts. ``mfu`` is FLOPs of the
     model over what all devices could do in the step. ``freed_seconds`` is what the busiest stage computes faster than
     its lines say because others that share its processors wait: step = compute + comm + bubble - freed. What travels
-    while it computes is no part of ``comm_seconds``.
+    while it computes is no part of ``comm_seconds``. Of a layout, waiting for the host counts as computing.
     ``host_bytes`` is optimizer state in host memory, not part of the peak.
     """
 

@@ -23,6 +23,18 @@ from .published_recipes import beyond, cut
 from .published_shape import NotExpressible, Shape, number
 from .published_systems import DROPOUT, FUSED_GRADIENTS, UNFUSED, eager, habits, overlap, system
 
+# How many moments optimizers keep of each element, by words of their names, the first that is found; and those whose
+# moments are of fewer bytes or elements, which no layout has.
+FEWER_BYTES = r"\d.?bit|mini|galore"
+MOMENTS: tuple[tuple[str, int], ...] = (
+    (r"adafactor", 0),
+    (r"lion", 1),
+    (r"adam(w|ax)?(?![a-z])|\blamb\b", 2),
+    (r"\bsgd\b.*((no|without) momentum|momentum\W*0(\.0*)?(?![\d.]))", 0),
+    (r"\bsgd\b.*(momentum|nesterov)|momentum", 1),
+    (r"\bsgd\b", 0),
+)
+
 
 @dataclass(frozen=True)
 class Question:
@@ -154,7 +166,7 @@ def known_fields(row: Mapping[str, Any]) -> dict[str, Any]:
         "eager": eager(row),
         "adding": not re.search(FUSED_GRADIENTS, system(row)),
         "offload": bool(parallel.get("cpu_offload_optimizer")),
-        "moments": 0 if "adafactor" in str(parallel.get("optimizer")).lower() else 2,
+        "moments": _moments(str(parallel.get("optimizer") or "adam").lower()),
     }
     return {**said, **habits(row), **known_of_method(parallel)}
 
@@ -179,6 +191,15 @@ def _recompute(said: str) -> Any:
     if "SAC" in said:
         return "operations"
     return next((kind for kind in ("selective", "full") if said.startswith(kind)), "none")
+
+
+def _moments(said: str) -> int:
+    """How many moments of each element the optimizer of a row keeps; where it says nothing Adam's. Raises
+    :class:`NotExpressible` for one that is not known."""
+    found = None if re.search(FEWER_BYTES, said) else next((n for word, n in MOMENTS if re.search(word, said)), None)
+    if found is None:
+        raise NotExpressible(f"optimizer {said}: how many moments it keeps is not known")
+    return found
 
 
 def _zero(said: object, pipeline: int) -> Any:

@@ -13,8 +13,8 @@ there count as one step.
 
 A loop that leaves out both after an overflow never trains again. Nor does it with :class:`torch.amp.GradScaler`, whose
 ``step`` is called in any case: infinite gradients stay in ``.grad`` until ``zero_grad``, and whatever is added to them
-is infinite. Here it is told: by a warning when it has asked whether gradients overflowed, and goes on to another pass
-all the same; by an error when more passes were dropped than anyone adds up.
+is infinite. Here it is told, by a warning on every rank alike, once 256 passes were dropped: a loop that adds up fewer
+never is, whatever it asks, and one that adds up more goes on as it should.
 """
 
 from __future__ import annotations
@@ -31,13 +31,11 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from autopar.errors import AutoparError
-
 from .groups import MeshGroups
 
 FIRST, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
-# Passes in a row whose gradients are dropped before that is called odd, nobody seeming to consume gradients, and wrong.
-_PATIENCE, _MOST = 256, 1024
+# Passes in a row whose gradients are dropped before that is called odd, nobody seeming to consume gradients.
+_PATIENCE = 256
 _REMEDY = (
     "step an optimizer also where the model has overflowed (it changes nothing), or call model.zero_grad() where you "
     "leave it out"
@@ -56,18 +54,16 @@ class LossScale:
     tracker: int = 0
     overflowed: bool = False
     _adding: bool = field(default=False, repr=False)
-    _told: bool = field(default=False, repr=False)
     _dropped: int = field(default=0, repr=False)
     _guards: list[RemovableHandle] = field(default_factory=list, repr=False)
 
     def settle(self, gradients: Iterable[torch.Tensor], parameters: Iterable[nn.Parameter], groups: MeshGroups) -> bool:
         """Divides the local tensors ``gradients`` of one pass by the scale, in place; whether they may be added up. If
         not, since an element of these or of an earlier pass is not finite on some rank of ``groups``, ``parameters``
-        have no gradients, and get none until :meth:`consumed`. Collective. Raises :class:`AutoparError`, on all ranks,
-        if nobody consumes gradients."""
+        have no gradients, and get none until :meth:`consumed`. Collective. Warns, on all ranks and once a step, if
+        nobody seems to consume gradients."""
         if not self._adding:
             self._adding, self.overflowed, self._dropped = True, False, 0
-        self._teach()
         given = [gradient for gradient in gradients if gradient.numel()]
         overflow = _overflow(given, groups)
         if given:
@@ -85,29 +81,19 @@ class LossScale:
             wanted = [parameter for parameter in parameters if parameter.requires_grad]
             self._guards = [p.register_post_accumulate_grad_hook(_without_gradient) for p in wanted]
         self._dropped += 1
-
-    def _teach(self) -> None:
-        """Says what a loop lacks that goes on adding to gradients that are none. Only what all ranks know, how many
-        passes were dropped, is an error: one rank alone may have asked."""
-        dropped = (
-            f"the gradients of {self._dropped} passes were dropped since one of them overflowed, and those of the "
-        )
-        if self._dropped == _MOST:
-            raise AutoparError(f"{dropped}next would be: no optimizer has stepped since; {_REMEDY}")
-        if self._told or self._dropped == _PATIENCE:
-            warnings.warn(f"{dropped}pass that begins are too: no optimizer has stepped since; {_REMEDY}", stacklevel=2)
-        self._told = False
-
-    def tell(self) -> bool:
-        """Whether gradients overflowed, for a loop that may act on it."""
-        self._told = self.overflowed and self._adding
-        return self.overflowed
+        # How many passes were dropped is the same on every rank: where a warning is an error, no rank is left waiting.
+        if self._dropped == _PATIENCE:
+            warnings.warn(
+                f"the gradients of {self._dropped} passes were dropped since one of them overflowed, as those of the "
+                f"next are: no optimizer has stepped since. If so many are not meant to be added up, {_REMEDY}",
+                stacklevel=2,
+            )
 
     def consumed(self) -> None:
         """Gradients have been used, or thrown away: what comes next is another step."""
         for guard in self._guards:
             guard.remove()
-        self._guards, self._told = [], False
+        self._guards = []
         if self._adding and not self.overflowed:
             self.tracker += 1
             if self.tracker == self.growth_interval:

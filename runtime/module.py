@@ -248,8 +248,8 @@ class ParallelModule(nn.Module):
         none: an optimizer that steps now does nothing. It stands until the first pass after an optimizer's step, or
         :meth:`zero_grad` of the model or of an optimizer of :meth:`optimizer`. Whoever leaves the optimizer out then,
         to try the batch again or go on to the next, calls one of these: till then all passes count as one step, whose
-        gradients stay dropped, which a warning says. The same on every rank."""
-        return self._loss_scale is not None and self._loss_scale.tell()
+        gradients stay dropped, which a warning says after 256. The same on every rank."""
+        return self._loss_scale is not None and self._loss_scale.overflowed
 
     def loss_scale_state(self) -> dict[str, float | int]:
         """The scale of the loss under fp16, as :meth:`torch.amp.GradScaler.state_dict` has it, to be saved in a

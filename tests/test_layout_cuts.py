@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from autopar.cluster import Cluster
 from autopar.errors import OptionsError
-from autopar.layout import Layout
+from autopar.layout import Layout, Recompute
 from autopar.layout_cuts import computed_again, cut_into_chunks
 from autopar.layout_model import LayoutModel
 from autopar.layout_sections import Section
@@ -57,6 +58,17 @@ def test_steps_cut_between_operations_are_quicker_where_layers_are_few() -> None
     assert within.predicted.step_seconds < 0.9 * between.predicted.step_seconds
     assert within.flops == pytest.approx(between.flops)
     assert model().price(Layout(pipeline=16, cuts="operations"), A100).predicted.step_seconds > 0
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "elementwise", "operations", "full"])
+def test_what_is_computed_again_waits_for_its_share_of_the_host(recompute: Recompute) -> None:
+    device = dataclasses.replace(A100.device, host_seconds=1e-3)
+    layout = Layout(recompute=recompute, graphed=())
+    section = model().sections(layout, dataclasses.replace(A100, device=device)).layers[0]
+    again, whole = computed_again(section, layout), section.forward
+    assert whole.host > 0
+    assert again.host / whole.host == pytest.approx(again.compute / whole.compute)
+    assert (again.host > 0) == (recompute != "none") and (again.host < whole.host) == (recompute != "full")
 
 
 def test_moments_count_in_bytes_of_states() -> None:

@@ -71,6 +71,16 @@ def test_gradients_of_weights_are_read_and_written_in_fp32() -> None:
     assert apart.backward < own.backward
 
 
+def test_gradients_of_a_single_microbatch_are_added_to_nothing() -> None:
+    """A step of one microbatch has the products of one that adds up by operations of its own, of which it has none."""
+    several, one = (model().sections(Layout(microbatch=4), H100, batch) for batch in (8, 4))
+    apart = model().sections(Layout(microbatch=4, adding=True), H100, 8)
+    assert one.layers[0].backward.compute == apart.layers[0].backward.compute < several.layers[0].backward.compute
+    single = Layout(data=16, microbatch=4)
+    priced, adding = (model().price(layout, H100) for layout in (single, dataclasses.replace(single, adding=True)))
+    assert priced.predicted.step_seconds == adding.predicted.step_seconds
+
+
 def test_rows_are_cast_to_fp8_before_products() -> None:
     """Each is read in bf16 and written twice in fp8, and its product reads a byte less; what it computes is next to
     nothing here."""
@@ -90,6 +100,10 @@ def test_experts_are_started_one_by_one_unless_they_are_a_graph() -> None:
     assert model().sections(layout, with_host(0.0)).layers[0].forward.host == 0
     step, quick = (model().price(layout, cluster) for cluster in (slow, with_host(0.0)))
     assert step.predicted.step_seconds > quick.predicted.step_seconds
+    # Who waits for the host waits for no message.
+    waited = step.predicted.compute_seconds - quick.predicted.compute_seconds
+    assert waited == pytest.approx(step.parts["host"])
+    assert step.predicted.comm_seconds == pytest.approx(quick.predicted.comm_seconds)
     assert step.parts["host"] == pytest.approx(step.predicted.step_seconds - quick.predicted.step_seconds, rel=0.01)
 
 

@@ -59,11 +59,25 @@ def test_a_row_becomes_a_layout() -> None:
         (changed("parallel", global_batch=7), "does not divide"),
         (changed("cluster", gpu="abacus"), "no preset for abacus"),
         ({**ROW, "measured": {}}, "neither seconds"),
+        (changed("parallel", optimizer="Shampoo"), "optimizer shampoo: how many moments"),
+        (changed("parallel", optimizer="AdamW 8-bit"), "optimizer adamw 8-bit: how many moments"),
     ],
 )
 def test_what_cannot_be_priced_is_skipped_with_a_reason(row: dict[str, Any], reason: str) -> None:
     with pytest.raises(NotExpressible, match=reason):
         question_of(row)
+
+
+@pytest.mark.parametrize(
+    ("moments", "names"),
+    [
+        (2, (None, "", "AdamW", "adamw_torch_fused", "DeepSpeed FusedAdam", "LAMB")),
+        (1, ("decoupled_lionw", "sgd, momentum=0.9", "SGD with momentum", "momentum")),
+        (0, ("Adafactor", "SGD", "sgd momentum=0.0", "SGD without momentum")),
+    ],
+)
+def test_moments_are_those_of_the_optimizer(moments: int, names: tuple[str | None, ...]) -> None:
+    assert {question_of(changed("parallel", optimizer=name)).layout.moments for name in names} == {moments}
 
 
 def test_kernels_and_dropout_are_those_of_the_system() -> None:
