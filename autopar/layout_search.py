@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 from .cluster import Cluster
 from .errors import InfeasibleError, OptionsError
 from .layout import Layout, Recompute
 from .layout_model import LayoutModel
 from .layout_price import Priced, Quick, quick_price
+from .layout_sections import Sections
 from .plan_units import size
 
 # Microbatches and chunks per stage that are tried, and how many candidates are simulated.
@@ -85,7 +86,24 @@ def candidates(
     devices: int, batch: int, layers: int, node: int, experts: int = 0, like: Layout = ONE, space: Space = ANY
 ) -> Iterator[Layout]:
     """Layouts of so many devices within ``space``; a model's ``experts`` are divided in every way. What is not searched
-    is as ``like`` has it."""
+    is as ``like`` has it, and values that do not go with it are left out. Raises :class:`OptionsError` if none do."""
+    refused, found = list[OptionsError](), False
+    for values in _values(devices, batch, layers, node, experts, like, space):
+        try:
+            layout = replace(like, **values)
+        except OptionsError as error:
+            refused = refused or [error]
+            continue
+        found = True
+        yield layout
+    if refused and not found:
+        raise refused[0]
+
+
+def _values(
+    devices: int, batch: int, layers: int, node: int, experts: int, like: Layout, space: Space
+) -> Iterator[dict[str, Any]]:
+    """The fields that are searched, of each layout."""
     ranks = devices // like.context
     for tensor in space.tensor or (t for t in divisors(ranks) if node % t == 0):
         for pipeline in space.pipeline or (
@@ -97,8 +115,10 @@ def candidates(
             for microbatch in _microbatches(batch, data, space):
                 for expert in space.expert or expert_degrees(experts, tensor, data):
                     if (data * like.context) % expert == 0:
-                        base = replace(like, tensor=tensor, pipeline=pipeline, data=data, expert=expert)
-                        yield from _variants(replace(base, microbatch=microbatch), batch, layers, space)
+                        degrees = {"tensor": tensor, "pipeline": pipeline, "data": data, "expert": expert}
+                        count, ranks_of_states = batch // (data * microbatch), data * like.context
+                        for more in _variants(tensor, pipeline, ranks_of_states, count, layers, space):
+                            yield {**degrees, "microbatch": microbatch, **more}
 
 
 def _microbatches(batch: int, data: int, space: Space) -> list[int]:
@@ -116,23 +136,25 @@ def expert_degrees(experts: int, tensor: int, data: int) -> list[int]:
     return divisors(math.gcd(held, data)) if held else [1]
 
 
-def _variants(base: Layout, batch: int, layers: int, space: Space) -> Iterator[Layout]:
-    count, pipeline = base.microbatches(batch), base.pipeline
+def _variants(
+    tensor: int, pipeline: int, sharing: int, count: int, layers: int, space: Space
+) -> Iterator[dict[str, Any]]:
+    """The other fields where ``sharing`` ranks have the same weights and compute ``count`` microbatches each."""
     divides = space.sequence_parallel or (True,)
-    zeros = (space.zero or (1,)) if base.data * base.context > 1 else (0,)
     for interleave in space.interleave or CHUNKS:
-        chunks = pipeline * interleave
-        # A layer less on the first and the last stage, where that comes out even: embedding and head take their place.
-        even = pipeline > 1 and layers % chunks != 0 and (layers + 2) % chunks == 0 and base.cuts == "layers"
-        ends = int(even and not base.lead and not base.tail)
-        chunked = pipeline > 1 and chunks <= layers + 2 * ends and count >= pipeline
+        # Embedding and head may be the whole of the first and of the last chunk.
+        chunked = pipeline > 1 and pipeline * interleave <= layers + 2 and count >= pipeline
         if interleave > 1 and not chunked:
             continue
         for recompute in space.recompute or RECOMPUTE:
-            for sequence in divides if base.tensor > 1 else (False,):
-                shared = replace(base, interleave=interleave, recompute=recompute, sequence_parallel=sequence)
-                shared = replace(shared, lead=ends, tail=ends) if ends else shared
-                yield from (replace(shared, zero=zero) for zero in zeros)
+            for sequence in divides if tensor > 1 else (False,):
+                for zero in (space.zero or (1,)) if sharing > 1 else (0,):
+                    yield {
+                        "interleave": interleave,
+                        "recompute": recompute,
+                        "sequence_parallel": sequence,
+                        "zero": zero,
+                    }
 
 
 def tried_layouts(
@@ -144,7 +166,7 @@ def tried_layouts(
     return [
         quick
         for layout in candidates(devices, batch, layers, node, model.experts, like, space)
-        for quick in _quick(model, layout, cluster, batch)
+        for quick in _quick(model, layout, cluster, batch, space.recompute or RECOMPUTE)
     ]
 
 
@@ -229,7 +251,10 @@ def _simulated(
     """The first few that fit on every pipeline rank, not only on those that :func:`quick_price` looks at."""
     found: list[Priced] = []
     for one in ranked:
-        priced = model.price(one.layout, cluster, batch, limit)
+        try:
+            priced = model.price(one.layout, cluster, batch, limit)
+        except OptionsError:
+            continue  # A rank that was not looked at has more states than the host has room for.
         if priced.fits:
             found.append(priced)
         if len(found) == SIMULATED:
@@ -243,16 +268,26 @@ def node_size(cluster: Cluster, devices: int) -> int:
     return math.gcd(min(inner, 8), devices)
 
 
-def _quick(model: LayoutModel, layout: Layout, cluster: Cluster, batch: int) -> Iterator[Quick]:
+def _quick(
+    model: LayoutModel, layout: Layout, cluster: Cluster, batch: int, recomputed: Sequence[Recompute] = ()
+) -> Iterator[Quick]:
+    """None for a layout that cannot be had, or is the same as one with another recomputation that is tried too."""
     try:
         sections = model.sections(layout, cluster, batch)
-        if layout.recompute == "selective" and not any(section.saved_inside for section in sections.every):
-            return  # The same as without: attention is one kernel, which keeps nothing of its inside.
-        if layout.recompute == "elementwise" and not any(section.saved_remade for section in sections.every):
-            return
-        yield quick_price(sections, layout, batch, cluster)
+        same = _comes_to(layout.recompute, sections)
+        if same == layout.recompute or same not in recomputed:
+            yield quick_price(sections, layout, batch, cluster)
     except OptionsError:
         return
+
+
+def _comes_to(recompute: Recompute, sections: Sections) -> Recompute:
+    """The least recomputation that is the same in these sections: a kernel of attention keeps nothing of its inside."""
+    if recompute == "elementwise" and not any(section.saved_remade for section in sections.every):
+        recompute = "selective"
+    if recompute == "selective" and not any(section.saved_inside for section in sections.every):
+        recompute = "none"
+    return recompute
 
 
 def rule_of_thumb(
@@ -305,16 +340,26 @@ def _nothing_fits(search: _Search, devices: int, tried: Sequence[Quick]) -> str:
         f"no layout fits into {size(allowed)} ({allowed} bytes) per device: the leanest, {leanest.layout}, takes "
         f"{size(leanest.peak)} ({leanest.peak} bytes)"
     ]
-    fixed = [name for name in ("zero", "recompute") if getattr(search.space, name) != getattr(PLANNED, name)]
-    if fixed and (tried := search.tried(devices, PLANNED)):
-        said.append(f"With {' and '.join(fixed)} left out: {_verdict(search, tried)}")
+    fixed = [one.name for one in fields(Space) if getattr(search.space, one.name) != getattr(PLANNED, one.name)]
+    if fixed and (freed := search.tried(devices, PLANNED)):
+        said.append(f"With {' and '.join(fixed)} left out: {_verdict(search, freed)}")
+    return ". ".join([*said, *_more_devices(search, devices)])
+
+
+def _more_devices(search: _Search, devices: int) -> Iterator[str]:
+    """The least number of devices with which something fits, all else as it was asked for; no more are tried once twice
+    as many need no less memory each."""
     for what, like, factors in _elsewhere(search):
+        least: float = math.inf
         for factor in factors:
-            tried = search.tried(devices * factor, PLANNED, like)
-            if search.quickest(tried):
-                said.append(f"With {devices * factor} devices{what}: {_verdict(search, tried)}")
+            tried = search.tried(devices * factor, like=like)
+            if found := search.quickest(tried):
+                yield f"With {devices * factor} devices{what}: {_which_fits(found[0])}"
                 break
-    return ". ".join(said)
+            peak = min((one.peak for one in tried), default=math.inf)
+            if least <= peak and least < math.inf:
+                break
+            least = peak
 
 
 def _leanest(search: _Search, tried: Sequence[Quick]) -> Quick:
@@ -323,11 +368,14 @@ def _leanest(search: _Search, tried: Sequence[Quick]) -> Quick:
 
 def _verdict(search: _Search, tried: Sequence[Quick]) -> str:
     """Of the quickest layout that fits, else of the leanest."""
-    found = search.quickest(tried)
-    if found:
-        return f"{_takes(found[0].predicted.peak_bytes, found[0].layout)}, which fits"
+    if found := search.quickest(tried):
+        return _which_fits(found[0])
     leanest = _leanest(search, tried)
     return f"{_takes(leanest.peak, leanest.layout)}, which does not fit either"
+
+
+def _which_fits(priced: Priced) -> str:
+    return f"{_takes(priced.predicted.peak_bytes, priced.layout)}, which fits"
 
 
 def _takes(peak: int, layout: Layout) -> str:

@@ -25,6 +25,7 @@ import torch
 
 from autopar.errors import AutoparError
 from autopar.layout_model import LayoutModel
+from autopar.layout_precision import dtype_of
 from autopar.layout_price import Priced
 
 from .published_models import build
@@ -35,14 +36,14 @@ from .published_shape import NotExpressible, Shape
 
 
 class Models:
-    """Models traced once for each shape, in fp16 or bf16: not every device multiplies in both."""
+    """Models traced once for each shape and dtype: not every device multiplies in each, or as quickly."""
 
     def __init__(self) -> None:
         self.known: dict[tuple[Shape, torch.dtype], LayoutModel] = {}
 
     def of(self, question: Question) -> LayoutModel:
         shape = question.shape
-        dtype = torch.float16 if question.layout.precision == "fp16" else torch.bfloat16
+        dtype = dtype_of(question.layout.precision)
         if (shape, dtype) not in self.known:
             ids = torch.empty(2, shape.seq, dtype=torch.long, device="meta")
             self.known[shape, dtype] = LayoutModel.of(build(shape, dtype), (ids, ids))

@@ -100,22 +100,28 @@ def _maxtext(row: Row) -> Row:
         raise NotExpressible(
             "several slices: weights are divided within each and whole across them, which no layout is"
         )
-    scale = row["model"].get("global_parameter_scale")
-    if not scale:
+    row = _with_recomputation(row)
+    if not row["model"].get("global_parameter_scale"):
         return row
     doublings = number(row["model"], "global_parameter_scale").bit_length() - 1
     base, rest = divmod(doublings, 3)
     times = {"hidden": base + (rest > 1), "heads": base + (rest > 0), "ffn": base + (rest > 0), "layers": base}
     dims = {name: MAXTEXT[name] << times[name] for name in MAXTEXT}
     more = {"head_dim": 128, "mlp": "swiglu", "vocab": 32000}
-    # per_device_batch counts tensor ranks as devices, and there is one microbatch. Dots that go to the host are not
-    # computed again; all else is.
+    # per_device_batch counts tensor ranks as devices, and there is one microbatch.
     batch, data = number(row["parallel"], "global_batch"), number(row["parallel"], "d")
-    parallel = {**row["parallel"], "microbatch": max(1, batch // data)}
-    if "offloaded" in str(parallel.get("recompute")):
-        parallel["recompute"] = "full"
-    measured = {"flops_convention": "6N+causal"}
-    return _with({**row, "parallel": parallel}, model={**dims, **more}, measured=measured)
+    parallel, measured = {"microbatch": max(1, batch // data)}, {"flops_convention": "6N+causal"}
+    return _with(row, model={**dims, **more}, parallel=parallel, measured=measured)
+
+
+def _with_recomputation(row: Row) -> Row:
+    """MaxText's checkpoint policies (`layers/decoders.py`) in the words of layouts: ``minimal`` ones keep the results
+    of products and make all else again. No layout keeps only some products, on the device or the host: the nearest
+    computes everything again, which is too much by the products that are kept."""
+    said = str(row["parallel"].get("recompute") or "none")
+    kept_in_part = "offloaded" in said or said.startswith("save_")
+    nearest = "elementwise" if said.startswith("minimal") else "full" if kept_in_part else said
+    return {**row, "parallel": {**row["parallel"], "recompute": nearest}}
 
 
 def _megatron_core(row: Row) -> Row:

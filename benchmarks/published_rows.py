@@ -190,7 +190,7 @@ def _precision(said: str) -> Any:
 def _recompute(said: str) -> Any:
     if "SAC" in said:
         return "operations"
-    return next((kind for kind in ("selective", "full") if said.startswith(kind)), "none")
+    return next((kind for kind in ("selective", "elementwise", "full") if said.startswith(kind)), "none")
 
 
 def _moments(said: str) -> int:

@@ -15,13 +15,14 @@ def system(row: Mapping[str, Any]) -> str:
     return " ".join(str(word) for word in words).lower()
 
 
-# What is known of how a system trains, by words of its source, schedule or notes.
+# What is known of how a system trains, by a pattern of its source, name, schedule or notes.
 HABITS: tuple[tuple[str, dict[str, Any]], ...] = (
     # Its loss is FlashAttention's fused cross entropy, by default (github.com/mosaicml/llm-foundry).
     ("llm-foundry", {"eager": ("embedding", "positions", "layers.*", "norm", "head")}),
-    # ZeRO-3 of early 2021 in Narayanan et al., table 2: weights are gathered one by one as they are needed, and again
-    # before what is computed again (github.com/microsoft/DeepSpeed, `partition_parameters.py` of that year).
-    ("zero-3 ", {"gathers": "tensor", "overlap": ("message",)}),
+    # ZeRO-3 of early 2021, of which we know in Narayanan et al., table 2: weights are gathered one by one as they are
+    # needed, and again before what is computed again (github.com/microsoft/DeepSpeed, `partition_parameters.py` of that
+    # year).
+    (r"narayanan.*zero-3\b", {"gathers": "tensor", "overlap": ("message",)}),
     # BigScience went over to bf16, whose gradients are added up in fp32, when it also counted the embedding and the
     # head as a layer each; before, gradients were in fp16 as DeepSpeed keeps them (chronicles of tr11-176B).
     ("embedding-balanced", {"lead": 1, "tail": 1}),
@@ -51,7 +52,7 @@ def habits(row: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of the layout that are known of a row's system."""
     found: dict[str, Any] = {}
     for word, known in HABITS:
-        found.update(known if word in system(row) else {})
+        found.update(known if re.search(word, system(row), re.DOTALL) else {})
     if "(deepspeed)" in system(row) and row["parallel"].get("precision") == "fp16":
         found["gradients"] = "own"
     return {**found, **recipe(system(row), row)}

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 
 from autopar.cluster import Cluster
-from autopar.errors import InfeasibleError
+from autopar.cost.memory import usable_host_bytes
+from autopar.errors import InfeasibleError, OptionsError
 from autopar.layout import Layout
 from autopar.layout_model import LayoutModel
 from autopar.layout_price import quick_price
-from autopar.layout_search import Space, best_layout, candidates, rule_of_thumb
+from autopar.layout_search import (
+    PLANNED,
+    Space,
+    best_layout,
+    candidates,
+    quickest_layouts,
+    rule_of_thumb,
+    tried_layouts,
+)
 from benchmarks.published_models import build
 from benchmarks.published_shape import Shape
 
@@ -52,32 +62,72 @@ def test_no_candidate_is_priced_below_the_best() -> None:
 
 
 def test_where_nothing_fits_what_is_advised_does() -> None:
-    """Whoever follows the advice finds a layout of so many bytes."""
-    limit = 24 << 20
+    """Whoever follows the advice finds a layout of so many bytes, in the space that was asked for."""
+    limit, space, devices = 40 << 20, Space(tensor=(1, 2), zero=(1,), recompute=("full",)), 4
     with pytest.raises(InfeasibleError) as caught:
-        best_layout(model(), A100, DEVICES, batch=BATCH, limit=limit)
+        best_layout(model(), A100, devices, batch=BATCH, limit=limit, space=space)
     said = str(caught.value)
     assert f"({limit} bytes)" in said
     advised = re.findall(
         r"With (\d+) devices( and optimizer states offloaded[^:]*)?: .*? \((\d+) bytes\) as (.*?), which fits", said
     )
     assert {offloaded != "" for _, offloaded, _, _ in advised} == {True, False}
-    for devices, offloaded, nbytes, layout in advised:
+    for more, offloaded, nbytes, layout in advised:
         like = Layout(offload=offloaded != "")
-        best = best_layout(model(), A100, int(devices), batch=BATCH, limit=limit, like=like).best
+        best = best_layout(model(), A100, int(more), batch=BATCH, limit=limit, like=like, space=space).best
         assert (str(best.layout), best.predicted.peak_bytes) == (layout, int(nbytes)) and best.fits
-        if int(devices) > DEVICES:
+        if int(more) > devices:
             with pytest.raises(InfeasibleError):
-                best_layout(model(), A100, int(devices) // 2, batch=BATCH, limit=limit, like=like)
+                best_layout(model(), A100, int(more) // 2, batch=BATCH, limit=limit, like=like, space=space)
 
 
 def test_what_is_fixed_is_advised_to_be_left_out() -> None:
     free = best_layout(model(), A100, DEVICES, batch=BATCH, space=Space(recompute=("full",)))
     limit = min(priced.predicted.peak_bytes for priced in free.ranked)
-    with pytest.raises(InfeasibleError, match=r"With zero and recompute left out: .* which fits"):
-        best_layout(
-            model(), A100, DEVICES, batch=BATCH, limit=limit, space=Space(recompute=("none",), zero=(0,), tensor=(1,))
-        )
+    fixed = Space(recompute=("none",), zero=(0,), tensor=(1,))
+    with pytest.raises(InfeasibleError, match=r"With tensor and recompute and zero left out: .* which fits"):
+        best_layout(model(), A100, DEVICES, batch=BATCH, limit=limit, space=fixed)
+
+
+def test_recomputations_that_are_the_same_are_tried_once() -> None:
+    """Attention in one kernel keeps nothing of its inside: found as well where nothing else is asked for."""
+    one = Space(tensor=(1,), pipeline=(1,), microbatch=(1,))
+    tried = {
+        asked: {quick.layout.recompute for quick in tried_layouts(model(), A100, 4, batch=BATCH, space=space)}
+        for asked in ((), ("none", "selective"), ("selective",), ("elementwise",))
+        for space in [replace(one, recompute=asked)]
+    }
+    assert tried[()] == {"none", "elementwise", "full"} and tried["none", "selective"] == {"none"}
+    assert tried["selective",] == {"selective"} and tried["elementwise",] == {"elementwise"}
+
+
+def test_embedding_and_head_may_be_chunks_of_their_own() -> None:
+    found = [layout for layout in candidates(5, 40, SHAPE.layers, 8) if layout.chunks == SHAPE.layers + 2]
+    assert found and max(layout.chunks for layout in candidates(5, 40, SHAPE.layers, 8)) == SHAPE.layers + 2
+    assert model().price(found[0], A100, 40).predicted.step_seconds > 0
+
+
+def test_values_that_do_not_go_with_what_is_given_are_left_out() -> None:
+    """ZeRO-3 with all-reduced gradients; chunks with a schedule that has none. Refused where nothing else is tried."""
+    for like, name in ((Layout(reduction="all"), "zero"), (Layout(schedule="1f1b"), "interleave")):
+        tried, free = (list(candidates(DEVICES, BATCH, 8, 8, like=one, space=PLANNED)) for one in (like, Layout()))
+        left = {getattr(one, name) for one in free} - {getattr(one, name) for one in tried}
+        assert tried and 3 in left
+    with pytest.raises(OptionsError, match=r"Layout\(zero=3, reduction='all'\)"):
+        list(candidates(4, BATCH, 8, 8, like=Layout(reduction="all"), space=Space(tensor=(1,), data=(4,), zero=(3,))))
+
+
+def test_states_that_one_rank_has_no_room_for_are_passed_over() -> None:
+    """Of nine places in four stages the second has three: more than the others, which bounds look at."""
+    like, space = Layout(offload=True, lead=1), Space(tensor=(1,), pipeline=(4,), interleave=(1,), recompute=("full",))
+    held = model().price(replace(like, pipeline=4, recompute="full"), A100).held
+    assert held[1].offloaded > max(held[rank].offloaded for rank in (0, 2, 3))
+    room = (held[1].offloaded + max(held[rank].offloaded for rank in (0, 2, 3))) // 2
+    full = A100.device.host_memory_bytes
+    share = full / usable_host_bytes(A100)
+    tight = replace(A100, device=replace(A100.device, host_memory_bytes=int(room * share)))
+    tried = tried_layouts(model(), tight, 4, batch=BATCH, like=like, space=space)
+    assert tried and quickest_layouts(model(), tight, tried, BATCH) == []
 
 
 def test_weights_are_divided_and_microbatches_grow_where_that_pays() -> None:

@@ -216,6 +216,44 @@ def test_what_is_known_of_systems_goes_into_their_rows() -> None:
     assert (balanced.lead, balanced.tail) == (1, 1)
 
 
+def test_zero_3_of_2021_is_that_of_one_paper() -> None:
+    for name, source, gathers in (
+        ("ZeRO-3 175B", "Narayanan et al., SC 2021", "tensor"),
+        ("ZeRO-3 8B", "somebody 2025", "layer"),
+        ("PTD-P 175B", "Narayanan et al., SC 2021", "layer"),
+    ):
+        assert question_of({**ROW, "source": source, "row": name}).layout.gathers == gathers
+
+
+@pytest.mark.parametrize(
+    ("said", "priced"),
+    [
+        ("minimal", "elementwise"),
+        ("minimal_offloaded", "elementwise"),
+        ("qkv_proj_offloaded", "full"),
+        ("full", "full"),
+        (None, "none"),
+    ],
+)
+def test_policies_of_maxtext_are_the_nearest_that_layouts_have(said: str | None, priced: str) -> None:
+    row = changed("parallel", recompute=said, p=1, d=4, microbatch=None)
+    row |= {"source": "MaxText", "model": {"seq": 128, "global_parameter_scale": 1}}
+    layout = question_of(row).layout
+    assert (layout.recompute, layout.microbatch) == (priced, 2)
+    row["parallel"]["microbatch"] = 1
+    assert question_of(row).layout.microbatch == 1
+
+
+def test_models_are_in_the_dtype_of_their_rows() -> None:
+    models = Models()
+    for precision, nbytes in (("fp32", 4), ("fp16", 2), ("bf16", 2), ("fp8", 2)):
+        row = changed("parallel", precision=precision)
+        row["cluster"] = {**ROW["cluster"], "gpu": "H100-80GB-SXM"}
+        question = question_of(row)
+        sections = models.of(question).sections(question.layout, question.cluster)
+        assert {weight.itemsize for section in sections.every for weight in section.weights} == {nbytes}
+
+
 def mixture(row: str, release: str, **parallel: object) -> dict[str, Any]:
     """A row of NeMo's tables as they are written: 61 layers with 16 experts in all."""
     return {
