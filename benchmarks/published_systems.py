@@ -20,8 +20,7 @@ HABITS: tuple[tuple[str, dict[str, Any]], ...] = (
     # Its loss is FlashAttention's fused cross entropy, by default (github.com/mosaicml/llm-foundry).
     ("llm-foundry", {"eager": ("embedding", "positions", "layers.*", "norm", "head")}),
     # ZeRO-3 of early 2021, of which we know in Narayanan et al., table 2: weights are gathered one by one as they are
-    # needed, and again before what is computed again (github.com/microsoft/DeepSpeed, `partition_parameters.py` of that
-    # year).
+    # needed, and again before what is computed again: assumed, after DeepSpeed's later `partition_parameters.py`.
     (r"narayanan.*zero-3\b", {"gathers": "tensor", "overlap": ("message",)}),
     # BigScience went over to bf16, whose gradients are added up in fp32, when it also counted the embedding and the
     # head as a layer each; before, gradients were in fp16 as DeepSpeed keeps them (chronicles of tr11-176B).
