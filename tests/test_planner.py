@@ -162,11 +162,11 @@ def test_a_small_model_pays_whole_meetings() -> None:
 
 
 def test_memory_limit_is_kept_and_costs_time() -> None:
-    model, batch = Stack(layers=6, width=32, hidden=128), text(8, 8)
+    model, batch = Stack(layers=4, width=32, hidden=128), text(8, 8)
     free = answer(ask(model, batch, (4,)), Timings())
     least = smallest_limit(ask(model, batch, (4,), memory_limit=1))
     steps = [free.predicted.step_seconds]
-    for share in (0.6, 0.25, 0.0):
+    for share in (0.6, 0.0):
         limit = int(least + share * (free.predicted.peak_bytes - least))
         tight = answer(ask(model, batch, (4,), memory_limit=limit), Timings())
         assert tight.predicted.peak_bytes <= limit == tight.memory_limit
@@ -186,9 +186,9 @@ def smallest_limit(question: Question) -> int:
 
 def test_infeasible_limit_names_tensors_and_a_limit_that_works() -> None:
     model, batch = make("stack")
-    question = ask(model, batch, (2, 2), memory_limit=1000)
+    question = ask(model, batch, (2,), memory_limit=1000)
     with pytest.raises(
-        InfeasibleError, match=r"(?s)mesh \(2, 2\) fits into 1000 B.*Largest tensors: .*embed\.weight f32\[257, 16\]"
+        InfeasibleError, match=r"(?s)mesh \(2,\) fits into 1000 B.*Largest tensors: .*embed\.weight f32\[257, 16\]"
     ):
         answer(question, Timings())
     limit = smallest_limit(question)
