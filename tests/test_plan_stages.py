@@ -177,7 +177,8 @@ def test_diff_names_cuts_and_what_is_sent() -> None:
     assert staged().diff(staged()).same
     found = interleaved().diff(staged())
     changed = {change.path: (change.before, change.after) for change in found.settings}
-    assert changed["chunks per stage"] == ("2", "1") and changed["schedule"] == ("interleaved", "1f1b")
+    before, after = changed["chunks per stage"]
+    assert int(before) > 1 and after == "1" and changed["schedule"] == ("interleaved", "1f1b")
     assert "cuts" in changed and "cuts" in str(found)
     assert any(change.what.startswith("sent 0 to 1") for change in found.placements)
 
