@@ -7,7 +7,7 @@ keeps, and what it takes to compute again what recomputation did not keep.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -175,10 +175,11 @@ class _Biller:
     def __init__(self, placed: Placed, homes: Mapping[str, str], layout: Layout) -> None:
         self.placed, self.homes, self.layout = placed, homes, layout
         self.graph, self.prices, self.assignment = placed.graph, placed.prices, placed.assignment
-        self.kernels = self._find_kernels()
+        reshards = list(uses(self.graph, self.assignment))
+        self.kernels = self._find_kernels(reshards)
         self.varying = _varying(self.graph)
         self.inside = _inside_attention(self.graph, self.kernels, homes)
-        self.moves = [use for use in uses(self.graph, self.assignment) if use.source != use.target]
+        self.moves = [use for use in reshards if use.source != use.target]
         self.blocks = find_blocks(self.graph, self.assignment, self.prices.mesh)
         self.expert_weights = expert_weights(self.graph)
         self.priced = KernelPrices(placed, homes, layout, self.kernels)
@@ -186,8 +187,8 @@ class _Biller:
         self.remade = remakeable(self.graph, self.kernels.saved, moved)
         self.raw = {o.name: o.value for o in self.graph.outputs if o.kind == "gradient" and o.value is not None}
 
-    def _find_kernels(self) -> Kernels:
-        placed = {(use.value, use.consumer): use.source != use.target for use in uses(self.graph, self.assignment)}
+    def _find_kernels(self, reshards: Sequence[Use]) -> Kernels:
+        placed = {(use.value, use.consumer): use.source != use.target for use in reshards}
         eager = self.layout.eager
 
         def moves(producer: Node, consumer: Node) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,14 @@ from benchmarks.published_known import completed
 from benchmarks.published_open import METHODS, solution
 from benchmarks.published_rows import Question, question_of
 from benchmarks.published_shape import NotExpressible
+from tests.published_row import change, made_up
 
-ROW: dict[str, Any] = {
-    "id": "made up",
-    "source": "nobody 2021",
-    "row": "small",
-    "model": {"layers": 4, "hidden": 256, "heads": 4, "seq": 128, "vocab": 1000, "params": 4e6},
-    "cluster": {"gpu": "V100-16GB", "n_gpus": 4, "gpus_per_node": 8, "inter": "25 Gb/s Ethernet per node"},
-    "parallel": {"method": "system.auto", "global_batch": 64, "recompute": "full", "precision": "fp16"},
-    "measured": {"iter_s": 0.05},
-}
+ROW = made_up(
+    cluster={"gpu": "V100-16GB", "n_gpus": 4, "gpus_per_node": 8, "inter": "25 Gb/s Ethernet per node"},
+    parallel={"method": "system.auto", "global_batch": 64, "recompute": "full", "precision": "fp16"},
+)
+changed = partial(change, ROW)
 MODELS = Models()
-
-
-def changed(part: str, **values: object) -> dict[str, Any]:
-    return {**ROW, part: {**ROW[part], **values}}
 
 
 def tried(question: Question, layers: int = 4) -> list[Any]:

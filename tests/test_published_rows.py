@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,20 +18,13 @@ from benchmarks.published_flops import published_seconds
 from benchmarks.published_rows import Question, question_of, read_rows
 from benchmarks.published_scores import Scored, kendall, kendall_apart, kendall_b, layouts
 from benchmarks.published_shape import NotExpressible
+from tests.published_row import change, made_up
 
-ROW: dict[str, Any] = {
-    "id": "made up",
-    "source": "nobody 2021",
-    "row": "small",
-    "model": {"layers": 4, "hidden": 256, "heads": 4, "seq": 128, "vocab": 1000, "params": 4e6},
-    "cluster": {"gpu": "A100-80GB-SXM", "n_gpus": 8, "gpus_per_node": 8, "inter": "8x HDR IB 200 Gb/s per node"},
-    "parallel": {"t": 2, "p": 2, "d": 2, "microbatch": 1, "global_batch": 8, "recompute": "full", "zero_stage": 1},
-    "measured": {"iter_s": 0.05},
-}
-
-
-def changed(part: str, **values: object) -> dict[str, Any]:
-    return {**ROW, part: {**ROW[part], **values}}
+ROW = made_up(
+    cluster={"gpu": "A100-80GB-SXM", "n_gpus": 8, "gpus_per_node": 8, "inter": "8x HDR IB 200 Gb/s per node"},
+    parallel={"t": 2, "p": 2, "d": 2, "microbatch": 1, "global_batch": 8, "recompute": "full", "zero_stage": 1},
+)
+changed = partial(change, ROW)
 
 
 def test_a_row_becomes_a_layout() -> None:
