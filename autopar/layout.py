@@ -24,6 +24,7 @@ _CHOICES = {
     "dispatch": ("rows", "tokens"),
     "cuts": ("layers", "operations"),
     "gathers": ("layer", "tensor"),
+    "operands": ("shards", "whole"),
     "allocation": ("caching", "static"),
 }
 _FLAGS = ("sequence_parallel", "adding", "scatter", "offload", "balanced")
@@ -74,6 +75,10 @@ class Layout:
             from its beginning and one from its end. Otherwise the rank with the last tokens takes longest.
         gathers: what ZeRO-3 gathers at once: the weights of a ``"layer"``, once in forward and once in backward; or
             each ``"tensor"`` by itself, and once more for what backward computes again (DeepSpeed, 2021).
+        operands: what sequence parallelism keeps of what products take: its ``"shards"``, gathered once more in backward
+            (Korthikanti et al. 2022, section 4.2.2), or the ``"whole"`` as it was gathered in forward.
+        apart: modules (globs of paths) the gradients of whose inputs are summed over tensor ranks each by itself;
+            elsewhere gradients of one value are added first, and their sum travels.
         dispatch: what travels to experts: ``"rows"``, every choice of a token; ``"tokens"``, a token once to each rank
             that has experts it chose, and between nodes once to each node (DeepEP, HybridEP).
         graphed: modules (globs of paths) whose operations the host starts as one (CUDA graphs), or never late. Of all
@@ -111,6 +116,8 @@ class Layout:
     reduction: Literal["scatter", "all", "all-fp32"] = "scatter"
     balanced: bool = True
     gathers: Literal["layer", "tensor"] = "layer"
+    operands: Literal["shards", "whole"] = "shards"
+    apart: tuple[str, ...] = ()
     dispatch: Literal["rows", "tokens"] = "rows"
     graphed: tuple[str, ...] = ("*",)
     cuts: Literal["layers", "operations"] = "layers"
@@ -134,7 +141,7 @@ class Layout:
         for name in _FLAGS:
             if type(getattr(self, name)) is not bool:
                 raise OptionsError(f"Layout({name}={getattr(self, name)!r}): neither True nor False")
-        for name in ("overlap", "eager", "whole", "graphed"):
+        for name in ("overlap", "eager", "whole", "graphed", "apart"):
             words = getattr(self, name)
             if not (isinstance(words, tuple) and all(isinstance(word, str) for word in words)):
                 raise OptionsError(f"Layout({name}={words!r}): not a tuple of words, such as ('weight',)")

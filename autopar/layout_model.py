@@ -64,6 +64,8 @@ class LayoutModel:
             layout.microbatch,
             layout.sequence_parallel,
             layout.eager,
+            layout.operands,
+            layout.apart,
             layout.whole,
             layout.precision,
             layout.hides_input_gradients,
@@ -84,7 +86,8 @@ class LayoutModel:
     @staticmethod
     def _key(layout: Layout, cluster: Cluster) -> tuple[object, ...]:
         """What placements depend on."""
-        return layout.tensor, layout.context, layout.microbatch, layout.sequence_parallel, layout.whole, cluster
+        said = (layout.tensor, layout.context, layout.microbatch, layout.sequence_parallel, layout.operands)
+        return *said, layout.apart, layout.whole, cluster
 
     def placed(self, layout: Layout, cluster: Cluster) -> Placed:
         key = self._key(layout, cluster)

@@ -5,7 +5,7 @@ their dim 1, the sequence, and weights whole; on the tensor axis inputs lie whol
 and no weight is gathered. Which matrix is divided by rows and which by columns follows from solving: it is what
 communicates least. Without sequence parallelism no activation may be divided along the sequence on the tensor axis;
 which dim of each tensor that is is found by placing the sequence alone. With it, what products take is kept in shards
-and gathered again in backward.
+and gathered again in backward, or kept whole, as the layout says.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Partial, Shard
 
 from autopar.cost import family_of
 from autopar.passes.annotate import annotate
@@ -56,7 +56,7 @@ def place(graph: Graph, layout: Layout, cluster: Cluster) -> Placed:
     folded = fold_layers(annotated, 1)
     for prices in _prices(annotated, layout, cluster):
         instance = build_instance(folded, prices, optimizer="sgd", memory_limit=math.inf)
-        allowed = _all_of(_weights(instance), _inputs(layout), _whole(layout), _kept(instance, layout))
+        allowed = _all_of(_weights(instance), _inputs(layout), _whole(layout), _kept(instance, layout), _apart(instance, layout))
         found = solve(with_choices(instance, allowed, gathers=False).problem, time_limit=SECONDS, gap=GAP)
         if found.status != "infeasible":
             return Placed(annotated, instance.assignment(found.choices), prices, found.gap)
@@ -183,6 +183,7 @@ def _kept(instance: Instance, layout: Layout) -> Allowed:
         name
         for name, choices in zip(instance.names, instance.choices, strict=True)
         if layout.sequence_parallel
+        and layout.operands == "shards"
         and name in rests
         and any(isinstance(choice, Strategy) and is_shard(choice.outputs[0][TENSOR]) for choice in choices)
     }
@@ -190,6 +191,23 @@ def _kept(instance: Instance, layout: Layout) -> Allowed:
     def allowed(node: Node, choice: Choice) -> bool:
         kept = node.op == REST and graph.classes.get(node.name, node.name) in divisible
         return not kept or isinstance(choice, ParameterPlacement) or is_shard(choice.outputs[0][TENSOR])
+
+    return allowed
+
+
+def _apart(instance: Instance, layout: Layout) -> Allowed:
+    """Gradients that products of modules ``apart`` make of their inputs are summed before anything else takes them."""
+    graph = instance.graph
+
+    def summed(name: str) -> bool:
+        node = graph[name]
+        return node.phase == "backward" and family_of(node.op).matrix is not None and _matches(node, layout.apart)
+
+    def allowed(node: Node, choice: Choice) -> bool:
+        if isinstance(choice, ParameterPlacement) or node.is_placeholder or not layout.apart:
+            return True
+        partial = (isinstance(place[TENSOR], Partial) for place in choice.inputs)
+        return not any(is_sum and summed(value.node) for is_sum, value in zip(partial, node.operands, strict=True))
 
     return allowed
 

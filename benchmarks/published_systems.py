@@ -27,7 +27,8 @@ HABITS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("embedding-balanced", {"lead": 1, "tail": 1}),
     # github.com/Aleph-Alpha/scaling, its library as published in 2024: the embedding, the layers, the last norm and the
     # head are one list that is cut evenly; gradients are kept in bf16 and all-reduced in fp32 whatever ZeRO divides;
-    # every tensor rank gathers all logits, and sends all of an activation.
+    # every tensor rank gathers all logits, and sends all of an activation. Its norms gather the sequence, and its
+    # products keep what they take; without sequence parallelism each makes an all-reduce of its input's gradient.
     (
         "hagemann",
         {
@@ -37,6 +38,8 @@ HABITS: tuple[tuple[str, dict[str, Any]], ...] = (
             "tail": 2,
             "reduction": "all-fp32",
             "scatter": False,
+            "operands": "whole",
+            "apart": ("*mlp.gate", "*mlp.up"),
         },
     ),
 )

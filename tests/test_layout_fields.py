@@ -47,6 +47,8 @@ def test_a_model_is_priced_in_the_precision_of_the_layout(precision: str) -> Non
         ({"sequence_parallel": "yes"}, "sequence_parallel='yes'.: neither True nor False"),
         ({"offload": 1}, "offload=1.: neither True nor False"),
         ({"eager": (1,)}, "eager=.*not a tuple of words"),
+        ({"apart": "mlp"}, "apart='mlp'.: not a tuple of words"),
+        ({"operands": "half"}, "operands='half'.: one of 'shards', 'whole'"),
         ({"capacity": "1"}, "capacity='1'.: not a positive number"),
         ({"capacity": float("inf")}, "capacity=inf"),
         ({"schedule": "zb-v"}, "2 chunks of layers take turns on each stage, and pipeline=1 has none"),

@@ -85,6 +85,18 @@ def test_sequence_parallel_layer_gathers_and_scatters() -> None:
     assert ("forward", "all_reduce") not in kinds
 
 
+def test_operands_kept_whole_are_not_gathered_again() -> None:
+    again, once = (moved(tensor=4, sequence_parallel=True, operands=kept) for kept in ("shards", "whole"))
+    assert once.count(("backward", "all_gather")) == again.count(("backward", "all_gather")) - 2 == 2
+    assert [kind for kind in once if kind[0] == "forward"] == [kind for kind in again if kind[0] == "forward"]
+
+
+def test_products_apart_reduce_each_the_gradient_of_its_input() -> None:
+    kinds = moved(tensor=4, apart=("*.query", "*.key", "*.value"))
+    assert kinds == [("backward", "all_reduce")] * 4 + [("forward", "all_reduce")] * 2
+    assert moved(tensor=4, apart=("*.output",)) == moved(tensor=4)
+
+
 def test_input_gradients_travel_under_the_products_of_weight_gradients() -> None:
     """What is left of the tensor ranks' collectives are those of forward and the gathers of backward: the products of
     these dims take longer than the others, which only take processors from them."""
@@ -113,6 +125,8 @@ def test_sequence_parallelism_divides_all_that_is_kept() -> None:
     )
     assert whole.saved - whole.saved_inside == pytest.approx((8 + 24 / 4) * unit, rel=0.02)
     assert divided.saved - divided.saved_inside == pytest.approx(32 / 4 * unit, rel=0.02)
+    kept = wide().sections(Layout(tensor=4, sequence_parallel=True, operands="whole"), A100).layers[1]
+    assert kept.saved - kept.saved_inside == pytest.approx((4 + 28 / 4) * unit, rel=0.02)
 
 
 def test_same_flops_however_divided() -> None:
