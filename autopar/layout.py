@@ -75,7 +75,7 @@ class Layout:
             from its beginning and one from its end. Otherwise the rank with the last tokens takes longest.
         gathers: what ZeRO-3 gathers at once: the weights of a ``"layer"``, once in forward and once in backward; or
             each ``"tensor"`` by itself, and once more for what backward computes again (DeepSpeed, 2021).
-        operands: what sequence parallelism keeps of what products take: its ``"shards"``, gathered once more in backward
+        operands: what sequence parallelism keeps of what products take: ``"shards"``, gathered once more in backward
             (Korthikanti et al. 2022, section 4.2.2), or the ``"whole"`` as it was gathered in forward.
         apart: modules (globs of paths) the gradients of whose inputs are summed over tensor ranks each by itself;
             elsewhere gradients of one value are added first, and their sum travels.

@@ -56,8 +56,8 @@ def place(graph: Graph, layout: Layout, cluster: Cluster) -> Placed:
     folded = fold_layers(annotated, 1)
     for prices in _prices(annotated, layout, cluster):
         instance = build_instance(folded, prices, optimizer="sgd", memory_limit=math.inf)
-        allowed = _all_of(_weights(instance), _inputs(layout), _whole(layout), _kept(instance, layout), _apart(instance, layout))
-        found = solve(with_choices(instance, allowed, gathers=False).problem, time_limit=SECONDS, gap=GAP)
+        rules = (_weights(instance), _inputs(layout), _whole(layout), _kept(instance, layout), _apart(instance, layout))
+        found = solve(with_choices(instance, _all_of(*rules), gathers=False).problem, time_limit=SECONDS, gap=GAP)
         if found.status != "infeasible":
             return Placed(annotated, instance.assignment(found.choices), prices, found.gap)
     raise OptionsError(f"the model cannot be laid out as {layout}: no placements communicate what it would need")
