@@ -84,14 +84,17 @@ def halved(count: int) -> tuple[int, ...]:
     return (count // 2, 2) if count > 2 and count % 2 == 0 else (count,)
 
 
-def _rate_of_all(function: Callable[[], object], count: int) -> float:
-    """Seconds per call of ``count`` in a row, from when all processes start to when the last is done."""
-    dist.barrier()
+def rate_of_all(function: Callable[[], object], count: int, device: torch.device | None = None) -> float:
+    """Seconds per call of ``count`` in a row, from when all processes start to when the last is done, with all that was
+    started on ``device``."""
+    agree(0.0)
     start = time.perf_counter()
     for _ in range(count):
         function()
-    dist.barrier()
-    return (time.perf_counter() - start) / count
+    if device is not None and device.type != "cpu":
+        torch.get_device_module(device.type).synchronize(device)
+    (taken,) = agree(time.perf_counter() - start)
+    return taken / count
 
 
 def measure_synchronisation(processes: int, seconds: float) -> float:
@@ -114,9 +117,9 @@ def measure_synchronisation(processes: int, seconds: float) -> float:
         compute()
         meet()
 
-    (pilot,) = agree(_rate_of_all(both, 2))
+    pilot = rate_of_all(both, 2)
     waits = [
-        _rate_of_all(both, REPEATS) - _rate_of_all(compute, REPEATS) - _rate_of_all(meet, REPEATS)
+        rate_of_all(both, REPEATS) - rate_of_all(compute, REPEATS) - rate_of_all(meet, REPEATS)
         for _ in range(max(3, round(seconds / REPEATS / 2 / pilot)))
     ]
     return max(0.0, statistics.median(waits))
@@ -156,10 +159,10 @@ def measure_step(processes: int, seconds: float) -> tuple[float, float, float]:
         start = time.process_time()
         gradients = work()
         worked.append((time.process_time() - start) / torch.get_num_threads())
-        exchanged.append(_rate_of_all(lambda: exchange(gradients), 1))
+        exchanged.append(rate_of_all(lambda: exchange(gradients), 1))
         launching()
 
-    (pilot,) = agree(_rate_of_all(once, 1))
+    pilot = rate_of_all(once, 1)
     for _ in range(max(2, round(seconds / pilot))):
         dist.barrier()
         once()

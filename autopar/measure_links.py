@@ -21,7 +21,7 @@ from autopar.runtime.collectives import Collectives
 from autopar.runtime.groups import AxisGroup, MeshGroups
 
 from .links import MESSAGE
-from .measure import MESSAGE_BYTES, agree, collective_call, halved
+from .measure import MESSAGE_BYTES, agree, collective_call, halved, rate_of_all
 from .program import COLLECTIVES
 
 GPU_MESSAGE_BYTES = (64 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20)
@@ -126,18 +126,6 @@ def measure_links(groups: MeshGroups, shape: JobShape, seconds: float) -> tuple[
 def _largest(samples: Sequence[LinkSample], trial: _Trial) -> int:
     """The largest message that the same groups exchanged all at once."""
     return max(sample.nbytes for sample in samples if (sample.axes, sample.kind) == (trial.axes, trial.kind))
-
-
-def rate_of_all(function: Callable[[], object], count: int, device: torch.device) -> float:
-    """Seconds per call of ``count`` in a row, from when all processes start to when the last is done."""
-    agree(0.0)
-    start = time.perf_counter()
-    for _ in range(count):
-        function()
-    if device.type != "cpu":
-        torch.get_device_module(device.type).synchronize(device)
-    (taken,) = agree(time.perf_counter() - start)
-    return taken / count
 
 
 def _function(trial: _Trial, wires: Collectives, shape: JobShape) -> Callable[[], object]:

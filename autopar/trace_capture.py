@@ -24,7 +24,6 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.nn.modules import module as module_hooks
 
 from .decompositions import decomposition_table
 from .errors import TraceError
@@ -32,7 +31,7 @@ from .trace_call import Call, Differentiate, LossFunction, Returned, call_loss, 
 from .trace_experts import experts_as_operations
 from .trace_model import State, counters, exchanged, module_paths
 from .trace_outline import outline
-from .trace_patches import patched
+from .trace_patches import every_module, patched
 from .trace_record import PATH, PLACE, Recorder, UnrecordedError
 from .trace_replay import Bodies, capture_outlined
 from .trace_rows import SelectedRows
@@ -105,16 +104,9 @@ class ModuleTracker:
             if entry is module:
                 break
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Follows the modules through hooks on all modules, so that the model itself is left alone."""
-        before = module_hooks.register_module_forward_pre_hook(self._enter)
-        after = module_hooks.register_module_forward_hook(self._leave)
-        try:
-            yield
-        finally:
-            before.remove()
-            after.remove()
+    def listening(self) -> AbstractContextManager[None]:
+        """Follows the modules."""
+        return every_module(self._enter, self._leave)
 
     def restart(self) -> None:
         """Forgets what ran; torch runs the model more than once."""

@@ -33,6 +33,7 @@ from torch._higher_order_ops.flex_attention import math_attention
 from torch.distributions import Distribution
 from torch.nn import functional as F
 from torch.nn.attention import flex_attention
+from torch.nn.modules import module as module_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
@@ -160,3 +161,16 @@ def _without_effect(operation: str) -> Iterator[None]:
         yield
     finally:
         _register_effectful_op(operation, before)
+
+
+@contextmanager
+def every_module(enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
+    """Calls ``enter`` before and ``leave`` after the forward of any module, by hooks on all of them, so that the model
+    itself is left alone."""
+    before = module_hooks.register_module_forward_pre_hook(enter)
+    after = module_hooks.register_module_forward_hook(leave)
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()

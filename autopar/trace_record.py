@@ -18,10 +18,11 @@ import torch
 import torch.fx.traceback as fx_traceback
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.passes.base import LAYOUT_SENSITIVE
+
+from .trace_patches import every_module
 
 Leaf = TypeVar("Leaf")
 PATH = "autopar_module"
@@ -177,14 +178,8 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Records what happens inside."""
-        before = module_hooks.register_module_forward_pre_hook(self._enter)
-        after = module_hooks.register_module_forward_hook(self._leave)
-        try:
-            with _plain_autograd(self), self:
-                yield
-        finally:
-            before.remove()
-            after.remove()
+        with every_module(self._enter, self._leave), _plain_autograd(self), self:
+            yield
 
     def program(self, inputs: int, outputs: Sequence[torch.Tensor]) -> Program:
         """What was recorded. Raises :class:`UnrecordedError` if it cannot be repeated."""

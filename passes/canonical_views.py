@@ -11,25 +11,10 @@ from typing import ClassVar
 from autopar.graph import Arg, Dim, Graph, Node, Value
 
 from .base import LAYOUT_SENSITIVE, Pass, rewrite
+from .rules_view import RESHAPES
 
 RESHAPE, PERMUTE, EXPAND = "aten.reshape.default", "aten.permute.default", "aten.expand.default"
 
-_RESHAPES = frozenset(
-    f"aten.{name}"
-    for name in (
-        "view.default",
-        "_unsafe_view.default",
-        "reshape.default",
-        "view_copy.default",
-        "_reshape_copy.default",
-        "unsqueeze.default",
-        "squeeze.default",
-        "squeeze.dim",
-        "squeeze.dims",
-        "flatten.using_ints",
-        "unflatten.int",
-    )
-)
 _PERMUTES = frozenset(f"aten.{name}" for name in ("t.default", "transpose.int", "permute.default"))
 _EXPANDS = frozenset(f"aten.{name}" for name in ("expand.default", "expand_copy.default"))
 _SILENT = frozenset(("pin_memory", "layout", "memory_format", "non_blocking", "implicit"))
@@ -76,7 +61,7 @@ def _without(node: Node, silent: frozenset[str]) -> Node:
 
 
 def _canonical(node: Node, graph: Graph) -> Node:
-    if node.op in _RESHAPES:
+    if node.op in RESHAPES:
         return replace(node, op=RESHAPE, args=(node.args[0], node.type.shape), kwargs=())
     if node.op in _PERMUTES:
         return replace(node, op=PERMUTE, args=(node.args[0], _order(node, graph)), kwargs=())
