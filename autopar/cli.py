@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ from . import cli_commands as commands
 from .cli_output import Output
 from .cli_target import parse_bytes, parse_mesh
 from .errors import AutoparError, OptionsError
+from .layout import CHOICES as LAYOUT_CHOICES
 from .optimizers import OPTIMIZERS
+from .options import CHOICES
 
 TARGET_HELP = "file.py:function or module:function, which returns (model, batch)"
 CONFIG_HELP = "or, with --devices, the config.json of a transformers model"
@@ -104,8 +106,14 @@ def _add_mesh(parser: Any, required: bool) -> None:
     parser.add_argument("--mesh", type=_checked(parse_mesh), required=required, help=text)
 
 
-def _add_planning(parser: argparse.ArgumentParser) -> None:
-    """The options of everything that plans; what is left out is searched, or as :class:`Options` has it."""
+def _add_planning(parser: argparse.ArgumentParser, *more: Mapping[str, tuple[object, ...]]) -> None:
+    """The options of everything that plans; what is left out is searched, or as :class:`Options` has it. ``more``:
+    choices besides those of :class:`Options`."""
+
+    def add_choice(name: str, text: str) -> None:
+        known = tuple(dict.fromkeys(value for choices in (CHOICES, *more) for value in choices[name]))
+        group.add_argument(f"--{name}", type=type(known[0]), choices=known, help=text)
+
     group = parser.add_argument_group("planning")
     group.add_argument("--cluster", help="hardware to price for: a preset such as dgx-a100-80gb, or local")
     group.add_argument("--memory-limit", type=_checked(parse_bytes), help="bytes per device: 10GiB")
@@ -116,12 +124,13 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=PLACEMENTS",
         help="fix the placements of a weight or module: 'lm_head.weight=S(0),R'; globs and repeats allowed",
     )
-    group.add_argument("--precision", choices=("fp32", "bf16", "fp16"))
-    group.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help="fix the ZeRO stage instead of searching")
+    add_choice("precision", "what products are computed in" + ("; fp8 of layouts only (--devices)" if more else ""))
+    add_choice("zero", "fix the ZeRO stage instead of searching")
     recompute = "compute saved values again instead of keeping them; by default whatever makes the step fit"
+    recompute += "; elementwise and operations of layouts only" if more else ""
     offload = "keep optimizer state in host memory; by default where that makes the step fit"
     group.add_argument("--offload", action=argparse.BooleanOptionalAction, default=None, help=offload)
-    group.add_argument("--recompute", choices=("none", "selective", "full"), help=recompute)
+    add_choice("recompute", recompute)
     group.add_argument("--microbatches", type=_checked(_positive))
     group.add_argument("--stages", type=_checked(_positive))
     group.add_argument("--schedule")
@@ -152,7 +161,7 @@ def _add_plan(subparsers: Any) -> None:
     where = parser.add_mutually_exclusive_group(required=True)
     _add_mesh(where, required=False)
     where.add_argument("--devices", type=_checked(_positive), metavar="N", help="search layouts of so many instead")
-    _add_planning(parser)
+    _add_planning(parser, LAYOUT_CHOICES)
     _add_layouts(parser)
 
 

@@ -25,7 +25,7 @@ from .cli_target import load_target, parse_pins
 from .cluster import Cluster, local_file
 from .doctor import examine
 from .errors import OptionsError
-from .options import Options
+from .options import CHOICES, Options
 from .plan import Plan
 from .plan_timeline import step_timeline
 from .verify import verify as verify_model
@@ -81,6 +81,12 @@ def plan(arguments: argparse.Namespace, output: Output) -> int:
     for name in OF_LAYOUTS:
         if getattr(arguments, name) not in (None, []):
             raise OptionsError(f"--{name} is for plans with --devices; with --mesh the batch is the model's own")
+    for name in ("precision", "recompute"):
+        if getattr(arguments, name) not in (None, *CHOICES[name]):
+            raise OptionsError(
+                f"--{name} {getattr(arguments, name)} is for layouts, with --devices; with --mesh one of "
+                f"{', '.join(map(str, CHOICES[name]))}"
+            )
     made = _make_plan(arguments, output)
     if arguments.output:
         path = Path(arguments.output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -15,7 +16,8 @@ _DEGREES = ("tensor", "pipeline", "data", "context", "expert", "microbatch", "in
 _COUNTS = ("lead", "tail", "moments")
 # Bytes of an element of a master weight, of an optimizer's moment, and of a gradient in fp32.
 MASTER_BYTES = 4
-_CHOICES = {
+# What fields that name something may be.
+CHOICES: Mapping[str, tuple[object, ...]] = {
     "recompute": ("none", "selective", "elementwise", "operations", "full"),
     "zero": (0, 1, 2, 3),
     "gradients": ("fp32", "own"),
@@ -134,7 +136,7 @@ class Layout:
             if type(value) is not int or value < 0:
                 what = "moments" if name == "moments" else "layers"
                 raise OptionsError(f"Layout({name}={value!r}): not a whole number of {what}")
-        for name, known in _CHOICES.items():
+        for name, known in CHOICES.items():
             value = getattr(self, name)
             if type(value) is not type(known[0]) or value not in known:
                 raise OptionsError(f"Layout({name}={value!r}): one of {', '.join(map(repr, known))}")
@@ -158,7 +160,8 @@ class Layout:
         if (self.data * self.context) % self.expert:
             raise OptionsError(
                 f"Layout(expert={self.expert}): experts are divided among data x context ranks, and {self.expert} "
-                f"does not divide {self.data} x {self.context}"
+                f"does not divide {self.data} x {self.context}; "
+                f"{degrees('expert', self.data * self.context, self.expert)}"
             )
 
         self._check_schedule()
@@ -251,6 +254,20 @@ class Layout:
             f"{name}={_written(value)}" for name, value, default in said if value != default or name == "microbatch"
         ]
         return " ".join(found)
+
+
+def degrees(name: str, size: int, asked: int) -> str:
+    """What to take instead of ``asked`` ranks, among which ``size`` does not divide: the nearest numbers that do.
+
+    >>> degrees("tensor", 8, 5)
+    'tensor=4 and tensor=8 do'
+    >>> degrees("tensor", 8, 16)
+    'tensor=8 does'
+    """
+    every = [n for n in range(1, size + 1) if size % n == 0]
+    below, above = [n for n in every if n < asked][-1:], [n for n in every if n > asked][:1]
+    found = [f"{name}={n}" for n in (*below, *above)]
+    return f"{' and '.join(found)} do{'es' * (len(found) == 1)}"
 
 
 def _written(value: object) -> str:

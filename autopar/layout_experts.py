@@ -25,7 +25,7 @@ from .cluster import Cluster
 from .errors import OptionsError
 from .graph import Graph, Node, Value
 from .kernels import origin
-from .layout import Layout
+from .layout import Layout, degrees
 from .layout_exchange import Block, sent_rows
 from .prices import local_type
 
@@ -33,6 +33,8 @@ FORWARD, BACKWARD = "autopar.experts.default", "autopar.experts_backward.default
 OPERATIONS = frozenset((FORWARD, BACKWARD))
 # Operands of the forward operation: tokens, then choices and their weights, then what has an entry of every expert.
 CHOICES, MATRICES = 1, 3
+# What products in fp8 are of, and what their dims are multiples of.
+FP8, FP8_MULTIPLE = torch.float8_e4m3fn, 16
 # Operations that rows take besides products: counted, gathered, exchanged, activated, put back.
 ARRANGING = 8
 
@@ -116,9 +118,12 @@ def check_degree(blocks: Sequence[Block], layout: Layout) -> None:
     for block in blocks:
         if block.held % layout.expert:
             shared = f" / {layout.tensor} tensor ranks" if layout.tensor > 1 else ""
+            ranks, common = layout.data * layout.context, math.gcd(*(one.held for one in blocks))
+            works, here = (degrees("expert", n, layout.expert) for n in (common, math.gcd(common, ranks)))
             raise OptionsError(
-                f"Layout(expert={layout.expert}): {block.count} experts{shared} do not divide among {layout.expert} "
-                f"ranks; {math.gcd(block.held, layout.expert)} do"
+                f"Layout(expert={layout.expert}): {block.module or 'a block'} has {block.count} experts{shared}, which "
+                f"do not divide among {layout.expert} ranks; {works}"
+                + (f", of {ranks} data x context ranks {here}" if works != here else "")
             )
 
 
@@ -128,8 +133,8 @@ def bill_block(block: Block, layout: Layout, cluster: Cluster) -> Bill:
     held = block.held // layout.expert
     rows = block.rows * layout.capacity
     each = max(1.0, rows / held)
-    is_fp8 = layout.precision == "fp8"
-    dtype = _PRECISIONS.get(layout.precision, _DTYPES[block.itemsize])
+    is_fp8 = layout.precision == "fp8" and not any(dim % FP8_MULTIPLE for dim in (block.width, block.up, block.down))
+    dtype = FP8 if is_fp8 else torch.float16 if layout.precision == "fp16" else _DTYPES[block.itemsize]
     taken = dtype.itemsize
     added = block.itemsize if layout.adding else 2 * layout.gradient_itemsize(block.itemsize)
 
@@ -161,5 +166,4 @@ def bill_block(block: Block, layout: Layout, cluster: Cluster) -> Bill:
     return Bill(forward + casts(wide) + casts(down), sum(backward), exchanged, saved, working, starts)
 
 
-_PRECISIONS = {"fp8": torch.float8_e4m3fn, "fp16": torch.float16}
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}

@@ -12,18 +12,24 @@ from autopar.cost import compute_seconds, family_of, node_seconds
 from .graph import REST, VIEWS, Node, TensorType, Value
 from .kernels import Kernel, Kernels, origin
 from .layout import Layout
-from .layout_experts import OPERATIONS, routers
+from .layout_experts import FP8, FP8_MULTIPLE, OPERATIONS, routers
 from .layout_place import Placed
 from .prices import local_bytes, local_type
 
 BEFORE, AFTER = "(before)", "(after)"
 PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default"))
-# Rows of operands that do not begin at multiples of so many bytes are loaded element by element (NVIDIA, *Matrix
-# multiplication background user's guide*), and the product is so many times slower: fitted on trial runs of BLOOM with
-# heads of 150. Plans leave this out: to them a smaller shard is never dearer.
-ALIGNMENT, MISALIGNED = 16, 6.0
+# Rows that do not begin at multiples of so many bytes are loaded in pieces (NVIDIA, *Matrix multiplication background
+# user's guide*), and a product of 16 bits is so many times slower: a plain one by what padding GPT-2's vocabulary gains
+# on A100 (docs/layouts.md), one of a batch, attention written out above all, as fitted on trial runs of BLOOM, with
+# heads of 108 and 150. Plans leave this out: to them a smaller shard is never dearer.
+ALIGNMENT = 16
+MISALIGNED = {
+    **dict.fromkeys(("aten.mm.default", "aten.addmm.default", "aten.linear.default"), 3.0),
+    **dict.fromkeys(("aten.bmm.default", "aten.baddbmm.default"), 6.0),
+}
 # Share of a device's processors that collectives take while they travel (HybridEP: 32 of 148).
 TAKEN = 0.2
+_Types = tuple[tuple[TensorType, ...], tuple[TensorType | None, ...]]
 
 
 def at_once(computing: float, travelling: float) -> float:
@@ -36,12 +42,13 @@ def graphed(module: str, layout: Layout) -> bool:
     return any(fnmatchcase(module, pattern) for pattern in layout.graphed)
 
 
-def _is_misaligned(node: Node, inputs: tuple[TensorType, ...], outputs: tuple[TensorType | None, ...]) -> bool:
+def _is_aligned(node: Node, local: _Types) -> bool:
+    """Whether the rows of a product begin at multiples of :data:`ALIGNMENT` bytes."""
     family = family_of(node.op)
-    if family.matrix is None or family.is_attention:
-        return False
-    _, n, k = family.matrix(inputs, outputs)
-    return any(dim * inputs[0].dtype.itemsize % ALIGNMENT for dim in (n, k))
+    if family.matrix is None or not local[0]:
+        return True
+    _, n, k = family.matrix(*local)
+    return not any(dim * local[0][0].dtype.itemsize % ALIGNMENT for dim in (n, k))
 
 
 def local_size(placed: Placed, value: Value) -> int:
@@ -59,6 +66,7 @@ class KernelPrices:
         self.graph, self.prices, self.assignment = placed.graph, placed.prices, placed.assignment
         chosen_by = routers(self.graph)
         self.routing = {node.module for node in self.graph.nodes if any(v.node in chosen_by for v in node.operands)}
+        self.fp8 = frozenset(node.name for node in self.graph.nodes if self._is_fp8(node))
         # Which product each value is first cast for.
         self.cast: dict[Value, str] = {}
         for kernel in kernels.kernels:
@@ -81,15 +89,13 @@ class KernelPrices:
         if heavy is not None and heavy.op in OPERATIONS:
             return 0.0
         if heavy is not None:
-            strategy = self.assignment.strategies[heavy.name]
-            taken = zip(map(self.graph.type_of, heavy.operands), strategy.inputs, strict=True)
-            made = zip(heavy.types, strategy.outputs, strict=True)
-            inputs = tuple(self._computed_in(heavy, local_type(t, p, self.prices.mesh)) for t, p in taken)
-            outputs = tuple(t and local_type(t, p, self.prices.mesh) for t, p in made)
-            seconds = node_seconds(self.prices.cluster, heavy, inputs, outputs, self._runs_as(strategy.local))
+            inputs, outputs = self._held(heavy)
+            inputs = tuple(TensorType(kind.shape, FP8) for kind in inputs) if self.is_fp8(heavy) else inputs
+            local = self._runs_as(self.assignment.strategies[heavy.name].local)
+            seconds = node_seconds(self.prices.cluster, heavy, inputs, outputs, local)
             cast = self.casts(heavy)
             cast_seconds = compute_seconds(self.prices.cluster, 0.0, cast, torch.float32) if cast else 0.0
-            return cast_seconds + seconds * (MISALIGNED if _is_misaligned(heavy, inputs, outputs) else 1.0)
+            return cast_seconds + seconds * self._slower(heavy, (inputs, outputs))
         if all(node.op in VIEWS or node.op == REST or family_of(node.op).is_view for node in kernel.nodes):
             return 0.0
         moved = sum(map(self.local, (*kernel.reads, *kernel.writes)))
@@ -106,16 +112,37 @@ class KernelPrices:
             return 0.0
         return self.prices.cluster.device.host_seconds
 
-    def _computed_in(self, node: Node, kind: TensorType) -> TensorType:
-        """An operand as the layout's precision has it: in fp8 where weights or their gradients are multiplied."""
-        return TensorType(kind.shape, torch.float8_e4m3fn) if self.is_fp8(node) else kind
+    def _held(self, node: Node) -> _Types:
+        """What an operation takes and gives on one device."""
+        strategy, mesh = self.assignment.strategies[node.name], self.prices.mesh
+        taken = zip(map(self.graph.type_of, node.operands), strategy.inputs, strict=True)
+        made = zip(node.types, strategy.outputs, strict=True)
+        return (
+            tuple(local_type(kind, place, mesh) for kind, place in taken),
+            tuple(kind and local_type(kind, place, mesh) for kind, place in made),
+        )
+
+    def _slower(self, node: Node, local: _Types) -> float:
+        """How many times slower a product is for its rows: on matrix units, which CPUs and TPUs feed otherwise, and
+        which products of 32 bits and more do not use."""
+        has_units = bool(self.prices.cluster.device.processors)
+        if not has_units or any(kind.dtype.itemsize > 2 for kind in local[0]) or _is_aligned(node, local):
+            return 1.0
+        return MISALIGNED.get(node.op, 1.0)
 
     def is_fp8(self, node: Node) -> bool:
+        return node.name in self.fp8
+
+    def _is_fp8(self, node: Node) -> bool:
         """Whether the layout has it computed in fp8: products with weights, or for their gradients, in layers. What is
-        in none, the head above all, and routers stay as they are."""
+        in none, the head above all, and routers stay as they are, and so does what libraries do not multiply in fp8,
+        dims that are no multiples of 16 (``torch._scaled_mm``, Transformer Engine)."""
         if self.layout.precision != "fp8" or self.homes[node.name] in (BEFORE, AFTER):
             return False
-        return node.op in PRODUCTS and node.module not in self.routing
+        if node.op not in PRODUCTS or node.module in self.routing:
+            return False
+        matrix = family_of(node.op).matrix
+        return matrix is not None and not any(dim % FP8_MULTIPLE for dim in matrix(*self._held(node)))
 
     def casts(self, node: Node) -> float:
         """Bytes read and written to have in fp8 what a product takes, in rows and in columns: of every value once, and

@@ -15,8 +15,9 @@ from .compiler import Prepared, batch_size, prepare
 from .depth import Depth, shortened
 from .errors import OptionsError
 from .layout import Layout
+from .layout_checks import check_division
 from .layout_experts import expert_counts
-from .layout_place import Placed, check_context, check_heads, place
+from .layout_place import Placed, place
 from .layout_precision import computed_in, dtype_of
 from .layout_price import Priced, price_sections
 from .layout_sections import Sections, bill_sections, with_experts
@@ -93,8 +94,7 @@ class LayoutModel:
         key = self._key(layout, cluster)
         if key not in self._placed:
             graph = step_graph(self.prepared.graph, self.prepared.loss, layout.microbatch)
-            check_context(graph, layout)
-            check_heads(graph, layout)
+            check_division(graph, layout)
             self._placed[key] = place(graph, layout, cluster)
         return self._placed[key]
 

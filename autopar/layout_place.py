@@ -63,38 +63,6 @@ def place(graph: Graph, layout: Layout, cluster: Cluster) -> Placed:
     raise OptionsError(f"the model cannot be laid out as {layout}: no placements communicate what it would need")
 
 
-def check_context(graph: Graph, layout: Layout) -> None:
-    """Raises :class:`OptionsError` if the sequence, dim 1 of the inputs, does not divide among the context ranks."""
-    for node in graph.placeholders("input"):
-        size = int(node.type.shape[1]) if node.type.rank > 1 else 0
-        if size % layout.context:
-            raise OptionsError(
-                f"{layout}: the input {node.target!r} {node.type} has a sequence of {size} (dim 1), which does not "
-                f"divide among {layout.context} context ranks; context={_nearest(size, layout.context)} does"
-            )
-
-
-def check_heads(graph: Graph, layout: Layout) -> None:
-    """Raises :class:`OptionsError` if the query heads of an attention do not divide among the tensor ranks, which no
-    system that is laid out so takes: some ranks would have one head more, and all wait for those. Attention that is
-    spelled out in products has no heads to be seen."""
-    for node in graph.nodes:
-        if node.phase != "forward" or not family_of(node.op).is_attention or _matches(node, layout.whole):
-            continue
-        heads = int(graph.type_of(node.operands[0]).shape[1])
-        if heads % layout.tensor:
-            raise OptionsError(
-                f"{layout}: {node.module or node.name} has {heads} heads, which do not divide among {layout.tensor} "
-                f"tensor ranks; tensor={_nearest(heads, layout.tensor)} does, or whole=({node.module!r},), so that "
-                "every tensor rank computes all of them"
-            )
-
-
-def _nearest(size: int, ranks: int) -> int:
-    """Of the numbers of ranks among which ``size`` divides the one nearest to ``ranks``."""
-    return min((n for n in range(1, size + 1) if size % n == 0), key=lambda n: abs(n - ranks))
-
-
 def _prices(annotated: Graph, layout: Layout, cluster: Cluster) -> Iterator[Prices]:
     """Without sequence parallelism, at first those at which all-reduces are enough; where they are not (a normalisation
     between two matrices that are divided, as in latent attention), values may be gathered."""

@@ -14,7 +14,13 @@ from .schedules import SCHEDULES
 
 # A schedule made to measure by a solver.
 SOLVED = "solved"
-_WORDS = {"schedule": (*SCHEDULES, SOLVED), "recompute": ("none", "selective", "full")}
+# What options that name something may be, besides None.
+CHOICES: Mapping[str, tuple[object, ...]] = {
+    "schedule": (*SCHEDULES, SOLVED),
+    "recompute": ("none", "selective", "full"),
+    "precision": PRECISIONS,
+    "zero": (0, 1, 2, 3),
+}
 
 
 @dataclass(frozen=True)
@@ -76,12 +82,12 @@ class Options:
             raise OptionsError(
                 f"unknown optimizer {self.optimizer!r}: its bytes of state are not known; one of {known}"
             )
-        if self.zero not in (None, 0, 1, 2, 3) or isinstance(self.zero, bool):
+        if self.zero not in (None, *CHOICES["zero"]) or isinstance(self.zero, bool):
             raise OptionsError(f"zero={self.zero!r} is not a ZeRO stage; one of 0, 1, 2, 3, or None to search")
         self._check_numbers()
-        for name, known_words in _WORDS.items():
-            if getattr(self, name) not in (None, *known_words):
-                words = ", ".join(map(repr, known_words))
+        for name in ("schedule", "recompute"):
+            if getattr(self, name) not in (None, *CHOICES[name]):
+                words = ", ".join(map(repr, CHOICES[name]))
                 raise OptionsError(f"{name}={getattr(self, name)!r} is not known; one of {words}, or None to search")
         if self.precision not in (None, *PRECISIONS):
             raise OptionsError(f"precision={self.precision!r} is not known; one of {', '.join(PRECISIONS)}, or None")

@@ -71,6 +71,8 @@ def score_file(path: Path, models: Models) -> tuple[list[Scored], list[Skipped]]
         rows = list(read_rows(path))
     except OSError as error:
         return [], [Skipped(str(path), f"cannot be read: {error.strerror}")]
+    if not rows:
+        return [], [Skipped(str(path), "the file has no rows")]
     for at, row in enumerate(rows, 1):
         name = f"row {at}" if isinstance(row, NotExpressible) else str(row.get("id") or row.get("row") or f"row {at}")
         found = _scored(name, path.stem, row, models)

@@ -67,12 +67,18 @@ class Scores(nn.Module):
         self.upcast, self.normalised, self.drop = shape.upcast, nn.Softmax(-1), dropout(shape)
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        key, value = (_for_each(x, query.shape[1] // x.shape[1]) for x in (key, value))
         scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
         rows = torch.arange(scores.shape[-1], device=query.device)
         masked = scores.masked_fill(rows > rows[:, None], torch.finfo(scores.dtype).min)
         shares = self.normalised(masked.float() if self.upcast else masked).to(value.dtype)
         mixed: torch.Tensor = self.drop(shares) @ value
         return mixed
+
+
+def _for_each(x: torch.Tensor, queries: int) -> torch.Tensor:
+    """Keys or values [batch, heads, length, width] again for each of the query heads that share one."""
+    return x if queries == 1 else x.unsqueeze(2).expand(-1, -1, queries, -1, -1).flatten(1, 2)
 
 
 def windowed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int) -> torch.Tensor:

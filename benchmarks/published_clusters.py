@@ -72,7 +72,9 @@ def cluster_of(row: Mapping[str, Any]) -> Cluster:
     cluster = row["cluster"]
     name = next((preset for pattern, preset in PRESETS if re.search(pattern, str(cluster.get("gpu", "")))), None)
     if name is None:
-        raise NotExpressible(f"no preset for {cluster.get('gpu')}")
+        if cluster.get("gpu") is None:
+            raise NotExpressible("cluster.gpu is not given")
+        raise NotExpressible(f"no preset for {cluster['gpu']} (cluster.gpu)")
     found = _filled(Cluster.get(name), number(cluster, "n_gpus", 1))
     device = _device(found.device, cluster)
     device = _attending(device, row)
@@ -161,6 +163,7 @@ _NOMINAL = {"H100": 3.35e12}
 # Watts that chips take at the most (data sheets of the SXM modules).
 _WATTS = {"A100": 400, "H100": 700, "H200": 700}
 _VISIBLE = 0.985
+_DECIMAL = r"(\d+(?:\.\d+)?)"
 
 
 def adapter_rate(text: str, per_node: int) -> float | None:
@@ -169,14 +172,14 @@ def adapter_rate(text: str, per_node: int) -> float | None:
     >>> adapter_rate("8x HDR IB 200 Gb/s per node", 8)
     25000000000.0
     """
-    direct = re.search(r"([\d.]+) GB/s per GPU", text)
+    direct = re.search(rf"{_DECIMAL} GB/s per GPU", text)
     if direct:
         return float(direct[1]) * 1e9
-    per_gpu = re.search(r"([\d.]+) Gb/s per GPU", text)
+    per_gpu = re.search(rf"{_DECIMAL} Gb/s per GPU", text)
     if per_gpu:
         return float(per_gpu[1]) / 8 * 1e9
-    several = re.search(r"(\d+)x\D*([\d.]+) Gb/s", text) or re.search(r"(\d+)x(\d+) Gb/s", text)
+    several = re.search(rf"(\d+)x\D*{_DECIMAL} Gb/s", text) or re.search(r"(\d+)x(\d+) Gb/s", text)
     if several:
         return int(several[1]) * float(several[2]) / 8 / per_node * 1e9
-    whole = re.search(r"([\d.]+) Gb/s(?: \w+)? per node", text)
+    whole = re.search(rf"{_DECIMAL} Gb/s(?: \w+)? per node", text)
     return float(whole[1]) / 8 / per_node * 1e9 if whole else None

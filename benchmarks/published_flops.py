@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .published_shape import NotExpressible
+
 Row = Mapping[str, Any]
+# Fields of what was measured that seconds of a step follow from.
+RATES = ("iter_s", "iter_s_derived", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu")
 Count = Callable[[Mapping[str, Any], float], float]
 
 
@@ -78,30 +82,52 @@ CONVENTIONS: Mapping[str, Count] = {
 }
 
 
-def published_seconds(row: Row) -> float | None:
-    """Seconds per optimizer step that the row reports, or that follow from its tokens or FLOP/s; None if none do."""
-    measured, parallel, model = row["measured"], row["parallel"], row["model"]
+def published_seconds(row: Row) -> float:
+    """Seconds per optimizer step that the row reports, or that follow from its tokens or FLOP/s. Raises
+    :class:`NotExpressible` if none do."""
+    measured = row["measured"]
     if measured.get("iter_s"):
         return float(measured["iter_s"])
-    devices, batch = row["cluster"].get("n_gpus"), parallel.get("global_batch")
-    if not devices or not batch or not model.get("seq"):
-        return None
-    tokens = batch * model["seq"]
-    if measured.get("tokens_per_s_per_gpu"):
-        return float(tokens / measured["tokens_per_s_per_gpu"] / devices)
-    count = CONVENTIONS.get(measured.get("flops_convention", ""))
-    rate = measured.get("tflops_per_gpu") or _from_utilisation(measured)
-    if count is None or not rate:
-        return _derived(measured)
     try:
-        return count(model, tokens) / (float(rate) * 1e12 * float(devices))
-    except KeyError:
-        return _derived(measured)
+        return _from_rates(row)
+    except NotExpressible:
+        if measured.get("iter_s_derived") is None:
+            raise
+        return float(measured["iter_s_derived"])
 
 
-def _derived(measured: Mapping[str, Any]) -> float | None:
-    found = measured.get("iter_s_derived")
-    return None if found is None else float(found)
+def _from_rates(row: Row) -> float:
+    measured, rate = row["measured"], row["measured"].get("tokens_per_s_per_gpu")
+    flops = measured.get("tflops_per_gpu") or _from_utilisation(measured)
+    if not rate and not flops:
+        has = f"measured has {', '.join(map(str, measured))[:200]}" if measured else "measured is empty"
+        raise NotExpressible(f"neither seconds, tokens nor FLOP/s of a step: {has}, and none of {', '.join(RATES)}")
+    asked = (("cluster", "n_gpus"), ("parallel", "global_batch"), ("model", "seq"))
+    absent = [f"{part}.{name}" for part, name in asked if not row[part].get(name)]
+    if absent:
+        raise NotExpressible(f"seconds of a step do not follow from a rate where {' and '.join(absent)} are not given")
+    tokens = row["parallel"]["global_batch"] * row["model"]["seq"]
+    if rate:
+        return float(tokens / rate / row["cluster"]["n_gpus"])
+    return _counted(row, float(tokens)) / (float(flops or 0) * 1e12 * float(row["cluster"]["n_gpus"]))
+
+
+def _counted(row: Row, tokens: float) -> float:
+    """FLOPs of a step as the row's source counts them."""
+    said = row["measured"].get("flops_convention")
+    count = CONVENTIONS.get(said or "")
+    if count is None:
+        what = f"measured.flops_convention {said!r} is not known" if said else "measured.flops_convention is not given"
+        raise NotExpressible(
+            f"TFLOP/s without seconds, and not enough is said to know how FLOPs were counted: {what}; one of "
+            f"{', '.join(CONVENTIONS)}"
+        )
+    try:
+        return count({name: value for name, value in row["model"].items() if value is not None}, tokens)
+    except KeyError as error:
+        raise NotExpressible(
+            f"TFLOP/s without seconds: FLOPs counted as {said!r} need model.{error.args[0]}, which is not given"
+        ) from error
 
 
 def _from_utilisation(measured: Mapping[str, Any]) -> float | None:

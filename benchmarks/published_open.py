@@ -139,7 +139,8 @@ def _filled(space: Space, **values: Any) -> Space:
 
 def solution(parallel: Mapping[str, Any]) -> dict[str, int]:
     """Degrees that a row's ``solution`` names: how many stages, the mesh of each, and its logical mesh (data, tensor)
-    or the degrees of both. Nothing of stages that differ, which no layout has.
+    or the degrees of both. Nothing of stages that differ, which no layout has. Raises :class:`NotExpressible` for
+    degrees that are not those of the mesh.
 
     >>> solution({"solution": "2 stages (1,8) logical (2,4): dp2 x op4"})
     {'pipeline': 2, 'data': 2, 'tensor': 4}
@@ -157,7 +158,10 @@ def solution(parallel: Mapping[str, Any]) -> dict[str, int]:
     data, tensor = divided.pop() if divided else (_degree(text, "dp"), _degree(text, "op|mp|tp"))
     if data or tensor or size == 1:
         data = data or size // max(1, tensor)
-        found |= {"data": data, "tensor": tensor or size // data}
+        tensor = tensor or size // max(1, data)
+        if data * tensor != size:
+            raise NotExpressible(f"parallel.solution is {text!r}: dp{data} x op{tensor} are not the {size} of a stage")
+        found |= {"data": data, "tensor": tensor}
     return found
 
 

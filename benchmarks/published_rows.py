@@ -16,6 +16,7 @@ from autopar.layout import Layout
 from autopar.layout_search import Space
 
 from .published_clusters import cluster_of
+from .published_fields import check_fields, shown
 from .published_flops import published_seconds
 from .published_known import completed
 from .published_open import is_open, known_of_method, space_of
@@ -82,9 +83,7 @@ def question_of(row: Mapping[str, Any]) -> Question:
         raise NotExpressible("LoRA: most weights do not learn")
     if row.get("kind"):
         raise NotExpressible(f"kind {row['kind']}: no training step")
-    absent = [part for part in ("model", "cluster", "parallel", "measured") if not isinstance(row.get(part), Mapping)]
-    if absent:
-        raise NotExpressible(f"the row's {', '.join(absent)} are not given")
+    check_fields(row)
     try:
         return _question(completed(row))
     except OptionsError as error:
@@ -94,11 +93,12 @@ def question_of(row: Mapping[str, Any]) -> Question:
 
 
 def _question(row: Mapping[str, Any]) -> Question:
-    seconds, oom = published_seconds(row), row["measured"].get("oom")
-    if seconds is None and not oom:
-        if row["measured"].get("tflops_per_gpu"):
-            raise NotExpressible("TFLOP/s without seconds, and not enough is said to know how FLOPs were counted")
-        raise NotExpressible("neither seconds, tokens nor FLOP/s of a step")
+    oom, seconds = row["measured"].get("oom"), None
+    try:
+        seconds = published_seconds(row)
+    except NotExpressible:
+        if not oom:
+            raise
     if seconds is not None and not 0 < seconds < math.inf:
         raise NotExpressible(f"a step of {seconds} seconds")
     # Torch's own attention in training code normalises scores in fp32, operation by operation; fused kernels inside.
@@ -106,7 +106,7 @@ def _question(row: Mapping[str, Any]) -> Question:
     dropout = bool(re.search(DROPOUT, system(row)) or row["model"].get("dropout"))
     shape = Shape.of(row["model"], flash=_is_flash(row), upcast=upcast, dropout=dropout, beyond=beyond(row))
     if not row["parallel"].get("global_batch"):
-        raise NotExpressible("no global batch")
+        raise NotExpressible("no global batch: parallel.global_batch is not given")
     batch = number(row["parallel"], "global_batch")
     if is_open(row["parallel"]):
         known = known_fields(row)
@@ -136,13 +136,17 @@ def layout_of(row: Mapping[str, Any]) -> Layout:
     :class:`OptionsError`."""
     parallel = row["parallel"]
     tensor, pipeline, context = number(parallel, "t"), number(parallel, "p"), number(parallel, "cp", 1)
-    devices = number(row["cluster"], "n_gpus", tensor * pipeline * context)
+    devices = number(row["cluster"], "n_gpus", tensor * pipeline * context * number(parallel, "d", 1))
+    data = number(parallel, "d", max(1, devices // (tensor * pipeline * context)))
+    if tensor * pipeline * context * data != devices:
+        d = f"d {data}" if parallel.get("d") else "any d"
+        raise NotExpressible(f"t {tensor} x p {pipeline} x cp {context} x {d} is not n_gpus {devices}")
     whole = parallel.get("per_device_batch") or parallel.get("local_batch")
     microbatch = parallel.get("microbatch") or (whole if pipeline == 1 else 1)
     said = {
         "tensor": tensor,
         "pipeline": pipeline,
-        "data": number(parallel, "d", max(1, devices // (tensor * pipeline * context))),
+        "data": data,
         "microbatch": number({"microbatch": microbatch}, "microbatch"),
         "interleave": number(parallel, "interleave", 1) if pipeline > 1 else 1,
     }
@@ -158,10 +162,10 @@ def known_fields(row: Mapping[str, Any]) -> dict[str, Any]:
         "context": number(parallel, "cp", 1),
         "expert": _expert(parallel, number(parallel, "t", 1)),
         "capacity": float(parallel.get("capacity_factor") or 1.0),
-        "recompute": _recompute(str(parallel.get("recompute") or "none")),
+        "recompute": _recompute(parallel.get("recompute")),
         "sequence_parallel": bool(parallel.get("sequence_parallel")),
         "zero": _zero(parallel.get("zero_stage"), number(parallel, "p", 1)),
-        "precision": _precision(str(parallel.get("precision"))),
+        "precision": _precision(parallel.get("precision")),
         "overlap": overlap(row),
         "eager": eager(row),
         "adding": not re.search(FUSED_GRADIENTS, system(row)),
@@ -178,19 +182,25 @@ def _expert(parallel: Mapping[str, Any], tensor: int) -> int:
     return said if number(parallel, "etp", 1) == tensor or said % tensor else said // tensor
 
 
-def _precision(said: str) -> Any:
+def _precision(said: object) -> Any:
+    words = str(said or "bf16").lower()
     # Torch's product of fp8 scaled by rows gains far less than scaled by tensors (torchao's own figures: a third).
-    if "fp8" in said:
-        return "bf16" if "rowwise" in said else "fp8"
-    if "fp4" in said:
-        raise NotExpressible(f"precision {said}")
-    return "fp16" if "fp16" in said else "fp32" if said == "fp32" else "bf16"
+    if "fp8" in words:
+        return "bf16" if "rowwise" in words else "fp8"
+    found = next((kind for kind in ("bf16", "fp16", "fp32") if kind in words), None)
+    if found is None:
+        raise NotExpressible(f"parallel.precision is {shown(said)}: no layout has it; one of bf16, fp16, fp32, fp8")
+    return found
 
 
-def _recompute(said: str) -> Any:
-    if "SAC" in said:
+def _recompute(said: object) -> Any:
+    if "SAC" in str(said):
         return "operations"
-    return next((kind for kind in ("selective", "elementwise", "full") if said.startswith(kind)), "none")
+    kinds = ("none", "selective", "elementwise", "full")
+    found = next((kind for kind in kinds if str(said or "none").lower().startswith(kind)), None)
+    if found is None:
+        raise NotExpressible(f"parallel.recompute is {shown(said)}: no layout has it; one of {', '.join(kinds)}")
+    return found
 
 
 def _moments(said: str) -> int:
@@ -204,7 +214,11 @@ def _moments(said: str) -> int:
 
 def _zero(said: object, pipeline: int) -> Any:
     """Fully sharded weights stay gathered through a step where stages would gather them for every microbatch."""
-    if said is None:
+    if said is None or said is False:
         return 0
-    found = re.search(r"\d", str(said))
-    return int(found[0]) if found else (3 if pipeline == 1 else 2) if "FSDP" in str(said) else 0
+    found = re.fullmatch(r"([0-3])(?![\d.]).*|.*\bzero-?([0-3])\b.*", str(said).lower())
+    if found is not None:
+        return int(found[1] or found[2])
+    if "FSDP" in str(said):
+        return 3 if pipeline == 1 else 2
+    raise NotExpressible(f"parallel.zero_stage is {shown(said)}, neither a stage from 0 to 3 nor FSDP")

@@ -9,8 +9,6 @@ from typing import Any
 
 # Vocabularies are padded to a multiple of this, as training libraries do so that it divides among devices.
 PADDED = 128
-# No decoder has more layers: a row that says so is wrong.
-MOST_LAYERS = 10_000
 
 
 class NotExpressible(Exception):
@@ -23,6 +21,8 @@ def number(fields: Mapping[str, Any], name: str, default: int | None = None) -> 
     value = fields.get(name)
     if value in (None, 0, "") and value is not False and default is not None:
         return default
+    if value is None:
+        raise NotExpressible(f"{name} is not given")
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1 or value != int(value):
         raise NotExpressible(f"{name} is {value!r}, no positive whole number")
     return int(value)
@@ -90,26 +90,28 @@ class Shape:
         """Raises :class:`NotExpressible` for what is no decoder, or lacks a dim."""
         missing = [name for name in ("layers", "hidden", "heads", "seq", "vocab") if not model.get(name)]
         if missing:
-            raise NotExpressible(f"the model's {', '.join(missing)} are not given")
+            raise NotExpressible(f"of the model {', '.join(missing)} {'are' if missing[1:] else 'is'} not given")
         if model.get("image"):
-            raise NotExpressible("image: no decoder of text")
+            raise NotExpressible(f"model.image is {model['image']}: no decoder of text")
         hidden, heads = number(model, "hidden"), number(model, "heads")
         kv_heads, ffn = number(model, "kv_heads", heads), number(model, "ffn", 4 * hidden)
         if not model.get("head_dim") and hidden % heads:
-            raise NotExpressible(f"hidden {hidden} does not divide among {heads} heads")
+            raise NotExpressible(f"hidden {hidden} does not divide among {heads} heads, and head_dim is not given")
         if heads % kv_heads:
-            raise NotExpressible(f"{heads} heads do not divide among {kv_heads} of keys")
-        if number(model, "layers") > MOST_LAYERS:
-            raise NotExpressible(f"{model['layers']} layers")
+            raise NotExpressible(f"{heads} heads do not divide among {kv_heads} of keys (kv_heads)")
+        gated = model.get("mlp") in ("swiglu", "geglu") or (model.get("mlp") is None and bool(model.get("experts")))
+        width = number(model, "head_dim", hidden // heads)
+        if gated and width % 2:
+            raise NotExpressible(f"heads of {width} are no pairs, which rotary positions turn")
         window, every = _window(model)
         return Shape(
             number(model, "layers"),
             hidden,
             heads,
             kv_heads,
-            number(model, "head_dim", hidden // heads),
+            width,
             ffn,
-            model.get("mlp") in ("swiglu", "geglu") or (model.get("mlp") is None and bool(model.get("experts"))),
+            gated,
             -(-number(model, "vocab") // PADDED) * PADDED,
             number(model, "seq"),
             flash or bool(window),
@@ -129,8 +131,8 @@ def _window(model: Mapping[str, Any]) -> tuple[int, int]:
     if not said or said == "MLA":
         return 0, 1
     found = re.search(r"sliding window (\d+)", str(said))
-    if not found:
-        raise NotExpressible(f"{said} attention")
+    if not found or not int(found[1]):
+        raise NotExpressible(f"{said} attention: only MLA and a sliding window of so many tokens are known")
     window, seq = int(found[1]), number(model, "seq")
     if seq % window:
         raise NotExpressible(f"a sequence of {seq} does not divide into windows of {window}")
@@ -146,9 +148,12 @@ def _experts(model: Mapping[str, Any], ffn: int) -> Experts | None:
         fields: Mapping[str, Any] = said
     else:
         fields = {"n": said or every, "top_k": model.get("top_k")}
+    if not fields.get("n") or not fields.get("top_k"):
+        absent = "n, how many experts there are," if not fields.get("n") else "top_k, how many experts a token goes to,"
+        raise NotExpressible(f"of the model's experts {absent} is not given")
     found = Experts(
         number(fields, "n"),
-        number(fields, "top_k", 1),
+        number(fields, "top_k"),
         number(fields, "ffn", ffn),
         int(fields.get("shared") or 0),
         int(model.get("dense_layers") or 0),

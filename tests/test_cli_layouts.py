@@ -11,9 +11,11 @@ import torch
 import transformers as hf
 
 import autopar
-from autopar.cli import main
+from autopar.cli import main, make_parser
 from autopar.errors import AutoparError, OptionsError
+from autopar.layout import CHOICES as LAYOUT_CHOICES
 from autopar.layout import Layout
+from autopar.options import CHOICES as OPTION_CHOICES
 
 MODEL = """
 import torch
@@ -214,3 +216,21 @@ def test_the_model_stays_as_it_is() -> None:
     )
     assert found.best.fits and all(parameter.dtype == torch.float32 for parameter in model.parameters())
     assert found.days(found.best) is None
+
+
+def test_the_command_line_chooses_among_what_layouts_and_options_take(
+    target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every value of the API can be said, and what only layouts have is refused with --mesh, in a line that says so."""
+    for name in ("precision", "recompute", "zero"):
+        for value in LAYOUT_CHOICES[name]:
+            words = ["plan", target, *WORDS, f"--{name}", str(value)]
+            assert getattr(make_parser().parse_args(words), name) == value
+        for value in OPTION_CHOICES[name]:
+            words = ["verify", target, "--mesh", "2", f"--{name}", str(value)]
+            assert getattr(make_parser().parse_args(words), name) == value
+    for words in (("--precision", "fp8"), ("--recompute", "operations")):
+        assert main(["plan", target, "--mesh", "2", *words]) == 2
+        assert f"{' '.join(words)} is for layouts, with --devices" in capsys.readouterr().err
+    assert main(["plan", target, "--devices", "1", "--cluster", "dgx-h100", "--precision", "fp8"]) == 0
+    assert "precision=fp8" in capsys.readouterr().out

@@ -135,8 +135,11 @@ def test_routers_are_whole_on_every_tensor_rank() -> None:
 @pytest.mark.parametrize(
     ("named", "said"),
     [
-        ({"data": 32, "expert": 32}, "16 experts do not divide among 32 ranks; 16 do"),
-        ({"data": 16, "tensor": 2, "expert": 16}, "16 experts / 2 tensor ranks do not divide among 16 ranks; 8 do"),
+        ({"data": 32, "expert": 32}, "mlp has 16 experts, which do not divide among 32 ranks; expert=16 does"),
+        (
+            {"data": 16, "tensor": 2, "expert": 16},
+            "16 experts / 2 tensor ranks, which do not divide among 16 ranks; expert=8 does",
+        ),
     ],
 )
 def test_what_does_not_divide_is_refused(named: dict[str, int], said: str) -> None:

@@ -45,10 +45,30 @@ def test_a_row_becomes_a_layout() -> None:
         (changed("model", heads=7), "256 does not divide among 7 heads"),
         (changed("parallel", d=-2), "d is -2"),
         (changed("parallel", ep=3), "expert"),
-        (changed("measured", iter_s="soon"), "not what it should be"),
-        (changed("measured", iter_s=-1.0), "-1.0 seconds"),
-        ({**ROW, "model": 5}, "model are not given"),
-        ({**ROW, "cluster": None}, "cluster are not given"),
+        (changed("measured", iter_s="soon"), "measured.iter_s is 'soon', no positive number"),
+        (changed("measured", iter_s=-1.0), "measured.iter_s is -1.0, no positive number"),
+        (changed("measured", iter_s=0), "measured.iter_s is 0, no positive number"),
+        (changed("measured", iter_s=float("nan")), "measured.iter_s is nan, no positive number"),
+        (changed("measured", oom="no"), "measured.oom is 'no', neither true nor false"),
+        ({**ROW, "measured": {"iter_ms": 50}}, "measured has iter_ms, and none of iter_s, "),
+        ({**ROW, "measured": {"tflops_per_gpu": 90}}, "flops_convention is not given; one of"),
+        ({**ROW, "measured": {"mfu": 0.4, "flops_convention": "8M"}}, "'8M' is not known; one of"),
+        ({**changed("model", params=None), "measured": {"mfu": 0.4, "flops_convention": "8N"}}, "need model.params"),
+        ({**ROW, "model": 5}, "model is 5, no JSON object"),
+        ({**ROW, "cluster": None}, "the row has no 'cluster'"),
+        (changed("cluster", n_gpus=64), "t 2 x p 2 x cp 1 x d 2 is not n_gpus 64"),
+        (changed("parallel", d=None, p=3), "t 2 x p 3 x cp 1 x any d is not n_gpus 8"),
+        (changed("cluster", n_gpus=10**400), "cluster.n_gpus is 1000.*, more than"),
+        (changed("cluster", gpus_per_node="eight"), "cluster.gpus_per_node is 'eight', no positive whole number"),
+        (changed("cluster", gpu=None), "cluster.gpu is not given"),
+        (changed("model", experts={"n": 8}), "top_k, how many experts a token goes to, is not given"),
+        (changed("model", experts=8), "top_k, how many experts a token goes to, is not given"),
+        (changed("model", experts="some"), "model.experts is 'some', neither how many"),
+        (changed("model", mlp="swiglu", head_dim=33), "heads of 33 are no pairs"),
+        (changed("parallel", precision="int4"), "parallel.precision is 'int4': no layout has it; one of bf16"),
+        (changed("parallel", recompute="some"), "parallel.recompute is 'some': no layout has it; one of none"),
+        (changed("parallel", zero_stage=5), "parallel.zero_stage is 5, neither a stage"),
+        (changed("parallel", sequence_parallel="false"), "sequence_parallel is 'false', neither true nor false"),
         (changed("parallel", global_batch=None), "no global batch"),
         (changed("parallel", global_batch=7), "does not divide"),
         (changed("cluster", gpu="abacus"), "no preset for abacus"),
@@ -131,9 +151,21 @@ def test_whatever_a_file_holds_the_other_rows_are_priced(tmp_path: Path) -> None
         try:
             question_of(row)
         except NotExpressible as reason:
-            assert str(reason)
+            assert str(reason) and "Error" not in str(reason)
     scored, skipped = score_file(tmp_path / "absent.jsonl", models)
     assert not scored and "cannot be read" in skipped[0].reason
+    (tmp_path / "empty.jsonl").write_text("\n")
+    scored, skipped = score_file(tmp_path / "empty.jsonl", models)
+    assert not scored and skipped[0].reason == "the file has no rows"
+
+
+def test_keys_that_several_queries_share_need_no_fused_kernel() -> None:
+    """Each is repeated for its queries, so that scores cost as much as with keys of their own."""
+    own, shared = (question_of(changed("model", kv_heads=heads)) for heads in (4, 2))
+    assert not shared.shape.flash
+    priced = [Models().of(one).price(one.layout, one.cluster, one.batch).flops for one in (own, shared)]
+    fewer = 4 * 2 * (256 * 128) * 3 * 2 * (8 * 128)  # layers x matrices x halves x passes x 2 x tokens
+    assert priced[0] - priced[1] == pytest.approx(fewer)
 
 
 def test_what_describes_a_row_may_be_missing_or_anything(tmp_path: Path) -> None:

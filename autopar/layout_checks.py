@@ -1,0 +1,91 @@
+"""What a layout cannot divide, said before anything is solved: which dim of which module, and what would do instead."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from torch.distributed.tensor import Partial, Shard
+
+from autopar.cost import family_of
+from autopar.passes.compose import op_call
+from autopar.passes.rules import RULES
+
+from .errors import OptionsError
+from .graph import REST, Graph, Node, Value
+from .layout import Layout, degrees
+from .layout_experts import FORWARD, MATRICES
+from .spec import Placement, is_shard
+
+
+def check_division(graph: Graph, layout: Layout) -> None:
+    """Raises :class:`OptionsError` for a concrete step graph that ``layout`` cannot divide: among context ranks no
+    sequence, or one that does not come out even, among tensor ranks heads or experts that do not."""
+    for node in graph.placeholders("input"):
+        if layout.context > 1 and node.type.rank > 1:
+            _check_sequence(graph, node, layout)
+    counts = dict(_counted(graph, layout))
+    common = math.gcd(*counts.values())
+    for node, count in counts.items():
+        if count % layout.tensor:
+            what = "experts" if node.op == FORWARD else "heads"
+            works = degrees("tensor", common, layout.tensor)
+            whole = f", or whole=({node.module!r},), so that every tensor rank computes all of them"
+            raise OptionsError(
+                f"{layout}: {node.module or node.name} has {count} {what}, which do not divide among {layout.tensor} "
+                f"tensor ranks; {works}{whole if what == 'heads' else ''}"
+            )
+
+
+def _counted(graph: Graph, layout: Layout) -> Iterator[tuple[Node, int]]:
+    """What tensor ranks have several of each. Query heads of an attention, since no system that is laid out so gives
+    some ranks one more, for whom all wait; attention that is spelled out in products has no heads to be seen. Experts,
+    of which each tensor rank has its own."""
+    for node in graph.nodes:
+        if node.phase != "forward" or any(fnmatchcase(node.module, pattern) for pattern in layout.whole):
+            continue
+        if node.op == FORWARD:
+            yield node, int(graph.type_of(node.operands[MATRICES]).shape[0])
+        elif family_of(node.op).is_attention:
+            yield node, int(graph.type_of(node.operands[0]).shape[1])
+
+
+def _check_sequence(graph: Graph, node: Node, layout: Layout) -> None:
+    size = int(node.type.shape[1])
+    product = _summed_over(graph, Value(node.name), Shard(1), size, set()) if size > 1 else None
+    if product is not None:
+        raise OptionsError(
+            f"{layout}: context ranks share a sequence, dim 1 of every input, and that of {node.target!r} {node.type} "
+            f"is none: {product.module or product.name} ({product.op}) sums over it; take context=1, and more "
+            "data or tensor ranks"
+        )
+    if size % layout.context:
+        raise OptionsError(
+            f"{layout}: the input {node.target!r} {node.type} has a sequence of {size} (dim 1), which does not "
+            f"divide among {layout.context} context ranks; {degrees('context', size, layout.context)}"
+        )
+
+
+def _summed_over(
+    graph: Graph, value: Value, place: Placement, size: int, seen: set[tuple[Value, Placement]]
+) -> Node | None:
+    """The first product, convolution included, that sums over the dim of ``value`` which ``place`` shards, or what
+    becomes of that dim until then: of which devices with a piece each make parts of a sum and nothing else."""
+    seen.add((value, place))
+    for user, index in graph.users.get(value, ()):
+        if user.phase != "forward":
+            continue
+        made = {place} if user.op == REST else set()
+        if user.op in RULES:
+            strategies = [s for s in RULES[user.op](op_call(graph, user, size)) if s.inputs[index] == place]
+            made = {s.outputs[0] for s in strategies}
+        if made and family_of(user.op).matrix is not None:
+            if all(isinstance(one, Partial) for one in made) and not family_of(user.op).is_attention:
+                return user
+            continue
+        for one in filter(is_shard, made):
+            result = Value(user.name)
+            if (result, one) not in seen and (found := _summed_over(graph, result, one, size, seen)) is not None:
+                return found
+    return None

@@ -1,0 +1,112 @@
+"""What a layout cannot divide is refused before anything is placed: which dim, by what, and what would do instead."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+from autopar.cluster import Cluster
+from autopar.errors import OptionsError
+from autopar.layout import Layout, degrees
+from autopar.layout_model import LayoutModel
+
+H100 = Cluster.get("dgx-h100")
+
+
+def ids(size: int = 48, length: int = 48) -> torch.Tensor:
+    return torch.empty(size, length, dtype=torch.long, device="meta")
+
+
+@cache
+def mixture() -> LayoutModel:
+    """Mixtral with 20 heads, 4 of keys, and 8 experts."""
+    config = hf.MixtralConfig(
+        vocab_size=256, hidden_size=320, intermediate_size=128, num_hidden_layers=2, num_attention_heads=20,
+        num_key_value_heads=4, num_local_experts=8, num_experts_per_tok=2, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = hf.MixtralForCausalLM._from_config(config, dtype=torch.bfloat16)
+    return LayoutModel.of(model, {"input_ids": ids(), "labels": ids()})
+
+
+class Patches(nn.Module):
+    """Images in patches, through one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1, 3, 1, 1))
+        self.patches, self.head = nn.Conv2d(3, 64, 4, 4), nn.Linear(64, 8)
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.patches(torch.relu(images * self.scale)).flatten(2).transpose(1, 2)
+        return nn.functional.cross_entropy(self.head(x.mean(1)), labels)
+
+
+class Steps(nn.Module):
+    """Steps of so many features, or of words, each through the same layer."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(features, 64) if features else nn.Embedding(100, 64)
+        self.last = nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.first(x))).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        (
+            Layout(tensor=8),
+            r"self_attn has 20 heads, which do not divide among 8 tensor ranks; tensor=4 does, or whole",
+        ),
+        (Layout(tensor=5), r"experts has 8 experts, which do not divide among 5 tensor ranks; tensor=4 does$"),
+        (
+            Layout(expert=3, data=3),
+            r"8 experts, which do not divide among 3 ranks; expert=2 and expert=4 do, of 3 data",
+        ),
+        (Layout(expert=3, data=12), r"among 3 ranks; expert=2 and expert=4 do$"),
+        (Layout(expert=8, data=8, tensor=2), r"8 experts / 2 tensor ranks, .* among 8 ranks; expert=4 does$"),
+    ],
+)
+def test_what_does_not_divide_is_named_with_what_does(layout: Layout, said: str) -> None:
+    with pytest.raises(OptionsError, match=said):
+        mixture().price(layout, H100)
+
+
+def test_degrees_that_are_advised_can_be_had() -> None:
+    assert degrees("tensor", 20, 8) == "tensor=5 and tensor=10 do" and degrees("tensor", 1, 8) == "tensor=1 does"
+    for layout in (Layout(tensor=4), Layout(expert=2, data=12), Layout(expert=4, data=8, tensor=2)):
+        assert mixture().price(layout, H100).predicted.step_seconds > 0
+    with pytest.raises(OptionsError, match="does not divide 4 x 1; expert=2 and expert=4 do"):
+        Layout(expert=3, data=4)
+
+
+@pytest.mark.parametrize("context", [2, 3])
+def test_channels_are_no_sequence(context: int) -> None:
+    images = torch.empty(12, 3, 16, 16, device="meta")
+    labels = torch.empty(12, dtype=torch.long, device="meta")
+    with torch.device("meta"):
+        model = LayoutModel.of(Patches().bfloat16(), (images.bfloat16(), labels))
+    with pytest.raises(
+        OptionsError, match=r"bf16\[1, 3, 16, 16\] is none: patches \(aten.convolution.default\) sums over it"
+    ):
+        model.price(Layout(context=context), H100)
+
+
+def test_features_are_no_sequence_but_steps_are() -> None:
+    with torch.device("meta"):
+        flat = LayoutModel.of(Steps(48).bfloat16(), (torch.empty(8, 48, dtype=torch.bfloat16),))
+        steps = LayoutModel.of(Steps(48).bfloat16(), (torch.empty(8, 96, 48, dtype=torch.bfloat16),))
+        words = LayoutModel.of(Steps(0).bfloat16(), (torch.empty(8, 96, dtype=torch.long),))
+    with pytest.raises(OptionsError, match=r"context ranks share a sequence, .* is none: first .* sums over it"):
+        flat.price(Layout(context=2), H100)
+    for model in (steps, words):
+        assert model.price(Layout(context=2), H100).predicted.step_seconds > 0
+    with pytest.raises(OptionsError, match=r"sequence of 96 \(dim 1\), .* context=4 and context=6 do"):
+        steps.price(Layout(context=5), H100)
