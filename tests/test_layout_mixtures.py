@@ -84,7 +84,7 @@ def test_gradients_of_a_single_microbatch_are_added_to_nothing() -> None:
 def test_rows_are_cast_to_fp8_before_products() -> None:
     """Each is read in bf16 and written twice in fp8, and its product reads a byte less; what it computes is next to
     nothing here."""
-    wide = block(rows=1e6, up=1, down=1)
+    wide = block(rows=1e6, up=16, down=16)
     plain, cast = (bill_block(wide, Layout(precision=p), H100) for p in ("bf16", "fp8"))
     passed = 1e6 * 1024 * (2 + 2 - 1) / H100.device.memory_bandwidth
     assert cast.forward - plain.forward == pytest.approx(passed, rel=0.05)
