@@ -157,5 +157,5 @@ def without_needless_host(problem: Problem) -> Problem:
     """The problem without the host's memory, if no assignment can exceed that."""
     if host_binds(problem):
         return problem
-    groups = tuple(replace(g, host=np.zeros_like(g.cost)) for g in problem.groups)
+    groups = tuple(replace(g, host=np.zeros_like(g.cost)) if g.host.any() else g for g in problem.groups)
     return replace(problem, groups=groups, host_limit=float("inf"))

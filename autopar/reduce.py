@@ -21,16 +21,17 @@ two (Dechter 1999).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .problem import Group, Ints, Problem, without_needless_host
+from .problem import Group, Ints, Problem, Transfer, without_needless_host
 from .reduce_dominance import undominated
 from .reduce_eliminate import Fold, eliminate
 from .reduce_transfers import simplify
+from .settled import Settled
 
 Mask = NDArray[np.bool_]
 
@@ -132,20 +133,24 @@ class Chain:
 
 def keep_choices(problem: Problem, masks: Iterable[Mask]) -> Problem:
     """The problem with only the masked choices of each group."""
-    kept = [np.flatnonzero(mask) for mask in masks]
-    groups = tuple(
-        Group(group.name, group.cost[k], group.memory[k], group.temporary[k], group.host[k])
-        for group, k in zip(problem.groups, kept, strict=True)
-    )
-    transfers = tuple(
-        replace(
-            transfer,
-            source=transfer.source[kept[transfer.producer]],
-            targets=tuple(t[kept[c]] for c, t in zip(transfer.consumers, transfer.targets, strict=True)),
-        )
-        for transfer in problem.transfers
-    )
+    # Arrays of which nothing goes stay the same ones (see autopar.settled).
+    kept = [None if mask.all() else np.flatnonzero(mask) for mask in masks]
+    groups = tuple(group if k is None else _fewer_of(group, k) for group, k in zip(problem.groups, kept, strict=True))
+    transfers = tuple(_fewer_at(transfer, kept) for transfer in problem.transfers)
     return replace(problem, groups=groups, transfers=transfers)
+
+
+def _fewer_of(group: Group, kept: Ints) -> Group:
+    return Group(group.name, group.cost[kept], group.memory[kept], group.temporary[kept], group.host[kept])
+
+
+def _fewer_at(transfer: Transfer, kept: list[Ints | None]) -> Transfer:
+    """The transfer with the choices that its ends keep (None: all)."""
+    if all(kept[end] is None for end in (transfer.producer, *transfer.consumers)):
+        return transfer
+    ends = [(transfer.producer, transfer.source), *zip(transfer.consumers, transfer.targets, strict=True)]
+    source, *targets = (labels if (k := kept[end]) is None else labels[k] for end, labels in ends)
+    return replace(transfer, source=source, targets=tuple(targets))
 
 
 def _fewer(problem: Problem, masks: list[Mask], substitutes: list[Ints]) -> tuple[Problem, FewerChoices]:
@@ -172,12 +177,17 @@ class BoundMemory:
         groups = problem.groups
         most = sum(float(g.memory.max()) for g in groups) + max(0.0, max(float(g.temporary.max()) for g in groups))
         if np.isinf(problem.memory_limit) or problem.memory_fixed + most <= problem.memory_limit:
-            bare = tuple(replace(g, memory=np.zeros_like(g.cost), temporary=np.zeros_like(g.cost)) for g in groups)
+            bare = tuple(
+                replace(g, memory=np.zeros_like(g.cost), temporary=np.zeros_like(g.cost))
+                if g.memory.any() or g.temporary.any()
+                else g
+                for g in groups
+            )
             return replace(problem, groups=bare, memory_limit=float("inf")), SameChoices()
         always = max(0.0, max(float(g.temporary.min()) for g in groups))
         least = [float(g.memory.min()) for g in groups]
         moved = tuple(
-            replace(g, memory=g.memory - low, temporary=np.maximum(g.temporary - always, 0.0))
+            replace(g, memory=g.memory - low, temporary=np.maximum(g.temporary - always, 0.0)) if low or always else g
             for g, low in zip(groups, least, strict=True)
         )
         return replace(problem, groups=moved, memory_fixed=problem.memory_fixed + sum(least) + always), SameChoices()
@@ -245,9 +255,10 @@ class DropDominated:
     """Drops choices that another choice of the group replaces at no greater cost, memory, temporary and host memory."""
 
     name: ClassVar[str] = "drop-dominated"
+    settled: Settled = field(default_factory=Settled, repr=False)
 
     def apply(self, problem: Problem) -> tuple[Problem, Inverse]:
-        masks, substitutes = undominated(problem)
+        masks, substitutes = undominated(problem, self.settled)
         if all(mask.all() for mask in masks):
             return problem, SameChoices()
         return _fewer(problem, masks, substitutes)
@@ -259,9 +270,10 @@ class SimplifyTransfers:
     group."""
 
     name: ClassVar[str] = "simplify-transfers"
+    simple: Settled = field(default_factory=Settled, repr=False)
 
     def apply(self, problem: Problem) -> tuple[Problem, Inverse]:
-        return simplify(problem), SameChoices()
+        return simplify(problem, self.simple), SameChoices()
 
 
 @dataclass(frozen=True)
@@ -279,15 +291,11 @@ class EliminateGroups:
         return smaller, FewerGroups(remaining, tuple(folds), len(problem.groups), offset)
 
 
-REDUCTIONS: tuple[Reduction, ...] = (
-    DropForbidden(),
-    BoundMemory(),
-    SimplifyTransfers(),
-    DropForbidden(),
-    DropDominated(),
-    SimplifyTransfers(),
-    EliminateGroups(),
-)
+def reductions() -> tuple[Reduction, ...]:
+    """All of them, in the order of a round; they remember at what they had nothing to do, so those of one problem are
+    not used for another."""
+    forbidden, simplified = DropForbidden(), SimplifyTransfers()
+    return (forbidden, BoundMemory(), simplified, forbidden, DropDominated(), simplified, EliminateGroups())
 
 
 def size_of(problem: Problem) -> tuple[int, int, int]:
@@ -306,9 +314,10 @@ def reduce(problem: Problem, rounds: int = 8) -> tuple[Problem, Chain]:
     """The problem after all reductions, repeated while they shrink it; check :func:`is_impossible` on the
     result."""
     links: list[Inverse] = []
+    steps = reductions()
     for _ in range(rounds):
         before = size_of(problem)
-        for reduction in REDUCTIONS:
+        for reduction in steps:
             problem, inverse = reduction.apply(problem)
             links.append(inverse)
             if is_impossible(problem):

@@ -63,7 +63,7 @@ def _start(problem: Problem) -> _Work:
         for group in (transfer.producer, *transfer.consumers):
             incident[group].add(t)
     movable = [not (group.memory.any() or group.temporary.any() or group.host.any()) for group in problem.groups]
-    costs = [group.cost.copy() for group in problem.groups]
+    costs = [group.cost for group in problem.groups]
     return _Work(costs, movable, dict(enumerate(problem.transfers)), incident, len(problem.transfers))
 
 
@@ -134,7 +134,8 @@ def _join(work: _Work, fold: Fold) -> None:
 def _finish(problem: Problem, work: _Work, gone: set[int]) -> tuple[Problem, Ints, list[Fold], float]:
     remaining = np.array([g for g in range(len(problem.groups)) if g not in gone], dtype=np.int64)
     position = {int(g): n for n, g in enumerate(remaining)}
-    groups = tuple(replace(problem.groups[g], cost=work.costs[g]) for g in remaining)
+    kept = [(problem.groups[g], work.costs[g]) for g in remaining]
+    groups = tuple(group if cost is group.cost else replace(group, cost=cost) for group, cost in kept)
     transfers = tuple(
         replace(t, producer=position[t.producer], consumers=tuple(position[c] for c in t.consumers))
         for _, t in sorted(work.transfers.items())

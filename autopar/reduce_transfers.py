@@ -6,26 +6,48 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from .labels import distinct, equal_rows, used
 from .problem import Floats, Ints, Problem, Transfer
+from .settled import Settled
 
 
 @dataclass
 class _Work:
-    """A problem being rewritten: unary costs change in place, finished transfers pile up."""
+    """A problem being rewritten: unary costs are exchanged for new ones, finished transfers pile up."""
 
     costs: list[Floats]
     done: list[Transfer]
 
+    def charge(self, group: int, cost: Floats) -> None:
+        """Adds to the cost of a group; arrays that other problems share stay as they are."""
+        if cost.any():
+            self.costs[group] = self.costs[group] + cost
 
-def simplify(problem: Problem) -> Problem:
-    """See :class:`autopar.reduce.SimplifyTransfers`."""
-    work = _Work([group.cost.copy() for group in problem.groups], [])
+
+def simplify(problem: Problem, simple: Settled) -> Problem:
+    """See :class:`autopar.reduce.SimplifyTransfers`; ``simple`` are transfers that were found to be so before."""
+    work = _Work([group.cost for group in problem.groups], [])
     for transfer in problem.transfers:
-        fixed = _without_fixed_consumers(work, _distinct_consumers(transfer))
-        for part in _independent_parts(fixed):
+        if transfer in simple:
+            work.done.append(transfer)
+            continue
+        before = len(work.done)
+        for part in _independent_parts(_without_fixed_consumers(work, _distinct_consumers(transfer))):
             _finish(work, _as_pair(part))
-    groups = tuple(replace(g, cost=cost) for g, cost in zip(problem.groups, work.costs, strict=True))
+        if _is_as_before(work.done[before:], transfer):
+            work.done[before:] = [transfer]
+            simple.add(transfer)
+    groups = tuple(
+        group if cost is group.cost else replace(group, cost=cost)
+        for group, cost in zip(problem.groups, work.costs, strict=True)
+    )
     return replace(problem, groups=groups, transfers=tuple(work.done))
+
+
+def _is_as_before(parts: list[Transfer], transfer: Transfer) -> bool:
+    """Whether ``parts``, what became of ``transfer``, are nothing but that: whatever is simplified has fewer consumers,
+    rows or columns, or becomes the cost of groups."""
+    return len(parts) == 1 and parts[0].consumers == transfer.consumers and parts[0].cost.shape == transfer.cost.shape
 
 
 def _only(transfer: Transfer, slots: list[int]) -> Transfer:
@@ -46,25 +68,28 @@ def _distinct_consumers(transfer: Transfer) -> Transfer:
 
 def _without_fixed_consumers(work: _Work, transfer: Transfer) -> Transfer:
     """A column some consumer needs whatever it chooses is the producer's to pay, and then free for all."""
-    fixed = {int(t[0]) for t in transfer.targets if (t == t[0]).all()}
-    if not fixed:
+    slots = [c for c, target in enumerate(transfer.targets) if not (target == target[0]).all()]
+    if len(slots) == len(transfer.targets):
         return transfer
-    columns = sorted(fixed)
-    work.costs[transfer.producer] += transfer.cost[transfer.source][:, columns].sum(axis=1)
+    columns = sorted({int(target[0]) for c, target in enumerate(transfer.targets) if c not in slots})
+    work.charge(transfer.producer, transfer.cost[transfer.source][:, columns].sum(axis=1))
     cost = transfer.cost.copy()
     # What is forbidden for the producer now costs it infinitely; the rest of the column is paid.
     cost[:, columns] = 0.0
-    slots = [c for c, t in enumerate(transfer.targets) if not (t == t[0]).all()]
     return replace(_only(transfer, slots), cost=cost)
 
 
 def _independent_parts(transfer: Transfer) -> list[Transfer]:
     """Consumers that can share no column with a price need not stay in one transfer; those that need no such
     column go."""
-    priced = (transfer.cost[np.unique(transfer.source)] != 0).any(axis=0)
+    rows, count = used(transfer.source, len(transfer.cost)), transfer.cost.shape[1]
+    priced = (transfer.cost[rows] != 0).any(axis=0)
+    if len(transfer.targets) == 1:
+        return [transfer] if priced[transfer.targets[0]].any() else []
     parts: list[tuple[set[int], list[int]]] = []
     for c, target in enumerate(transfer.targets):
-        columns = {int(q) for q in np.unique(target) if priced[q]}
+        needed = used(target, count)
+        columns = set(needed[priced[needed]].tolist())
         if not columns:
             continue
         slots = [c]
@@ -88,43 +113,43 @@ def _as_pair(transfer: Transfer) -> Transfer:
 def _finish(work: _Work, transfer: Transfer) -> None:
     """Moves what only one group decides into its cost, else keeps the transfer with equal rows and columns
     merged."""
-    rows = np.unique(transfer.source)
     if len(transfer.consumers) == 1:
         consumer, target = transfer.consumers[0], transfer.targets[0]
         if consumer == transfer.producer:
-            work.costs[consumer] += transfer.cost[transfer.source, target]
+            work.charge(consumer, transfer.cost[transfer.source, target])
             return
-        if len(rows) == 1:
-            work.costs[consumer] += transfer.cost[rows[0], target]
+        if (transfer.source == transfer.source[0]).all():
+            work.charge(consumer, transfer.cost[transfer.source[0], target])
             return
     merged = _merge_columns(_merge_rows(transfer))
     if len(merged.cost) == 1 and len(merged.consumers) == 1:
-        work.costs[merged.consumers[0]] += merged.cost[0, merged.targets[0]]
+        work.charge(merged.consumers[0], merged.cost[0, merged.targets[0]])
     elif merged.cost.shape[1] == 1 and len(merged.consumers) == 1:
-        work.costs[merged.producer] += merged.cost[merged.source, 0]
+        work.charge(merged.producer, merged.cost[merged.source, 0])
     else:
         work.done.append(merged)
 
 
 def _merge_rows(transfer: Transfer) -> Transfer:
-    rows, source = np.unique(transfer.source, return_inverse=True)
-    columns = np.unique(np.concatenate(transfer.targets))
-    position: Ints = np.zeros(transfer.cost.shape[1], dtype=np.int64)
-    position[columns] = np.arange(len(columns))
-    cost, merged = np.unique(transfer.cost[np.ix_(rows, columns)], axis=0, return_inverse=True)
-    targets = tuple(position[target] for target in transfer.targets)
-    return replace(transfer, source=merged.reshape(-1)[source], targets=targets, cost=cost)
+    rows, source = distinct(transfer.source, len(transfer.cost))
+    columns, target = distinct(np.concatenate(transfer.targets), transfer.cost.shape[1])
+    cost = transfer.cost[np.ix_(rows, columns)]
+    first, merged = equal_rows(cost)
+    targets = tuple(np.split(target, np.cumsum([len(one) for one in transfer.targets])[:-1]))
+    return replace(transfer, source=merged[source], targets=targets, cost=cost[first])
 
 
 def _merge_columns(transfer: Transfer) -> Transfer:
     """Equal columns merge if one consumer chooses among them; with several, only free ones do (two equal
     prices are paid twice)."""
     if len(transfer.consumers) == 1:
-        cost, merged = np.unique(transfer.cost, axis=1, return_inverse=True)
+        first, merged = equal_rows(transfer.cost.T)
     else:
-        free = ~(transfer.cost != 0).any(axis=0)
-        label = np.where(free, -1, np.arange(len(free)))
-        _, first, merged = np.unique(label, return_index=True, return_inverse=True)
-        cost = transfer.cost[:, first]
-    merged = merged.reshape(-1)
-    return replace(transfer, targets=tuple(merged[target] for target in transfer.targets), cost=cost)
+        priced = (transfer.cost != 0).any(axis=0)
+        free = np.flatnonzero(~priced)
+        if len(free) < 2:
+            return transfer
+        label: Ints = np.arange(len(priced))
+        label[free] = free[0]
+        first, merged = distinct(label, len(priced))
+    return replace(transfer, targets=tuple(merged[target] for target in transfer.targets), cost=transfer.cost[:, first])

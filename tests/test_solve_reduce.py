@@ -11,22 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_solve import assignments, brute_force, random_problem
 
-from autopar.problem import Floats, Group, Problem, Transfer, evaluate, is_within, memory_of
+from autopar.problem import Floats, Group, Ints, Problem, Transfer, evaluate, is_within, memory_of
 from autopar.reduce import (
-    REDUCTIONS,
     DropDominated,
     EliminateGroups,
     Reduction,
     SimplifyTransfers,
     is_impossible,
     reduce,
+    reductions,
 )
 from autopar.solve_local import Neighbourhood, fits, polish, repair, smallest
 from autopar.solve_messages import Messages
 from autopar.solve_relaxation import relax
 
 Seeds = st.integers(0, 2**32 - 1)
-DISTINCT = tuple({type(r): r for r in REDUCTIONS}.values())
+DISTINCT = tuple({type(r): r for r in reductions()}.values())
 
 
 @pytest.mark.parametrize("reduction", DISTINCT, ids=lambda r: r.name)
@@ -63,6 +63,40 @@ def test_the_whole_chain_keeps_the_optimum_and_restricts_known_choices(seed: int
             # Dominating choices replace dominated ones, and eliminated groups choose best: never worse.
             reached = evaluate(smaller, restricted) + chain.offset
             assert reached <= evaluate(problem, choices) * (1 + 1e-9) + 1e-12
+
+
+def arrays_of(problem: Problem) -> list[Floats | Ints]:
+    groups: list[Floats | Ints] = [array for g in problem.groups for array in (g.cost, g.memory, g.temporary, g.host)]
+    return groups + [array for t in problem.transfers for array in (t.source, *t.targets, t.cost)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(Seeds, st.booleans())
+def test_what_was_settled_need_not_be_looked_at_again(seed: int, hosted: bool) -> None:
+    """Rounds that remember come to what rounds that look at everything do, and write to no array they were given."""
+    problem = random_problem(seed, hosted=hosted)
+    before = [array.copy() for array in arrays_of(problem)]
+    found, _ = reduce(problem)
+    assert all(np.array_equal(old, new) for old, new in zip(before, arrays_of(problem), strict=True))
+    expected = problem
+    for _ in range(8):
+        for reduction in reductions():
+            expected, _ = reduction.apply(expected)
+            if is_impossible(expected):
+                assert is_impossible(found)
+                return
+    assert len(arrays_of(found)) == len(arrays_of(expected))
+    assert all(np.array_equal(a, b) for a, b in zip(arrays_of(found), arrays_of(expected), strict=True))
+
+
+def test_a_reduction_leaves_what_it_has_settled_as_it_is() -> None:
+    """The very same arrays, or the next round would look at all of them again."""
+    reduced = [reduce(random_problem(seed, groups=6))[0] for seed in range(40)]
+    left = [problem for problem in reduced if problem.transfers and not is_impossible(problem)]
+    assert left
+    for problem in left:
+        again, _ = reduce(problem)
+        assert all(old is new for old, new in zip(arrays_of(problem), arrays_of(again), strict=True))
 
 
 def free_group(name: str, cost: Floats) -> Group:
