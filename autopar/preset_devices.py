@@ -18,6 +18,7 @@ processors = 80
 tile_depth = 384
 tile_border = 11
 attention_efficiency = 0.6
+sustained = 0.92
 attention_width = 30
 reserve_bytes = 1073741824
 reserve_fraction = 0.05

@@ -22,6 +22,8 @@ ROW = made_up(
     cluster={"gpu": "V100-16GB", "n_gpus": 4, "gpus_per_node": 8, "inter": "25 Gb/s Ethernet per node"},
     parallel={"method": "system.auto", "global_batch": 64, "recompute": "full", "precision": "fp16"},
 )
+# Few ways to divide: what a test prices one by one.
+SMALL = change(change(ROW, "cluster", n_gpus=2), "parallel", global_batch=8)
 changed = partial(change, ROW)
 MODELS = Models()
 
@@ -49,7 +51,8 @@ def test_every_layout_of_a_method_is_one_that_it_allows(method: str) -> None:
 
 def test_the_best_that_fits_is_chosen_and_said(tmp_path: Path) -> None:
     path = tmp_path / "new.jsonl"
-    rows = [ROW, changed("parallel", method="zero_2", microbatch=4), changed("parallel", t=1, p=2, microbatch=4)]
+    said = ({"method": "zero_2", "microbatch": 4}, {"t": 1, "p": 2, "microbatch": 4})
+    rows = [SMALL, *(change(SMALL, "parallel", **parallel) for parallel in said)]
     path.write_text("\n".join(map(json.dumps, rows)))
     found = report([path])["files"]["new"]
     best, given, whole = found["rows"]
@@ -61,7 +64,7 @@ def test_the_best_that_fits_is_chosen_and_said(tmp_path: Path) -> None:
 
 
 def test_no_layout_that_fits_is_quicker_by_our_prices() -> None:
-    question = question_of(changed("parallel", method="megatron"))
+    question = question_of(change(SMALL, "parallel", method="megatron"))
     best, _ = price_row(question, MODELS)
     for layout in tried(question)[::3]:
         priced = MODELS.of(question).price(layout, question.cluster, question.batch)
