@@ -117,12 +117,15 @@ def _operator(error: BaseException) -> torch._ops.OpOverload | None:
 
 
 def user_location(error: BaseException) -> tuple[str, str] | None:
-    """``("file:line", source line)`` of the innermost frame that is neither torch's, nor ours, nor the
-    standard library's, nor one that only handles a call of torch made elsewhere.
-    """
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.name not in _HANDLERS]
-    own = [f for f in frames if not f.filename.startswith((*_OWN, "<")) and not _is_standard(f.filename)]
+    """``("file:line", source line)`` of the innermost frame that is the author's of the model."""
+    own = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename, f.name)]
     return (f"{own[-1].filename}:{own[-1].lineno}", own[-1].line or "") if own else None
+
+
+def is_users(filename: str, function: str) -> bool:
+    """Whether a frame is the author's of a model: neither torch's, nor ours, nor the standard library's, nor one that
+    only handles a call of torch made elsewhere."""
+    return function not in _HANDLERS and not filename.startswith((*_OWN, "<")) and not _is_standard(filename)
 
 
 def defined_at(model: torch.nn.Module, path: str) -> str:

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.passes.base import LAYOUT_SENSITIVE
 
+from .trace_loops import LoopWatch
 from .trace_patches import every_module
 
 Leaf = TypeVar("Leaf")
@@ -110,6 +111,7 @@ class Recorder(TorchDispatchMode):
         self.grad_mode: bool | None = None  # The user's, where torch has switched it off meanwhile.
         self._modules = modules
         self._running: list[tuple[int, Region]] = []
+        self._loops = LoopWatch()
         for tensor in inputs:
             self._number(tensor)
 
@@ -130,6 +132,7 @@ class Recorder(TorchDispatchMode):
             refs = (replaced(arg, torch.Tensor, self._ref) for arg in (args, *kwargs.values()))
             first = next(refs)
             custom = fx_traceback.current_meta.get("custom", {})
+            self._loops.saw(id(self._region), func, _named(custom.get(PATH)))
             self.instructions.append(
                 Instruction(
                     func,
@@ -162,8 +165,14 @@ class Recorder(TorchDispatchMode):
     def _ref(self, tensor: torch.Tensor) -> Ref:
         return Ref(self.numbers[id(tensor)])
 
+    @property
+    def _region(self) -> Region:
+        """The call of a module that is running."""
+        return self._running[-1][1] if self._running else self.root
+
     def _enter(self, module: nn.Module, _args: Any) -> None:
         if id(module) in self._modules:
+            self._loops.called(id(self._region), id(module), f"what calls {type(module).__name__}")
             self._running.append((id(module), Region(len(self.instructions))))
 
     def _leave(self, module: nn.Module, _args: Any, _output: Any) -> None:
@@ -172,7 +181,7 @@ class Recorder(TorchDispatchMode):
             identity, region = self._running.pop()
             if identity == id(module):
                 region.end = len(self.instructions)
-                (self._running[-1][1] if self._running else self.root).children.append(region)
+                self._region.children.append(region)
                 break
 
     @contextmanager
@@ -196,6 +205,10 @@ class Recorder(TorchDispatchMode):
         return Program(
             tuple(self.instructions), tuple(self.root.children), self.tensors, inputs, self.constants, numbers
         )
+
+
+def _named(path: str | None) -> str:
+    return f"module {path!r}" if path else "the model"
 
 
 @contextmanager

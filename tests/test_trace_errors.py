@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -148,6 +149,51 @@ class Counts(Branch):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         return self.linear(x).sum() * self.calls
+
+
+class Recurrence(nn.Module):
+    """Goes through a sequence, by an operation or by a module for each step."""
+
+    def __init__(self, cell: bool) -> None:
+        super().__init__()
+        self.linear, self.cell = nn.Linear(4, 4), nn.Identity() if cell else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = y = self.linear(x)
+        for _ in range(300):
+            state = state * 0.5 if self.cell is None else self.cell(state)  # the step
+        return (state + y).sum()
+
+
+class Stacked(nn.Module):
+    """As many layers, and an operation between each and the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ModuleList(nn.Identity() for _ in range(300))
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        for scale in self.scales:
+            x = scale(x) * 0.5
+        return x.sum()
+
+
+@pytest.mark.parametrize("cell", [False, True])
+def test_a_loop_over_steps_is_warned_of_by_its_line(cell: bool) -> None:
+    name = "what calls Identity" if cell else "module '0'"
+    with pytest.warns(
+        UserWarning, match=rf"{name} runs .*{__file__}:\d+ more than 256 times in one call\n.*# the step"
+    ):
+        trace(nn.Sequential(Recurrence(cell)), (torch.ones(2, 4),), device="cpu")
+
+
+def test_a_loop_over_layers_is_none() -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trace(Stacked(), (torch.ones(2, 4),), device="cpu")
+    assert not said
 
 
 def test_a_number_that_counts_calls_is_warned_of() -> None:
