@@ -161,7 +161,11 @@ def evaluates(model: ParallelModule, reference: nn.Module, batch: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "wanted"), [("gpt2", Wanted((2, 2), "1f1b", 4)), ("gpt2", Wanted((1, 2), "gpipe", 4))]
+    ("name", "wanted"),
+    [
+        pytest.param("gpt2", Wanted((2, 2), "1f1b", 4), marks=pytest.mark.slow),
+        ("gpt2", Wanted((1, 2), "gpipe", 4)),
+    ],
 )
 def test_training_and_evaluation(name: str, wanted: Wanted) -> None:
     names = on_ranks(name, wanted, trains)

@@ -72,7 +72,7 @@ def test_no_layout_that_fits_is_quicker_by_our_prices() -> None:
 
 
 def test_where_nothing_fits_the_leanest_is_priced() -> None:
-    row = changed("model", layers=24, hidden=4096, heads=32, params=5e9)
+    row = change(SMALL, "model", layers=24, hidden=4096, heads=32, params=5e9)
     priced, chosen = price_row(question_of({**row, "measured": {"oom": True}}), MODELS)
     assert not priced.fits and priced.layout.microbatch == 1 and "microbatch" in chosen
 
