@@ -18,16 +18,13 @@ from .problem import Group, Ints, host_binds, host_of, memory_of
 from .solve import smallest_choices
 from .within_memory import widened
 
-# Seconds for finding the least memory of another program.
-MOST_SECONDS = 10.0
-
 
 def infeasible(instance: Instance, limit: float, known: int | None = None) -> InfeasibleError:
     """The error for an ``instance`` that has no solution within ``limit`` bytes per device; ``known``: bytes in which a
     step was found to fit."""
     groups = instance.problem.groups
     check_host(instance.prices.cluster, sum(_least_away(group) for group in groups), instance.problem.host_limit)
-    choices = smallest_choices(instance.problem, 30.0)
+    choices = smallest_choices(instance.problem)
     least = math.inf if choices is None else float(known or memory_of(instance.problem, choices))
     wanted = math.ceil(least) if math.isfinite(least) else least
     advice = (
@@ -61,7 +58,7 @@ def _more_host(instance: Instance, least: float) -> Iterator[str]:
     if not host_binds(instance.problem):
         return
     problem = replace(instance.problem, host_limit=math.inf)
-    found = smallest_choices(problem, MOST_SECONDS)
+    found = smallest_choices(problem)
     if found is not None and memory_of(problem, found) < least:
         asked = f"{size(host_of(problem, found))} of the host's memory instead of {size(instance.problem.host_limit)}"
         yield f"{asked}, {size(memory_of(problem, found))}"
@@ -95,7 +92,7 @@ def _advice(instance: Instance, choices: Ints, known: float) -> Iterator[str]:
     batch, least = least - parameters, min(least, known)
     for text, options in _wider(instance):
         wide = widened(instance, options)
-        found = smallest_choices(wide.problem, MOST_SECONDS)
+        found = smallest_choices(wide.problem)
         if found is not None and memory_of(wide.problem, found) < least:
             yield f"{text}, {size(memory_of(wide.problem, found))}"
     yield from _more_host(instance, least)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from .errors import InfeasibleError
 from .optimizers import ELEMENTWISE
@@ -14,8 +14,11 @@ from .plan_units import size
 from .planner import Question
 from .stage_meshes import StageMeshes
 
-# For how long, and by how much at a time, a limit that fits is lowered; by less where that fails.
-SECONDS, LOWER, FINEST = 10.0, 0.8, 0.97
+# By how much at a time a limit that fits is lowered; by less where that fails.
+LOWER, FINEST = 0.8, 0.98
+# How often a pipeline is sought for it, times the operations of the graph: counted, so that the same limit is named on
+# every machine; within two bounds.
+EFFORT, LEAST_TRIES, MOST_TRIES = 4000, 4, 12
 
 # More bytes than any pipeline holds.
 UNLIMITED = 2**60
@@ -32,31 +35,44 @@ def pipeline_infeasible(
     options = question.options
     what = f"{layout.stages} stages" if layout.stages > 1 else "one stage"
     said = f"no plan in {what} on mesh {question.mesh} fits into {size(limit)} per device"
-    least = smallest_limit(options, peak)
+    tries = max(LEAST_TRIES, min(EFFORT // len(question.graph.nodes), MOST_TRIES))
+    least = smallest_limit(options, peak, tries)
     if least is None:
         return None
     asked = f"memory_limit={least}, stages={layout.stages}, microbatches={microbatches}"
-    advice = "; ".join(_advice(question, layout, microbatches, least, peak))
+    advice = "; ".join(_advice(question, layout, microbatches, least, partial(smallest_limit, peak=peak, tries=tries)))
     return InfeasibleError(
         f"{said}. With {microbatches} microbatch{'es' * (microbatches > 1)} {least} bytes ({size(least)}) are enough: "
         f"Options({asked}). What would lower it: {advice}."
     )
 
 
-def smallest_limit(options: Options, peak: Peak) -> int | None:
-    """A limit in which a pipeline was found, about the smallest; None if there is none at all."""
-    end = time.monotonic() + SECONDS
-    found = peak(options, UNLIMITED)
-    while found is not None and peak(options, found) is None and time.monotonic() < end:
-        found = math.ceil(found / LOWER)
-    share = LOWER
-    while found is not None and time.monotonic() < end and share < FINEST:
-        lower = math.ceil(share * found)
-        found, share = (found, math.sqrt(share)) if peak(options, lower) is None else (lower, share)
-    return found
+def smallest_limit(options: Options, peak: Peak, tries: int) -> int | None:
+    """A limit in which a pipeline was found, about the smallest that so many ``tries`` come to; None if there is none
+    at all."""
+    limit, found, share = peak(options, UNLIMITED), None, LOWER
+    for _ in range(tries if limit is not None else 0):
+        assert limit is not None
+        if peak(options, limit) is not None:
+            found = limit
+        elif found is None:
+            limit = math.ceil(limit / LOWER)
+            continue
+        else:
+            share = math.sqrt(share)
+        if share >= FINEST:
+            break
+        limit = math.ceil(share * found)
+    return found or limit
 
 
-def _advice(question: Question, layout: StageMeshes, microbatches: int, least: int, peak: Peak) -> Iterator[str]:
+def _advice(
+    question: Question,
+    layout: StageMeshes,
+    microbatches: int,
+    least: int,
+    smallest: Callable[[Options], int | None],
+) -> Iterator[str]:
     """Changes that help, with the bytes per device they come to."""
     options, device = question.options, question.cluster.device
     wider = {
@@ -68,7 +84,7 @@ def _advice(question: Question, layout: StageMeshes, microbatches: int, least: i
         "offload=None or True": options.offload is False and device.has_host and options.optimizer in ELEMENTWISE,
     }
     for text, asked in wider.items():
-        found = smallest_limit(asked, peak) if useful[text] else None
+        found = smallest(asked) if useful[text] else None
         if found is not None and found < least:
             yield f"{text}, {size(found)}"
     if microbatches < question.batch:

@@ -34,7 +34,8 @@ from .restrict import Allowed, with_choices
 from .solve import solve
 from .spec import REPLICATE, Placement, Strategy, is_shard
 
-SECONDS = 20.0
+# Seconds of counted work, so that what a layout costs does not hang on how busy the machine is.
+SECONDS = 60.0
 GAP = 0.005
 CONTEXT, TENSOR = 0, 1
 
@@ -57,7 +58,8 @@ def place(graph: Graph, layout: Layout, cluster: Cluster) -> Placed:
     for prices in _prices(annotated, layout, cluster):
         instance = build_instance(folded, prices, optimizer="sgd", memory_limit=math.inf)
         rules = (_weights(instance), _inputs(layout), _whole(layout), _kept(instance, layout), _apart(instance, layout))
-        found = solve(with_choices(instance, _all_of(*rules), gathers=False).problem, time_limit=SECONDS, gap=GAP)
+        problem = with_choices(instance, _all_of(*rules), gathers=False).problem
+        found = solve(problem, time_limit=SECONDS, gap=GAP, counted=True)
         if found.status != "infeasible":
             return Placed(annotated, instance.assignment(found.choices), prices, found.gap)
     raise OptionsError(f"the model cannot be laid out as {layout}: no placements communicate what it would need")

@@ -32,9 +32,9 @@ from .solve import smallest_choices, solve
 from .within_memory import ROUNDS, Solve, fits, may_widen, solve_wide, solve_within, tightened, widened
 
 STRETCHES = 3
-# For how long, and by how much at a time, a limit that fits is lowered to find the smallest; by less where that fails.
-LOWERING_SECONDS, LOWER, FINEST = 10.0, 0.85, 0.97
 BASELINE_GAP = 0.05
+# Counted seconds for the plan of least memory.
+SMALLEST_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Answer:
 
 @dataclass
 class Timings:
-    """CPU seconds by phase, and the wall-clock seconds that solvers took of ``Options.time_limit``."""
+    """CPU seconds by phase, and those that solvers took of ``Options.time_limit``."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     solving: float = 0.0
@@ -140,7 +140,7 @@ def solve_mesh(question: Question, graph: Graph, timings: Timings) -> tuple[Answ
     best = _settled(question, annotated, instance, solution, timings)
     with timings.phase("report"):
         priced = {name: _priced(plain, other, question) for name, other in others.items()}
-    return _refined(question, annotated, best, timings), priced
+    return best, priced
 
 
 def solve_only(question: Question, graph: Graph, timings: Timings) -> Answer:
@@ -148,7 +148,7 @@ def solve_only(question: Question, graph: Graph, timings: Timings) -> Answer:
     annotated, plain = _posed(question, graph, timings)
     with timings.phase("solve"):
         instance, solution = _solved(question, plain, timings)
-    return _refined(question, annotated, _settled(question, annotated, instance, solution, timings), timings)
+    return _settled(question, annotated, instance, solution, timings)
 
 
 def _is_one(solution: Solution) -> bool:
@@ -169,7 +169,8 @@ SolveAgain = Callable[[Instance, Solution], tuple[Instance, Solution]]
 
 def _settled(question: Question, annotated: Graph, instance: Instance, solution: Solution, timings: Timings) -> Answer:
     """The answer that a solution means, solved again with less memory as long as its bill does not fit; with layers
-    that may differ if the host's memory is short as well. Raises :class:`InfeasibleError`."""
+    that may differ if the host's memory is short as well. If nothing so found fits, the plan of least memory may.
+    Raises :class:`InfeasibleError`."""
     limit, again = float(memory_limit_of(question)), _with_less(question, timings)
     with timings.phase("solve"):
         found = _fitting(instance, solution, limit, again)
@@ -179,14 +180,12 @@ def _settled(question: Question, annotated: Graph, instance: Instance, solution:
         with timings.phase("solve"):
             found = _fitting(wide, solve_wide(wide, _solver(question, timings), ()), limit, again)
     if found is not None:
-        return found
+        return _refined(question, annotated, found, timings)
     with timings.phase("solve"):
         least = _smallest(wide)
     if least is None:
         raise infeasible(wide, limit)
     peak = _peak(least)
-    if peak > limit:
-        least, peak = _lowered(least, peak)
     if peak <= limit:
         return least
     raise infeasible(wide, limit, peak)
@@ -234,33 +233,22 @@ def _fitting(instance: Instance, solution: Solution, limit: float, again: SolveA
     return None
 
 
-def _lowered(least: Answer, peak: int) -> tuple[Answer, int]:
-    """The answer whose step needs the fewest bytes of those found in a few seconds, and these bytes, from ``least`` and
-    its ``peak`` down. The program counts memory from above, so the choices that it deems smallest need not be."""
-    end = time.monotonic() + LOWERING_SECONDS
-
-    def again(less: Instance, _: Solution) -> tuple[Instance, Solution]:
-        seconds = max(0.1, (end - time.monotonic()) / 2)
-        return less, solve(less.problem, time_limit=seconds, gap=BASELINE_GAP, incumbents=[least.solution.choices])
-
-    share = LOWER
-    while time.monotonic() < end and share < FINEST:
-        limit = share * peak
-        tighter = replace(least.instance, problem=replace(least.instance.problem, memory_limit=limit))
-        found = _fitting(*again(tighter, least.solution), limit, again)
-        if found is None:
-            share = math.sqrt(share)
-        else:
-            least, peak = found, _peak(found)
-    return least, peak
-
-
 def _smallest(instance: Instance) -> Answer | None:
-    """The answer that takes the least memory, as the program counts it."""
-    choices = smallest_choices(instance.problem, 30.0)
+    """The answer whose step needs the fewest bytes, as far as is known; None if there is none at all.
+
+    Of all that take the least memory as the program counts it the cheapest is taken: what the program does not count,
+    such as the two ends of a needless reshard, is mostly there for nothing. The work for this is counted, so that a
+    limit that was named as enough is enough when it is asked for."""
+    problem = instance.problem
+    choices = smallest_choices(problem)
     if choices is None:
         return None
-    return _read(instance, Solution(choices, evaluate(instance.problem, choices), 0.0, "feasible", 0.0))
+    tight = replace(problem, memory_limit=memory_of(problem, choices), windows=())
+    cheapest = solve(tight, time_limit=SMALLEST_SECONDS, gap=BASELINE_GAP, incumbents=[choices], counted=True)
+    found = [
+        _read(instance, Solution(c, evaluate(problem, c), 0.0, "feasible", 0.0)) for c in (cheapest.choices, choices)
+    ]
+    return min(found, key=_peak)
 
 
 def _peak(found: Answer) -> int:

@@ -29,7 +29,6 @@ gap is still open, the linear relaxation of what is left through ``ortools.math_
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -38,10 +37,14 @@ import numpy as np
 from .problem import Floats, Ints, Problem, Solution, memory_of, without_needless_host
 from .reduce import Chain, DropForbidden, FewerChoices, is_impossible, keep_choices, reduce
 from .solve_ascent import NONE, Ascent, Search, ascend
+from .solve_budget import Budget
 from .solve_local import Neighbourhood, fits, polish, repair, smallest
 from .solve_program import Effort, build, run
 from .solve_relaxation import Relaxation, relax, round_up
 from .solve_windows import solve_windows
+
+# Seconds of computing and nodes for the least memory of a program. Most need one node, and a second.
+SMALLEST_SECONDS, SMALLEST_NODES = 60.0, 200
 
 
 def solve(
@@ -51,38 +54,40 @@ def solve(
     gap: float = 0.005,
     seed: int = 0,
     incumbents: Sequence[Ints] = (),
+    counted: bool = False,
 ) -> Solution:
     """The cheapest assignment within the memory of the device and of the host.
 
     ``gap``: stop when (objective - bound) / objective is at most this (or 1e-6, the tolerance of the
-    solvers). ``time_limit`` in seconds, kept approximately. ``incumbents``: known assignments, one choice per
-    group, that need not fit; the result is never worse than any that fits. The same input gives the same
-    result unless the time limit cuts the search off. The bound of an "infeasible" solution is infinite if
-    that is proven, finite if time ran out before anything that fits was found.
+    solvers). ``time_limit`` in seconds of computing (the processor's time of this process), kept approximately.
+    ``incumbents``: known assignments, one choice per group, that need not fit; the result is never worse than any that
+    fits. The same input gives the same result unless the time limit cuts the search off, and even then if it is
+    ``counted``: in work done, about seconds on one core (:mod:`autopar.solve_budget`). The bound of an "infeasible"
+    solution is infinite if that is proven, finite if time ran out before anything that fits was found.
 
     Raises ValueError for a transfer with a negative or undefined price.
     """
     _check(problem)
     problem = without_needless_host(problem)
+    budget = Budget(time_limit, counted)
     if not problem.windows:
-        return _solve_plain(problem, time_limit, gap, seed, incumbents)
+        return _solve_plain(problem, budget, gap, seed, incumbents)
 
-    def plain(priced: Problem, seconds: float, to: float, known: Sequence[Ints]) -> Solution:
-        return _solve_plain(priced, seconds, to, seed, known)
+    def plain(priced: Problem, part: Budget, to: float, known: Sequence[Ints]) -> Solution:
+        return _solve_plain(priced, part, to, seed, known)
 
-    return solve_windows(problem, plain, time_limit=time_limit, gap=gap, incumbents=incumbents)
+    return solve_windows(problem, plain, budget=budget, gap=gap, incumbents=incumbents)
 
 
-def _solve_plain(problem: Problem, time_limit: float, gap: float, seed: int, incumbents: Sequence[Ints]) -> Solution:
-    start = time.monotonic()
-    search = Search(problem, start + time_limit, gap, seed)
+def _solve_plain(problem: Problem, budget: Budget, gap: float, seed: int, incumbents: Sequence[Ints]) -> Solution:
+    search = Search(problem, budget, gap, seed)
     for choices in incumbents:
         search.offer(np.asarray(choices, dtype=np.int64))
     status = _explore(search)
     if status == "infeasible":
         bound = float("inf") if search.exhausted else search.bound
-        return Solution(NONE, float("inf"), bound, status, time.monotonic() - start)
-    return Solution(search.choices, search.objective, search.bound, status, time.monotonic() - start)
+        return Solution(NONE, float("inf"), bound, status, budget.seconds)
+    return Solution(search.choices, search.objective, search.bound, status, budget.seconds)
 
 
 def _check(problem: Problem) -> None:
@@ -120,7 +125,7 @@ def _explore(search: Search) -> str:
 
 def _finish(search: Search, reduced: Problem, chain: Chain) -> str:
     """The exact part: linear relaxation, fixing, branch and cut."""
-    relaxation = relax(reduced, search.left, search.seed)
+    relaxation = relax(reduced, search.budget.part(), search.seed)
     if not relaxation.feasible:
         search.prove(search.floor)
         search.exhausted = not search.found
@@ -154,7 +159,7 @@ def _search_kernel(search: Search, problem: Problem, chain: Chain, relaxation: R
         search.offer(links.expand(NONE))
         search.prove(min(links.offset, threshold))
     else:
-        _branch(search, kernel, links, threshold, search.left * (1.0 if share == 1.0 else 0.3))
+        _branch(search, kernel, links, threshold, search.budget.part(1.0 if share == 1.0 else 0.3))
 
 
 def _settle(search: Search, chain: Chain) -> None:
@@ -213,12 +218,12 @@ def _within(problem: Problem, chain: Chain, distance: float, slack: Sequence[Flo
     return reduced, Chain((chain, link, rest))
 
 
-def _branch(search: Search, problem: Problem, chain: Chain, floor: float, time_limit: float) -> None:
+def _branch(search: Search, problem: Problem, chain: Chain, floor: float, budget: Budget) -> None:
     """Branch and cut; whatever is not in ``problem`` costs at least ``floor``."""
     program = build(problem)
     value = search.objective - chain.offset
     gap = search.gap * abs(search.objective / value) if np.isfinite(value) and value else search.gap
-    answer = run(program, False, Effort(time_limit, gap=min(gap, 1.0), seed=search.seed))
+    answer = budget.branch(program, min(gap, 1.0), search.seed)
     if answer.status == "infeasible":
         search.exhausted = floor == np.inf and not search.found
         search.prove(floor)
@@ -231,13 +236,13 @@ def _branch(search: Search, problem: Problem, chain: Chain, floor: float, time_l
     search.prove(min(answer.bound + chain.offset, floor))
 
 
-def smallest_memory(problem: Problem, time_limit: float = 30.0) -> float:
+def smallest_memory(problem: Problem) -> float:
     """The least peak bytes of any assignment of finite cost that the host can hold; infinite if there is none."""
-    choices = smallest_choices(problem, time_limit)
+    choices = smallest_choices(problem)
     return float("inf") if choices is None else memory_of(problem, choices)
 
 
-def smallest_choices(problem: Problem, time_limit: float) -> Ints | None:
+def smallest_choices(problem: Problem, time_limit: float = SMALLEST_SECONDS) -> Ints | None:
     """The assignment of finite cost, within the host's memory, with the least peak bytes; None if there is none. Where
     the host's memory binds, to a thousandth."""
     bare, inverse = DropForbidden().apply(without_needless_host(replace(problem, memory_limit=float("inf"))))
@@ -248,7 +253,8 @@ def smallest_choices(problem: Problem, time_limit: float) -> Ints | None:
     choices = smallest(bare)
     if not fits(bare, choices):
         program = build(bare, objective="memory")
-        answer = run(program, False, Effort(time_limit, gap=0.0 if np.isinf(bare.host_limit) else 1e-3))
+        gap = 0.0 if np.isinf(bare.host_limit) else 1e-3
+        answer = run(program, False, Effort(time_limit, gap=gap, nodes=SMALLEST_NODES))
         if not len(answer.values):
             return None
         choices = round_up(bare, program, answer)

@@ -3,19 +3,21 @@ closes or the ascent stalls."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from .problem import Floats, Ints, Problem, evaluate, host_of, is_within, memory_of
 from .reduce import Chain
+from .solve_budget import Budget, sweep_seconds
 from .solve_local import Neighbourhood, fits, polish, repair, smallest
 from .solve_messages import Messages
 
 NONE = np.zeros(0, dtype=np.int64)
 TOLERANCE = 1e-6
 _BATCH = 20
+# Sweeps that polishing decoded choices, and repairing them, are like.
+_POLISHING, _REPAIRING = 5, 30
 
 
 @dataclass
@@ -23,7 +25,7 @@ class Search:
     """The state of one solve: best choices of the original problem so far and the best proven bound."""
 
     problem: Problem
-    deadline: float
+    budget: Budget
     gap: float
     seed: int
     choices: Ints = field(default_factory=lambda: NONE)
@@ -36,8 +38,8 @@ class Search:
 
     @property
     def left(self) -> float:
-        """Seconds to the deadline."""
-        return self.deadline - time.monotonic()
+        """Seconds of its budget, of computing or of work."""
+        return self.budget.left
 
     @property
     def found(self) -> bool:
@@ -88,6 +90,11 @@ class _Climber:
     def over(self) -> bool:
         return self.search.closed or self.search.left <= 0
 
+    def spend(self, sweeps: int) -> None:
+        """Counts work like so many sweeps."""
+        slots = self.messages.slots
+        self.search.budget.spend(sweeps * sweep_seconds(len(slots), sum(slot.share.size for slot in slots)))
+
     def record(self) -> None:
         bound = self.messages.bound
         self.search.prove(bound + self.chain.offset)
@@ -116,6 +123,7 @@ class _Climber:
         choices, last = self.messages.decode(), self.messages.bound
         for _ in range(0, sweeps, _BATCH):
             self.messages.sweep(_BATCH)
+            self.spend(_BATCH + _POLISHING)
             choices = self.messages.decode()
             self.offer(choices)
             self.record()
@@ -146,6 +154,7 @@ class _Climber:
                 return
             if not fits(self.problem, choices):
                 self.search.offer(_expanded(self.chain, repair(self.near, choices, rounds=4)))
+                self.spend(_REPAIRING)
             if self.messages.excess(choices) > 0:
                 low = price
             else:

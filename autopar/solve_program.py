@@ -6,6 +6,7 @@ than solving. Rows have no names while solving; :func:`row_names` makes them for
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +20,10 @@ from ortools.math_opt.python import mathopt
 from .problem import Floats, Ints, Problem, Transfer
 
 Mask = NDArray[np.bool_]
+
+# Of its seconds of computing a solver that was stopped by the clock had enough, and how many times longer at most one
+# may take that had not.
+ENOUGH, MOST_BUSY = 0.8, 30.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,12 +53,13 @@ class Program:
 class Answer:
     """What the solver said: ``values`` of all variables (empty: none found), a proven ``bound`` in seconds,
     and the ``duals`` of all rows in units of the program (linear program only). ``status``: "optimal",
-    "feasible", "infeasible" or "unknown"."""
+    "feasible", "infeasible" or "unknown". ``iterations`` of the simplex method were made."""
 
     status: str
     values: Floats
     bound: float
     duals: Floats
+    iterations: int = 0
 
 
 class _Builder:
@@ -288,8 +294,9 @@ def export(problem: Problem) -> model_pb2.ModelProto:
 
 @dataclass(frozen=True)
 class Effort:
-    """How hard and how long to try. ``algorithm`` is math_opt's name of a linear program algorithm ("" leaves
-    it to the solver)."""
+    """How hard and how long to try: ``time_limit`` in seconds of computing, whatever else the machine does, and at most
+    so many ``nodes`` of the search tree (None: any number). ``algorithm`` is math_opt's name of a linear program
+    algorithm ("" leaves it to the solver)."""
 
     time_limit: float
     gap: float = 0.0
@@ -297,6 +304,7 @@ class Effort:
     algorithm: str = ""
     solver: str = "HIGHS"
     crossover: bool = True
+    nodes: int | None = None
 
 
 def run(program: Program, relaxed: bool, effort: Effort, hint: Floats | None = None) -> Answer:
@@ -305,15 +313,32 @@ def run(program: Program, relaxed: bool, effort: Effort, hint: Floats | None = N
     HiGHS's presolve calls some integer programs infeasible that are not (``tests/test_solve.py`` has one): what it says
     so is only believed if it holds without presolve.
     """
-    answer = _run(program, relaxed, effort, hint, True)
+    answer = _run_for(program, relaxed, effort, hint, True)
     if answer.status == "infeasible" and not relaxed and effort.solver == "HIGHS":
-        return _run(program, relaxed, effort, hint, False)
+        return _run_for(program, relaxed, effort, hint, False)
     return answer
 
 
-def _run(program: Program, relaxed: bool, effort: Effort, hint: Floats | None, presolve: bool) -> Answer:
+def _run_for(program: Program, relaxed: bool, effort: Effort, hint: Floats | None, presolve: bool) -> Answer:
+    """Solves for so many seconds of computing. The solver's clock is that of the wall: where other work kept the
+    processor from it until that ran out, it begins once more with as much longer as that takes."""
+    seconds = max(effort.time_limit, 0.01)
+    wall, computing = time.monotonic(), time.process_time()
+    result = _run(program, relaxed, effort, hint, presolve, seconds)
+    wall, computing = time.monotonic() - wall, time.process_time() - computing
+    if result.termination.limit == result_pb2.LIMIT_TIME and computing < ENOUGH * seconds:
+        longer = min(wall / max(computing, 1e-3 * wall), MOST_BUSY)
+        result = _run(program, relaxed, effort, hint, presolve, longer * seconds)
+    return _read(program, result)
+
+
+def _run(
+    program: Program, relaxed: bool, effort: Effort, hint: Floats | None, presolve: bool, seconds: float
+) -> result_pb2.SolveResultProto:
+    """Solves for at most so many seconds by the clock on the wall."""
     parameters = mathopt.SolveParameters(
-        time_limit=timedelta(seconds=max(effort.time_limit, 0.01)),
+        time_limit=timedelta(seconds=seconds),
+        node_limit=None if relaxed else effort.nodes,
         random_seed=effort.seed,
         relative_gap_tolerance=None if relaxed else effort.gap,
         lp_algorithm=mathopt.LPAlgorithm[effort.algorithm] if effort.algorithm else None,
@@ -322,11 +347,10 @@ def _run(program: Program, relaxed: bool, effort: Effort, hint: Floats | None, p
     if not effort.crossover:
         parameters.highs.string_options["run_crossover"] = "off"
     kind = mathopt.SolverType[effort.solver]
-    result = math_opt_solver.solve(
+    return math_opt_solver.solve(
         to_proto(program, relaxed), kind.value, mathopt.StreamableSolverInitArguments().to_proto(),
         parameters.to_proto(), _hinted(hint), None, mathopt.CallbackRegistration().to_proto(), None, None,
     )  # fmt: skip
-    return _read(program, result)
 
 
 def _hinted(hint: Floats | None) -> model_parameters_pb2.ModelSolveParametersProto:
@@ -355,7 +379,7 @@ def _read(program: Program, result: result_pb2.SolveResultProto) -> Answer:
             values = _dense(solution.primal_solution.variable_values, len(program.cost))
         if solution.HasField("dual_solution") and not len(duals):
             duals = _dense(solution.dual_solution.dual_values, len(program.lower))
-    return Answer(status, values, float(bound), duals)
+    return Answer(status, values, float(bound), duals, int(result.solve_stats.simplex_iterations))
 
 
 def _dense(vector: object, size: int) -> Floats:

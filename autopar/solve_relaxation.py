@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from .problem import Floats, Ints, Problem
+from .solve_budget import Budget
 from .solve_messages import Messages
-from .solve_program import Answer, Effort, Program, build, host_unit, run
+from .solve_program import Answer, Program, build, host_unit
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,11 +24,10 @@ class Relaxation:
     feasible: bool = True
 
 
-def relax(problem: Problem, time_limit: float, seed: int = 0) -> Relaxation:
-    """Solves the linear relaxation by an interior point method: with a memory row that is several times
-    faster than simplex."""
+def relax(problem: Problem, budget: Budget, seed: int = 0) -> Relaxation:
+    """Solves the linear relaxation."""
     program = build(problem)
-    answer = run(program, True, Effort(time_limit, seed=seed, algorithm="BARRIER"))
+    answer = budget.relax(program, seed)
     nothing = tuple(np.zeros(len(group.cost)) for group in problem.groups)
     rounded = round_up(problem, program, answer)
     if answer.status == "infeasible":

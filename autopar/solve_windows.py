@@ -11,7 +11,6 @@ that stays (the best assignments of two prices differ) is reported like any othe
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,11 +18,12 @@ import numpy as np
 
 from .problem import Floats, Ints, Problem, Solution, evaluate, is_within, sides_of
 from .reduce import DropForbidden
-from .solve_program import Effort, build, run
+from .solve_budget import Budget
+from .solve_program import build
 from .solve_relaxation import round_up
 
-# Solves a problem without windows: (problem, seconds, gap, incumbents).
-Plain = Callable[[Problem, float, float, Sequence[Ints]], Solution]
+# Solves a problem without windows: (problem, budget, gap, incumbents).
+Plain = Callable[[Problem, Budget, float, Sequence[Ints]], Solution]
 ROUNDS = 5
 MOST_PAIRS = 20_000
 MOST_SECONDS = 5.0
@@ -70,15 +70,14 @@ class _Hunt:
     def closed(self, gap: float) -> bool:
         return self.objective - self.bound <= max(gap, 1e-6) * abs(self.objective)
 
-    def search(self, seconds: float, gap: float) -> None:
+    def search(self, budget: Budget, gap: float) -> None:
         """Branch and cut on the whole program, where it is small enough to get anywhere."""
         allowed, inverse = DropForbidden().apply(replace(self.problem, windows=()))
-        seconds = min(seconds, MOST_SECONDS)
-        if seconds <= 0 or sum(t.cost.size * len(t.consumers) for t in allowed.transfers) > MOST_PAIRS:
+        if budget.left <= 0 or sum(t.cost.size * len(t.consumers) for t in allowed.transfers) > MOST_PAIRS:
             return
         whole = replace(allowed, windows=self.problem.windows)
         program = build(whole)
-        answer = run(program, False, Effort(seconds, gap=gap))
+        answer = budget.branch(program, gap)
         found = round_up(whole, program, answer)
         if len(found):
             self.offer(inverse.expand(found))
@@ -101,27 +100,26 @@ def _between(price: float, low: float, high: float) -> float:
 
 
 def solve_windows(
-    problem: Problem, plain: Plain, *, time_limit: float, gap: float, incumbents: Sequence[Ints] = ()
+    problem: Problem, plain: Plain, *, budget: Budget, gap: float, incumbents: Sequence[Ints] = ()
 ) -> Solution:
     """Solves a problem with windows by ``plain``; as :func:`autopar.solve.solve` otherwise."""
-    start = time.monotonic()
     count = len(problem.windows)
     hunt = _Hunt(problem, low=[0.0] * count, high=[1.0] * count)
     for choices in incumbents:
         hunt.offer(np.asarray(choices, dtype=np.int64))
     prices = [LEAST_PRICE] * count
     for _ in range(ROUNDS):
-        left = time_limit - (time.monotonic() - start)
+        left = budget.left
         known = [choices for choices in (*incumbents, hunt.choices) if len(choices)]
-        found = plain(at_prices(problem, prices), max(0.1, left / 2), 0.8 * gap, known)
+        found = plain(at_prices(problem, prices), budget.part(0.5), 0.8 * gap, known)
         if found.status == "infeasible":
-            return replace(found, seconds=time.monotonic() - start)
+            return replace(found, seconds=budget.seconds)
         hunt.offer(found.choices)
         hunt.bound = max(hunt.bound, min(found.bound, hunt.objective))
         before, prices = prices, hunt.narrow(prices, found.choices)
         if hunt.closed(gap) or left <= 0 or prices == before:
             break
     if not hunt.closed(gap):
-        hunt.search(time_limit - (time.monotonic() - start), gap)
+        hunt.search(budget.part(most=MOST_SECONDS), gap)
     status = "optimal" if hunt.closed(gap) else "feasible"
-    return Solution(hunt.choices, hunt.objective, hunt.bound, status, time.monotonic() - start)
+    return Solution(hunt.choices, hunt.objective, hunt.bound, status, budget.seconds)

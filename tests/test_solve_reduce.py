@@ -21,6 +21,7 @@ from autopar.reduce import (
     reduce,
     reductions,
 )
+from autopar.solve_budget import Budget
 from autopar.solve_local import Neighbourhood, fits, polish, repair, smallest
 from autopar.solve_messages import Messages
 from autopar.solve_relaxation import relax
@@ -173,7 +174,7 @@ def test_the_relaxation_bounds_every_assignment(seed: int) -> None:
     problem, _ = reduce(random_problem(seed))
     if is_impossible(problem) or not problem.groups:
         return
-    relaxation = relax(problem, 10.0)
+    relaxation = relax(problem, Budget(10.0))
     if not relaxation.feasible:
         assert np.isinf(brute_force(problem))
         return
