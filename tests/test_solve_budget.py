@@ -1,0 +1,81 @@
+"""What searches may spend: seconds of computing, or counted work that no clock changes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from ortools.math_opt import result_pb2
+
+from autopar import solve_program
+from autopar.problem import Problem, memory_of
+from autopar.solve import solve
+from autopar.solve_budget import GUARD, Budget
+from autopar.solve_program import Effort, build, run
+from tests.test_solve import layered
+
+
+def hurry(monkeypatch: pytest.MonkeyPatch, times: float = 1000.0) -> None:
+    """Clocks as on a machine so many times slower, or busier."""
+    for name in ("process_time", "monotonic", "perf_counter"):
+        clock = getattr(time, name)
+        monkeypatch.setattr(time, name, lambda clock=clock: times * clock())
+
+
+def hard() -> Problem:
+    return layered(40, 8, share=0.1)
+
+
+def test_counted_work_ends_at_the_same_answer_whatever_the_clock_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = solve(hard(), time_limit=0.6, gap=0.0, counted=True)
+    hurry(monkeypatch)
+    second = solve(hard(), time_limit=0.6, gap=0.0, counted=True)
+    assert (first.choices == second.choices).all() and first.bound == second.bound
+    timed = solve(hard(), time_limit=0.6, gap=0.0)
+    assert timed.bound < second.bound
+
+
+def test_counted_work_is_about_seconds() -> None:
+    """Within an order of magnitude: what it is for is that a search ends."""
+    problem, budget = hard(), Budget(1.0, counted=True)
+    assert budget.left == 1.0
+    assert solve(problem, time_limit=1.0, gap=0.0, counted=True).seconds < GUARD
+
+
+def test_a_part_is_spent_of_the_whole() -> None:
+    whole = Budget(10.0, counted=True)
+    part = whole.part(0.5).part(most=2.0)
+    part.spend(1.5)
+    assert part.left == pytest.approx(0.5) and whole.left == pytest.approx(8.5)
+
+
+def test_a_program_is_not_begun_where_the_work_left_cannot_be_enough() -> None:
+    program = build(hard())
+    answer = Budget(1e-3, counted=True).branch(program, gap=0.0)
+    assert answer.status == "unknown" and len(answer.values) == 0 and answer.bound == -np.inf
+    assert Budget(1e-3, counted=True).relax(program, seed=0).status == "unknown"
+    assert Budget(60.0, counted=True).branch(program, gap=0.5).status == "optimal"
+
+
+def test_a_solver_kept_from_the_processor_is_given_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own clock is that of the wall."""
+    given, problem = list[float](), layered(6, 3)
+    least = replace(problem, memory_limit=memory_of(problem, solve(problem).choices))
+    solver = solve_program._run
+
+    def kept_waiting(*asked: Any) -> result_pb2.SolveResultProto:
+        given.append(asked[-1])
+        if len(given) > 1:
+            return solver(*asked)
+        time.sleep(0.2)
+        stopped = result_pb2.SolveResultProto()
+        stopped.termination.reason = result_pb2.TERMINATION_REASON_NO_SOLUTION_FOUND
+        stopped.termination.limit = result_pb2.LIMIT_TIME
+        return stopped
+
+    monkeypatch.setattr(solve_program, "_run", kept_waiting)
+    assert run(build(least), False, Effort(0.5)).status == "optimal"
+    assert given[0] == 0.5 and given[1] > 2 * given[0]
