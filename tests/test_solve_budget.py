@@ -26,7 +26,8 @@ def hurry(monkeypatch: pytest.MonkeyPatch, times: float = 1000.0) -> None:
 
 
 def hard() -> Problem:
-    return layered(40, 8, share=0.1)
+    problem: Problem = layered(40, 8, share=0.1)
+    return problem
 
 
 def test_counted_work_ends_at_the_same_answer_whatever_the_clock_says(monkeypatch: pytest.MonkeyPatch) -> None:
