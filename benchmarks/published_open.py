@@ -18,7 +18,7 @@ from autopar.cluster import Cluster
 from autopar.layout import Layout
 from autopar.layout_model import LayoutModel
 from autopar.layout_price import Priced
-from autopar.layout_search import Space, quickest_layouts, tried_layouts
+from autopar.layout_search import Space, candidates, node_size, quickest_layouts, tried_layouts
 
 from .published_shape import NotExpressible, number
 
@@ -178,12 +178,16 @@ def choose(
     model: LayoutModel, cluster: Cluster, devices: int, batch: int, like: Layout, space: Space
 ) -> tuple[Priced, tuple[str, ...]]:
     """The best layout of the space, and the fields in which the layouts tried differ. Raises
-    :class:`NotExpressible` if there are none."""
+    :class:`NotExpressible` if there are none, and :class:`autopar.errors.OptionsError` with what the first was refused
+    for if none divides the model."""
     tried = tried_layouts(model, cluster, devices, batch=batch, like=like, space=space)
     if not tried:
+        layers, node = len(model.depth.standing), node_size(cluster, devices)
+        first = next(candidates(devices, batch, layers, node, model.experts, like, space), None)
+        if first is not None:
+            model.price(first, cluster, batch)
         raise NotExpressible(
-            f"no layout that the row allows divides {len(model.depth.standing)} layers and a batch of {batch} among "
-            f"{devices} devices"
+            f"no layout that the row allows divides {layers} layers and a batch of {batch} among {devices} devices"
         )
     names = [one.name for one in fields(Layout) if len({getattr(quick.layout, one.name) for quick in tried}) > 1]
     found = quickest_layouts(model, cluster, tried, batch)

@@ -71,6 +71,16 @@ def test_no_layout_that_fits_is_quicker_by_our_prices() -> None:
         assert priced.predicted.step_seconds >= best.predicted.step_seconds * (1 - 1e-9) or not priced.fits
 
 
+def test_where_no_layout_divides_the_model_the_reason_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "odd.jsonl"
+    row = changed("parallel", t=2, p=1, method=None)
+    rows = [change(row, "model", experts={"n": 7, "top_k": 1}), change(row, "parallel", global_batch=7)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    experts, batch = (one["reason"] for one in report([path])["files"]["odd"]["skipped"])
+    assert "has 7 experts, which do not divide among 2 tensor ranks; tensor=1 and tensor=7 do" in experts
+    assert "divides 4 layers and a batch of 7 among 4 devices" in batch
+
+
 def test_where_nothing_fits_the_leanest_is_priced() -> None:
     row = change(SMALL, "model", layers=24, hidden=4096, heads=32, params=5e9)
     priced, chosen = price_row(question_of({**row, "measured": {"oom": True}}), MODELS)
