@@ -51,10 +51,21 @@ Choice = Strategy | ParameterPlacement
 OUTPUTS = "(outputs)"
 
 
+class Route(NamedTuple):
+    """What transfers of folded layers have in common: result ``result`` of class ``producer`` goes, in one phase or for
+    one purpose (``role``), to operands of ``consumers``."""
+
+    producer: str
+    result: int
+    role: str
+    consumers: tuple[tuple[str, int], ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Instance:
     """``choices[i]`` of group i of ``problem``, whose node is ``names[i]``; ``again``: what may be recomputed, if
-    anything; see the module docstring; ``offload``: whether optimizer state may rest in host memory."""
+    anything; see the module docstring; ``offload``: whether optimizer state may rest in host memory; ``routes``: of the
+    first transfers of ``problem`` what they are."""
 
     graph: Graph
     prices: Prices
@@ -65,6 +76,7 @@ class Instance:
     repeats: Repeats = ONCE
     again: Recomputable | None = None
     offload: bool = False
+    routes: tuple[Route, ...] = ()
 
     @cached_property
     def index(self) -> Mapping[str, int]:
@@ -121,21 +133,13 @@ def build_instance(
     repeats: Repeats = ONCE,
     again: Recomputable | None = None,
     offload: bool = False,
+    standing: Mapping[str, int] | None = None,
 ) -> Instance:
     """The instance of an annotated graph; without ``graph.classes`` every node is its own class. ``again`` (of the same
     graph): what may be recomputed. ``offload``: whether optimizer state may rest in host memory. Choices that recompute
-    or offload stand behind those that do not, so that choices of an instance without are those of one with."""
-    return _Builder(graph, prices, optimizer, repeats, again, offload).build(memory_limit, host_limit)
-
-
-class _Route(NamedTuple):
-    """What transfers of folded layers have in common: result ``result`` of class ``producer`` goes, in one phase or for
-    one purpose (``role``), to operands of ``consumers``."""
-
-    producer: str
-    result: int
-    role: str
-    consumers: tuple[tuple[str, int], ...]
+    or offload stand behind those that do not, so that choices of an instance without are those of one with.
+    ``standing``: nodes that stand for several, and for how many."""
+    return _Builder(graph, prices, optimizer, repeats, again, offload, standing or {}).build(memory_limit, host_limit)
 
 
 class _Builder:
@@ -149,14 +153,17 @@ class _Builder:
         repeats: Repeats,
         again: Recomputable | None,
         offload: bool,
+        standing: Mapping[str, int],
     ) -> None:
         self.graph, self.prices, self.optimizer, self.repeats = graph, prices, optimizer, repeats
-        self.again, self.offload = again, offload
+        self.again, self.offload, self.standing = again, offload, standing
         self.gradients = {o.value for o in graph.outputs if o.kind == "gradient"}
         self.trained = set(trained(graph))
         self.late = summed_late(graph)
         self.results = {o.value for o in graph.outputs if o.kind in ("output", "mutation")}
-        self.counts = Counter(graph.classes.get(node.name, node.name) for node in graph.nodes)
+        self.counts = Counter[str]()
+        for node in graph.nodes:
+            self.counts[self._class(node.name)] += self._often(node.name)
         self.names = (*self.counts, OUTPUTS)
         self.index = {name: i for i, name in enumerate(self.names)}
         self.choices = tuple(self._choices(name) for name in self.names)
@@ -167,22 +174,15 @@ class _Builder:
 
     def build(self, memory_limit: float, host_limit: float) -> Instance:
         groups = tuple(self._group(name, choices) for name, choices in zip(self.names, self.choices, strict=True))
-        routes = self._found_routes()
-        transfers = tuple(self._transfer(route, count) for route, count in routes.items())
+        counted = self._found_routes()
+        routes = tuple(counted)
+        transfers = tuple(self._transfer(route, count) for route, count in counted.items())
         transfers += tuple(self._rerun(name) for name in self.counts if self._may_run_again(name))
-        windows = self._windows(tuple(routes))
+        windows = self._windows(routes)
         problem = Problem(groups, transfers, memory_limit, windows=windows, host_limit=host_limit)
-        return Instance(
-            self.graph,
-            self.prices,
-            self.optimizer,
-            self.names,
-            self.choices,
-            problem,
-            self.repeats,
-            self.again,
-            self.offload,
-        )
+        chosen = (self.names, self.choices, problem)
+        again = (self.repeats, self.again, self.offload)
+        return Instance(self.graph, self.prices, self.optimizer, *chosen, *again, routes)
 
     def _choices(self, name: str) -> tuple[Choice, ...]:
         if name == OUTPUTS:
@@ -270,11 +270,11 @@ class _Builder:
             seconds += self.prices.table(node.type, bucketed=True).cost(place.optimizer, place.weight)
         return seconds, float(sum(parts)), float(self._away(node, place))
 
-    def _windows(self, routes: tuple[_Route, ...]) -> tuple[Window, ...]:
+    def _windows(self, routes: tuple[Route, ...]) -> tuple[Window, ...]:
         found = windows_of(self.graph, self.prices.cluster, self.repeats)
         return tuple(self._window(window, routes) for window in found)
 
-    def _window(self, window: Beside, routes: tuple[_Route, ...]) -> Window:
+    def _window(self, window: Beside, routes: tuple[Route, ...]) -> Window:
         """Groups and gathers cost what they do in all microbatches, reductions once."""
         part = window.times / self.repeats.microbatches
         computes = (i for i, name in enumerate(self.names) if self._computes(name, window.phase))
@@ -289,44 +289,49 @@ class _Builder:
         node = self.graph[name]
         return node.phase == phase and not node.is_placeholder and node.op != REST
 
-    def _gathers(self, route: _Route, phase: str) -> bool:
+    def _gathers(self, route: Route, phase: str) -> bool:
         return route.role == phase and self.graph[route.producer].op == "param"
 
-    def _found_routes(self) -> Counter[_Route]:
-        found: Counter[_Route] = Counter()
+    def _found_routes(self) -> Counter[Route]:
+        found: Counter[Route] = Counter()
         for node in self.graph.nodes:
             for index, kind in enumerate(node.types):
                 if kind is not None:
                     found.update(self._routes(Value(node.name, index)))
         for output in self.graph.outputs:
             if output.value is not None and output.kind in ("gradient", "input_gradient"):
-                found[self._gradient_route(output.kind, output.name, output.value)] += 1
+                found[self._gradient_route(output.kind, output.name, output.value)] += self._often(output.value.node)
         return found
 
     def _class(self, node: str) -> str:
         return self.graph.classes.get(node, node)
 
-    def _routes(self, value: Value) -> list[_Route]:
-        """One route for each phase the value is used in; to be a result of the model is a use, and what may run again
-        may use it in backward."""
+    def _often(self, node: str) -> int:
+        return self.standing.get(node, 1)
+
+    def _routes(self, value: Value) -> Mapping[Route, int]:
+        """How often there is a route, one for each phase the value is used in. To be a result of the model is a use;
+        what may run again may use it in backward."""
         by_phase: dict[str, dict[tuple[str, int], None]] = {}
+        often = Counter[str]()
         for user, operand in self.graph.users.get(value, ()):
+            often[user.phase] = max(often[user.phase], self._often(user.name))
             by_phase.setdefault(user.phase, {})[self._class(user.name), operand] = None
             if user.phase == "forward" and self._may_run_again(self._class(user.name)):
                 by_phase.setdefault("backward", {})[self._class(user.name), operand] = None
         if value in self.results:
             by_phase.setdefault(self.graph[value.node].phase, {})[OUTPUTS, 0] = None
         producer = self._class(value.node)
-        return [_Route(producer, value.index, phase, tuple(found)) for phase, found in by_phase.items()]
+        return {Route(producer, value.index, p, tuple(found)): max(1, often[p]) for p, found in by_phase.items()}
 
-    def _gradient_route(self, kind: str, name: str, value: Value) -> _Route:
+    def _gradient_route(self, kind: str, name: str, value: Value) -> Route:
         producer = self._class(value.node)
         if kind == "input_gradient":
-            return _Route(producer, value.index, "gradient", ((OUTPUTS, 0),))
+            return Route(producer, value.index, "gradient", ((OUTPUTS, 0),))
         parameter = self.graph.parameters[name].name
-        return _Route(producer, value.index, "gradient", ((self._class(parameter), -1),))
+        return Route(producer, value.index, "gradient", ((self._class(parameter), -1),))
 
-    def _transfer(self, route: _Route, count: int) -> Transfer:
+    def _transfer(self, route: Route, count: int) -> Transfer:
         producer, result, role, consumers = route
         kind = self.graph.type_of(Value(producer, result))
         table = self.prices.table(kind, bucketed=role == "gradient")
@@ -355,7 +360,7 @@ class _Builder:
         """How a value lies at its source; None if backward asks for it and it is not there."""
         node = self.graph[producer]
         gone = role == "backward" and node.phase == "forward" and not node.is_placeholder and node.op != REST
-        return None if gone and not isinstance(choice, Again) else _result_place(choice, result)
+        return None if gone and not isinstance(choice, Again) else result_place(choice, result)
 
     def _column(self, consumer: str, choice: Choice, operand: int, role: str) -> Placements | None:
         """How a consumer needs a value; None if it does not: in backward, because it ran in forward only, or in
@@ -363,14 +368,14 @@ class _Builder:
         forward = consumer != OUTPUTS and self.graph[consumer].phase == "forward"
         unneeded = role == "forward" and forward and isinstance(choice, Again) and consumer in self.only_backward
         repeated = role == "backward" and forward and not isinstance(choice, Again)
-        return None if unneeded or repeated else _operand_place(choice, operand)
+        return None if unneeded or repeated else operand_place(choice, operand)
 
 
-def _result_place(choice: Choice, result: int) -> Placements:
+def result_place(choice: Choice, result: int) -> Placements:
     return choice.weight if isinstance(choice, ParameterPlacement) else choice.outputs[result]
 
 
-def _operand_place(choice: Choice, operand: int) -> Placements:
+def operand_place(choice: Choice, operand: int) -> Placements:
     return choice.gradient if isinstance(choice, ParameterPlacement) else choice.inputs[operand]
 
 

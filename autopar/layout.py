@@ -14,6 +14,8 @@ Recompute = Literal["none", "selective", "elementwise", "operations", "full"]
 Overlap = Literal["gradient", "weight", "message", "input_gradient", "tensor", "expert"]
 _DEGREES = ("tensor", "pipeline", "data", "context", "expert", "microbatch", "interleave")
 _COUNTS = ("lead", "tail", "moments")
+# The axes of the mesh on which one data rank's microbatch is placed.
+CONTEXT, TENSOR = 0, 1
 # Bytes of an element of a master weight, of an optimizer's moment, and of a gradient in fp32.
 MASTER_BYTES = 4
 # What fields that name something may be.

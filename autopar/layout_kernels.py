@@ -13,10 +13,10 @@ from .graph import REST, VIEWS, Node, TensorType, Value
 from .kernels import Kernel, Kernels, origin
 from .layout import Layout
 from .layout_experts import FP8, FP8_MULTIPLE, OPERATIONS, routers
+from .layout_homes import AFTER, BEFORE
 from .layout_place import Placed
 from .prices import local_bytes, local_type
 
-BEFORE, AFTER = "(before)", "(after)"
 PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default"))
 # Rows that do not begin at multiples of so many bytes are loaded in pieces (NVIDIA, *Matrix multiplication background
 # user's guide*), and a product of 16 bits is so many times slower: a plain one by what padding GPT-2's vocabulary gains
@@ -27,14 +27,7 @@ MISALIGNED = {
     **dict.fromkeys(("aten.mm.default", "aten.addmm.default", "aten.linear.default"), 3.0),
     **dict.fromkeys(("aten.bmm.default", "aten.baddbmm.default"), 6.0),
 }
-# Share of a device's processors that collectives take while they travel (HybridEP: 32 of 148).
-TAKEN = 0.2
 _Types = tuple[tuple[TensorType, ...], tuple[TensorType | None, ...]]
-
-
-def at_once(computing: float, travelling: float) -> float:
-    """Seconds of both at once: what travels takes processors from what computes."""
-    return max(computing + TAKEN * min(computing, travelling), travelling)
 
 
 def graphed(module: str, layout: Layout) -> bool:

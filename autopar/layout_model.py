@@ -17,6 +17,7 @@ from .errors import OptionsError
 from .layout import Layout
 from .layout_checks import check_division
 from .layout_experts import expert_counts
+from .layout_homes import standing_for
 from .layout_place import Placed, place
 from .layout_precision import computed_in, dtype_of
 from .layout_price import Priced, price_sections
@@ -88,14 +89,14 @@ class LayoutModel:
     def _key(layout: Layout, cluster: Cluster) -> tuple[object, ...]:
         """What placements depend on."""
         said = (layout.tensor, layout.context, layout.microbatch, layout.sequence_parallel, layout.operands)
-        return *said, layout.apart, layout.whole, cluster
+        return *said, layout.apart, layout.whole, layout.hides_input_gradients, cluster
 
     def placed(self, layout: Layout, cluster: Cluster) -> Placed:
         key = self._key(layout, cluster)
         if key not in self._placed:
             graph = step_graph(self.prepared.graph, self.prepared.loss, layout.microbatch)
             check_division(graph, layout)
-            self._placed[key] = place(graph, layout, cluster)
+            self._placed[key] = place(graph, layout, cluster, standing_for(graph, self.depth))
         return self._placed[key]
 
 

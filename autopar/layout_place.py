@@ -11,7 +11,7 @@ and gathered again in backward, or kept whole, as the layout says.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -26,9 +26,11 @@ from .cluster import Cluster
 from .errors import OptionsError
 from .graph import REST, VIEWS, Graph, Node, TensorType, Value
 from .instance import Choice, Instance, build_instance
-from .layout import Layout
+from .layout import CONTEXT, TENSOR, Layout
 from .layout_experts import routers
+from .layout_exposed import as_billed, waited_for
 from .prices import Prices, exchanged_bytes, placement_options
+from .problem import Solution, evaluate
 from .reshard import Hop
 from .restrict import Allowed, with_choices
 from .solve import solve
@@ -37,40 +39,60 @@ from .spec import REPLICATE, Placement, Strategy, is_shard
 # Seconds of counted work, so that what a layout costs does not hang on how busy the machine is.
 SECONDS = 60.0
 GAP = 0.005
-CONTEXT, TENSOR = 0, 1
+# How often placements are found, at prices that those found before tell.
+ROUNDS = 2
 
 
 @dataclass(frozen=True, eq=False)
 class Placed:
     """A step graph at one microbatch, and how it lies on the mesh (context, tensor); ``gap`` is how far from the proven
-    bound its placement program was left."""
+    bound its placement program was left, ``believed`` what the whole model waits for collectives of a microbatch by
+    that program's prices."""
 
     graph: Graph
     assignment: Assignment
     prices: Prices
     gap: float = 0.0
+    believed: float = 0.0
 
 
-def place(graph: Graph, layout: Layout, cluster: Cluster) -> Placed:
-    """The placements of ``layout``. Raises :class:`OptionsError` if the model cannot be divided so."""
+def place(graph: Graph, layout: Layout, cluster: Cluster, standing: Mapping[str, int]) -> Placed:
+    """The placements of ``layout``; ``standing``: for how many nodes of the whole model each stands. Raises
+    :class:`OptionsError` if the model cannot be divided so."""
     annotated = annotate(graph, (layout.context, layout.tensor))
     folded = fold_layers(annotated, 1)
     for prices in _prices(annotated, layout, cluster):
-        instance = build_instance(folded, prices, optimizer="sgd", memory_limit=math.inf)
+        instance = build_instance(folded, prices, optimizer="sgd", memory_limit=math.inf, standing=standing)
         rules = (_weights(instance), _inputs(layout), _whole(layout), _kept(instance, layout), _apart(instance, layout))
-        problem = with_choices(instance, _all_of(*rules), gathers=False).problem
-        found = solve(problem, time_limit=SECONDS, gap=GAP, counted=True)
+        found, billed = _solved(with_choices(instance, _all_of(*rules)), layout)
         if found.status != "infeasible":
-            return Placed(annotated, instance.assignment(found.choices), prices, found.gap)
+            assignment, believed = instance.assignment(found.choices), waited_for(billed, found.choices)
+            return Placed(annotated, assignment, prices, found.gap, believed)
     raise OptionsError(f"the model cannot be laid out as {layout}: no placements communicate what it would need")
+
+
+def _solved(instance: Instance, layout: Layout) -> tuple[Solution, Instance]:
+    """The placements at the prices of the bill, and these prices. Found again where the answer costs more than the
+    program knew when it was asked."""
+    priced = as_billed(instance, layout)
+    for _ in range(ROUNDS):
+        found = solve(priced.problem, time_limit=SECONDS, gap=GAP, counted=True)
+        if found.status == "infeasible":
+            break
+        priced = as_billed(instance, layout, found.choices)
+        if evaluate(priced.problem, found.choices) <= (1 + GAP) * found.objective:
+            break
+    return found, priced
 
 
 def _prices(annotated: Graph, layout: Layout, cluster: Cluster) -> Iterator[Prices]:
     """Without sequence parallelism, at first those at which all-reduces are enough; where they are not (a normalisation
-    between two matrices that are divided, as in latent attention), values may be gathered."""
+    between two matrices that are divided, as in latent attention), values may be gathered. With it, at first those at
+    which values are gathered and sums scattered."""
     mesh = (layout.context, layout.tensor)
     options, exchanged = placement_options(annotated, mesh), exchanged_bytes(annotated)
     if layout.sequence_parallel:
+        yield NotExchanged(cluster, mesh, options, exchanged)
         yield Prices(cluster, mesh, options, exchanged)
         return
     gathered = frozenset(
@@ -110,6 +132,17 @@ class ReducedOnly(Prices):
         if kind in self.gathered and hop.kind in ("all_gather", "slice"):
             return super().hop(kind, hop, bucketed=bucketed)
         if TENSOR in hop.axes and hop.kind not in ("all_reduce", "partial"):
+            return math.inf
+        return super().hop(kind, hop, bucketed=bucketed)
+
+
+@dataclass(frozen=True, eq=False)
+class NotExchanged(Prices):
+    """Prices at which tensor ranks know no all-to-all: what lies between two products is divided along the sequence
+    or by what the products divide, and no system goes from one to the other but through the whole."""
+
+    def hop(self, kind: TensorType, hop: Hop, *, bucketed: bool = False) -> float:
+        if TENSOR in hop.axes and hop.kind == "all_to_all":
             return math.inf
         return super().hop(kind, hop, bucketed=bucketed)
 

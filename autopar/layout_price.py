@@ -13,8 +13,8 @@ from .cluster import Cluster
 from .layout import MASTER_BYTES, Layout
 from .layout_cuts import computed_again, cut_into_chunks
 from .layout_exchange import exchange_seconds
+from .layout_exposed import at_once, waited
 from .layout_hardware import check_hardware, check_host
-from .layout_kernels import at_once
 from .layout_memory import Held, gradient_bytes, held_by
 from .layout_precision import DTYPES
 from .layout_sections import Seconds, Section, Sections, Weight
@@ -258,7 +258,7 @@ class _Step:
             return 0.0
         divided = self.layout.zero and self.layout.reduction == "scatter"
         seconds = self.over_data("reduce_scatter" if divided else "all_reduce", self.reduced(chunk))
-        return at_once(window, seconds) - window if "gradient" in self.layout.overlap else seconds
+        return waited(window, seconds) if "gradient" in self.layout.overlap else seconds
 
     def update(self, rank: int) -> float:
         """Seconds of the optimizer, of gathering what it updated, and of bringing states that rest on the host."""

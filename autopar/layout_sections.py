@@ -23,12 +23,14 @@ from .axis_names import weight_values
 from .cluster import Cluster
 from .depth import Depth
 from .graph import REST, VIEWS, Graph, Node, TensorType, Value
-from .kernels import Kernel, Kernels, find_kernels, is_heavy, origin
+from .kernels import Kernels, find_kernels, is_heavy, origin
 from .layout import Layout
 from .layout_exchange import Block
 from .layout_experts import BACKWARD, OPERATIONS, bill_block, check_degree, expert_weights, find_blocks
-from .layout_kernels import AFTER, BEFORE, KernelPrices, at_once, graphed, local_size
-from .layout_place import TENSOR, Placed
+from .layout_exposed import beside, waited
+from .layout_homes import AFTER, BEFORE, homes_of
+from .layout_kernels import KernelPrices, graphed, local_size
+from .layout_place import Placed
 from .layout_remade import remakeable
 from .prices import local_bytes, local_type
 from .spec import Placements
@@ -146,27 +148,9 @@ def _with_experts(section: Section, layout: Layout, cluster: Cluster) -> Section
 def bill_sections(placed: Placed, depth: Depth, layout: Layout) -> Sections:
     """The sections of a placed graph of one microbatch, blocks of experts set apart."""
     paths, standing = depth.paths, depth.standing
-    biller = _Biller(placed, _home(placed.graph, paths), layout)
+    biller = _Biller(placed, homes_of(placed.graph, paths), layout)
     layers = tuple(biller.section(path) for path in paths)
     return Sections(biller.section(BEFORE), layers, biller.section(AFTER), standing)
-
-
-def _home(graph: Graph, paths: list[str]) -> Mapping[str, str]:
-    """The section of each node: by its module; of those in no layer, by whether layers came before them."""
-    homes: dict[str, str] = {}
-    begun = {"forward": False, "backward": False}
-    for node in graph.nodes:
-        where = node.target if node.op == "param" else node.module
-        found = next((path for path in paths if where == path or where.startswith(f"{path}.")), None)
-        if found is not None and not node.is_placeholder:
-            begun[node.phase] = True
-        late = begun["forward"] if node.phase == "forward" else not begun["backward"]
-        homes[node.name] = found or (AFTER if late else BEFORE)
-    for node in graph.placeholders("param"):
-        users = graph.users.get(Value(node.name), ())
-        if homes[node.name] in (BEFORE, AFTER) and users:
-            homes[node.name] = homes[users[0][0].name]
-    return homes
 
 
 class _Biller:
@@ -280,27 +264,15 @@ class _Biller:
         seconds = self.prices.table(use.kind).cost(use.source, use.target)
         if use.phase == "forward" or not self.layout.hides_input_gradients:
             return seconds
-        computing = self._beside(use)
-        return at_once(computing, seconds) - computing
+        products = beside(self.graph, use.value, use.source, use.target, self._takers(use))
+        return waited(sum(self.priced.seconds(self.kernels.of[product.name]) for product in products), seconds)
 
-    def _beside(self, use: Use) -> float:
-        """Seconds of a product that computes while a reshard of backward travels (Korthikanti et al. 2022, section
-        4.2.2): of a weight's gradient while that of the input is summed over tensor ranks, a product of as many FLOPs
-        as made it; of the input's while what forward kept in shards is gathered again."""
-        if use.source[TENSOR] == use.target[TENSOR]:
-            return 0.0
-        if isinstance(use.source[TENSOR], Partial):
-            return sum(map(self.priced.seconds, self._products(use.value)))
-        consumer, made = self.graph[use.consumer], self.graph[origin(self.graph, use.value).node]
-        kept = made.phase == "forward" and not made.is_placeholder
-        return self.priced.seconds(self.kernels.of[consumer.name]) if kept and is_heavy(consumer) else 0.0
-
-    def _products(self, value: Value) -> list[Kernel]:
-        """Products whose sum a value is."""
-        node = self.graph[value.node]
-        if node.op in VIEWS or node.op.startswith("aten.add."):
-            return [product for operand in node.operands for product in self._products(operand)]
-        return [self.kernels.of[node.name]] if family_of(node.op).matrix is not None else []
+    def _takers(self, use: Use) -> Iterator[Node]:
+        """The operations that take a value so, in the same phase."""
+        for user, operand in self.graph.users.get(use.value, ()):
+            same = user.phase == use.phase and self.homes[user.name] == self.homes[use.consumer]
+            if same and self.assignment.strategies[user.name].inputs[operand] == use.target:
+                yield user
 
     def entry(self, name: str) -> int:
         """Bytes of what comes in from the sections before, in forward."""

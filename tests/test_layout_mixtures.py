@@ -14,7 +14,7 @@ from autopar.cost import collective_seconds
 from autopar.layout import Layout
 from autopar.layout_exchange import Block, exchange_seconds, sent_rows
 from autopar.layout_experts import ARRANGING, bill_block
-from autopar.layout_kernels import TAKEN
+from autopar.layout_exposed import TAKEN
 from autopar.layout_model import LayoutModel
 from benchmarks.published_models import build
 from benchmarks.published_shape import Experts, Shape

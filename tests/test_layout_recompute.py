@@ -12,7 +12,7 @@ import torch
 from autopar.cluster import Cluster
 from autopar.cost import collective_seconds
 from autopar.layout import Layout
-from autopar.layout_kernels import TAKEN
+from autopar.layout_exposed import TAKEN
 from autopar.layout_model import LayoutModel
 from autopar.layout_price import Priced
 from benchmarks.published_models import build
