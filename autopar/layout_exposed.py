@@ -89,6 +89,17 @@ def as_billed(instance: Instance, layout: Layout, chosen: Ints | None = None) ->
     return replace(instance, problem=replace(instance.problem, transfers=tuple(transfers), windows=()))
 
 
+def scattering(instance: Instance) -> Instance:
+    """The instance in which sums of products are scattered and never made whole: with sequence parallelism all that
+    lies between products is in shards, though an all-reduce that hides may be waited for less than the gather after a
+    scatter."""
+    transfers = list(instance.problem.transfers)
+    for index, route in enumerate(instance.routes):
+        if route.role != "gradient" and any(_products(instance.graph, Value(route.producer, route.result))):
+            transfers[index] = replace(transfers[index], cost=_reweighed(instance, route, transfers[index], _scattered))
+    return replace(instance, problem=replace(instance.problem, transfers=tuple(transfers)))
+
+
 def waited_for(instance: Instance, choices: Ints) -> float:
     """Seconds of the collectives of a microbatch by the prices of ``instance``, without those of weights' gradients."""
     routed = zip(instance.routes, instance.problem.transfers, strict=False)
@@ -127,6 +138,10 @@ def _at_home(source: Placements, target: Placements, seconds: float) -> float:
     """Weights are cut where they are whole, and nothing else."""
     here = all(start in (end, REPLICATE) for start, end in zip(source, target, strict=True))
     return seconds if here else float("inf")
+
+
+def _scattered(source: Placements, target: Placements, seconds: float) -> float:
+    return float("inf") if isinstance(source[TENSOR], Partial) and target[TENSOR] == REPLICATE else seconds
 
 
 def _summed_once(source: Placements, target: Placements, seconds: float) -> float:

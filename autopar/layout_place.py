@@ -28,7 +28,7 @@ from .graph import REST, VIEWS, Graph, Node, TensorType, Value
 from .instance import Choice, Instance, build_instance
 from .layout import CONTEXT, TENSOR, Layout
 from .layout_experts import routers
-from .layout_exposed import as_billed, waited_for
+from .layout_exposed import as_billed, scattering, waited_for
 from .prices import Prices, exchanged_bytes, placement_options
 from .problem import Solution, evaluate
 from .reshard import Hop
@@ -64,7 +64,8 @@ def place(graph: Graph, layout: Layout, cluster: Cluster, standing: Mapping[str,
     for prices in _prices(annotated, layout, cluster):
         instance = build_instance(folded, prices, optimizer="sgd", memory_limit=math.inf, standing=standing)
         rules = (_weights(instance), _inputs(layout), _whole(layout), _kept(instance, layout), _apart(instance, layout))
-        found, billed = _solved(with_choices(instance, _all_of(*rules)), layout)
+        instance = with_choices(instance, _all_of(*rules))
+        found, billed = _solved(scattering(instance) if isinstance(prices, Scattering) else instance, layout)
         if found.status != "infeasible":
             assignment, believed = instance.assignment(found.choices), waited_for(billed, found.choices)
             return Placed(annotated, assignment, prices, found.gap, believed)
@@ -92,7 +93,7 @@ def _prices(annotated: Graph, layout: Layout, cluster: Cluster) -> Iterator[Pric
     mesh = (layout.context, layout.tensor)
     options, exchanged = placement_options(annotated, mesh), exchanged_bytes(annotated)
     if layout.sequence_parallel:
-        yield NotExchanged(cluster, mesh, options, exchanged)
+        yield Scattering(cluster, mesh, options, exchanged)
         yield Prices(cluster, mesh, options, exchanged)
         return
     gathered = frozenset(
@@ -137,7 +138,7 @@ class ReducedOnly(Prices):
 
 
 @dataclass(frozen=True, eq=False)
-class NotExchanged(Prices):
+class Scattering(Prices):
     """Prices at which tensor ranks know no all-to-all: what lies between two products is divided along the sequence
     or by what the products divide, and no system goes from one to the other but through the whole."""
 
