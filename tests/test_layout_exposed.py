@@ -13,16 +13,19 @@ from torch.distributed.tensor import Partial
 from autopar.assignment import uses
 from autopar.axis_names import weight_values
 from autopar.cluster import Cluster
+from autopar.graph import Value
+from autopar.kernels import origin
 from autopar.layout import CONTEXT, TENSOR, Layout
 from autopar.layout_exposed import TAKEN, waited
 from autopar.layout_model import LayoutModel
 from autopar.layout_place import Placed
 from autopar.layout_sections import Sections, bill_sections, with_experts
-from autopar.spec import REPLICATE
+from autopar.spec import REPLICATE, is_shard
 from benchmarks.published_models import build
 from benchmarks.published_shape import Experts, Shape
 
 H100 = Cluster.get("dgx-h100")
+A100 = Cluster.get("dgx-a100-80gb")
 GPT = Shape(12, 4096, 32, 32, 128, 16384, gated=False, vocab=8192, seq=2048, flash=True)
 GROUPED = dataclasses.replace(GPT, kv_heads=8, gated=True, ffn=14336)
 MIXTURE = dataclasses.replace(GROUPED, experts=Experts(8, 2, 4096))
@@ -105,6 +108,40 @@ def test_nothing_travels_of_weights(name: str, parallel: bool) -> None:
         elif use.value.node in weights:
             assert all(start in (end, REPLICATE) for start, end in zip(use.source, use.target, strict=True))
     assert divided >= 2 * 4 and CONTEXT != TENSOR
+
+
+def test_input_gradients_travel_under_the_products_of_weight_gradients() -> None:
+    """What is left of the tensor ranks' collectives are those of forward and the gathers of backward: the products of
+    these dims take longer than the others, which only take processors from them."""
+
+    def left(*overlap: str, **named: object) -> tuple[float, float]:
+        layout = Layout(tensor=4, overlap=overlap, **named)  # type: ignore[arg-type]
+        layer = model("gpt").sections(layout, A100).layers[1]
+        return layer.forward.communicate, layer.backward.communicate
+
+    forward, backward = left()
+    assert backward == pytest.approx(forward)
+    assert left("input_gradient") == (forward, pytest.approx(TAKEN * backward))
+    assert left("input_gradient", "tensor") == (forward, backward)
+    forward, backward = left("input_gradient", sequence_parallel=True)
+    # Scatters of inputs' gradients and gathers of what was kept are hidden, the two gathers of gradients are not.
+    placed = model("gpt").placed(Layout(tensor=4, overlap=("input_gradient",), sequence_parallel=True), A100)
+    seconds = {
+        use.value.node: placed.prices.table(use.kind).cost(use.source, use.target)
+        for use in uses(placed.graph, placed.assignment)
+        if use.phase == "backward" and placed.graph[use.consumer].module.startswith("layers.1")
+        if use.role == "operand" and use.source != use.target
+    }
+    gathered = [seconds[name] for name in seconds if is_gathered_gradient(placed, name)]
+    assert forward == pytest.approx(left(sequence_parallel=True)[0])
+    assert len(gathered) == 2 and len(seconds) >= 6
+    assert backward == pytest.approx(sum(gathered) + TAKEN * (sum(seconds.values()) - sum(gathered)), rel=0.05)
+
+
+def is_gathered_gradient(placed: Placed, name: str) -> bool:
+    """Whether a value of backward lies in shards and is nothing that forward kept."""
+    made = placed.graph[origin(placed.graph, Value(name)).node]
+    return made.phase == "backward" and is_shard(placed.assignment.placements_of(Value(name))[1])
 
 
 def test_a_collective_is_waited_for_where_it_outlasts_what_computes_beside_it() -> None:

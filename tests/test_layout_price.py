@@ -13,14 +13,10 @@ from autopar.assignment import uses
 from autopar.cluster import Cluster
 from autopar.cost import collective_seconds, total_flops
 from autopar.errors import OptionsError
-from autopar.graph import Value
-from autopar.kernels import origin
 from autopar.layout import Layout
 from autopar.layout_exposed import TAKEN
 from autopar.layout_memory import FRAGMENTED
 from autopar.layout_model import LayoutModel
-from autopar.layout_place import Placed
-from autopar.spec import is_shard
 from autopar.step_graphs import step_graph
 from benchmarks.published_models import Decoder, build
 from benchmarks.published_shape import Shape
@@ -99,40 +95,6 @@ def test_products_apart_reduce_each_the_gradient_of_its_input() -> None:
     kinds = moved(tensor=4, apart=("*.query", "*.key", "*.value"))
     assert kinds == [("backward", "all_reduce")] * 4 + [("forward", "all_reduce")] * 2
     assert moved(tensor=4, apart=("*.output",)) == moved(tensor=4)
-
-
-def test_input_gradients_travel_under_the_products_of_weight_gradients() -> None:
-    """What is left of the tensor ranks' collectives are those of forward and the gathers of backward: the products of
-    these dims take longer than the others, which only take processors from them."""
-
-    def waited(*overlap: str, **named: object) -> tuple[float, float]:
-        layout = Layout(tensor=4, overlap=overlap, **named)  # type: ignore[arg-type]
-        layer = wide().sections(layout, A100).layers[1]
-        return layer.forward.communicate, layer.backward.communicate
-
-    forward, backward = waited()
-    assert backward == pytest.approx(forward)
-    assert waited("input_gradient") == (forward, pytest.approx(TAKEN * backward))
-    assert waited("input_gradient", "tensor") == (forward, backward)
-    forward, backward = waited("input_gradient", sequence_parallel=True)
-    # Scatters of inputs' gradients and gathers of what was kept are hidden, the two gathers of gradients are not.
-    placed = wide().placed(Layout(tensor=4, overlap=("input_gradient",), sequence_parallel=True), A100)
-    seconds = {
-        use.value.node: placed.prices.table(use.kind).cost(use.source, use.target)
-        for use in uses(placed.graph, placed.assignment)
-        if use.phase == "backward" and placed.graph[use.consumer].module.startswith("layers.1")
-        if use.role == "operand" and use.source != use.target
-    }
-    gathered = [seconds[name] for name in seconds if is_gathered_gradient(placed, name)]
-    assert forward == pytest.approx(waited(sequence_parallel=True)[0])
-    assert len(gathered) == 2 and len(seconds) >= 6
-    assert backward == pytest.approx(sum(gathered) + TAKEN * (sum(seconds.values()) - sum(gathered)), rel=0.05)
-
-
-def is_gathered_gradient(placed: Placed, name: str) -> bool:
-    """Whether a value of backward lies in shards and is nothing that forward kept."""
-    made = placed.graph[origin(placed.graph, Value(name)).node]
-    return made.phase == "backward" and is_shard(placed.assignment.placements_of(Value(name))[1])
 
 
 def test_sequence_parallelism_divides_all_that_is_kept() -> None:
