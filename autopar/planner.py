@@ -196,6 +196,7 @@ def _stretched(question: Question, annotated: Graph, folded: Instance, timings: 
     with timings.phase("price"):
         apart = pinned_apart(annotated, question.options.pins)
         instance = _instance(question, fold_layers(annotated, STRETCHES, apart), folded.prices)
+        instance = replace(instance, unlimited=folded.unlimited)
         return _widest(question, instance) if folded.is_wide else instance
 
 
@@ -333,14 +334,18 @@ def _best(instance: Instance, solution: Solution, others: list[Solution]) -> Sol
     return replace(cheapest, bound=solution.bound, status="feasible", seconds=solution.seconds)
 
 
-def _memory_binds(instance: Instance, solution: Solution) -> bool:
+def _memory_binds(question: Question, best: Answer) -> bool:
+    """Whether the memory limit costs more than the gap. Without one equal layers choose alike, so layers that may
+    differ can only win back what the limit costs."""
+    instance, solution = best.instance, best.solution
     folded = len(instance.names) < len(instance.graph.nodes)
-    return folded and memory_of(instance.problem, solution.choices) > 0.8 * instance.problem.memory_limit
+    dearer = solution.objective - instance.unlimited > question.options.gap * solution.objective
+    return folded and dearer and memory_of(instance.problem, solution.choices) > 0.8 * instance.problem.memory_limit
 
 
 def _refined(question: Question, annotated: Graph, best: Answer, timings: Timings) -> Answer:
     """Where memory is short equal layers may differ: solves again with layers tied only within stretches of depth."""
-    if not _memory_binds(best.instance, best.solution):
+    if not _memory_binds(question, best):
         return best
     instance = _stretched(question, annotated, best.instance, timings)
     with timings.phase("solve"):

@@ -29,11 +29,11 @@ from .graph import VIEWS, Graph
 from .infeasible_pipeline import pipeline_infeasible
 from .options import SOLVED, Options
 from .plan import Plan, Predicted
-from .planner import Answer, Question, Timings, axes_are_fixed, memory_limit_of, mesh_candidates, solve_mesh, solve_only
+from .planner import Answer, Question, Timings, axes_are_fixed, memory_limit_of, mesh_candidates, solve_mesh
 from .prices import Prices
-from .repeats import Repeats
 from .stage_meshes import StageMeshes, layouts, microbatch_counts
 from .stage_plan import gradient_values, new_nodes, new_strategies, staged_holdings, staged_lines, staged_predicted
+from .stage_programs import StagePrograms
 from .stage_search import Ask, StagedAnswer
 from .stage_segments import stage_pins
 from .stage_solved import Measure, with_solved_schedule
@@ -194,7 +194,9 @@ def _with_stages(
         while left:
             count = left.pop(0)
             try:
-                made = _staged(question, pinned, layout, count, whole, timings)
+                made = _staged(
+                    question, pinned, layout, count, whole, timings, min([best, *(f.seconds for f in found)])
+                )
             except InfeasibleError as error:
                 complaint = partial(_too_full, error, question, pinned, layout, count, whole, timings)
                 continue
@@ -317,17 +319,18 @@ def single_device_seconds(question: Question, graph: Graph) -> tuple[float, floa
 
 
 def _staged(
-    question: Question, pinned: Mapping[str, str], layout: StageMeshes, count: int, whole: Graph, timings: Timings
+    question: Question,
+    pinned: Mapping[str, str],
+    layout: StageMeshes,
+    count: int,
+    whole: Graph,
+    timings: Timings,
+    best: float = math.inf,
 ) -> Found:
+    """The quickest pipeline of one layout; ``best``: seconds of the best plan known."""
     names = tuple(question.axis_names[axis] for axis in layout.axes) if question.axis_names else ()
     inside = replace(question, mesh=layout.mesh, axis_names=names)
-
-    def solve(graph: Graph, repeats: Repeats, limit: float, host: float) -> Answer:
-        # The placement program is of the whole model, which all stages hold together.
-        asked = replace(inside, repeats=repeats, memory_limit=limit, host_limit=host)
-        solved = (solve_only(replace(asked, mesh=mesh), graph, timings) for mesh in mesh_candidates(inside))
-        return min(solved, key=lambda one: one.account.seconds)
-
+    solve = StagePrograms(inside, best, timings).solve
     limit = float(memory_limit_of(question))
     host, inputs = usable_host_bytes(question.cluster), split_inputs(question.graph)
     optimizer, schedule = question.options.optimizer, question.options.schedule

@@ -73,8 +73,9 @@ class Slot:
         by_row, by_column = self.least(theta)
         by_row -= self.u
         by_column -= self.v
-        u = 0.5 * ((self.share + by_column).min(axis=1) - by_row)
-        v = 0.5 * ((self.share + by_row[:, None]).min(axis=0) - by_column)
+        # ``np.minimum.reduce`` is ``min`` without a detour through Python, which takes as long on prices of this size.
+        u = 0.5 * (np.minimum.reduce(self.share + by_column, axis=1) - by_row)
+        v = 0.5 * (np.minimum.reduce(self.share + by_row[:, None], axis=0) - by_column)
         theta[self.producer] += (u - self.u)[self.source]
         theta[self.consumer] += (v - self.v)[self.target]
         self.u, self.v = u, v

@@ -54,10 +54,11 @@ def solve_within(
         return plain, solve(plain, [c for c in incumbents if _within(plain, c)])
     if options.recompute in (None, "none") and not options.offload:
         free = solve(without_limit(plain), incumbents)
+        plain = replace(plain, unlimited=free.bound)
         if fits(plain, free):
             return plain, free
         incumbents = [free.choices, *incumbents] if free.status != "infeasible" else incumbents
-    wide = widen()
+    wide = replace(widen(), unlimited=plain.unlimited)
     return wide, solve_wide(wide, solve, incumbents)
 
 
@@ -100,6 +101,7 @@ def widened(plain: Instance, options: Options) -> Instance:
     )
     if options.offload:
         wide = with_choices(wide, lambda _, choice: not isinstance(choice, ParameterPlacement) or choice.offload)
+    wide = replace(wide, unlimited=plain.unlimited)
     if possible is None or options.recompute is None:
         return wide
     dropped = possible.full if options.recompute == "full" else possible.selective

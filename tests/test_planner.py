@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -174,6 +175,28 @@ def test_memory_limit_is_kept_and_costs_time() -> None:
         sharded = sum("S" in short(place.optimizer) for place in tight.parameters.values())
     assert steps[-1] > steps[0] and all(b >= a * 0.98 for a, b in pairwise(steps))
     assert sharded > sum("S" in short(place.optimizer) for place in free.parameters.values())
+
+
+class SoughtError(Exception):
+    """Raised instead of tying layers only within stretches of depth."""
+
+
+def test_layers_that_differ_are_sought_only_where_the_limit_costs_more_than_the_gap(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    question = ask(Stack(layers=3, width=32, hidden=128), text(8, 8), (4,))
+    graph = step_graph(question.graph, question.loss, question.batch)
+    monkeypatch.setattr(planner, "_stretched", Mock(side_effect=SoughtError))
+    free, _ = solve_mesh(question, graph, Timings())
+    needed = memory_of(free.instance.problem, free.solution.choices)
+    for share in (1.01, 0.5):
+        limited = replace(question, options=replace(question.options, memory_limit=int(share * needed)))
+        if share > 1:
+            near, _ = solve_mesh(limited, graph, Timings())
+            assert near.solution.objective == free.solution.objective
+        else:
+            with pytest.raises(SoughtError):
+                solve_mesh(limited, graph, Timings())
 
 
 def smallest_limit(question: Question) -> int:

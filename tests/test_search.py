@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 import autopar
-from autopar import Options, OptionsError, Plan, search
+from autopar import Options, OptionsError, Plan, search, stage_programs
 from autopar.cluster import Cluster
 from autopar.cost.pipeline_prices import SharedProcessors
 from autopar.errors import InfeasibleError
+from autopar.planner import Timings
+from autopar.repeats import Repeats
 from autopar.schedule_check import check
 from autopar.schedules import SCHEDULES
 from autopar.search import Found
@@ -297,6 +299,24 @@ def test_on_shared_cores_stages_that_nobody_asked_for_must_win_clearly() -> None
     assert search._doubt(replace(shared, cluster=question.cluster), pipeline) == 1
     assert "Options(stages=2)" in next(search._passed_over([whole, pipeline], whole))
     assert not list(search._passed_over([whole, pipeline], pipeline))
+
+
+@pytest.mark.parametrize("best", [1.0, 3.0])
+def test_stages_that_cannot_win_are_not_sought_with_less_memory(monkeypatch: pytest.MonkeyPatch, best: float) -> None:
+    """Two stages that take at least 4 s together, beside a plan of ``best`` seconds."""
+    answer = Mock(**{"instance.unlimited": 4.0, "account.seconds": 5.0})
+    solve_only = Mock(return_value=answer)
+    monkeypatch.setattr(stage_programs, "solve_only", solve_only)
+    question = ask(*make("plain"), (2,))
+    programs = stage_programs.StagePrograms(question, best, Timings())
+    repeats = Repeats(2, 1, accumulates=True, stages=2)
+    assert programs.solve(question.graph, repeats, 100.0, 10.0) is answer
+    if best < 2.0:
+        with pytest.raises(InfeasibleError, match="2 stages take at least 2 s: not sought with less memory"):
+            programs.solve(question.graph, repeats, 90.0, 10.0)
+    else:
+        assert programs.solve(question.graph, repeats, 90.0, 10.0) is answer
+        assert [call.args[0].memory_limit for call in solve_only.call_args_list] == [100.0, 90.0]
 
 
 def test_stages_need_a_loss() -> None:
