@@ -53,7 +53,7 @@ def _counted(graph: Graph, layout: Layout) -> Iterator[tuple[Node, int]]:
 
 def _check_sequence(graph: Graph, node: Node, layout: Layout) -> None:
     size = int(node.type.shape[1])
-    product = _summed_over(graph, Value(node.name), Shard(1), size, set()) if size > 1 else None
+    product = _summed_over(graph, Value(node.name), size) if size > 1 else None
     if product is not None:
         raise OptionsError(
             f"{layout}: context ranks share a sequence, dim 1 of every input, and that of {node.target!r} {node.type} "
@@ -67,25 +67,30 @@ def _check_sequence(graph: Graph, node: Node, layout: Layout) -> None:
         )
 
 
-def _summed_over(
-    graph: Graph, value: Value, place: Placement, size: int, seen: set[tuple[Value, Placement]]
-) -> Node | None:
-    """The first product, convolution included, that sums over the dim of ``value`` which ``place`` shards, or what
-    becomes of that dim until then: of which devices with a piece each make parts of a sum and nothing else."""
-    seen.add((value, place))
-    for user, index in graph.users.get(value, ()):
-        if user.phase != "forward":
-            continue
-        made = {place} if user.op == REST else set()
-        if user.op in RULES:
-            strategies = [s for s in RULES[user.op](op_call(graph, user, size)) if s.inputs[index] == place]
-            made = {s.outputs[0] for s in strategies}
-        if made and family_of(user.op).matrix is not None:
-            if all(isinstance(one, Partial) for one in made) and not family_of(user.op).is_attention:
-                return user
-            continue
-        for one in filter(is_shard, made):
-            result = Value(user.name)
-            if (result, one) not in seen and (found := _summed_over(graph, result, one, size, seen)) is not None:
-                return found
+def _summed_over(graph: Graph, value: Value, size: int) -> Node | None:
+    """A product, convolution included, that sums over dim 1 of ``value``, or over what becomes of that dim until then:
+    of which devices with a piece each make parts of a sum and nothing else."""
+    waiting: list[tuple[Value, Placement]] = [(value, Shard(1))]
+    seen = set(waiting)
+    while waiting:
+        here, place = waiting.pop()
+        for user, index in graph.users.get(here, ()):
+            made = _results(graph, user, index, place, size) if user.phase == "forward" else []
+            if made and family_of(user.op).matrix is not None:
+                if all(isinstance(one, Partial) for one in made) and not family_of(user.op).is_attention:
+                    return user
+                continue
+            further = [(Value(user.name), one) for one in made if is_shard(one)]
+            waiting += [one for one in further if one not in seen]
+            seen.update(further)
     return None
+
+
+def _results(graph: Graph, node: Node, index: int, place: Placement, size: int) -> list[Placement]:
+    """How the first result of a node may lie on ``size`` devices if operand ``index`` lies as ``place``."""
+    if node.op == REST:
+        return [place]
+    if node.op not in RULES:
+        return []
+    strategies = RULES[node.op](op_call(graph, node, size))
+    return list(dict.fromkeys(s.outputs[0] for s in strategies if s.inputs[index] == place))
