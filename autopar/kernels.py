@@ -6,13 +6,14 @@ operations share a kernel only if no way from one to the other leads through ano
 operation has a *depth*, the most kernels on a way to it, and a kernel is a connected set of equal depth.
 
 A value that forward would keep for elementwise use in backward is *remade* there instead, in the kernel that uses it,
-where what it is made from takes no more memory on a device: of a normalisation the input is kept, of a gated activation
-the two products. (Compilers find the same by a minimum cut; fused kernels of training libraries are written so.)
+where what it is made from takes no more memory on a device, and comes into its kernel or is written by it anyway: of a
+normalisation the input is kept, the sum where a residual is added before it, of a gated activation the two products.
+(Compilers find the same by a minimum cut; fused kernels of training libraries are written so.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -177,14 +178,18 @@ def _with_remade(
         if kernel.phase != "forward" or not fusable(kernel.nodes[0]):
             continue
         candidates = [v for v in kernel.writes if v in wanted and all(map(fusable, _users_in_backward(v, users)))]
-        sources = {v: _sources(graph, v, kernel) for v in candidates}
-        needed = dict.fromkeys(s for found in sources.values() for s in found if not graph[s.node].is_placeholder)
-        price = sum(size(s) for s in needed if s not in wanted)
-        if candidates and price <= sum(map(size, candidates)):
-            remade.update(sources)
+        # From what comes into the kernel, or from what of it is written for forward anyway: of a residual added before
+        # a normalisation the sum.
+        written = {v for v in kernel.writes if v not in candidates}
+        ways = [{v: _sources(graph, v, kernel, stops) for v in candidates} for stops in (set[Value](), written)]
+        needed = [_needed(graph, sources) for sources in ways]
+        prices = [sum(size(s) for s in found if s not in wanted) for found in needed]
+        best = prices.index(min(prices))
+        if candidates and prices[best] <= sum(map(size, candidates)):
+            remade.update(ways[best])
             for value in candidates:
                 del wanted[value]
-            wanted.update(needed)
+            wanted.update(needed[best])
     order = {node.name: i for i, node in enumerate(graph.nodes)}
     saved = tuple(sorted(wanted, key=lambda v: (order[v.node], v.index)))
     return Kernels(graph, tuple(_remaking(kernel, remade, users) for kernel in kernels), saved, remade)
@@ -201,14 +206,19 @@ def _users_in_backward(value: Value, users: Mapping[Value, list[Node]]) -> list[
     return [user for user in users.get(value, ()) if user.phase == "backward"]
 
 
-def _sources(graph: Graph, value: Value, kernel: Kernel) -> tuple[Value, ...]:
-    """What the kernel needs from outside to make ``value``."""
+def _needed(graph: Graph, sources: Mapping[Value, tuple[Value, ...]]) -> dict[Value, None]:
+    """What must be kept for those sources: parameters and inputs are there."""
+    return dict.fromkeys(s for found in sources.values() for s in found if not graph[s.node].is_placeholder)
+
+
+def _sources(graph: Graph, value: Value, kernel: Kernel, stops: Set[Value]) -> tuple[Value, ...]:
+    """What the kernel needs from outside, or of the values ``stops`` that it makes, to make ``value``."""
     inside = {node.name for node in kernel.nodes}
     needed, found = {value.node}, dict[Value, None]()
     for node in reversed(kernel.nodes):
         if node.name in needed:
             for operand in _real_operands(graph, node):
-                if operand.node in inside:
+                if operand.node in inside and operand not in stops:
                     needed.add(operand.node)
                 else:
                     found[operand] = None

@@ -150,3 +150,12 @@ def test_a_collective_is_waited_for_where_it_outlasts_what_computes_beside_it() 
     assert waited(2.0, 10.0) == pytest.approx(8.0)
     # What travels takes processors from what computes, until that outlasts it.
     assert waited(9.0, 10.0) == pytest.approx(TAKEN * 9.0)
+
+
+def test_a_gated_layer_keeps_what_its_products_and_norms_take() -> None:
+    """Of a layer in shards of the sequence, in bf16: what both norms take and make, query, key, value, the attention's
+    result and its sums in fp32, gate, up and their product. No copy in fp32 of what a norm takes: it is made again of
+    the residual (as Transformer Engine's norms keep their input)."""
+    layer = model("grouped").sections(Layout(tensor=8, sequence_parallel=True), H100).layers[1]
+    width = 4 * GROUPED.hidden + 2 * GROUPED.heads * 128 + 2 * GROUPED.kv_heads * 128 + 3 * GROUPED.ffn
+    assert layer.saved == pytest.approx(GROUPED.seq * (2 * width + 4 * GROUPED.heads) / 8, rel=0.01)
