@@ -24,6 +24,8 @@ Mask = NDArray[np.bool_]
 # Of its seconds of computing a solver that was stopped by the clock had enough, and how many times longer at most one
 # may take that had not.
 ENOUGH, MOST_BUSY = 0.8, 30.0
+# Integer programs with fewer nonzeros are solved without presolve, in milliseconds.
+LEAST_PRESOLVED = 500
 
 
 @dataclass(frozen=True, eq=False)
@@ -311,10 +313,12 @@ def run(program: Program, relaxed: bool, effort: Effort, hint: Floats | None = N
     """Solves the program, or with ``relaxed`` its linear relaxation.
 
     HiGHS's presolve calls some integer programs infeasible that are not (``tests/test_solve.py`` has one): what it says
-    so is only believed if it holds without presolve.
+    so is only believed if it holds without presolve. Of some with a dozen variables it never ends, whatever the time
+    limit: those that small do without.
     """
-    answer = _run_for(program, relaxed, effort, hint, True)
-    if answer.status == "infeasible" and not relaxed and effort.solver == "HIGHS":
+    presolve = relaxed or len(program.value) >= LEAST_PRESOLVED
+    answer = _run_for(program, relaxed, effort, hint, presolve)
+    if answer.status == "infeasible" and presolve and not relaxed and effort.solver == "HIGHS":
         return _run_for(program, relaxed, effort, hint, False)
     return answer
 
