@@ -12,6 +12,7 @@ from autopar.cost import family_of
 from autopar.passes.compose import op_call
 from autopar.passes.rules import RULES
 
+from .axis_names import weight_values
 from .errors import OptionsError
 from .graph import REST, Graph, Node, Value
 from .layout import Layout, degrees
@@ -68,8 +69,10 @@ def _check_sequence(graph: Graph, node: Node, layout: Layout) -> None:
 
 
 def _summed_over(graph: Graph, value: Value, size: int) -> Node | None:
-    """A product, convolution included, that sums over dim 1 of ``value``, or over what becomes of that dim until then:
-    of which devices with a piece each make parts of a sum and nothing else."""
+    """A product with weights, convolution included, that sums over dim 1 of ``value``, or over what becomes of that dim
+    until then: of which devices with a piece each make parts of a sum and nothing else. Products of activations sum
+    over sequences too (a masked mean), weights over features."""
+    weights = weight_values(graph)
     waiting: list[tuple[Value, Placement]] = [(value, Shard(1))]
     seen = set(waiting)
     while waiting:
@@ -77,7 +80,7 @@ def _summed_over(graph: Graph, value: Value, size: int) -> Node | None:
         for user, index in graph.users.get(here, ()):
             made = _results(graph, user, index, place, size) if user.phase == "forward" else []
             if made and family_of(user.op).matrix is not None:
-                if all(isinstance(one, Partial) for one in made) and not family_of(user.op).is_attention:
+                if all(isinstance(one, Partial) for one in made) and weights & {v.node for v in user.operands}:
                     return user
                 continue
             further = [(Value(user.name), one) for one in made if is_shard(one)]

@@ -9,7 +9,8 @@ import torch
 
 from autopar.cost import compute_seconds, family_of, node_seconds
 
-from .graph import REST, VIEWS, Node, TensorType, Value
+from .axis_names import weight_values
+from .graph import REST, VIEWS, Graph, Node, TensorType, Value
 from .kernels import Kernel, Kernels, origin
 from .layout import Layout
 from .layout_experts import FP8, FP8_MULTIPLE, OPERATIONS, routers
@@ -35,13 +36,35 @@ def graphed(module: str, layout: Layout) -> bool:
     return any(fnmatchcase(module, pattern) for pattern in layout.graphed)
 
 
-def _is_aligned(node: Node, local: _Types) -> bool:
-    """Whether the rows of a product begin at multiples of :data:`ALIGNMENT` bytes."""
-    family = family_of(node.op)
-    if family.matrix is None or not local[0]:
+def _contiguous(graph: Graph, value: Value) -> int | None:
+    """The dim along which a value lies in memory: the last of more than one element, of a view that of what it is a
+    view of. None of a single element."""
+    node, shape = graph[value.node], graph.type_of(value).shape
+    last = max((dim for dim, size in enumerate(shape) if size != 1), default=None)
+    if node.op not in VIEWS and node.op != REST:
+        return last
+    source = node.operands[0]
+    before, dim = graph.type_of(source).shape, _contiguous(graph, source)
+    if dim is None or node.op == REST:
+        return dim
+    if node.op == "aten.permute.default":
+        return [int(d) % len(shape) for d in node.args[1]].index(dim)
+    if node.op == "aten.expand.default":
+        return dim + len(shape) - len(before)
+    # A reshape that does not leave this dim and those after it as they are moves it to the end, or copies.
+    return next((d for d in range(len(shape)) if shape[d:] == before[dim:]), last)
+
+
+def _is_aligned(graph: Graph, node: Node, local: _Types) -> bool:
+    """Whether the rows of all that a product takes and makes, as they lie in memory, begin at multiples of
+    :data:`ALIGNMENT` bytes."""
+    if family_of(node.op).matrix is None:
         return True
-    _, n, k = family.matrix(*local)
-    return not any(dim * local[0][0].dtype.itemsize % ALIGNMENT for dim in (n, k))
+    for value, kind in zip((*node.operands, Value(node.name)), (*local[0], local[1][0]), strict=True):
+        dim = _contiguous(graph, value)
+        if kind is not None and dim is not None and kind.shape[dim] * kind.dtype.itemsize % ALIGNMENT:
+            return False
+    return True
 
 
 def local_size(placed: Placed, value: Value) -> int:
@@ -59,6 +82,7 @@ class KernelPrices:
         self.graph, self.prices, self.assignment = placed.graph, placed.prices, placed.assignment
         chosen_by = routers(self.graph)
         self.routing = {node.module for node in self.graph.nodes if any(v.node in chosen_by for v in node.operands)}
+        self.weights = weight_values(self.graph)
         self.fp8 = frozenset(node.name for node in self.graph.nodes if self._is_fp8(node))
         # Which product each value is first cast for.
         self.cast: dict[Value, str] = {}
@@ -119,7 +143,7 @@ class KernelPrices:
         """How many times slower a product is for its rows: on matrix units, which CPUs and TPUs feed otherwise, and
         which products of 32 bits and more do not use."""
         has_units = bool(self.prices.cluster.device.processors)
-        if not has_units or any(kind.dtype.itemsize > 2 for kind in local[0]) or _is_aligned(node, local):
+        if not has_units or any(kind.dtype.itemsize > 2 for kind in local[0]) or _is_aligned(self.graph, node, local):
             return 1.0
         return MISALIGNED.get(node.op, 1.0)
 
@@ -128,14 +152,19 @@ class KernelPrices:
 
     def _is_fp8(self, node: Node) -> bool:
         """Whether the layout has it computed in fp8: products with weights, or for their gradients, in layers. What is
-        in none, the head above all, and routers stay as they are, and so does what libraries do not multiply in fp8,
-        dims that are no multiples of 16 (``torch._scaled_mm``, Transformer Engine)."""
+        in none, the head above all, and routers stay as they are, and so does what libraries do not multiply in fp8:
+        dims of weights that are no multiples of 16, and for their gradients tokens that are none, which these sum over
+        (``torch._scaled_mm``; of other products tokens are the rows of its first operand, which may be any)."""
         if self.layout.precision != "fp8" or self.homes[node.name] in (BEFORE, AFTER):
             return False
         if node.op not in PRODUCTS or node.module in self.routing:
             return False
         matrix = family_of(node.op).matrix
-        return matrix is not None and not any(dim % FP8_MULTIPLE for dim in matrix(*self._held(node)))
+        if matrix is None:
+            return False
+        m, n, k = matrix(*self._held(node))
+        dims = (n, k) if node.operands[-1].node in self.weights else (m, n, k)
+        return not any(dim % FP8_MULTIPLE for dim in dims)
 
     def casts(self, node: Node) -> float:
         """Bytes read and written to have in fp8 what a product takes, in rows and in columns: of every value once, and

@@ -59,10 +59,12 @@ def _line() -> tuple[str, int]:
 
 def _warn(name: str, file: str, line: int) -> None:
     code = linecache.getline(file, line).strip()
-    warnings.warn(
+    warnings.warn_explicit(
         f"{name} runs {file}:{line} more than {MOST} times in one call\n    {code}\n"
         "A Python loop, perhaps over the steps of a sequence, becomes as many operations of the graph, which take "
         "minutes to trace and longer to plan. Compute all steps at once (cumsum, cumprod, scans of chunks), make the "
         "loop one operation (torch.library.custom_op), or plan with a shorter sequence.",
-        stacklevel=4,
+        UserWarning,
+        file,
+        line,
     )

@@ -58,6 +58,17 @@ class Steps(nn.Module):
         return self.last(torch.relu(self.first(x))).square().mean()
 
 
+class Masked(nn.Module):
+    """Words through one layer, and the mean of those that a mask names, by a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Embedding(100, 64), nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.last((mask.unsqueeze(1) @ self.first(x)).squeeze(1)).square().mean()
+
+
 @pytest.mark.parametrize(
     ("layout", "said"),
     [
@@ -110,3 +121,10 @@ def test_features_are_no_sequence_but_steps_are() -> None:
         assert model.price(Layout(context=2), H100).predicted.step_seconds > 0
     with pytest.raises(OptionsError, match=r"sequence of 96 \(dim 1\), .* context=4 and context=6 do"):
         steps.price(Layout(context=5), H100)
+
+
+def test_a_masked_mean_sums_over_a_sequence() -> None:
+    mask = torch.empty(8, 96, dtype=torch.bfloat16, device="meta")
+    with torch.device("meta"):
+        model = LayoutModel.of(Masked().bfloat16(), (torch.empty(8, 96, dtype=torch.long), mask))
+    assert model.price(Layout(context=2), H100).predicted.step_seconds > 0

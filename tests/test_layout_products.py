@@ -44,7 +44,7 @@ class Deep(nn.Module):
 
 
 class Scores(nn.Module):
-    """A batch of products of activations."""
+    """A batch of products of activations, whose rows are as long as there are tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,14 +52,14 @@ class Scores(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x * self.weight
-        return (y.transpose(1, 2) @ y).float().mean()
+        return (y @ y.transpose(1, 2)).float().mean()
 
 
 @cache
-def layer(width: int, precision: str = "bf16", tensor: int = 1, cluster: str = "dgx-h100") -> Section:
+def layer(width: int, precision: str = "bf16", tensor: int = 1, cluster: str = "dgx-h100", rows: int = ROWS) -> Section:
     with torch.device("meta"):
         dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-        model = LayoutModel.of(Deep(width).to(dtype), (torch.empty(1, ROWS, 2048, dtype=dtype),))
+        model = LayoutModel.of(Deep(width).to(dtype), (torch.empty(1, rows, 2048, dtype=dtype),))
     return model.sections(Layout(tensor=tensor, precision=precision), Cluster.get(cluster)).layers[1]  # type: ignore[arg-type]
 
 
@@ -70,6 +70,29 @@ def test_what_cannot_be_multiplied_in_fp8_is_in_bf16() -> None:
     assert layer(8200, "fp8").backward == layer(8200).backward
     assert layer(16400, "fp8", 2).forward == layer(16400, "bf16", 2).forward
     assert layer(16416, "fp8", 2).forward.compute < 0.8 * layer(16416, "bf16", 2).forward.compute
+
+
+def test_any_number_of_tokens_is_multiplied_in_fp8_but_not_summed_over() -> None:
+    """Tokens are rows of what a product takes first, but for weights' gradients, of which bf16 does one of each two
+    products of backward."""
+    even, odd, plain = layer(8192, "fp8"), layer(8192, "fp8", rows=ROWS + 8), layer(8192, rows=ROWS + 8)
+    assert odd.forward.compute == pytest.approx(even.forward.compute, rel=0.01)
+    assert odd.forward.compute < 0.8 * plain.forward.compute
+    assert 1.1 * even.backward.compute < odd.backward.compute < 0.9 * plain.backward.compute
+
+
+def test_any_number_of_tokens_is_aligned_where_rows_are() -> None:
+    """Weights' gradients sum over tokens, which lie side by side in none of their operands."""
+    even, odd = layer(8192), layer(8192, rows=ROWS - 1)
+    assert odd.forward.compute == pytest.approx(even.forward.compute, rel=0.02)
+    assert odd.backward.compute == pytest.approx(even.backward.compute, rel=0.02)
+
+
+def test_weights_gradients_are_slower_where_rows_are_misaligned() -> None:
+    """All three products of a weight read or write rows as long as it is wide, though the gradient's sums are as long
+    as there are tokens."""
+    slower = layer(8193).backward.compute / layer(8192).backward.compute
+    assert slower == pytest.approx(MISALIGNED["aten.mm.default"], rel=0.1)
 
 
 def test_experts_that_cannot_be_multiplied_in_fp8_are_in_bf16() -> None:

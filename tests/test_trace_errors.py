@@ -185,8 +185,9 @@ def test_a_loop_over_steps_is_warned_of_by_its_line(cell: bool) -> None:
     name = "what calls Identity" if cell else "module '0'"
     with pytest.warns(
         UserWarning, match=rf"{name} runs .*{__file__}:\d+ more than 256 times in one call\n.*# the step"
-    ):
+    ) as said:
         trace(nn.Sequential(Recurrence(cell)), (torch.ones(2, 4),), device="cpu")
+    assert [one.filename for one in said] == [__file__]
 
 
 def test_a_loop_over_layers_is_none() -> None:
