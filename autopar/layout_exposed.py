@@ -29,7 +29,7 @@ from .instance import OUTPUTS, Choice, Instance, Route, operand_place, result_pl
 from .kernels import is_heavy, origin
 from .layout import TENSOR, Layout
 from .layout_experts import OPERATIONS
-from .problem import Floats, Ints, Transfer, transfer_seconds
+from .problem import Floats, Ints, Transfer
 from .spec import REPLICATE, Placements, Strategy, is_shard
 
 # Share of a device's processors that collectives take while they travel (HybridEP: 32 of 148).
@@ -98,16 +98,6 @@ def scattering(instance: Instance) -> Instance:
         if route.role != "gradient" and any(_products(instance.graph, Value(route.producer, route.result))):
             transfers[index] = replace(transfers[index], cost=_reweighed(instance, route, transfers[index], _scattered))
     return replace(instance, problem=replace(instance.problem, transfers=tuple(transfers)))
-
-
-def waited_for(instance: Instance, choices: Ints) -> float:
-    """Seconds of the collectives of a microbatch by the prices of ``instance``, without those of weights' gradients."""
-    routed = zip(instance.routes, instance.problem.transfers, strict=False)
-    return sum(
-        transfer_seconds(transfer, choices)
-        for route, transfer in routed
-        if route.role != "gradient" and any(name != OUTPUTS for name, _ in route.consumers)
-    )
 
 
 Reweigh = Callable[[Placements, Placements, float], float]

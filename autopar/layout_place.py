@@ -28,7 +28,7 @@ from .graph import REST, VIEWS, Graph, Node, TensorType, Value
 from .instance import Choice, Instance, build_instance
 from .layout import CONTEXT, TENSOR, Layout
 from .layout_experts import routers
-from .layout_exposed import as_billed, scattering, waited_for
+from .layout_exposed import as_billed, scattering
 from .prices import Prices, exchanged_bytes, placement_options
 from .problem import Solution, evaluate
 from .reshard import Hop
@@ -46,14 +46,12 @@ ROUNDS = 2
 @dataclass(frozen=True, eq=False)
 class Placed:
     """A step graph at one microbatch, and how it lies on the mesh (context, tensor); ``gap`` is how far from the proven
-    bound its placement program was left, ``believed`` what the whole model waits for collectives of a microbatch by
-    that program's prices."""
+    bound of its placement program it was left, at the prices which that knew when it was asked."""
 
     graph: Graph
     assignment: Assignment
     prices: Prices
     gap: float = 0.0
-    believed: float = 0.0
 
 
 def place(graph: Graph, layout: Layout, cluster: Cluster, standing: Mapping[str, int]) -> Placed:
@@ -65,25 +63,27 @@ def place(graph: Graph, layout: Layout, cluster: Cluster, standing: Mapping[str,
         instance = build_instance(folded, prices, optimizer="sgd", memory_limit=math.inf, standing=standing)
         rules = (_weights(instance), _inputs(layout), _whole(layout), _kept(instance, layout), _apart(instance, layout))
         instance = with_choices(instance, _all_of(*rules))
-        found, billed = _solved(scattering(instance) if isinstance(prices, Scattering) else instance, layout)
+        found = _solved(scattering(instance) if isinstance(prices, Scattering) else instance, layout)
         if found.status != "infeasible":
-            assignment, believed = instance.assignment(found.choices), waited_for(billed, found.choices)
-            return Placed(annotated, assignment, prices, found.gap, believed)
+            return Placed(annotated, instance.assignment(found.choices), prices, found.gap)
     raise OptionsError(f"the model cannot be laid out as {layout}: no placements communicate what it would need")
 
 
-def _solved(instance: Instance, layout: Layout) -> tuple[Solution, Instance]:
-    """The placements at the prices of the bill, and these prices. Found again where the answer costs more than the
-    program knew when it was asked."""
+def _solved(instance: Instance, layout: Layout) -> Solution:
+    """The placements at the prices of the bill. Found again, from there, where the answer costs more than the program
+    knew when it was asked; of both answers the one that costs less by its own bill."""
     priced = as_billed(instance, layout)
+    answers: list[tuple[float, Solution]] = []
     for _ in range(ROUNDS):
-        found = solve(priced.problem, time_limit=SECONDS, gap=GAP, counted=True)
+        known = [found.choices for _, found in answers]
+        found = solve(priced.problem, time_limit=SECONDS, gap=GAP, incumbents=known, counted=True)
         if found.status == "infeasible":
             break
         priced = as_billed(instance, layout, found.choices)
-        if evaluate(priced.problem, found.choices) <= (1 + GAP) * found.objective:
+        answers.append((evaluate(priced.problem, found.choices), found))
+        if answers[-1][0] <= (1 + GAP) * found.objective:
             break
-    return found, priced
+    return min(answers, key=lambda answer: answer[0])[1] if answers else found
 
 
 def _prices(annotated: Graph, layout: Layout, cluster: Cluster) -> Iterator[Prices]:

@@ -129,7 +129,7 @@ class LayoutReport:
         )
         yield (
             f"planned in {duration(self.seconds)} ({duration(self.cpu_seconds)} of computing): {found.considered} "
-            f"layouts, {found.fitting} fit; placements proven within {found.gap:.2%} of the best"
+            f"layouts, {found.fitting} fit; placements proven within {found.gap:.2%} of the best of their program"
         )
         yield ""
         rows = {**{str(i): one for i, one in enumerate(found.ranked[:SHOWN], 1)}, **self.compared}
