@@ -15,7 +15,7 @@ from .instance import Instance
 from .options import Options
 from .plan_units import size
 from .problem import Group, Ints, host_binds, host_of, memory_of
-from .solve import smallest_choices
+from .solve import smallest_choices, smallest_search
 from .within_memory import widened
 
 
@@ -24,15 +24,20 @@ def infeasible(instance: Instance, limit: float, known: int | None = None) -> In
     step was found to fit."""
     groups = instance.problem.groups
     check_host(instance.prices.cluster, sum(_least_away(group) for group in groups), instance.problem.host_limit)
-    choices = smallest_choices(instance.problem)
-    least = math.inf if choices is None else float(known or memory_of(instance.problem, choices))
-    wanted = math.ceil(least) if math.isfinite(least) else least
-    advice = (
-        "; ".join(_advice(instance, choices, least)) if choices is not None else "nothing: no plan is possible at all"
-    )
+    choices, is_proven = smallest_search(instance.problem)
+    where = f"on mesh {instance.prices.mesh}"
+    if choices is None and is_proven:
+        return InfeasibleError(f"no plan {where} is possible at all, whatever fits into {size(limit)} per device.")
+    if choices is None:
+        return InfeasibleError(
+            f"no plan {where} that fits into {size(limit)} per device was found in the work allowed, nor one with any "
+            f"other limit, which proves nothing. Largest tensors: {_largest(instance)}."
+        )
+    least = float(known or memory_of(instance.problem, choices))
+    advice = "; ".join(_advice(instance, choices, least))
     return InfeasibleError(
-        f"no plan on mesh {instance.prices.mesh} fits into {size(limit)} per device. The smallest limit found to fit "
-        f"is {wanted} bytes ({size(least)}): Options(memory_limit={wanted}). Largest tensors: {_largest(instance)}. "
+        f"no plan {where} fits into {size(limit)} per device. The smallest limit found to fit is {math.ceil(least)} "
+        f"bytes ({size(least)}): Options(memory_limit={math.ceil(least)}). Largest tensors: {_largest(instance)}. "
         f"What would lower it: {advice}."
     )
 

@@ -16,8 +16,8 @@ from .stage_meshes import StageMeshes
 
 # By how much at a time a limit that fits is lowered; by less where that fails.
 LOWER, FINEST = 0.8, 0.98
-# How often a pipeline is sought for it, times the operations of the graph: counted, so that the same limit is named on
-# every machine; within two bounds.
+# How often a pipeline is sought for it, times the operations of the graph, within two bounds: counted, so that the same
+# limit is named on every machine unless a solver is cut off by ``Options.time_limit``.
 EFFORT, LEAST_TRIES, MOST_TRIES = 4000, 4, 12
 
 # More bytes than any pipeline holds.
@@ -31,7 +31,7 @@ def pipeline_infeasible(
     question: Question, layout: StageMeshes, microbatches: int, limit: int, peak: Peak
 ) -> InfeasibleError | None:
     """The error for ``question``, whose pipelines do not fit into ``limit`` bytes per device; what would is said of the
-    one with ``layout`` and so many ``microbatches``. None if no memory is enough: something else is in the way."""
+    one with ``layout`` and so many ``microbatches``. None if none was found to be enough."""
     options = question.options
     what = f"{layout.stages} stages" if layout.stages > 1 else "one stage"
     said = f"no plan in {what} on mesh {question.mesh} fits into {size(limit)} per device"
@@ -48,8 +48,8 @@ def pipeline_infeasible(
 
 
 def smallest_limit(options: Options, peak: Peak, tries: int) -> int | None:
-    """A limit in which a pipeline was found, about the smallest that so many ``tries`` come to; None if there is none
-    at all."""
+    """A limit in which a pipeline was found, about the smallest that so many ``tries`` come to, and one more at last;
+    None if none was found in any of them."""
     limit, found, share = peak(options, UNLIMITED), None, LOWER
     for _ in range(tries if limit is not None else 0):
         assert limit is not None
@@ -63,7 +63,9 @@ def smallest_limit(options: Options, peak: Peak, tries: int) -> int | None:
         if share >= FINEST:
             break
         limit = math.ceil(share * found)
-    return found or limit
+    if found is None and limit is not None and peak(options, limit) is not None:
+        return limit
+    return found
 
 
 def _advice(

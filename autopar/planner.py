@@ -335,8 +335,10 @@ def _best(instance: Instance, solution: Solution, others: list[Solution]) -> Sol
 
 
 def _memory_binds(question: Question, best: Answer) -> bool:
-    """Whether the memory limit costs more than the gap. Without one equal layers choose alike, so layers that may
-    differ can only win back what the limit costs."""
+    """Whether the memory limit costs more than the gap, so that layers that may differ are worth trying.
+
+    A heuristic: what the limit costs is told from the program in which equal layers choose alike by construction.
+    Layers that differ, at the ends of the model above all, could be quicker even without a limit."""
     instance, solution = best.instance, best.solution
     folded = len(instance.names) < len(instance.graph.nodes)
     dearer = solution.objective - instance.unlimited > question.options.gap * solution.objective

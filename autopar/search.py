@@ -198,7 +198,7 @@ def _with_stages(
                     question, pinned, layout, count, whole, timings, min([best, *(f.seconds for f in found)])
                 )
             except InfeasibleError as error:
-                complaint = partial(_too_full, error, question, pinned, layout, count, whole, timings)
+                complaint = partial(_too_full, error, question, pinned, layout, count, whole)
                 continue
             except OptionsError as error:
                 if question.options.microbatches is not None:
@@ -226,10 +226,10 @@ def _too_full(
     layout: StageMeshes,
     count: int,
     whole: Graph,
-    timings: Timings,
 ) -> InfeasibleError:
-    """The error for a pipeline, that of most microbatches tried, which fits into no device; ``error`` itself, if more
-    memory would not help."""
+    """The error for a pipeline, that of most microbatches tried, which fits into no device; ``error`` itself, if no
+    memory was found that helps. What the refused search took of its time is not taken off the search for a limit."""
+    timings = Timings()
 
     def held(options: Options, limit: int) -> int | None:
         asked = replace(question, options=options, memory_limit=limit)

@@ -43,8 +43,8 @@ from .solve_program import Effort, build, run
 from .solve_relaxation import Relaxation, relax, round_up
 from .solve_windows import solve_windows
 
-# Seconds of computing and nodes for the least memory of a program. Most need one node, and a second.
-SMALLEST_SECONDS, SMALLEST_NODES = 60.0, 200
+# Nodes for the least memory of a program, and the seconds of computing that guard them. Most need one node, a second.
+SMALLEST_NODES, SMALLEST_GUARD = 200, 120.0
 
 
 def solve(
@@ -178,7 +178,9 @@ def _status(search: Search) -> str:
     if search.found:
         return "optimal" if search.closed else "feasible"
     # The time is over and nothing fits yet: the least memory is the last thing worth trying.
-    search.offer(smallest_choices(search.problem, max(5.0, search.left)))
+    seconds = SMALLEST_GUARD if search.budget.counted else max(5.0, search.left)
+    least, search.exhausted = smallest_search(search.problem, seconds)
+    search.offer(least)
     return _STATUS[search.found]
 
 
@@ -237,25 +239,32 @@ def _branch(search: Search, problem: Problem, chain: Chain, floor: float, budget
 
 
 def smallest_memory(problem: Problem) -> float:
-    """The least peak bytes of any assignment of finite cost that the host can hold; infinite if there is none."""
+    """The least peak bytes of any assignment of finite cost that the host can hold; infinite if there is none, or none
+    was found."""
     choices = smallest_choices(problem)
     return float("inf") if choices is None else memory_of(problem, choices)
 
 
-def smallest_choices(problem: Problem, time_limit: float = SMALLEST_SECONDS) -> Ints | None:
-    """The assignment of finite cost, within the host's memory, with the least peak bytes; None if there is none. Where
-    the host's memory binds, to a thousandth."""
+def smallest_choices(problem: Problem) -> Ints | None:
+    """The assignment of :func:`smallest_search`."""
+    return smallest_search(problem)[0]
+
+
+def smallest_search(problem: Problem, guard: float = SMALLEST_GUARD) -> tuple[Ints | None, bool]:
+    """The assignment of finite cost, within the host's memory, with the least peak bytes, or of those that were found
+    in ``SMALLEST_NODES`` (and ``guard`` seconds of computing); where the host's memory binds, to a thousandth. None if
+    none was found, and whether it is proven that there is none."""
     bare, inverse = DropForbidden().apply(without_needless_host(replace(problem, memory_limit=float("inf"))))
     if is_impossible(bare):
-        return None
+        return None, True
     if not bare.groups:
-        return NONE
+        return inverse.expand(NONE), False
     choices = smallest(bare)
     if not fits(bare, choices):
         program = build(bare, objective="memory")
         gap = 0.0 if np.isinf(bare.host_limit) else 1e-3
-        answer = run(program, False, Effort(time_limit, gap=gap, nodes=SMALLEST_NODES))
+        answer = run(program, False, Effort(guard, gap=gap, nodes=SMALLEST_NODES))
         if not len(answer.values):
-            return None
+            return None, answer.status == "infeasible"
         choices = round_up(bare, program, answer)
-    return inverse.expand(choices)
+    return inverse.expand(choices), False

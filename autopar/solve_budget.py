@@ -25,7 +25,8 @@ RELAXED_SECONDS, RELAXED_NONZEROS, RELAXED_POWER = 1.2, 50_000, 1.4
 # Seconds of the hardest root node for each nonzero, and of any program for each simplex iteration.
 ROOT_SECONDS, ITERATION_SECONDS = 3e-4, 3e-4
 UNKNOWN = Answer("unknown", np.zeros(0), float("-inf"), np.zeros(0))
-# Counted work may take so many times its seconds: only where this strikes may answers differ between machines.
+# Counted work may take so many times its seconds: only where this strikes, or the guard of the
+# least memory (:mod:`.solve`), may answers differ between machines.
 GUARD = 8.0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import numpy as np
@@ -21,9 +21,9 @@ from .problem import Floats, Ints, Problem, Transfer
 
 Mask = NDArray[np.bool_]
 
-# Of its seconds of computing a solver that was stopped by the clock had enough, and how many times longer at most one
-# may take that had not.
-ENOUGH, MOST_BUSY = 0.8, 30.0
+# Of its seconds of computing a solver that was stopped by the clock had enough. One that had not is given the rest, and
+# at most so many times longer for it: it may compute all that time if the machine is idle by then.
+ENOUGH, MOST_BUSY = 0.8, 3.0
 # Integer programs with fewer nonzeros are solved without presolve, in milliseconds.
 LEAST_PRESOLVED = 500
 
@@ -325,15 +325,26 @@ def run(program: Program, relaxed: bool, effort: Effort, hint: Floats | None = N
 
 def _run_for(program: Program, relaxed: bool, effort: Effort, hint: Floats | None, presolve: bool) -> Answer:
     """Solves for so many seconds of computing. The solver's clock is that of the wall: where other work kept the
-    processor from it until that ran out, it begins once more with as much longer as that takes."""
+    processor from it until that ran out, it begins once more with the seconds it did not have, and as much longer as
+    they took: at most ``MOST_BUSY`` times the limit is computed in all."""
     seconds = max(effort.time_limit, 0.01)
     wall, computing = time.monotonic(), time.process_time()
     result = _run(program, relaxed, effort, hint, presolve, seconds)
     wall, computing = time.monotonic() - wall, time.process_time() - computing
     if result.termination.limit == result_pb2.LIMIT_TIME and computing < ENOUGH * seconds:
         longer = min(wall / max(computing, 1e-3 * wall), MOST_BUSY)
-        result = _run(program, relaxed, effort, hint, presolve, longer * seconds)
+        again = _run(program, relaxed, effort, hint, presolve, longer * (seconds - computing))
+        return _better(program, relaxed, _read(program, result), _read(program, again))
     return _read(program, result)
+
+
+def _better(program: Program, relaxed: bool, first: Answer, second: Answer) -> Answer:
+    """What is known after two runs, of which the second may have been the shorter one."""
+    if relaxed or second.status in ("optimal", "infeasible"):
+        return second
+    found = [answer for answer in (second, first) if len(answer.values)]
+    best = min(found, key=lambda one: float(program.cost @ one.values), default=second)
+    return replace(best, bound=max(first.bound, second.bound))
 
 
 def _run(

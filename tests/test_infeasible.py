@@ -6,12 +6,18 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from autopar import solve
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
-from autopar.planner import Question, Timings
+from autopar.infeasible_pipeline import smallest_limit
+from autopar.options import Options
+from autopar.planner import Question, Timings, solve_mesh
 from autopar.search import answer
+from autopar.solve_program import Answer
+from autopar.step_graphs import step_graph
 from tests.models import Stack, make, text
 from tests.questions import ask
 from tests.test_solve_budget import hurry
@@ -19,7 +25,6 @@ from tests.test_solve_budget import hurry
 QUESTIONS: dict[str, Callable[[], Question]] = {
     "one device": lambda: ask(Stack(layers=2, width=32, hidden=128), text(4, 4), (1,)),
     "two devices": lambda: ask(Stack(layers=1, width=16, hidden=32), text(8, 8), (2,), recompute="none"),
-    "a solver that is cut off": lambda: ask(*make("plain"), (2,), Cluster.get("local"), time_limit=2.0),
 }
 
 
@@ -36,14 +41,53 @@ def named(error: str) -> int:
     return int(found[1])
 
 
+def enough(question: Question) -> int:
+    """The limit that the error names, in which the same question has an answer."""
+    limit = named(refused(question, 1000))
+    plan = answer(replace(question, options=replace(question.options, memory_limit=limit)), Timings())
+    assert plan.predicted.peak_bytes <= limit
+    return limit
+
+
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_the_limit_that_is_named_is_enough_and_less_is_not(name: str) -> None:
     question = QUESTIONS[name]()
-    error = refused(question, 1000)
-    limit = named(error)
-    plan = answer(replace(question, options=replace(question.options, memory_limit=limit)), Timings())
-    assert plan.predicted.peak_bytes <= limit
+    limit = enough(question)
     assert named(refused(question, int(0.9 * limit))) == limit
+
+
+def test_the_limit_that_is_named_is_enough_for_a_solver_that_is_cut_off() -> None:
+    assert enough(ask(*make("plain"), (2,), Cluster.get("local"), time_limit=2.0))
+
+
+def test_what_was_not_found_is_not_called_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
+    question = QUESTIONS["two devices"]()
+    unknown = Answer("unknown", np.zeros(0), -np.inf, np.zeros(0))
+    monkeypatch.setattr(solve, "smallest", lambda problem: np.array([len(g.cost) - 1 for g in problem.groups]))
+    monkeypatch.setattr(solve, "fits", lambda *_: False)
+    monkeypatch.setattr(solve, "run", lambda *_: unknown)
+    with pytest.raises(InfeasibleError, match="was found in the work allowed, nor one with any other limit"):
+        whole(question)
+    monkeypatch.setattr(solve, "run", lambda *_: replace(unknown, status="infeasible"))
+    with pytest.raises(InfeasibleError, match="is possible at all"):
+        whole(question)
+
+
+def whole(question: Question) -> None:
+    graph = step_graph(question.graph, question.loss, question.batch)
+    solve_mesh(replace(question, memory_limit=1000), graph, Timings())
+
+
+@pytest.mark.parametrize(("least", "expected"), [(300, 309), (10**6, None), (120, 125)])
+def test_only_a_limit_in_which_a_pipeline_was_found_is_named(least: int, expected: int | None) -> None:
+    """Of one that holds 100 bytes where there is room, and is found in ``least`` or more."""
+    tried = dict[int, int | None]()
+
+    def peak(_: Options, limit: int) -> int | None:
+        return tried.setdefault(limit, 100 if limit >= least else None)
+
+    limit = smallest_limit(Options(), peak, 5)
+    assert limit == expected and (limit is None or tried[limit] is not None)
 
 
 def test_a_busy_machine_names_the_same_limit(monkeypatch: pytest.MonkeyPatch) -> None:

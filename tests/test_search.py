@@ -301,9 +301,10 @@ def test_on_shared_cores_stages_that_nobody_asked_for_must_win_clearly() -> None
     assert not list(search._passed_over([whole, pipeline], pipeline))
 
 
-@pytest.mark.parametrize("best", [1.0, 3.0])
+@pytest.mark.parametrize("best", [1.7, 1.77])
 def test_stages_that_cannot_win_are_not_sought_with_less_memory(monkeypatch: pytest.MonkeyPatch, best: float) -> None:
-    """Two stages that take at least 4 s together, beside a plan of ``best`` seconds."""
+    """Two stages that take at least 4 s together, 2 s each, beside a plan of ``best`` seconds. Bills were seen 11%
+    under their share of the program's bound, so that 1.77 s are no reason yet."""
     answer = Mock(**{"instance.unlimited": 4.0, "account.seconds": 5.0})
     solve_only = Mock(return_value=answer)
     monkeypatch.setattr(stage_programs, "solve_only", solve_only)
@@ -311,7 +312,7 @@ def test_stages_that_cannot_win_are_not_sought_with_less_memory(monkeypatch: pyt
     programs = stage_programs.StagePrograms(question, best, Timings())
     repeats = Repeats(2, 1, accumulates=True, stages=2)
     assert programs.solve(question.graph, repeats, 100.0, 10.0) is answer
-    if best < 2.0:
+    if best * 1.15 < 2.0:
         with pytest.raises(InfeasibleError, match="2 stages take at least 2 s: not sought with less memory"):
             programs.solve(question.graph, repeats, 90.0, 10.0)
     else:
