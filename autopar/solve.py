@@ -2,7 +2,7 @@
 how good it is.
 
 The program, with its constraints named as the exported model names them
-(:func:`autopar.solve_program.export`)::
+(:func:`autopar.solve_export.export`)::
 
     minimise    sum_i sum_k cost_i[k] x[i,k]  +  sum_t sum_{p,q} cost_t[p,q] z[t,p,q]
     one_choice[i]         sum_k x[i,k] = 1

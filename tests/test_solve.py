@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from autopar.problem import Group, Ints, Problem, Transfer, evaluate, host_of, is_within, memory_of
 from autopar.reduce import DropForbidden, is_impossible
 from autopar.solve import smallest_memory, solve
+from autopar.solve_export import export
 from autopar.solve_local import smallest
-from autopar.solve_program import Effort, build, export, run
+from autopar.solve_program import Effort, Program, build, run
 
 
 def random_problem(seed: int, groups: int = 5, choices: int = 3, limited: bool = True, hosted: bool = False) -> Problem:
@@ -214,3 +215,20 @@ def test_a_price_that_is_none_is_refused_by_name() -> None:
     bad = Transfer("activation", 0, zero, (0,), (zero,), np.array([[-1.0]]))
     with pytest.raises(ValueError, match=r"transfer activation: cost\[0, 0\] is -1.0"):
         solve(Problem((group,), (bad,)))
+
+
+@pytest.mark.timeout(60, method="thread")
+def test_a_program_of_which_presolve_never_ends_is_solved() -> None:
+    """HiGHS's presolve goes on for ever on this one, and looks at no time limit."""
+    cost = np.array([1000.0, 177.42, 420.62, 579.6, 36.24, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+    equations = (
+        "+0 +1", "+2 +3", "-0 +5 +6", "-1 +7", "-0 +5 +7", "-1 +6", "+4 -6", "-0 +8 +9", "-1 +10", "-3 +8 +10", "-2 +9",
+        "+4 -9",
+    )  # fmt: skip
+    terms = [(row, int(term[1:]), float(term[0] + "1")) for row, line in enumerate(equations) for term in line.split()]
+    row, column, value = (np.array(part) for part in zip(*terms, strict=True))
+    lower, upper = np.zeros(12), np.zeros(12)
+    lower[:2] = upper[:2] = 1.0
+    upper[[6, 11]] = np.inf
+    program = Program(cost, np.arange(11) < 4, lower, upper, row, column, value, np.array([0, 2]), (), 1.0, 1.0)
+    assert run(program, False, Effort(5.0)).bound == pytest.approx(1000 + 420.62 + 36.24)

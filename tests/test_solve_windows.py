@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from autopar.problem import Problem, Window, evaluate, sides_of
 from autopar.solve import solve
-from autopar.solve_program import Effort, build, export, run
+from autopar.solve_export import export
+from autopar.solve_program import Effort, build, run
 from autopar.solve_relaxation import round_up
 from autopar.solve_windows import at_prices
 from tests.test_solve import assignments, brute_force, forbid, random_problem
