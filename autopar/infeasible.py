@@ -27,7 +27,7 @@ def infeasible(instance: Instance, limit: float, known: int | None = None) -> In
     choices, is_proven = smallest_search(instance.problem)
     where = f"on mesh {instance.prices.mesh}"
     if choices is None and is_proven:
-        return InfeasibleError(f"no plan {where} is possible at all, whatever fits into {size(limit)} per device.")
+        return InfeasibleError(f"no plan {where} is possible at all, with any memory limit.")
     if choices is None:
         return InfeasibleError(
             f"no plan {where} that fits into {size(limit)} per device was found in the work allowed, nor one with any "

@@ -38,11 +38,13 @@ class Options:
         mesh_search: whether the planner may split and regroup the axes of the mesh; only a mesh given without axis
             names is regrouped.
         time_limit: seconds of computing (the processor's time of this process, so that a busy machine plans as well,
-            only later) that the solvers of one plan may take together, kept approximately; what else planning does
-            (tracing, rules, prices) is not counted. Each placement program (one for each mesh shape and pipeline
+            only later) that the solvers of one plan may take together, kept approximately (a solver that other work
+            kept from the processor may compute for three times its part); what else planning does (tracing, rules,
+            prices) is not counted. Each placement program (one for each mesh shape and pipeline
             tried, and the baselines) may take half of what is left. Plans are the same on every run unless a
             solver is cut off. What is limited by counted work instead comes besides: a schedule made to measure (up
-            to about 5 seconds), and the plan of least memory that is sought where a limit is too small.
+            to about 5 seconds), and the plan of least memory that is sought where a limit is too small. The limit that
+            is named for stages which fit nowhere is sought in as many seconds again.
         gap: relative distance from the proven bound at which a solver may stop.
         stages: pipeline stages, which take the outermost devices of the mesh; 1: none. If None they are searched, but
             not where something else that is fixed speaks of the axes of the mesh: pins, zero, named axes,
