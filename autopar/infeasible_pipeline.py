@@ -50,21 +50,16 @@ def pipeline_infeasible(
 def smallest_limit(options: Options, peak: Peak, tries: int) -> int | None:
     """A limit in which a pipeline was found, about the smallest that so many ``tries`` come to, and one more at last;
     None if none was found in any of them."""
-    limit, found, share = peak(options, UNLIMITED), None, LOWER
-    for _ in range(tries if limit is not None else 0):
-        assert limit is not None
-        if peak(options, limit) is not None:
-            found = limit
-        elif found is None:
-            limit = math.ceil(limit / LOWER)
-            continue
-        else:
-            share = math.sqrt(share)
+    found, share = peak(options, UNLIMITED), LOWER
+    while found is not None and peak(options, found) is None:
+        found, tries = math.ceil(found / LOWER) if tries else None, tries - 1
+    if found is None:
+        return None
+    for _ in range(tries - 1):
+        lower = math.ceil(share * found)
+        found, share = (found, math.sqrt(share)) if peak(options, lower) is None else (lower, share)
         if share >= FINEST:
             break
-        limit = math.ceil(share * found)
-    if found is None and limit is not None and peak(options, limit) is not None:
-        return limit
     return found
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from .errors import OptionsError
@@ -256,6 +257,11 @@ class Layout:
             f"{name}={_written(value)}" for name, value, default in said if value != default or name == "microbatch"
         ]
         return " ".join(found)
+
+
+def matches(module: str, patterns: Iterable[str]) -> bool:
+    """Whether a module's path is one of those that a field of a layout names by globs."""
+    return any(fnmatchcase(module, pattern) for pattern in patterns)
 
 
 def degrees(name: str, size: int, asked: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 
 from torch.distributed.tensor import Partial, Shard
 
@@ -15,7 +14,7 @@ from autopar.passes.rules import RULES
 from .axis_names import weight_values
 from .errors import OptionsError
 from .graph import REST, Graph, Node, Value
-from .layout import Layout, degrees
+from .layout import Layout, degrees, matches
 from .layout_experts import FORWARD, MATRICES
 from .spec import Placement, is_shard
 
@@ -44,7 +43,7 @@ def _counted(graph: Graph, layout: Layout) -> Iterator[tuple[Node, int]]:
     some ranks one more, for whom all wait; attention that is spelled out in products has no heads to be seen. Experts,
     of which each tensor rank has its own."""
     for node in graph.nodes:
-        if node.phase != "forward" or any(fnmatchcase(node.module, pattern) for pattern in layout.whole):
+        if node.phase != "forward" or matches(node.module, layout.whole):
             continue
         if node.op == FORWARD:
             yield node, int(graph.type_of(node.operands[MATRICES]).shape[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 
 import torch
 
@@ -12,7 +11,7 @@ from autopar.cost import compute_seconds, family_of, node_seconds
 from .axis_names import weight_values
 from .graph import REST, VIEWS, Graph, Node, TensorType, Value
 from .kernels import Kernel, Kernels, origin
-from .layout import Layout
+from .layout import Layout, matches
 from .layout_experts import FP8, FP8_MULTIPLE, OPERATIONS, routers
 from .layout_homes import AFTER, BEFORE
 from .layout_place import Placed
@@ -33,7 +32,7 @@ _Types = tuple[tuple[TensorType, ...], tuple[TensorType | None, ...]]
 
 def graphed(module: str, layout: Layout) -> bool:
     """Whether the host starts the operations of a module as one."""
-    return any(fnmatchcase(module, pattern) for pattern in layout.graphed)
+    return matches(module, layout.graphed)
 
 
 def _contiguous(graph: Graph, value: Value) -> int | None:

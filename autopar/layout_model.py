@@ -60,21 +60,8 @@ class LayoutModel:
 
     def sections(self, layout: Layout, cluster: Cluster, batch: int | None = None) -> Sections:
         """What one microbatch of a global batch costs under ``layout``."""
-        key = (
-            layout.tensor,
-            layout.context,
-            layout.microbatch,
-            layout.sequence_parallel,
-            layout.eager,
-            layout.operands,
-            layout.apart,
-            layout.whole,
-            layout.precision,
-            layout.hides_input_gradients,
-            layout.graphed,
-            layout.balanced,
-            cluster,
-        )
+        billed = (layout.eager, layout.precision, layout.graphed, layout.balanced)
+        key = (*self._key(layout, cluster), *billed)
         if key not in self._sections:
             self._sections[key] = bill_sections(self.placed(layout, cluster), self.depth, layout)
         # Products add nothing to the gradients of a single microbatch, as where operations of their own do it.

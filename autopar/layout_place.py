@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from torch.distributed.tensor import Partial, Shard
 
@@ -26,7 +25,7 @@ from .cluster import Cluster
 from .errors import OptionsError
 from .graph import REST, VIEWS, Graph, Node, TensorType, Value
 from .instance import Choice, Instance, build_instance
-from .layout import CONTEXT, TENSOR, Layout
+from .layout import CONTEXT, TENSOR, Layout, matches
 from .layout_experts import routers
 from .layout_exposed import as_billed, scattering
 from .prices import Prices, exchanged_bytes, placement_options
@@ -99,23 +98,19 @@ def _prices(annotated: Graph, layout: Layout, cluster: Cluster) -> Iterator[Pric
     gathered = frozenset(
         annotated.type_of(value)
         for node in annotated.nodes
-        if _matches(node, layout.whole)
+        if matches(node.module, layout.whole)
         for value in node.operands
-        if not _matches(annotated[value.node], layout.whole)
+        if not matches(annotated[value.node].module, layout.whole)
     )
     yield ReducedOnly(cluster, mesh, options, exchanged, gathered=gathered)
     yield ReducedOnly(cluster, mesh, options, exchanged, gathered=frozenset(options))
-
-
-def _matches(node: Node, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatchcase(node.module, pattern) for pattern in patterns)
 
 
 def _whole(layout: Layout) -> Allowed:
     """Operations of whole modules divide nothing on the tensor axis."""
 
     def allowed(node: Node, choice: Choice) -> bool:
-        if isinstance(choice, ParameterPlacement) or node.is_placeholder or not _matches(node, layout.whole):
+        if isinstance(choice, ParameterPlacement) or node.is_placeholder or not matches(node.module, layout.whole):
             return True
         return not any(is_shard(place[TENSOR]) for place in choice.inputs)
 
@@ -205,7 +200,7 @@ def _apart(instance: Instance, layout: Layout) -> Allowed:
 
     def summed(name: str) -> bool:
         node = graph[name]
-        return node.phase == "backward" and family_of(node.op).matrix is not None and _matches(node, layout.apart)
+        return node.phase == "backward" and family_of(node.op).matrix is not None and matches(node.module, layout.apart)
 
     def allowed(node: Node, choice: Choice) -> bool:
         if isinstance(choice, ParameterPlacement) or node.is_placeholder or not layout.apart:

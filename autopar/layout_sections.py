@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,7 @@ from .cluster import Cluster
 from .depth import Depth
 from .graph import REST, VIEWS, Graph, Node, TensorType, Value
 from .kernels import Kernels, find_kernels, is_heavy, origin
-from .layout import Layout
+from .layout import Layout, matches
 from .layout_exchange import Block
 from .layout_experts import BACKWARD, OPERATIONS, bill_block, check_degree, expert_weights, find_blocks
 from .layout_exposed import beside, waited
@@ -181,7 +180,7 @@ class _Biller:
             return any(placed.get((v, consumer.name), False) for v in consumer.operands if v.node == producer.name)
 
         def runs_alone(node: Node) -> bool:
-            return any(fnmatchcase(node.module, pattern) for pattern in eager)
+            return matches(node.module, eager)
 
         return find_kernels(self.graph, moves, runs_alone, partial(local_size, self.placed))
 

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+
+from autopar.problem import Floats
 
 from .published_rows import question_of, read_rows
 from .published_scores import LEAST, kendall
 from .published_shape import NotExpressible
 
-Floats = npt.NDArray[np.float64]
-TAUS = {"ours": "ours", "told": "told", "told of the others": "told_of_the_others"}
+TAUS = ("ours", "told", "told_of_the_others")
 RESULTS = Path(__file__).parent / "results" / "published.json"
 
 
@@ -49,21 +49,19 @@ def fitted(design: Floats, measured: Floats) -> tuple[Floats, Floats]:
 def figures(path: Path, results: Path = RESULTS) -> list[dict[str, Any]]:
     """For each sweep of at least four timed rows the taus, and how many rows and effects there are."""
     scored = json.loads(results.read_text())["files"][path.stem]["rows"]
-    predicted = {row["id"]: row["predicted_seconds"] for row in scored if row["error"] is not None}
+    timed = {row["id"]: row for row in scored if row["error"] is not None}
     found: dict[object, list[dict[str, Any]]] = {}
     for row in read_rows(path):
-        if not isinstance(row, NotExpressible) and row.get("id") in predicted:
+        if not isinstance(row, NotExpressible) and row.get("id") in timed:
             found.setdefault(question_of(row).sweep, []).append(dict(row))
-    seconds = {row["id"]: row["published_seconds"] for row in scored}
-    return [_figures(rows, predicted, seconds) for rows in found.values() if len(rows) >= LEAST]
+    return [_figures(rows, timed) for rows in found.values() if len(rows) >= LEAST]
 
 
-def _figures(
-    rows: Sequence[Mapping[str, Any]], predicted: Mapping[str, float], seconds: Mapping[str, float]
-) -> dict[str, Any]:
+def _figures(rows: Sequence[Mapping[str, Any]], timed: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     design = effects([row["parallel"] for row in rows])
-    measured = np.log([seconds[row["id"]] for row in rows])
-    ours = np.log([predicted[row["id"]] for row in rows])
+    ours, measured = (
+        np.log([timed[row["id"]][name] for row in rows]) for name in ("predicted_seconds", "published_seconds")
+    )
     whole, apart = fitted(design, measured)
     return {
         "first": rows[0]["id"],
@@ -82,7 +80,7 @@ def _tau(guessed: Floats, measured: Floats) -> float | None:
 
 
 def line(found: Mapping[str, Any]) -> str:
-    taus = {name: found[key] for name, key in TAUS.items()}
+    taus = {name.replace("_", " "): found[name] for name in TAUS}
     told = ", ".join(f"{name} {'too few' if tau is None else format(tau, '.2f')}" for name, tau in taus.items())
     return f"{found['first']:30} {found['rows']:3} rows {found['effects']:3} effects, Kendall's tau: {told}"
 
