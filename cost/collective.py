@@ -113,7 +113,7 @@ def bytes_sent(kind: str, nbytes: Dim, members: Dim) -> Dim:
 
     >>> n = sympy.Symbol("n", positive=True)
     >>> bytes_sent("all_reduce", 100, n)
-    200*(n - 1)/n
+    200 - 200/n
     """
     if kind not in COLLECTIVES:
         raise OptionsError(f"{kind!r} is not a collective; one of {', '.join(COLLECTIVES)}")
