@@ -302,10 +302,6 @@ def _hops(question: Question, layout: StageMeshes) -> float:
     return 2.0 * sum(message_rate(question.cluster, s, t, devices)[0] for s, t in pairs)
 
 
-def _takes_whole_axes(layout: StageMeshes, mesh: tuple[int, ...]) -> bool:
-    return layout.stages in [math.prod(mesh[:n]) for n in range(1, len(mesh) + 1)]
-
-
 def single_device_seconds(question: Question, graph: Graph) -> tuple[float, float]:
     """Seconds of computing a step on one device, and what of it is paid again for each further microbatch: launching.
     However it is divided, the devices take this in sum."""

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import ClassVar
 
 from torch.distributed.tensor import Partial, Shard
 
@@ -30,7 +29,6 @@ from autopar.spec import (
     shard_dim,
 )
 
-from .base import Pass
 from .compose import compose, op_call, shardable
 from .dimension_strings import strided_variants
 from .found_rules import found_strategies, refuted, source
@@ -41,17 +39,6 @@ from .rules import OpCall
 Factors = Mapping[int, frozenset[int]]
 RESHAPE = "aten.reshape.default"
 REPLICATED_PLACEHOLDERS = ("buffer", "constant", "tangent", "random")
-
-
-@dataclass(frozen=True)
-class Annotate(Pass):
-    """Fills ``graph.strategies`` for a mesh; see the module docstring."""
-
-    name: ClassVar[str] = "annotate"
-    mesh: tuple[int, ...]
-
-    def apply(self, graph: Graph) -> Graph:
-        return annotate(graph, self.mesh)
 
 
 def axis_strategies(call: OpCall, factors: Factors) -> tuple[AxisStrategy, ...]:

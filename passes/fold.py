@@ -10,28 +10,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
-from typing import ClassVar
 
 from autopar.graph import Arg, Graph, Node, Value, map_arg
 from autopar.paths import fold_path, layers_among
 from autopar.random_ops import DRAWS
 
-from .base import Pass
-
 NOBODY: Mapping[str, Hashable] = MappingProxyType({})
-
-
-@dataclass(frozen=True)
-class FoldLayers(Pass):
-    """Fills ``graph.classes``; see the module docstring."""
-
-    name: ClassVar[str] = "fold-layers"
-    groups: int = 1
-
-    def apply(self, graph: Graph) -> Graph:
-        return fold_layers(graph, self.groups)
 
 
 def _path(node: Node) -> str:
