@@ -18,7 +18,8 @@ import torch
 from autopar.cluster import Cluster
 from autopar.graph import Dim, Graph, Node
 
-from .operations import Family, Inputs, Operation, Outputs, family_of
+from .counts import Inputs, Operation, Outputs
+from .operations import Family, family_of
 from .products import attention_seconds, product_seconds
 
 

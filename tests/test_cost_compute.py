@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.cluster import Cluster, Device, Link
 from autopar.cost import FAMILIES, bytes_moved, compute_seconds, flops, node_seconds, total_bytes, total_flops
-from autopar.cost.operations import family_of, larger
+from autopar.cost.counts import larger
+from autopar.cost.operations import family_of
 from autopar.cost.products import attention_seconds, product_seconds
 from autopar.graph import PLACEHOLDERS, Graph, Node, TensorType, Value, symbol
 from autopar.local_ops import LOCAL_OPS
