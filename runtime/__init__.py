@@ -6,12 +6,14 @@ zeros (``collective.partial``).
 
 ===================  ========================================================================================
 ``groups``           :func:`mesh_groups`: process groups over sets of mesh axes, :func:`mesh_of_one`
-``collectives``      :class:`Collectives`: the ``collective.*`` operations, over ``gloo`` or ``native``
-backends ``executor``         :class:`Executable`: sections as Python functions
+``collectives``      :class:`Collectives`: the ``collective.*`` operations, over the backend ``gloo`` or ``native``
+``section_source``   each section of a program as the text of a Python function; ``section_code`` compiles it
+``executor``         :class:`Executable`: a program bound to this rank's groups and constants
 ``parameters``       :func:`place_parameters`: a module's parameters as DTensors, in place
 ``materialise``      :func:`materialise`: initial values of a meta model, one tensor at a time
-``module``           :class:`ParallelModule`: the model a user holds; ``call``, ``autograd``, ``weights`` are
-its parts ``launch``           :func:`run_local`: a function on several local processes
+``module``           :class:`ParallelModule`: the model a user holds, made of ``call``, ``autograd``, ``weights``
+``pipeline_run``     one rank's list of instructions for a step in microbatches; ``pipeline_call`` binds it
+``launch``           :func:`run_local`: a function on several local processes
 ===================  ========================================================================================
 """
 

@@ -11,8 +11,10 @@ import torch
 from autopar.program import Section
 
 from .collectives import Collectives
-from .executor import WAIT, SectionCode, Source, operations_of, plainly
+from .executor import operations_of, plainly
 from .groups import MeshGroups
+from .section_code import SectionCode
+from .section_source import WAIT, Source
 
 Steps = Generator[None, None, list[torch.Tensor]]
 

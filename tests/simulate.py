@@ -15,7 +15,7 @@ import torch
 from autopar.graph import Arg, Value
 from autopar.local_ops import LOCAL_OPS
 from autopar.program import Instruction, Program, Section, TensorSlot
-from autopar.runtime.executor import returns_sequence
+from autopar.runtime.section_source import returns_sequence
 from autopar.spec import take_local, take_shard
 
 Tensors = dict[str, Any]

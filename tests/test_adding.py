@@ -8,7 +8,7 @@ from autopar.graph import Graph, Node, Value
 from autopar.passes.adding import adding
 from autopar.passes.biased_products import biased_products
 from autopar.program import Instruction, Section
-from autopar.runtime.executor import compile_section
+from autopar.runtime.section_code import compile_section
 from autopar.spec import REPLICATE, Strategy, parse_placement
 
 V = Value

@@ -11,9 +11,11 @@ import torch
 from autopar.errors import ExecutionError, GraphError
 from autopar.graph import Value
 from autopar.program import Instruction, Program, Section, TensorSlot
-from autopar.runtime.executor import Executable, Source, compile_section, instruction_axes
+from autopar.runtime.executor import Executable, instruction_axes
 from autopar.runtime.groups import mesh_of_one
 from autopar.runtime.launch import run_local
+from autopar.runtime.section_code import compile_section
+from autopar.runtime.section_source import Source
 from autopar.spec import parse_placements
 
 CPU = torch.device("cpu")
