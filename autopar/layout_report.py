@@ -25,7 +25,8 @@ from .layout_memory import state_bytes
 from .layout_model import LayoutModel
 from .layout_precision import computed_in, dtype_of
 from .layout_price import Priced
-from .layout_search import PLANNED, Found, Space, best_layout
+from .layout_search import Found, best_layout
+from .layout_space import PLANNED, Space
 from .options import Options
 from .plan_columns import columns
 from .plan_units import duration, size

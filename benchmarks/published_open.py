@@ -18,7 +18,8 @@ from autopar.cluster import Cluster
 from autopar.layout import Layout
 from autopar.layout_model import LayoutModel
 from autopar.layout_price import Priced
-from autopar.layout_search import Space, candidates, node_size, quickest_layouts, tried_layouts
+from autopar.layout_space import Space, candidates
+from autopar.layout_trials import node_size, quickest_layouts, tried_layouts
 
 from .published_shape import NotExpressible, number
 

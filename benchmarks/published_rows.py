@@ -13,7 +13,7 @@ from typing import Any
 from autopar.cluster import Cluster
 from autopar.errors import OptionsError
 from autopar.layout import Layout
-from autopar.layout_search import Space
+from autopar.layout_space import Space
 
 from .published_clusters import cluster_of
 from .published_fields import check_fields, shown

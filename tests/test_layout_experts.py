@@ -16,7 +16,8 @@ from autopar.errors import OptionsError
 from autopar.layout import Layout
 from autopar.layout_experts import BACKWARD, bill_block, routers
 from autopar.layout_model import LayoutModel
-from autopar.layout_search import best_layout, candidates, expert_degrees
+from autopar.layout_search import best_layout
+from autopar.layout_space import candidates, expert_degrees
 from benchmarks.published_models import Decoder, build
 from benchmarks.published_shape import Experts, Latent, Shape
 

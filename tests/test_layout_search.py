@@ -15,15 +15,9 @@ from autopar.errors import InfeasibleError, OptionsError
 from autopar.layout import Layout
 from autopar.layout_model import LayoutModel
 from autopar.layout_price import quick_price
-from autopar.layout_search import (
-    PLANNED,
-    Space,
-    best_layout,
-    candidates,
-    quickest_layouts,
-    rule_of_thumb,
-    tried_layouts,
-)
+from autopar.layout_search import best_layout, rule_of_thumb
+from autopar.layout_space import PLANNED, Space, candidates
+from autopar.layout_trials import quickest_layouts, tried_layouts
 from benchmarks.published_models import build
 from benchmarks.published_shape import Shape
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autopar.layout_search import Space, candidates
+from autopar.layout_space import Space, candidates
 from benchmarks.published import Models, price_row, report
 from benchmarks.published_flops import CONVENTIONS
 from benchmarks.published_known import completed
