@@ -13,7 +13,7 @@ normalisation the input is kept, the sum where a residual is added before it, of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -75,17 +75,27 @@ _ALONE = frozenset(
 )
 
 
+def is_alias(node: Node) -> bool:
+    """Whether the node's result is its operand seen otherwise: a view, or a value at rest."""
+    return node.op in VIEWS or node.op == REST
+
+
 def origin(graph: Graph, value: Value) -> Value:
     """What a view, or a value at rest, is a view of."""
     node = graph[value.node]
-    while node.op in VIEWS or node.op == REST:
+    while is_alias(node):
         value = node.operands[0]
         node = graph[value.node]
     return value
 
 
-def _is_alias(node: Node) -> bool:
-    return node.op in VIEWS or node.op == REST
+def readers(graph: Graph, value: Value) -> Iterator[Node]:
+    """The operations that read a value, views and rests of it looked through."""
+    for user, _ in graph.users.get(value, ()):
+        if is_alias(user):
+            yield from readers(graph, Value(user.name))
+        else:
+            yield user
 
 
 def find_kernels(graph: Graph, moves: Moves, eager: Alone, size: Size) -> Kernels:
@@ -110,7 +120,7 @@ def _real_operands(graph: Graph, node: Node) -> list[Value]:
 def _depths(graph: Graph, joins: Moves) -> dict[str, int]:
     depth: dict[str, int] = {}
     for node in graph.nodes:
-        if node.is_placeholder or _is_alias(node):
+        if node.is_placeholder or is_alias(node):
             continue
         deepest = 0
         for value in _real_operands(graph, node):
@@ -149,7 +159,7 @@ def _users(graph: Graph) -> dict[Value, list[Node]]:
     """The real operations that use each value, views looked through."""
     found: dict[Value, list[Node]] = {}
     for node in graph.nodes:
-        if not _is_alias(node):
+        if not is_alias(node):
             for value in dict.fromkeys(_real_operands(graph, node)):
                 found.setdefault(value, []).append(node)
     return found

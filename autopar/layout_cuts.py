@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 
 from .errors import OptionsError
 from .layout import Layout
-from .layout_sections import Seconds, Section, Sections
+from .layout_section import Seconds, Section, Sections
 
 
 def cut_into_chunks(sections: Sections, layout: Layout) -> list[list[Section]]:

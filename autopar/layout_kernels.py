@@ -9,8 +9,8 @@ import torch
 from autopar.cost import compute_seconds, family_of, node_seconds
 
 from .axis_names import weight_values
-from .graph import REST, VIEWS, Graph, Node, TensorType, Value
-from .kernels import Kernel, Kernels, origin
+from .graph import REST, Graph, Node, TensorType, Value
+from .kernels import Kernel, Kernels, is_alias, origin
 from .layout import Layout, matches
 from .layout_experts import FP8, FP8_MULTIPLE, OPERATIONS, routers
 from .layout_homes import AFTER, BEFORE
@@ -40,7 +40,7 @@ def _contiguous(graph: Graph, value: Value) -> int | None:
     view of. None of a single element."""
     node, shape = graph[value.node], graph.type_of(value).shape
     last = max((dim for dim, size in enumerate(shape) if size != 1), default=None)
-    if node.op not in VIEWS and node.op != REST:
+    if not is_alias(node):
         return last
     source = node.operands[0]
     before, dim = graph.type_of(source).shape, _contiguous(graph, source)
@@ -112,7 +112,7 @@ class KernelPrices:
             cast = self.casts(heavy)
             cast_seconds = compute_seconds(self.prices.cluster, 0.0, cast, torch.float32) if cast else 0.0
             return cast_seconds + seconds * self._slower(heavy, (inputs, outputs))
-        if all(node.op in VIEWS or node.op == REST or family_of(node.op).is_view for node in kernel.nodes):
+        if all(is_alias(node) or family_of(node.op).is_view for node in kernel.nodes):
             return 0.0
         moved = sum(map(self.local, (*kernel.reads, *kernel.writes)))
         return compute_seconds(self.prices.cluster, 0.0, moved, torch.float32)

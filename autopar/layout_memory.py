@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .layout import MASTER_BYTES, Layout
-from .layout_sections import Section, Weight
+from .layout_section import Section, Weight
 from .schedules import SCHEDULES
 
 # What the caching allocator loses between blocks, as a share of what comes and goes: what rests is allocated once.

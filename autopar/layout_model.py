@@ -15,13 +15,14 @@ from .compiler import Prepared, batch_size, prepare
 from .depth import Depth, shortened
 from .errors import OptionsError
 from .layout import Layout
+from .layout_bill import bill_sections, with_experts
 from .layout_checks import check_division
 from .layout_experts import expert_counts
 from .layout_homes import standing_for
 from .layout_place import Placed, place
 from .layout_precision import computed_in, dtype_of
 from .layout_price import Priced, price_sections
-from .layout_sections import Sections, bill_sections, with_experts
+from .layout_section import Sections
 from .options import Options
 from .step_graphs import step_graph
 

@@ -23,8 +23,9 @@ from autopar.passes.fold import fold_layers
 from .assignment import Assignment, ParameterPlacement
 from .cluster import Cluster
 from .errors import OptionsError
-from .graph import REST, VIEWS, Graph, Node, TensorType, Value
+from .graph import REST, Graph, Node, TensorType, Value
 from .instance import Choice, Instance, build_instance
+from .kernels import readers
 from .layout import CONTEXT, TENSOR, Layout, matches
 from .layout_experts import routers
 from .layout_exposed import as_billed, scattering
@@ -58,11 +59,11 @@ def place(graph: Graph, layout: Layout, cluster: Cluster, standing: Mapping[str,
     :class:`OptionsError` if the model cannot be divided so."""
     annotated = annotate(graph, (layout.context, layout.tensor))
     folded = fold_layers(annotated, 1)
-    for prices in _prices(annotated, layout, cluster):
+    for prices, scatters in _prices(annotated, layout, cluster):
         instance = build_instance(folded, prices, optimizer="sgd", memory_limit=math.inf, standing=standing)
         rules = (_weights(instance), _inputs(layout), _whole(layout), _kept(instance, layout), _apart(instance, layout))
         instance = with_choices(instance, _all_of(*rules))
-        found = _solved(scattering(instance) if isinstance(prices, Scattering) else instance, layout)
+        found = _solved(scattering(instance) if scatters else instance, layout)
         if found.status != "infeasible":
             return Placed(annotated, instance.assignment(found.choices), prices, found.gap)
     raise OptionsError(f"the model cannot be laid out as {layout}: no placements communicate what it would need")
@@ -85,15 +86,17 @@ def _solved(instance: Instance, layout: Layout) -> Solution:
     return min(answers, key=lambda answer: answer[0])[1] if answers else found
 
 
-def _prices(annotated: Graph, layout: Layout, cluster: Cluster) -> Iterator[Prices]:
-    """Without sequence parallelism, at first those at which all-reduces are enough; where they are not (a normalisation
+def _prices(annotated: Graph, layout: Layout, cluster: Cluster) -> Iterator[tuple[Prices, bool]]:
+    """The prices to place at, and whether sums of products must be scattered (:func:`scattering`).
+
+    Without sequence parallelism, at first those at which all-reduces are enough; where they are not (a normalisation
     between two matrices that are divided, as in latent attention), values may be gathered. With it, at first those at
     which values are gathered and sums scattered."""
     mesh = (layout.context, layout.tensor)
     options, exchanged = placement_options(annotated, mesh), exchanged_bytes(annotated)
     if layout.sequence_parallel:
-        yield Scattering(cluster, mesh, options, exchanged)
-        yield Prices(cluster, mesh, options, exchanged)
+        yield Scattering(cluster, mesh, options, exchanged), True
+        yield Prices(cluster, mesh, options, exchanged), False
         return
     gathered = frozenset(
         annotated.type_of(value)
@@ -102,8 +105,8 @@ def _prices(annotated: Graph, layout: Layout, cluster: Cluster) -> Iterator[Pric
         for value in node.operands
         if not matches(annotated[value.node].module, layout.whole)
     )
-    yield ReducedOnly(cluster, mesh, options, exchanged, gathered=gathered)
-    yield ReducedOnly(cluster, mesh, options, exchanged, gathered=frozenset(options))
+    yield ReducedOnly(cluster, mesh, options, exchanged, gathered=gathered), False
+    yield ReducedOnly(cluster, mesh, options, exchanged, gathered=frozenset(options)), False
 
 
 def _whole(layout: Layout) -> Allowed:
@@ -213,8 +216,7 @@ def _apart(instance: Instance, layout: Layout) -> Allowed:
 
 def _feeds_product(graph: Graph, node: Node) -> bool:
     """Whether a matrix product takes a node's result, views looked through."""
-    users = [user for user, _ in graph.users.get(Value(node.name), ())]
-    return any(family_of(u.op).matrix is not None or (u.op in VIEWS and _feeds_product(graph, u)) for u in users)
+    return any(family_of(user.op).matrix is not None for user in readers(graph, Value(node.name)))
 
 
 def _inputs(layout: Layout) -> Allowed:

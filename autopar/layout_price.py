@@ -17,7 +17,7 @@ from .layout_exposed import at_once, waited
 from .layout_hardware import check_hardware, check_host
 from .layout_memory import Held, gradient_bytes, held_by
 from .layout_precision import DTYPES
-from .layout_sections import Seconds, Section, Sections, Weight
+from .layout_section import Seconds, Section, Sections, Weight
 from .layout_update import offloading_seconds, updating_seconds
 from .plan import Predicted
 from .schedules import SCHEDULES, make_schedule

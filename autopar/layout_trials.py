@@ -11,7 +11,7 @@ from .errors import OptionsError
 from .layout import Layout, Recompute
 from .layout_model import LayoutModel
 from .layout_price import Priced, Quick, quick_price
-from .layout_sections import Sections
+from .layout_section import Sections
 from .layout_space import ANY, ONE, RECOMPUTE, Space, candidates
 
 # How many candidates are simulated.

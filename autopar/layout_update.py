@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from .cluster import Cluster
 from .layout import Layout
 from .layout_memory import data_ranks, gradient_bytes, resting_states, state_bytes
-from .layout_sections import Weight
+from .layout_section import Weight
 
 
 def updating_seconds(weights: Iterable[Weight], layout: Layout, cluster: Cluster) -> float:

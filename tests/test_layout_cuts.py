@@ -13,7 +13,7 @@ from autopar.errors import OptionsError
 from autopar.layout import Layout, Recompute
 from autopar.layout_cuts import computed_again, cut_into_chunks
 from autopar.layout_model import LayoutModel
-from autopar.layout_sections import Section
+from autopar.layout_section import Section
 from benchmarks.published_models import build
 from benchmarks.published_shape import Shape
 

@@ -18,10 +18,11 @@ from autopar.graph import Value
 from autopar.instance import OUTPUTS, Instance
 from autopar.kernels import origin
 from autopar.layout import CONTEXT, TENSOR, Layout
+from autopar.layout_bill import bill_sections, with_experts
 from autopar.layout_exposed import TAKEN, as_billed, waited
 from autopar.layout_model import LayoutModel
 from autopar.layout_place import Placed
-from autopar.layout_sections import Sections, bill_sections, with_experts
+from autopar.layout_section import Sections
 from autopar.problem import Ints, Problem, Solution, transfer_seconds
 from autopar.solve import solve
 from autopar.spec import REPLICATE, is_shard

@@ -15,7 +15,7 @@ from autopar.layout_exchange import Block
 from autopar.layout_experts import bill_block
 from autopar.layout_kernels import MISALIGNED
 from autopar.layout_model import LayoutModel
-from autopar.layout_sections import Section
+from autopar.layout_section import Section
 
 H100 = Cluster.get("dgx-h100")
 ROWS = 16384

@@ -7,9 +7,10 @@ keeps, and what it takes to compute again what recomputation did not keep.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -18,96 +19,21 @@ from torch.distributed.tensor import Partial
 from autopar.cost import compute_seconds, family_of
 
 from .assignment import Use, uses
-from .axis_names import weight_values
 from .cluster import Cluster
 from .depth import Depth
-from .graph import REST, VIEWS, Graph, Node, TensorType, Value
-from .kernels import Kernels, find_kernels, is_heavy, origin
+from .graph import Graph, Node, TensorType, Value
+from .kernels import Kernel, Kernels, find_kernels, origin, readers
 from .layout import Layout, matches
-from .layout_exchange import Block
+from .layout_attention import inside_attention
 from .layout_experts import BACKWARD, OPERATIONS, bill_block, check_degree, expert_weights, find_blocks
 from .layout_exposed import beside, waited
 from .layout_homes import AFTER, BEFORE, homes_of
 from .layout_kernels import KernelPrices, graphed, local_size
 from .layout_place import Placed
 from .layout_remade import remakeable
+from .layout_section import Seconds, Section, Sections, Weight
 from .prices import local_bytes, local_type
 from .spec import Placements
-
-
-@dataclass(frozen=True)
-class Seconds:
-    """Computing, communicating, and waiting for the host, which starts operations one by one."""
-
-    compute: float = 0.0
-    communicate: float = 0.0
-    host: float = 0.0
-
-    def __sub__(self, other: Seconds) -> Seconds:
-        return self + Seconds(-other.compute, -other.communicate, -other.host)
-
-    def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(self.compute + other.compute, self.communicate + other.communicate, self.host + other.host)
-
-    @property
-    def total(self) -> float:
-        return self.compute + self.communicate + self.host
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A trained parameter on one device of the mesh (context, tensor): its elements there and its dtype's bytes;
-    ``partial`` axes are those over which its gradient is left as a sum to be taken. ``experts``: of a weight that has
-    an entry of every expert, among how many ranks these are divided; 0 for any other."""
-
-    path: str
-    elements: int
-    itemsize: int
-    partial: tuple[int, ...]
-    experts: int = 0
-
-
-@dataclass(frozen=True)
-class Section:
-    """One section for one microbatch. ``inside`` is what of forward selective recomputation runs again; ``saved`` the
-    bytes kept for backward, ``saved_inside`` those of them that selective recomputation does not keep, ``entry`` those
-    of what comes in from the section before; ``working`` the most that one kernel makes. ``flops``: of products, all
-    devices together. ``blocks`` of experts are not in these until :func:`with_experts` puts them there, and the bytes
-    that one device hands to each of their exchanges into ``exchanged``. ``kept``: seconds of forward that are not spent
-    again where all but attention and every other product is, which takes ``saved_kept`` bytes. ``saved_remade``: of
-    ``saved`` what elementwise operations make again in ``remade`` seconds."""
-
-    forward: Seconds = Seconds()
-    backward: Seconds = Seconds()
-    inside: Seconds = Seconds()
-    saved: int = 0
-    saved_inside: int = 0
-    entry: int = 0
-    working: int = 0
-    flops: float = 0.0
-    weights: tuple[Weight, ...] = ()
-    is_layer: bool = False
-    blocks: tuple[Block, ...] = ()
-    exchanged: tuple[float, ...] = ()
-    kept: Seconds = Seconds()
-    saved_kept: int = 0
-    remade: Seconds = Seconds()
-    saved_remade: int = 0
-
-
-@dataclass(frozen=True)
-class Sections:
-    """All sections: ``layers`` in order, each with the number of layers it stands for."""
-
-    before: Section
-    layers: tuple[Section, ...]
-    after: Section
-    standing: tuple[int, ...] = field(default=())
-
-    @property
-    def every(self) -> tuple[Section, ...]:
-        """The sections of the whole model, layers repeated."""
-        return (self.before, *(self.layers[i] for i in self.standing), self.after)
 
 
 def with_experts(sections: Sections, layout: Layout, cluster: Cluster) -> Sections:
@@ -161,7 +87,7 @@ class _Biller:
         reshards = list(uses(self.graph, self.assignment))
         self.kernels = self._find_kernels(reshards)
         self.varying = _varying(self.graph)
-        self.inside = _inside_attention(self.graph, self.kernels, homes)
+        self.inside = inside_attention(self.graph)
         self.moves = [use for use in reshards if use.source != use.target]
         self.blocks = find_blocks(self.graph, self.assignment, self.prices.mesh)
         self.expert_weights = expert_weights(self.graph)
@@ -185,47 +111,51 @@ class _Biller:
         return find_kernels(self.graph, moves, runs_alone, partial(local_size, self.placed))
 
     def section(self, name: str) -> Section:
-        forward, backward, inside, working = Seconds(), Seconds(), Seconds(), 0
-        started = {"forward": 0.0, "backward": 0.0}
-        kept, saved_kept, products = Seconds(), 0, 0
-        for kernel in self.kernels.kernels:
-            if self.homes[kernel.nodes[0].name] != name:
-                continue
-            seconds = Seconds(self.priced.seconds(kernel), 0.0)
-            started[kernel.phase] += self.priced.host_seconds(kernel)
-            if kernel.nodes[0].op not in OPERATIONS:
-                working = max(working, sum(map(self.priced.local, kernel.writes)))
-            if kernel.phase == "backward":
-                backward += seconds
-            else:
-                forward += seconds
-                products += self.priced.is_product(kernel)
-                if self.priced.is_attention(kernel) or (self.priced.is_product(kernel) and products % 2):
-                    kept += seconds
-                    saved_kept += sum(map(self.priced.local, kernel.writes))
-                if any(node.name in self.inside for node in kernel.nodes):
-                    inside += seconds
-        moved = {"forward": 0.0, "backward": 0.0}
-        for use in self.moves:
-            if use.role == "operand" and self.homes[use.consumer] == name:
-                moved[use.phase] += self.exposed(use)
-        forward += Seconds(0.0, moved["forward"])
-        backward += Seconds(0.0, moved["backward"])
+        """The bill of one section. Of its collectives, half of forward's seconds are taken to be reductions, which
+        recomputation keeps, and half gathers, which it repeats."""
+        kernels = [kernel for kernel in self.kernels.kernels if self.homes[kernel.nodes[0].name] == name]
+        ahead = [kernel for kernel in kernels if kernel.phase == "forward"]
+        back = [kernel for kernel in kernels if kernel.phase == "backward"]
+        forward, kept = self._seconds(name, "forward", ahead), list(self._kept(ahead))
+        alone = (kernel for kernel in kernels if kernel.nodes[0].op not in OPERATIONS)
         return Section(
-            forward + Seconds(0.0, 0.0, max(0.0, started["forward"] - forward.total)),
-            backward + Seconds(0.0, 0.0, max(0.0, started["backward"] - backward.total)),
-            inside,
+            forward,
+            self._seconds(name, "backward", back),
+            Seconds(self._computing(kernel for kernel in ahead if self._is_inside(kernel))),
             entry=self.entry(name),
-            working=working,
+            working=max(map(self._written, alone), default=0),
             flops=self.flops(name),
             weights=self.weights(name),
             is_layer=name not in (BEFORE, AFTER),
             blocks=tuple(block for node, block in self.blocks.items() if self.homes[node] == name),
-            # Of collectives reductions are kept, gathers not.
-            kept=kept + Seconds(0.0, forward.communicate / 2),
-            saved_kept=saved_kept,
+            kept=Seconds(self._computing(kept), forward.communicate / 2),
+            saved_kept=sum(map(self._written, kept)),
             **self._saved(name),
         )
+
+    def _seconds(self, name: str, phase: str, kernels: Sequence[Kernel]) -> Seconds:
+        """Of a phase: its kernels, the collectives it waits for, and the host where starting takes longer than both."""
+        moves = (use for use in self.moves if use.role == "operand" and self.homes[use.consumer] == name)
+        found = Seconds(self._computing(kernels), sum((self.exposed(use) for use in moves if use.phase == phase), 0.0))
+        started = sum(map(self.priced.host_seconds, kernels), 0.0)
+        return replace(found, host=max(0.0, started - found.total))
+
+    def _computing(self, kernels: Iterable[Kernel]) -> float:
+        return sum(map(self.priced.seconds, kernels), 0.0)
+
+    def _written(self, kernel: Kernel) -> int:
+        """Bytes that a kernel writes."""
+        return sum(map(self.priced.local, kernel.writes))
+
+    def _is_inside(self, kernel: Kernel) -> bool:
+        return any(node.name in self.inside for node in kernel.nodes)
+
+    def _kept(self, forward: Iterable[Kernel]) -> Iterator[Kernel]:
+        """What ``recompute="operations"`` does not run again: attention, and every other product with weights."""
+        is_kept = cycle((True, False))
+        for kernel in forward:
+            if self.priced.is_attention(kernel) or (self.priced.is_product(kernel) and next(is_kept)):
+                yield kernel
 
     def _saved(self, name: str) -> dict[str, Any]:
         """Of the values that a section keeps for backward the bytes, by what recomputation would drop."""
@@ -246,16 +176,8 @@ class _Biller:
 
     def _stays_inside(self, value: Value) -> bool:
         """Whether forward uses a value inside attention only: it is remade from what goes in."""
-        users = (user for user in self._users(value) if user.phase == "forward")
+        users = (user for user in readers(self.graph, value) if user.phase == "forward")
         return value.node in self.inside and all(user.name in self.inside for user in users)
-
-    def _users(self, value: Value) -> Iterator[Node]:
-        """Operations that use a value, views looked through."""
-        for user, _ in self.graph.users.get(value, ()):
-            if user.op in VIEWS or user.op == REST:
-                yield from self._users(Value(user.name))
-            else:
-                yield user
 
     def exposed(self, use: Use) -> float:
         """Seconds of a reshard for which devices wait. Where collectives travel in pieces (``"tensor"``), all of them
@@ -315,48 +237,6 @@ class _Biller:
         partial = tuple(axis for axis, one in enumerate(raw) if isinstance(one, Partial))
         is_expert = node.name in self.expert_weights
         return Weight(node.target, int(kind.numel), node.type.dtype.itemsize, partial, int(is_expert))
-
-
-def _inside_attention(graph: Graph, kernels: Kernels, homes: Mapping[str, str]) -> frozenset[str]:
-    """Forward nodes from a product of two activations up to the next one that takes its result, elementwise operations
-    and reductions between: the inside of attention written out."""
-    derived = weight_values(graph)
-    products = {
-        node.name
-        for node in graph.nodes
-        if node.phase == "forward"
-        and is_heavy(node)
-        and family_of(node.op).matrix is not None
-        and not any(value.node in derived for value in node.operands)
-    }
-    after: dict[str, set[str]] = {}
-    for node in graph.nodes:
-        if node.phase != "forward" or node.is_placeholder:
-            continue
-        if node.name in products:
-            after[node.name] = {node.name}
-        elif not is_heavy(node):
-            after[node.name] = set().union(*(after.get(v.node, set()) for v in node.operands))
-    found: set[str] = set()
-    for node in graph.nodes:
-        if node.name in products:
-            for value in node.operands:
-                if after.get(value.node):
-                    found |= {node.name, *_way_back(graph, value.node, products)}
-    return frozenset(found)
-
-
-def _way_back(graph: Graph, name: str, products: set[str]) -> set[str]:
-    """Nodes from ``name`` back to the products it comes from."""
-    found, open_now = set[str](), [name]
-    while open_now:
-        node = graph[open_now.pop()]
-        if node.name in found or node.is_placeholder or (is_heavy(node) and node.name not in products):
-            continue
-        found.add(node.name)
-        if node.name not in products:
-            open_now += [value.node for value in node.operands]
-    return found
 
 
 def _varying(graph: Graph) -> frozenset[str]:
