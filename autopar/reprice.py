@@ -34,11 +34,11 @@ from .prices import Prices
 from .problem import Solution, evaluate
 from .refit import refit_plan
 from .repeats import ONCE, Repeats
-from .search import staged_plan
 from .stage_meshes import StageMeshes
 from .stage_search import inner_repeats, scheduled_answer
 from .step_graphs import graph_hash, pipelined_graph, step_graph
 from .write_plan import make_plan
+from .write_staged_plan import staged_plan
 
 
 def reprice(

@@ -15,11 +15,11 @@ from autopar import Options, OptionsError, Plan, search, stage_programs
 from autopar.cluster import Cluster
 from autopar.cost.pipeline_prices import SharedProcessors
 from autopar.errors import InfeasibleError
+from autopar.found_plan import Found
 from autopar.planner import Timings
 from autopar.repeats import Repeats
 from autopar.schedule_check import check
 from autopar.schedules import SCHEDULES
-from autopar.search import Found
 from autopar.stage_meshes import StageMeshes, layout_for, layouts, microbatch_counts
 from autopar.stage_prices import shared_processors
 from tests.models import make
