@@ -2,122 +2,36 @@
 processes.
 
 All processes work at once while each figure is taken: on a machine with fewer cores than processes what
-matters is the rate each gets. Devices are fitted in :mod:`.fit_device`, collectives in :mod:`.fit_links`; the relative
-errors that remain are part of the cluster's ``source``.
+matters is the rate each gets. :mod:`.fit_processes` makes the cluster of what they measured.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from .cluster import Cluster, Link, Rate, local_file, machine_memory
-from .combine_samples import mean
+from .cluster import Cluster, Link, local_file
 from .errors import OptionsError, WorkerError
-from .fit_device import fit_device, fit_gpu
-from .fit_links import fit_rates
+from .fit_device import fit_gpu
+from .fit_processes import available_cores, fit_cluster
 from .measure_device import measure_device
 from .measure_host import with_host
-from .measure_step import exchange_seconds, step_like_seconds
-from .program import COLLECTIVES
 from .samples import Samples
 
 STARTUP_SECONDS = 12.0
-# Processes that compute by less than this share faster alone have processors of their own.
-LEAST_GAIN = 0.1
 _WORKER = (
     "import sys; from autopar.measure import measure_process; "
     "measure_process(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))"
 )
-
-
-# ---- fitting --------------------------------------------------------------------------
-
-
-def fit_cluster(samples: Sequence[Samples], threads: int) -> Cluster:
-    """The cluster ``local`` from what each of several processes measured (their times are averaged)."""
-    measured = mean(samples)
-    device, errors = fit_device(measured.device, processor_name(), machine_memory() // len(samples))
-    fits = {kind: fit_rates([s for s in measured.collectives if s.kind == kind]) for kind in COLLECTIVES}
-    errors |= {kind: error for kind, (_, error) in fits.items()}
-    rates: dict[str, tuple[Rate, ...]] = {kind: lines for kind, (lines, _) in fits.items()}
-    usual = rates["all_reduce"][-1]
-    link = Link("gloo", None, usual.bandwidth, usual.latency, rates)
-    told = ", ".join(f"{kind} {error:.0%}" for kind, error in errors.items())
-    source = (
-        f"measured on this machine {time.strftime('%Y-%m-%d %H:%M')}: {len(samples)} gloo processes of "
-        f"{threads} threads on {available_cores()} cores; fit errors {told}"
-    )
-    facts = {"processes": float(len(samples)), "threads": float(threads), "cores": float(available_cores())}
-    facts |= {f"fit_error_{kind}": error for kind, error in errors.items()}
-    crowded = len(samples) * threads / available_cores()
-    gain = min(crowded if crowded > 1.0 else float(len(samples)), measured.alone)
-    sharing = len(samples) if gain > 1.0 + LEAST_GAIN else 1
-    cores = sharing / gain if sharing > 1 else 1.0
-    waits = measured.synchronisation
-    found = Cluster("local", source, device, (link,), 0.0, facts, waits, sharing=sharing, cores=cores, backend="gloo")
-    share = measured.device.share
-    found = in_step(found, measured.step * share, measured.launch * share)
-    return exchanging_in_step(found, len(samples), measured.exchange)
-
-
-def in_step(cluster: Cluster, seconds: float, launch: float) -> Cluster:
-    """``cluster`` with rates of computing at which work like a step (:mod:`.measure_step`) takes ``seconds``, and every
-    operation ``launch``, if these are more than with the rates of operations repeated one by one."""
-    later = max(1.0, launch / cluster.device.launch_seconds)
-    device = replace(
-        cluster.device,
-        launch_seconds=cluster.device.launch_seconds * later,
-        view_seconds=cluster.device.view_seconds * later,
-    )
-    factor = max(1.0, seconds / step_like_seconds(replace(cluster, device=device)))
-    rates = {dtype: rate / factor for dtype, rate in device.peak_flops.items()}
-    slower = replace(
-        device,
-        peak_flops=rates,
-        memory_bandwidth=device.memory_bandwidth / factor,
-        function_seconds=device.function_seconds * factor,
-    )
-    return replace(cluster, device=slower, measurement={**cluster.measurement, "slower_in_a_step": factor})
-
-
-def exchanging_in_step(cluster: Cluster, processes: int, seconds: float) -> Cluster:
-    """``cluster`` with bandwidths at which exchanging the gradients of such work takes ``seconds``, if that is more
-    than it takes with the rates of collectives repeated one after the other."""
-    priced, wire = exchange_seconds(replace(cluster, synchronisation_seconds=0.0), processes)  # All begin at once.
-    factor = max(1.0, (seconds - priced + wire) / wire)
-
-    def slower(link: Link) -> Link:
-        rates = {
-            kind: tuple(replace(rate, bandwidth=rate.bandwidth / factor) for rate in lines)
-            for kind, lines in link.rates.items()
-        }
-        return replace(link, bandwidth=link.bandwidth / factor, rates=rates)
-
-    facts = {**cluster.measurement, "slower_exchange_in_a_step": factor}
-    return replace(cluster, links=tuple(map(slower, cluster.links)), measurement=facts)
-
-
-# ---- measuring ------------------------------------------------------------------------
-
-
-def available_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def processor_name() -> str:
-    return platform.processor() or platform.machine() or "cpu"
 
 
 def _run_processes(processes: int, seconds: float, threads: int, folder: Path) -> tuple[Samples, ...]:

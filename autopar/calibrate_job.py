@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import statistics
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,17 +22,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.runtime.groups import mesh_groups
 
-from .calibrate import LEAST_GAIN, available_cores, in_step, processor_name, write_cluster
-from .cluster import Cluster, Link, local_file, machine_memory
-from .combine_samples import mean_device
+from .calibrate import write_cluster
+from .cluster import Cluster, local_file
+from .combine_samples import mean, mean_device
 from .default_cluster import CALIBRATIONS
 from .errors import OptionsError
-from .fit_device import fit_device, fit_gpu
+from .fit_device import fit_gpu
 from .fit_job import FittedLinks, fit_links
+from .fit_processes import NO_LINK, as_facts, available_cores, fit_processes, told
 from .measure import agree, measure_alone, measure_step, measure_synchronisation
 from .measure_device import measure_device
 from .measure_host import with_host
 from .measure_links import JobShape, measure_links
+from .samples import Samples
 
 _Value = TypeVar("_Value")
 PROCESSORS = "local-processes"
@@ -62,13 +65,13 @@ def calibrate_job(path: str | os.PathLike[str] | None = None, seconds: float = 9
             _measure_gpus(device, shape, seconds) if device.type == "cuda" else _measure_processes(shape, seconds)
         )
         cluster = _with_links(described, fit_links(samples, shape, described.device), shape)
-        told = [cluster.to_toml()]
-        dist.broadcast_object_list(told, src=0)
+        text = [cluster.to_toml()]
+        dist.broadcast_object_list(text, src=0)
         target = Path(path).expanduser() if path is not None else local_file(cluster.name)
         if dist.get_rank() == 0:
             write_cluster(target, cluster)
         agree(0.0)
-    return Cluster.from_toml(told[0])
+    return Cluster.from_toml(text[0])
 
 
 def _shape() -> JobShape:
@@ -127,53 +130,33 @@ def _measure_gpus(device: torch.device, shape: JobShape, seconds: float) -> Clus
     found, error = fit_gpu(samples, about.name, int(about.total_memory), int(about.multi_processor_count))
     described = with_host(found, device, shape.per_host, 0.05 * seconds)
     source = f"GPUs {about.name}; fit error matmul {error:.0%}"
-    return Cluster("", source, described, (_no_link(),), 0.0, {"fit_error_matmul": error}, overlaps=True)
+    return Cluster("", source, described, (NO_LINK,), 0.0, {"fit_error_matmul": error}, overlaps=True)
 
 
 def _measure_processes(shape: JobShape, seconds: float) -> Cluster:
     """Processes that share the cores of their hosts."""
     processes, threads = shape.hosts * shape.per_host, max(1, available_cores() // shape.per_host)
     torch.set_num_threads(threads)
-    devices = _gathered(measure_device(torch.device("cpu"), 0.2 * seconds, lambda: agree(0.0)))
-    waiting = max(_gathered(measure_synchronisation(processes, 0.05 * seconds)))
-    gains = _gathered(measure_alone(dist.get_rank(), processes, 0.05 * seconds))
-    steps = _gathered(measure_step(processes, 0.1 * seconds))
-    measured = mean_device(devices)
-    device, errors = fit_device(measured, processor_name(), machine_memory() // shape.per_host)
-    gain = min(float(shape.per_host), sum(gains) / processes)
-    sharing = shape.per_host if gain > 1.0 + LEAST_GAIN else 1
-    found = Cluster(
-        "",
-        f"gloo processes of {threads} threads; fit errors "
-        + ", ".join(f"{name} {error:.0%}" for name, error in errors.items()),
-        device,
-        (_no_link(),),
-        0.0,
-        {**{f"fit_error_{name}": error for name, error in errors.items()}, "threads": float(threads)},
-        waiting,
-        sharing=sharing,
-        cores=sharing / gain if sharing > 1 else 1.0,
-        backend="gloo",
-    )
-    step, launch = (sum(column) / processes for column in list(zip(*steps, strict=True))[:2])
-    return in_step(found, step * measured.share, launch * measured.share)
-
-
-def _no_link() -> Link:
-    return Link("none", None, 1.0, 0.0)
+    cpu, rank = torch.device("cpu"), dist.get_rank()
+    device = measure_device(cpu, 0.2 * seconds, lambda: agree(0.0))
+    waiting = measure_synchronisation(processes, 0.05 * seconds)
+    alone = measure_alone(rank, processes, 0.05 * seconds)
+    step, launch, exchange = measure_step(processes, 0.1 * seconds)
+    everyone = _gathered(Samples(device, (), waiting, alone, step, launch, exchange))
+    gain = min(float(shape.per_host), statistics.fmean(samples.alone for samples in everyone))
+    return fit_processes(mean(everyone), shape.per_host, threads, gain)[0]
 
 
 def _with_links(described: Cluster, fitted: FittedLinks, shape: JobShape) -> Cluster:
-    told = ", ".join(f"{name} {error:.0%}" for name, error in fitted.errors.items())
     source = (
         f"measured {time.strftime('%Y-%m-%d %H:%M')} on {shape.hosts} host{'s' if shape.hosts > 1 else ''} like "
-        f"{platform.node()}, {shape.per_host} processes each: {described.source}, {told}"
+        f"{platform.node()}, {shape.per_host} processes each: {described.source}, {told(fitted.errors)}"
     )
     facts: Mapping[str, float] = {
         **described.measurement,
         "hosts": float(shape.hosts),
         "processes": float(shape.hosts * shape.per_host),
-        **{f"fit_error_{name.replace(' ', '_')}": error for name, error in fitted.errors.items()},
+        **as_facts(fitted.errors),
     }
     return replace(
         described,

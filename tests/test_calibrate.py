@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from autopar import calibrate as calibration
-from autopar.calibrate import calibrate, fit_cluster
+from autopar import fit_processes as fitting
+from autopar.calibrate import calibrate
 from autopar.cluster import Cluster, Device, Link, Rate
 from autopar.combine_samples import undisturbed
 from autopar.cost import collective_seconds, node_seconds
@@ -21,6 +22,7 @@ from autopar.cost.products import attention_seconds, product_seconds
 from autopar.errors import OptionsError, WorkerError
 from autopar.fit_device import UPDATED_BYTES, fit_attention, fit_device, fit_matrices, fit_tiles
 from autopar.fit_links import fit_rates
+from autopar.fit_processes import exchanging_in_step, fit_cluster, in_step
 from autopar.graph import Node, TensorType, Value
 from autopar.measure import MESSAGE_BYTES
 from autopar.measure_device import (
@@ -80,25 +82,25 @@ def product(m: int, n: int, k: int, dtype: str, device: Device = DEVICE) -> Matr
 def test_what_is_slower_in_a_step_slows_all_computing() -> None:
     truth = machine(Rate(1e-4, 1e9))
     usual = step_like_seconds(truth)
-    assert calibration.in_step(truth, 0.5 * usual, 1e-9).device == truth.device
-    slower = calibration.in_step(truth, 2.0 * usual, 0.0)
+    assert in_step(truth, 0.5 * usual, 1e-9).device == truth.device
+    slower = in_step(truth, 2.0 * usual, 0.0)
     assert usual < step_like_seconds(slower) <= 2.0 * usual
     assert slower.device.flops(torch.float32) == truth.device.flops(torch.float32) / 2.0
-    later = calibration.in_step(truth, 0.0, 3.0 * DEVICE.launch_seconds).device
+    later = in_step(truth, 0.0, 3.0 * DEVICE.launch_seconds).device
     assert (later.launch_seconds, later.view_seconds) == (3.0 * DEVICE.launch_seconds, 3.0 * DEVICE.view_seconds)
 
 
 def test_what_an_exchange_takes_in_a_step_slows_the_links() -> None:
     truth = machine(Rate(1e-4, 1e9))
     usual, wire = exchange_seconds(truth, 4)
-    assert calibration.exchanging_in_step(truth, 4, 0.5 * usual).links == truth.links
-    slower = calibration.exchanging_in_step(truth, 4, usual + wire)
+    assert exchanging_in_step(truth, 4, 0.5 * usual).links == truth.links
+    slower = exchanging_in_step(truth, 4, usual + wire)
     assert exchange_seconds(slower, 4)[0] == pytest.approx(usual + wire)
     assert slower.links[0].lines("all_to_all")[0].bandwidth == pytest.approx(5e8)
 
 
 def test_processes_that_gain_alone_share_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "available_cores", lambda: 2)
+    monkeypatch.setattr(fitting, "available_cores", lambda: 2)
     measured = samples(machine(Rate(1e-4, 1e9)))
     four = [replace(measured, alone=2.0)] * 4
     assert (fit_cluster(four, 1).sharing, fit_cluster(four, 1).cores) == (4, 2.0)
