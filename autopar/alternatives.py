@@ -13,16 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from .account import NO_LOANS, Loans, accumulator_bytes, held_bytes
 from .assignment import Assignment, ParameterPlacement
 from .graph import DTYPE_NAMES, REST, Graph, Node
 from .instance import Choice, Instance
+from .placed_step import PlacedStep
 from .plan import Alternative, Alternatives, Holding, PlanNode
-from .prices import Prices, local_bytes
+from .prices import local_bytes
 from .problem import Floats, Ints, Problem, Transfer, Window, sides_of
-from .repeats import Repeats
 from .restrict import module_outputs
 from .spec import short
+from .step_memory import held_bytes
 
 KEPT = 6
 
@@ -31,14 +31,13 @@ def answers(instance: Instance, graph: Graph, assignment: Assignment, chosen: In
     """The fields of a :class:`~autopar.plan.Plan` that :meth:`~autopar.plan.Plan.why` and its kin read; ``chosen`` is
     ``assignment`` by group, ``graph`` that of ``instance`` with what is recomputed.
     """
-    gradients = {
-        o.name: str(o.value).removeprefix("%") for o in graph.outputs if o.kind == "gradient" and o.value is not None
-    }
+    step = PlacedStep(graph, assignment, instance.prices, instance.optimizer, instance.repeats)
+    gradients = {path: str(value).removeprefix("%") for path, value in step.gradients.items()}
     return {
         "nodes": plan_nodes(graph),
         "module_nodes": module_outputs(graph),
         "gradient_values": gradients,
-        "holdings": tuple(holdings(graph, assignment, instance.prices, instance.optimizer, instance.repeats)),
+        "holdings": tuple(holdings(step)),
         "alternatives": alternatives(instance, chosen),
     }
 
@@ -66,26 +65,18 @@ def _types(node: Node) -> str:
     return f"{found}, stored {DTYPE_NAMES[node.stored.dtype]}" if apart else found
 
 
-def holdings(
-    graph: Graph, assignment: Assignment, prices: Prices, optimizer: str, repeats: Repeats, loans: Loans = NO_LOANS
-) -> Iterator[Holding]:
-    """What :func:`autopar.account.memory` adds up, item by item."""
-    made = {o.name: o.value for o in graph.outputs if o.kind == "gradient" and o.value is not None}
-    for node in graph.nodes:
+def holdings(step: PlacedStep) -> Iterator[Holding]:
+    """What :func:`autopar.step_memory.memory` adds up, item by item."""
+    for node in step.graph.nodes:
         if node.op == "param":
-            place = assignment.parameters[node.name]
-            weight, gradient, state = held_bytes(prices, node, place, optimizer, loans)
-            parts = {"weight": weight}
-            if node.target in made:
-                raw = assignment.placements_of(made[node.target])
-                held = gradient + accumulator_bytes(prices, node.stored, raw, repeats)
-                parts |= {"gradient": held, "optimizer": state}
+            parts = zip(("weight", "gradient", "optimizer"), held_bytes(step, node), strict=True)
             module = node.target.rpartition(".")[0]
-            yield from (Holding(kind, node.name, module, count) for kind, count in parts.items() if count)
-        elif node.is_placeholder or node.name in graph.kept:
-            count = local_bytes(node.type, assignment.strategies[node.name].outputs[0], prices.mesh)
+            yield from (Holding(kind, node.name, module, count) for kind, count in parts if count)
+        elif node.is_placeholder or node.name in step.graph.kept:
+            place = step.assignment.strategies[node.name].outputs[0]
+            count = local_bytes(node.type, place, step.prices.mesh)
             kept = node.op in (REST, "receive")
-            held = count * repeats.in_flight if kept else count
+            held = count * step.repeats.in_flight if kept else count
             yield Holding("activation" if kept else "input", node.name, node.module, held)
 
 

@@ -28,7 +28,6 @@ from autopar.passes.scaled_loss import with_scaled_loss
 from autopar.runtime.compiled import Compiled, Request
 from autopar.runtime.groups import AxisGroup
 
-from .account import memory
 from .assignment import Assignment
 from .cluster import Cluster
 from .compile_stages import StageCompiler, check_memory
@@ -37,6 +36,7 @@ from .first_rank import on_first_rank
 from .graph import Dim, Graph
 from .options import Options, without_stages
 from .pipeline import PipelineProgram
+from .placed_step import PlacedStep
 from .plan import Plan
 from .planner import Question, Timings, fixed_assignment
 from .precision import Precision, autocast_dtype, check_precision, scales_loss
@@ -46,6 +46,7 @@ from .refit import refit
 from .search import answer
 from .spec import coordinate_of
 from .step_graphs import graph_hash, pipelined_graph, step_graph
+from .step_memory import memory
 from .trace import Traced, trace
 from .trace_call import describe_call
 
@@ -209,7 +210,7 @@ class Compiler:
             _check_same_model(known, other)
             assignment = refit(assignment, known, other)
             prices = Prices.of(self.cluster, self.plan.mesh, other)
-            held = memory(*recomputed(other, assignment), prices, self.options.optimizer)
+            held = memory(PlacedStep(*recomputed(other, assignment), prices, self.options.optimizer))
             check_memory(self.plan, held.peak, other)
         whole = base.graph if request.outputs == "all" else replace(base.graph, outputs=_loss_outputs(base))
         sizes = {name: batch for name, _ in whole.symbols}

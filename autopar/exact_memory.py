@@ -13,13 +13,14 @@ from autopar.passes.lower import Lowering, lower
 from autopar.passes.overlap import overlap
 from autopar.runtime.rehearsal import Footprint, rehearse
 
-from .account import HostMemory, Memory, host_memory
 from .assignment import Assignment
 from .graph import Graph
 from .instance import Instance
+from .placed_step import PlacedStep
 from .plan import Holding
 from .prices import BUCKET_BYTES
 from .repeats import ONCE
+from .step_memory import HostMemory, Memory, host_memory
 
 # An update of one parameter makes this many tensors like it on its way, where it is not fused.
 UPDATE_COPIES = 2
@@ -49,7 +50,7 @@ def exact_memory(
     except Exception as error:  # Any operation may have no form for tensors without data.
         reason = str(error).splitlines()[-1] if str(error) else type(error).__name__
         return ExactMemory(None, holdings, (f"memory is an upper bound: the step could not be rehearsed ({reason})",))
-    host = host_memory(graph, assignment, prices, instance.optimizer)
+    host = host_memory(PlacedStep(graph, assignment, prices, instance.optimizer))
     return of_step({node.name: node.target for node in graph.placeholders("param")}, found, holdings, host)
 
 

@@ -8,17 +8,18 @@ from autopar.passes.lower import Lowering
 from autopar.passes.lower_chunk import ChunkLowering, lower_chunk
 from autopar.runtime.rehearsal import rehearse
 
-from .account import HostMemory, Memory, host_memory
 from .errors import InfeasibleError
 from .exact_memory import ExactMemory, of_step
 from .figures import memory_figures
 from .graph import Graph
 from .loans import loans
 from .pipeline import PipelineProgram, StagedParameter
+from .placed_step import PlacedStep
 from .plan import Predicted
 from .prices import BUCKET_BYTES
 from .stage_plan import rank_holdings
 from .stage_search import Ask, StagedAnswer, search
+from .step_memory import HostMemory, Memory, host_memory
 
 # Operations that a rehearsal may run in all: beyond, the bill stands.
 EFFORT = 40_000
@@ -127,7 +128,7 @@ def _host(answer: StagedAnswer, rank: int) -> HostMemory:
     bill, prices, optimizer = answer.bill, answer.whole.prices, answer.whole.instance.optimizer
     borrowed = loans(bill.chunks, bill.schedule.placement, prices)
     parts = [
-        host_memory(bill.chunks[c].graph, bill.chunks[c].assignment, prices, optimizer, borrowed[c])
+        host_memory(PlacedStep(bill.chunks[c].graph, bill.chunks[c].assignment, prices, optimizer, loans=borrowed[c]))
         for c in bill.schedule.held[rank]
     ]
     return HostMemory(sum(part.bytes for part in parts), max(part.largest for part in parts))

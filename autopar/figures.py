@@ -9,12 +9,13 @@ import torch
 
 from autopar.cost import total_flops
 
-from .account import Account, Line, Memory
+from .account import Account, Line
 from .cluster import Cluster
 from .graph import Graph
 from .instance import Instance
 from .plan import PlanLine, Predicted, Step
 from .spec import short
+from .step_memory import Memory
 
 
 def predicted(bill: Account, instance: Instance, cluster: Cluster, memory: Memory | None = None) -> Predicted:

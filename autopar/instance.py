@@ -24,7 +24,9 @@ import numpy as np
 
 from autopar.passes.recomputable import Recomputable
 
-from .account import (
+from .assignment import Again, Assignment, ParameterPlacement, travels_unseen
+from .graph import REST, Graph, Node, Value
+from .item_prices import (
     accumulator_bytes,
     adding_seconds,
     agreement_seconds,
@@ -34,12 +36,10 @@ from .account import (
     optimizer_seconds,
     parameter_bytes,
     temporary_bytes,
-    trained,
 )
-from .assignment import Again, Assignment, ParameterPlacement, travels_unseen
-from .graph import REST, Graph, Node, Value
 from .late_sums import summed_late, without_sums
 from .optimizers import optimizer_bytes
+from .placed_step import trained
 from .prices import Prices, ReshardTable, local_bytes
 from .problem import Floats, Group, Ints, Problem, Transfer, Window
 from .repeats import ONCE, Repeats

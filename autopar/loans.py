@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from autopar.cost.point_to_point import message_rate
 
-from .account import Borrowed, Loans, trained
+from .placed_step import Borrowed, Loans, trained
 from .prices import Prices, local_bytes
 from .stage_chunks import Chunk
 

@@ -23,6 +23,7 @@ from .graph import Graph, Node
 from .infeasible import infeasible
 from .instance import Choice, Instance, build_instance
 from .options import Options
+from .placed_step import PlacedStep
 from .plan import Predicted
 from .prices import Prices
 from .problem import Ints, Problem, Solution, evaluate, host_binds, memory_of
@@ -255,9 +256,8 @@ def _smallest(instance: Instance) -> Answer | None:
 def _peak(found: Answer) -> int:
     """Peak bytes of the step, rehearsed where that can be; else those of its bill."""
     instance = found.instance
-    graph, assignment = recomputed(instance.graph, found.assignment)
-    held = tuple(holdings(graph, assignment, instance.prices, instance.optimizer, instance.repeats))
-    memory = exact_memory(graph, assignment, instance, held).memory
+    step = placed_step(instance, found.assignment)
+    memory = exact_memory(step.graph, step.assignment, instance, tuple(holdings(step))).memory
     return (memory or found.account.memory).peak
 
 
@@ -360,8 +360,13 @@ def _refined(question: Question, annotated: Graph, best: Answer, timings: Timing
 
 def _read(instance: Instance, solution: Solution) -> Answer:
     assignment = instance.assignment(solution.choices)
-    bill = account(*recomputed(instance.graph, assignment), instance.prices, instance.optimizer, instance.repeats)
-    return Answer(instance, solution, assignment, bill)
+    return Answer(instance, solution, assignment, account(placed_step(instance, assignment)))
+
+
+def placed_step(instance: Instance, assignment: Assignment) -> PlacedStep:
+    """The step of ``instance`` that is placed by ``assignment``, with what that recomputes."""
+    placed = recomputed(instance.graph, assignment)
+    return PlacedStep(*placed, instance.prices, instance.optimizer, instance.repeats)
 
 
 def _priced(instance: Instance, solution: Solution, question: Question) -> Predicted | None:

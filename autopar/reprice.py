@@ -27,6 +27,7 @@ from .errors import PlanMismatchError
 from .graph import Graph
 from .instance import Instance, build_instance
 from .options import Options, under_policy
+from .placed_step import PlacedStep
 from .plan import Plan
 from .planned_pipeline import PlannedPipeline
 from .planner import Answer, Question, Timings
@@ -117,5 +118,5 @@ def _answer(question: Question, graph: Graph, assignment: Assignment, repeats: R
         instance = folded
     chosen = np.asarray(instance.chosen(assignment))
     solution = Solution(chosen, evaluate(instance.problem, chosen), 0.0, "feasible", 0.0)
-    bill = account(*recomputed(graph, assignment), prices, optimizer, repeats)
+    bill = account(PlacedStep(*recomputed(graph, assignment), prices, optimizer, repeats))
     return Answer(instance, solution, assignment, bill)

@@ -11,6 +11,7 @@ from .account import Line
 from .alternatives import holdings, plan_nodes
 from .figures import working_dtype
 from .loans import loans
+from .placed_step import PlacedStep
 from .plan import Holding, PlanLine, PlanNode, Predicted
 from .repeats import Repeats
 from .spec import Strategy
@@ -140,7 +141,5 @@ def rank_holdings(answer: StagedAnswer, rank: int) -> Iterator[Holding]:
     most, borrowed = most_in_flight(bill.schedule), loans(bill.chunks, bill.schedule.placement, prices)
     for index in bill.schedule.held[rank]:
         repeats = Repeats(bill.schedule.microbatches, most[index], accumulates=True)
-        chunk = bill.chunks[index]
-        yield from holdings(
-            chunk.graph, chunk.assignment, prices, answer.whole.instance.optimizer, repeats, borrowed[index]
-        )
+        chunk, optimizer = bill.chunks[index], answer.whole.instance.optimizer
+        yield from holdings(PlacedStep(chunk.graph, chunk.assignment, prices, optimizer, repeats, borrowed[index]))

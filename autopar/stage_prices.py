@@ -7,7 +7,7 @@ replays the schedule with the durations of these lines, and what it adds to the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,17 +15,19 @@ from autopar.cost.pipeline import Simulation, simulate
 from autopar.cost.pipeline_prices import EdgePrice, PipelinePrices, SharedProcessors
 from autopar.cost.point_to_point import message_rate
 
-from .account import Account, account, agreement_seconds
-from .chunk_price import chunk_price, sections_of
+from .account import Account, account
+from .chunk_price import SectionOf, chunk_price, sections_of
 from .cluster import Cluster
+from .item_prices import agreement_seconds
 from .loans import loans
+from .placed_step import PlacedStep
 from .prices import Prices, local_bytes
 from .repeats import Repeats
 from .schedule import Schedule
 from .spec import Placements
 from .stage_chunks import Chunk, WirePrice, WirePrices
 from .stages import Edge
-from .windows import gather_windows, hidden_shares
+from .windows import Shares, gather_windows, hidden_shares
 
 
 @dataclass(frozen=True)
@@ -95,27 +97,9 @@ def bill_stages(
     optimizer: str,
 ) -> StageBill:
     """The bill of a cut and placed graph under ``schedule``."""
-    most = most_in_flight(schedule)
-    agreement = agreement_seconds(prices, (chunk.graph for chunk in chunks), schedule.stages)
-    first = {held[0] for held in schedule.held}  # Once a step, on every device.
     shares = [hidden_shares(chunk.graph, prices.cluster) for chunk in chunks]
     sections = [sections_of(chunk.graph) for chunk in chunks]
-    accounts = tuple(
-        account(
-            chunk.graph,
-            chunk.assignment,
-            prices,
-            optimizer,
-            Repeats(schedule.microbatches, most[chunk.index], accumulates=True),
-            borrowed,
-            agreement if chunk.index in first else 0.0,
-            gather_windows(share, schedule.microbatches, schedule.weight_gradients(chunk.index)),
-            section_of,
-        )
-        for chunk, borrowed, share, section_of in zip(
-            chunks, loans(chunks, schedule.placement, prices), shares, sections, strict=True
-        )
-    )
+    accounts = tuple(_accounts(chunks, schedule, prices, optimizer, shares, sections))
     step = max(sum(accounts[c].seconds_of("optimizer", "offload", "refresh") for c in held) for held in schedule.held)
     priced = PipelinePrices(
         tuple(map(chunk_price, chunks, accounts, shares, sections)),
@@ -125,6 +109,25 @@ def bill_stages(
         shared=shared_processors(prices.cluster, schedule.stages, prices.devices),
     )
     return StageBill(chunks, accounts, priced, simulate(schedule, priced), schedule)
+
+
+def _accounts(
+    chunks: tuple[Chunk, ...],
+    schedule: Schedule,
+    prices: Prices,
+    optimizer: str,
+    shares: Sequence[Shares],
+    sections: Sequence[SectionOf],
+) -> Iterator[Account]:
+    """The bill of each chunk. The first chunk of a rank pays for agreeing on overflow, once a step on every device."""
+    most, first = most_in_flight(schedule), {held[0] for held in schedule.held}
+    agreement = agreement_seconds(prices, (chunk.graph for chunk in chunks), schedule.stages)
+    borrowed = loans(chunks, schedule.placement, prices)
+    for chunk, lent, share, section_of in zip(chunks, borrowed, shares, sections, strict=True):
+        repeats = Repeats(schedule.microbatches, most[chunk.index], accumulates=True)
+        step = PlacedStep(chunk.graph, chunk.assignment, prices, optimizer, repeats, lent)
+        windows = gather_windows(share, schedule.microbatches, schedule.weight_gradients(chunk.index))
+        yield account(step, agreement if chunk.index in first else 0.0, windows, section_of)
 
 
 def most_in_flight(schedule: Schedule) -> tuple[int, ...]:

@@ -11,11 +11,12 @@ import numpy as np
 from autopar.passes.cut_candidates import CutCandidate
 from autopar.passes.stages import cut
 
-from .account import Account, parameter_bytes
+from .account import Account
 from .assignment import Assignment
 from .errors import OptionsError
 from .graph import RECOMPUTED, REST, Graph
 from .instance import Instance
+from .item_prices import parameter_bytes
 from .plan import ONCE_A_STEP
 from .prices import local_bytes
 from .problem import Ints

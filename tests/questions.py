@@ -20,6 +20,7 @@ from autopar.options import Options
 from autopar.passes.annotate import annotate
 from autopar.passes.lower import Lowering, lower
 from autopar.passes.overlap import overlap
+from autopar.placed_step import PlacedStep
 from autopar.planner import Question
 from autopar.prices import BUCKET_BYTES, Prices
 from autopar.program import Program
@@ -76,7 +77,7 @@ class Setting:
         return overlap(lower(job, self.graph.outputs))
 
     def bill(self, assignment: Assignment) -> Any:
-        return account(self.graph, assignment, self.prices, "adamw")
+        return account(PlacedStep(self.graph, assignment, self.prices, "adamw"))
 
 
 def setting(question: Question) -> Setting:

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import optim
 
-from autopar.account import optimizer_seconds, parameter_bytes
 from autopar.assignment import ParameterPlacement
 from autopar.cluster import Cluster
 from autopar.cost import reserve, usable_bytes
 from autopar.errors import OptionsError
 from autopar.graph import Graph, TensorType
+from autopar.item_prices import optimizer_seconds, parameter_bytes
 from autopar.optimizers import OPTIMIZERS, optimizer_bytes
 from autopar.passes.annotate import annotate
 from autopar.prices import Prices
