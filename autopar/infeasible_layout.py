@@ -35,7 +35,7 @@ def nothing_divides(search: LayoutSearch, devices: int) -> str:
 
 
 def nothing_fits(search: LayoutSearch, devices: int, tried: Sequence[Quick]) -> str:
-    """What would fit, each tried by the same search: whoever follows it finds what is said."""
+    """What would fit. Each piece of advice was tried by the same search, so following it gives what it says."""
     leanest = _leanest(search, tried)
     allowed = search.limit or leanest.limit
     said = [

@@ -204,19 +204,20 @@ def plan_layouts(
     offload: bool = False,
     loss_fn: Callable[..., torch.Tensor] | None = None,
 ) -> LayoutReport:
-    """The best layouts of ``model`` on so many devices. The model may be on the meta device; equal layers are traced
-    once.
+    """The best layouts of ``model`` on so many ``devices``. The model may be on the meta device; equal layers are
+    traced once.
 
     Args:
-        batch: sample inputs, as for :func:`autopar.plan`; ``global_batch`` is how many samples a step has (default: as
-            many as ``batch``).
-        tokens: how many training takes, for the days it needs; a sample has as many as its first input has elements.
+        batch: sample inputs, as for :func:`autopar.plan`.
+        global_batch: samples of a step; default: those of ``batch``.
+        tokens: how many tokens training takes in all, for the days it needs; a sample has as many as its first input
+            has elements.
         compare: layouts priced for comparison, by name.
-        precision: what is computed in, with fp32 master weights where it is a reduced one: a model in fp32 is priced
-            as converted to it.
-        memory_limit: bytes per device that tensors may take; default the device's less its ``reserve_bytes`` and what
-            fragmentation loses of it.
-        zero, recompute: what every layout has of these; by default ZeRO-1 and 3 and every recomputation are searched.
+        precision: what is computed in, with fp32 master weights if it is a reduced one. A model in fp32 is priced as
+            converted to it.
+        memory_limit: bytes per device that tensors may take; default: the device's memory less its ``reserve_bytes``
+            and less what is lost to fragmentation.
+        zero, recompute: fixes them for every layout; by default ZeRO-1 and 3 and every recomputation are searched.
         offload: whether optimizer states rest in host memory.
 
     Raises:

@@ -46,9 +46,10 @@ def best_layout(
     like: Layout = ONE,
     space: Space = PLANNED,
 ) -> Found:
-    """The quickest layout that fits, and beside it the rule of thumb (:func:`rule_of_thumb`). What is not searched
-    (precision, overlap, offload) is as ``like`` has it. Where the largest microbatches are the quickest, larger ones
-    are tried too, as long as they are quicker still.
+    """The quickest layout that fits, and the rule of thumb to compare it with (:func:`rule_of_thumb`).
+
+    Fields that are not searched (precision, overlap, offload) are taken from ``like``. Where the largest microbatches
+    are the quickest, larger ones are tried too, as long as they are quicker still.
 
     Raises:
         InfeasibleError: none fits; says what would, in bytes.
@@ -82,9 +83,9 @@ def _larger_microbatches(search: LayoutSearch, devices: int, best: Layout) -> li
 def rule_of_thumb(
     model: LayoutModel, cluster: Cluster, devices: int, *, batch: int, limit: int | None = None, like: Layout = ONE
 ) -> Priced | None:
-    """Tensor ranks: the devices of a node; pipeline: the fewest stages that fit; data: the rest. Layers are computed
-    again, microbatches of one sample, experts divided among as many data ranks as they can be. None if no number of
-    stages fits."""
+    """As many tensor ranks as a node has devices, the fewest pipeline stages that fit, and data ranks for the rest.
+    Layers are computed again, microbatches have one sample, and experts are divided among as many data ranks as
+    possible. None if no number of stages fits."""
     layers, tensor = len(model.depth.standing), node_size(cluster, devices)
     for pipeline in (p for p in divisors(devices // tensor) if p <= max(1, layers)):
         data = devices // (tensor * pipeline)

@@ -21,10 +21,12 @@ RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "elementwise", "full")
 
 @dataclass(frozen=True)
 class Space:
-    """The values that are tried of each field of a layout; an empty field has those of planning: tensor ranks within a
-    node, stages and data ranks that divide the devices, :data:`MICROBATCHES`, :data:`CHUNKS`, every recomputation,
-    ZeRO-1 over data ranks (planning itself takes :data:`PLANNED`), and the sequence divided among tensor ranks.
-    ``microbatches``: how many a data rank computes in a step."""
+    """The values that are tried of each field of a layout.
+
+    An empty field stands for the defaults: tensor ranks within a node, stages and data ranks that divide the devices,
+    :data:`MICROBATCHES`, :data:`CHUNKS`, every recomputation, ZeRO-1 over data ranks (planning itself searches
+    :data:`PLANNED`), and the sequence divided among tensor ranks. ``microbatches`` is how many of them a data rank
+    computes in a step."""
 
     tensor: tuple[int, ...] = ()
     pipeline: tuple[int, ...] = ()
@@ -54,7 +56,7 @@ def divisors(number: int) -> list[int]:
 
 
 def expert_degrees(experts: int, tensor: int, data: int) -> list[int]:
-    """Among how many of ``data`` ranks so many experts can be divided, of which each tensor rank has its own."""
+    """The numbers of ``data`` ranks among which ``experts`` can be divided, where each tensor rank has its own."""
     held = experts // tensor if experts % tensor == 0 else experts
     return divisors(math.gcd(held, data)) if held else [1]
 

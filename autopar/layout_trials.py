@@ -21,8 +21,8 @@ SIMULATED = 8
 def tried_layouts(
     model: LayoutModel, cluster: Cluster, devices: int, *, batch: int, like: Layout = ONE, space: Space = ANY
 ) -> list[Quick]:
-    """All layouts of ``space`` that divide the model, each with a bound of its step and its memory. Placement programs
-    are solved once for all of them that share one, and are remembered by the model."""
+    """All layouts of ``space`` that divide the model, each with a bound of its step and its memory. Layouts sharing a
+    placement program have it solved once; the model remembers it."""
     layers, node = len(model.depth.standing), node_size(cluster, devices)
     return [
         quick
@@ -52,7 +52,7 @@ class LayoutSearch:
     space: Space
 
     def tried(self, devices: int, space: Space | None = None, like: Layout | None = None) -> list[Quick]:
-        """As :func:`tried_layouts`, elsewhere if so asked."""
+        """:func:`tried_layouts` on so many devices, with another ``space`` or ``like`` if given."""
         space, like = space or self.space, like or self.like
         return tried_layouts(self.model, self.cluster, devices, batch=self.batch, like=like, space=space)
 

@@ -28,41 +28,42 @@ class Options:
     """Options of :func:`autopar.plan`, :func:`autopar.parallelize` and :func:`autopar.verify`.
 
     Args:
-        memory_limit: bytes per device that a plan may use; default the device's memory less the allocator's reserve.
-        zero: 0 keeps weights, gradients and optimizer state where computation needs them; 1 shards the optimizer state
-            over every axis; 2 gradients too; 3 weights too (fully sharded).
-        optimizer: decides the bytes of optimizer state: ``"adamw"``, ``"sgd"``, ``"momentum"``, ...
-        pins: placements by module path or parameter name, globs allowed: ``{"lm_head.weight": "S(0),R"}``. A path
-            that names a parameter fixes how it is stored; one that names a module fixes its output.
-            ``"stage 1"`` for a module path fixes its pipeline stage.
+        memory_limit: bytes per device that a plan may use; default: the device's memory less the allocator's reserve.
+        zero: the ZeRO stage. 0 keeps weights, gradients and optimizer state where computation needs them; 1 shards the
+            optimizer state over every axis; 2 also gradients; 3 also weights (fully sharded).
+        optimizer: the kind of optimizer, which decides the bytes of its state: ``"adamw"``, ``"sgd"``,
+            ``"momentum"``, ...
+        pins: placements by module path or parameter name, globs allowed: ``{"lm_head.weight": "S(0),R"}``. The path
+            of a parameter fixes how it is stored, that of a module fixes its output. ``"stage 1"`` for a module path
+            fixes its pipeline stage.
         mesh_search: whether the planner may split and regroup the axes of the mesh; only a mesh given without axis
             names is regrouped.
-        time_limit: seconds of computing (the processor's time of this process, so that a busy machine plans as well,
-            only later) that the solvers of one plan may take together, kept approximately (a solver that other work
-            kept from the processor may compute for three times its part); what else planning does (tracing, rules,
-            prices) is not counted. Each placement program (one for each mesh shape and pipeline
-            tried, and the baselines) may take half of what is left. Plans are the same on every run unless a
-            solver is cut off. What is limited by counted work instead comes besides: a schedule made to measure (up
-            to about 5 seconds), and the plan of least memory that is sought where a limit is too small. The limit that
-            is named for stages which fit nowhere is sought in as many seconds again.
+        time_limit: seconds of computing that the solvers of one plan may take together: processor time of this
+            process, so that a busy machine finds the same plan, only later. It is kept approximately: a solver that
+            other work kept from the processor may compute for three times its part. Each placement program (one for
+            each mesh shape and pipeline tried, and the baselines) may take half of what is left. Plans are the same on
+            every run unless a solver is cut off. Not counted are the rest of planning (tracing, rules, prices)
+            and what is limited by counted work instead: a schedule made to measure (up to about 5 seconds), and the
+            plan of least memory that is sought where a limit is too small. The search for the limit that an error
+            names, where stages fit nowhere, may take as many seconds again.
         gap: relative distance from the proven bound at which a solver may stop.
-        stages: pipeline stages, which take the outermost devices of the mesh; 1: none. If None they are searched, but
-            not where something else that is fixed speaks of the axes of the mesh: pins, zero, named axes,
+        stages: the number of pipeline stages, which take the outermost devices of the mesh; 1 for none. None searches,
+            unless something else that is fixed refers to the axes of the mesh: pins, zero, named axes, or
             mesh_search=False.
-        microbatches: pieces of the batch that a step computes one after the other, adding up gradients.
-        schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zb-h1"`` or ``"zb-v"`` (:mod:`autopar.schedules`);
-            ``"solved"``: made to measure by a solver for the cut of the best of these, in memory and time.
-        precision: ``"bf16"`` or ``"fp16"``: products in 16 bits as under :class:`torch.autocast`, parameters, gradients
-            and optimizer state in float32, fp16 with a scaled loss (:mod:`autopar.precision`); ``"fp32"`` or None: the
-            dtypes of the model as it is. Never chosen unasked.
-        recompute: which values saved for backward are not kept but computed again: ``"none"``; ``"selective"``: the
+        microbatches: pieces of the batch that a step computes one after the other, accumulating gradients.
+        schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zb-h1"`` or ``"zb-v"`` (:mod:`autopar.schedules`), or
+            ``"solved"``: made to measure, by a solver, for the times and memory of the best of these.
+        precision: ``"bf16"`` or ``"fp16"``: products in 16 bits as under :class:`torch.autocast`, with parameters,
+            gradients and optimizer state in float32, and under fp16 a scaled loss (:mod:`autopar.precision`).
+            ``"fp32"`` or None: the model's own dtypes. It is never chosen unasked.
+        recompute: which values saved for backward are computed again instead of kept: ``"none"``; ``"selective"``: the
             inside of attention; ``"full"``: all but the inputs of layers (the elements of the model's lists of
-            modules); None: whatever makes the step fit into memory at least cost, nothing if it fits without.
-        offload: whether optimizer state rests in host memory and visits the device for its update: True: that of
+            modules). None: whatever makes the step fit into memory at least cost, nothing if it fits without.
+        offload: whether optimizer state rests in host memory and visits the device for its update. True: that of
             every parameter; False: of none; None: of those where it makes the step fit into memory at least cost, none
-            if it fits without. Carried out by ``model.optimizer(...)``.
-        seed: decides what the model draws (dropout, noise), how a meta model is initialised, and the solver's ties;
-            default torch's initial seed on rank 0, and 0 for the solver.
+            if it fits without. ``model.optimizer(...)`` carries it out.
+        seed: decides what the model draws (dropout, noise), how a meta model is initialised, and how the solver breaks
+            ties; default: torch's initial seed on rank 0, and 0 for the solver.
     """
 
     memory_limit: int | None = None
