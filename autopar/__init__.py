@@ -1,7 +1,10 @@
-"""autopar: a declarative graph compiler for automatic parallelism in PyTorch.
+"""autopar: automatic parallelism for PyTorch, by an integer program over placements.
 
 >>> import autopar
 >>> model = autopar.parallelize(model, mesh)  # doctest: +SKIP
+
+:func:`parallelize` trains a model on a mesh, :func:`plan` plans without running, and :func:`verify` compares a plan
+with one process. :func:`price` and :func:`plan_layouts` price and search layouts of large models.
 """
 
 from autopar.runtime.module import ParallelModule

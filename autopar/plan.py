@@ -134,11 +134,15 @@ ONCE_A_STEP: tuple[LineKind, ...] = ("gradient", "refresh", "optimizer", "offloa
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """Seconds of one step and peak bytes of the device that holds most, with their parts. ``mfu`` is FLOPs of the
-    model over what all devices could do in the step. ``freed_seconds`` is what the busiest stage computes faster than
-    its lines say because others that share its processors wait: step = compute + comm + bubble - freed. What travels
-    while it computes is no part of ``comm_seconds``. Of a layout, waiting for the host counts as computing.
-    ``host_bytes`` is optimizer state in host memory, not part of the peak.
+    """Seconds of one step, and peak bytes of the device that holds most, with their parts.
+
+    Attributes:
+        comm_seconds: communication that is waited for; what travels while devices compute is no part of it. Of a
+            layout, waiting for the host counts as computing.
+        mfu: FLOPs of the model over what all devices could do in the step.
+        freed_seconds: what the busiest stage computes faster than its lines say because others that share its
+            processors wait: step = compute + comm + bubble - freed.
+        host_bytes: optimizer state in host memory, not part of the peak.
     """
 
     step_seconds: float
@@ -162,26 +166,30 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Plan:
-    """See the module docstring.
+    """A plan; see the module docstring.
 
-    With pipeline ``stages``, ``mesh`` and ``axis_names`` are those inside a stage, and ``pipeline`` says how the model
-    is cut and run; one stage with several ``microbatches`` adds up gradients.
-
-    ``objective`` is what the placement program minimises, in seconds, ``bound`` what it proves that no choice of
-    placements is below, ``gap`` the distance of the two. Of one stage it is the step. Of several it is what all
-    stages work together, for the program is solved before the graph is cut: without the bubble, messages between
-    stages, and how unevenly the work is divided. That is what ``predicted.step_seconds`` says.
-
-    ``placements`` gives, by path, how each parameter's value lies during a step, and how the output of each module
-    lies; ``parameters`` adds where gradients and optimizer state rest. ``strategies`` is the choice for each node of
-    the graph whose fingerprint is ``graph_hash``, ``nodes`` what these nodes are. ``baselines`` are other plans
-    priced alike (None: it is not possible). ``alternatives`` lists, by the first node of those that choose alike,
-    what else was possible and by how many seconds a step would change. ``module_nodes`` gives the node that makes a
-    module's output, ``gradient_values`` the value that is a parameter's gradient, by path (with stages one for each
-    chunk that uses the parameter, with commas between). ``rules`` says, by operation, where its sharding rules come
-    from: written, DTensor, registered, probed, or fallback and why there are none. ``recomputed`` are the forward nodes
-    that backward runs again (their copies are nodes as well) because memory is short. ``precision`` is the policy
-    (:mod:`autopar.precision`); "fp32" leaves the model's dtypes as they are.
+    Attributes:
+        mesh, axis_names: with several ``stages``, those inside a stage.
+        objective: what the placement program minimises, in seconds. For one stage it is the step. For several it is the
+            work of all stages together, since the program is solved before the graph is cut: without the bubble,
+            messages between stages, and how unevenly the work is divided; ``predicted.step_seconds`` includes these.
+        bound: what the solver proves that no choice of placements is below; ``gap`` is its distance from ``objective``.
+        placements: by path, how each parameter's value is placed during a step, and the output of each module;
+            ``parameters`` adds where gradients and optimizer state rest.
+        strategies: the choice for each node of the graph whose fingerprint is ``graph_hash``; ``nodes`` describes them.
+        lines: the bill of a step.
+        baselines: other plans with the same prices; None: not possible.
+        alternatives: by the first node of those that choose alike, what else was possible and by how many seconds a
+            step would change.
+        microbatches: pieces of the batch; one stage with several of them accumulates gradients.
+        pipeline: how the model is cut and run, and what its parts were priced at.
+        module_nodes: the node that makes a module's output, by path.
+        gradient_values: the value that is a parameter's gradient, by path; with stages one for each chunk that uses the
+            parameter, separated by commas.
+        rules: where the sharding rules of an operation come from: written, DTensor, registered, probed, or fallback and
+            why there are none.
+        recomputed: the forward nodes that backward runs again because memory is short; their copies are nodes too.
+        precision: the policy (:mod:`autopar.precision`); "fp32" leaves the model's dtypes as they are.
     """
 
     model: str

@@ -36,19 +36,25 @@ from .trace_call import call_loss
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of :func:`verify`.
+    """The outcome of :func:`verify`; ``str(report)`` is a table.
 
-    ``loss_error`` and ``gradient_errors[path]`` are relative: max|a - b| / max|b|, b the value of one process. A
-    gradient that is zero but for rounding (the bias of keys in attention) has no relative error: where max|b| is no
-    more than ten times what b itself is off by in float32 (against float64 on one process), the difference counts
-    against a million times that instead, and the gradient is listed in ``noisy``. Under a 16-bit precision policy one
-    process runs under it too, and a difference counts against what b is off by, over a unit of rounding, wherever that
-    is more than max|b| (:mod:`autopar.equality`); ``rounding`` is the relative distance of all that from float64.
-    A gradient that one process leaves at None and the plan has as zeros (an expert in a list that no token chose) is
-    equal, and listed in ``unset``. ``seconds`` is the wall time of it all, ``step_seconds`` that of one step under the
-    plan after a first one. ``unpriced`` lists the collectives in which the program that ran and the plan's prices
-    differ: none, or the plan's predictions are not to be trusted. ``draws``: the model draws random numbers, so that
-    it was compared with one process under autopar with the same seed, not with the model alone.
+    Attributes:
+        loss_error, gradient_errors: relative errors, of the loss and by parameter path: max|a - b| / max|b|, where b is
+            the value of one process. Under a 16-bit precision policy one process runs under it too, and a difference
+            counts against the error of b itself, over a unit of rounding, wherever that is more than max|b|
+            (:mod:`autopar.equality`).
+        noisy: gradients that are zero but for rounding (the bias of keys in attention), which have no relative error:
+            those where max|b| is no more than ten times the error of b in float32 (against float64 on one process).
+            Their differences count against a million times that error instead.
+        seconds: wall-clock time of the whole comparison.
+        step_seconds: wall-clock time of one step under the plan, after a first one.
+        unpriced: the collectives in which the program that ran and the plan's prices differ. If there are any, the
+            plan's predictions are not to be trusted.
+        draws: whether the model draws random numbers, so that it was compared with one process under autopar with the
+            same seed, not with the model alone.
+        unset: gradients that one process leaves at None and the plan has as zeros (an expert in a list that no token
+            chose); they count as equal.
+        rounding: under a 16-bit policy, the relative distance of one process from float64.
     """
 
     plan: Plan
