@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.runtime.groups import mesh_groups, mesh_of_one
+from autopar.runtime.groups import AxisGroup, mesh_groups, mesh_of_one
 from autopar.runtime.module import ParallelModule
 
 from .cluster import Cluster
@@ -126,14 +126,11 @@ def parallelize(
         # Laying devices out anew is collective over all ranks, and those outside this mesh do not take part.
         settings = replace(settings, mesh_search=False)
     ranks = groups.over(groups.axes)
-    if cluster is None and devices.device_type != "cpu":
-        # GPUs may be looked at, and even measured, which ranks need not see alike.
-        cluster = on_first_rank(ranks, lambda: default_cluster(devices.device_type, devices.size()))
     compiler = Compiler(
         model=model,
         mesh=tuple(devices.shape),
         axis_names=_axis_names(mesh),
-        cluster=Cluster.get(cluster or "local"),
+        cluster=_cluster(cluster, devices, ranks),
         options=settings,
         device=groups.device,
         ranks=ranks,
@@ -146,6 +143,14 @@ def parallelize(
         args, kwargs = split_batch(example_inputs)
         parallel.prepare(args, kwargs, "loss")
     return parallel
+
+
+def _cluster(named: str | Cluster | None, devices: DeviceMesh, ranks: AxisGroup) -> Cluster:
+    """The hardware to price for, the same on all ranks."""
+    if named is None and devices.device_type != "cpu":
+        # GPUs may be looked at, and even measured, which ranks need not see alike.
+        named = on_first_rank(ranks, lambda: default_cluster(devices.device_type, devices.size()))
+    return Cluster.get(named or "local")
 
 
 def device_mesh(mesh: Mesh) -> DeviceMesh:

@@ -45,53 +45,55 @@ class Layout:
             their product is the number of devices, tensor innermost, pipeline outermost.
         expert: devices among which experts are divided, out of ``data`` x ``context``, neighbours first. Rows travel to
             their experts and back by all-to-all; gradients of experts are reduced over the other data ranks.
-        capacity: slots of an expert as a multiple of its equal share of the rows, all sent and computed, filled or
-            not. 1: what is sent and computed is what is chosen, equally often.
+        capacity: slots of an expert as a multiple of its equal share of the rows; all are sent and computed, filled or
+            not. 1: exactly what is chosen is sent and computed, and experts are chosen equally often.
         microbatch: samples that one data rank computes at a time.
         interleave: chunks of layers on each pipeline stage.
-        recompute: what backward computes again: nothing, the insides of attention (everything between a product of
-            two activations and the next), besides these what ``"elementwise"`` operations and normalisations make for
-            products, all ``"operations"`` of layers but attention in one kernel and every other product with weights
-            (torch's selective checkpoints), or whole layers from their inputs.
-        sequence_parallel: whether what lies between tensor-parallel regions is divided along the sequence.
-        zero: 1 shards the optimizer state over data ranks, 2 gradients too, 3 weights too.
-        schedule: by name (:mod:`autopar.schedules`); default ``"1f1b"``, ``"interleaved"`` with several chunks.
-        precision: what is computed in; reduced ones keep fp32 master weights and add gradients up in fp32. ``"fp8"``:
-            products with weights, all else in bf16.
+        recompute: what backward computes again. ``"none"``; ``"selective"``: the insides of attention (everything
+            between a product of two activations and the next); ``"elementwise"``: also what elementwise operations and
+            normalisations make for products; ``"operations"``: all operations of layers except attention in one kernel
+            and every other product with weights (torch's selective checkpoints); ``"full"``: whole layers from their
+            inputs.
+        sequence_parallel: whether values between tensor-parallel regions are divided along the sequence.
+        zero: 1 shards the optimizer state over data ranks, 2 also gradients, 3 also weights.
+        schedule: by name (:mod:`autopar.schedules`); default ``"1f1b"``, or ``"interleaved"`` with several chunks.
+        precision: what is computed in. Reduced precisions keep fp32 master weights and accumulate gradients in fp32.
+            ``"fp8"``: products with weights, everything else in bf16.
         overlap: what travels while devices compute: ``"gradient"`` reductions under the last backward, ``"weight"``
             gathers under the layer before, ``"message"`` s between stages (otherwise both ends stand still),
             ``"input_gradient"`` collectives of the tensor ranks under the product that makes a weight's gradient,
             ``"tensor"`` (and context) collectives under the products next to them, ``"expert"`` exchanges of rows under
             the computing of another microbatch.
-        eager: modules (globs of paths) whose elementwise operations run one by one, each reading and writing memory;
-            everywhere else a run of them is one kernel, and what backward can cheaply compute again is not kept.
-        whole: modules (globs of paths) that run alike on every tensor rank, what they take gathered first: a loss that
-            sees all logits.
-        gradients: ``"fp32"``, or ``"own"``: added up in the dtype of their weights.
-        adding: whether the gradients of microbatches are added up by operations of their own; otherwise the products
-            that make them do it, and what they read and write besides is hidden under their computing.
+        eager: modules (globs of paths) whose elementwise operations run one by one, each reading and writing memory.
+            Elsewhere a run of them is one kernel, and what backward can cheaply compute again is not kept.
+        whole: modules (globs of paths) that run alike on every tensor rank, with their operands gathered first: a loss
+            that sees all logits.
+        gradients: the dtype gradients are accumulated in: ``"fp32"``, or ``"own"``, that of their weights.
+        adding: whether gradients of microbatches are accumulated by operations of their own. Otherwise the products
+            that make them do it, and the additional reads and writes are hidden under their computing.
         scatter: whether a value that is whole on every tensor rank travels between stages in shards.
         offload: whether optimizer states rest in host memory.
         lead, tail: how many layers the embedding, and what comes after the layers, count as when these are cut into
-            chunks: with 0 the ends carry them besides as many layers as others.
+            chunks. With 0 the ends carry them in addition to as many layers as the other chunks.
         reduction: what each rank gets of gradients whose states ZeRO divides: ``"scatter"``, its share; ``"all"``, all
-            of them (not with ZeRO-3), as does ``"all-fp32"``, by messages in fp32 whatever they are kept in.
-        balanced: whether context ranks hold pieces of the sequence so that causal attention takes all as long: one
-            from its beginning and one from its end. Otherwise the rank with the last tokens takes longest.
+            of them (not with ZeRO-3); ``"all-fp32"``, the same by messages in fp32 whatever dtype they are kept in.
+        balanced: whether each context rank holds one piece from the sequence's beginning and one from its end, so that
+            causal attention takes equally long on all. Otherwise the rank with the last tokens takes longest.
         gathers: what ZeRO-3 gathers at once: the weights of a ``"layer"``, once in forward and once in backward; or
-            each ``"tensor"`` by itself, and once more for what backward computes again (DeepSpeed, 2021).
-        operands: what sequence parallelism keeps of what products take: ``"shards"``, gathered once more in backward
-            (Korthikanti et al. 2022, section 4.2.2), or the ``"whole"`` as it was gathered in forward.
-        apart: modules (globs of paths) the gradients of whose inputs are summed over tensor ranks each by itself;
-            elsewhere gradients of one value are added first, and their sum travels.
+            each ``"tensor"`` separately, and once more for what backward computes again (DeepSpeed, 2021).
+        operands: what sequence parallelism keeps of the operands of products: ``"shards"``, gathered once more in
+            backward (Korthikanti et al. 2022, section 4.2.2), or the ``"whole"`` operand as gathered in forward.
+        apart: modules (globs of paths) whose input gradients are each summed over tensor ranks separately. Elsewhere
+            gradients of one value are added first, and their sum travels.
         dispatch: what travels to experts: ``"rows"``, every choice of a token; ``"tokens"``, a token once to each rank
             that has experts it chose, and between nodes once to each node (DeepEP, HybridEP).
-        graphed: modules (globs of paths) whose operations the host starts as one (CUDA graphs), or never late. Of all
-            others each takes the device's ``host_seconds``, and a layer is computed as quickly as it is started.
-        cuts: where the model is cut into chunks: between ``"layers"``, or between any ``"operations"``, so that chunks
-            take equally long, exchanges of experts' rows and gathers of ZeRO-3 not counted.
-        moments: how many moments the optimizer keeps of each element: 2 as Adam, 1 as momentum, 0 as Adafactor, whose
-            moments of rows and columns are few.
+        graphed: modules (globs of paths) whose operations the host starts as one (CUDA graphs), or never late. In all
+            other modules each operation takes the device's ``host_seconds`` to start, and a layer computes no faster
+            than it is started.
+        cuts: where the model may be cut into chunks: between ``"layers"``, or between any ``"operations"``, so that
+            chunks take equally long (exchanges of experts' rows and gathers of ZeRO-3 are not counted).
+        moments: how many moments the optimizer keeps of each element: 2 for Adam, 1 for momentum, 0 for Adafactor,
+            whose moments of rows and columns are few.
         allocation: ``"static"`` where a compiler lays out buffers beforehand; a ``"caching"`` allocator loses some
             memory between blocks.
     """
@@ -130,6 +132,12 @@ class Layout:
     allocation: Literal["caching", "static"] = "caching"
 
     def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_words()
+        self._check_divided()
+        self._check_schedule()
+
+    def _check_numbers(self) -> None:
         for name in _DEGREES:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
@@ -139,6 +147,10 @@ class Layout:
             if type(value) is not int or value < 0:
                 what = "moments" if name == "moments" else "layers"
                 raise OptionsError(f"Layout({name}={value!r}): not a whole number of {what}")
+        if type(self.capacity) not in (int, float) or not 0 < self.capacity < math.inf:
+            raise OptionsError(f"Layout(capacity={self.capacity!r}): not a positive number")
+
+    def _check_words(self) -> None:
         for name, known in CHOICES.items():
             value = getattr(self, name)
             if type(value) is not type(known[0]) or value not in known:
@@ -153,21 +165,19 @@ class Layout:
         unknown = [one for one in self.overlap if one not in _OVERLAPS]
         if unknown:
             raise OptionsError(f"Layout(overlap=...): {unknown[0]!r} is none of {', '.join(_OVERLAPS)}")
+
+    def _check_divided(self) -> None:
         if self.zero == 3 and self.reduction != "scatter":
             raise OptionsError(
                 f"Layout(zero=3, reduction={self.reduction!r}): a rank of ZeRO-3 holds only its share of weights and "
                 'gradients, so each gets its share; leave reduction="scatter", or take zero=1 or 2'
             )
-        if type(self.capacity) not in (int, float) or not 0 < self.capacity < math.inf:
-            raise OptionsError(f"Layout(capacity={self.capacity!r}): not a positive number")
         if (self.data * self.context) % self.expert:
             raise OptionsError(
                 f"Layout(expert={self.expert}): experts are divided among data x context ranks, and {self.expert} "
                 f"does not divide {self.data} x {self.context}; "
                 f"{degrees('expert', self.data * self.context, self.expert)}"
             )
-
-        self._check_schedule()
 
     def _check_schedule(self) -> None:
         if self.schedule is not None and self.schedule not in SCHEDULES:

@@ -305,6 +305,11 @@ def _totals(plan: Plan) -> Iterator[str]:
     yield from _wrapped(
         label, [f"{name} {duration(s)}" + (f" ({share(s, total)})" if s > 0 else "") for name, s in parts.items() if s]
     )
+    yield from _wrapped(filled, [f"{name} {size(count)}" for name, count in _held(p).items() if count])
+
+
+def _held(p: Predicted) -> dict[str, int]:
+    """Bytes by part, as the text of a plan names them."""
     held = {
         "weights": p.weight_bytes,
         "gradients": p.gradient_bytes,
@@ -315,7 +320,7 @@ def _totals(plan: Plan) -> Iterator[str]:
     }
     if p.host_bytes:
         held["optimizer state in host memory, besides"] = p.host_bytes
-    yield from _wrapped(filled, [f"{name} {size(count)}" for name, count in held.items() if count])
+    return held
 
 
 def _wrapped(label: str, parts: Sequence[str]) -> Iterator[str]:

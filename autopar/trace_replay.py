@@ -268,14 +268,7 @@ def _in_parts(
     gradients: tuple[fx.Node, ...],
 ) -> BodyGraph:
     nodes = list(graph_module.graph.nodes)
-    inputs: dict[int, fx.Node] = {}
-    tangents: dict[int, fx.Node] = {}
-    for node in nodes:
-        match node.meta.get("desc") if node.op == "placeholder" else None:
-            case PlainAOTInput(idx=index):
-                inputs[index] = node
-            case TangentAOTInput(output=PlainAOTOutput(idx=index)):
-                tangents[index] = node
+    inputs, tangents = _given(nodes)
     for index, node in tangents.items():
         expected = _format_of(program.tensors[body.outputs[index]])
         if not node.meta["val"].is_contiguous(memory_format=expected):
@@ -295,6 +288,19 @@ def _in_parts(
         tuple(results),
         gradients,
     )
+
+
+def _given(nodes: list[fx.Node]) -> tuple[dict[int, fx.Node], dict[int, fx.Node]]:
+    """The placeholders: inputs, and tangents of outputs, by their index."""
+    inputs: dict[int, fx.Node] = {}
+    tangents: dict[int, fx.Node] = {}
+    for node in nodes:
+        match node.meta.get("desc") if node.op == "placeholder" else None:
+            case PlainAOTInput(idx=index):
+                inputs[index] = node
+            case TangentAOTInput(output=PlainAOTOutput(idx=index)):
+                tangents[index] = node
+    return inputs, tangents
 
 
 def _original(node: fx.Node, differentiable: bool) -> fx.Node:

@@ -72,27 +72,37 @@ class ChunkLowering:
         return next(Value(node.name) for node in graph.placeholders("receive") if node.target == edge.name)
 
 
+@dataclass(frozen=True)
+class _Crossings:
+    """What enters and leaves a chunk: outputs of its graph, and the ends of edges by direction and phase."""
+
+    results: tuple[Output, ...]
+    gradients: tuple[Output, ...]
+    sends: tuple[Port, ...]
+    receives: tuple[Port, ...]
+    gradient_sends: tuple[Port, ...]
+    gradient_receives: tuple[Port, ...]
+
+    @staticmethod
+    def of(work: ChunkLowering) -> _Crossings:
+        wanted = [output for output in work.job.graph.outputs if output.value is not None]
+        return _Crossings(
+            tuple(o for o in wanted if o.kind in ("output", "mutation")),
+            tuple(o for o in wanted if o.kind in ("gradient", "input_gradient")),
+            work.ports(sends=True, backward=False),
+            work.ports(sends=False, backward=False),
+            work.ports(sends=True, backward=True),
+            work.ports(sends=False, backward=True),
+        )
+
+    @property
+    def needs_tangents(self) -> bool:
+        return bool(self.gradients or self.gradient_sends)
+
+
 def lower_chunk(work: ChunkLowering) -> ChunkProgram:
     """The program of one rank for one chunk, overlapped."""
-    job, graph = work.job, work.job.graph
-    wanted = [output for output in graph.outputs if output.value is not None]
-    results = [o for o in wanted if o.kind in ("output", "mutation")]
-    gradients = [o for o in wanted if o.kind in ("gradient", "input_gradient")]
-    sends, gradient_sends = work.ports(sends=True, backward=False), work.ports(sends=True, backward=True)
-    receives, gradient_receives = work.ports(sends=False, backward=False), work.ports(sends=False, backward=True)
-    needed = graph.needed_for(output.value for output in wanted if output.value is not None)
-    saved = saved_values(graph, needed)
-    forward = _forward(work, needed, results, receives, sends, saved)
-    backward = _backward(work, needed, saved, gradients, gradient_receives, gradient_sends)
-    needs_tangents = bool(gradients or gradient_sends)
-    first, second = split_section(backward, len(gradient_sends), "input_gradient", "weight_gradient")
-    backward, first, second = map(overlap_section, (backward, first, second))
-    more_backward, more_second = (adding(section, len(gradients)) for section in (backward, second))
-    halves = work.schedule.weight_gradients(work.chunk)[-1:] == ("weight_gradient",)
-    once, more = (second, more_second) if halves else (backward, more_backward)
-    section = once if work.schedule.microbatches == 1 else more
-    last, reduce = reducing(job, section, gradients, work.schedule.ends_with(work.chunk))
-    raw = tuple(job.output_slot(o, job.home(o.value)) for o in gradients if o.value is not None)
+    job, graph, crossings = work.job, work.job.graph, _Crossings.of(work)
     everywhere = job.assignment.replicated
     return ChunkProgram(
         chunk=work.chunk,
@@ -100,67 +110,73 @@ def lower_chunk(work: ChunkLowering) -> ChunkProgram:
         coordinate=job.coordinate,
         parameters=tuple(stored_slot(job, node) for node in graph.placeholders("param")),
         placeholders=tuple(job.slot(node) for node in graph.nodes if _is_given(node.op)),
-        receives=receives,
-        results=tuple(job.output_slot(o, everywhere) for o in results),
-        sends=sends,
-        tangents=tuple(job.slot(node) for node in graph.placeholders("tangent")) if needs_tangents else (),
-        gradient_receives=gradient_receives,
-        gradient_sends=gradient_sends,
-        gradients=tuple(job.output_slot(o, gradient_place(job, o)[1]) for o in gradients),
-        raw_gradients=raw,
-        refresh=refresh_section(job),
-        forward=overlap_section(forward),
-        input_gradient=first,
-        weight_gradient=second,
-        backward=backward,
-        more_weight_gradient=more_second,
-        more_backward=more_backward,
-        last=last,
-        reduce=reduce,
+        receives=crossings.receives,
+        results=tuple(job.output_slot(o, everywhere) for o in crossings.results),
+        sends=crossings.sends,
+        tangents=tuple(job.slot(node) for node in graph.placeholders("tangent")) if crossings.needs_tangents else (),
+        gradient_receives=crossings.gradient_receives,
+        gradient_sends=crossings.gradient_sends,
+        gradients=tuple(job.output_slot(o, gradient_place(job, o)[1]) for o in crossings.gradients),
+        raw_gradients=tuple(job.output_slot(o, job.home(o.value)) for o in crossings.gradients if o.value is not None),
         constants=graph.constants,
+        refresh=refresh_section(job),
+        **_sections(work, crossings),
     )
+
+
+def _sections(work: ChunkLowering, crossings: _Crossings) -> dict[str, Section]:
+    """Forward, and backward in every form in which a schedule runs it: whole and in halves, for the first microbatch,
+    for further ones, which add to the sums, and for the last, whose gradients are reduced."""
+    graph, count = work.job.graph, len(crossings.gradients)
+    needed = graph.needed_for(output.value for output in graph.outputs if output.value is not None)
+    saved = saved_values(graph, needed)
+    forward, whole = _forward(work, crossings, needed, saved), _backward(work, crossings, needed, saved)
+    halves = split_section(whole, len(crossings.gradient_sends), "input_gradient", "weight_gradient")
+    backward, first, second = map(overlap_section, (whole, *halves))
+    more_backward, more_second = (adding(section, count) for section in (backward, second))
+    in_halves = work.schedule.weight_gradients(work.chunk)[-1:] == ("weight_gradient",)
+    once, more = (second, more_second) if in_halves else (backward, more_backward)
+    ending = once if work.schedule.microbatches == 1 else more
+    last, reduce = reducing(work.job, ending, list(crossings.gradients), work.schedule.ends_with(work.chunk))
+    return {
+        "forward": overlap_section(forward),
+        "input_gradient": first,
+        "weight_gradient": second,
+        "backward": backward,
+        "more_weight_gradient": more_second,
+        "more_backward": more_backward,
+        "last": last,
+        "reduce": reduce,
+    }
 
 
 def _is_given(op: str) -> bool:
     return op in ("param", "buffer", "input", "constant", "random")
 
 
-def _forward(
-    work: ChunkLowering,
-    needed: set[str],
-    results: list[Output],
-    receives: tuple[Port, ...],
-    sends: tuple[Port, ...],
-    saved: list[Value],
-) -> Section:
+def _forward(work: ChunkLowering, crossings: _Crossings, needed: set[str], saved: list[Value]) -> Section:
     """From placeholders and received values to results, sent values and those saved for backward."""
     job = work.job
     lowerer = NodeLowerer(job, "forward", Emitter(job.mesh, job.coordinate))
-    inputs = [node.name for node in job.graph.nodes if _is_given(node.op)] + [port.slot.name for port in receives]
+    inputs = [node.name for node in job.graph.nodes if _is_given(node.op)]
+    inputs += [port.slot.name for port in crossings.receives]
     lowerer.emitter.taken.update(inputs)
     lowerer.local.update({Value(name): Value(name) for name in inputs})
     for node in job.graph.nodes:
         if node.name in needed and node.phase == "forward" and not node.is_placeholder:
             lowerer.lower(node)
-    outputs = [lowerer.give(o.value, job.assignment.replicated) for o in results if o.value is not None]
-    outputs += [lowerer.take(work.value(port.edge), port.slot.placements) for port in sends]
+    outputs = [lowerer.give(o.value, job.assignment.replicated) for o in crossings.results if o.value is not None]
+    outputs += [lowerer.take(work.value(port.edge), port.slot.placements) for port in crossings.sends]
     outputs += [lowerer.local[value] for value in saved]
     return lowerer.emitter.section("forward", tuple(inputs), tuple(outputs))
 
 
-def _backward(
-    work: ChunkLowering,
-    needed: set[str],
-    saved: list[Value],
-    gradients: list[Output],
-    receives: tuple[Port, ...],
-    sends: tuple[Port, ...],
-) -> Section:
+def _backward(work: ChunkLowering, crossings: _Crossings, needed: set[str], saved: list[Value]) -> Section:
     """All of backward: from saved values, tangents and received gradients to sent gradients and raw ones."""
     job = work.job
     lowerer = NodeLowerer(job, "backward", Emitter(job.mesh, job.coordinate))
-    tangents = [Value(node.name) for node in job.graph.placeholders("tangent")] if gradients or sends else []
-    given = [*saved, *tangents, *(Value(port.slot.name) for port in receives)]
+    tangents = [Value(node.name) for node in job.graph.placeholders("tangent")] if crossings.needs_tangents else []
+    given = [*saved, *tangents, *(Value(port.slot.name) for port in crossings.gradient_receives)]
     for value in given:
         fresh = lowerer.emitter.fresh(value.node if value.index == 0 else f"{value.node}_{value.index}")
         lowerer.local[value] = Value(fresh)
@@ -168,8 +184,8 @@ def _backward(
     for node in job.graph.nodes:
         if node.name in needed and node.phase == "backward" and not node.is_placeholder:
             lowerer.lower(node)
-    sent = [lowerer.take(work.value(port.edge), port.slot.placements) for port in sends]
-    raw = [lowerer.local[o.value] for o in gradients if o.value is not None]
+    sent = [lowerer.take(work.value(port.edge), port.slot.placements) for port in crossings.gradient_sends]
+    raw = [lowerer.local[o.value] for o in crossings.gradients if o.value is not None]
     # What is sent may be on its way still when raw gradients are added to it in place.
     outputs = (*sent, *without_aliases(lowerer.emitter, raw, set(inputs), sent))
     return lowerer.emitter.section("backward", inputs, outputs)
