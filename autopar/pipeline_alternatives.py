@@ -115,16 +115,15 @@ class _Pipeline:
         names = tuple(question.axis_names[axis] for axis in layout.axes) if question.axis_names else ()
         inside = replace(question, mesh=layout.mesh, axis_names=names)
         ask = Ask(
-            self.whole,
-            split_inputs(question.graph),
-            layout,
-            self.microbatches,
-            question.options.schedule,
-            dict(self.pinned),
-            float(memory_limit_of(question)),
-            question.options.optimizer,
-            StagePrograms(inside, best, timings).solve,
-            usable_host_bytes(question.cluster),
+            graph=self.whole,
+            inputs=split_inputs(question.graph),
+            layout=layout,
+            microbatches=self.microbatches,
+            schedule=question.options.schedule,
+            pins=dict(self.pinned),
+            memory_limit=float(memory_limit_of(question)),
+            solve=StagePrograms(inside, best, timings).solve,
+            host_limit=usable_host_bytes(question.cluster),
         )
         made = search_within(ask)
         solved = _Solved(question, replace(inside, mesh=made.whole.prices.mesh), timings, made)
@@ -174,6 +173,6 @@ class _Solved:
         if options.schedule not in (None, SOLVED):
             return self.found()
         limit = float(memory_limit_of(self.question))
-        measure = Measure(options.schedule == SOLVED, limit, options.optimizer, options.time_limit, options.seed or 0)
+        measure = Measure(options.schedule == SOLVED, limit, options.time_limit, options.seed or 0)
         better, kept = with_solved_schedule(self.made, measure)
         return replace(self, made=better).found(kept)

@@ -97,7 +97,7 @@ def _reprice_staged(plan: Plan, pipeline: PlannedPipeline, question: Question) -
     renamed = {old.name: new.name for old, new in zip(before.graph.nodes, pieces.graph.nodes, strict=True)}
     cuts = tuple(renamed[name] for name in pipeline.cuts)
     layout = StageMeshes(stages, plan.mesh, tuple(range(len(plan.mesh))))
-    made = scheduled_answer(layout, cut(pieces, cuts), cuts, pipeline.schedule, solved, question.options.optimizer)
+    made = scheduled_answer(layout, cut(pieces, cuts), cuts, pipeline.schedule, solved)
     return staged_plan(question, replace(question, repeats=repeats), made, Timings())
 
 

@@ -1,8 +1,8 @@
-"""The outer search: stages, microbatches, cuts and schedule, around the placement program.
+"""The quickest pipeline for one way to divide the devices into stages and the batch into microbatches.
 
-For each way to divide the devices into stages and the batch into microbatches, the placement program is solved once,
-for the graph of one microbatch on the mesh inside a stage. Its answer prices every node; from these prices come the
-cuts (:mod:`.stage_cuts`) and, for each schedule, the simulated step (:mod:`.stage_prices`). The quickest step wins.
+The placement program is solved once, for the graph of one microbatch on the mesh inside a stage. Its answer prices
+every node; from these prices come the cuts (:mod:`.stage_cuts`) and, for each schedule, the simulated step
+(:mod:`.stage_prices`). The quickest step wins.
 
 The memory of the uncut graph stands for all stages together; a stage that turns out too full asks for a solution with
 less memory, a few times.
@@ -77,7 +77,6 @@ class Ask:
     schedule: str | None
     pins: dict[str, str]
     memory_limit: float
-    optimizer: str
     solve: Callable[[Graph, Repeats, float, float], Answer]
     host_limit: float = math.inf
 
@@ -184,7 +183,7 @@ def _scheduled(
     stages = ask.layout.stages
     links = wire_prices(whole.prices.cluster, tuple(range(stages)), math.prod(ask.layout.mesh), _ring(stages))
     slowest = min(links.values(), key=lambda link: link.bandwidth)
-    segments = price_segments(pieces.graph, candidates, where, whole.instance, whole.assignment, whole.account, slowest)
+    segments = price_segments(pieces.graph, candidates, where, whole, slowest)
     pinned = pinned_ranks(pieces.graph, where, len(candidates) + 1, ask.pins, stages)
     kinds = [k for k in schedule_choices(stages, ask.schedule) if stages * k[1] <= segments.count]
     if not kinds:
@@ -200,7 +199,7 @@ def _scheduled(
     shared = shared_processors(whole.prices.cluster, stages, whole.prices.devices)
     found = [cut for kind in kinds if (cut := _cut_for(ask, segments, kind, pinned, slowest, shared)) is not None]
     for chosen in sorted(found, key=lambda one: one.estimate):
-        yield cut_answer(ask.layout, pieces, chosen.cuts, chosen.kind, whole, ask.optimizer)
+        yield cut_answer(ask.layout, pieces, chosen.cuts, chosen.kind, whole)
 
 
 def _cut_for(
@@ -246,27 +245,22 @@ def _ring(stages: int) -> tuple[tuple[int, int], ...]:
 
 
 def cut_answer(
-    layout: StageMeshes,
-    pieces: Microbatched,
-    cuts: tuple[str, ...],
-    kind: tuple[str, int],
-    whole: Answer,
-    optimizer: str,
+    layout: StageMeshes, pieces: Microbatched, cuts: tuple[str, ...], kind: tuple[str, int], whole: Answer
 ) -> StagedAnswer:
     """The graph cut at ``cuts`` under the schedule ``kind`` (name, chunks per stage): placed and priced."""
     staged = cut(pieces, cuts)
     schedule = scheduled(kind, layout.stages, pieces.count, staged)
-    return scheduled_answer(layout, staged, cuts, schedule, whole, optimizer)
+    return scheduled_answer(layout, staged, cuts, schedule, whole)
 
 
 def scheduled_answer(
-    layout: StageMeshes, staged: Staged, cuts: tuple[str, ...], schedule: Schedule, whole: Answer, optimizer: str
+    layout: StageMeshes, staged: Staged, cuts: tuple[str, ...], schedule: Schedule, whole: Answer
 ) -> StagedAnswer:
     """The cut graph under ``schedule``: placed as ``whole`` chooses, and priced."""
     pairs = tuple((edge.source, edge.target) for edge in staged.edges)
     links = wire_prices(whole.prices.cluster, schedule.placement, math.prod(layout.mesh), pairs)
     chunks, wires = place_chunks(staged, whole.assignment, whole.prices, links)
-    bill = bill_stages(chunks, wires, schedule, whole.prices, links, optimizer)
+    bill = bill_stages(chunks, wires, schedule, whole.prices, links, whole.instance.optimizer)
     return StagedAnswer(layout, whole, bill, planned_pipeline(cuts, bill, wires, whole.prices))
 
 

@@ -11,13 +11,11 @@ import numpy as np
 from autopar.passes.cut_candidates import CutCandidate
 from autopar.passes.stages import cut
 
-from .account import Account
-from .assignment import Assignment
 from .errors import OptionsError
 from .graph import RECOMPUTED, REST, Graph
-from .instance import Instance
 from .item_prices import parameter_bytes
 from .plan import ONCE_A_STEP
+from .planner import Answer
 from .prices import local_bytes
 from .problem import Ints
 from .restrict import unmatched
@@ -49,14 +47,13 @@ def price_segments(
     graph: Graph,
     candidates: tuple[CutCandidate, ...],
     where: Mapping[str, int],
-    instance: Instance,
-    assignment: Assignment,
-    bill: Account,
+    whole: Answer,
     link: WirePrice,
 ) -> Segments:
-    """``instance``, ``assignment`` and ``bill`` are of ``graph`` with rests; ``where`` of :func:`segment_of_nodes`;
-    ``link`` is the slowest wire between stages. What a candidate lets cross is taken as sharded over the whole inner
-    mesh: the least it can take."""
+    """The segments of ``graph`` between ``candidates``. ``whole`` is the answer for the graph with rests; ``where`` is
+    that of :func:`segment_of_nodes`; ``link`` is the slowest wire between stages. What crosses at a candidate is
+    assumed to be sharded over the whole inner mesh: the least it can take."""
+    instance, assignment, bill = whole.instance, whole.assignment, whole.account
     count = len(candidates) + 1
     seconds, static, saved, wire = (np.zeros(count) for _ in range(4))
     exposed = {phase: 1.0 - hidden for phase, hidden in hidden_gathers(bill.lines).items()}

@@ -28,7 +28,6 @@ class Measure:
 
     asked: bool
     memory_limit: float
-    optimizer: str
     time_limit: float
     seed: int
 
@@ -45,7 +44,7 @@ def with_solved_schedule(made: StagedAnswer, measure: Measure) -> tuple[StagedAn
     except InfeasibleError:
         return made, _kept(made, "nothing else was found within the memory") if measure.asked else ""
     least = made.seconds * (1.0 if measure.asked else 1.0 - WORTH)
-    bill = _billed(made, solved.schedule, measure.optimizer)
+    bill = _billed(made, solved.schedule)
     if bill.seconds < least and max(bill.peaks) <= measure.memory_limit and solved.schedule.name not in SCHEDULES:
         pipeline = planned_pipeline(made.pipeline.cuts, bill, made.pipeline.wires, made.whole.prices)
         better = replace(made, bill=bill, pipeline=pipeline)
@@ -67,12 +66,12 @@ def _solve(made: StagedAnswer, measure: Measure) -> SolvedSchedule:
     )
 
 
-def _billed(made: StagedAnswer, schedule: Schedule, optimizer: str) -> StageBill:
+def _billed(made: StagedAnswer, schedule: Schedule) -> StageBill:
     """The same chunks under ``schedule``."""
     prices, wires = made.whole.prices, made.pipeline.wires
     pairs = tuple(sorted({(edge.source, edge.target) for edge in wires}))
     links = wire_prices(prices.cluster, schedule.placement, math.prod(made.layout.mesh), pairs)
-    return bill_stages(made.bill.chunks, wires, schedule, prices, links, optimizer)
+    return bill_stages(made.bill.chunks, wires, schedule, prices, links, made.whole.instance.optimizer)
 
 
 def _kept(made: StagedAnswer, why: str) -> str:
