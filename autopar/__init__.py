@@ -30,7 +30,8 @@ from .options import Options
 from .plan import Plan
 from .plan_timeline import step_timeline
 from .reprice import reprice
-from .verify import Report, verify
+from .verify import verify
+from .verify_report import Report
 
 __all__ = [
     "AutoparError",

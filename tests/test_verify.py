@@ -16,7 +16,7 @@ from torch import nn
 import autopar
 from autopar.equality import Closeness
 from autopar.errors import TraceError, WorkerError
-from autopar.verify import OneStep, Report, _compare
+from autopar.verify_report import OneStep, Report, _compare
 from tests.models import Stack, make, plain, text
 from tests.questions import CLUSTER
 

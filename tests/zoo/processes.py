@@ -16,7 +16,8 @@ from autopar.plan import Plan
 from autopar.planner import Question, Timings, solve_only
 from autopar.runtime.launch import run_local
 from autopar.step_graphs import step_graph
-from autopar.verify import OneStep, Task, in_training, judge, one_process, parallel_step
+from autopar.verify_report import OneStep, judge
+from autopar.verify_steps import Task, in_training, one_process, parallel_step
 from autopar.write_plan import make_plan
 
 from .models import Maker

@@ -1,0 +1,142 @@
+"""Whether a step under a plan is that of one process: the errors of the loss and of every gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from .equality import Closeness, distance, rounding
+from .plan import Plan
+
+
+@dataclass(frozen=True)
+class OneStep:
+    """Loss and gradients of one step, as whole float tensors on the CPU."""
+
+    loss: torch.Tensor
+    gradients: Mapping[str, torch.Tensor]
+    seconds: float = 0.0
+    plan: Plan | None = None
+    unpriced: tuple[str, ...] = ()
+    draws: bool = False
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of :func:`verify`; ``str(report)`` is a table.
+
+    Attributes:
+        loss_error, gradient_errors: relative errors, of the loss and by parameter path: max|a - b| / max|b|, where b is
+            the value of one process. Under a 16-bit precision policy one process runs under it too, and a difference
+            counts against the error of b itself, over a unit of rounding, wherever that is more than max|b|
+            (:mod:`autopar.equality`).
+        noisy: gradients that are zero but for rounding (the bias of keys in attention), which have no relative error:
+            those where max|b| is no more than ten times the error of b in float32 (against float64 on one process).
+            Their differences count against a million times that error instead.
+        seconds: wall-clock time of the whole comparison.
+        step_seconds: wall-clock time of one step under the plan, after a first one.
+        unpriced: the collectives in which the program that ran and the plan's prices differ. If there are any, the
+            plan's predictions are not to be trusted.
+        draws: whether the model draws random numbers, so that it was compared with one process under autopar with the
+            same seed, not with the model alone.
+        unset: gradients that one process leaves at None and the plan has as zeros (an expert in a list that no token
+            chose); they count as equal.
+        rounding: under a 16-bit policy, the relative distance of one process from float64.
+    """
+
+    plan: Plan
+    tolerance: float
+    loss: float
+    loss_error: float
+    gradient_errors: Mapping[str, float]
+    noisy: tuple[str, ...]
+    seconds: float
+    step_seconds: float
+    unpriced: tuple[str, ...] = ()
+    draws: bool = False
+    unset: tuple[str, ...] = ()
+    rounding: float | None = None
+
+    @property
+    def max_error(self) -> float:
+        return max([self.loss_error, *self.gradient_errors.values()])
+
+    @property
+    def ok(self) -> bool:
+        """Whether the loss and every gradient are within ``tolerance``; a NaN is not."""
+        return all(error <= self.tolerance for error in (self.loss_error, *self.gradient_errors.values()))
+
+    @property
+    def _how(self) -> str:
+        return " under autopar with the same seed (the model draws random numbers)" if self.draws else ""
+
+    def __str__(self) -> str:
+        worst = sorted(self.gradient_errors.items(), key=lambda item: -item[1])[:8]
+        lines = [
+            f"{'equal' if self.ok else 'NOT EQUAL'} to one process{self._how} within {self.tolerance:g}: "
+            f"{self.plan.model} on mesh {self.plan.mesh}",
+            f"{'loss':<60} {self.loss_error:10.2e}",
+            *(f"{'gradient of ' + name:<60} {error:10.2e}" for name, error in worst),
+        ]
+        if len(self.gradient_errors) > len(worst):
+            lines.append(f"{len(self.gradient_errors) - len(worst)} more gradients, none worse")
+        if self.noisy:
+            lines.append(f"zero but for rounding, on one process too: {_some(self.noisy)}")
+        if self.unset:
+            lines.append(f"zeros, where one process leaves None: {_some(self.unset)}")
+        if self.rounding is not None:
+            lines.append(f"one process under {self.plan.precision} is within {self.rounding:.2g} of float64")
+        lines += [f"the program is not what was priced: {line}" for line in self.unpriced]
+        return "\n".join([*lines, f"{self.seconds:.1f} s in all, {self.step_seconds * 1e3:.1f} ms a step"])
+
+
+def _some(names: tuple[str, ...]) -> str:
+    """The first few of them."""
+    return f"{', '.join(names[:4])}{', ...' * (len(names) > 4)}"
+
+
+def judge(found: OneStep, expected: tuple[OneStep, OneStep | None], asked: Closeness, seconds: float) -> Report:
+    """What a step under a plan is, compared with that of one process (see :func:`one_process`)."""
+    errors, noisy, unset = _compare(found, *expected, asked)
+    alone, exact = expected
+    off = distance(alone.loss, exact.loss if exact and asked.always else None)
+    loss_error = asked.error(found.loss, alone.loss, off)[0]
+    assert found.plan is not None
+    return Report(
+        found.plan,
+        asked.tolerance,
+        float(alone.loss),
+        loss_error,
+        errors,
+        noisy,
+        seconds,
+        found.seconds,
+        found.unpriced,
+        found.draws,
+        unset,
+        rounding(alone.gradients, exact.gradients) if exact and asked.always else None,
+    )
+
+
+def _compare(
+    found: OneStep, expected: OneStep, exact: OneStep | None, asked: Closeness
+) -> tuple[dict[str, float], tuple[str, ...], tuple[str, ...]]:
+    """The error of every gradient, the names of those that are zero but for rounding, and of those that are zeros and
+    that one process leaves at None."""
+    errors: dict[str, float] = {}
+    noisy, unset = [], []
+    for name in sorted({*found.gradients, *expected.gradients}):
+        one, other = found.gradients.get(name), expected.gradients.get(name)
+        if one is not None and other is None and not one.any():
+            errors[name] = 0.0
+            unset.append(name)
+        elif one is None or other is None or one.shape != other.shape:
+            errors[name] = math.inf
+        else:
+            off = distance(other, exact.gradients.get(name) if exact else None)
+            errors[name], is_noise = asked.error(one, other, off)
+            noisy += [name] if is_noise else []
+    return errors, tuple(noisy), tuple(unset)

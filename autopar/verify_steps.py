@@ -1,0 +1,190 @@
+"""The steps that :func:`autopar.verify` compares: the unmodified model on one process, and a plan on several."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autopar.passes.conformance import collectives_of, collectives_of_stage, difference
+from autopar.runtime.launch import run_local
+from autopar.runtime.loss_scale import BACKOFF, FIRST
+
+from .api import Batch, LossFunction, parallelize, split_batch
+from .cluster import Cluster
+from .errors import TraceError
+from .options import Options
+from .pipeline import PipelineProgram
+from .plan import Plan
+from .precision import autocast_dtype, scales_loss
+from .program import Program
+from .reshard import Collective
+from .trace_call import call_loss
+from .verify_report import OneStep
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every rank is told."""
+
+    model: nn.Module
+    mesh: tuple[int, ...]
+    batch: Batch
+    options: Options
+    cluster: Cluster
+    loss_fn: LossFunction | None
+    plan: Plan | None
+
+
+def one_process(task: Task, timeout: float, draws: bool = False) -> tuple[OneStep, OneStep | None]:
+    """The step on one process, and if the model runs in it in float64, to know how far float32 itself is off: of the
+    model alone, or if it draws random numbers of autopar, which draws what a plan draws."""
+    run = _alone if draws else _plain
+    return run(task, False, timeout), _exact(task, timeout, run)
+
+
+def _plain(task: Task, double: bool, timeout: float) -> OneStep:
+    return run_local(_reference, 1, timeout=timeout, args=(task, double))[0]
+
+
+def _alone(task: Task, double: bool, timeout: float) -> OneStep:
+    """The step on one process under autopar, which draws what the plan draws; in float64 if ``double``."""
+    model, batch = (_doubled(task.model, task.batch)) if double else (task.model, task.batch)
+    options = Options(seed=task.options.seed, precision=None if double else task.options.precision)
+    single = replace(task, model=model, batch=batch, mesh=(1,), options=options, plan=None)
+    return run_local(parallel_step, 1, timeout=timeout, args=(single,))[0]
+
+
+def _exact(task: Task, timeout: float, run: Callable[[Task, bool, float], OneStep]) -> OneStep | None:
+    """The step in float64, to know how far float32 itself is off; None if the model does not run in float64."""
+    try:
+        return run(task, True, timeout)
+    except Exception:
+        return None
+
+
+def _doubled(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
+    return copy.deepcopy(model).double(), pytree.tree_map(lambda t: t.double() if _is_float(t) else t, batch)
+
+
+def in_training(model: nn.Module) -> nn.Module:
+    """``model`` in training mode; parts that are in another mode on purpose stay so if the model itself is training."""
+    return model if model.training else model.train()
+
+
+def _reference(rank: int, world: int, task: Task, double: bool) -> OneStep:
+    """One plain step of the unmodified model, by torch's own means of mixed precision."""
+    given = _doubled(task.model, task.batch) if double else (copy.deepcopy(task.model), task.batch)
+    model, batch = in_training(given[0]), given[1]
+    args, kwargs = split_batch(batch)
+    policy = None if double else task.options.precision
+    half, scale = autocast_dtype(policy), FIRST if scales_loss(policy) else 1.0
+    while True:
+        torch.manual_seed(0)
+        with torch.autocast("cpu", half) if half else nullcontext():
+            loss = _loss_of(model(*args, **kwargs), task.loss_fn, args, kwargs)
+        (loss * scale).backward()
+        gradients = {name: p.grad.detach() / scale for name, p in model.named_parameters() if p.grad is not None}
+        if scale <= 1.0 or all(bool(gradient.isfinite().all()) for gradient in gradients.values()):
+            return OneStep(loss.detach(), gradients)
+        scale *= BACKOFF
+        model.zero_grad()
+
+
+def _is_float(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+
+
+def _loss_of(
+    output: Any, loss_fn: LossFunction | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> torch.Tensor:
+    if loss_fn is not None:
+        return call_loss(loss_fn, output, args, kwargs)
+    found = getattr(output, "loss", None)
+    if found is None and isinstance(output, Mapping):
+        found = output.get("loss")
+    if found is None:
+        scalars = [t for t in pytree.tree_leaves(output) if _is_float(t) and t.ndim == 0 and t.requires_grad]
+        found = scalars[0] if len(scalars) == 1 else None
+    if found is None:
+        raise TraceError(
+            "the model returns no loss: no output is called loss, and not just one is a differentiable scalar; pass "
+            "loss_fn=lambda output, batch: ... that computes one"
+        )
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def parallel_step(rank: int, world: int, task: Task) -> OneStep:
+    """The same step under the plan, on this rank; whole gradients on rank 0."""
+    model = in_training(copy.deepcopy(task.model))
+    parallel = parallelize(
+        model, task.mesh, options=task.options, plan=task.plan, cluster=task.cluster, loss_fn=task.loss_fn
+    )
+    args, kwargs = split_batch(task.batch)
+    call = parallel.prepare(args, kwargs, "loss")
+    torch.manual_seed(rank)  # Rank 0's is the one of the single process, and the one that counts.
+    draws = parallel.random_state()
+    loss = parallel.step(*args, **kwargs)
+    while parallel.overflowed and parallel.loss_scale_state()["scale"] >= 1.0:
+        parallel.set_random_state(draws)
+        parallel.zero_grad()
+        loss = parallel.step(*args, **kwargs)
+    gradients: dict[str, torch.Tensor] = {}
+    for name, parameter in parallel.named_parameters():
+        if parameter.grad is not None:
+            whole = parallel.full_tensor(parameter.grad)
+            gradients[name] = _whatever_differs(whole.detach().cpu().double(), world)
+    parallel.zero_grad()
+    if world > 1:
+        dist.barrier()
+    begin = time.perf_counter()
+    parallel.step(*args, **kwargs)
+    seconds = time.perf_counter() - begin
+    unpriced = _unpriced(call.program, parallel.plan)
+    return OneStep(loss.detach().cpu(), gradients, seconds, parallel.plan, unpriced, call.program.draws)
+
+
+def _unpriced(program: Program | PipelineProgram, plan: Plan) -> tuple[str, ...]:
+    """Where the collectives of the first rank's program are not those of its plan; with stages, of the first rank of
+    each."""
+    if isinstance(program, Program):
+        return () if any(program.coordinate) else difference(collectives_of(program), _priced(plan, 0))
+    found: list[tuple[str, ...]] = [()] * dist.get_world_size()
+    here: tuple[str, ...] = ()
+    if not any(program.coordinate[1:]):
+        lines = difference(collectives_of_stage(program), _priced(plan, program.stage))
+        here = tuple(f"stage {program.stage}: {line}" for line in lines)
+    dist.all_gather_object(found, here)
+    return tuple(line for lines in found for line in lines)
+
+
+def _priced(plan: Plan, stage: int) -> Counter[Collective]:
+    """What the devices of a stage are to say in a step."""
+    found: Counter[Collective] = Counter()
+    for line in plan.lines:
+        for step in line.steps:
+            if line.stage == stage and step.communicates:
+                found[Collective(step.kind, step.axes, step.bytes)] += line.times  # type: ignore[arg-type]
+    return found
+
+
+def _whatever_differs(value: torch.Tensor, world: int) -> torch.Tensor:
+    """``value``, which every rank has, or infinity where ranks disagree beyond rounding: a wrong copy on one rank is an
+    error too."""
+    lowest, highest = value.clone(), value.clone()
+    if world > 1 and value.numel():
+        dist.all_reduce(lowest, dist.ReduceOp.MIN)
+        dist.all_reduce(highest, dist.ReduceOp.MAX)
+    size = max(float(highest.abs().max()), float(lowest.abs().max())) if value.numel() else 0.0
+    return value.masked_fill(highest - lowest > 1e-6 * size, math.inf)
