@@ -32,7 +32,7 @@ def answers(instance: Instance, graph: Graph, assignment: Assignment, chosen: In
     ``assignment`` by group, ``graph`` that of ``instance`` with what is recomputed.
     """
     step = PlacedStep(graph, assignment, instance.prices, instance.optimizer, instance.repeats)
-    gradients = {path: str(value).removeprefix("%") for path, value in step.gradients.items()}
+    gradients = {path: str(value).removeprefix("%") for path, value in graph.gradients.items()}
     return {
         "nodes": plan_nodes(graph),
         "module_nodes": module_outputs(graph),

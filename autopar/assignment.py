@@ -102,8 +102,7 @@ def uses(graph: Graph, assignment: Assignment) -> Iterator[Use]:
 def travels_unseen(graph: Graph, value: Value) -> bool:
     """Whether resharding ``value`` costs a step no time: a scalar result, such as the loss, that nothing else uses and
     that is on its way while backward runs. It goes by one hop if it can: the second of two would wait for the first."""
-    learns = any(output.kind == "gradient" and output.value is not None for output in graph.outputs)
-    return learns and value not in graph.users and graph.type_of(value).numel == 1
+    return bool(graph.gradients) and value not in graph.users and graph.type_of(value).numel == 1
 
 
 def _output_uses(graph: Graph, assignment: Assignment, output: Output) -> Iterator[Use]:

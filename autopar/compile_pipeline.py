@@ -93,12 +93,8 @@ def _parameters(staged: Staged, jobs: Sequence[Lowering]) -> Iterable[StagedPara
         if any(slot.placements != slots[0].placements for slot in slots):
             places = "; ".join(f"chunk {c}: {s.placements}" for c, s in zip(users, slots, strict=True))
             raise PlanMismatchError(f"the parameter {path} is stored differently by the chunks that share it: {places}")
-        gradients = tuple(chunk for chunk in users if _has_gradient(jobs[chunk].graph, path))
+        gradients = tuple(chunk for chunk in users if path in jobs[chunk].graph.gradients)
         yield StagedParameter(slots[0], users, gradients)
-
-
-def _has_gradient(graph: Graph, path: str) -> bool:
-    return any(o.kind == "gradient" and o.name == path and o.value is not None for o in graph.outputs)
 
 
 def _results(pieces: Microbatched, jobs: Sequence[Lowering]) -> Iterable[StagedResult]:

@@ -40,8 +40,7 @@ def exact_memory(
 ) -> ExactMemory:
     """The memory of the step that runs ``graph`` (with what is recomputed) once; ``holdings`` are all there ever are.
     Of other steps nothing is rehearsed."""
-    trains = any(output.kind == "gradient" and output.value is not None for output in graph.outputs)
-    if instance.repeats != ONCE or not trains:
+    if instance.repeats != ONCE or not graph.gradients:
         return ExactMemory(None, holdings)
     prices = instance.prices
     job = Lowering(graph, assignment, (0,) * len(prices.mesh), prices.path, BUCKET_BYTES)

@@ -258,6 +258,12 @@ class Graph:
         """The placeholders of the parameters by their paths."""
         return {node.target: node for node in self.placeholders("param")}
 
+    @cached_property
+    def gradients(self) -> Mapping[str, Value]:
+        """By the path of each parameter that gets a gradient, the value that is it."""
+        made = ((output.name, output.value) for output in self.outputs if output.kind == "gradient")
+        return {path: value for path, value in made if value is not None}
+
     def type_of(self, value: Value) -> TensorType:
         found = self[value.node].types[value.index]
         if found is None:

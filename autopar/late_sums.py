@@ -19,10 +19,7 @@ _PASSED_ON = VIEWS | {"aten._to_copy.default", "aten.add.Tensor"}
 
 def summed_late(graph: Graph) -> frozenset[Value]:
     """The values of backward that become nothing but gradients of parameters, of more bits than they have."""
-    bits: dict[Value, int] = {}
-    for output in graph.outputs:
-        if output.kind == "gradient" and output.value is not None:
-            bits[output.value] = graph.type_of(output.value).dtype.itemsize
+    bits = {value: graph.type_of(value).dtype.itemsize for value in graph.gradients.values()}
     kept = frozenset(o.value for o in graph.outputs if o.kind != "gradient" and o.value is not None)
     for node in reversed(graph.nodes):
         value = Value(node.name)

@@ -94,7 +94,6 @@ class _Biller:
         self.priced = KernelPrices(placed, homes, layout, self.kernels)
         moved = {(use.value, use.consumer) for use in self.moves}
         self.remade = remakeable(self.graph, self.kernels.saved, moved)
-        self.raw = {o.name: o.value for o in self.graph.outputs if o.kind == "gradient" and o.value is not None}
 
     def _find_kernels(self, reshards: Sequence[Use]) -> Kernels:
         placed = {(use.value, use.consumer): use.source != use.target for use in reshards}
@@ -227,13 +226,13 @@ class _Biller:
         return tuple(
             self._weight(node)
             for node in self.graph.placeholders("param")
-            if self.homes[node.name] == name and node.target in self.raw
+            if self.homes[node.name] == name and node.target in self.graph.gradients
         )
 
     def _weight(self, node: Node) -> Weight:
         place = self.assignment.parameters[node.name].weight
         kind: TensorType = local_type(node.type, place, self.prices.mesh)
-        raw: Placements = self.assignment.placements_of(self.raw[node.target])
+        raw: Placements = self.assignment.placements_of(self.graph.gradients[node.target])
         partial = tuple(axis for axis, one in enumerate(raw) if isinstance(one, Partial))
         is_expert = node.name in self.expert_weights
         return Weight(node.target, int(kind.numel), node.type.dtype.itemsize, partial, int(is_expert))

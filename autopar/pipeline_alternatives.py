@@ -50,7 +50,7 @@ def with_stages(
         pinned: the stages of modules, by path.
         best: seconds of the best plan without stages, infinite if there is none.
     """
-    if question.loss is None and any(o.kind == "gradient" and o.value is not None for o in question.graph.outputs):
+    if question.loss is None and question.graph.gradients:
         return [], lambda: OptionsError(_NO_LOSS)
     whole = pipelined_graph(question.graph, question.loss, question.batch)
     found: list[Found] = []

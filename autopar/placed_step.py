@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from .assignment import Assignment
-from .graph import Graph, Value
+from .graph import Graph
 from .prices import Prices
 from .repeats import ONCE, Repeats
 
@@ -37,13 +36,7 @@ class PlacedStep:
     repeats: Repeats = ONCE
     loans: Loans = field(default_factory=dict)
 
-    @cached_property
-    def gradients(self) -> Mapping[str, Value]:
-        """By path, the value in which the graph makes the gradient of each trained parameter."""
-        made = ((o.name, o.value) for o in self.graph.outputs if o.kind == "gradient")
-        return {path: value for path, value in made if value is not None}
-
 
 def trained(graph: Graph) -> tuple[str, ...]:
     """Paths of the parameters that get a gradient."""
-    return tuple(output.name for output in graph.outputs if output.kind == "gradient" and output.value is not None)
+    return tuple(graph.gradients)

@@ -59,9 +59,8 @@ def placement_options(graph: Graph, mesh: tuple[int, ...]) -> dict[TensorType, O
 def exchanged_bytes(graph: Graph) -> int:
     """Bytes of the gradients of a step, whole tensors: those of the parameters that learn (without gradients, of all
     parameters)."""
-    learning = {o.name for o in graph.outputs if o.kind == "gradient" and o.value is not None}
     nodes = graph.placeholders("param")
-    return sum(int(node.stored.bytes) for node in nodes if not learning or node.target in learning)
+    return sum(int(node.stored.bytes) for node in nodes if not graph.gradients or node.target in graph.gradients)
 
 
 def local_type(kind: TensorType, placements: Placements, mesh: tuple[int, ...]) -> TensorType:

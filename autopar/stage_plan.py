@@ -124,9 +124,8 @@ def gradient_values(answer: StagedAnswer) -> dict[str, str]:
     """The value of each gradient, one for each chunk that makes a part of it."""
     found: dict[str, list[str]] = {}
     for chunk in answer.bill.chunks:
-        for output in chunk.graph.outputs:
-            if output.kind == "gradient" and output.value is not None:
-                found.setdefault(output.name, []).append(str(output.value).removeprefix("%"))
+        for path, value in chunk.graph.gradients.items():
+            found.setdefault(path, []).append(str(value).removeprefix("%"))
     return {path: ",".join(dict.fromkeys(values)) for path, values in found.items()}
 
 

@@ -86,7 +86,7 @@ def held_bytes(step: PlacedStep, node: Node) -> tuple[int, int, int]:
     One that is not trained has only weights."""
     place, mesh = step.assignment.parameters[node.name], step.prices.mesh
     weight, gradient, state = parameter_bytes(step.prices, node, place, step.optimizer)
-    loan, made = step.loans.get(node.target), step.gradients.get(node.target)
+    loan, made = step.loans.get(node.target), step.graph.gradients.get(node.target)
     if loan is not None:
         weight -= 0 if loan.apart else local_bytes(node.stored, place.optimizer, mesh)
         state = 0

@@ -143,7 +143,7 @@ def _reading(layout: ChunkLayout, order: list[Node], name: str) -> set[str]:
 
 def _differentiable(graph: Graph) -> frozenset[str]:
     """Nodes that depend on parameters, if the graph has a backward."""
-    if not any(output.kind == "gradient" and output.value is not None for output in graph.outputs):
+    if not graph.gradients:
         return frozenset()
     data = data_only_nodes(graph)
     return frozenset(node.name for node in graph if node.name not in data)

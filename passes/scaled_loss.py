@@ -23,10 +23,9 @@ class ScaledLoss(Pass):
 
 def with_scaled_loss(graph: Graph) -> Graph:
     """See :class:`ScaledLoss`."""
-    learning = {o.name for o in graph.outputs if o.kind == "gradient" and o.value is not None}
 
     def marked(node: Node) -> Node:
-        learns = node.op == "param" and node.target in learning
+        learns = node.op == "param" and node.target in graph.gradients
         return replace(node, kwargs=(*node.kwargs, (SCALED, True))) if learns and not node.is_scaled else node
 
     return replace(graph, nodes=tuple(map(marked, graph.nodes)))

@@ -208,14 +208,13 @@ class ChunkLayout:
     def _dissolved(self) -> set[str]:
         """The additions that :func:`gradient_parts` took apart."""
         found: set[str] = set()
-        for output in self.graph.outputs:
-            if output.kind == "gradient" and output.value is not None:
-                waiting, parts = [output.value], set(self.parts[output.name])
-                while waiting:
-                    value = waiting.pop()
-                    if value not in parts:
-                        found.add(value.node)
-                        waiting += self.graph[value.node].operands
+        for path, gradient in self.graph.gradients.items():
+            waiting, parts = [gradient], set(self.parts[path])
+            while waiting:
+                value = waiting.pop()
+                if value not in parts:
+                    found.add(value.node)
+                    waiting += self.graph[value.node].operands
         return found
 
     def _bound(self, node: Node) -> None:
