@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -115,12 +116,9 @@ class ParallelModule(nn.Module):
         *,
         grad: bool = True,
     ) -> AnyCall:
-        """Compiles for a call like this one, if that is not done yet, without running it. Collective over the
-        mesh."""
-        ordered = dict(sorted(kwargs.items()))
-        leaves, spec = tree_flatten((args, ordered))
-        kinds = tuple((v.shape, v.dtype) if isinstance(v, torch.Tensor) else None for v in leaves)
-        key = (kinds, str(spec), self._modes(), grad, outputs)
+        """Compiles a program for calls like this one, unless there is one already, without running it. Collective over
+        the mesh."""
+        key = (self._kind(args, kwargs), grad, outputs)
         if key not in self._calls:
             compiled = self._compile(Request(args, dict(kwargs), self.training, grad, outputs))
             check_agreement(compiled.fingerprint, self._groups)
@@ -133,6 +131,12 @@ class ParallelModule(nn.Module):
         if isinstance(call, PipelineCall):
             call.timelines = self._timelines
         return call
+
+    def _kind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+        """What two calls must have in common to run the same program."""
+        leaves, spec = tree_flatten((args, dict(sorted(kwargs.items()))))
+        kinds = tuple((v.shape, v.dtype) if isinstance(v, torch.Tensor) else None for v in leaves)
+        return kinds, str(spec), self._modes()
 
     def _modes(self) -> tuple[bool, ...]:
         """Which modules are training and which parameters want a gradient: a frozen one makes another program."""
@@ -169,16 +173,16 @@ class ParallelModule(nn.Module):
         return path in known and bool(known[path].offload)
 
     def full_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A parameter, gradient or optimizer state of this model, whole on every rank, also where only another pipeline
-        stage holds it (whose own ``full_tensor()`` is empty here). Collective over the mesh."""
+        """A parameter, gradient or optimizer state of this model, whole on every rank, even if only another pipeline
+        stage holds it (where the tensor's own ``full_tensor()`` is empty). Collective over the mesh."""
         with torch.no_grad():
             return whole_everywhere(tensor.detach(), self._groups)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """As :func:`torch.nn.utils.clip_grad_norm_` of all parameters, under any plan: that one cannot put together
-        gradients of several pipeline stages. Collective over the mesh; returns the norm before, on every rank."""
+        """As :func:`torch.nn.utils.clip_grad_norm_` of all parameters, under any plan. Collective over the mesh;
+        returns the norm before clipping, on every rank."""
         with torch.no_grad():
             gradients = gradients_of(self.parameters())
             norm = total_norm(gradients, self._groups, float(norm_type))
@@ -209,19 +213,16 @@ class ParallelModule(nn.Module):
 
     def _any_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AnyCall:
         """A compiled call for such a batch, whatever its outputs: they all read the same placements."""
-        leaves, spec = tree_flatten((args, dict(sorted(kwargs.items()))))
-        kinds = tuple((v.shape, v.dtype) if isinstance(v, torch.Tensor) else None for v in leaves)
-        for grad in (True, False):
-            for outputs in ("loss", "all"):
-                key = (kinds, str(spec), self._modes(), grad, outputs)
-                if key in self._calls:
-                    return self._calls[key]
+        kind = self._kind(args, kwargs)
+        for key in product([kind], (True, False), ("loss", "all")):
+            if key in self._calls:
+                return self._calls[key]
         return self.prepare(args, kwargs, "all", grad=torch.is_grad_enabled())
 
     @contextmanager
     def held_weights(self) -> Iterator[None]:
-        """Within, parameters must not change: weights that a plan gathers once a step are gathered once in
-        all. For several forward passes between optimizer steps (gradient accumulation, evaluation)."""
+        """For several forward passes between optimizer steps (gradient accumulation, evaluation): weights that a plan
+        gathers once a step are gathered once in the whole ``with`` block. Parameters must not change in it."""
         self._weights.hold(True)
         try:
             yield
@@ -229,13 +230,13 @@ class ParallelModule(nn.Module):
             self._weights.hold(False)
 
     def random_state(self) -> dict[str, int]:
-        """What the random numbers of the next call are a function of, besides the model: the ``seed``, the training
-        calls made so far (``steps``) and all other calls (``evaluations``), counting those that draw. To be saved in a
-        checkpoint beside the ``state_dict``, which has the keys of the original."""
+        """What determines the random numbers of the next call, besides the model: the ``seed``, the training calls made
+        so far (``steps``) and all other calls (``evaluations``), counting only calls that draw. Save it in a checkpoint
+        beside the ``state_dict``, which has the keys of the original."""
         return asdict(self._random)
 
     def set_random_state(self, state: Mapping[str, int]) -> None:
-        """Goes on as after :meth:`random_state`; rank 0's ``state`` counts. Collective."""
+        """Continues from what :meth:`random_state` returned; rank 0's ``state`` counts. Collective."""
         given = RandomState(**state)
         values = [torch.tensor([given.seed, given.steps, given.evaluations])]
         self._random.seed, self._random.steps, self._random.evaluations = next(broadcast_first(values, self._groups))[
@@ -244,21 +245,23 @@ class ParallelModule(nn.Module):
 
     @property
     def overflowed(self) -> bool:
-        """Whether gradients overflowed under fp16 in one of the passes whose gradients are added up, so that there are
-        none: an optimizer that steps now does nothing. It stands until the first pass after an optimizer's step, or
-        :meth:`zero_grad` of the model or of an optimizer of :meth:`optimizer`. Whoever leaves the optimizer out then,
-        to try the batch again or go on to the next, calls one of these: till then all passes count as one step, whose
-        gradients stay dropped, which a warning says after 256. The same on every rank."""
+        """Whether gradients overflowed under fp16 in one of the passes whose gradients are accumulated, so that there
+        are none: an optimizer that steps now does nothing. The same on every rank.
+
+        It holds until the first pass after an optimizer's step, or until ``zero_grad`` is called, of the model or of an
+        optimizer made by :meth:`optimizer`. A loop that does not step the optimizer after an overflow, to retry the
+        batch or to go on to the next, must call ``zero_grad``: until then all passes count as one step, whose gradients
+        stay dropped. A warning says so after 256 passes."""
         return self._loss_scale is not None and self._loss_scale.overflowed
 
     def loss_scale_state(self) -> dict[str, float | int]:
-        """The scale of the loss under fp16, as :meth:`torch.amp.GradScaler.state_dict` has it, to be saved in a
+        """The scale of the loss under fp16, in the form of :meth:`torch.amp.GradScaler.state_dict`. Save it in a
         checkpoint beside the ``state_dict``; empty under other policies."""
         return {} if self._loss_scale is None else self._loss_scale.state()
 
     def set_loss_scale_state(self, state: Mapping[str, float | int]) -> None:
-        """Goes on as after :meth:`loss_scale_state`, or with the state of a :class:`torch.amp.GradScaler`; without
-        effect if the loss is not scaled or rank 0's ``state``, the one that counts, is empty. Collective."""
+        """Continues from what :meth:`loss_scale_state` or a :class:`torch.amp.GradScaler` returned. Rank 0's ``state``
+        counts; there is no effect if it is empty, or if the loss is not scaled. Collective."""
         if self._loss_scale is None:
             return
         own = self._loss_scale.state()
@@ -273,8 +276,9 @@ class ParallelModule(nn.Module):
 
     @contextmanager
     def record_timeline(self) -> Iterator[list[Timeline]]:
-        """Within, what each instruction of a step in microbatches took is measured: a :class:`Timeline` of all pipeline
-        stages for each pass, appended to the list this gives. Steps that are no pipeline have none."""
+        """Measures, inside the ``with`` block, what each instruction of a step in microbatches takes: a
+        :class:`Timeline` of all pipeline stages for each pass is appended to the list this gives. Steps without a
+        pipeline have none."""
         timelines: list[Timeline] = []
         self._timelines = timelines
         try:
