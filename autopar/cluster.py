@@ -37,16 +37,23 @@ BACKENDS = ("nccl", "gloo")
 
 @dataclass(frozen=True)
 class Cluster:
-    """``links`` innermost first. ``source`` says where the numbers come from and is printed with every plan;
-    ``collective_seconds`` is what starting any collective costs; ``synchronisation_seconds`` what it costs on top
-    because its members come to it from computing, each at its own time, and the first waits for the last: processes
-    that share processors are out of step by time slices. ``measurement`` keeps facts of a calibration (processes,
-    threads, fit errors). ``algorithms`` are those of the library of collectives (:mod:`autopar.cost.algorithms`); where
-    nobody says, a hierarchical one in logarithmically many steps is assumed. ``overlaps`` says that messages travel
-    while the device computes, without taking of its time: true of adapters that fetch from memory themselves, not of
-    processes that share cores with what they send. ``sharing`` consecutive devices share the processors of a host,
-    which give ``cores`` of them at once all that one can use; the rates of ``device`` are those with all at work.
-    ``backend`` moves messages; buffers are counted as it needs them.
+    """One kind of device, and the links between devices.
+
+    Args:
+        source: where the numbers come from; printed with every plan.
+        links: innermost first.
+        collective_seconds: what starting any collective costs.
+        measurement: facts of a calibration (processes, threads, fit errors).
+        synchronisation_seconds: what a collective costs on top because its members come to it from computing, each at
+            its own time, and the first waits for the last: processes that share processors are out of step by time
+            slices.
+        algorithms: those of the library of collectives (:mod:`autopar.cost.algorithms`); if none are named, a
+            hierarchical one in logarithmically many steps is assumed.
+        overlaps: whether messages travel while the device computes, without taking of its time: true of adapters that
+            fetch from memory themselves, not of processes that share cores with what they send.
+        sharing, cores: ``sharing`` consecutive devices share the processors of a host, which give ``cores`` of them at
+            once all that one can use; the rates of ``device`` are those with all at work.
+        backend: what moves messages; buffers are counted as it needs them.
     """
 
     name: str
