@@ -41,13 +41,20 @@ class Weight:
 
 @dataclass(frozen=True)
 class Section:
-    """One section for one microbatch. ``inside`` is what of forward selective recomputation runs again; ``saved`` the
-    bytes kept for backward, ``saved_inside`` those of them that selective recomputation does not keep, ``entry`` those
-    of what comes in from the section before; ``working`` the most that one kernel makes. ``flops``: of products, all
-    devices together. ``blocks`` of experts are not in these until :func:`with_experts` puts them there, and the bytes
-    that one device hands to each of their exchanges into ``exchanged``. ``kept``: seconds of forward that are not spent
-    again where all but attention and every other product is, which takes ``saved_kept`` bytes. ``saved_remade``: of
-    ``saved`` what elementwise operations make again in ``remade`` seconds."""
+    """One section for one microbatch, on one device.
+
+    Attributes:
+        inside: what of forward selective recomputation runs again.
+        saved: bytes kept for backward. Of these ``saved_inside`` are not kept by selective recomputation, and
+            ``saved_remade`` are made again by elementwise operations in ``remade`` seconds.
+        entry: bytes of what comes in from the section before.
+        working: the most bytes that one kernel makes.
+        flops: of products, of all devices together.
+        blocks: of experts; they are no part of the other figures until :func:`.layout_bill.with_experts` adds them, and
+            puts the bytes that one device hands to each of their exchanges into ``exchanged``.
+        kept: seconds of forward that are not spent again under ``recompute="operations"``, which takes ``saved_kept``
+            bytes.
+    """
 
     forward: Seconds = Seconds()
     backward: Seconds = Seconds()

@@ -51,15 +51,21 @@ class LinkFigures:
 
 @dataclass(frozen=True)
 class PlannedPipeline:
-    """``cuts``: the forward nodes at which chunks 1, 2, ... begin (:mod:`autopar.stages`). ``schedule``: what each
-    pipeline rank does. ``wires``: how the value of each edge lies while it travels, on the mesh inside a stage;
-    ``wire_bytes``: what one rank sends of it for one microbatch. ``peaks``: peak bytes on the devices of each pipeline
-    rank; ``update_seconds``: of optimizer and weight refresh after all reductions; ``hides``: whether reductions travel
-    while their rank computes. Where pipeline ranks share processors, ``hosts`` has the host of each, and ``speeds`` how
-    quick each is while 1, 2, ... of a host compute.
+    """How a pipeline is cut and run, and its prices.
 
     Pipeline rank s is the s-th block of consecutive devices, each block a mesh of the plan's shape. One chunk and
     several microbatches is gradient accumulation.
+
+    Attributes:
+        cuts: the forward nodes at which chunks 1, 2, ... begin (:mod:`autopar.stages`).
+        schedule: what each pipeline rank does.
+        wires: how the value of each edge is placed while it travels, on the mesh inside a stage.
+        wire_bytes: what one rank sends of it for one microbatch.
+        peaks: peak bytes on the devices of each pipeline rank.
+        update_seconds: of optimizer and weight refresh, after all reductions.
+        hides: whether reductions travel while their rank computes.
+        hosts, speeds: where pipeline ranks share processors, the host of each, and how fast each is while 1, 2, ... of
+            a host compute.
     """
 
     cuts: tuple[str, ...]

@@ -13,16 +13,20 @@ from autopar.schedule import Instruction
 class ChunkPrice:
     """One chunk on its device, for one microbatch; seconds and bytes.
 
-    ``backward``: both halves at once, default their sum. ``reduce``: reducing the chunk's gradients, once a step; of
-    that, what travels beside the chunk's last computation, if that is a weight gradient (``beside_weight_gradient``) or
-    a whole backward (``beside_backward``); at most ``unawaited`` if its rank has more to compute or to send, so that it
-    waits for no message then.
-    What is held: ``until_input_gradient`` from the start of forward to the end of the input gradient,
-    ``until_weight_gradient`` from there to the end of the weight gradient, ``between_gradients`` from the start of the
-    input gradient to the end of the weight gradient (what delaying it costs); ``static`` always.
-
-    ``receive_forward`` and ``receive_backward``: seconds at the start of forward and of (input) backward for which the
-    rank stands still while what they take comes in; where it waits for that anyway, they pass as it waits.
+    Attributes:
+        backward: both halves at once; default: their sum.
+        reduce: reducing the chunk's gradients, once a step.
+        beside_weight_gradient, beside_backward: of ``reduce``, what travels beside the chunk's last computation, if
+            that is a weight gradient or a whole backward.
+        unawaited: the most that travels so if the rank has more to compute or to send, since it then waits for no
+            message.
+        until_input_gradient: bytes held from the start of forward to the end of the input gradient.
+        until_weight_gradient: bytes held from the start of forward to the end of the weight gradient.
+        between_gradients: bytes held from the start of the input gradient to the end of the weight gradient (what
+            delaying it costs).
+        static: bytes held always.
+        receive_forward, receive_backward: seconds at the start of forward and of (input) backward for which the rank
+            stands still while its operands come in; where it waits for them anyway, these pass while it waits.
     """
 
     forward: float
@@ -89,16 +93,20 @@ class SharedProcessors:
 
 @dataclass(frozen=True)
 class PipelinePrices:
-    """The prices of a schedule. ``edges``: by (source, target); an edge without an entry is free. ``step``: seconds per
-    rank after all reductions, the same everywhere.
+    """The prices of a schedule.
 
-    ``overlap``: whether messages and reductions travel while their ranks compute; if not, a rank stands still until
-    what it sends or receives has arrived. ``hides``: whether reductions do, and messages take nothing of the ranks' own
-    time: if not, each end is busy for half of what a message takes.
-    ``hides_reductions``: whether reductions do where messages do. ``buffered``: whether a message may travel
-    before its receive is posted. ``links``: by (sending rank, receiving rank) the name of a link that carries one
-    message at a time; pairs with one name share it, a pair without a name has one of its own in each direction.
-    ``shared``: which ranks share processors; None if every rank has its own.
+    Attributes:
+        edges: by (source, target); an edge without an entry is free.
+        step: seconds per rank after all reductions, the same on all ranks.
+        overlap: whether messages and reductions travel while their ranks compute; if not, a rank stands still until
+            what it sends or receives has arrived.
+        hides: whether reductions travel so, and messages take none of the ranks' own time; if not, each end is busy for
+            half of what a message takes.
+        hides_reductions: whether reductions travel while ranks compute, where messages do.
+        buffered: whether a message may travel before its receive is posted.
+        links: by (sending rank, receiving rank) the name of a link that carries one message at a time. Pairs with one
+            name share it; a pair without a name has one of its own in each direction.
+        shared: which ranks share processors; None if every rank has its own.
     """
 
     chunks: tuple[ChunkPrice, ...]

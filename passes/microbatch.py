@@ -26,15 +26,18 @@ Combine = str
 
 @dataclass(frozen=True)
 class Microbatched:
-    """``graph`` computes one of ``count`` microbatches.
+    """The graph of one microbatch, and what makes a step of several.
 
-    ``inputs`` gives for each input, those from the prelude included, the dim along which microbatch ``k`` takes
-    piece ``k`` of ``count`` equal ones, or None if it takes all. What it draws is that part of the whole batch's
-    numbers if its ``random`` placeholder has ``k`` in place 3 (see :mod:`autopar.random_ops`). ``combine`` says how the
-    results of all microbatches, by ``(kind, name)`` of the output, become that of the step: ``concatenate:<dim>``,
-    ``sum``, or ``same`` (each has it all); gradients of parameters always add up. ``prelude`` computes, on the whole
-    batch, the outputs whose names are the targets of further inputs of ``graph``; its random state has 0 there. Every
-    microbatch reads buffers as they were before the step.
+    Attributes:
+        graph: computes one of ``count`` microbatches. What it draws is that part of the whole batch's numbers if its
+            ``random`` placeholder has the microbatch's number k in place 3 (see :mod:`autopar.random_ops`). Every
+            microbatch reads buffers as they were before the step.
+        inputs: for each input, those from the prelude included, the dim along which microbatch k takes piece k of
+            ``count`` equal ones, or None if it takes all.
+        combine: how the results of all microbatches, by ``(kind, name)`` of the output, become that of the step:
+            ``concatenate:<dim>``, ``sum``, or ``same`` (each has all of it). Gradients of parameters always add up.
+        prelude: computes, on the whole batch, the outputs whose names are the targets of further inputs of ``graph``;
+            its random state has 0 in place 3.
     """
 
     graph: Graph
