@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .layout import MASTER_BYTES, Layout
-from .layout_section import Section, Weight
+from .layout_section import Section, Weight, counted
 from .schedules import SCHEDULES
 
 # What the caching allocator loses between blocks, as a share of what comes and goes: what rests is allocated once.
@@ -54,56 +54,60 @@ def resting_states(weight: Weight, layout: Layout) -> int:
 
 def held_by(rank: int, chunks: Sequence[Sequence[Section]], layout: Layout, microbatches: int) -> Held:
     """What pipeline rank ``rank`` holds, whose chunks consist of the given sections."""
+    every = counted(section for chunk in chunks for section in chunk)
     weights = gradients = optimizer = 0
-    for section in (section for chunk in chunks for section in chunk):
+    for section, often in every:
         for weight in section.weights:
             shards = data_ranks(weight, layout)
-            weights += weight.elements * weight.itemsize // (shards if layout.zero >= 3 else 1)
-            gradients += gradient_bytes(weight, layout) // (shards if layout.zero >= 2 else 1)
-            optimizer += resting_states(weight, layout)
-    gathered = _gathered(chunks, layout)
-    activations, working = _activations(rank, chunks, layout, microbatches), _working(chunks, layout)
+            weights += often * (weight.elements * weight.itemsize // (shards if layout.zero >= 3 else 1))
+            gradients += often * (gradient_bytes(weight, layout) // (shards if layout.zero >= 2 else 1))
+            optimizer += often * resting_states(weight, layout)
+    gathered, working = _gathered(every, layout), _working([section for section, _ in every], layout)
+    pairs = SCHEDULES[layout.schedule_name].in_flight(rank, layout.pipeline, microbatches, layout.interleave)
+    activations = _activations(pairs / layout.interleave, chunks, layout)
     lost = int(FRAGMENTED * (activations + working)) if layout.allocation == "caching" else 0
     on_device, on_host = (0, optimizer) if layout.offload else (optimizer, 0)
     return Held(weights + gathered, gradients, on_device, activations, working, on_host, lost)
 
 
-def _gathered(chunks: Sequence[Sequence[Section]], layout: Layout) -> int:
+def _gathered(every: Sequence[tuple[Section, int]], layout: Layout) -> int:
     """Whole weights of the two sections that are at work or fetched, and the gradient of one; weights that no other
     rank has are whole anyway."""
     if layout.zero < 3:
         return 0
     sizes = sorted(
         sum(weight.elements * weight.itemsize for weight in section.weights if data_ranks(weight, layout) > 1)
-        for chunk in chunks
-        for section in chunk
+        for section, often in every
+        for _ in range(min(2, often))
     )
     return sum(sizes[-2:]) + sizes[-1]
 
 
-def _activations(rank: int, chunks: Sequence[Sequence[Section]], layout: Layout, microbatches: int) -> int:
+def _activations(in_flight: float, chunks: Sequence[Sequence[Section]], layout: Layout) -> int:
     """Saved by the microbatches in flight. What comes after the layers is in flight once: its backward follows its
     forward at once."""
-    pairs = SCHEDULES[layout.schedule_name].in_flight(rank, layout.pipeline, microbatches, layout.interleave)
-    often = pairs / layout.interleave
-    kept = sum(
-        _saved(section, layout, i == 0) for chunk in chunks for i, section in enumerate(chunk) if section.is_layer
-    )
-    ends = [section for chunk in chunks for section in chunk if not section.is_layer]
-    return int(often * kept) + sum(section.saved for section in ends)
+    kept = ends = 0
+    for chunk in chunks:
+        for section, often in counted(chunk):
+            kept += often * _saved(section, layout) if section.is_layer else 0
+            ends += 0 if section.is_layer else often * section.saved
+        # Layers computed again keep what comes in anyway.
+        if chunk[0].is_layer and layout.recompute not in ("full", "operations"):
+            kept += chunk[0].entry
+    return int(in_flight * kept) + ends
 
 
-def _saved(section: Section, layout: Layout, first: bool) -> int:
+def _saved(section: Section, layout: Layout) -> int:
+    """Bytes that a layer keeps of a microbatch, but for what comes in where only the section before has made it."""
     if layout.recompute in ("full", "operations"):
         return section.entry + (section.saved_kept if layout.recompute == "operations" else 0)
     dropped = {"selective": section.saved_inside, "elementwise": section.saved_inside + section.saved_remade}
-    return section.saved - dropped.get(layout.recompute, 0) + (section.entry if first else 0)
+    return section.saved - dropped.get(layout.recompute, 0)
 
 
-def _working(chunks: Sequence[Sequence[Section]], layout: Layout) -> int:
+def _working(sections: Sequence[Section], layout: Layout) -> int:
     """The largest operand and result at work and the gradients of both, and all that a layer saves if it is computed
     again."""
-    sections = [section for chunk in chunks for section in chunk]
     inside = max(s.saved_inside for s in sections)
     again = {"none": 0, "selective": inside, "elementwise": max(inside, *(s.saved_remade for s in sections))}
     whole = max((s.saved for s in sections if s.is_layer), default=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.cost import collective_seconds, simulate
@@ -17,15 +17,16 @@ from .layout_exposed import at_once, waited
 from .layout_hardware import check_hardware, check_host
 from .layout_memory import Held, gradient_bytes, held_by
 from .layout_precision import DTYPES
-from .layout_section import Seconds, Section, Sections, Weight
+from .layout_section import Seconds, Section, Sections, Weight, counted
 from .layout_update import offloading_seconds, updating_seconds
 from .plan import Predicted
 from .schedules import SCHEDULES, make_schedule
 
 # Pieces in which a collective travels that overlaps with the product next to it: one of them is exposed.
 PIECES = 4
-# Microbatches beyond this many rounds of the pipeline repeat each other: the time of a round is extrapolated.
-ROUNDS = 3
+# Microbatches beyond this many rounds of the pipeline repeat each other: the time of a round is extrapolated. What is
+# simulated in full takes as long, but for 0.04% where ranks have many times as many chunks as there are stages.
+ROUNDS = 2
 
 
 @dataclass(frozen=True)
@@ -132,11 +133,12 @@ def _beyond(busy: float, seconds: float) -> float:
     return seconds - busy if seconds > busy * (1 + 1e-9) else 0.0
 
 
-def _by_group(sizes: Iterable[tuple[Weight, float]]) -> dict[int, float]:
-    """Bytes of weights by the number of ranks among which their experts are divided."""
+def _by_group(sections: Iterable[tuple[Section, int]], nbytes: Callable[[Weight], float]) -> dict[int, float]:
+    """Bytes of weights, ``nbytes`` of each, by the number of ranks among which their experts are divided."""
     found: dict[int, float] = {}
-    for weight, nbytes in sizes:
-        found[weight.experts] = found.get(weight.experts, 0.0) + nbytes
+    for section, often in sections:
+        for weight in section.weights:
+            found[weight.experts] = found.get(weight.experts, 0.0) + often * nbytes(weight)
     return found
 
 
@@ -150,7 +152,7 @@ class _Step:
         # One section stands for many layers: what it takes is worked out once.
         self._times: dict[int, tuple[float, float]] = {}
         self.edges = self._edges()
-        self.prices = [self.chunk_price(c) for c in range(len(chunks))]
+        self.prices = self._chunk_prices()
 
     def over_data(self, kind: str, sizes: Mapping[int, float]) -> float:
         """Seconds of collectives over the data and context ranks that have the same weights; ``sizes``: bytes by
@@ -174,17 +176,17 @@ class _Step:
         often = 3 if section.is_layer and self.layout.recompute in ("full", "operations") else 2
         return often * self.exchange(section)
 
-    def gradients(self, sections: Iterable[Section]) -> dict[int, float]:
-        return _by_group((weight, gradient_bytes(weight, self.layout)) for s in sections for weight in s.weights)
+    def gradients(self, sections: Iterable[tuple[Section, int]]) -> dict[int, float]:
+        return _by_group(sections, lambda weight: gradient_bytes(weight, self.layout))
 
-    def reduced(self, sections: Iterable[Section]) -> dict[int, float]:
+    def reduced(self, sections: Iterable[tuple[Section, int]]) -> dict[int, float]:
         """Bytes of gradients as they travel."""
         if self.layout.reduction != "all-fp32":
             return self.gradients(sections)
-        return _by_group((weight, weight.elements * MASTER_BYTES) for s in sections for weight in s.weights)
+        return _by_group(sections, lambda weight: weight.elements * MASTER_BYTES)
 
-    def weights(self, sections: Iterable[Section]) -> dict[int, float]:
-        return _by_group((weight, weight.elements * weight.itemsize) for s in sections for weight in s.weights)
+    def weights(self, sections: Iterable[tuple[Section, int]]) -> dict[int, float]:
+        return _by_group(sections, lambda weight: weight.elements * weight.itemsize)
 
     def times(self, section: Section) -> tuple[float, float]:
         """Seconds of forward and backward of one section, exchanges of rows and ZeRO-3's collectives included."""
@@ -201,7 +203,7 @@ class _Step:
         if self.layout.zero < 3:
             return forward, backward
         gather = self.gather(section)
-        scatter = self.over_data("reduce_scatter", self.gradients([section]))
+        scatter = self.over_data("reduce_scatter", self.gradients([(section, 1)]))
         if self.layout.gathers == "tensor" and self.again(section).compute:
             scatter += gather
         if "weight" in self.layout.overlap:
@@ -210,11 +212,10 @@ class _Step:
 
     def gather(self, section: Section) -> float:
         """Seconds of gathering the weights of a section, together or one by one."""
-        together = [[w] for w in section.weights] if self.layout.gathers == "tensor" else [list(section.weights)]
-        return sum(
-            self.over_data("all_gather", _by_group((w, w.elements * w.itemsize) for w in weights))
-            for weights in together
-        )
+        if self.layout.gathers == "tensor":
+            sizes = ((weight.experts, weight.elements * weight.itemsize) for weight in section.weights)
+            return sum(self.over_group("all_gather", experts, nbytes) for experts, nbytes in sizes if nbytes)
+        return self.over_data("all_gather", self.weights([(section, 1)]))
 
     def adding_up(self, section: Section) -> float:
         """Seconds of adding the gradients of a microbatch to those before it, by operations of their own."""
@@ -236,11 +237,23 @@ class _Step:
         both = (seconds.compute, seconds.communicate)
         return at_once(*both) + min(both) / PIECES + seconds.host
 
-    def chunk_price(self, c: int) -> ChunkPrice:
-        chunk = self.chunks[c]
-        times = [self.times(section) for section in chunk]
-        before, after = self.standing(c)
-        forward, half = sum(f for f, _ in times) + before + after, sum(b for _, b in times) / 2
+    def _chunk_prices(self) -> list[ChunkPrice]:
+        """Of each chunk; those of the same sections between the same links are one."""
+        found: dict[object, ChunkPrice] = {}
+        prices = []
+        for c, chunk in enumerate(self.chunks):
+            standing = self.standing(c)
+            key = tuple(map(id, chunk)), standing
+            if key not in found:
+                found[key] = self.chunk_price(chunk, *standing)
+            prices.append(found[key])
+        return prices
+
+    def chunk_price(self, chunk: Sequence[Section], before: float, after: float) -> ChunkPrice:
+        """``before``, ``after``: seconds of standing still for what comes in and for what goes out."""
+        times = [(*self.times(section), often) for section, often in counted(chunk)]
+        forward = sum(often * forth for forth, _, often in times) + before + after
+        half = sum(often * back for _, back, often in times) / 2
         backward = 2 * half + before + after
         return ChunkPrice(
             forward,
@@ -257,24 +270,28 @@ class _Step:
         if self.layout.zero >= 3:
             return 0.0
         divided = self.layout.zero and self.layout.reduction == "scatter"
-        seconds = self.over_data("reduce_scatter" if divided else "all_reduce", self.reduced(chunk))
+        seconds = self.over_data("reduce_scatter" if divided else "all_reduce", self.reduced(counted(chunk)))
         return waited(window, seconds) if "gradient" in self.layout.overlap else seconds
 
     def update(self, rank: int) -> float:
         """Seconds of the optimizer, of gathering what it updated, and of bringing states that rest on the host."""
-        weights = self.weights_of(rank)
-        there = updating_seconds(weights, self.layout, self.cluster)
-        return there + self.gathering(rank) + offloading_seconds(weights, self.layout, self.cluster)
+        sections = self.sections_of(rank)
+        there = updating_seconds(sections, self.layout, self.cluster)
+        return there + self.gathering(rank) + offloading_seconds(sections, self.layout, self.cluster)
 
-    def weights_of(self, rank: int) -> list[Weight]:
-        return [weight for c in _held(rank, self.layout) for s in self.chunks[c] for weight in s.weights]
+    def reducing(self, rank: int) -> float:
+        """Seconds of reducing a rank's gradients that nothing hides."""
+        return sum(self.prices[c].reduce for c in _held(rank, self.layout))
+
+    def sections_of(self, rank: int) -> list[tuple[Section, int]]:
+        """What a rank holds: so many of each section."""
+        return counted(section for c in _held(rank, self.layout) for section in self.chunks[c])
 
     def gathering(self, rank: int) -> float:
         """Seconds of gathering the weights that were updated in shards."""
         if self.layout.zero not in (1, 2):
             return 0.0
-        sections = [section for c in _held(rank, self.layout) for section in self.chunks[c]]
-        return self.over_data("all_gather", self.weights(sections))
+        return self.over_data("all_gather", self.weights(self.sections_of(rank)))
 
     def standing(self, c: int) -> tuple[float, float]:
         """Seconds for which a rank stands still in forward, and again in backward, while what a chunk shares with the
@@ -336,32 +353,35 @@ class _Step:
         return max(map(self.of_rank, range(self.layout.pipeline)), key=sum)
 
     def of_rank(self, rank: int) -> tuple[float, float]:
-        held = _held(rank, self.layout)
+        sections = self.sections_of(rank)
         compute = total = 0.0
-        for section in (section for c in held for section in self.chunks[c]):
+        for section, often in sections:
             alone = section.forward + section.backward + self.again(section)
-            compute += alone.compute + alone.host + self.adding_up(section)
-            total += sum(self.times(section))
-        updating = updating_seconds(self.weights_of(rank), self.layout, self.cluster)
+            compute += often * (alone.compute + alone.host + self.adding_up(section))
+            total += often * sum(self.times(section))
+        updating = updating_seconds(sections, self.layout, self.cluster)
         computed = self.microbatches * compute + updating
-        moved = self.update(rank) - updating + sum(self.prices[c].reduce for c in held)
+        moved = self.update(rank) - updating + self.reducing(rank)
         return computed, self.microbatches * (total + self.stands(rank) - compute) + moved
 
     def parts(self) -> dict[str, float]:
         rank = max(range(self.layout.pipeline), key=lambda r: sum(self.of_rank(r)))
-        sections = [section for c in _held(rank, self.layout) for section in self.chunks[c]]
-        often = self.microbatches
-        offloading = offloading_seconds(self.weights_of(rank), self.layout, self.cluster)
+        sections = self.sections_of(rank)
+        offloading = offloading_seconds(sections, self.layout, self.cluster)
+
+        def summed(seconds: Callable[[Section], float]) -> float:
+            return self.microbatches * sum(often * seconds(section) for section, often in sections)
+
         return {
-            "forward": often * sum(s.forward.compute for s in sections),
-            "backward": often * sum(s.backward.compute for s in sections),
-            "again": often * sum(self.again(s).compute for s in sections),
-            "tensor": often * sum((s.forward + s.backward + self.again(s)).communicate for s in sections),
-            "adding up": often * sum(map(self.adding_up, sections)),
-            "exchange": often * sum(self.exchanges(s) for s in sections),
-            "host": often * sum((s.forward + s.backward + self.again(s)).host for s in sections),
-            "messages": often * self.stands(rank),
-            "reduce": sum(self.prices[c].reduce for c in _held(rank, self.layout)),
+            "forward": summed(lambda s: s.forward.compute),
+            "backward": summed(lambda s: s.backward.compute),
+            "again": summed(lambda s: self.again(s).compute),
+            "tensor": summed(lambda s: (s.forward + s.backward + self.again(s)).communicate),
+            "adding up": summed(self.adding_up),
+            "exchange": summed(self.exchanges),
+            "host": summed(lambda s: (s.forward + s.backward + self.again(s)).host),
+            "messages": self.microbatches * self.stands(rank),
+            "reduce": self.reducing(rank),
             "update": self.update(rank) - offloading,
             "offload": offloading,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from .layout_exchange import Block
@@ -87,3 +88,12 @@ class Sections:
     def every(self) -> tuple[Section, ...]:
         """The sections of the whole model, layers repeated."""
         return (self.before, *(self.layers[i] for i in self.standing), self.after)
+
+
+def counted(sections: Iterable[Section]) -> list[tuple[Section, int]]:
+    """Each section once, with how often it is among them: what stands for equal layers is one object."""
+    found: dict[int, tuple[Section, int]] = {}
+    for section in sections:
+        _, before = found.get(id(section), (section, 0))
+        found[id(section)] = section, before + 1
+    return list(found.values())

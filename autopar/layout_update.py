@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from .cluster import Cluster
 from .layout import Layout
 from .layout_memory import data_ranks, gradient_bytes, resting_states, state_bytes
-from .layout_section import Weight
+from .layout_section import Section, Weight
 
 
-def updating_seconds(weights: Iterable[Weight], layout: Layout, cluster: Cluster) -> float:
-    """Seconds of the optimizer, which reads and writes memory."""
-    return sum(_updated(weight, layout) for weight in weights) / cluster.device.memory_bandwidth
+def updating_seconds(sections: Sequence[tuple[Section, int]], layout: Layout, cluster: Cluster) -> float:
+    """Seconds of the optimizer, which reads and writes memory; of so many of each section."""
+    moved = sum(often * sum(_updated(weight, layout) for weight in section.weights) for section, often in sections)
+    return moved / cluster.device.memory_bandwidth
 
 
 def _updated(weight: Weight, layout: Layout) -> float:
@@ -22,10 +23,11 @@ def _updated(weight: Weight, layout: Layout) -> float:
     return (gradient_bytes(weight, layout) + weight.elements * each) / shards
 
 
-def offloading_seconds(weights: Iterable[Weight], layout: Layout, cluster: Cluster) -> float:
-    """Seconds in which states come from the host and go back, one weight after the other, hidden by nothing."""
+def offloading_seconds(sections: Sequence[tuple[Section, int]], layout: Layout, cluster: Cluster) -> float:
+    """Seconds in which states come from the host and go back, one weight after the other, hidden by nothing; of so many
+    of each section."""
     device = cluster.device
     if not layout.offload:
         return 0.0
-    sizes = (resting_states(weight, layout) for weight in weights)
-    return sum(2 * (device.launch_seconds + nbytes / device.host_bandwidth) for nbytes in sizes)
+    sizes = ((resting_states(weight, layout), often) for section, often in sections for weight in section.weights)
+    return sum(2 * often * (device.launch_seconds + nbytes / device.host_bandwidth) for nbytes, often in sizes)
