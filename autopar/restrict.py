@@ -184,6 +184,7 @@ def baselines(instance: Instance) -> Iterator[Baseline]:
     everywhere = dict.fromkeys(live, Shard(0))
     outer: dict[int, Placement] = {axis: Shard(0) for axis in live[:-1]}
     whole = (REPLICATE,) * len(mesh)
+    fully_sharded = zero_allows(instance, 3)
 
     def replicated(node: Node, choice: Choice) -> bool:
         if isinstance(choice, ParameterPlacement):
@@ -192,7 +193,7 @@ def baselines(instance: Instance) -> Iterator[Baseline]:
 
     def sharded(node: Node, choice: Choice) -> bool:
         if isinstance(choice, ParameterPlacement):
-            return zero_allows(instance, 3)(node, choice)
+            return fully_sharded(node, choice)
         return _is_fed(node, choice, mesh, everywhere) and _takes_whole_weights(instance.graph, node, choice)
 
     def tensor(node: Node, choice: Choice) -> bool:

@@ -21,6 +21,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import Any
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -49,14 +50,21 @@ PARTIAL_SUM = Partial("sum")
 _PATTERN = re.compile(r"^(?:(R)|S\((\d+)\)|S\((\d+)/(\d+)\)|P(?:\((\w+)\))?)$")
 
 
+@cache
+def _divides(kind: Any) -> bool:
+    """Whether placements of that class divide a dim; remembered, since torch's own ``isinstance`` is slow here."""
+    return issubclass(kind, (Shard, StridedShard))
+
+
 def is_shard(placement: Placement) -> bool:
     """Whether it divides a dim (plainly or strided)."""
-    return isinstance(placement, (Shard, StridedShard))
+    kind: object = type(placement)
+    return _divides(kind)
 
 
 def shard_dim(placement: Placement) -> int | None:
     """The dim it divides, or None."""
-    return placement.dim if isinstance(placement, (Shard, StridedShard)) else None
+    return placement.dim if is_shard(placement) else None  # type: ignore[union-attr]
 
 
 def shard_before(placement: Placement) -> int:
