@@ -6,9 +6,13 @@ import hashlib
 import random
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
+from autopar.api import split_batch
 from autopar.assignment import ParameterPlacement
 from autopar.compile_pipeline import pipeline_program
 from autopar.graph import Graph
@@ -25,11 +29,12 @@ from autopar.runtime import Compiled, Request
 from autopar.schedule import Schedule
 from autopar.schedule_messages import forward_only
 from autopar.schedules import SCHEDULES
+from autopar.signature import Signature
 from autopar.stage_chunks import Chunk, WirePrice, place_chunks
 from autopar.stage_search import scheduled
 from autopar.stages import Staged
 from autopar.step_graphs import step_graph
-from autopar.trace import trace
+from autopar.trace import Traced, trace
 from tests.lowering import plain
 from tests.zoo.check import prices_for, random_assignment
 
@@ -120,6 +125,50 @@ def _parameters_of(like: Made, graph: Graph) -> dict[str, ParameterPlacement]:
     return {node.name: places[node.target] for node in graph.placeholders("param")}
 
 
+@dataclass(frozen=True)
+class Stepped:
+    """What a request becomes on all ranks alike, before each is given its part."""
+
+    signature: Signature
+    made: Made
+    fingerprint: str
+
+
+def traced_for(model: nn.Module, request: Request) -> Traced:
+    return trace(model, request.args, request.kwargs, device="cpu", training=request.training, grad=request.grad)
+
+
+def cut_for_all(traced: Traced, wanted: Wanted, request: Request, *, like: Made | None = None) -> Stepped:
+    """The pipeline of a traced request; ``like`` as for :func:`make_pipeline`."""
+    sizes = dict(traced.graph.symbols)
+    loss = None if request.outputs == "all" else traced.signature.loss
+    graph = step_graph(normalise(traced.graph), loss, next(iter(sizes.values()), 1))
+    made = make_pipeline(plain(graph), wanted, like=like)
+    fingerprint = hashlib.sha256(f"{graph.to_text()}{made.schedule}{wanted}".encode()).hexdigest()
+    return Stepped(traced.signature, made, fingerprint)
+
+
+def training_step(batch: Any) -> Request:
+    return Request(*split_batch(batch), training=True, grad=True, outputs="loss")
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A request that was compiled before the processes were forked, so that each need not do it again."""
+
+    request: Request
+    stepped: Stepped
+
+    def answers(self, request: Request) -> bool:
+        return _kind(request) == _kind(self.request)
+
+
+def _kind(request: Request) -> object:
+    leaves, spec = tree_flatten((request.args, request.kwargs))
+    sizes = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return request.training, request.grad, request.outputs, spec, sizes
+
+
 @dataclass
 class PipelineCompiler:
     """Compiles requests for one rank of ``wanted.mesh``, by hand; the first must be for training."""
@@ -127,16 +176,13 @@ class PipelineCompiler:
     model: nn.Module
     wanted: Wanted
     coordinate: tuple[int, ...]
+    ready: Ready | None = None
     first: Made | None = None
 
     def __call__(self, request: Request) -> Compiled:
-        traced = trace(
-            self.model, request.args, request.kwargs, device="cpu", training=request.training, grad=request.grad
-        )
-        sizes = dict(traced.graph.symbols)
-        loss = None if request.outputs == "all" else traced.signature.loss
-        graph = step_graph(normalise(traced.graph), loss, next(iter(sizes.values()), 1))
-        made = make_pipeline(plain(graph), self.wanted, like=self.first)
-        self.first = self.first or made
-        fingerprint = hashlib.sha256(f"{graph.to_text()}{made.schedule}{self.wanted}".encode()).hexdigest()
-        return Compiled(made.program(self.coordinate), traced.signature, self.wanted, fingerprint)
+        if self.ready is not None and self.ready.answers(request):
+            found = self.ready.stepped
+        else:
+            found = cut_for_all(traced_for(self.model, request), self.wanted, request, like=self.first)
+        self.first = self.first or found.made
+        return Compiled(found.made.program(self.coordinate), found.signature, self.wanted, found.fingerprint)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from autopar.prices import BUCKET_BYTES, Prices
 from autopar.program import Program
 from autopar.runtime.launch import run_local
 from autopar.step_graphs import step_graph
-from tests.models import Batch
+from tests.models import Batch, make
 
 CLUSTER = "dgx-a100-80gb"
 Work = Callable[[int, int], Any]
@@ -57,9 +58,23 @@ def ask(
 ) -> Question:
     """The question :func:`autopar.plan` would ask, for just this mesh and without stages."""
     args, kwargs = split_batch(batch)
-    settings = Options(**{"mesh_search": False, "stages": 1, "microbatches": 1, **options})
+    settings = _just_this_mesh(options)
     base = prepare(model, args, kwargs, device="cpu", loss_fn=None, training=True, precision=settings.precision)
     return Question(base.graph, base.loss, base.batch, mesh, Cluster.get(cluster), settings)
+
+
+def _just_this_mesh(options: dict[str, Any]) -> Options:
+    return Options(**{"mesh_search": False, "stages": 1, "microbatches": 1, **options})
+
+
+@cache
+def _traced(name: str) -> Question:
+    return ask(*make(name), (1,))
+
+
+def asked(name: str, mesh: tuple[int, ...], cluster: str | Cluster = CLUSTER, **options: Any) -> Question:
+    """:func:`ask` of a model of :mod:`tests.models` in fp32, which is traced once for all questions."""
+    return replace(_traced(name), mesh=mesh, cluster=Cluster.get(cluster), options=_just_this_mesh(options))
 
 
 @dataclass(frozen=True)

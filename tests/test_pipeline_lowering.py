@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import cache
 from itertools import product
 
 import pytest
@@ -17,19 +16,12 @@ from autopar.reshard import Collective
 from autopar.schedule_check import check
 from autopar.stage_chunks import WirePrice
 from autopar.stage_prices import bill_stages
-from tests.lowering import plain
 from tests.pipelines import SCHEDULE_NAMES, Wanted, make_pipeline
 from tests.simulate_pipeline import Pipeline
-from tests.test_stages import MODELS, _make
-from tests.zoo.check import Case, _doubles, compare, make_case
+from tests.test_stages import MODELS, _case
+from tests.zoo.check import _doubles, compare
 
 transformers.logging.set_verbosity_error()
-
-
-@cache
-def _case(name: str) -> Case:
-    case = make_case(*_make(name))
-    return Case(plain(case.graph), case.values, case.expected)
 
 
 @_doubles()

@@ -10,6 +10,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from torch.utils._pytree import tree_map
 
 from autopar.api import split_batch
 from autopar.errors import AutoparError, WorkerError
-from autopar.runtime import ParallelModule, materialise, run_local
+from autopar.runtime import ParallelModule, Request, materialise, run_local
 from autopar.runtime.chunk_executable import ChunkExecutable
-from tests.pipelines import SCHEDULE_NAMES, PipelineCompiler, Wanted
+from autopar.trace import Traced
+from tests.pipelines import SCHEDULE_NAMES, PipelineCompiler, Ready, Wanted, cut_for_all, traced_for, training_step
 from tests.test_stages import _make
 
 transformers.logging.set_verbosity_error()
@@ -33,10 +35,25 @@ Work = Callable[[ParallelModule, nn.Module, Any], Any]
 TOLERANCE = 1e-5
 
 
+@lru_cache(maxsize=8)
+def _traced(name: str) -> tuple[Request, Traced]:
+    model, batch = _make(name)
+    request = training_step(batch)
+    return request, traced_for(model.train(), request)
+
+
+@lru_cache(maxsize=8)
+def _ready(name: str, wanted: Wanted) -> Ready:
+    """The first step of every rank, before these are forked."""
+    request, traced = _traced(name)
+    return Ready(request, cut_for_all(traced, wanted, request))
+
+
 def on_ranks(name: str, wanted: Wanted, work: Work, *, timeout: float = 200.0) -> list[Any]:
     """``work(model, reference, batch)`` on every rank; only rank 0 starts with the reference's weights."""
     model, batch = _make(name)
     model = model.train()
+    ready = _ready(name, wanted)
 
     def rank_work(rank: int, world: int) -> Any:
         warnings.simplefilter("error")
@@ -46,7 +63,7 @@ def on_ranks(name: str, wanted: Wanted, work: Work, *, timeout: float = 200.0) -
                 for parameter in plain.parameters():
                     parameter.zero_()
         mesh = init_device_mesh("cpu", wanted.mesh)
-        compiler = PipelineCompiler(plain, wanted, tuple(mesh.get_coordinate() or ()))
+        compiler = PipelineCompiler(plain, wanted, tuple(mesh.get_coordinate() or ()), ready)
         return work(ParallelModule(plain, mesh, compiler), copy.deepcopy(model), batch)
 
     return run_local(rank_work, math.prod(wanted.mesh), timeout=timeout, backend="gloo")
@@ -164,7 +181,7 @@ def evaluates(model: ParallelModule, reference: nn.Module, batch: Any) -> None:
     ("name", "wanted"),
     [
         pytest.param("gpt2", Wanted((2, 2), "1f1b", 4), marks=pytest.mark.slow),
-        ("gpt2", Wanted((1, 2), "gpipe", 4)),
+        ("gpt2", Wanted((1, 2), "gpipe", 2)),
     ],
 )
 def test_training_and_evaluation(name: str, wanted: Wanted) -> None:
@@ -273,12 +290,13 @@ def test_meta_models_are_initialised_stage_by_stage() -> None:
     model, batch = _make("gpt2")
     with torch.device("meta"):
         meta = type(model)(model.config)
+    wanted = Wanted((2, 2), "1f1b", 2)
+    ready = _ready("gpt2", wanted)
 
     def work(rank: int, world: int) -> None:
-        wanted = Wanted((2, 2), "1f1b", 2)
         mesh = init_device_mesh("cpu", wanted.mesh)
         own = copy.deepcopy(meta)
-        compiler = PipelineCompiler(own, wanted, tuple(mesh.get_coordinate() or ()))
+        compiler = PipelineCompiler(own, wanted, tuple(mesh.get_coordinate() or ()), ready)
         parallel = ParallelModule(own, mesh, compiler, seed=3)
         step(parallel, batch)
         whole = copy.deepcopy(meta)
