@@ -31,6 +31,7 @@ CHOICES: Mapping[str, tuple[object, ...]] = {
     "gathers": ("layer", "tensor"),
     "operands": ("shards", "whole"),
     "allocation": ("caching", "static"),
+    "reducing": ("step", "microbatch"),
 }
 _FLAGS = ("sequence_parallel", "adding", "scatter", "offload", "balanced")
 _OVERLAPS = ("gradient", "weight", "message", "input_gradient", "tensor", "expert")
@@ -96,6 +97,8 @@ class Layout:
             whose moments of rows and columns are few.
         allocation: ``"static"`` where a compiler lays out buffers beforehand; a ``"caching"`` allocator loses some
             memory between blocks.
+        reducing: how often gradients are reduced over data ranks: once a ``"step"``, or of every ``"microbatch"`` by
+            itself, as ZeRO-2 does that keeps no whole gradients (DeepSpeed's); ZeRO-3 always does.
     """
 
     tensor: int = 1
@@ -130,6 +133,7 @@ class Layout:
     cuts: Literal["layers", "operations"] = "layers"
     moments: int = 2
     allocation: Literal["caching", "static"] = "caching"
+    reducing: Literal["step", "microbatch"] = "step"
 
     def __post_init__(self) -> None:
         self._check_numbers()

@@ -251,22 +251,27 @@ class _Step:
 
     def chunk_price(self, chunk: Sequence[Section], before: float, after: float) -> ChunkPrice:
         """``before``, ``after``: seconds of standing still for what comes in and for what goes out."""
-        times = [(*self.times(section), often) for section, often in counted(chunk)]
-        forward = sum(often * forth for forth, _, often in times) + before + after
-        half = sum(often * back for _, back, often in times) / 2
-        backward = 2 * half + before + after
+        forward, backward = self.chunk_times(chunk)
+        reduction = self.reduce(chunk, backward + before + after)
+        each = reduction if self.layout.reducing == "microbatch" else 0.0
+        half = (backward + each) / 2
         return ChunkPrice(
-            forward,
-            backward - half,
+            forward + before + after,
+            half + before + after,
             half,
-            backward=backward,
-            reduce=self.reduce(chunk, backward),
+            backward=2 * half + before + after,
+            reduce=reduction - each,
             receive_forward=before,
             receive_backward=after,
         )
 
+    def chunk_times(self, chunk: Sequence[Section]) -> tuple[float, float]:
+        """Seconds of forward and backward of a chunk that stands still for nothing."""
+        times = [(*self.times(section), often) for section, often in counted(chunk)]
+        return sum(often * forth for forth, _, often in times), sum(often * back for _, back, often in times)
+
     def reduce(self, chunk: Sequence[Section], window: float) -> float:
-        """Seconds of reducing a chunk's gradients that the last backward does not hide."""
+        """Seconds of reducing a chunk's gradients, of a step or of one microbatch, that a backward does not hide."""
         if self.layout.zero >= 3:
             return 0.0
         divided = self.layout.zero and self.layout.reduction == "scatter"
@@ -281,7 +286,11 @@ class _Step:
 
     def reducing(self, rank: int) -> float:
         """Seconds of reducing a rank's gradients that nothing hides."""
-        return sum(self.prices[c].reduce for c in _held(rank, self.layout))
+        held = _held(rank, self.layout)
+        if self.layout.reducing == "step":
+            return sum(self.prices[c].reduce for c in held)
+        alone = (self.chunk_times(self.chunks[c])[1] + sum(self.standing(c)) for c in held)
+        return self.microbatches * (sum(self.prices[c].whole_backward for c in held) - sum(alone))
 
     def sections_of(self, rank: int) -> list[tuple[Section, int]]:
         """What a rank holds: so many of each section."""

@@ -152,13 +152,27 @@ class Beyond(nn.Module):
         return made, self.norm(made)
 
 
+class OneHot(nn.Module):
+    """A table whose rows are chosen by a product with one-hot rows: a system that divides products, but no lookups, can
+    divide it (Alpa's ``embed_call_one_hot``)."""
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(count, width))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows = ids.unsqueeze(-1) == torch.arange(self.weight.shape[0], device=ids.device)
+        return rows.to(self.weight.dtype) @ self.weight
+
+
 class Decoder(nn.Module):
     """Token ids and labels [batch, seq] to the mean loss."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(shape.vocab, shape.hidden)
-        self.positions = None if shape.gated else nn.Embedding(shape.seq, shape.hidden)
+        table = OneHot if shape.one_hot else nn.Embedding
+        self.embedding = table(shape.vocab, shape.hidden)
+        self.positions = None if shape.gated else table(shape.seq, shape.hidden)
         self.drop = dropout(shape)
         self.layers = nn.ModuleList(Layer(shape, number) for number in range(shape.layers))
         self.norm = Norm(shape)
@@ -169,7 +183,9 @@ class Decoder(nn.Module):
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.embedding(ids)
         if self.positions is not None:
-            x = x + self.positions(torch.arange(ids.shape[1], device=ids.device))
+            places = torch.arange(ids.shape[1], device=ids.device)
+            # Systems that look up by products make one for the places of each sequence.
+            x = x + self.positions(places.expand_as(ids) if isinstance(self.positions, OneHot) else places)
         x = embedded = self.drop(x)
         for layer in self.layers:
             x = layer(x)

@@ -83,9 +83,12 @@ METHODS: Mapping[str, Method] = {
     # Every weight and input divided along its largest dim among all devices, the rest by propagation: nearest to tensor
     # ranks, whose sequence is divided or not.
     "heuristic": _alpa(data=(1,), pipeline=(1,), sequence_parallel=(False, True)),
-    # Its mixtures: ZeRO-2, experts divided among data ranks, no fused operations (deepspeed/benchmark_moe.py).
+    # Its mixtures: ZeRO-2, experts divided among data ranks, no fused operations (deepspeed/benchmark_moe.py);
+    # reductions under backward (ds_zero_stage_2_moe_config.json: overlap_comm), of every microbatch by itself
+    # (DeepSpeed's engine: "ZeRO stage 2 communicates during non gradient accumulation boundaries as well").
     "deepspeed": Method(
-        replace(_PLAIN, tensor=(1,), pipeline=(1,), zero=(2,)), {"gradients": "own", "adding": True, "eager": ("*",)}
+        replace(_PLAIN, tensor=(1,), pipeline=(1,), zero=(2,)),
+        {"gradients": "own", "adding": True, "eager": ("*",), "overlap": ("weight", "gradient"), "reducing": "microbatch"},
     ),
 }
 # Methods of one stage, which may divide weights among the devices of several nodes.
@@ -98,8 +101,10 @@ def method_name(parallel: Mapping[str, Any]) -> str:
 
 
 def known_of_method(parallel: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Fields of the layout that a row's method, or else its source, says of all that it allows."""
     method = METHODS.get(method_name(parallel))
-    return method.known if method else {}
+    cuts = {"cuts": parallel["cuts"]} if parallel.get("cuts") else {}
+    return {**(method.known if method else {}), **cuts}
 
 
 def is_open(parallel: Mapping[str, Any]) -> bool:

@@ -28,6 +28,15 @@ def number(fields: Mapping[str, Any], name: str, default: int | None = None) -> 
     return int(value)
 
 
+def filled(row: Mapping[str, Any], **parts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The row with these fields where it has none."""
+    added = {
+        part: {**more, **{name: value for name, value in row[part].items() if value is not None}}
+        for part, more in parts.items()
+    }
+    return {**row, **added}
+
+
 @dataclass(frozen=True)
 class Experts:
     """``number`` experts of hidden width ``ffn``, ``chosen`` for each token, and ``shared`` ones for all, in every
@@ -63,7 +72,8 @@ class Shape:
     """The dims of a decoder; ``flash``: attention is one kernel, and what is recomputed of it is not its scores;
     ``window``: every other layer (``window_every``) attends to so many tokens only; ``upcast``: scores written out are
     normalised in fp32; ``dropout``: of embedding, scores written out, and what attention and
-    feed-forward add; ``beyond``: how many tokens after the next one are predicted too, each by a layer more."""
+    feed-forward add; ``beyond``: how many tokens after the next one are predicted too, each by a layer more;
+    ``one_hot``: embeddings are looked up by products with one-hot rows."""
 
     layers: int
     hidden: int
@@ -82,6 +92,7 @@ class Shape:
     upcast: bool = False
     dropout: bool = False
     beyond: int = 0
+    one_hot: bool = False
 
     @staticmethod
     def of(
@@ -122,6 +133,7 @@ class Shape:
             upcast,
             dropout,
             beyond,
+            bool(model.get("one_hot_embedding")),
         )
 
 

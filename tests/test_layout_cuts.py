@@ -1,16 +1,18 @@
-"""Chunks cut between any operations, fewer moments, states in host memory, buffers laid out beforehand."""
+"""Chunks cut between any operations, fewer moments, states in host memory, buffers laid out beforehand, gradients
+reduced microbatch by microbatch."""
 
 from __future__ import annotations
 
 import dataclasses
 from functools import cache
+from typing import Literal
 
 import pytest
 import torch
 
 from autopar.cluster import Cluster
 from autopar.errors import OptionsError
-from autopar.layout import Layout, Recompute
+from autopar.layout import Layout, Overlap, Recompute
 from autopar.layout_cuts import computed_again, cut_into_chunks
 from autopar.layout_model import LayoutModel
 from autopar.layout_section import Section
@@ -84,3 +86,22 @@ def test_buffers_laid_out_beforehand_lose_nothing() -> None:
     caching, static = (model().price(Layout(microbatch=4, allocation=kind), A100) for kind in ("caching", "static"))
     assert caching.predicted.peak_bytes == static.predicted.peak_bytes
     assert static.reserved == A100.device.reserve_bytes < caching.reserved
+
+
+def test_gradients_reduced_with_every_microbatch_are_waited_for_as_often() -> None:
+    once, each = (
+        model().price(Layout(data=4, zero=2, microbatch=4, overlap=(), reducing=reducing), A100)
+        for reducing in ("step", "microbatch")
+    )
+    more = 3 * once.parts["reduce"]
+    assert each.parts["reduce"] == pytest.approx(4 * once.parts["reduce"]) and more > 0
+    assert each.predicted.step_seconds - once.predicted.step_seconds == pytest.approx(more)
+    assert each.predicted.comm_seconds - once.predicted.comm_seconds == pytest.approx(more)
+
+
+def test_reductions_of_every_microbatch_hold_up_each_stage_and_hide_under_backward() -> None:
+    def seconds(overlap: tuple[Overlap, ...], reducing: Literal["step", "microbatch"]) -> float:
+        layout = Layout(data=2, pipeline=2, zero=2, microbatch=4, overlap=overlap, reducing=reducing)
+        return model().price(layout, A100).predicted.step_seconds
+
+    assert seconds((), "microbatch") > seconds(("gradient",), "microbatch") >= seconds(("gradient",), "step")
