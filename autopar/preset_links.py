@@ -7,9 +7,9 @@ Networks between nodes are written per adapter: :func:`network` says how many a 
 from __future__ import annotations
 
 NVLINK_V100 = """
-[[links]]                       # six NVLinks of 25 GB/s each way, no switch: four lie within each half of a node, so that
-name = "nvlink"                 # three neighbours have 94 GB/s of each device; 0 and 1 (4 and 5) are joined by one, 2 and
-size = 8                        # 3 (6 and 7) by two, and the pair with one takes longest
+[[links]]                       # six NVLinks of 25 GB/s each way, no switch: four lie within each half of a node, so
+name = "nvlink"                 # that three neighbours have 94 GB/s of each device; 0 and 1 (4 and 5) are joined by
+size = 8                        # one, 2 and 3 (6 and 7) by two, and the pair with one takes longest
 bandwidth = 130e9
 pair_bandwidth = 23.5e9
 latency = 2.7e-6

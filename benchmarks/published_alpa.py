@@ -37,8 +37,8 @@ _ABLATION_OF = {
 }
 # By family, method and number of devices what the scripts of its end-to-end runs give beside batch and model: degrees
 # (a logical mesh has data ranks first), how many microbatches there are, how many sequences each has on a data rank.
-# One stage (benchmark/alpa/exp_intra_only.py): of GPT the batch lies on the mesh's first axis, of mixtures on either, so
-# that their degrees are not said; 70B was run without all-to-alls. What Alpa found for mixtures
+# One stage (benchmark/alpa/exp_intra_only.py): of GPT the batch lies on the mesh's first axis, of mixtures on either,
+# so that their degrees are not said; 70B was run without all-to-alls. What Alpa found for mixtures
 # (osdi22_artifact/suite_artifact_e2e_moe.py; rows of GPT say it themselves). Megatron and DeepSpeed: the best of their
 # searches (osdi22_artifact/megatron/benchmark_gpt.py, deepspeed/benchmark_moe.py). What these leave out is open.
 RUNS: Mapping[tuple[str, str], Mapping[int, dict[str, int]]] = {
@@ -84,7 +84,7 @@ def completed(row: Row) -> Row:
     if "ablation" in str(row.get("table")) and family in ABLATION:
         row = _of_ablation(row, family, devices)
     elif method == "deepspeed":
-        # deepspeed/benchmark_moe.py: on every number of devices 8 sequences at a time of each rank, which are one group.
+        # deepspeed/benchmark_moe.py: on every number of devices 8 sequences at a time of each rank, one group.
         group = 8 * number(row["model"], "seq")
         row = {**row, "model": {**row["model"], "expert_group_size": group}}
         row = filled(row, parallel={**RUNS["moe", method].get(devices, {}), "microbatch": 8})

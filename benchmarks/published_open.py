@@ -88,7 +88,13 @@ METHODS: Mapping[str, Method] = {
     # (DeepSpeed's engine: "ZeRO stage 2 communicates during non gradient accumulation boundaries as well").
     "deepspeed": Method(
         replace(_PLAIN, tensor=(1,), pipeline=(1,), zero=(2,)),
-        {"gradients": "own", "adding": True, "eager": ("*",), "overlap": ("weight", "gradient"), "reducing": "microbatch"},
+        {
+            "gradients": "own",
+            "adding": True,
+            "eager": ("*",),
+            "overlap": ("weight", "gradient"),
+            "reducing": "microbatch",
+        },
     ),
 }
 # Methods of one stage, which may divide weights among the devices of several nodes.
