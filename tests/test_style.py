@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 import re
 import stat
 import tomllib
@@ -57,6 +58,16 @@ def test_module_and_public_definitions_are_documented(path: Path) -> None:
 @pytest.mark.parametrize("path", PACKAGE_SOURCES, ids=name_of)
 def test_no_catch_all_names(path: Path) -> None:
     assert path.stem not in ("utils", "util", "helpers", "misc", "common")
+
+
+def test_every_module_has_its_place_in_the_architecture() -> None:
+    table = (ROOT / "docs" / "architecture.md").read_text().split("| modules | subject |")[1].split("\n\n")[0]
+    patterns = [name for row in table.splitlines() for name in re.findall(r"`(.+?)`", "|".join(row.split("|")[:2]))]
+    modules = sorted(path.stem for path in (ROOT / "autopar").glob("[!_]*.py"))
+    homeless = [name for name in modules if not any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
+    assert homeless == [], "name them in the table of modules in docs/architecture.md"
+    empty = [pattern for pattern in patterns if not fnmatch.filter(modules, pattern)]
+    assert empty == [], "the table of modules names modules that are not there"
 
 
 def test_every_requirement_is_pinned() -> None:
