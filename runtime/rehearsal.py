@@ -8,7 +8,7 @@ step, for the rank whose program it is; what kernels allocate for themselves is 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,29 +81,36 @@ def _empty(slot: TensorSlot, mesh: tuple[int, ...], coordinate: tuple[int, ...])
     return torch.empty(shape, dtype=slot.dtype, device=META)
 
 
+def _given(
+    slots: Iterable[TensorSlot],
+    working: Mapping[str, torch.Tensor],
+    constants: Mapping[str, torch.Tensor],
+    empty: Callable[[TensorSlot], torch.Tensor],
+) -> Tensors:
+    """What forward is given: working parameters and constants as they are, everything else ``empty``."""
+    known = {"param": working, "constant": constants}
+    return [known[slot.kind][slot.target] if slot.kind in known else empty(slot) for slot in slots]
+
+
 def _whole(program: Program, backend: str) -> Footprint:
     groups = ImaginedGroups(program.mesh, program.coordinate, backend)
     refresh, forward, backward = (
         runner(section, groups, "a rehearsal") for section in (program.refresh, program.forward, program.backward)
     )
 
-    def empty(slots: Iterable[TensorSlot]) -> Tensors:
-        return [_empty(slot, program.mesh, program.coordinate) for slot in slots]
+    def empty(slot: TensorSlot) -> torch.Tensor:
+        return _empty(slot, program.mesh, program.coordinate)
 
-    stored, constants = empty(program.parameters), own_constants(program.placeholders, program.constants, groups)
+    stored, constants = (
+        list(map(empty, program.parameters)),
+        own_constants(program.placeholders, program.constants, groups),
+    )
     with torch.no_grad(), StorageMeter() as meter:
         record = _Record(meter, stored)
         working = refresh(list(stored))
         record.add("weight", working, ())
         made = dict(zip((slot.target for slot in program.parameters), working, strict=True))
-        given = [
-            made[slot.target]
-            if slot.kind == "param"
-            else constants[slot.target]
-            if slot.kind == "constant"
-            else _empty(slot, program.mesh, program.coordinate)
-            for slot in program.placeholders
-        ]
+        given = _given(program.placeholders, made, constants, empty)
         record.add("input", given, ())
         values = forward(list(given))
         del working, made
@@ -111,7 +118,7 @@ def _whole(program: Program, backend: str) -> Footprint:
         results, saved = values[:count], values[count:]
         del values
         record.add("activation", saved, program.backward.inputs)
-        ones = empty(program.tangents)
+        ones = list(map(empty, program.tangents))
         del given
         everything = [*saved, *ones]
         del saved
@@ -190,14 +197,10 @@ def _staged(program: PipelineProgram, backend: str) -> Footprint:
             record.add("weight", list(working[index].values()), ())
 
         def inputs(index: int, microbatch: int) -> Tensors:
-            return [
-                working[index][slot.target]
-                if slot.kind == "param"
-                else chunks[index].constants[slot.target]
-                if slot.kind == "constant"
-                else _empty(slot, inside, coordinate)
-                for slot in chunks[index].program.placeholders
-            ]
+            chunk = chunks[index]
+            return _given(
+                chunk.program.placeholders, working[index], chunk.constants, lambda s: _empty(s, inside, coordinate)
+            )
 
         tangents = {i: [_empty(s, inside, coordinate) for s in c.program.tangents] for i, c in chunks.items()}
         run = _Rehearsed(program, chunks, _Nobody(), inputs, tangents, META, record=record)  # type: ignore[arg-type]
