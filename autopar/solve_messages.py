@@ -11,9 +11,13 @@ s[p, q] of the price, with
     bound      = sum_i min_k theta_i[k]  -  mu (memory_limit - memory_fixed)  -  nu host_limit
 
 is a lower bound for every choice of u, v, s, mu, nu, w, and its maximum is the value of the linear relaxation.
-One update maximises over u and v of one slot, splitting what it gains evenly (max-product linear programming:
-Globerson and Jaakkola 2007); between sweeps the unused part of each price is pooled and split evenly again
-among the consumers that share it, which is the ascent for transfers paid once. On placement problems this
+A sweep goes through the groups in order, to and fro (sequential tree-reweighted message passing: Kolmogorov
+2006): each gathers what the slots at it can spare and hands its share of what its choices cost above the cheapest on
+to the groups behind it, so that one sweep carries it through the whole model. The last sweep of a batch instead
+maximises over u and v of one slot after the other, splitting what it gains evenly (max-product linear programming:
+Globerson and Jaakkola 2007), which takes twice to three times as many sweeps by itself. After every sweep the unused
+part of each price is pooled and split evenly again among the consumers that share it, which is the ascent for
+transfers paid once. On placement problems this
 reaches the relaxation's value in a tenth of the time of an interior point method, but it may stop short of
 it: the bound is then still one. mu is a one-dimensional concave search; nu is 0
 until the linear relaxation gives it.
@@ -21,7 +25,9 @@ until the linear relaxation gives it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,6 +74,14 @@ class Slot:
         by_column = np.minimum.reduceat(theta[self.consumer][self.column_order], self.column_starts)
         return by_row, by_column
 
+    def given(self, choices: Ints, index: int) -> Floats:
+        """The unused price for each choice of group ``index``, one end, if the other has chosen as in ``choices``."""
+        if index == self.consumer:
+            row = self.source[choices[self.producer]]
+            return (self.share[row] - self.u[row] - self.v)[self.target]
+        column = self.target[choices[self.consumer]]
+        return (self.share[:, column] - self.u - self.v[column])[self.source]
+
     def update(self, theta: list[Floats]) -> None:
         """The best u and v given everything else."""
         by_row, by_column = self.least(theta)
@@ -79,6 +93,28 @@ class Slot:
         theta[self.producer] += (u - self.u)[self.source]
         theta[self.consumer] += (v - self.v)[self.target]
         self.u, self.v = u, v
+
+    def pull(self, theta: Floats, to_producer: bool) -> None:
+        """Moves what is unused whatever the other end chooses into ``theta`` of one end."""
+        if to_producer:
+            u = np.minimum.reduce(self.share - self.v, axis=1)
+            theta += (u - self.u)[self.source]
+            self.u = u
+        else:
+            v = np.minimum.reduce(self.share - self.u[:, None], axis=0)
+            theta += (v - self.v)[self.target]
+            self.v = v
+
+    def push(self, theta: Floats, above: Floats, of_producer: bool) -> None:
+        """Moves ``above`` [K], at least its least for each row or column, from ``theta`` into the slot."""
+        if of_producer:
+            given = np.minimum.reduceat(above[self.row_order], self.row_starts)
+            theta -= given[self.source]
+            self.u = self.u - given
+        else:
+            given = np.minimum.reduceat(above[self.column_order], self.column_starts)
+            theta -= given[self.target]
+            self.v = self.v - given
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,14 +181,50 @@ class Messages:
             self.theta[slot.consumer] += slot.v[slot.target]
 
     def sweep(self, count: int) -> None:
-        """``count`` rounds of updates of all slots, to and fro."""
-        for _ in range(count):
-            for slot in self.slots if self.sweeps % 2 == 0 else reversed(self.slots):
-                slot.update(self.theta)
-            for shared in self.shared:
-                shared.pool()
-            self.sweeps += 1
+        """``count`` rounds, to and fro. The last splits what it gains evenly: the others leave it to the groups at one
+        end, so that the choices of all others would have no :meth:`slack`."""
+        for _ in range(count - 1):
+            self._pass(self.sweeps % 2 == 0)
+            self._pool()
+        for slot in self.slots if self.sweeps % 2 == 0 else reversed(self.slots):
+            slot.update(self.theta)
+        self._pool()
         self.refresh()
+
+    def _pool(self) -> None:
+        for shared in self.shared:
+            shared.pool()
+        self.sweeps += 1
+
+    def _pass(self, forward: bool) -> None:
+        """Every group gathers what its slots can spare, and hands on what its choices cost above the cheapest."""
+        before, behind = (self._before, self._behind) if forward else (self._behind, self._before)
+        order = range(len(self.theta)) if forward else reversed(range(len(self.theta)))
+        for index in order:
+            theta, onward = self.theta[index], behind[index]
+            for slot in (*before[index], *onward):
+                slot.pull(theta, slot.producer == index)
+            if onward:
+                above = (theta - theta.min()) / max(len(onward), len(before[index]))
+                for slot in onward:
+                    slot.push(theta, above, slot.producer == index)
+
+    @cached_property
+    def _before(self) -> list[list[Slot]]:
+        """For each group the slots that join it to groups before it."""
+        return self._joined(max)
+
+    @cached_property
+    def _behind(self) -> list[list[Slot]]:
+        """For each group the slots that join it to groups behind it."""
+        return self._joined(min)
+
+    def _joined(self, end: Callable[[int, int], int]) -> list[list[Slot]]:
+        found: list[list[Slot]] = [[] for _ in self.theta]
+        for slot in self.slots:
+            if slot.producer != slot.consumer:
+                found[end(slot.producer, slot.consumer)].append(slot)
+        return found
 
     @property
     def bound(self) -> float:
@@ -165,8 +237,15 @@ class Messages:
         return total
 
     def decode(self) -> Ints:
-        """The cheapest choice of every group by theta."""
-        return np.array([np.argmin(theta) for theta in self.theta], dtype=np.int64)
+        """The cheapest choice of every group by theta, one group after the other, each given those before it
+        (Kolmogorov 2006, "Convergent tree-reweighted message passing", section 3.3)."""
+        choices = np.zeros(len(self.theta), dtype=np.int64)
+        for index, theta in enumerate(self.theta):
+            given = theta.copy() if self._before[index] else theta
+            for slot in self._before[index]:
+                given += slot.given(choices, index)
+            choices[index] = np.argmin(given)
+        return choices
 
     def excess(self, choices: Ints) -> float:
         """Bytes above the limit as the multipliers see them: the slope of the bound in ``price``."""
