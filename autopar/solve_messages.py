@@ -78,9 +78,11 @@ class Slot:
         """The unused price for each choice of group ``index``, one end, if the other has chosen as in ``choices``."""
         if index == self.consumer:
             row = self.source[choices[self.producer]]
-            return (self.share[row] - self.u[row] - self.v)[self.target]
+            by_column: Floats = self.share[row] - self.u[row] - self.v
+            return by_column[self.target]
         column = self.target[choices[self.consumer]]
-        return (self.share[:, column] - self.u - self.v[column])[self.source]
+        by_row: Floats = self.share[:, column] - self.u - self.v[column]
+        return by_row[self.source]
 
     def update(self, theta: list[Floats]) -> None:
         """The best u and v given everything else."""
