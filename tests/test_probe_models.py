@@ -93,42 +93,45 @@ FAMILIES = {
     "samples_view": ("permute.default", "transpose.int", "unsqueeze.default", "squeeze.dim"),
     "samples_data": ("cat.default", "constant_pad_nd.default", "flip.default", "tril.default"),
 }
-FIRST = 2
 
 
-def samples() -> list[Sample]:
-    found: list[Sample] = []
+def samples(every_pair: bool) -> list[tuple[Sample, int]]:
+    """The first two samples of each operation on two and on three devices; unless ``every_pair``, one number of devices
+    for each sample."""
+    found: list[tuple[Sample, int]] = []
     for module, names in FAMILIES.items():
-        every = importlib.import_module(f"oracle.{module}").SAMPLES
+        known = importlib.import_module(f"oracle.{module}").SAMPLES
         for name in names:
-            found += [sample for sample in every if sample.op == f"aten.{name}"][:FIRST]
+            these = [sample for sample in known if sample.op == f"aten.{name}"][:2]
+            pairs = [(sample, devices) for devices in (2, 3) for sample in these]
+            found += pairs if every_pair else [pairs[0], pairs[-1]] if these else []
     return found
 
 
-def test_probing_finds_what_is_written_and_nothing_false() -> None:
+@pytest.mark.parametrize("every_pair", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_probing_finds_what_is_written_and_nothing_false(every_pair: bool) -> None:
     """The oracle, which knows nothing of probing, judges what it finds where somebody has written a rule."""
     written, missed, ops = 0, Counter[str](), set()
-    for sample in samples():
-        for devices in (2, 3):
-            case = Case.of(sample, devices)
-            operation = find_operation(sample.op)
-            assert operation is not None
-            try:
-                proven, _ = probe(learn(case.call, operation, cautious=False))
-            except Unfit:
-                proven = []
-            found = [p.strategy for p in proven if fits(case.call, p)]
-            ops.add(sample.op)
-            for strategy in found:
-                wrong = check(case, strategy)
-                assert not wrong or "leaves a device empty" in wrong, f"{sample}: {strategy}: {wrong}"
-            plain = {
-                s
-                for s in RULES[sample.op](case.call)
-                if not s.local and not any(isinstance(p, StridedShard) for p in (*s.inputs, *s.outputs))
-            }
-            written += len(plain)
-            missed.update(f"{sample.op} {s}" for s in plain - set(found))
+    for sample, devices in samples(every_pair):
+        case = Case.of(sample, devices)
+        operation = find_operation(sample.op)
+        assert operation is not None
+        try:
+            proven, _ = probe(learn(case.call, operation, cautious=False))
+        except Unfit:
+            proven = []
+        found = [p.strategy for p in proven if fits(case.call, p)]
+        ops.add(sample.op)
+        for strategy in found:
+            wrong = check(case, strategy)
+            assert not wrong or "leaves a device empty" in wrong, f"{sample}: {strategy}: {wrong}"
+        plain = {
+            s
+            for s in RULES[sample.op](case.call)
+            if not s.local and not any(isinstance(p, StridedShard) for p in (*s.inputs, *s.outputs))
+        }
+        written += len(plain)
+        missed.update(f"{sample.op} {s}" for s in plain - set(found))
     share = 1 - missed.total() / written
     print(f"\nprobing {len(ops)} operations finds {share:.1%} of {written} written strategies; misses {dict(missed)}")
     assert len(ops) > 35

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from autopar.layout_space import Space, candidates
+from benchmarks import published
 from benchmarks.published import Models, price_row, report
 from benchmarks.published_flops import CONVENTIONS
 from benchmarks.published_known import completed
@@ -26,6 +27,12 @@ ROW = made_up(
 SMALL = change(change(ROW, "cluster", n_gpus=2), "parallel", global_batch=8)
 changed = partial(change, ROW)
 MODELS = Models()
+
+
+@pytest.fixture(autouse=True)
+def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one test has traced and placed the others need not."""
+    monkeypatch.setattr(published, "Models", lambda: MODELS)
 
 
 def tried(question: Question, layers: int = 4) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 
+from benchmarks import published
 from benchmarks.published import Models, report, score_file
 from benchmarks.published_clusters import adapter_rate, cluster_of
 from benchmarks.published_flops import published_seconds
@@ -25,6 +27,15 @@ ROW = made_up(
     parallel={"t": 2, "p": 2, "d": 2, "microbatch": 1, "global_batch": 8, "recompute": "full", "zero_stage": 1},
 )
 changed = partial(change, ROW)
+
+
+MODELS = Models()
+
+
+@pytest.fixture(autouse=True)
+def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one test has traced and placed the others need not."""
+    monkeypatch.setattr(published, "Models", lambda: MODELS)
 
 
 def test_a_row_becomes_a_layout() -> None:
@@ -105,7 +116,7 @@ def test_kernels_and_dropout_are_those_of_the_system() -> None:
     new, baseline = (asked("NSDI 2024", name) for name in ("MegaScale 256 GPUs", "Megatron-LM 256 GPUs"))
     assert new.shape.flash and not baseline.shape.flash and not new.shape.dropout
     priced = [
-        Models().of(replace(old, shape=replace(old.shape, dropout=drops))).price(old.layout, old.cluster, old.batch)
+        MODELS.of(replace(old, shape=replace(old.shape, dropout=drops))).price(old.layout, old.cluster, old.batch)
         for drops in (False, True)
     ]
     assert priced[0].predicted.step_seconds < priced[1].predicted.step_seconds
@@ -142,7 +153,6 @@ def test_whatever_a_file_holds_the_other_rows_are_priced(tmp_path: Path) -> None
     lines.append("[" * 100_000)
     path = tmp_path / "strange.jsonl"
     path.write_bytes(b"\xff\n" + "\n".join(lines).encode())
-    models = Models()
     rows = list(read_rows(path))
     assert len(rows) == len(lines) + 1
     for row in rows:
@@ -152,10 +162,10 @@ def test_whatever_a_file_holds_the_other_rows_are_priced(tmp_path: Path) -> None
             question_of(row)
         except NotExpressible as reason:
             assert str(reason) and "Error" not in str(reason)
-    scored, skipped = score_file(tmp_path / "absent.jsonl", models)
+    scored, skipped = score_file(tmp_path / "absent.jsonl", MODELS)
     assert not scored and "cannot be read" in skipped[0].reason
     (tmp_path / "empty.jsonl").write_text("\n")
-    scored, skipped = score_file(tmp_path / "empty.jsonl", models)
+    scored, skipped = score_file(tmp_path / "empty.jsonl", MODELS)
     assert not scored and skipped[0].reason == "the file has no rows"
 
 
@@ -163,7 +173,7 @@ def test_keys_that_several_queries_share_need_no_fused_kernel() -> None:
     """Each is repeated for its queries, so that scores cost as much as with keys of their own."""
     own, shared = (question_of(changed("model", kv_heads=heads)) for heads in (4, 2))
     assert not shared.shape.flash
-    priced = [Models().of(one).price(one.layout, one.cluster, one.batch).flops for one in (own, shared)]
+    priced = [MODELS.of(one).price(one.layout, one.cluster, one.batch).flops for one in (own, shared)]
     fewer = 4 * 2 * (256 * 128) * 3 * 2 * (8 * 128)  # layers x matrices x halves x passes x 2 x tokens
     assert priced[0] - priced[1] == pytest.approx(fewer)
 
@@ -271,12 +281,11 @@ def test_policies_of_maxtext_are_the_nearest_that_layouts_have(said: str | None,
 
 
 def test_models_are_in_the_dtype_of_their_rows() -> None:
-    models = Models()
     for precision, nbytes in (("fp32", 4), ("fp8", 2)):
         row = changed("parallel", precision=precision)
         row["cluster"] = {**ROW["cluster"], "gpu": "H100-80GB-SXM"}
         question = question_of(row)
-        sections = models.of(question).sections(question.layout, question.cluster)
+        sections = MODELS.of(question).sections(question.layout, question.cluster)
         assert {weight.itemsize for section in sections.every for weight in section.weights} == {nbytes}
 
 
@@ -345,7 +354,13 @@ def test_errors_of_files_left_out_of_the_fit(tmp_path: Path) -> None:
     assert quick["mean_absolute_error"] == pytest.approx(1.0) and slow["mean_absolute_error"] == pytest.approx(0.5)
 
 
-def test_files_priced_in_several_processes(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings(r"ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_files_priced_in_several_processes(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each traces for itself; those that are forked need not import torch first."""
+    monkeypatch.setattr(published, "Models", Models)
+    context = multiprocessing.get_context(start)
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
     files = [_file(tmp_path, name, 1.0) for name in ("one", "other")]
     files.append(tmp_path / "absent.jsonl")
     alone, apart = report(files), report(files, jobs=2)

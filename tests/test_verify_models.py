@@ -17,8 +17,6 @@ KINDS = ["best", "slow devices", "fully sharded", "tensor parallel"]
 QUICK = [
     ("gpt2", (2, 1, 2), "tensor parallel"),
     ("llama", (2, 2), "slow devices"),
-    ("bert", (4,), "fully sharded"),
-    ("vit", (2, 2), "tensor parallel"),
     ("resnet", (4,), "slow devices"),
     ("plain", (2, 2), "fully sharded"),
 ]
