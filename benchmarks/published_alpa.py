@@ -84,9 +84,10 @@ def completed(row: Row) -> Row:
     if "ablation" in str(row.get("table")) and family in ABLATION:
         row = _of_ablation(row, family, devices)
     elif method == "deepspeed":
-        # deepspeed/benchmark_moe.py: on every number of devices 8 sequences at a time of each rank, one group.
+        # deepspeed/benchmark_moe.py: on every number of devices 8 sequences at a time of each rank, one group. Masks
+        # are made in fp32 (DeepSpeed's moe/sharded_moe.py: "everything is in fp32 in this function").
         group = 8 * number(row["model"], "seq")
-        row = {**row, "model": {**row["model"], "expert_group_size": group}}
+        row = {**row, "model": {**row["model"], "expert_group_size": group, "wide_masks": True}}
         row = filled(row, parallel={**RUNS["moe", method].get(devices, {}), "microbatch": 8})
     else:
         row = filled(row, parallel=RUNS.get((family, method), {}).get(devices, {}))

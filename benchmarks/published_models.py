@@ -52,19 +52,31 @@ def _activation(gated: bool, width: int) -> str:
 
 
 class Slots(nn.Module):
-    """What it takes to bring tokens to the slots of their experts and back by products with masks. A group's slots are
-    those of its chosen experts; what the masks hold makes no difference to that."""
+    """What it takes to bring tokens to the slots of their experts and back by products with masks (GShard, arXiv
+    2006.16668, algorithm 2). A group's slots are those of its chosen experts; what the masks hold makes no difference
+    to the price, so a token's place among those of its expert is no running count here."""
 
     def __init__(self, said: Experts) -> None:
         super().__init__()
-        self.slots = said.chosen * said.group
+        self.each, self.wide = -(-said.chosen * said.group // said.number), said.wide_masks
 
-    def forward(self, x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        """``x`` [batch, seq, hidden], ``gates`` [batch, seq, experts] to [batch, seq, hidden]."""
-        each = -(-self.slots // gates.shape[-1])
-        masks = gates.unsqueeze(-1).expand(-1, -1, -1, each).flatten(2)
-        filled = masks.detach().transpose(-1, -2) @ x
-        return masks @ filled
+    def forward(self, x: torch.Tensor, gates: torch.Tensor, ids: torch.Tensor, experts: int) -> torch.Tensor:
+        """``x`` [batch, seq, hidden]; ``gates`` and ``ids`` of the chosen experts [batch, seq, chosen], to [batch, seq,
+        hidden]."""
+        made_in = torch.float32 if self.wide else x.dtype
+        combine = sum(
+            (gate.unsqueeze(-1) * _one_hot(at, experts, made_in)).unsqueeze(-1)
+            * _one_hot(at % self.each, self.each, made_in).unsqueeze(-2)
+            for gate, at in zip(gates.to(made_in).unbind(-1), ids.unbind(-1), strict=True)
+        )
+        assert isinstance(combine, torch.Tensor)
+        dispatch = (combine != 0).to(x.dtype).flatten(2)
+        filled = dispatch.transpose(-1, -2) @ x
+        return combine.to(x.dtype).flatten(2) @ filled
+
+
+def _one_hot(ids: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
+    return (ids.unsqueeze(-1) == torch.arange(count, device=ids.device)).to(dtype)
 
 
 class ExpertMlp(nn.Module):
@@ -89,7 +101,8 @@ class ExpertMlp(nn.Module):
         chosen = experts(tokens, ids, weights.to(x.dtype), self.up, self.down, None, None, kind, count, 0)
         result: torch.Tensor = chosen.view_as(x)
         if self.slots is not None:
-            result = result + self.slots(x, gates.to(x.dtype).view(*x.shape[:2], -1))
+            chosen_by = (one.view(*x.shape[:2], -1) for one in (weights, ids))
+            result = result + self.slots(x, *chosen_by, count)
         return result if self.shared is None else result + self.shared(x)
 
 
@@ -161,8 +174,7 @@ class OneHot(nn.Module):
         self.weight = nn.Parameter(torch.empty(count, width))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        rows = ids.unsqueeze(-1) == torch.arange(self.weight.shape[0], device=ids.device)
-        return rows.to(self.weight.dtype) @ self.weight
+        return _one_hot(ids, self.weight.shape[0], self.weight.dtype) @ self.weight
 
 
 class Decoder(nn.Module):

@@ -58,7 +58,7 @@ class Question:
     @property
     def sweep(self) -> tuple[object, ...]:
         """Rows of one sweep measure one model, batch and cluster under several layouts."""
-        experts = self.shape.experts and replace(self.shape.experts, group=0)
+        experts = self.shape.experts and replace(self.shape.experts, group=0, wide_masks=False)
         measured = replace(self.shape, flash=True, upcast=False, dropout=False, experts=experts, one_hot=False)
         said = json.dumps([self.row.get("source"), self.row["cluster"]], sort_keys=True)
         return said, measured, self.batch, self.devices

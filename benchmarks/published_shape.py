@@ -41,7 +41,8 @@ def filled(row: Mapping[str, Any], **parts: Mapping[str, Any]) -> Mapping[str, A
 class Experts:
     """``number`` experts of hidden width ``ffn``, ``chosen`` for each token, and ``shared`` ones for all, in every
     ``every``-th layer but the first ``dense``. ``group``: tokens of which each group has slots of its own, which are
-    reached by products with masks (GShard, arXiv 2006.16668); 0: rows are sent by their number."""
+    reached by products with masks (GShard, arXiv 2006.16668); 0: rows are sent by their number. ``wide_masks``: whether
+    these are made in fp32."""
 
     number: int
     chosen: int
@@ -50,6 +51,7 @@ class Experts:
     dense: int = 0
     every: int = 1
     group: int = 0
+    wide_masks: bool = False
 
     def in_layer(self, layer: int) -> bool:
         return layer >= self.dense and (layer + 1) % self.every == 0
@@ -171,6 +173,7 @@ def _experts(model: Mapping[str, Any], ffn: int) -> Experts | None:
         int(model.get("dense_layers") or 0),
         2 if every else number(fields, "every", 1),
         number(model, "expert_group_size") if model.get("expert_group_size") else 0,
+        bool(model.get("wide_masks")),
     )
     if found.chosen > found.number:
         raise NotExpressible(f"{found.chosen} of {found.number} experts are chosen")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -69,6 +70,23 @@ def test_embeddings_by_one_hot_products_are_priced() -> None:
     tokens, rows = 1024 * 128, 1024 + 128
     assert by_products.flops - by_lookup.flops == pytest.approx(4 * tokens * rows * 256, rel=1e-6)
     assert by_products.predicted.step_seconds > by_lookup.predicted.step_seconds
+
+
+def test_masks_take_passes_by_their_dtype_and_by_what_is_fused() -> None:
+    """Two masks of [tokens, experts, slots] forward; in fp32, operation by operation, several times as long."""
+    row = change(row_of("moe", "alpa.intra_only", 1, experts={"n": 8, "top_k": 2}, ffn=512), "parallel", p=1, t=1)
+    row = change(change(row, "parallel", microbatch=8), "model", expert_group_size=1024)
+    fused, wide = (question_of(change(row, "model", wide_masks=wide)) for wide in (False, True))
+    assert fused.sweep == wide.sweep and fused.shape != wide.shape
+    narrow, alone = (replace(fused.layout, eager=eager) for eager in ((), ("*slots",)))
+    cluster, model, wider = fused.cluster, MODELS.of(fused), MODELS.of(wide)
+    forwards = [
+        one.price(layout, cluster, 1024).parts["forward"]
+        for one, layout in ((model, narrow), (model, alone), (wider, alone))
+    ]
+    assert forwards == sorted(forwards)
+    mask = 1024 * 128 * 2 * 1024 * 2 / cluster.device.memory_bandwidth
+    assert forwards[1] - forwards[0] > 4 * 4 * mask and forwards[2] - forwards[1] > 4 * 4 * mask
 
 
 def test_deepspeed_reduces_the_gradients_of_every_microbatch_under_its_backward() -> None:
