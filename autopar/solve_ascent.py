@@ -129,8 +129,8 @@ class _Climber:
             self.record()
             gained, last = self.messages.bound - last, self.messages.bound
             distance = self.search.objective - self.chain.offset - last
-            # A stall: at this rate thirty more batches would not close the gap.
-            if self.over or gained * 30 < min(distance, abs(last)):
+            # A stall: at this rate a hundred more batches would not close the gap.
+            if self.over or gained * 100 < min(distance, abs(last)):
                 break
         return choices
 

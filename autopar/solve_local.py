@@ -7,11 +7,12 @@ with none cheap ones; between them :func:`repair` looks for the cheapest assignm
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from .problem import Floats, Group, Ints, Problem, Transfer, evaluate, host_of, is_within
+from .problem import Floats, Group, Ints, Problem, Transfer, evaluate, host_of, is_within, sides_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,13 +36,18 @@ class Neighbourhood:
 
     def costs(self, choices: Ints, index: int) -> Floats:
         """[K] what group ``index`` and the transfers at it cost for each of its choices, the others as they
-        are."""
+        are; windows are not looked at (:class:`_Beside` does)."""
         total = self.problem.groups[index].cost.copy()
-        for transfer in self.produced[index]:
-            total += self._producing(transfer, choices, index)
-        for transfer in self.consumed[index]:
-            total += _consuming(transfer, choices, index)
+        for _, seconds in self.moves(choices, index):
+            total += seconds
         return total
+
+    def moves(self, choices: Ints, index: int) -> Iterator[tuple[Transfer, Floats]]:
+        """The transfers at group ``index``, and what each costs for each of its choices, [K]."""
+        for transfer in self.produced[index]:
+            yield transfer, self._producing(transfer, choices, index)
+        for transfer in self.consumed[index]:
+            yield transfer, _consuming(transfer, choices, index)
 
     def _producing(self, transfer: Transfer, choices: Ints, index: int) -> Floats:
         if index not in transfer.consumers:
@@ -93,20 +99,65 @@ class _Host:
         self.used += float(group.host[new] - group.host[old])
 
 
+@dataclass
+class _Beside:
+    """What is at once in the windows while a descent goes from choice to choice: ``sides`` [windows, 2] are seconds of
+    messages and of computing, ``change`` [windows, 2, K] those of the group looked at last."""
+
+    near: Neighbourhood
+    parts: dict[int, list[tuple[int, float]]]
+    sides: Floats
+    change: Floats = field(default_factory=lambda: np.zeros((0, 2, 0)))
+
+    @staticmethod
+    def of(near: Neighbourhood, choices: Ints) -> _Beside:
+        problem = near.problem
+        parts: dict[int, list[tuple[int, float]]] = {}
+        for w, window in enumerate(problem.windows):
+            for t, part in window.transfers.items():
+                parts.setdefault(id(problem.transfers[t]), []).append((w, part))
+        return _Beside(near, parts, np.array([sides_of(problem, window, choices) for window in problem.windows]))
+
+    def costs(self, choices: Ints, index: int) -> Floats:
+        """:meth:`Neighbourhood.costs`, without what hides."""
+        problem = self.near.problem
+        if not problem.windows:
+            return self.near.costs(choices, index)
+        own = problem.groups[index].cost
+        total, sides = own.copy(), np.zeros((len(problem.windows), 2, len(own)))
+        for transfer, seconds in self.near.moves(choices, index):
+            total += seconds
+            for w, part in self.parts.get(id(transfer), ()):
+                sides[w, 0] += part * seconds
+        for w, window in enumerate(problem.windows):
+            sides[w, 1] += window.groups.get(index, 0.0) * np.where(np.isfinite(own), own, 0.0)
+        sides[:, :, ~np.isfinite(total)] = 0.0
+        self.change = sides - sides[:, :, choices[index], None]
+        hidden = np.array([window.hidden for window in problem.windows])
+        least: Floats = (self.sides[:, :, None] + self.change).min(axis=1)
+        return total - hidden @ least
+
+    def move(self, new: int) -> None:
+        """The group looked at last takes choice ``new``."""
+        if len(self.sides):
+            self.sides = self.sides + self.change[:, :, new]
+
+
 def descend(near: Neighbourhood, choices: Ints, price: float = 0.0, cap: float = np.inf, sweeps: int = 12) -> Ints:
     """Coordinate descent on cost + ``price`` * memory over choices with ``temporary`` <= ``cap``; of the
     limits only that of the host is looked at: no move leads beyond it."""
     groups = near.problem.groups
     own = [np.where(g.temporary <= cap, price * g.memory, np.inf) for g in groups]
     found = choices.copy()
-    host = _Host.of(near.problem, found)
+    host, beside = _Host.of(near.problem, found), _Beside.of(near, found)
     for _ in range(sweeps):
         changed = False
         for index, group in enumerate(groups):
-            total = host.allow(group, int(found[index]), near.costs(found, index) + own[index])
+            total = host.allow(group, int(found[index]), beside.costs(found, index) + own[index])
             best = int(np.argmin(total))
             if total[best] < total[found[index]]:
                 host.move(group, int(found[index]), best)
+                beside.move(best)
                 found[index] = best
                 changed = True
         if not changed:
@@ -122,18 +173,19 @@ def polish(near: Neighbourhood, choices: Ints, sweeps: int = 12) -> Ints:
     found = choices.copy()
     used = problem.memory_fixed + sum(float(g.memory[k]) for g, k in zip(problem.groups, found, strict=True))
     temporary = np.array([g.temporary[k] for g, k in zip(problem.groups, found, strict=True)])
-    host = _Host.of(problem, found)
+    host, beside = _Host.of(problem, found), _Beside.of(near, found)
     for _ in range(sweeps):
         changed = False
         for index, group in enumerate(problem.groups):
             others = max(0.0, float(np.delete(temporary, index).max(initial=0.0)))
             peak = used - group.memory[found[index]] + group.memory + np.maximum(group.temporary, others)
-            total = np.where(peak <= problem.memory_limit, near.costs(found, index), np.inf)
+            total = np.where(peak <= problem.memory_limit, beside.costs(found, index), np.inf)
             total = host.allow(group, int(found[index]), total)
             best = int(np.argmin(total))
             if total[best] < total[found[index]]:
                 used += float(group.memory[best] - group.memory[found[index]])
                 host.move(group, int(found[index]), best)
+                beside.move(best)
                 found[index], temporary[index] = best, group.temporary[best]
                 changed = True
         if not changed:

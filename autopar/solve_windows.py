@@ -5,8 +5,10 @@
 so for every p, one for each window, the plain problem in which messages of a window cost 1 - hidden (1 - p) times their
 price and its computing 1 - hidden p times bounds the true optimum from below, and any assignment, truly evaluated, from
 above (Lagrangian relaxation of the rows ``exposed``; Geoffrion 1974). Where all messages hide, p near 0 closes the gap
-at once, and where computing is short, p near 1. Between them p is bisected by which side of its window is longer; a gap
-that stays (the best assignments of two prices differ) is reported like any other.
+at once, and where computing is short, p near 1. At any p every assignment costs a linear function of p, so that the
+known ones bound from above what any price can prove; the next price is where that is highest (cutting planes: Kelley
+1960). A gap that stays (the best assignments of two prices differ) is reported like any other. What a price finds is
+polished with its windows as they are.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import numpy as np
 from .problem import Floats, Ints, Problem, Solution, evaluate, is_within, sides_of
 from .reduce import DropForbidden
 from .solve_budget import Budget
-from .solve_program import build
+from .solve_local import Neighbourhood, polish
+from .solve_program import Effort, Program, build, run
 from .solve_relaxation import round_up
 
 # Solves a problem without windows: (problem, budget, gap, incumbents).
@@ -29,6 +32,10 @@ MOST_PAIRS = 20_000
 MOST_SECONDS = 5.0
 # Hidden messages cost a little, so that of two plans that hide them the one that sends less is taken.
 LEAST_PRICE = 0.002
+# Parts of the gap: to which each price is solved, to which the last one is, and what another must be able to close.
+SOLVED, SOLVED_LAST, LEAST_GAIN = 0.8, 0.3, 0.1
+# Prices that differ by less prove the same.
+SAME_PRICE = 0.02
 NONE = np.zeros(0, dtype=np.int64)
 
 
@@ -58,12 +65,13 @@ class _Hunt:
     choices: Ints = field(default_factory=lambda: NONE)
     objective: float = float("inf")
     bound: float = float("-inf")
-    low: list[float] = field(default_factory=list)
-    high: list[float] = field(default_factory=list)
+    cuts: list[Floats] = field(default_factory=list)
 
     def offer(self, choices: Ints) -> None:
         if len(choices) and is_within(self.problem, choices):
             objective = evaluate(self.problem, choices)
+            if np.isfinite(objective):
+                self.cuts.append(_at_any_price(self.problem, choices))
             if objective < self.objective:
                 self.choices, self.objective = choices, objective
 
@@ -84,19 +92,33 @@ class _Hunt:
         if np.isfinite(answer.bound):
             self.bound = max(self.bound, min(answer.bound, self.objective))
 
-    def narrow(self, prices: Sequence[float], choices: Ints) -> list[float]:
-        """The next prices, given the best assignment at these."""
-        for index, window in enumerate(self.problem.windows):
-            messages, computing = sides_of(self.problem, window, choices)
-            (self.low if messages > computing else self.high)[index] = prices[index]
-        return [_between(*ends) for ends in zip(prices, self.low, self.high, strict=True)]
+    def highest(self) -> tuple[list[float], float]:
+        """The prices at which the cheapest known assignment costs most, and what it costs there."""
+        count, unit = len(self.problem.windows), max(abs(self.objective), 1e-300)
+        cuts = np.array(self.cuts) / unit
+        # Variables: what is proven, and the prices above the least. Rows: one for each assignment, one for each price.
+        rows = np.hstack([np.ones((len(cuts), 1)), -cuts[:, 1:]])
+        rows = np.vstack([rows, np.hstack([np.zeros((count, 1)), np.eye(count)])])
+        upper = np.concatenate([cuts[:, 0] + LEAST_PRICE * cuts[:, 1:].sum(axis=1), np.full(count, 1.0 - LEAST_PRICE)])
+        row, column = np.nonzero(rows)
+        # Of prices that prove the same the least: their assignments send less.
+        cost = np.array([-1.0, *[1e-6] * count])
+        program = Program(
+            cost, np.zeros(count + 1, dtype=bool), np.full(len(upper), -np.inf), upper,
+            row, column, rows[row, column], np.zeros(0, dtype=np.int64), (), 1.0, 1.0,
+        )  # fmt: skip
+        values = run(program, True, Effort(1.0)).values
+        if not len(values):
+            return [LEAST_PRICE] * count, self.bound
+        return [min(1.0, LEAST_PRICE + float(p)) for p in values[1:]], float(values[0]) * unit
 
 
-def _between(price: float, low: float, high: float) -> float:
-    """The next price. The ends come first: they decide most windows."""
-    if high <= LEAST_PRICE or low >= 1.0:
-        return price
-    return 1.0 if price == LEAST_PRICE else (low + high) / 2
+def _at_any_price(problem: Problem, choices: Ints) -> Floats:
+    """What an assignment costs at prices p, as the coefficients of (1, p)."""
+    sides = np.array([sides_of(problem, window, choices) for window in problem.windows])
+    hidden = np.array([window.hidden for window in problem.windows])
+    plain = evaluate(replace(problem, windows=()), choices)
+    return np.array([plain - float(hidden @ sides[:, 0]), *(hidden * (sides[:, 0] - sides[:, 1]))])
 
 
 def solve_windows(
@@ -104,20 +126,29 @@ def solve_windows(
 ) -> Solution:
     """Solves a problem with windows by ``plain``; as :func:`autopar.solve.solve` otherwise."""
     count = len(problem.windows)
-    hunt = _Hunt(problem, low=[0.0] * count, high=[1.0] * count)
+    hunt, near = _Hunt(problem), Neighbourhood.of(problem)
     for choices in incumbents:
         hunt.offer(np.asarray(choices, dtype=np.int64))
-    prices = [LEAST_PRICE] * count
+    prices, tried, part = [LEAST_PRICE] * count, False, SOLVED
     for _ in range(ROUNDS):
         left = budget.left
         known = [choices for choices in (*incumbents, hunt.choices) if len(choices)]
-        found = plain(at_prices(problem, prices), budget.part(0.5), 0.8 * gap, known)
+        found = plain(at_prices(problem, prices), budget.part(0.5), part * gap, known)
         if found.status == "infeasible":
             return replace(found, seconds=budget.seconds)
         hunt.offer(found.choices)
         hunt.bound = max(hunt.bound, min(found.bound, hunt.objective))
-        before, prices = prices, hunt.narrow(prices, found.choices)
-        if hunt.closed(gap) or left <= 0 or prices == before:
+        if not hunt.closed(gap) and is_within(problem, found.choices):
+            hunt.offer(polish(near, found.choices))
+        if hunt.closed(gap) or left <= 0 or tried:
+            break
+        before, (prices, most) = prices, hunt.highest()
+        if most - hunt.bound <= LEAST_GAIN * gap * abs(hunt.objective):
+            break
+        # No other prices prove more: once more at these, more exactly, unless that took too long before.
+        tried = bool(np.allclose(prices, before, atol=SAME_PRICE))
+        part = SOLVED_LAST if tried else SOLVED
+        if tried and found.status != "optimal":
             break
     if not hunt.closed(gap):
         hunt.search(budget.part(most=MOST_SECONDS), gap)

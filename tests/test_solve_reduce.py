@@ -192,6 +192,20 @@ def check_bound(problem: Problem, bound: float, slack: tuple[np.ndarray, ...]) -
             assert bound + above <= value + 1e-9 * (abs(value) + abs(bound) + above)
 
 
+def test_messages_go_through_a_whole_chain_in_one_sweep() -> None:
+    random, choices = np.random.default_rng(3), np.arange(3)
+    groups = tuple(Group(f"g{i}", random.uniform(0, 1, 3), *np.zeros((3, 3))) for i in range(7))
+    transfers = tuple(
+        Transfer(f"t{i}", i, choices, (i + 1,), (choices,), random.uniform(0, 1, (3, 3))) for i in range(6)
+    )
+    problem = Problem(groups, transfers)
+    best = min(evaluate(problem, c) for c in assignments(problem))
+    messages = Messages(problem)
+    messages.sweep(2)
+    assert messages.bound == pytest.approx(best, rel=1e-12)
+    assert evaluate(problem, messages.decode()) == pytest.approx(best, rel=1e-12)
+
+
 @settings(max_examples=150, deadline=None)
 @given(Seeds)
 def test_descent_never_worsens_and_stays_within_the_limit(seed: int) -> None:

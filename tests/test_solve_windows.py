@@ -9,12 +9,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from autopar.problem import Problem, Window, evaluate, sides_of
+from autopar.problem import Problem, Window, evaluate, is_within, sides_of
 from autopar.solve import solve
 from autopar.solve_export import export
+from autopar.solve_local import Neighbourhood, _Beside, polish
 from autopar.solve_program import Effort, build, run
 from autopar.solve_relaxation import round_up
-from autopar.solve_windows import at_prices
+from autopar.solve_windows import LEAST_PRICE, _Hunt, at_prices
 from tests.test_solve import assignments, brute_force, forbid, random_problem
 
 seeds = st.integers(0, 2**32 - 1)
@@ -90,3 +91,37 @@ def test_any_prices_bound_every_assignment(seed: int, one: float, other: float) 
             sides = [sides_of(problem, window, choices) for window in problem.windows]
             ends = tuple(1.0 if messages > computing else 0.0 for messages, computing in sides)
             assert evaluate(at_prices(problem, ends), choices) == pytest.approx(true, rel=1e-9, abs=1e-12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seeds)
+def test_descent_sees_what_hides(seed: int) -> None:
+    problem = with_windows(seed)
+    near = Neighbourhood.of(problem)
+    for choices in [c for c in assignments(problem)[::11] if np.isfinite(evaluate(problem, c))]:
+        beside, now = _Beside.of(near, choices), evaluate(problem, choices)
+        for index in range(len(problem.groups)):
+            costs = beside.costs(choices, index)
+            for k in range(len(costs)):
+                change = evaluate(problem, np.concatenate([choices[:index], [k], choices[index + 1 :]])) - now
+                if np.isfinite(change):
+                    assert costs[k] - costs[choices[index]] == pytest.approx(change, abs=1e-9)
+        if is_within(problem, choices):
+            better = polish(near, choices)
+            assert is_within(problem, better) and evaluate(problem, better) <= now + 1e-12
+
+
+@settings(max_examples=30, deadline=None)
+@given(seeds)
+def test_the_next_prices_are_where_the_known_assignments_cost_most(seed: int) -> None:
+    problem = with_windows(seed, limited=False)
+    hunt, random = _Hunt(problem), np.random.default_rng(seed)
+    for choices in assignments(problem)[::5]:
+        hunt.offer(np.asarray(choices, dtype=np.int64))
+    if not hunt.cuts:
+        return
+    cuts = np.array(hunt.cuts)
+    prices, most = hunt.highest()
+    assert (cuts @ [1.0, *prices]).min() == pytest.approx(most, rel=1e-5, abs=1e-9)
+    for other in random.uniform(LEAST_PRICE, 1.0, (20, 2)):
+        assert (cuts @ [1.0, *other]).min() <= most + 1e-5 * abs(most) + 1e-9
