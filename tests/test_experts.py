@@ -121,7 +121,7 @@ def heavy(experts: int = 8) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return model, {"input_ids": ids, "labels": ids}
 
 
-@pytest.mark.parametrize("mesh", [(4,), (2, 2), (8, 8)], ids=str)
+@pytest.mark.parametrize("mesh", [(4,), (2, 2), pytest.param((8, 8), marks=pytest.mark.slow)], ids=str)
 def test_heavy_experts_end_sharded(mesh: tuple[int, ...]) -> None:
     model, batch = heavy()
     plan = answer(ask(model, batch, mesh), Timings())
