@@ -223,19 +223,16 @@ class _Biller:
         return found
 
     def weights(self, name: str) -> tuple[Weight, ...]:
-        return tuple(
-            self._weight(node)
-            for node in self.graph.placeholders("param")
-            if self.homes[node.name] == name and node.target in self.graph.gradients
-        )
+        return tuple(self._weight(node) for node in self.graph.placeholders("param") if self.homes[node.name] == name)
 
     def _weight(self, node: Node) -> Weight:
         place = self.assignment.parameters[node.name].weight
         kind: TensorType = local_type(node.type, place, self.prices.mesh)
-        raw: Placements = self.assignment.placements_of(self.graph.gradients[node.target])
+        trained = node.target in self.graph.gradients
+        raw: Placements = self.assignment.placements_of(self.graph.gradients[node.target]) if trained else ()
         partial = tuple(axis for axis, one in enumerate(raw) if isinstance(one, Partial))
         is_expert = node.name in self.expert_weights
-        return Weight(node.target, int(kind.numel), node.type.dtype.itemsize, partial, int(is_expert))
+        return Weight(node.target, int(kind.numel), node.type.dtype.itemsize, partial, int(is_expert), trained)
 
 
 def _varying(graph: Graph) -> frozenset[str]:

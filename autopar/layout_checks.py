@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from torch import nn
 from torch.distributed.tensor import Partial, Shard
 
 from autopar.cost import family_of
@@ -16,7 +17,20 @@ from .errors import OptionsError
 from .graph import REST, Graph, Node, Value
 from .layout import Layout, degrees, matches
 from .layout_experts import FORWARD, MATRICES
+from .paths import meant
 from .spec import Placement, is_shard
+
+# Fields of a layout that name modules by globs.
+_NAMING = ("eager", "whole", "apart", "graphed")
+
+
+def check_modules(model: nn.Module, layout: Layout) -> None:
+    """Raises :class:`OptionsError` for a field that names modules which ``model`` does not have."""
+    paths = [path for path, _ in model.named_modules()]
+    for name in _NAMING:
+        for pattern in getattr(layout, name):
+            if not any(matches(path, (pattern,)) for path in paths):
+                raise OptionsError(f"Layout({name}=...): the model has no module {pattern!r}{meant(pattern, paths)}")
 
 
 def check_division(graph: Graph, layout: Layout) -> None:

@@ -33,8 +33,8 @@ class Held:
 
 
 def gradient_bytes(weight: Weight, layout: Layout) -> int:
-    """Bytes of the gradient of a weight as it is added up."""
-    return weight.elements * layout.gradient_itemsize(weight.itemsize)
+    """Bytes of the gradient of a weight as it is added up; of one that is not trained none."""
+    return weight.elements * layout.gradient_itemsize(weight.itemsize) if weight.trained else 0
 
 
 def state_bytes(layout: Layout) -> int:
@@ -49,7 +49,8 @@ def data_ranks(weight: Weight, layout: Layout) -> int:
 
 def resting_states(weight: Weight, layout: Layout) -> int:
     """Bytes of optimizer state of a weight that one device has, or its share of the host."""
-    return weight.elements * state_bytes(layout) // (data_ranks(weight, layout) if layout.zero >= 1 else 1)
+    states = weight.elements * state_bytes(layout) if weight.trained else 0
+    return states // (data_ranks(weight, layout) if layout.zero >= 1 else 1)
 
 
 def held_by(rank: int, chunks: Sequence[Sequence[Section]], layout: Layout, microbatches: int) -> Held:

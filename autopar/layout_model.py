@@ -12,11 +12,11 @@ from torch import nn
 from .api import Batch, split_batch
 from .cluster import Cluster
 from .compiler import Prepared, batch_size, prepare
-from .depth import Depth, shortened
+from .depth import Depth, traced_short
 from .errors import OptionsError
 from .layout import Layout
 from .layout_bill import bill_sections, with_experts
-from .layout_checks import check_division
+from .layout_checks import check_division, check_modules
 from .layout_experts import expert_counts
 from .layout_homes import standing_for
 from .layout_place import Placed, place
@@ -39,10 +39,11 @@ class LayoutModel:
 
     @staticmethod
     def of(model: nn.Module, batch: Batch, loss_fn: Callable[..., torch.Tensor] | None = None) -> LayoutModel:
-        """``model`` traced with two layers of each kind. Raises :class:`TraceError`."""
+        """``model`` traced with three layers of each kind at work. Raises :class:`TraceError`."""
         args, kwargs = split_batch(batch)
-        with shortened(model) as depth:
-            prepared = prepare(model, args, kwargs, device="cpu", loss_fn=loss_fn, training=True)
+        prepared, depth = traced_short(
+            model, lambda: prepare(model, args, kwargs, device="cpu", loss_fn=loss_fn, training=True)
+        )
         return LayoutModel(prepared, depth, batch_size(args, kwargs))
 
     def price(self, layout: Layout, cluster: Cluster, batch: int | None = None, limit: int | None = None) -> Priced:
@@ -109,11 +110,12 @@ def price(
 
     Raises:
         TraceError: the model cannot be captured.
-        OptionsError: layers, batch, sequence, heads or devices do not divide so.
+        OptionsError: layers, batch, sequence, heads or devices do not divide so, or there is no such module.
     """
     if not isinstance(layout, Layout):
         raise OptionsError(f"layout={layout!r}: give an autopar.Layout, such as Layout(tensor=2, data=4)")
     hardware = Cluster.get(cluster)
+    check_modules(model, layout)
     limit = (options or Options()).memory_limit
     converted, inputs = computed_in(model, batch, dtype_of(layout.precision))
     return LayoutModel.of(converted, inputs, loss_fn).price(layout, hardware, limit=limit)

@@ -183,10 +183,11 @@ class _Step:
         """Bytes of gradients as they travel."""
         if self.layout.reduction != "all-fp32":
             return self.gradients(sections)
-        return _by_group(sections, lambda weight: weight.elements * MASTER_BYTES)
+        return _by_group(sections, lambda weight: weight.trained * weight.elements * MASTER_BYTES)
 
     def weights(self, sections: Iterable[tuple[Section, int]]) -> dict[int, float]:
-        return _by_group(sections, lambda weight: weight.elements * weight.itemsize)
+        """Bytes of the weights that are updated."""
+        return _by_group(sections, lambda weight: weight.trained * weight.elements * weight.itemsize)
 
     def times(self, section: Section) -> tuple[float, float]:
         """Seconds of forward and backward of one section, exchanges of rows and ZeRO-3's collectives included."""
@@ -215,13 +216,13 @@ class _Step:
         if self.layout.gathers == "tensor":
             sizes = ((weight.experts, weight.elements * weight.itemsize) for weight in section.weights)
             return sum(self.over_group("all_gather", experts, nbytes) for experts, nbytes in sizes if nbytes)
-        return self.over_data("all_gather", self.weights([(section, 1)]))
+        return self.over_data("all_gather", _by_group([(section, 1)], lambda weight: weight.elements * weight.itemsize))
 
     def adding_up(self, section: Section) -> float:
         """Seconds of adding the gradients of a microbatch to those before it, by operations of their own."""
         if self.microbatches == 1 or not self.layout.adding:
             return 0.0
-        moved = sum(w.elements * w.itemsize + 2 * gradient_bytes(w, self.layout) for w in section.weights)
+        moved = sum(w.elements * w.itemsize + 2 * gradient_bytes(w, self.layout) for w in section.trained)
         return moved / self.cluster.device.memory_bandwidth
 
     def exchanging(self, seconds: float, exchange: float) -> float:

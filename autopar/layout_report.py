@@ -21,6 +21,7 @@ from .cluster import Cluster
 from .compiler import batch_size
 from .errors import OptionsError
 from .layout import Layout, Recompute
+from .layout_checks import check_modules
 from .layout_memory import state_bytes
 from .layout_model import LayoutModel
 from .layout_precision import computed_in, dtype_of
@@ -39,11 +40,13 @@ SECONDS_OF_A_DAY = 86400.0
 @dataclass(frozen=True)
 class LayoutReport:
     """What was found for ``devices`` of ``cluster``, whose ``source`` says where prices come from; ``named`` ones are
-    priced for comparison. ``tokens`` are those of training, and a sample has ``sample_tokens``. ``seconds`` and
+    priced for comparison. Of ``parameters`` so many are ``trained``. ``tokens`` are those of training, and a sample has
+    ``sample_tokens``. ``seconds`` and
     ``cpu_seconds`` are what planning took, tracing included."""
 
     model: str
     parameters: int
+    trained: int
     devices: int
     cluster: str
     source: str
@@ -68,9 +71,9 @@ class LayoutReport:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Weights, and the optimizer's state with master weights."""
-        precision = self.best.layout.precision
-        return self.parameters * ((4 if precision == "fp32" else 2) + state_bytes(self.best.layout))
+        """Weights, and the optimizer's state with master weights of those that are trained."""
+        each = 4 if self.best.layout.precision == "fp32" else 2
+        return self.parameters * each + self.trained * state_bytes(self.best.layout)
 
     @property
     def compared(self) -> dict[str, Priced]:
@@ -231,6 +234,8 @@ def plan_layouts(
     samples, first = _measured(batch)
     whole = samples if global_batch is None else global_batch
     limit = _checked(devices, whole, memory_limit, tokens, compare or {})
+    for layout in (compare or {}).values():
+        check_modules(model, layout)
     traced = cache(lambda dtype: LayoutModel.of(*computed_in(model, batch, dtype), loss_fn))
     searched = traced(dtype_of(precision))
     found = best_layout(searched, hardware, devices, batch=whole, limit=limit, like=like, space=space)
@@ -240,7 +245,8 @@ def plan_layouts(
         for name, layout in (compare or {}).items()
     }
     size_of_model = sum(parameter.numel() for parameter in model.parameters())
-    about = type(model).__name__, size_of_model, devices, hardware.name, hardware.source
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    about = type(model).__name__, size_of_model, trained, devices, hardware.name, hardware.source
     return LayoutReport(*about, whole, first, tokens, found, named, *spent)
 
 

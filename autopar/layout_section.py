@@ -29,15 +29,17 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Weight:
-    """A trained parameter on one device of the mesh (context, tensor): its elements there and its dtype's bytes;
-    ``partial`` axes are those over which its gradient is left as a sum to be taken. ``experts``: of a weight that has
-    an entry of every expert, among how many ranks these are divided; 0 for any other."""
+    """A parameter on one device of the mesh (context, tensor): its elements there and its dtype's bytes; ``partial``
+    axes are those over which its gradient is left as a sum to be taken. ``experts``: of a weight that has an entry of
+    every expert, among how many ranks these are divided; 0 for any other. One that is not ``trained`` has neither
+    gradient nor optimizer state."""
 
     path: str
     elements: int
     itemsize: int
     partial: tuple[int, ...]
     experts: int = 0
+    trained: bool = True
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,11 @@ class Section:
     saved_kept: int = 0
     remade: Seconds = Seconds()
     saved_remade: int = 0
+
+    @property
+    def trained(self) -> tuple[Weight, ...]:
+        """The weights that learn."""
+        return tuple(weight for weight in self.weights if weight.trained)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from .layout_section import Section, Weight
 
 def updating_seconds(sections: Sequence[tuple[Section, int]], layout: Layout, cluster: Cluster) -> float:
     """Seconds of the optimizer, which reads and writes memory; of so many of each section."""
-    moved = sum(often * sum(_updated(weight, layout) for weight in section.weights) for section, often in sections)
+    moved = sum(often * sum(_updated(weight, layout) for weight in section.trained) for section, often in sections)
     return moved / cluster.device.memory_bandwidth
 
 
@@ -29,5 +29,5 @@ def offloading_seconds(sections: Sequence[tuple[Section, int]], layout: Layout, 
     device = cluster.device
     if not layout.offload:
         return 0.0
-    sizes = ((resting_states(weight, layout), often) for section, often in sections for weight in section.weights)
+    sizes = ((resting_states(weight, layout), often) for section, often in sections for weight in section.trained)
     return sum(2 * often * (device.launch_seconds + nbytes / device.host_bandwidth) for nbytes, often in sizes)

@@ -53,7 +53,8 @@ DIM, DEGREE, AMOUNT = Number(10**7), Number(10**6, 0), Number(1e21, 0, whole=Fal
 NUMBERS: Mapping[str, Mapping[str, Number]] = {
     "model": {
         **dict.fromkeys(("hidden", "heads", "kv_heads", "head_dim", "ffn", "top_k"), DIM),
-        **dict.fromkeys(("layers", "dense_layers"), Number(10_000, 0)),
+        **dict.fromkeys(("layers",), Number(10_000)),
+        **dict.fromkeys(("dense_layers",), Number(10_000, 0)),
         **dict.fromkeys(("seq", "vocab", "expert_group_size"), Number(10**8)),
         **dict.fromkeys(("experts_every_other_layer", "global_parameter_scale"), Number(10**6)),
         **dict.fromkeys(("params", "active_params"), AMOUNT),

@@ -12,7 +12,8 @@ from torch import nn
 from autopar.cluster import Cluster
 from autopar.errors import OptionsError
 from autopar.layout import Layout, degrees
-from autopar.layout_model import LayoutModel
+from autopar.layout_model import LayoutModel, price
+from autopar.layout_report import plan_layouts
 
 H100 = Cluster.get("dgx-h100")
 
@@ -96,6 +97,15 @@ def test_degrees_that_are_advised_can_be_had() -> None:
         assert mixture().price(layout, H100).predicted.step_seconds > 0
     with pytest.raises(OptionsError, match="does not divide 4 x 1; expert=2 and expert=4 do"):
         Layout(expert=3, data=4)
+
+
+def test_modules_that_are_not_there_are_named() -> None:
+    model, inputs = Steps(0), (torch.empty(8, 96, dtype=torch.long),)
+    for field in ("eager", "whole", "apart", "graphed"):
+        with pytest.raises(OptionsError, match=rf"{field}=...\): the model has no module 'lats'; did you mean 'last'"):
+            price(model, inputs, H100, layout=Layout(**{field: ("lats",)}))  # type: ignore[arg-type]
+    with pytest.raises(OptionsError, match=r"whole=...\): the model has no module 'x\.\*'$"):
+        plan_layouts(model, inputs, H100, devices=8, compare={"ours": Layout(data=8, whole=("l*", "x.*"))})
 
 
 @pytest.mark.parametrize("context", [2, 3])

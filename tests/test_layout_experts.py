@@ -50,7 +50,7 @@ def weights(degree: int) -> tuple[int, int]:
 
 
 def test_layers_with_and_without_experts_stand_for_their_own() -> None:
-    assert model().depth.standing == (0, 1, 2, 2, 2, 2)
+    assert model().depth.standing == (0, 1, 2, 3, 3, 3)
     assert model().experts == 16
     whole = sum(parameter.numel() for parameter in build(SHAPE).parameters())
     assert sum(weights(1)) == 2 * whole
@@ -126,7 +126,7 @@ def test_larger_groups_of_rows_compute_quicker_per_row() -> None:
 def test_routers_are_whole_on_every_tensor_rank() -> None:
     placed = model().placed(Layout(tensor=2), A100)
     found = routers(placed.graph)
-    assert {placed.graph[name].target for name in found} == {"layers.1.mlp.router.weight", "layers.2.mlp.router.weight"}
+    assert {placed.graph[name].target for name in found} == {f"layers.{i}.mlp.router.weight" for i in (1, 2, 3)}
     assert all(
         place == placed.assignment.replicated for name in found for place in [placed.assignment.parameters[name].weight]
     )

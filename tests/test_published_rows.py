@@ -57,6 +57,7 @@ def test_a_row_becomes_a_layout() -> None:
         (changed("parallel", d=-2), "d is -2"),
         (changed("parallel", ep=3), "expert"),
         (changed("measured", iter_s="soon"), "measured.iter_s is 'soon', no positive number"),
+        (changed("model", layers=0), "model.layers is 0, no positive whole number"),
         (changed("measured", iter_s=-1.0), "measured.iter_s is -1.0, no positive number"),
         (changed("measured", iter_s=0), "measured.iter_s is 0, no positive number"),
         (changed("measured", iter_s=float("nan")), "measured.iter_s is nan, no positive number"),

@@ -1,0 +1,182 @@
+"""Models made short: whatever they do with their layers, the price is that of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.cluster import Cluster
+from autopar.depth import Depth, shortened, traced_short
+from autopar.errors import TraceError
+from autopar.layout import Layout
+from autopar.layout_model import LayoutModel
+from autopar.layout_price import Priced
+
+DEPTH, WIDTH = 5, 16
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Stack(nn.Module):
+    """``run(self, x)`` says how ``layers`` are used."""
+
+    def __init__(self, layers: nn.Module, run: Callable[[Stack, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers, self.run = layers, run
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(DEPTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x).square().mean()
+
+
+def in_turn(model: Stack, x: Tensor) -> Tensor:
+    for layer in model.layers:
+        x = torch.relu(layer(x))
+    return x
+
+
+def by_index(model: Stack, x: Tensor) -> Tensor:
+    for number in range(DEPTH):
+        x = model.layers[number](x)
+    return x
+
+
+def zipped(model: Stack, x: Tensor) -> Tensor:
+    for layer, scale in zip(model.layers, model.scales, strict=True):
+        x = layer(x) * scale
+    return x
+
+
+def by_name(model: Stack, x: Tensor) -> Tensor:
+    for _, layer in sorted(model.layers.items()):
+        x = layer(x)
+    return x
+
+
+def side_by_side(model: Stack, x: Tensor) -> Tensor:
+    return torch.cat([layer(x) for layer in model.layers], -1).reshape(-1, DEPTH * WIDTH)
+
+
+def in_pairs(model: Stack, x: Tensor) -> Tensor:
+    for first, second in model.layers:
+        x = first(x) + second(x)
+    return x
+
+
+def backwards(model: Stack, x: Tensor) -> Tensor:
+    for number in reversed(range(DEPTH)):
+        x = model.layers[number](x)
+    return x
+
+
+def sequential(model: Stack, x: Tensor) -> Tensor:
+    return model.layers(x)
+
+
+def blocks() -> list[nn.Module]:
+    return [Block() for _ in range(DEPTH)]
+
+
+def strided(*strides: int) -> list[nn.Module]:
+    return [nn.Conv1d(WIDTH, WIDTH, 3, stride, 1) for stride in strides]
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Stack, Tensor], Tensor], int]] = {
+    "by index": (lambda: nn.ModuleList(blocks()), by_index, 3),
+    "zipped": (lambda: nn.ModuleList(blocks()), zipped, 3),
+    "by name": (lambda: nn.ModuleDict({f"l{i}": block for i, block in enumerate(blocks())}), by_name, 3),
+    "side by side": (lambda: nn.ModuleList(blocks()), side_by_side, 3),
+    "in pairs": (lambda: nn.ModuleList(nn.ModuleList(blocks()[:2]) for _ in range(DEPTH)), in_pairs, 3),
+    "of strides": (lambda: nn.ModuleList(strided(1, 1, 1, 1, 2)), in_turn, 4),
+    "ever shorter": (lambda: nn.Sequential(*strided(2, 2, 2, 2)), sequential, 4),
+    "backwards": (lambda: nn.ModuleList(blocks()), backwards, DEPTH),
+    "one layer often": (lambda: nn.ModuleList([Block()] * DEPTH), in_turn, 0),
+}
+
+
+def priced(model: nn.Module) -> tuple[LayoutModel, Priced]:
+    x = torch.empty(8, WIDTH, WIDTH, device="meta")
+    found = LayoutModel.of(model, (x,))
+    return found, found.price(Layout(microbatch=8, precision="fp32"), Cluster.get("dgx-a100-80gb"))
+
+
+def every_layer(model: nn.Module, trace: Callable[[], object]) -> tuple[object, Depth]:
+    return trace(), Depth({})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_price_is_that_of_all_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, run, kept = CASES[name]
+    with torch.device("meta"):
+        model = Stack(layers(), run)
+    before = list(model.named_modules())
+    short, found = priced(model)
+    assert len(short.depth.paths) == kept and list(model.named_modules()) == before
+    assert not any(module._forward_hooks for module in model.modules())
+    monkeypatch.setattr("autopar.layout_model.traced_short", every_layer)
+    _, whole = priced(model)
+    assert found.flops == whole.flops
+    for part in ("weight_bytes", "gradient_bytes", "optimizer_bytes"):
+        assert getattr(found.predicted, part) == getattr(whole.predicted, part)
+    assert found.predicted.compute_seconds == pytest.approx(whole.predicted.compute_seconds, rel=0.15)
+
+
+def test_kept_layers_have_their_own_numbers() -> None:
+    model = Stack(nn.ModuleList([*blocks()[:2], nn.Linear(WIDTH, WIDTH), *blocks()[:3]]), in_turn)
+    with shortened(model) as depth:
+        assert depth.paths == ["layers.0", "layers.1", "layers.2", "layers.3"] and depth.standing == (0, 1, 2, 3, 3, 3)
+        assert [bool(list(layer.parameters())) for layer in model.layers] == [True, True, True, True, False, False]
+    with shortened(model, frozenset({"layers"})) as depth:
+        assert depth.is_whole and depth.standing == (0, 1, 2, 3, 4, 5)
+
+
+def test_only_what_numbers_layers_may_differ() -> None:
+    """An attribute that happens to be the number of a layer is none that numbers them."""
+    layers = [Block() for _ in range(5)]
+    for number, layer in enumerate(layers):
+        layer.number, layer.heads = number + 7, 2
+    with shortened(Stack(nn.ModuleList(layers), in_turn)) as depth:
+        assert depth.standing == (0, 1, 2, 2, 2)
+    layers[3].heads = 3
+    with shortened(Stack(nn.ModuleList(layers), in_turn)) as depth:
+        assert depth.standing == (0, 1, 2, 3, 2)
+
+
+def test_a_model_that_cannot_be_traced_says_so_of_itself() -> None:
+    """What is told is what the whole model does, not what became of it when it was made short."""
+
+    def run(model: Stack, x: Tensor) -> Tensor:
+        assert len(list(model.layers[3].parameters())) == 4, "no layer"
+        raise ValueError("of the model")
+
+    model = Stack(nn.ModuleList(blocks()), run)
+    with pytest.raises(TraceError, match="of the model"):
+        LayoutModel.of(model, (torch.empty(8, WIDTH, WIDTH),))
+    with pytest.raises(TraceError, match="nothing"):
+        traced_short(model, lambda: (_ for _ in ()).throw(TraceError("nothing")))
+
+
+def test_weights_that_do_not_learn_are_held_and_not_updated() -> None:
+    with torch.device("meta"):
+        model = Stack(nn.ModuleList(blocks()), in_turn)
+    model.scales.requires_grad_(False)
+    _, whole = priced(model)
+    model.layers.requires_grad_(False)
+    model.layers[-1].requires_grad_(True)
+    _, frozen = priced(model)
+    total, last = (sum(p.numel() for p in part.parameters()) for part in (model, model.layers[-1]))
+    assert frozen.predicted.weight_bytes == whole.predicted.weight_bytes == 4 * total
+    assert frozen.predicted.gradient_bytes == 4 * last
+    assert frozen.predicted.optimizer_bytes == 8 * last
+    assert frozen.parts["update"] < whole.parts["update"] and frozen.flops < whole.flops
