@@ -13,7 +13,7 @@ normalisation the input is kept, the sum where a residual is added before it, of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -103,14 +103,67 @@ def find_kernels(graph: Graph, moves: Moves, eager: Alone, size: Size) -> Kernel
     between two operations, or they should not share a kernel for another reason; ``eager(node)`` whether one runs
     alone; ``size(value)`` how many bytes a value takes on a device if it is kept."""
 
+    def fuses(node: Node) -> bool:
+        return not eager(node) and (not is_heavy(node) or _is_one_hot(graph, node))
+
     def joins(producer: Node, consumer: Node) -> bool:
-        light = not any(is_heavy(node) or eager(node) for node in (producer, consumer))
+        light = fuses(producer) and fuses(consumer)
         return light and producer.phase == consumer.phase and not moves(producer, consumer)
 
-    groups = _groups(graph, _depths(graph, joins), joins)
-    users = _users(graph)
-    kernels = tuple(_kernel(graph, nodes, users) for nodes in groups)
-    return _with_remade(graph, kernels, users, eager, size)
+    users, depth = _users(graph), _depths(graph, joins)
+    _sunk(graph, depth, users, joins, size)
+    kernels = tuple(_kernel(graph, nodes, users) for nodes in _groups(graph, depth, joins))
+    return _with_remade(graph, kernels, users, fuses, size)
+
+
+def _is_constant(graph: Graph, node: Node) -> bool:
+    """Whether a node makes something of no tensor."""
+    return not node.is_placeholder and not is_alias(node) and not _real_operands(graph, node)
+
+
+def _is_one_hot(graph: Graph, node: Node) -> bool:
+    """Whether a node puts a number into a constant at given places: compilers compare places instead (torch's inductor,
+    ``scatter_upon_const_tensor``), and fused losses never write it."""
+    if node.op != "aten.scatter.value":
+        return False
+    return _is_constant(graph, graph[origin(graph, node.operands[0]).node])
+
+
+def _sunk(graph: Graph, depth: dict[str, int], users: Mapping[Value, list[Node]], joins: Moves, size: Size) -> None:
+    """Raises the depth of kernels that read no more bytes than they write, constants above all, to that of the first
+    kernel that takes what they write, if all that do may run with them: then it need not be written."""
+    settled: set[str] = set()
+    while True:
+        for nodes in sorted(_groups(graph, depth, joins), key=lambda nodes: depth[nodes[0].name]):
+            level = depth[nodes[0].name]
+            later = _taken_at(nodes, depth, users, joins) if nodes[-1].name not in settled else None
+            settled.add(nodes[-1].name)
+            if later is not None and later > level and _widens(_kernel(graph, nodes, users), size):
+                depth.update({node.name: later for node in nodes})
+                break
+        else:
+            return
+
+
+def _taken_at(
+    nodes: Sequence[Node], depth: Mapping[str, int], users: Mapping[Value, list[Node]], joins: Moves
+) -> int | None:
+    """The least depth of a kernel that takes what these nodes make; None if not all of them could run with it."""
+    inside = {node.name for node in nodes}
+    takers = [
+        (node, user)
+        for node in nodes
+        for index in range(len(node.types))
+        for user in users.get(Value(node.name, index), ())
+        if user.name not in inside
+    ]
+    if not takers or not all(joins(node, user) for node, user in takers):
+        return None
+    return min(depth[user.name] for _, user in takers)
+
+
+def _widens(kernel: Kernel, size: Size) -> bool:
+    return sum(map(size, kernel.reads)) <= sum(map(size, kernel.writes))
 
 
 def _real_operands(graph: Graph, node: Node) -> list[Value]:
@@ -175,13 +228,9 @@ def _kernel(graph: Graph, nodes: list[Node], users: Mapping[Value, list[Node]]) 
 
 
 def _with_remade(
-    graph: Graph, kernels: tuple[Kernel, ...], users: Mapping[Value, list[Node]], eager: Alone, size: Size
+    graph: Graph, kernels: tuple[Kernel, ...], users: Mapping[Value, list[Node]], fusable: Alone, size: Size
 ) -> Kernels:
     """Decides kernel by kernel, the last first, what is kept and what is remade."""
-
-    def fusable(node: Node) -> bool:
-        return not is_heavy(node) and not eager(node)
-
     wanted = dict.fromkeys(_kept_for_backward(graph, users))
     remade: dict[Value, tuple[Value, ...]] = {}
     for kernel in reversed(kernels):

@@ -25,13 +25,14 @@ from .graph import Graph, Node, TensorType, Value
 from .kernels import Kernel, Kernels, find_kernels, origin, readers
 from .layout import Layout, matches
 from .layout_attention import inside_attention
-from .layout_experts import BACKWARD, OPERATIONS, bill_block, check_degree, expert_weights, find_blocks
+from .layout_experts import BACKWARD, bill_block, check_degree, expert_weights, find_blocks
 from .layout_exposed import beside, waited
 from .layout_homes import AFTER, BEFORE, homes_of
 from .layout_kernels import KernelPrices, graphed, local_size
 from .layout_place import Placed
 from .layout_remade import remakeable
 from .layout_section import Seconds, Section, Sections, Weight
+from .layout_transients import Transients
 from .prices import local_bytes, local_type
 from .spec import Placements
 
@@ -92,6 +93,7 @@ class _Biller:
         self.blocks = find_blocks(self.graph, self.assignment, self.prices.mesh)
         self.expert_weights = expert_weights(self.graph)
         self.priced = KernelPrices(placed, homes, layout, self.kernels)
+        self.transients = Transients(self.graph, self.assignment, self.priced.local, frozenset(self.kernels.saved))
         moved = {(use.value, use.consumer) for use in self.moves}
         self.remade = remakeable(self.graph, self.kernels.saved, moved)
 
@@ -116,13 +118,12 @@ class _Biller:
         ahead = [kernel for kernel in kernels if kernel.phase == "forward"]
         back = [kernel for kernel in kernels if kernel.phase == "backward"]
         forward, kept = self._seconds(name, "forward", ahead), list(self._kept(ahead))
-        alone = (kernel for kernel in kernels if kernel.nodes[0].op not in OPERATIONS)
         return Section(
             forward,
             self._seconds(name, "backward", back),
             Seconds(self._computing(kernel for kernel in ahead if self._is_inside(kernel))),
             entry=self.entry(name),
-            working=max(map(self._written, alone), default=0),
+            working=self.transients.working(ahead, back, self._kept_of(name)),
             flops=self.flops(name),
             weights=self.weights(name),
             is_layer=name not in (BEFORE, AFTER),
@@ -156,9 +157,13 @@ class _Biller:
             if self.priced.is_attention(kernel) or (self.priced.is_product(kernel) and next(is_kept)):
                 yield kernel
 
+    def _kept_of(self, name: str) -> list[Value]:
+        """What a section keeps for backward where nothing is computed again."""
+        return [value for value in self.kernels.saved if self.homes[value.node] == name]
+
     def _saved(self, name: str) -> dict[str, Any]:
         """Of the values that a section keeps for backward the bytes, by what recomputation would drop."""
-        saved = [value for value in self.kernels.saved if self.homes[value.node] == name]
+        saved = self._kept_of(name)
         inside = [value for value in saved if self._stays_inside(value)]
         remade = [value for value in saved if value in self.remade and value not in inside]
         return {

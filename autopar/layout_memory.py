@@ -85,13 +85,13 @@ def _gathered(every: Sequence[tuple[Section, int]], layout: Layout) -> int:
 
 
 def _activations(in_flight: float, chunks: Sequence[Sequence[Section]], layout: Layout) -> int:
-    """Saved by the microbatches in flight. What comes after the layers is in flight once: its backward follows its
-    forward at once."""
+    """Saved by the microbatches in flight; not by what comes after the layers, whose backward follows its forward at
+    once."""
     kept = ends = 0
     for chunk in chunks:
         for section, often in counted(chunk):
             kept += often * _saved(section, layout) if section.is_layer else 0
-            ends += 0 if section.is_layer else often * section.saved
+            ends += 0 if section.is_layer or _is_last(section) else often * section.saved
         # Layers computed again keep what comes in anyway.
         if chunk[0].is_layer and layout.recompute not in ("full", "operations"):
             kept += chunk[0].entry
@@ -107,9 +107,19 @@ def _saved(section: Section, layout: Layout) -> int:
 
 
 def _working(sections: Sequence[Section], layout: Layout) -> int:
-    """The largest operand and result at work and the gradients of both, and all that a layer saves if it is computed
-    again."""
-    inside = max(s.saved_inside for s in sections)
-    again = {"none": 0, "selective": inside, "elementwise": max(inside, *(s.saved_remade for s in sections))}
-    whole = max((s.saved for s in sections if s.is_layer), default=0)
-    return again.get(layout.recompute, whole) + 4 * max(section.working for section in sections)
+    """What the section that needs most has at work: what is there for a moment (:mod:`.layout_transients`), and what it
+    computes again; of what comes after the layers all that it keeps, which goes before layers run backward."""
+    return max(section.working + _again(section, layout) for section in sections)
+
+
+def _again(section: Section, layout: Layout) -> int:
+    """Bytes that a section keeps only while it runs backward."""
+    if not section.is_layer:
+        return section.saved if _is_last(section) else 0
+    parts = {"none": 0, "selective": section.saved_inside, "elementwise": section.saved_inside + section.saved_remade}
+    return parts.get(layout.recompute, section.saved)
+
+
+def _is_last(section: Section) -> bool:
+    """Whether a section is what comes after the layers: something comes in that it makes the loss of."""
+    return not section.is_layer and section.entry > 0

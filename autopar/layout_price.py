@@ -24,9 +24,11 @@ from .schedules import SCHEDULES, make_schedule
 
 # Pieces in which a collective travels that overlaps with the product next to it: one of them is exposed.
 PIECES = 4
-# Microbatches beyond this many rounds of the pipeline repeat each other: the time of a round is extrapolated. What is
-# simulated in full takes as long, but for 0.04% where ranks have many times as many chunks as there are stages.
+# Microbatches beyond this many rounds of the pipeline repeat each other: the time of a round is extrapolated. Under
+# schedules in V shape a round settles later. What is simulated in full takes as long, but for 0.04% where ranks have many
+# times as many chunks as there are stages, and 0.2% in V shape.
 ROUNDS = 2
+ROUNDS_IN_V = 4
 
 
 @dataclass(frozen=True)
@@ -330,10 +332,11 @@ class _Step:
 
     def seconds(self) -> float:
         """The simulated step; many microbatches are extrapolated from the last round of few."""
+        simulated = ROUNDS_IN_V if SCHEDULES[self.layout.schedule_name].v_shaped else ROUNDS
         rounds, round_size = self.microbatches / self.layout.pipeline, self.layout.pipeline
-        if rounds <= ROUNDS + 1:
+        if rounds <= simulated + 1:
             return self.simulated(self.microbatches)
-        few = round_size * ROUNDS + self.microbatches % round_size
+        few = round_size * simulated + self.microbatches % round_size
         last, before = self.simulated(few), self.simulated(few - round_size)
         return last + (self.microbatches - few) / round_size * (last - before)
 

@@ -111,4 +111,4 @@ def eager(row: Mapping[str, Any]) -> tuple[str, ...]:
         return ("*",) if row["parallel"].get("compile") is False else ()
     norms = () if "RMS" in kernel else ("*norm*",)
     scores = ("*scores*",) if kernel == "torch" else ()
-    return ("*attention", "*mlp*", "layers.[0-9]", *norms, *scores)
+    return ("*attention", "*mlp*", "layers.[0-9]", "loss", *norms, *scores)

@@ -1,0 +1,106 @@
+"""What a section has in memory for a moment, beside what it keeps for backward.
+
+The kernels of a section run in order. A value is there from the kernel that writes it to the last one that reads it,
+and what a collective makes of it from the first kernel that takes it so to the last. What is kept for backward is
+counted elsewhere, and whole: in forward what of it is not yet made is taken off here, and in backward what has had its
+last reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from .assignment import Assignment
+from .graph import Graph, Value
+from .kernels import Kernel, readers
+from .layout_experts import OPERATIONS
+from .prices import local_bytes
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes that are there from the kernel at ``first`` to the one at ``last``."""
+
+    first: int
+    last: int
+    nbytes: int
+
+
+def most(spans: Iterable[Span], length: int) -> int:
+    """The most bytes that are there at once while ``length`` kernels run.
+
+    >>> most([Span(0, 1, 5), Span(1, 2, 3), Span(2, 2, 4)], 3)
+    8
+    """
+    change = [0] * (length + 1)
+    for span in spans:
+        change[span.first] += span.nbytes
+        change[span.last + 1] -= span.nbytes
+    highest = now = 0
+    for step in change:
+        now += step
+        highest = max(highest, now)
+    return highest
+
+
+@dataclass(frozen=True)
+class Transients:
+    """``size``: bytes of a value on one device; ``kept``: the values that forward keeps for backward."""
+
+    graph: Graph
+    assignment: Assignment
+    size: Callable[[Value], int]
+    kept: Collection[Value]
+
+    def working(self, forward: Sequence[Kernel], backward: Sequence[Kernel], kept: Collection[Value]) -> int:
+        """The most bytes beyond those of ``kept``, what the section of these kernels keeps for backward."""
+        counted = sum(map(self.size, kept))
+        return max(0, *(self._most(kernels, kept) - counted for kernels in (forward, backward)))
+
+    def _most(self, kernels: Sequence[Kernel], kept: Collection[Value]) -> int:
+        made = {value: at for at, kernel in enumerate(kernels) for value in kernel.writes}
+        read = {value: at for at, kernel in enumerate(kernels) for value in kernel.reads}
+        spans = [*self._written(kernels, made, read), *self._taken(kernels, made, read), *self._moved(kernels)]
+        spans += [self._held(value, made, read, len(kernels)) for value in kept if value in made or value in read]
+        return most(spans, len(kernels))
+
+    def _written(self, kernels: Sequence[Kernel], made: dict[Value, int], read: dict[Value, int]) -> Iterator[Span]:
+        """What is made and not kept; a gradient of a weight goes into the sum of microbatches at once."""
+        names = {node.name for kernel in kernels for node in kernel.nodes}
+        gradients = set(self.graph.gradients.values())
+        for value, at in made.items():
+            if value in self.kept:
+                continue
+            phase = self.graph[value.node].phase
+            leaves = any(user.phase == phase and user.name not in names for user in readers(self.graph, value))
+            last = len(kernels) - 1 if leaves else read.get(value, at)
+            # Blocks of experts are billed apart.
+            if not (value in gradients and self.graph[value.node].op in OPERATIONS):
+                yield Span(at, last, self.size(value))
+
+    def _taken(self, kernels: Sequence[Kernel], made: dict[Value, int], read: dict[Value, int]) -> Iterator[Span]:
+        """What comes in from other sections in the same phase and is not kept."""
+        phase = kernels[0].phase if kernels else None
+        for value, last in read.items():
+            node = self.graph[value.node]
+            if value not in made and value not in self.kept and not node.is_placeholder and node.phase == phase:
+                yield Span(0, last, self.size(value))
+
+    def _held(self, value: Value, made: dict[Value, int], read: dict[Value, int], length: int) -> Span:
+        """What is kept: from its kernel to the end, and in backward to its last reader."""
+        return (
+            Span(made[value], length - 1, self.size(value)) if value in made else Span(0, read[value], self.size(value))
+        )
+
+    def _moved(self, kernels: Sequence[Kernel]) -> Iterator[Span]:
+        """What collectives make of values, for all kernels that take them so."""
+        spans: dict[Hashable, tuple[int, int, int]] = {}
+        for at, kernel in enumerate(kernels):
+            for node in kernel.nodes:
+                for value, target in zip(node.operands, self.assignment.strategies[node.name].inputs, strict=True):
+                    if self.assignment.placements_of(value) != target:
+                        first = spans.get((value, target), (at, at, 0))[0]
+                        nbytes = local_bytes(self.graph.type_of(value), target, self.assignment.mesh)
+                        spans[value, target] = first, at, nbytes
+        return (Span(*span) for span in spans.values())
