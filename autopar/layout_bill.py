@@ -167,11 +167,30 @@ class _Biller:
         inside = [value for value in saved if self._stays_inside(value)]
         remade = [value for value in saved if value in self.remade and value not in inside]
         return {
-            "saved": sum(map(self.priced.local, saved)),
+            "saved": sum(map(self.priced.local, saved)) + self._taken_whole(name),
             "saved_inside": sum(map(self.priced.local, inside)),
             "saved_remade": sum(map(self.priced.local, remade)),
             "remade": Seconds(sum(map(self._remaking, remade))),
         }
+
+    def _taken_whole(self, name: str) -> int:
+        """Bytes of what comes into modules that take it whole (:attr:`Layout.whole`): their caller holds it until
+        backward has passed, as the model's output."""
+        found = {}
+        for node in self.graph.nodes:
+            if node.phase == "forward" and self.homes[node.name] == name and matches(node.module, self.layout.whole):
+                for value, target in zip(node.operands, self.assignment.strategies[node.name].inputs, strict=True):
+                    if self._comes_from_elsewhere(value):
+                        kind = self.graph.type_of(value)
+                        found[origin(self.graph, value)] = local_bytes(kind, target, self.prices.mesh)
+        return sum(found.values())
+
+    def _comes_from_elsewhere(self, value: Value) -> bool:
+        """Whether a value is made by a module that does not take things whole, and is not kept anyway."""
+        source = origin(self.graph, value)
+        node = self.graph[source.node]
+        inside = node.is_placeholder or matches(node.module, self.layout.whole)
+        return node.name in self.varying and not inside and source not in self.kernels.saved
 
     def _remaking(self, value: Value) -> float:
         """Seconds of making a value again from what is kept."""

@@ -11,7 +11,7 @@ from .schedules import SCHEDULES
 
 # What the caching allocator loses between blocks, as a share of what comes and goes: what rests is allocated once.
 # Fitted on the rows of Aleph Alpha that did and did not fit.
-FRAGMENTED = 0.18
+FRAGMENTED = 0.24
 
 
 @dataclass(frozen=True)

@@ -104,11 +104,22 @@ def overlap(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(found))
 
 
+# Systems whose cross entropy runs operation by operation in fp32: Megatron's until it was fused in 2024
+# (`core/tensor_parallel/cross_entropy.py`), and Aleph Alpha's, torch's own on `logits.float()` (its library's
+# `losses/cross_entropy.py`), whose pipeline holds the logits as a stage's output.
+UNFUSED_LOSS = r"narayanan|korthikanti|mt-nlg|bigscience|hagemann|megatron-lm \d+ gpus"
+
+
 def eager(row: Mapping[str, Any]) -> tuple[str, ...]:
     """Modules that run operation by operation: where a row names its kernels, all else, in torch's own operations."""
+    loss = ("loss",) if re.search(UNFUSED_LOSS, system(row)) else ()
+    return tuple(dict.fromkeys((*_by_kernel(row), *loss)))
+
+
+def _by_kernel(row: Mapping[str, Any]) -> tuple[str, ...]:
     kernel = str(row["parallel"].get("attention_kernel") or "")
     if not kernel:
         return ("*",) if row["parallel"].get("compile") is False else ()
     norms = () if "RMS" in kernel else ("*norm*",)
     scores = ("*scores*",) if kernel == "torch" else ()
-    return ("*attention", "*mlp*", "layers.[0-9]", "loss", *norms, *scores)
+    return ("*attention", "*mlp*", "layers.[0-9]", *norms, *scores)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -246,14 +247,23 @@ def test_interleaving_shrinks_the_bubble() -> None:
 
 @pytest.mark.parametrize(
     "like",
-    [{}, {"interleave": 2}, {"schedule": "zb-h1"}, {"schedule": "zb-v", "interleave": 2}, {"overlap": ()}],
-    ids=lambda like: str(like.get("schedule", like)),
+    [
+        {},
+        {"interleave": 2, "overlap": ()},
+        {"interleave": 2, "pipeline": 2},
+        {"schedule": "zb-h1"},
+        {"schedule": "zb-v", "interleave": 2},
+        {"overlap": ()},
+    ],
+    ids=str,
 )
 def test_many_microbatches_are_extrapolated_truly(like: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    quick = price(pipeline=3, microbatch=1, **like).predicted.step_seconds
-    for rounds in ("ROUNDS", "ROUNDS_IN_V"):
-        monkeypatch.setattr(f"autopar.layout_price.{rounds}", 100)
-    assert price(pipeline=3, microbatch=1, **like).predicted.step_seconds == pytest.approx(quick, rel=2e-3)
+    like = {"pipeline": 3, **like}
+    quick = [price_at(size, microbatch=1, **like).predicted.step_seconds for size in (63, 64)]
+    for rounds in ("ROUNDS", "LATE_ROUNDS"):
+        monkeypatch.setattr(f"autopar.layout_step.{rounds}", 100)
+    whole = [price_at(size, microbatch=1, **like).predicted.step_seconds for size in (63, 64)]
+    assert whole == pytest.approx(quick, rel=2e-3)
 
 
 def test_grouped_and_gated_models_are_priced() -> None:
@@ -335,7 +345,7 @@ def test_two_layers_are_stages_too() -> None:
         short.price(Layout(pipeline=5), A100)
 
 
-def price_at(size: int, **named: int) -> autopar.Priced:
+def price_at(size: int, **named: object) -> autopar.Priced:
     return model().price(Layout(**named), A100, size)  # type: ignore[arg-type]
 
 

@@ -1,0 +1,81 @@
+"""What a section has in memory for a moment, beside what it keeps for backward."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from autopar.cluster import Cluster
+from autopar.graph import Graph, Value
+from autopar.kernels import Kernels, find_kernels
+from autopar.layout import Layout
+from autopar.layout_model import LayoutModel
+from autopar.layout_transients import Span, most
+from benchmarks.published_models import build
+from benchmarks.published_shape import Shape
+
+A100 = Cluster.get("dgx-a100-80gb")
+SHAPE = Shape(2, 128, 4, 4, 32, 512, gated=False, vocab=8192, seq=256, flash=True)
+LOGITS = SHAPE.seq * SHAPE.vocab
+
+
+@cache
+def model() -> LayoutModel:
+    ids = torch.empty(8, SHAPE.seq, dtype=torch.long, device="meta")
+    return LayoutModel.of(build(SHAPE), (ids, ids))
+
+
+def kernels(text: str) -> Kernels:
+    graph = Graph.from_text("graph()\n" + text)
+    return find_kernels(graph, lambda *_: False, lambda _: False, lambda value: int(graph.type_of(value).bytes))
+
+
+def test_the_most_at_once() -> None:
+    assert most([], 3) == 0
+    assert most([Span(0, 0, 4), Span(1, 1, 3), Span(1, 2, 2)], 3) == 5
+
+
+def test_a_fused_loss_makes_the_gradient_of_logits_and_nothing_else() -> None:
+    """Kept are the logits in bf16; backward writes their gradient, with gradients of the head and the norm."""
+    after = model().sections(Layout(), A100).after
+    assert after.saved == pytest.approx(2 * LOGITS, rel=0.06)
+    assert after.working == pytest.approx(2 * LOGITS, rel=0.06)
+
+
+def test_a_loss_operation_by_operation_makes_copies_in_fp32() -> None:
+    """The log-softmax is kept in fp32, and backward has several as large at once."""
+    after = model().sections(Layout(eager=("loss",)), A100).after
+    assert after.saved == pytest.approx(4 * LOGITS, rel=0.06)
+    assert 8 * LOGITS < after.working <= 16.5 * LOGITS
+
+
+def test_what_is_kept_is_not_counted_twice() -> None:
+    """A layer's transients are a few of its largest results, less than all that it keeps."""
+    layer = model().sections(Layout(), A100).layers[1]
+    widest = SHAPE.seq * SHAPE.ffn * 2
+    assert widest <= layer.working < 3 * widest < layer.saved
+
+
+def test_what_runs_before_layers_run_backward_is_gone_then() -> None:
+    """Logits and a layer computed again are never there at once: the larger counts."""
+    sections = model().sections(Layout(recompute="full"), A100)
+    held = model().price(Layout(recompute="full"), A100).held[0]
+    layer = max(one.saved + one.working for one in sections.layers)
+    assert held.working == max(layer, sections.after.saved + sections.after.working)
+
+
+def test_constants_are_made_where_they_are_used() -> None:
+    """Of a number put into a constant at given places nothing is written: the kernel that reads it compares places."""
+    found = kernels(
+        '%x: f32[64, 512] = input("x")\n'
+        '%at: i64[64, 1] = input("at")\n'
+        "%zeros: f32[64, 512] = aten.full.default([64, 512], 0)\n"
+        "%hot: f32[64, 512] = aten.scatter.value(%zeros, 1, %at, -1)\n"
+        "%e: f32[64, 512] = aten.exp.default(%x)\n"
+        "%sum: f32[64, 512] = aten.add.Tensor(%e, %hot)\n"
+        'return output "0" = %sum\n'
+    )
+    assert [[node.name for node in kernel.nodes] for kernel in found.kernels] == [["zeros", "hot", "e", "sum"]]
+    assert found.kernels[0].writes == (Value("sum"),)
