@@ -11,7 +11,8 @@ as many layers as it had.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -23,39 +24,44 @@ from .stand_in import Represented, UnlikeError
 _PLAIN = (bool, int, float, str, type(None))
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 Traced = TypeVar("Traced")
-# The path of a part of a layer, and the name of an attribute of it.
-_Attribute = tuple[str, str]
+# The path of a part of a layer, its type, and the name of an attribute of it.
+_Attribute = tuple[str, type, str]
 
 
 @dataclass(frozen=True)
 class Depth:
-    """Which layers stand for which: ``kinds[path]`` lists, for the list of layers at ``path``, the name of the layer
-    that each is priced as: itself, or one before it."""
+    """Which layers stand for which: ``kinds[path]`` says, for the list of layers at ``path``, by name as which layer
+    each is priced: itself, or one before it."""
 
-    kinds: dict[str, tuple[str, ...]]
+    kinds: dict[str, dict[str, str]]
 
     @property
     def paths(self) -> list[str]:
         """Paths of the kept layers."""
-        return [f"{path}.{name}" for path, kinds in self.kinds.items() for name in dict.fromkeys(kinds)]
+        return [inside(path, name) for path, kinds in self.kinds.items() for name in dict.fromkeys(kinds.values())]
 
     @property
     def standing(self) -> tuple[int, ...]:
         """For each layer of the whole model, the position in :attr:`paths` of the one it is priced as."""
         position = {path: i for i, path in enumerate(self.paths)}
-        return tuple(position[f"{path}.{name}"] for path, kinds in self.kinds.items() for name in kinds)
+        return tuple(position[inside(path, name)] for path, kinds in self.kinds.items() for name in kinds.values())
 
     @property
     def is_whole(self) -> bool:
         """Whether no layer stands for another."""
-        return all(len(set(kinds)) == len(kinds) for kinds in self.kinds.values())
+        return all(name == kind for kinds in self.kinds.values() for name, kind in kinds.items())
+
+
+def inside(path: str, name: str) -> str:
+    """The path of an element of the module at ``path``, which is empty for the model."""
+    return f"{path}.{name}" if path else name
 
 
 def _signature(module: nn.Module, numbers: frozenset[_Attribute], path: str = "") -> Hashable:
     own = tuple(
         (name, _hashable(value))
         for name, value in sorted(vars(module).items())
-        if not name.startswith("_") and _is_plain(value) and (path, name) not in numbers
+        if not name.startswith("_") and _is_plain(value) and (path, type(module), name) not in numbers
     )
     state = tuple(
         (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
@@ -81,24 +87,28 @@ def _hashable(value: object) -> Hashable:
 
 
 def _numbers(layers: Sequence[nn.Module]) -> frozenset[_Attribute]:
-    """Attributes that number the layers, from whatever first number."""
-    offsets: dict[_Attribute, set[int]] = {}
+    """Attributes that number the layers, from whatever first number: which all parts of a type have at their place."""
+    offsets: dict[_Attribute, list[int]] = {}
+    parts: Counter[tuple[str, type]] = Counter()
     for number, layer in enumerate(layers):
         for path, module in layer.named_modules():
+            part = f".{path}" if path else "", type(module)
+            parts[part] += 1
             for name, value in vars(module).items():
                 if type(value) is int:
-                    offsets.setdefault((f".{path}" if path else "", name), set()).add(value - number)
-    return frozenset(attribute for attribute, found in offsets.items() if len(found) == 1)
+                    offsets.setdefault((*part, name), []).append(value - number)
+    numbering = (a for a, found in offsets.items() if len(set(found)) == 1 and len(found) == parts[a[:2]])
+    return frozenset(numbering)
 
 
-def _kinds(layers: Mapping[str, nn.Module]) -> tuple[str, ...]:
+def _kinds(layers: Mapping[str, nn.Module]) -> dict[str, str]:
     """For every layer the name of the one it is priced as."""
     numbers = _numbers(list(layers.values()))
     kinds: dict[Hashable, list[str]] = {}
     for name, layer in layers.items():
         kinds.setdefault(_signature(layer, numbers), []).append(name)
     priced_as = {name: names[2] for names in kinds.values() for name in names[3:]}
-    return tuple(priced_as.get(name, name) for name in layers)
+    return {name: priced_as.get(name, name) for name in layers}
 
 
 def _is_list_of_layers(module: nn.Module, layers: Mapping[str, nn.Module]) -> bool:
@@ -108,7 +118,7 @@ def _is_list_of_layers(module: nn.Module, layers: Mapping[str, nn.Module]) -> bo
         return False
     if isinstance(module, nn.ModuleDict):
         return len({type(layer) for layer in layers.values()}) == 1
-    return isinstance(module, nn.ModuleList) or len(set(_kinds(layers))) < len(layers)
+    return isinstance(module, nn.ModuleList) or len(set(_kinds(layers).values())) < len(layers)
 
 
 @contextlib.contextmanager
@@ -116,33 +126,39 @@ def shortened(model: nn.Module, whole: frozenset[str] = frozenset()) -> Iterator
     """``model`` with only three of each kind of layer at work in its lists of layers while the context is open;
     afterwards it is as before. Yields what the kept ones stand for; lists within layers are left alone, and of those at
     the paths ``whole`` every layer is kept."""
-    kinds: dict[str, tuple[str, ...]] = {}
+    kinds: dict[str, dict[str, str]] = {}
     with contextlib.ExitStack() as stack:
         for path, module in list(model.named_modules()):
-            inside = any(path.startswith(f"{known}.") for known in kinds)
+            is_part = any(path.startswith(inside(known, "")) for known in kinds)
             layers = {name: child for name, child in module._modules.items() if child is not None}
-            if inside or not isinstance(module, _LISTS) or not _is_list_of_layers(module, layers):
+            if is_part or not isinstance(module, _LISTS) or not _is_list_of_layers(module, layers):
                 continue
-            kinds[path] = tuple(layers) if path in whole else _kinds(layers)
+            kinds[path] = {name: name for name in layers} if path in whole else _kinds(layers)
             represented = Represented(path)
             stack.callback(represented.close)
             stack.callback(setattr, module, "_modules", dict(module._modules))
             module._modules = {
-                name: layer if name == kind else represented.stand_in(layer, layers[kind])
-                for (name, layer), kind in zip(layers.items(), kinds[path], strict=True)
+                name: layers[name] if name == kind else represented.stand_in(layers[name], layers[kind])
+                for name, kind in kinds[path].items()
             }
         yield Depth(kinds)
 
 
-def traced_short(model: nn.Module, trace: Callable[[], Traced]) -> tuple[Traced, Depth]:
+def traced_short(
+    model: nn.Module, trace: Callable[[], Traced], needed: Callable[[Traced, Depth], Iterable[str]]
+) -> tuple[Traced, Depth]:
     """What ``trace`` makes of ``model`` made short, and what its layers stand for. Layers that turn out to be unlike
-    are all kept, and those of every list where a model that is made short cannot be traced. Raises
-    :class:`TraceError` if it cannot be traced as it is."""
+    are all kept, as of the lists that are ``needed`` whole by what was traced, and those of every list where a model
+    that is made short cannot be traced. Raises :class:`TraceError` if it cannot be traced as it is."""
     whole = frozenset[str]()
     while True:
         with shortened(model, whole) as depth:
             try:
-                return trace(), depth
+                found = trace()
+                more = frozenset(needed(found, depth))
+                if not more:
+                    return found, depth
+                whole |= more
             except TraceError as error:
                 if depth.is_whole:
                     raise

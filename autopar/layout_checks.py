@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 from torch.distributed.tensor import Partial, Shard
@@ -13,6 +13,7 @@ from autopar.passes.compose import op_call
 from autopar.passes.rules import RULES
 
 from .axis_names import weight_values
+from .depth import Depth, inside
 from .errors import OptionsError
 from .graph import REST, Graph, Node, Value
 from .layout import Layout, degrees, matches
@@ -31,6 +32,32 @@ def check_modules(model: nn.Module, layout: Layout) -> None:
         for pattern in getattr(layout, name):
             if not any(matches(path, (pattern,)) for path in paths):
                 raise OptionsError(f"Layout({name}=...): the model has no module {pattern!r}{meant(pattern, paths)}")
+
+
+def check_represented(modules: Sequence[str], depth: Depth, layout: Layout) -> None:
+    """Raises :class:`OptionsError` for a field that names, of the paths ``modules``, some in a layer that stands for
+    others but not those in all of these, or the other way around: they have one price."""
+    for name in _NAMING:
+        patterns = getattr(layout, name)
+        named = {path for path in modules if matches(path, patterns)}
+        for path, kinds in depth.kinds.items() if named else ():
+            for layer, kind in kinds.items():
+                own, other = (_parts(named, inside(path, one)) for one in (layer, kind))
+                if own != other:
+                    part = min(own ^ other)
+                    one, not_one = (layer, kind) if part in own else (kind, layer)
+                    count = list(kinds.values()).count(kind)
+                    raise OptionsError(
+                        f"Layout({name}={patterns!r}) names {inside(path, one + part)} and not "
+                        f"{inside(path, not_one + part)}, but one price stands for both, as for all "
+                        f"{count} layers equal to {inside(path, kind)}; name it in all of them, such as by "
+                        f"{inside(path, '*' + part)!r}, or in none"
+                    )
+
+
+def _parts(paths: set[str], layer: str) -> set[str]:
+    """What is left of those paths that are of parts of a layer, or its own."""
+    return {path.removeprefix(layer) for path in paths if path == layer or path.startswith(f"{layer}.")}
 
 
 def check_division(graph: Graph, layout: Layout) -> None:

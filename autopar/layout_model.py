@@ -16,7 +16,7 @@ from .depth import Depth, traced_short
 from .errors import OptionsError
 from .layout import Layout
 from .layout_bill import bill_sections, with_experts
-from .layout_checks import check_division, check_modules
+from .layout_checks import check_division, check_modules, check_represented
 from .layout_experts import expert_counts
 from .layout_homes import standing_for
 from .layout_place import Placed, place
@@ -24,27 +24,30 @@ from .layout_precision import computed_in, dtype_of
 from .layout_price import Priced, price_sections
 from .layout_section import Sections
 from .options import Options
+from .stand_in import read_by_others
 from .step_graphs import step_graph
 
 
 @dataclass(frozen=True, eq=False)
 class LayoutModel:
-    """See the module docstring; ``batch`` is the global batch that layouts divide."""
+    """See the module docstring; ``batch`` is the global batch that layouts divide, ``modules`` the paths of all."""
 
     prepared: Prepared
     depth: Depth
     batch: int
+    modules: tuple[str, ...]
     _sections: dict[object, Sections] = field(default_factory=dict)
     _placed: dict[object, Placed] = field(default_factory=dict)
 
     @staticmethod
     def of(model: nn.Module, batch: Batch, loss_fn: Callable[..., torch.Tensor] | None = None) -> LayoutModel:
-        """``model`` traced with three layers of each kind at work. Raises :class:`TraceError`."""
+        """``model`` traced with three layers of each kind at work if these tell of all. Raises :class:`TraceError`."""
         args, kwargs = split_batch(batch)
         prepared, depth = traced_short(
-            model, lambda: prepare(model, args, kwargs, device="cpu", loss_fn=loss_fn, training=True)
+            model, lambda: prepare(model, args, kwargs, device="cpu", loss_fn=loss_fn, training=True), _needed_whole
         )
-        return LayoutModel(prepared, depth, batch_size(args, kwargs))
+        modules = tuple(path for path, _ in model.named_modules())
+        return LayoutModel(prepared, depth, batch_size(args, kwargs), modules)
 
     def price(self, layout: Layout, cluster: Cluster, batch: int | None = None, limit: int | None = None) -> Priced:
         """The price of ``layout`` on ``cluster`` for a global batch, and memory of ``limit`` bytes."""
@@ -65,6 +68,7 @@ class LayoutModel:
         billed = (layout.eager, layout.precision, layout.graphed, layout.balanced)
         key = (*self._key(layout, cluster), *billed)
         if key not in self._sections:
+            check_represented(self.modules, self.depth, layout)
             self._sections[key] = bill_sections(self.placed(layout, cluster), self.depth, layout)
         # Products add nothing to the gradients of a single microbatch, as where operations of their own do it.
         is_single = (batch or self.batch) <= layout.data * layout.microbatch
@@ -87,6 +91,12 @@ class LayoutModel:
             check_division(graph, layout)
             self._placed[key] = place(graph, layout, cluster, standing_for(graph, self.depth))
         return self._placed[key]
+
+
+def _needed_whole(prepared: Prepared, depth: Depth) -> list[str]:
+    """The lists of layers of which every layer must be traced."""
+    graph, loss = prepared.traced.graph, prepared.loss
+    return [path for path, kinds in depth.kinds.items() if read_by_others(graph, loss, path, kinds)]
 
 
 def price(

@@ -6,12 +6,14 @@ represented layer gave: results of the kind of something that went in are what g
 through), all others are the representative's. So models may count, zip, index or join their layers as they like.
 
 That holds if a layer is called after its representative, with tensors of the same shapes and dtypes. Where one is not
-:class:`UnlikeError` says so, and the layers must be traced themselves.
+:class:`UnlikeError` says so, and the layers must be traced themselves. So must those whose results other operations
+read one by one (:func:`read_by_others`): with no layer at work between them these would be one kernel, or one
+operation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +21,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from .graph import Graph, Node
+
 # What is called through its elements and not itself.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+# What a graph has for each result of a stand-in, until it is dropped as an operation that does nothing.
+_MARK = "aten.alias.default"
 
 
 class UnlikeError(Exception):
@@ -81,7 +87,7 @@ class Represented:
             last, now = self._last.get(representative), _tensors((args, kwargs))
             if last is None or list(map(_kind, last.taken)) != list(map(_kind, now)):
                 raise UnlikeError(self.path)
-            return pytree.tree_unflatten(_passed_on(last, now), last.spec)
+            return pytree.tree_unflatten(list(map(_marked, _passed_on(last, now))), last.spec)
 
         return forward
 
@@ -106,5 +112,32 @@ def _passed_on(last: _Call, now: Sequence[torch.Tensor]) -> list[Any]:
     return found
 
 
+def _marked(leaf: Any) -> Any:
+    return torch.ops.aten.alias.default(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+
 def _is_of_kind(leaf: Any, tensor: torch.Tensor) -> bool:
     return isinstance(leaf, torch.Tensor) and _kind(leaf) == _kind(tensor)
+
+
+def read_by_others(graph: Graph, loss: str | None, path: str, kinds: Mapping[str, str]) -> bool:
+    """Whether operations outside the list of layers at ``path`` read results of several layers that are represented or
+    represent others, ``kinds`` saying for each layer which one it is priced as; in a graph as it was traced, of which
+    gradients and ``loss`` count."""
+    represented = {name for name, kind in kinds.items() if name != kind}
+    asked = represented | {kinds[name] for name in represented}
+
+    def layer(node: Node) -> str:
+        """The layer of the list that a node is in, or nothing."""
+        below = f"{path}." if path else ""
+        is_below = not node.is_placeholder and node.module.startswith(below)
+        return node.module.removeprefix(below).partition(".")[0] if is_below else ""
+
+    needed = graph.needed_for([o.value for o in graph.outputs if o.value and (o.kind != "output" or o.name == loss)])
+    read: set[str] = set()
+    for node in graph.nodes:
+        # A stand-in has no operations but its marks: others are called so for want of a module, being after the model.
+        is_inside = layer(node) and (layer(node) not in represented or node.op == _MARK)
+        if node.phase == "forward" and node.name in needed and not is_inside:
+            read.update(layer(graph[value.node]) for value in node.operands)
+    return len(read & asked) > 1

@@ -28,6 +28,11 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
+class Turned(Block):
+    def forward(self, x: Tensor, mask: Tensor, table: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return super().forward(x * table + mask), None
+
+
 class Stack(nn.Module):
     """``run(self, x)`` says how ``layers`` are used."""
 
@@ -55,6 +60,27 @@ def by_index(model: Stack, x: Tensor) -> Tensor:
 def zipped(model: Stack, x: Tensor) -> Tensor:
     for layer, scale in zip(model.layers, model.scales, strict=True):
         x = layer(x) * scale
+    return x
+
+
+def gated(model: Stack, x: Tensor) -> Tensor:
+    for layer, scale in zip(model.layers, model.scales, strict=True):
+        x = x + torch.tanh(layer(x)) * scale
+    return x
+
+
+def heads(model: Stack, x: Tensor) -> Tensor:
+    """Losses of their own, all of the same form."""
+    labels = torch.zeros(x.shape[0] * WIDTH, dtype=torch.long, device=x.device)
+    losses = [F.cross_entropy(head(x).flatten(0, 1), labels) for head in model.layers]
+    return torch.stack(losses)
+
+
+def given_tables(model: Stack, x: Tensor) -> Tensor:
+    """A mask of each layer's own and a table that all share."""
+    table = torch.arange(WIDTH, device=x.device, dtype=x.dtype).cos()
+    for number, layer in enumerate(model.layers):
+        x, _ = layer(x, torch.full((WIDTH,), float(number), device=x.device), table=table)
     return x
 
 
@@ -94,11 +120,14 @@ def strided(*strides: int) -> list[nn.Module]:
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Stack, Tensor], Tensor], int]] = {
     "by index": (lambda: nn.ModuleList(blocks()), by_index, 3),
-    "zipped": (lambda: nn.ModuleList(blocks()), zipped, 3),
+    "zipped": (lambda: nn.ModuleList(blocks()), zipped, DEPTH),
+    "gated": (lambda: nn.ModuleList(blocks()), gated, DEPTH),
+    "heads": (lambda: nn.ModuleList(nn.Linear(WIDTH, 64) for _ in range(DEPTH)), heads, DEPTH),
+    "given tables": (lambda: nn.ModuleList(Turned() for _ in range(DEPTH)), given_tables, 3),
     "by name": (lambda: nn.ModuleDict({f"l{i}": block for i, block in enumerate(blocks())}), by_name, 3),
-    "side by side": (lambda: nn.ModuleList(blocks()), side_by_side, 3),
-    "in pairs": (lambda: nn.ModuleList(nn.ModuleList(blocks()[:2]) for _ in range(DEPTH)), in_pairs, 3),
-    "of strides": (lambda: nn.ModuleList(strided(1, 1, 1, 1, 2)), in_turn, 4),
+    "side by side": (lambda: nn.ModuleList(blocks()), side_by_side, DEPTH),
+    "in pairs": (lambda: nn.ModuleList(nn.ModuleList(blocks()[:2]) for _ in range(DEPTH)), in_pairs, DEPTH),
+    "of strides": (lambda: nn.Sequential(*strided(1, 1, 1, 1, 2)), sequential, 4),
     "ever shorter": (lambda: nn.Sequential(*strided(2, 2, 2, 2)), sequential, 4),
     "backwards": (lambda: nn.ModuleList(blocks()), backwards, DEPTH),
     "one layer often": (lambda: nn.ModuleList([Block()] * DEPTH), in_turn, 0),
@@ -111,8 +140,9 @@ def priced(model: nn.Module) -> tuple[LayoutModel, Priced]:
     return found, found.price(Layout(microbatch=8, precision="fp32"), Cluster.get("dgx-a100-80gb"))
 
 
-def every_layer(model: nn.Module, trace: Callable[[], object]) -> tuple[object, Depth]:
-    return trace(), Depth({})
+def every_layer(model: nn.Module, trace: Callable[[], object], _needed: object) -> tuple[object, Depth]:
+    with shortened(model, frozenset(path for path, _ in model.named_modules())) as depth:
+        return trace(), depth
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -129,6 +159,8 @@ def test_the_price_is_that_of_all_layers(name: str, monkeypatch: pytest.MonkeyPa
     assert found.flops == whole.flops
     for part in ("weight_bytes", "gradient_bytes", "optimizer_bytes"):
         assert getattr(found.predicted, part) == getattr(whole.predicted, part)
+    for part in ("activation_bytes", "temporary_bytes"):
+        assert getattr(found.predicted, part) == pytest.approx(getattr(whole.predicted, part), rel=0.05)
     assert found.predicted.compute_seconds == pytest.approx(whole.predicted.compute_seconds, rel=0.15)
 
 
@@ -148,6 +180,10 @@ def test_only_what_numbers_layers_may_differ() -> None:
         layer.number, layer.heads = number + 7, 2
     with shortened(Stack(nn.ModuleList(layers), in_turn)) as depth:
         assert depth.standing == (0, 1, 2, 2, 2)
+    layers[3].window = 3
+    with shortened(Stack(nn.ModuleList(layers), in_turn)) as depth:
+        assert depth.standing == (0, 1, 2, 3, 2)
+    del layers[3].window
     layers[3].heads = 3
     with shortened(Stack(nn.ModuleList(layers), in_turn)) as depth:
         assert depth.standing == (0, 1, 2, 3, 2)
@@ -164,7 +200,7 @@ def test_a_model_that_cannot_be_traced_says_so_of_itself() -> None:
     with pytest.raises(TraceError, match="of the model"):
         LayoutModel.of(model, (torch.empty(8, WIDTH, WIDTH),))
     with pytest.raises(TraceError, match="nothing"):
-        traced_short(model, lambda: (_ for _ in ()).throw(TraceError("nothing")))
+        traced_short(model, lambda: (_ for _ in ()).throw(TraceError("nothing")), lambda *_: ())
 
 
 def test_weights_that_do_not_learn_are_held_and_not_updated() -> None:
@@ -180,3 +216,14 @@ def test_weights_that_do_not_learn_are_held_and_not_updated() -> None:
     assert frozen.predicted.gradient_bytes == 4 * last
     assert frozen.predicted.optimizer_bytes == 8 * last
     assert frozen.parts["update"] < whole.parts["update"] and frozen.flops < whole.flops
+
+
+def test_a_model_may_be_a_list_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*blocks())
+    x, layout, cluster = torch.empty(8, WIDTH, device="meta"), Layout(microbatch=8), Cluster.get("dgx-a100-80gb")
+    short = LayoutModel.of(model, (x,), torch.mean)
+    assert short.depth.paths == ["0", "1", "2"]
+    monkeypatch.setattr("autopar.layout_model.traced_short", every_layer)
+    whole = LayoutModel.of(model, (x,), torch.mean).price(layout, cluster)
+    assert short.price(layout, cluster).flops == whole.flops

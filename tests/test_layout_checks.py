@@ -108,6 +108,22 @@ def test_modules_that_are_not_there_are_named() -> None:
         plan_layouts(model, inputs, H100, devices=8, compare={"ours": Layout(data=8, whole=("l*", "x.*"))})
 
 
+def test_layers_with_one_price_are_named_alike() -> None:
+    """The third of six equal layers stands for the last four."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(6)))
+    traced = LayoutModel.of(model.bfloat16(), (torch.empty(8, 64, dtype=torch.bfloat16),), torch.mean)
+    for named, said in (
+        (("5.*",), r"eager=\('5.\*',\)\) names 5.0 and not 2.0, .* all 4 layers equal to 2; .* by '\*.0', or in none"),
+        (("2",), r"names 2 and not 3, "),
+        (("[0-4].1",), r"names 2.1 and not 5.1, "),
+    ):
+        with pytest.raises(OptionsError, match=said):
+            traced.price(Layout(eager=named), H100)
+    for named in (("*.1",), ("0.*", "1"), ("[2-5].*",)):
+        assert traced.price(Layout(eager=named), H100).predicted.step_seconds > 0
+
+
 @pytest.mark.parametrize("context", [2, 3])
 def test_channels_are_no_sequence(context: int) -> None:
     images = torch.empty(12, 3, 16, 16, device="meta")

@@ -60,7 +60,7 @@ def believed(name: str, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> tupl
         return priced
 
     monkeypatch.setattr(layout_place, "as_billed", recorded)
-    fresh = LayoutModel(model(name).prepared, model(name).depth, model(name).batch)
+    fresh = LayoutModel(model(name).prepared, model(name).depth, model(name).batch, model(name).modules)
     placed = fresh.placed(layout, H100).assignment.strategies
     instance, choices = next((i, c) for i, c in seen if i.assignment(c).strategies == placed)
     waited = sum(
@@ -108,7 +108,11 @@ def test_of_two_answers_the_cheaper_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
     assert not known[0] and known[1] == [first.choices]
     swapped = iter([dataclasses.replace(second, objective=0.0), first])
     monkeypatch.setattr(layout_place, "solve", lambda problem, **_: next(swapped))
-    again = LayoutModel(narrow.prepared, narrow.depth, narrow.batch).placed(layout, A100).assignment.strategies
+    again = (
+        LayoutModel(narrow.prepared, narrow.depth, narrow.batch, narrow.modules)
+        .placed(layout, A100)
+        .assignment.strategies
+    )
     assert not list(swapped) and again == placed and (first.choices != second.choices).any()
 
 
