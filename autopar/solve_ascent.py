@@ -17,7 +17,7 @@ NONE = np.zeros(0, dtype=np.int64)
 TOLERANCE = 1e-6
 _BATCH = 20
 # Sweeps that polishing decoded choices, and repairing them, are like.
-_POLISHING, _REPAIRING = 5, 30
+POLISHING, _REPAIRING = 5, 30
 
 
 @dataclass
@@ -123,7 +123,7 @@ class _Climber:
         choices, last = self.messages.decode(), self.messages.bound
         for _ in range(0, sweeps, _BATCH):
             self.messages.sweep(_BATCH)
-            self.spend(_BATCH + _POLISHING)
+            self.spend(_BATCH + POLISHING)
             choices = self.messages.decode()
             self.offer(choices)
             self.record()
@@ -134,28 +134,27 @@ class _Climber:
                 break
         return choices
 
-    def price_memory(self, choices: Ints, steps: int = 14) -> None:
-        """Searches the price of memory with the highest bound: upwards until the choices fit, then between
+    def price_memory(self, steps: int = 14) -> None:
+        """Searches the price of memory with the highest bound: upwards until it no longer rises, then between
         the two."""
-        groups = self.problem.groups
-        if (
-            self.messages.excess(choices) + max(float(g.temporary[k]) for g, k in zip(groups, choices, strict=True))
-            <= 0
-        ):
+        cheapest = self.messages.cheapest()
+        above = memory_of(self.problem, cheapest) - self.problem.memory_limit
+        if above <= 0:
+            self.offer(cheapest)
             return
         low, high = 0.0, float("inf")
-        excess = max(memory_of(self.problem, choices) - self.problem.memory_limit, 1.0)
+        excess = max(above, 1.0)
         distance = self.search.objective - self.chain.offset - self.messages.bound
         price = (distance if np.isfinite(distance) else abs(self.messages.bound)) / excess + 1e-300
         for _ in range(steps):
-            self.messages.set_price(price, choices)
+            self.messages.set_price(price)
             choices = self.climb(3 * _BATCH)
             if self.over:
                 return
             if not fits(self.problem, choices):
                 self.search.offer(_expanded(self.chain, repair(self.near, choices, rounds=4)))
                 self.spend(_REPAIRING)
-            if self.messages.excess(choices) > 0:
+            if self.messages.excess > 0:
                 low = price
             else:
                 high = price
@@ -178,7 +177,7 @@ def ascend(search: Search, problem: Problem, chain: Chain) -> Ascent:
     if np.isfinite(problem.memory_limit):
         climber.start(smallest(problem))
     climber.offer(chain.restrict(search.choices) if search.found else None)
-    choices = climber.climb(400)
+    climber.climb(400)
     if np.isfinite(problem.memory_limit) and not climber.over:
-        climber.price_memory(choices)
+        climber.price_memory()
     return climber.best

@@ -78,6 +78,16 @@ class Budget:
         self.spend(needed)
         return run(program, True, replace(effort, time_limit=GUARD * needed))
 
+    def simplex(self, program: Program) -> Answer:
+        """A linear program of some rows and columns, at a vertex."""
+        if not self.counted:
+            return run(program, True, Effort(self.left))
+        if self.left <= 0:
+            return UNKNOWN
+        answer = run(program, True, Effort(GUARD * self.left))
+        self._charge(program, answer)
+        return answer
+
     def branch(self, program: Program, gap: float, seed: int = 0) -> Answer:
         """Branch and cut."""
         effort = Effort(self.left, gap=gap, seed=seed)
@@ -88,5 +98,8 @@ class Budget:
             return UNKNOWN
         nodes = max(1, int(self.left / root))
         answer = run(program, False, replace(effort, time_limit=GUARD * self.left, nodes=nodes))
-        self.spend(ITERATION_SECONDS * (answer.iterations + len(program.value) / 100))
+        self._charge(program, answer)
         return answer
+
+    def _charge(self, program: Program, answer: Answer) -> None:
+        self.spend(ITERATION_SECONDS * (answer.iterations + len(program.value) / 100))

@@ -14,6 +14,10 @@ import numpy as np
 
 from .problem import Floats, Group, Ints, Problem, Transfer, evaluate, host_of, is_within, sides_of
 
+# What is gained must be more than this part of what is compared: less is rounding, which could as well replace a plan
+# by one that sends more and hides it.
+ROUNDING = 1e-12
+
 
 @dataclass(frozen=True, eq=False)
 class Neighbourhood:
@@ -137,6 +141,13 @@ class _Beside:
         least: Floats = (self.sides[:, :, None] + self.change).min(axis=1)
         return total - hidden @ least
 
+    def best(self, total: Floats, now: int) -> int:
+        """The choice of least ``total``, or ``now`` where it gains no more than rounding: also of what was subtracted
+        because it hides."""
+        best = int(np.argmin(total))
+        hidden = float(self.sides.min(axis=1).sum()) if len(self.sides) else 0.0
+        return best if total[best] + ROUNDING * (abs(total[best]) + hidden) < total[now] else now
+
     def move(self, new: int) -> None:
         """The group looked at last takes choice ``new``."""
         if len(self.sides):
@@ -154,8 +165,8 @@ def descend(near: Neighbourhood, choices: Ints, price: float = 0.0, cap: float =
         changed = False
         for index, group in enumerate(groups):
             total = host.allow(group, int(found[index]), beside.costs(found, index) + own[index])
-            best = int(np.argmin(total))
-            if total[best] < total[found[index]]:
+            best = beside.best(total, int(found[index]))
+            if best != found[index]:
                 host.move(group, int(found[index]), best)
                 beside.move(best)
                 found[index] = best
@@ -181,8 +192,8 @@ def polish(near: Neighbourhood, choices: Ints, sweeps: int = 12) -> Ints:
             peak = used - group.memory[found[index]] + group.memory + np.maximum(group.temporary, others)
             total = np.where(peak <= problem.memory_limit, beside.costs(found, index), np.inf)
             total = host.allow(group, int(found[index]), total)
-            best = int(np.argmin(total))
-            if total[best] < total[found[index]]:
+            best = beside.best(total, int(found[index]))
+            if best != found[index]:
                 used += float(group.memory[best] - group.memory[found[index]])
                 host.move(group, int(found[index]), best)
                 beside.move(best)

@@ -249,18 +249,22 @@ class Messages:
             choices[index] = np.argmin(given)
         return choices
 
-    def excess(self, choices: Ints) -> float:
-        """Bytes above the limit as the multipliers see them: the slope of the bound in ``price``."""
-        groups = self.problem.groups
-        used = sum(
-            float(g.memory[k] + w * g.temporary[k]) for g, k, w in zip(groups, choices, self.weights, strict=True)
-        )
+    def cheapest(self) -> Ints:
+        """Every group's choice of least theta, whatever the others choose: those of which the bound is the cost."""
+        return np.array([np.argmin(theta) for theta in self.theta], dtype=np.int64)
+
+    @property
+    def excess(self) -> float:
+        """Bytes of the :meth:`cheapest` choices above the limit as the multipliers see them: the slope of the bound in
+        ``price``, or one of its slopes where several choices are cheapest."""
+        chosen = zip(self.problem.groups, self.cheapest(), self.weights, strict=True)
+        used = sum(float(g.memory[k] + w * g.temporary[k]) for g, k, w in chosen)
         return used + self.problem.memory_fixed - self.problem.memory_limit
 
-    def set_price(self, price: float, choices: Ints) -> None:
+    def set_price(self, price: float) -> None:
         """Seconds per byte; the weights of the temporaries move towards the group whose temporary is largest
-        in ``choices``."""
-        temporary = np.array([g.temporary[k] for g, k in zip(self.problem.groups, choices, strict=True)])
+        in the :meth:`cheapest` choices."""
+        temporary = np.array([g.temporary[k] for g, k in zip(self.problem.groups, self.cheapest(), strict=True)])
         largest = np.zeros(len(temporary))
         largest[int(np.argmax(temporary))] = 1.0
         self.weights = 0.5 * (self.weights + largest) if self.weights.any() else largest

@@ -20,9 +20,10 @@ import numpy as np
 
 from .problem import Floats, Ints, Problem, Solution, evaluate, is_within, sides_of
 from .reduce import DropForbidden
-from .solve_budget import Budget
-from .solve_local import Neighbourhood, polish
-from .solve_program import Effort, Program, build, run
+from .solve_ascent import POLISHING
+from .solve_budget import Budget, sweep_seconds
+from .solve_local import ROUNDING, Neighbourhood, polish
+from .solve_program import Program, build
 from .solve_relaxation import round_up
 
 # Solves a problem without windows: (problem, budget, gap, incumbents).
@@ -59,7 +60,7 @@ def _scaled(cost: Floats, factor: float) -> Floats:
 
 @dataclass
 class _Hunt:
-    """The best assignment and the best bound so far, and between which ends the price of each window lies."""
+    """The best assignment and the best bound so far, and of every known assignment what it costs at any prices."""
 
     problem: Problem
     choices: Ints = field(default_factory=lambda: NONE)
@@ -68,11 +69,13 @@ class _Hunt:
     cuts: list[Floats] = field(default_factory=list)
 
     def offer(self, choices: Ints) -> None:
+        """Keeps ``choices`` if they fit and cost less than the best by more than rounding: else that one, which may
+        send less, stays."""
         if len(choices) and is_within(self.problem, choices):
             objective = evaluate(self.problem, choices)
             if np.isfinite(objective):
                 self.cuts.append(_at_any_price(self.problem, choices))
-            if objective < self.objective:
+            if objective + ROUNDING * abs(objective) < self.objective:
                 self.choices, self.objective = choices, objective
 
     def closed(self, gap: float) -> bool:
@@ -92,7 +95,7 @@ class _Hunt:
         if np.isfinite(answer.bound):
             self.bound = max(self.bound, min(answer.bound, self.objective))
 
-    def highest(self) -> tuple[list[float], float]:
+    def highest(self, budget: Budget) -> tuple[list[float], float]:
         """The prices at which the cheapest known assignment costs most, and what it costs there."""
         count, unit = len(self.problem.windows), max(abs(self.objective), 1e-300)
         cuts = np.array(self.cuts) / unit
@@ -107,7 +110,7 @@ class _Hunt:
             cost, np.zeros(count + 1, dtype=bool), np.full(len(upper), -np.inf), upper,
             row, column, rows[row, column], np.zeros(0, dtype=np.int64), (), 1.0, 1.0,
         )  # fmt: skip
-        values = run(program, True, Effort(1.0)).values
+        values = budget.simplex(program).values
         if not len(values):
             return [LEAST_PRICE] * count, self.bound
         return [min(1.0, LEAST_PRICE + float(p)) for p in values[1:]], float(values[0]) * unit
@@ -127,6 +130,8 @@ def solve_windows(
     """Solves a problem with windows by ``plain``; as :func:`autopar.solve.solve` otherwise."""
     count = len(problem.windows)
     hunt, near = _Hunt(problem), Neighbourhood.of(problem)
+    slots = [transfer.cost.size for transfer in problem.transfers for _ in transfer.consumers]
+    sweep = sweep_seconds(len(slots), sum(slots))
     for choices in incumbents:
         hunt.offer(np.asarray(choices, dtype=np.int64))
     prices, tried, part = [LEAST_PRICE] * count, False, SOLVED
@@ -140,9 +145,10 @@ def solve_windows(
         hunt.bound = max(hunt.bound, min(found.bound, hunt.objective))
         if not hunt.closed(gap) and is_within(problem, found.choices):
             hunt.offer(polish(near, found.choices))
+            budget.spend(POLISHING * sweep)
         if hunt.closed(gap) or left <= 0 or tried:
             break
-        before, (prices, most) = prices, hunt.highest()
+        before, (prices, most) = prices, hunt.highest(budget)
         if most - hunt.bound <= LEAST_GAIN * gap * abs(hunt.objective):
             break
         # No other prices prove more: once more at these, more exactly, unless that took too long before.

@@ -163,9 +163,44 @@ def test_message_bounds_and_slacks_hold_for_every_assignment(seed: int) -> None:
     messages = Messages(problem)
     for price in (0.0, 0.5, 0.1):
         if np.isfinite(problem.memory_limit):
-            messages.set_price(price, messages.decode())
+            messages.set_price(price)
         messages.sweep(3)
         check_bound(problem, messages.bound, messages.slack())
+
+
+@settings(max_examples=50, deadline=None)
+@given(Seeds)
+def test_the_bound_lies_below_its_slope_in_the_price_of_memory(seed: int) -> None:
+    problem, _ = reduce(random_problem(seed))
+    if is_impossible(problem) or not problem.groups or np.isinf(problem.memory_limit):
+        return
+    messages = Messages(problem)
+    messages.set_price(0.3)
+    messages.sweep(2)
+    check_slope(messages)
+
+
+def test_the_slope_is_that_of_the_cheapest_choices_where_others_are_decoded() -> None:
+    """The cheapest choice takes 4 bytes of 2; given what it is sent, the other, of none, is decoded."""
+    one, ends = np.zeros(1), np.arange(2)
+    groups = (
+        Group("a", one, one, one, one),
+        Group("b", np.array([0.0, 1.0]), np.array([4.0, 0.0]), *np.zeros((2, 2))),
+    )
+    transfer = Transfer("t", 0, ends[:1], (1,), (ends,), np.array([[5.0, 0.0]]))
+    messages = Messages(Problem(groups, (transfer,), memory_limit=2.0))
+    assert list(messages.decode()) == [0, 1] and list(messages.cheapest()) == [0, 0]
+    assert messages.excess == 2.0
+    check_slope(messages)
+
+
+def check_slope(messages: Messages) -> None:
+    """The bound is concave in the price."""
+    bound, slope, price = messages.bound, messages.excess, messages.price
+    for other in (0.01, 0.2, 0.4, 5.0):
+        messages.price = other
+        messages.refresh()
+        assert messages.bound <= bound + slope * (other - price) + 1e-9 * (1 + abs(bound) + abs(slope))
 
 
 @settings(max_examples=150, deadline=None)
