@@ -93,7 +93,8 @@ class _Biller:
         self.blocks = find_blocks(self.graph, self.assignment, self.prices.mesh)
         self.expert_weights = expert_weights(self.graph)
         self.priced = KernelPrices(placed, homes, layout, self.kernels)
-        self.transients = Transients(self.graph, self.assignment, self.priced.local, frozenset(self.kernels.saved))
+        self.kept = {value: self.priced.kept(value) for value in self.kernels.saved}
+        self.transients = Transients(self.graph, self.assignment, self.priced.local, self.kept)
         moved = {(use.value, use.consumer) for use in self.moves}
         self.remade = remakeable(self.graph, self.kernels.saved, moved)
 
@@ -167,9 +168,9 @@ class _Biller:
         inside = [value for value in saved if self._stays_inside(value)]
         remade = [value for value in saved if value in self.remade and value not in inside]
         return {
-            "saved": sum(map(self.priced.local, saved)) + self._taken_whole(name),
-            "saved_inside": sum(map(self.priced.local, inside)),
-            "saved_remade": sum(map(self.priced.local, remade)),
+            "saved": sum(self.kept[value] for value in saved) + self._taken_whole(name),
+            "saved_inside": sum(self.kept[value] for value in inside),
+            "saved_remade": sum(self.kept[value] for value in remade),
             "remade": Seconds(sum(map(self._remaking, remade))),
         }
 

@@ -10,7 +10,7 @@ from autopar.cost import compute_seconds, family_of, node_seconds
 
 from .axis_names import weight_values
 from .graph import REST, Graph, Node, TensorType, Value
-from .kernels import Kernel, Kernels, is_alias, origin
+from .kernels import Kernel, Kernels, is_alias, origin, readers
 from .layout import Layout, matches
 from .layout_experts import FP8, FP8_MULTIPLE, OPERATIONS, routers
 from .layout_homes import AFTER, BEFORE
@@ -99,6 +99,14 @@ class KernelPrices:
 
     def local(self, value: Value) -> int:
         return local_size(self.placed, value)
+
+    def kept(self, value: Value) -> int:
+        """Bytes of a value that is kept for backward: of what only products in fp8 take there, its cast in columns."""
+        users = [user for user in readers(self.graph, value) if user.phase == "backward"]
+        sources = {source for found in self.kernels.remade.values() for source in found}
+        if users and value not in sources and all(map(self.is_fp8, users)):
+            return self.local(value) // self.graph.type_of(value).dtype.itemsize * FP8.itemsize
+        return self.local(value)
 
     def seconds(self, kernel: Kernel) -> float:
         heavy = kernel.heavy

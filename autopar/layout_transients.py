@@ -8,7 +8,7 @@ last reader.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .assignment import Assignment
@@ -46,16 +46,16 @@ def most(spans: Iterable[Span], length: int) -> int:
 
 @dataclass(frozen=True)
 class Transients:
-    """``size``: bytes of a value on one device; ``kept``: the values that forward keeps for backward."""
+    """``size``: bytes of a value on one device; ``kept``: bytes of each value that forward keeps for backward."""
 
     graph: Graph
     assignment: Assignment
     size: Callable[[Value], int]
-    kept: Collection[Value]
+    kept: Mapping[Value, int]
 
     def working(self, forward: Sequence[Kernel], backward: Sequence[Kernel], kept: Collection[Value]) -> int:
         """The most bytes beyond those of ``kept``, what the section of these kernels keeps for backward."""
-        counted = sum(map(self.size, kept))
+        counted = sum(self.kept[value] for value in kept)
         return max(0, *(self._most(kernels, kept) - counted for kernels in (forward, backward)))
 
     def _most(self, kernels: Sequence[Kernel], kept: Collection[Value]) -> int:
@@ -89,9 +89,8 @@ class Transients:
 
     def _held(self, value: Value, made: dict[Value, int], read: dict[Value, int], length: int) -> Span:
         """What is kept: from its kernel to the end, and in backward to its last reader."""
-        return (
-            Span(made[value], length - 1, self.size(value)) if value in made else Span(0, read[value], self.size(value))
-        )
+        first, last = (made[value], length - 1) if value in made else (0, read[value])
+        return Span(first, last, self.kept[value])
 
     def _moved(self, kernels: Sequence[Kernel]) -> Iterator[Span]:
         """What collectives make of values, for all kernels that take them so."""

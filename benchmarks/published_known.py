@@ -31,7 +31,9 @@ def _maxtext(row: Row) -> Row:
         raise NotExpressible(
             "several slices: weights are divided within each and whole across them, which no layout is"
         )
-    row = _with_recomputation(row)
+    # Between products activations are divided over tensor ranks (`activation_embed` in configs/base.yml: by features,
+    # which takes the collectives and the memory of a division by sequence).
+    row = filled(_with_recomputation(row), parallel={"sequence_parallel": True})
     if not row["model"].get("global_parameter_scale"):
         return row
     doublings = number(row["model"], "global_parameter_scale").bit_length() - 1

@@ -207,6 +207,7 @@ def _figures(scored: Sequence[Scored]) -> dict[str, Any]:
         "median_kendall_tau_b": statistics.median(map(kendall_b, pairs)) if pairs else None,
         "median_kendall_tau_apart": statistics.median(apart) if apart else None,
         "median_best_is_slower_by": statistics.median(map(regret, found)) if found else None,
+        "ran_but_said_too_big": sum(not one.priced.fits for one in scored if not one.question.oom),
         "fits_judged": len(judged),
         "fits_right": statistics.fmean(right) if right else None,
     }

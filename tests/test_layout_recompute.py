@@ -46,6 +46,13 @@ def test_what_is_kept_is_held() -> None:
     assert layer.saved_kept == pytest.approx(made, rel=0.05)
 
 
+def test_what_only_products_in_fp8_take_again_is_kept_in_fp8() -> None:
+    """Of every layer the two norms' results and the activation's; all else is read by other kernels too."""
+    bf16, fp8 = (model().sections(Layout(precision=precision), H100).layers[0] for precision in ("bf16", "fp8"))
+    halved = SHAPE.seq * (2 * SHAPE.hidden + SHAPE.ffn)
+    assert bf16.saved - fp8.saved == halved == bf16.saved_remade - fp8.saved_remade
+
+
 def test_what_elementwise_operations_make_is_made_again() -> None:
     """Of every layer the two norms' results and the activation's, in bf16: from the norms' inputs and two products."""
     layer = model().sections(Layout(), H100).layers[0]

@@ -140,6 +140,7 @@ def test_files_never_seen_are_priced(tmp_path: Path) -> None:
     found = report([path])["files"]["new"]
     assert (found["priced"], found["timed"], len(found["skipped"])) == (2, 1, 1)
     assert found["fits_judged"] == 2 and found["fits_right"] == 0.5
+    assert found["ran_but_said_too_big"] == sum(not one["fits"] and not one["published_oom"] for one in found["rows"])
 
 
 def test_whatever_a_file_holds_the_other_rows_are_priced(tmp_path: Path) -> None:
