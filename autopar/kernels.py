@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import networkx as nx
+
 from autopar.cost import family_of
 
 from .graph import REST, VIEWS, Graph, Node, Value
@@ -112,8 +114,21 @@ def find_kernels(graph: Graph, moves: Moves, eager: Alone, size: Size) -> Kernel
 
     users, depth = _users(graph), _depths(graph, joins)
     _sunk(graph, depth, users, joins, size)
-    kernels = tuple(_kernel(graph, nodes, users) for nodes in _groups(graph, depth, joins))
+    kernels = _in_order(graph, [_kernel(graph, nodes, users) for nodes in _groups(graph, depth, joins)])
     return _with_remade(graph, kernels, users, fuses, size)
+
+
+def _in_order(graph: Graph, kernels: Sequence[Kernel]) -> tuple[Kernel, ...]:
+    """Kernels after those whose results they read, and else in the order of their last operations."""
+    place = {node.name: i for i, node in enumerate(graph.nodes)}
+    maker = {node.name: i for i, kernel in enumerate(kernels) for node in kernel.nodes}
+    order: nx.DiGraph[int] = nx.DiGraph()
+    order.add_nodes_from(range(len(kernels)))
+    order.add_edges_from(
+        (maker[v.node], i) for i, kernel in enumerate(kernels) for v in kernel.reads if v.node in maker
+    )
+    ends = [max(place[node.name] for node in kernel.nodes) for kernel in kernels]
+    return tuple(kernels[i] for i in nx.lexicographical_topological_sort(order, key=ends.__getitem__))
 
 
 def _is_constant(graph: Graph, node: Node) -> bool:

@@ -86,6 +86,8 @@ class Layout:
             backward (Korthikanti et al. 2022, section 4.2.2), or the ``"whole"`` operand as gathered in forward.
         apart: modules (globs of paths) whose input gradients are each summed over tensor ranks separately. Elsewhere
             gradients of one value are added first, and their sum travels.
+        holds: modules (globs of paths) whose operands their caller holds until backward has passed: a loss, where a
+            pipeline holds its stages' outputs, or a training loop the logits. Elsewhere only what backward reads is.
         dispatch: what travels to experts: ``"rows"``, every choice of a token; ``"tokens"``, a token once to each rank
             that has experts it chose, and between nodes once to each node (DeepEP, HybridEP).
         graphed: modules (globs of paths) whose operations the host starts as one (CUDA graphs), or never late. In all
@@ -128,6 +130,7 @@ class Layout:
     gathers: Literal["layer", "tensor"] = "layer"
     operands: Literal["shards", "whole"] = "shards"
     apart: tuple[str, ...] = ()
+    holds: tuple[str, ...] = ()
     dispatch: Literal["rows", "tokens"] = "rows"
     graphed: tuple[str, ...] = ("*",)
     cuts: Literal["layers", "operations"] = "layers"
@@ -162,7 +165,7 @@ class Layout:
         for name in _FLAGS:
             if type(getattr(self, name)) is not bool:
                 raise OptionsError(f"Layout({name}={getattr(self, name)!r}): neither True nor False")
-        for name in ("overlap", "eager", "whole", "graphed", "apart"):
+        for name in ("overlap", "eager", "whole", "graphed", "apart", "holds"):
             words = getattr(self, name)
             if not (isinstance(words, tuple) and all(isinstance(word, str) for word in words)):
                 raise OptionsError(f"Layout({name}={words!r}): not a tuple of words, such as ('weight',)")

@@ -65,7 +65,7 @@ def _with_experts(section: Section, layout: Layout, cluster: Cluster) -> Section
         forward=section.forward + forward,
         backward=section.backward + backward,
         saved=section.saved + sum(bill.saved for bill in bills),
-        working=max(section.working, *(bill.working for bill in bills)),
+        working=section.working + max(bill.working for bill in bills),
         weights=tuple(weights),
         exchanged=tuple(bill.exchanged for bill in bills if bill.exchanged),
     )
@@ -94,7 +94,8 @@ class _Biller:
         self.expert_weights = expert_weights(self.graph)
         self.priced = KernelPrices(placed, homes, layout, self.kernels)
         self.kept = {value: self.priced.kept(value) for value in self.kernels.saved}
-        self.transients = Transients(self.graph, self.assignment, self.priced.local, self.kept)
+        self.transients = Transients(self.graph, self.assignment, self.priced.local, self.kept, self.kernels.kernels)
+        self.last = self._after_layers()
         moved = {(use.value, use.consumer) for use in self.moves}
         self.remade = remakeable(self.graph, self.kernels.saved, moved)
 
@@ -158,40 +159,45 @@ class _Biller:
             if self.priced.is_attention(kernel) or (self.priced.is_product(kernel) and next(is_kept)):
                 yield kernel
 
+    def _after_layers(self) -> frozenset[str]:
+        """The operations of forward that no layer comes after."""
+        names = [node.name for node in self.graph.nodes if node.phase == "forward" and not node.is_placeholder]
+        end = max((i for i, name in enumerate(names) if self.homes[name] not in (BEFORE, AFTER)), default=-1)
+        return frozenset(names[end + 1 :])
+
     def _kept_of(self, name: str) -> list[Value]:
         """What a section keeps for backward where nothing is computed again."""
         return [value for value in self.kernels.saved if self.homes[value.node] == name]
 
     def _saved(self, name: str) -> dict[str, Any]:
         """Of the values that a section keeps for backward the bytes, by what recomputation would drop."""
-        saved = self._kept_of(name)
+        saved, held = self._kept_of(name), self._held_by_callers(name)
         inside = [value for value in saved if self._stays_inside(value)]
         remade = [value for value in saved if value in self.remade and value not in inside]
         return {
-            "saved": sum(self.kept[value] for value in saved) + self._taken_whole(name),
+            "saved": sum(self.kept[value] for value in saved) + held,
+            "saved_last": sum(self.kept[value] for value in saved if value.node in self.last)
+            + (held if name == AFTER else 0),
             "saved_inside": sum(self.kept[value] for value in inside),
             "saved_remade": sum(self.kept[value] for value in remade),
             "remade": Seconds(sum(map(self._remaking, remade))),
         }
 
-    def _taken_whole(self, name: str) -> int:
-        """Bytes of what comes into modules that take it whole (:attr:`Layout.whole`): their caller holds it until
-        backward has passed, as the model's output."""
-        found = {}
+    def _held_by_callers(self, name: str) -> int:
+        """Bytes of what comes into the modules of :attr:`Layout.holds` from others, and of the copies that collectives
+        make of it for them, where these are not kept anyway."""
+        found: dict[tuple[Value, Placements], int] = {}
         for node in self.graph.nodes:
-            if node.phase == "forward" and self.homes[node.name] == name and matches(node.module, self.layout.whole):
+            if node.phase == "forward" and self.homes[node.name] == name and matches(node.module, self.layout.holds):
                 for value, target in zip(node.operands, self.assignment.strategies[node.name].inputs, strict=True):
-                    if self._comes_from_elsewhere(value):
-                        kind = self.graph.type_of(value)
-                        found[origin(self.graph, value)] = local_bytes(kind, target, self.prices.mesh)
+                    source, here = origin(self.graph, value), self.assignment.placements_of(value)
+                    if self._is_made_elsewhere(source) and (target != here or source not in self.kernels.saved):
+                        found[source, target] = local_bytes(self.graph.type_of(value), target, self.prices.mesh)
         return sum(found.values())
 
-    def _comes_from_elsewhere(self, value: Value) -> bool:
-        """Whether a value is made by a module that does not take things whole, and is not kept anyway."""
-        source = origin(self.graph, value)
-        node = self.graph[source.node]
-        inside = node.is_placeholder or matches(node.module, self.layout.whole)
-        return node.name in self.varying and not inside and source not in self.kernels.saved
+    def _is_made_elsewhere(self, value: Value) -> bool:
+        node = self.graph[value.node]
+        return node.name in self.varying and not node.is_placeholder and not matches(node.module, self.layout.holds)
 
     def _remaking(self, value: Value) -> float:
         """Seconds of making a value again from what is kept."""

@@ -22,7 +22,7 @@ from .paths import meant
 from .spec import Placement, is_shard
 
 # Fields of a layout that name modules by globs.
-_NAMING = ("eager", "whole", "apart", "graphed")
+_NAMING = ("eager", "whole", "apart", "graphed", "holds")
 
 
 def check_modules(model: nn.Module, layout: Layout) -> None:

@@ -97,6 +97,7 @@ def _part(section: Section, share: float) -> Section:
         inside=of(section.inside),
         saved=int(section.saved * share),
         saved_inside=int(section.saved_inside * share),
+        saved_last=int(section.saved_last * share),
         flops=section.flops * share,
         weights=tuple(replace(weight, elements=round(weight.elements * share)) for weight in section.weights),
         blocks=tuple(replace(b, rows=b.rows * share, tokens=round(b.tokens * share)) for b in section.blocks),

@@ -160,9 +160,10 @@ def bill_block(block: Block, layout: Layout, cluster: Cluster) -> Bill:
     )
     exchanged = sent_rows(block, layout) * wide * block.itemsize if layout.expert > 1 else 0.0
     saved = int(rows * (wide + up) * block.itemsize)
-    largest = max(rows * max(up, wide), held * wide * max(up, down))
+    # In backward: what is activated once more and its gradient, that of what the activation takes, rows and theirs.
+    at_work = rows * (2 * down + up + 2 * wide)
     starts = (2 + 2 * is_fp8) * held + ARRANGING, (4 + 2 * is_fp8) * held + ARRANGING
-    working = int(largest * block.itemsize)
+    working = int(at_work * block.itemsize)
     return Bill(forward + casts(wide) + casts(down), sum(backward), exchanged, saved, working, starts)
 
 

@@ -85,13 +85,14 @@ def _gathered(every: Sequence[tuple[Section, int]], layout: Layout) -> int:
 
 
 def _activations(in_flight: float, chunks: Sequence[Sequence[Section]], layout: Layout) -> int:
-    """Saved by the microbatches in flight; not by what comes after the layers, whose backward follows its forward at
-    once."""
+    """Saved by the microbatches in flight. What is made after the last layer goes backward at once, before anything
+    else of its microbatch, and counts as work; but under GPipe all microbatches run forward first."""
     kept = ends = 0
+    waiting = int(in_flight) - 1 if layout.schedule_name == "gpipe" else 0
     for chunk in chunks:
         for section, often in counted(chunk):
             kept += often * _saved(section, layout) if section.is_layer else 0
-            ends += 0 if section.is_layer or _is_last(section) else often * section.saved
+            ends += 0 if section.is_layer else section.saved + (waiting - 1) * section.saved_last
         # Layers computed again keep what comes in anyway.
         if chunk[0].is_layer and layout.recompute not in ("full", "operations"):
             kept += chunk[0].entry
@@ -107,19 +108,14 @@ def _saved(section: Section, layout: Layout) -> int:
 
 
 def _working(sections: Sequence[Section], layout: Layout) -> int:
-    """What the section that needs most has at work: what is there for a moment (:mod:`.layout_transients`), and what it
-    computes again; of what comes after the layers all that it keeps, which goes before layers run backward."""
+    """What the section that needs most has at work: what is there for a moment, and what it keeps only while it runs
+    backward."""
     return max(section.working + _again(section, layout) for section in sections)
 
 
 def _again(section: Section, layout: Layout) -> int:
-    """Bytes that a section keeps only while it runs backward."""
+    """Bytes that a section keeps only while it runs backward: what it computes again, or has just made."""
     if not section.is_layer:
-        return section.saved if _is_last(section) else 0
+        return section.saved_last
     parts = {"none": 0, "selective": section.saved_inside, "elementwise": section.saved_inside + section.saved_remade}
     return parts.get(layout.recompute, section.saved)
-
-
-def _is_last(section: Section) -> bool:
-    """Whether a section is what comes after the layers: something comes in that it makes the loss of."""
-    return not section.is_layer and section.entry > 0

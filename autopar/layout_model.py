@@ -65,7 +65,7 @@ class LayoutModel:
 
     def sections(self, layout: Layout, cluster: Cluster, batch: int | None = None) -> Sections:
         """What one microbatch of a global batch costs under ``layout``."""
-        billed = (layout.eager, layout.precision, layout.graphed, layout.balanced)
+        billed = (layout.eager, layout.precision, layout.graphed, layout.balanced, layout.holds)
         key = (*self._key(layout, cluster), *billed)
         if key not in self._sections:
             check_represented(self.modules, self.depth, layout)

@@ -51,7 +51,8 @@ class Section:
         saved: bytes kept for backward. Of these ``saved_inside`` are not kept by selective recomputation, and
             ``saved_remade`` are made again by elementwise operations in ``remade`` seconds.
         entry: bytes of what comes in from the section before.
-        working: the most bytes that one kernel makes.
+        saved_last: of ``saved``, what is made after the last layer and goes before layers run backward.
+        working: the most bytes that are there for a moment beside ``saved`` (:mod:`.layout_transients`).
         flops: of products, of all devices together.
         blocks: of experts; they are no part of the other figures until :func:`.layout_bill.with_experts` adds them, and
             puts the bytes that one device hands to each of their exchanges into ``exchanged``.
@@ -64,6 +65,7 @@ class Section:
     inside: Seconds = Seconds()
     saved: int = 0
     saved_inside: int = 0
+    saved_last: int = 0
     entry: int = 0
     working: int = 0
     flops: float = 0.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from .assignment import Assignment
 from .graph import Graph, Value
@@ -25,6 +26,9 @@ class Span:
     first: int
     last: int
     nbytes: int
+
+    def __post_init__(self) -> None:
+        assert self.first <= self.last, "kernels are given in the order in which they run"
 
 
 def most(spans: Iterable[Span], length: int) -> int:
@@ -46,12 +50,23 @@ def most(spans: Iterable[Span], length: int) -> int:
 
 @dataclass(frozen=True)
 class Transients:
-    """``size``: bytes of a value on one device; ``kept``: bytes of each value that forward keeps for backward."""
+    """``size``: bytes of a value on one device; ``kept``: bytes of each value that forward keeps for backward;
+    ``running``: all kernels in the order in which they run."""
 
     graph: Graph
     assignment: Assignment
     size: Callable[[Value], int]
     kept: Mapping[Value, int]
+    running: Sequence[Kernel]
+
+    @cached_property
+    def place(self) -> Mapping[int, int]:
+        return {id(kernel): at for at, kernel in enumerate(self.running)}
+
+    @cached_property
+    def last_read(self) -> Mapping[Value, int]:
+        """The last kernel of backward that reads a value, by its place among all."""
+        return {v: at for at, kernel in enumerate(self.running) if kernel.phase == "backward" for v in kernel.reads}
 
     def working(self, forward: Sequence[Kernel], backward: Sequence[Kernel], kept: Collection[Value]) -> int:
         """The most bytes beyond those of ``kept``, what the section of these kernels keeps for backward."""
@@ -62,7 +77,7 @@ class Transients:
         made = {value: at for at, kernel in enumerate(kernels) for value in kernel.writes}
         read = {value: at for at, kernel in enumerate(kernels) for value in kernel.reads}
         spans = [*self._written(kernels, made, read), *self._taken(kernels, made, read), *self._moved(kernels)]
-        spans += [self._held(value, made, read, len(kernels)) for value in kept if value in made or value in read]
+        spans += [span for value in kept if (span := self._held(value, kernels, made, read)) is not None]
         return most(spans, len(kernels))
 
     def _written(self, kernels: Sequence[Kernel], made: dict[Value, int], read: dict[Value, int]) -> Iterator[Span]:
@@ -87,10 +102,18 @@ class Transients:
             if value not in made and value not in self.kept and not node.is_placeholder and node.phase == phase:
                 yield Span(0, last, self.size(value))
 
-    def _held(self, value: Value, made: dict[Value, int], read: dict[Value, int], length: int) -> Span:
-        """What is kept: from its kernel to the end, and in backward to its last reader."""
-        first, last = (made[value], length - 1) if value in made else (0, read[value])
-        return Span(first, last, self.kept[value])
+    def _held(
+        self, value: Value, kernels: Sequence[Kernel], made: Mapping[Value, int], read: Mapping[Value, int]
+    ) -> Span | None:
+        """What is kept: from its kernel to the end, and in backward to its last reader, which may be in a section that
+        runs later; None if all have run in sections before."""
+        end, nbytes = len(kernels) - 1, self.kept[value]
+        if value in made:
+            return Span(made[value], end, nbytes)
+        if not kernels or self.last_read.get(value, -1) < self.place[id(kernels[0])]:
+            return None
+        is_read_later = self.last_read[value] > self.place[id(kernels[-1])]
+        return Span(0, end if is_read_later else read.get(value, end), nbytes)
 
     def _moved(self, kernels: Sequence[Kernel]) -> Iterator[Span]:
         """What collectives make of values, for all kernels that take them so."""

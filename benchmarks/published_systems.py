@@ -34,6 +34,7 @@ HABITS: tuple[tuple[str, dict[str, Any]], ...] = (
         {
             "gradients": "own",
             "whole": ("*loss*",),
+            "holds": ("*loss*",),
             "lead": 1,
             "tail": 2,
             "reduction": "all-fp32",

@@ -41,7 +41,7 @@ def price(**named: object) -> autopar.Priced:
 
 
 def test_one_layer_stands_for_many() -> None:
-    """Two kept layers priced for six: the work and the weights of the whole model."""
+    """Three kept layers priced for six: the work and the weights of the whole model."""
     deep = build(SHAPE)
     priced = LayoutModel.of(deep, batch(8)).price(Layout(microbatch=8), A100)
     assert len(deep.layers) == SHAPE.layers
@@ -263,7 +263,7 @@ def test_many_microbatches_are_extrapolated_truly(like: dict[str, Any], monkeypa
     for rounds in ("ROUNDS", "LATE_ROUNDS"):
         monkeypatch.setattr(f"autopar.layout_step.{rounds}", 100)
     whole = [price_at(size, microbatch=1, **like).predicted.step_seconds for size in (63, 64)]
-    assert whole == pytest.approx(quick, rel=2e-3)
+    assert whole == pytest.approx(quick, rel=2e-3 if "schedule" in like else 1e-6)
 
 
 def test_grouped_and_gated_models_are_priced() -> None:

@@ -66,6 +66,47 @@ def test_what_runs_before_layers_run_backward_is_gone_then() -> None:
     assert held.working == max(layer, sections.after.saved + sections.after.working)
 
 
+def test_under_gpipe_all_microbatches_keep_their_logits() -> None:
+    """Backward of the loss follows its forward at once but where all microbatches run forward first."""
+    held = {
+        schedule: model().price(Layout(pipeline=2, schedule=schedule, recompute="full"), A100).held[-1]
+        for schedule in ("1f1b", "gpipe")
+    }
+    after, layer = model().sections(Layout(), A100).after, model().sections(Layout(), A100).layers[-1]
+    # Two microbatches are in flight on the last rank under neither: eight samples, eight microbatches.
+    more = held["gpipe"].activations - held["1f1b"].activations
+    assert more == pytest.approx(7 * (after.saved_last + layer.entry), rel=0.05)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_what_callers_hold_is_kept(tensor: int) -> None:
+    """All logits in bf16, gathered, beside what backward reads of them."""
+    plain, holding = (
+        model().sections(Layout(tensor=tensor, whole=("loss",), eager=("loss",), holds=holds), A100).after
+        for holds in ((), ("loss",))
+    )
+    assert holding.saved - plain.saved == 2 * LOGITS == holding.saved_last - plain.saved_last
+
+
+def test_what_layers_after_it_read_is_held_while_they_run_backward() -> None:
+    """An operation between layers belongs to none, and what it keeps is there when they are computed again."""
+    sections = model().sections(Layout(recompute="full"), A100)
+    assert sections.after.saved_last == sections.after.saved
+    assert sections.before.saved_last == 0
+
+
+def test_kernels_run_after_those_whose_results_they_read() -> None:
+    found = kernels(
+        '%x: f32[64, 64] = input("x")\n'
+        "%s: f32[64, 64] = aten.exp.default(%x)\n"
+        "%c: f32[64, 64] = aten.mm.default(%x, %x)\n"
+        "%t: f32[64, 64] = aten.add.Tensor(%s, %c)\n"
+        'return output "0" = %t\n'
+    )
+    made = [value for kernel in found.kernels for value in kernel.writes]
+    assert made[-1] == Value("t")
+
+
 def test_constants_are_made_where_they_are_used() -> None:
     """Of a number put into a constant at given places nothing is written: the kernel that reads it compares places."""
     found = kernels(
