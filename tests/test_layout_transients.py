@@ -88,11 +88,30 @@ def test_what_callers_hold_is_kept(tensor: int) -> None:
     assert holding.saved - plain.saved == 2 * LOGITS == holding.saved_last - plain.saved_last
 
 
-def test_what_layers_after_it_read_is_held_while_they_run_backward() -> None:
-    """An operation between layers belongs to none, and what it keeps is there when they are computed again."""
-    sections = model().sections(Layout(recompute="full"), A100)
-    assert sections.after.saved_last == sections.after.saved
-    assert sections.before.saved_last == 0
+class Between(torch.nn.Module):
+    """Operations between layers, which belong to none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3))
+        self.gain = torch.nn.Parameter(torch.ones(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x)) * self.gain
+        return x.square().mean()
+
+
+def test_what_is_kept_between_layers_stays_while_they_run_backward() -> None:
+    """What only the loss keeps goes first; with it the results of layers and their sums do not."""
+    decoder = model().sections(Layout(recompute="full"), A100)
+    assert decoder.after.saved_last == decoder.after.saved and decoder.before.saved_last == 0
+    between = LayoutModel.of(Between(), (torch.empty(256, 64),))
+    layout = Layout(precision="fp32", recompute="full")
+    after = between.sections(layout, A100, 256).after
+    assert after.saved_last < after.saved
+    held = between.price(layout, A100).held[0]
+    assert held.activations >= after.saved - after.saved_last
 
 
 def test_kernels_run_after_those_whose_results_they_read() -> None:
