@@ -263,7 +263,7 @@ def test_many_microbatches_are_extrapolated_truly(like: dict[str, Any], monkeypa
     for rounds in ("ROUNDS", "LATE_ROUNDS"):
         monkeypatch.setattr(f"autopar.layout_step.{rounds}", 100)
     whole = [price_at(size, microbatch=1, **like).predicted.step_seconds for size in (63, 64)]
-    assert whole == pytest.approx(quick, rel=2e-3 if "schedule" in like else 1e-6)
+    assert whole == pytest.approx(quick, rel=2e-3 if "schedule" in like else 5e-4)
 
 
 def test_grouped_and_gated_models_are_priced() -> None:
