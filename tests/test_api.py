@@ -71,7 +71,9 @@ def test_two_arguments_are_enough(count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [autopar.Options(mesh_search=False), SHARDED, SPLIT], ids=["best", "sharded", "split"]
+    "options",
+    [autopar.Options(mesh_search=False), pytest.param(SHARDED, marks=pytest.mark.slow), SPLIT],
+    ids=["best", "sharded", "split"],
 )
 def test_training_as_in_one_process(options: autopar.Options) -> None:
     """With each of several optimizers, all made before the first batch, one way or the other; step() and backward()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 from unittest.mock import Mock
 
@@ -39,7 +38,7 @@ def planned(name: str, mesh: tuple[int, ...], **changes: Any) -> Plan:
     return answer(asked(name, mesh, **changes), Timings())
 
 
-@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("resnet", marks=pytest.mark.slow)])
 def test_objective_is_the_bill_for_real_models(name: str) -> None:
     plan = planned(name, (2, 2))
     assert sum(line.seconds for line in plan.lines) == pytest.approx(plan.objective, rel=1e-9)
@@ -119,15 +118,11 @@ def test_memory_limit_is_kept_and_costs_time() -> None:
     model, batch = Stack(layers=3, width=32, hidden=128), text(8, 8)
     free = answer(ask(model, batch, (4,)), Timings())
     least = smallest_limit(ask(model, batch, (4,), memory_limit=1))
-    steps = [free.predicted.step_seconds]
-    for share in (0.4, 0.0):
-        limit = int(least + share * (free.predicted.peak_bytes - least))
-        tight = answer(ask(model, batch, (4,), memory_limit=limit, time_limit=16.0), Timings())
-        assert tight.predicted.peak_bytes <= limit == tight.memory_limit
-        steps.append(tight.predicted.step_seconds)
-        sharded = sum("S" in short(place.optimizer) for place in tight.parameters.values())
-    assert steps[-1] > steps[0] and all(b >= a * 0.98 for a, b in pairwise(steps))
-    assert sharded > sum("S" in short(place.optimizer) for place in free.parameters.values())
+    tight = answer(ask(model, batch, (4,), memory_limit=least, time_limit=16.0), Timings())
+    assert tight.predicted.peak_bytes <= least == tight.memory_limit < free.predicted.peak_bytes
+    assert tight.predicted.step_seconds > free.predicted.step_seconds
+    sharded = [sum("S" in short(place.optimizer) for place in one.parameters.values()) for one in (tight, free)]
+    assert sharded[0] > sharded[1]
 
 
 class SoughtError(Exception):

@@ -97,7 +97,7 @@ def test_result_that_cannot_be_sent() -> None:
         run_local(lambda rank, world: (n for n in range(3)), 1, timeout=30)
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_killed_rank(start: Start, tmp_path: Path) -> None:
     """The call ends soon after the death, however long a busy machine took to start the ranks."""
     death = tmp_path / "death"

@@ -213,7 +213,7 @@ def _check_random_cuts(name: str, count: int, seed: int, trials: int) -> None:
 MODELS = ("gpt2", "llama", "t5", "unet", "vit")
 
 
-@pytest.mark.parametrize(("name", "count"), [("gpt2", 5), ("llama", 2), ("t5", 5), ("unet", 8), ("vit", 8)])
+@pytest.mark.parametrize(("name", "count"), [("gpt2", 5), ("t5", 5), ("unet", 8)])
 def test_chunks_cut_anywhere(name: str, count: int) -> None:
     _check_random_cuts(name, count, count, 3)
 

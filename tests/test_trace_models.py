@@ -151,7 +151,7 @@ def test_tied_weights_are_one_parameter_with_one_gradient() -> None:
     assert {o.name for o in traced.graph.outputs if o.kind == "mutation"} == {"steps", "average"}
 
 
-@pytest.mark.parametrize("kind", ["real", "meta", "fake"])
+@pytest.mark.parametrize("kind", ["meta", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("real", "fake"))])
 def test_any_kind_of_model_gives_the_same_graph(kind: str) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -16,7 +16,6 @@ MESHES = [(4,), (2, 2), (2, 1, 2)]
 KINDS = ["best", "slow devices", "fully sharded", "tensor parallel"]
 QUICK = [
     ("gpt2", (2, 1, 2), "tensor parallel"),
-    ("llama", (2, 2), "slow devices"),
     ("resnet", (4,), "slow devices"),
     ("plain", (2, 2), "fully sharded"),
 ]

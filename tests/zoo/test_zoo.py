@@ -15,7 +15,7 @@ from tests.zoo.models import ZOO
 transformers.logging.set_verbosity_error()
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-QUICK = ("recommender", "bloom")
+QUICK = ("recommender",)
 UNTRACEABLE = ("led", "llava", "longformer", "vilt")
 """Values of tensors decide what these run next."""
 TRACEABLE = [name for name in ZOO if name not in UNTRACEABLE]
