@@ -117,10 +117,14 @@ def eager(row: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*_by_kernel(row), *loss)))
 
 
+# Layers themselves, without the modules in them.
+LAYERS = ("layers.[0-9]", "layers.[0-9][0-9]", "layers.[0-9][0-9][0-9]")
+
+
 def _by_kernel(row: Mapping[str, Any]) -> tuple[str, ...]:
     kernel = str(row["parallel"].get("attention_kernel") or "")
     if not kernel:
         return ("*",) if row["parallel"].get("compile") is False else ()
     norms = () if "RMS" in kernel else ("*norm*",)
     scores = ("*scores*",) if kernel == "torch" else ()
-    return ("*attention", "*mlp*", "layers.[0-9]", *norms, *scores)
+    return ("*attention", "*mlp*", *LAYERS, *norms, *scores)

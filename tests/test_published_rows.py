@@ -124,6 +124,18 @@ def test_kernels_and_dropout_are_those_of_the_system() -> None:
     assert priced[0].predicted.activation_bytes <= priced[1].predicted.activation_bytes
 
 
+def test_kernels_are_named_in_all_of_many_layers() -> None:
+    """Layers themselves run operation by operation, those with numbers of two digits too."""
+    row = changed("model", layers=12)
+    question = question_of({**row, "parallel": {**row["parallel"], "attention_kernel": "flash_attention2"}})
+    named = MODELS.of(question).price(question.layout, question.cluster, question.batch)
+    fused = replace(question.layout, eager=())
+    assert (
+        named.predicted.step_seconds
+        > MODELS.of(question).price(fused, question.cluster, question.batch).predicted.step_seconds
+    )
+
+
 def test_experts_are_divided_among_tensor_and_data_ranks() -> None:
     row = changed("model", experts={"n": 8, "top_k": 2, "ffn": 128, "shared": 1}, dense_layers=1)
     row["parallel"] = {**ROW["parallel"], "ep": 4, "capacity_factor": 1.25}
