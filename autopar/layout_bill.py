@@ -120,19 +120,20 @@ class _Biller:
         ahead = [kernel for kernel in kernels if kernel.phase == "forward"]
         back = [kernel for kernel in kernels if kernel.phase == "backward"]
         forward, kept = self._seconds(name, "forward", ahead), list(self._kept(ahead))
+        saved = [value for value in self.kernels.saved if self.homes[value.node] == name]
         return Section(
             forward,
             self._seconds(name, "backward", back),
             Seconds(self._computing(kernel for kernel in ahead if self._is_inside(kernel))),
             entry=self.entry(name),
-            working=self.transients.working(ahead, back, self._kept_of(name)),
+            working=self.transients.working(ahead, back, saved),
             flops=self.flops(name),
             weights=self.weights(name),
             is_layer=name not in (BEFORE, AFTER),
             blocks=tuple(block for node, block in self.blocks.items() if self.homes[node] == name),
             kept=Seconds(self._computing(kept), forward.communicate / 2),
             saved_kept=sum(map(self._written, kept)),
-            **self._saved(name),
+            **self._saved(name, saved),
         )
 
     def _seconds(self, name: str, phase: str, kernels: Sequence[Kernel]) -> Seconds:
@@ -165,13 +166,9 @@ class _Biller:
         end = max((i for i, name in enumerate(names) if self.homes[name] not in (BEFORE, AFTER)), default=-1)
         return frozenset(names[end + 1 :])
 
-    def _kept_of(self, name: str) -> list[Value]:
-        """What a section keeps for backward where nothing is computed again."""
-        return [value for value in self.kernels.saved if self.homes[value.node] == name]
-
-    def _saved(self, name: str) -> dict[str, Any]:
-        """Of the values that a section keeps for backward the bytes, by what recomputation would drop."""
-        saved, held = self._kept_of(name), self._held_by_callers(name)
+    def _saved(self, name: str, saved: Sequence[Value]) -> dict[str, Any]:
+        """Of the values ``saved`` that a section keeps for backward the bytes, by what recomputation would drop."""
+        held = self._held_by_callers(name)
         inside = [value for value in saved if self._stays_inside(value)]
         remade = [value for value in saved if value in self.remade and value not in inside]
         return {
@@ -197,7 +194,7 @@ class _Biller:
 
     def _is_made_elsewhere(self, value: Value) -> bool:
         node = self.graph[value.node]
-        return node.name in self.varying and not node.is_placeholder and not matches(node.module, self.layout.holds)
+        return node.name in self.varying and not matches(node.module, self.layout.holds)
 
     def _remaking(self, value: Value) -> float:
         """Seconds of making a value again from what is kept."""

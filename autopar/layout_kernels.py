@@ -83,6 +83,8 @@ class KernelPrices:
         self.routing = {node.module for node in self.graph.nodes if any(v.node in chosen_by for v in node.operands)}
         self.weights = weight_values(self.graph)
         self.fp8 = frozenset(node.name for node in self.graph.nodes if self._is_fp8(node))
+        # What values are made again from.
+        self.sources = frozenset(source for found in kernels.remade.values() for source in found)
         # Which product each value is first cast for.
         self.cast: dict[Value, str] = {}
         for kernel in kernels.kernels:
@@ -103,8 +105,7 @@ class KernelPrices:
     def kept(self, value: Value) -> int:
         """Bytes of a value that is kept for backward: of what only products in fp8 take there, its cast in columns."""
         users = [user for user in readers(self.graph, value) if user.phase == "backward"]
-        sources = {source for found in self.kernels.remade.values() for source in found}
-        if users and value not in sources and all(map(self.is_fp8, users)):
+        if users and value not in self.sources and all(map(self.is_fp8, users)):
             return self.local(value) // self.graph.type_of(value).dtype.itemsize * FP8.itemsize
         return self.local(value)
 

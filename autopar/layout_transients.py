@@ -64,6 +64,10 @@ class Transients:
         return {id(kernel): at for at, kernel in enumerate(self.running)}
 
     @cached_property
+    def gradients(self) -> frozenset[Value | None]:
+        return frozenset(self.graph.gradients.values())
+
+    @cached_property
     def last_read(self) -> Mapping[Value, int]:
         """The last kernel of backward that reads a value, by its place among all."""
         return {v: at for at, kernel in enumerate(self.running) if kernel.phase == "backward" for v in kernel.reads}
@@ -83,7 +87,6 @@ class Transients:
     def _written(self, kernels: Sequence[Kernel], made: dict[Value, int], read: dict[Value, int]) -> Iterator[Span]:
         """What is made and not kept; a gradient of a weight goes into the sum of microbatches at once."""
         names = {node.name for kernel in kernels for node in kernel.nodes}
-        gradients = set(self.graph.gradients.values())
         for value, at in made.items():
             if value in self.kept:
                 continue
@@ -91,7 +94,7 @@ class Transients:
             leaves = any(user.phase == phase and user.name not in names for user in readers(self.graph, value))
             last = len(kernels) - 1 if leaves else read.get(value, at)
             # Blocks of experts are billed apart.
-            if not (value in gradients and self.graph[value.node].op in OPERATIONS):
+            if not (value in self.gradients and self.graph[value.node].op in OPERATIONS):
                 yield Span(at, last, self.size(value))
 
     def _taken(self, kernels: Sequence[Kernel], made: dict[Value, int], read: dict[Value, int]) -> Iterator[Span]:
