@@ -20,7 +20,6 @@ from .schedules import SCHEDULES, make_schedule
 # multiple of the stages. Steps simulated in full are within 0.2% of this, of small models that wait for messages 2%.
 ROUNDS = 2
 LATE_ROUNDS = 4
-DELAYING = frozenset(("zb-h1", "zb-v"))
 
 
 def held_chunks(rank: int, layout: Layout) -> list[int]:
@@ -121,7 +120,7 @@ class LayoutStep:
         """The simulated step; many microbatches are extrapolated from the last round of few."""
         layout, round_size = self.layout, self.layout.pipeline
         rounds, rest = divmod(self.microbatches, round_size)
-        settles_late = layout.schedule_name in DELAYING or (layout.interleave > 1 and rest)
+        settles_late = SCHEDULES[layout.schedule_name].delays or (layout.interleave > 1 and rest)
         enough = LATE_ROUNDS if settles_late else ROUNDS
         if rounds <= enough:
             return self.simulated(self.microbatches)

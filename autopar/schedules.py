@@ -134,13 +134,15 @@ Generator = Callable[[int, int, int, int], Order]
 @dataclass(frozen=True)
 class Named:
     """A named schedule. ``order`` and ``in_flight`` take rank, stages, microbatches and chunks per rank; ``least`` and
-    ``most`` chunks per rank are allowed (``most`` None: any)."""
+    ``most`` chunks per rank are allowed (``most`` None: any); ``delays``: weights' gradients are computed later than
+    their inputs'."""
 
     order: Generator
     in_flight: Callable[[int, int, int, int], int]
     least: int = 1
     most: int | None = 1
     v_shaped: bool = False
+    delays: bool = False
 
     def placement(self, stages: int, chunks: int) -> tuple[int, ...]:
         return v_placement(stages) if self.v_shaped else loop_placement(stages, chunks)
@@ -152,8 +154,8 @@ SCHEDULES: Mapping[str, Named] = {
     "interleaved": Named(
         _interleaved, lambda i, p, m, v: min(v * m, _interleaved_warmup(i, p, m, v) + 1), least=2, most=None
     ),
-    "zb-h1": Named(_zb_h1, lambda i, p, m, v: min(m, p)),
-    "zb-v": Named(_zb_v, lambda i, p, m, v: min(2 * m, 2 * p, m + i + 1), least=2, most=2, v_shaped=True),
+    "zb-h1": Named(_zb_h1, lambda i, p, m, v: min(m, p), delays=True),
+    "zb-v": Named(_zb_v, lambda i, p, m, v: min(2 * m, 2 * p, m + i + 1), least=2, most=2, v_shaped=True, delays=True),
 }
 
 
