@@ -17,8 +17,9 @@ _DEGREES = ("tensor", "pipeline", "data", "context", "expert", "microbatch", "in
 _COUNTS = ("lead", "tail", "moments")
 # The axes of the mesh on which one data rank's microbatch is placed.
 CONTEXT, TENSOR = 0, 1
-# Bytes of an element of a master weight, of an optimizer's moment, and of a gradient in fp32.
-MASTER_BYTES = 4
+# Bytes of an element of a master weight, of an optimizer's moment, and of a gradient in fp32; of what such a weight has
+# beyond one of 16 bits; of a moment in bf16.
+MASTER_BYTES, REMAINDER_BYTES, SHORT_BYTES = 4, 2, 2
 # What fields that name something may be.
 CHOICES: Mapping[str, tuple[object, ...]] = {
     "recompute": ("none", "selective", "elementwise", "operations", "full"),
@@ -30,7 +31,10 @@ CHOICES: Mapping[str, tuple[object, ...]] = {
     "cuts": ("layers", "operations"),
     "gathers": ("layer", "tensor"),
     "operands": ("shards", "whole"),
-    "allocation": ("caching", "static"),
+    "allocation": ("caching", "expandable", "static"),
+    "weights": ("own", "fp8"),
+    "states": ("fp32", "bf16"),
+    "masters": ("fp32", "remainder"),
     "reducing": ("step", "microbatch"),
 }
 _FLAGS = ("sequence_parallel", "adding", "scatter", "offload", "balanced")
@@ -97,8 +101,14 @@ class Layout:
             chunks take equally long (exchanges of experts' rows and gathers of ZeRO-3 are not counted).
         moments: how many moments the optimizer keeps of each element: 2 for Adam, 1 for momentum, 0 for Adafactor,
             whose moments of rows and columns are few.
-        allocation: ``"static"`` where a compiler lays out buffers beforehand; a ``"caching"`` allocator loses some
-            memory between blocks.
+        allocation: a ``"caching"`` allocator loses some memory between blocks; with ``"expandable"`` segments it does
+            not (torch's ``expandable_segments:True``, which maps pages where they are wanted), nor where a compiler
+            lays out buffers beforehand (``"static"``).
+        weights: what weights of products in fp8 rest in: ``"own"``, their dtype, with a copy in fp8 that all
+            microbatches use; or ``"fp8"`` alone (Megatron-Core's ``fp8_param_gather``).
+        states: the dtype of the optimizer's moments (``"bf16"``: Megatron-Core's precision-aware optimizer).
+        masters: how master weights of reduced precisions rest: in ``"fp32"``, or as the ``"remainder"`` that weights in
+            bf16 lack of it (TransformerEngine's ``store_param_remainders``).
         reducing: how often gradients are reduced over data ranks: once a ``"step"``, or of every ``"microbatch"`` by
             itself, as ZeRO-2 does that keeps no whole gradients (DeepSpeed's); ZeRO-3 always does.
     """
@@ -135,8 +145,11 @@ class Layout:
     graphed: tuple[str, ...] = ("*",)
     cuts: Literal["layers", "operations"] = "layers"
     moments: int = 2
-    allocation: Literal["caching", "static"] = "caching"
+    allocation: Literal["caching", "expandable", "static"] = "caching"
     reducing: Literal["step", "microbatch"] = "step"
+    weights: Literal["own", "fp8"] = "own"
+    states: Literal["fp32", "bf16"] = "fp32"
+    masters: Literal["fp32", "remainder"] = "fp32"
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -172,6 +185,20 @@ class Layout:
         unknown = [one for one in self.overlap if one not in _OVERLAPS]
         if unknown:
             raise OptionsError(f"Layout(overlap=...): {unknown[0]!r} is none of {', '.join(_OVERLAPS)}")
+        self._check_resting()
+
+    def _check_resting(self) -> None:
+        if self.weights == "fp8" and self.precision != "fp8":
+            raise OptionsError(
+                f'Layout(weights="fp8", precision={self.precision!r}): weights rest in fp8 where products take them '
+                'so; take precision="fp8", or leave weights="own"'
+            )
+        if self.masters == "remainder" and (self.precision not in ("bf16", "fp8") or self.weights == "fp8"):
+            other = 'weights="fp8"' if self.weights == "fp8" else f"precision={self.precision!r}"
+            raise OptionsError(
+                f'Layout(masters="remainder", {other}): a remainder is what weights in bf16 lack of fp32; take '
+                'precision="bf16", or "fp8" with weights="own", or leave masters="fp32"'
+            )
 
     def _check_divided(self) -> None:
         if self.zero == 3 and self.reduction != "scatter":
@@ -230,6 +257,13 @@ class Layout:
     @property
     def schedule_name(self) -> str:
         return self.schedule or ("interleaved" if self.interleave > 1 else "1f1b")
+
+    @property
+    def state_itemsize(self) -> int:
+        """Bytes of optimizer state of an element: its moments, and the master weight of reduced precisions."""
+        moment = SHORT_BYTES if self.states == "bf16" else MASTER_BYTES
+        master = REMAINDER_BYTES if self.masters == "remainder" else MASTER_BYTES
+        return self.moments * moment + master * (self.precision != "fp32")
 
     def gradient_itemsize(self, itemsize: int) -> int:
         """Bytes of an element of the gradient of a weight of ``itemsize``, as it is added up."""

@@ -25,7 +25,7 @@ from .graph import Graph, Node, TensorType, Value
 from .kernels import Kernel, Kernels, find_kernels, origin, readers
 from .layout import Layout, matches
 from .layout_attention import inside_attention
-from .layout_experts import BACKWARD, bill_block, check_degree, expert_weights, find_blocks
+from .layout_experts import BACKWARD, are_cast, bill_block, check_degree, expert_weights, find_blocks
 from .layout_exposed import beside, waited
 from .layout_homes import AFTER, BEFORE, homes_of
 from .layout_kernels import KernelPrices, graphed, local_size
@@ -260,7 +260,14 @@ class _Biller:
         raw: Placements = self.assignment.placements_of(self.graph.gradients[node.target]) if trained else ()
         partial = tuple(axis for axis, one in enumerate(raw) if isinstance(one, Partial))
         is_expert = node.name in self.expert_weights
-        return Weight(node.target, int(kind.numel), node.type.dtype.itemsize, partial, int(is_expert), trained)
+        cast = self._is_cast(node, kind)
+        return Weight(node.target, int(kind.numel), node.type.dtype.itemsize, partial, int(is_expert), trained, cast)
+
+    def _is_cast(self, node: Node, local: TensorType) -> bool:
+        """Whether products take a parameter in fp8: of what has an entry of every expert the matrices."""
+        if node.name not in self.expert_weights:
+            return node.name in self.priced.cast_weights
+        return self.layout.precision == "fp8" and local.rank == 3 and are_cast(*map(int, local.shape[1:]))
 
 
 def _varying(graph: Graph) -> frozenset[str]:

@@ -127,13 +127,18 @@ def check_degree(blocks: Sequence[Block], layout: Layout) -> None:
             )
 
 
+def are_cast(*dims: int) -> bool:
+    """Whether libraries multiply matrices of these dims in fp8."""
+    return not any(dim % FP8_MULTIPLE for dim in dims)
+
+
 def bill_block(block: Block, layout: Layout, cluster: Cluster) -> Bill:
     """What a block costs on a device of ``layout``. Products add the gradients of weights to those of microbatches
     before, which are read and written, unless ``layout.adding``: then they write their own."""
     held = block.held // layout.expert
     rows = block.rows * layout.capacity
     each = max(1.0, rows / held)
-    is_fp8 = layout.precision == "fp8" and not any(dim % FP8_MULTIPLE for dim in (block.width, block.up, block.down))
+    is_fp8 = layout.precision == "fp8" and are_cast(block.width, block.up, block.down)
     dtype = FP8 if is_fp8 else torch.float16 if layout.precision == "fp16" else _DTYPES[block.itemsize]
     taken = dtype.itemsize
     added = block.itemsize if layout.adding else 2 * layout.gradient_itemsize(block.itemsize)
@@ -159,7 +164,8 @@ def bill_block(block: Block, layout: Layout, cluster: Cluster) -> Bill:
         *(passes(2 * up + down), 2 * passes(2 * wide), casts(wide), casts(up)),
     )
     exchanged = sent_rows(block, layout) * wide * block.itemsize if layout.expert > 1 else 0.0
-    saved = int(rows * (wide + up) * block.itemsize)
+    # Only products take the rows again, in fp8 as they were cast.
+    saved = int(rows * (wide * taken + up * block.itemsize))
     # In backward: what is activated once more and its gradient, that of what the activation takes, rows and theirs.
     at_work = rows * (2 * down + up + 2 * wide)
     starts = (2 + 2 * is_fp8) * held + ARRANGING, (4 + 2 * is_fp8) * held + ARRANGING

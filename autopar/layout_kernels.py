@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 
 import torch
 
@@ -12,7 +13,7 @@ from .axis_names import weight_values
 from .graph import REST, Graph, Node, TensorType, Value
 from .kernels import Kernel, Kernels, is_alias, origin, readers
 from .layout import Layout, matches
-from .layout_experts import FP8, FP8_MULTIPLE, OPERATIONS, routers
+from .layout_experts import FP8, OPERATIONS, are_cast, routers
 from .layout_homes import AFTER, BEFORE
 from .layout_place import Placed
 from .prices import local_bytes, local_type
@@ -91,6 +92,12 @@ class KernelPrices:
             if kernel.heavy is not None and self.is_fp8(kernel.heavy):
                 for value in kernel.heavy.operands:
                     self.cast.setdefault(origin(self.graph, value), kernel.heavy.name)
+
+    @cached_property
+    def cast_weights(self) -> frozenset[str]:
+        """Parameters that products take in fp8, by node name."""
+        taken = {origin(self.graph, value).node for name in self.fp8 for value in self.graph[name].operands}
+        return frozenset(name for name in taken if self.graph[name].op == "param")
 
     def is_attention(self, kernel: Kernel) -> bool:
         return kernel.heavy is not None and family_of(kernel.heavy.op).is_attention
@@ -172,7 +179,7 @@ class KernelPrices:
             return False
         m, n, k = matrix(*self._held(node))
         dims = (n, k) if node.operands[-1].node in self.weights else (m, n, k)
-        return not any(dim % FP8_MULTIPLE for dim in dims)
+        return are_cast(*dims)
 
     def casts(self, node: Node) -> float:
         """Bytes read and written to have in fp8 what a product takes, in rows and in columns: of every value once, and

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .layout import MASTER_BYTES, Layout
+from .layout import Layout
 from .layout_section import Section, Weight, counted
 from .schedules import SCHEDULES
 
 # What the caching allocator loses between blocks, as a share of what comes and goes: what rests is allocated once.
 # Fitted on the rows of Aleph Alpha that did and did not fit.
 FRAGMENTED = 0.24
+# Bytes of an element of a weight in fp8.
+FP8_BYTES = 1
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,6 @@ def gradient_bytes(weight: Weight, layout: Layout) -> int:
     return weight.elements * layout.gradient_itemsize(weight.itemsize) if weight.trained else 0
 
 
-def state_bytes(layout: Layout) -> int:
-    """Bytes of optimizer state of an element: its moments, and the master weight of reduced precisions."""
-    return MASTER_BYTES * (layout.moments + (layout.precision != "fp32"))
-
-
 def data_ranks(weight: Weight, layout: Layout) -> int:
     """Over how many devices ZeRO divides what belongs to a weight: all that have the same of it."""
     return layout.data * layout.context // max(1, weight.experts)
@@ -49,8 +46,25 @@ def data_ranks(weight: Weight, layout: Layout) -> int:
 
 def resting_states(weight: Weight, layout: Layout) -> int:
     """Bytes of optimizer state of a weight that one device has, or its share of the host."""
-    states = weight.elements * state_bytes(layout) if weight.trained else 0
+    states = weight.elements * layout.state_itemsize if weight.trained else 0
     return states // (data_ranks(weight, layout) if layout.zero >= 1 else 1)
+
+
+def gathered_bytes(weight: Weight, layout: Layout) -> int:
+    """Bytes of a weight that rests in shards: in fp8 its rows alone, from which columns are made."""
+    return weight.elements * (FP8_BYTES if weight.cast and layout.weights == "fp8" else weight.itemsize)
+
+
+def whole_bytes(weight: Weight, layout: Layout) -> int:
+    """Bytes of a weight that a device has whole: in its dtype, in fp8 in rows and in columns, or both."""
+    own = 0 if weight.cast and layout.weights == "fp8" else weight.elements * weight.itemsize
+    return own + 2 * FP8_BYTES * weight.elements * weight.cast
+
+
+def resting_bytes(weight: Weight, layout: Layout) -> int:
+    """Bytes of a weight on one device between the sections that use it."""
+    shards = data_ranks(weight, layout) if layout.zero >= 3 else 1
+    return gathered_bytes(weight, layout) // shards if shards > 1 else whole_bytes(weight, layout)
 
 
 def held_by(rank: int, chunks: Sequence[Sequence[Section]], layout: Layout, microbatches: int) -> Held:
@@ -59,9 +73,9 @@ def held_by(rank: int, chunks: Sequence[Sequence[Section]], layout: Layout, micr
     weights = gradients = optimizer = 0
     for section, often in every:
         for weight in section.weights:
-            shards = data_ranks(weight, layout)
-            weights += often * (weight.elements * weight.itemsize // (shards if layout.zero >= 3 else 1))
-            gradients += often * (gradient_bytes(weight, layout) // (shards if layout.zero >= 2 else 1))
+            shards = data_ranks(weight, layout) if layout.zero >= 2 else 1
+            weights += often * resting_bytes(weight, layout)
+            gradients += often * (gradient_bytes(weight, layout) // shards)
             optimizer += often * resting_states(weight, layout)
     gathered, working = _gathered(every, layout), _working([section for section, _ in every], layout)
     pairs = SCHEDULES[layout.schedule_name].in_flight(rank, layout.pipeline, microbatches, layout.interleave)
@@ -76,12 +90,12 @@ def _gathered(every: Sequence[tuple[Section, int]], layout: Layout) -> int:
     rank has are whole anyway."""
     if layout.zero < 3:
         return 0
-    sizes = sorted(
-        sum(weight.elements * weight.itemsize for weight in section.weights if data_ranks(weight, layout) > 1)
-        for section, often in every
-        for _ in range(min(2, often))
-    )
-    return sum(sizes[-2:]) + sizes[-1]
+    sizes = []
+    for section, often in every:
+        divided = [weight for weight in section.weights if data_ranks(weight, layout) > 1]
+        whole = sum(whole_bytes(weight, layout) for weight in divided)
+        sizes += [(whole, sum(weight.elements * weight.itemsize for weight in divided))] * min(2, often)
+    return sum(sorted(whole for whole, _ in sizes)[-2:]) + max(gradient for _, gradient in sizes)
 
 
 def _activations(in_flight: float, chunks: Sequence[Sequence[Section]], layout: Layout) -> int:

@@ -22,7 +22,6 @@ from .compiler import batch_size
 from .errors import OptionsError
 from .layout import Layout, Recompute
 from .layout_checks import check_modules
-from .layout_memory import state_bytes
 from .layout_model import LayoutModel
 from .layout_precision import computed_in, dtype_of
 from .layout_price import Priced
@@ -73,7 +72,7 @@ class LayoutReport:
     def checkpoint_bytes(self) -> int:
         """Weights, and the optimizer's state with master weights of those that are trained."""
         each = 4 if self.best.layout.precision == "fp32" else 2
-        return self.parameters * each + self.trained * state_bytes(self.best.layout)
+        return self.parameters * each + self.trained * self.best.layout.state_itemsize
 
     @property
     def compared(self) -> dict[str, Priced]:

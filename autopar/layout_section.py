@@ -32,7 +32,7 @@ class Weight:
     """A parameter on one device of the mesh (context, tensor): its elements there and its dtype's bytes; ``partial``
     axes are those over which its gradient is left as a sum to be taken. ``experts``: of a weight that has an entry of
     every expert, among how many ranks these are divided; 0 for any other. One that is not ``trained`` has neither
-    gradient nor optimizer state."""
+    gradient nor optimizer state; of one that is ``cast`` products take copies in fp8."""
 
     path: str
     elements: int
@@ -40,6 +40,7 @@ class Weight:
     partial: tuple[int, ...]
     experts: int = 0
     trained: bool = True
+    cast: bool = False
 
 
 @dataclass(frozen=True)

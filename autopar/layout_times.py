@@ -11,7 +11,7 @@ from .layout import MASTER_BYTES, Layout
 from .layout_cuts import computed_again
 from .layout_exchange import exchange_seconds
 from .layout_exposed import at_once, waited
-from .layout_memory import gradient_bytes
+from .layout_memory import gathered_bytes, gradient_bytes
 from .layout_section import Seconds, Section, Weight, counted
 
 # Pieces in which a collective travels that overlaps with the product next to it: one of them is exposed.
@@ -95,9 +95,9 @@ class SectionTimes:
     def gather(self, section: Section) -> float:
         """Seconds of gathering the weights of a section, together or one by one."""
         if self.layout.gathers == "tensor":
-            sizes = ((weight.experts, weight.elements * weight.itemsize) for weight in section.weights)
+            sizes = ((weight.experts, gathered_bytes(weight, self.layout)) for weight in section.weights)
             return sum(self.over_group("all_gather", experts, nbytes) for experts, nbytes in sizes if nbytes)
-        return self.over_data("all_gather", _by_group([(section, 1)], lambda weight: weight.elements * weight.itemsize))
+        return self.over_data("all_gather", _by_group([(section, 1)], lambda one: gathered_bytes(one, self.layout)))
 
     def adding_up(self, section: Section) -> float:
         """Seconds of adding the gradients of a microbatch to those before it, by operations of their own."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from .cluster import Cluster
 from .layout import Layout
-from .layout_memory import data_ranks, gradient_bytes, resting_states, state_bytes
+from .layout_memory import data_ranks, gradient_bytes, resting_states
 from .layout_section import Section, Weight
 
 
@@ -19,7 +19,7 @@ def updating_seconds(sections: Sequence[tuple[Section, int]], layout: Layout, cl
 def _updated(weight: Weight, layout: Layout) -> float:
     """Bytes that the optimizer reads and writes of a weight on one device."""
     shards = data_ranks(weight, layout) if layout.zero else 1
-    each = 2 * state_bytes(layout) + weight.itemsize
+    each = 2 * layout.state_itemsize + weight.itemsize
     return (gradient_bytes(weight, layout) + weight.elements * each) / shards
 
 

@@ -36,6 +36,30 @@ def recipe(words: str, row: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+# Whose weights rest in fp8 alone where products take them so: recipes gather them (``perf_recipes/_common.py``,
+# ``fp8_param_gather``), but for Muon, Kimi K2's optimizer; NVIDIA's scripts for MLPerf do from 4.0 on (`FP8_PARAMS`).
+IN_FP8 = r"megatron-bridge(?!.*kimi)|mlperf training v[4-9]"
+
+
+def resting(words: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of the layout that say how weights, gradients and optimizer states rest, of dense models too. Recipes
+    reduce gradients in bf16; the optimizer is the precision-aware one in bf16, and always of DeepSeek-V3, whose moments
+    are in bf16; segments expand but under FSDP, whose buffers may be registered with NCCL."""
+    precision, is_sharded = str(row["parallel"].get("precision")).lower(), bool(row["parallel"].get("fsdp"))
+    found: dict[str, Any] = {"weights": "fp8"} if "fp8" in precision and re.search(IN_FP8, words, re.DOTALL) else {}
+    if "megatron-bridge" not in words:
+        return found
+    found["gradients"] = "own"
+    if not is_sharded:
+        found["allocation"] = "expandable"
+        found.update({"masters": "remainder"} if precision == "bf16" else {})
+    if "kimi" in words:
+        found["moments"] = 1
+    if "deepseekv3" in words:
+        found["states"] = "bf16"
+    return found
+
+
 def beside(words: str) -> bool:
     """Whether rows travel to their experts beside another microbatch."""
     return "megatron-bridge" in words and bool(re.search(BESIDE, words))

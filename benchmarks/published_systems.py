@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .published_recipes import beside, recipe
+from .published_recipes import beside, recipe, resting
 
 
 def system(row: Mapping[str, Any]) -> str:
@@ -58,7 +58,7 @@ def habits(row: Mapping[str, Any]) -> dict[str, Any]:
         found.update(known if re.search(word, system(row), re.DOTALL) else {})
     if "(deepspeed)" in system(row) and row["parallel"].get("precision") == "fp16":
         found["gradients"] = "own"
-    return {**found, **recipe(system(row), row)}
+    return {**found, **recipe(system(row), row), **resting(system(row), row)}
 
 
 # Systems whose rows say nothing of the version of FlashAttention and had the first in Triton: llm-foundry's tables

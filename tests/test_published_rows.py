@@ -329,6 +329,28 @@ def test_recipes_say_more_of_mixtures_than_rows() -> None:
     assert (by_rows.layout.dispatch, old.layout.dispatch) == ("rows", "tokens")
 
 
+def test_recipes_say_how_states_rest() -> None:
+    """Of weights in fp8 alone, gradients in bf16, DeepSeek's moments in bf16, Muon's one moment."""
+    found = {
+        name: question_of(mixture(f"{name} GB200 x64", "26.04", **parallel)).layout  # type: ignore[arg-type]
+        for name, parallel in (
+            ("DeepSeekV3", {}),
+            ("Kimi_K2", {}),
+            ("GPT OSS 120B", {"precision": "bf16"}),
+            ("Qwen3_30B_a3B", {"p": 1, "zero_stage": 3, "fsdp": 64}),
+        )
+    }
+    said = {name: (one.weights, one.states, one.masters, one.moments) for name, one in found.items()}
+    assert said == {
+        "DeepSeekV3": ("fp8", "bf16", "fp32", 2),
+        "Kimi_K2": ("own", "fp32", "fp32", 1),
+        "GPT OSS 120B": ("own", "fp32", "remainder", 2),
+        "Qwen3_30B_a3B": ("fp8", "fp32", "fp32", 2),
+    }
+    assert {one.gradients for one in found.values()} == {"own"}
+    assert [one.allocation for one in found.values()] == ["expandable"] * 3 + ["caching"]
+
+
 def test_kernels_of_attention_are_those_of_their_time() -> None:
     first = cluster_of({**ROW, "source": "MosaicML llm-foundry"}).device
     assert first.attention_width == 0

@@ -1,0 +1,117 @@
+"""How weights, gradients and optimizer states rest, and what allocators lose."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.cluster import Cluster
+from autopar.errors import OptionsError
+from autopar.layout import Layout
+from autopar.layout_model import LayoutModel
+from autopar.layout_price import Priced
+from benchmarks.published_models import build
+from benchmarks.published_shape import Experts, Shape
+
+H100 = Cluster.get("dgx-h100")
+SHAPE = Shape(2, 256, 4, 4, 64, 512, gated=True, vocab=1024, seq=128, flash=True)
+MIXTURE = Shape(2, 256, 4, 4, 64, 512, gated=True, vocab=1024, seq=128, flash=True, experts=Experts(8, 2, 128))
+# Of a layer: query, key, value, output; gate, up, down.
+MATRICES = 2 * (4 * 256 * 256 + 3 * 256 * 512)
+REST = 2 * 1024 * 256 + (2 * 2 + 1) * 256
+
+
+@cache
+def model(shape: Shape = SHAPE) -> LayoutModel:
+    ids = torch.empty(16, shape.seq, dtype=torch.long, device="meta")
+    return LayoutModel.of(build(shape), (ids, ids))
+
+
+def price(shape: Shape = SHAPE, **named: Any) -> Priced:
+    return model(shape).price(Layout(**named), H100)
+
+
+def test_weights_of_products_in_fp8_have_copies_or_rest_in_fp8() -> None:
+    """In rows and in columns; all that products in fp8 do not take is in bf16."""
+    layouts: list[dict[str, Any]] = [{}, {"precision": "fp8"}, {"precision": "fp8", "weights": "fp8"}]
+    bf16, own, fp8 = (price(**named).predicted.weight_bytes for named in layouts)
+    assert bf16 == fp8 == 2 * (MATRICES + REST)
+    assert own == bf16 + 2 * MATRICES
+
+
+def test_shards_in_fp8_are_rows_alone_and_travel_as_these() -> None:
+    """A byte less of each element of the share, and two less of both layers as they are gathered."""
+    named: dict[str, Any] = {"data": 8, "zero": 3, "precision": "fp8", "overlap": ()}
+    own, fp8 = (price(**named, weights=weights) for weights in ("own", "fp8"))
+    assert own.predicted.weight_bytes - fp8.predicted.weight_bytes == MATRICES // 8 + 2 * MATRICES
+    assert fp8.predicted.comm_seconds < own.predicted.comm_seconds
+
+
+def test_matrices_of_experts_are_cast_too() -> None:
+    """Not routers; each has eight experts of two matrices, the first twice as wide."""
+    own, fp8 = (price(MIXTURE, precision="fp8", weights=weights).predicted.weight_bytes for weights in ("own", "fp8"))
+    assert own - fp8 == 2 * 2 * (4 * 256 * 256 + 8 * 3 * 256 * 128)
+
+
+def test_rows_of_experts_are_kept_in_fp8() -> None:
+    """Rows that came are taken again by a product alone; what the activation takes stays in bf16."""
+    kept = {
+        precision: model(MIXTURE).sections(Layout(precision=precision), H100).layers[0].saved
+        for precision in ("bf16", "fp8")
+    }
+    without = {
+        precision: kept[precision] - 2 * 128 * (256 * each + 2 * 128 * 2)
+        for precision, each in (("bf16", 2), ("fp8", 1))
+    }
+    # Two norms' results; the first is read by the products of attention, the second by the router as well.
+    assert without["bf16"] - without["fp8"] == 128 * 256
+
+
+def test_bytes_of_states() -> None:
+    """An element has a master weight and two moments; the remainder of one in bf16 is two bytes."""
+    elements = MATRICES + REST
+    cases: list[tuple[dict[str, Any], int]] = [
+        ({}, 12),
+        ({"states": "bf16"}, 8),
+        ({"masters": "remainder"}, 10),
+        ({"states": "bf16", "moments": 1}, 6),
+        ({"states": "bf16", "masters": "remainder"}, 6),
+        ({"precision": "fp32"}, 8),
+        ({"precision": "fp8", "weights": "fp8", "states": "bf16"}, 8),
+    ]
+    for named, each in cases:
+        found = price(**named)
+        assert found.predicted.optimizer_bytes == each * elements, named
+    assert price(states="bf16").parts["update"] < price().parts["update"]
+
+
+def test_expandable_segments_lose_nothing() -> None:
+    caching, expandable = (price(allocation=kind) for kind in ("caching", "expandable"))
+    assert caching.held[0].lost > 0 == expandable.held[0].lost
+    assert expandable.memory_limit == H100.device.memory_bytes - H100.device.reserve_bytes
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ({"weights": "fp8"}, r'Layout\(weights="fp8", precision=\'bf16\'\).*take precision="fp8"'),
+        (
+            {"masters": "remainder", "precision": "fp16"},
+            r"precision='fp16'\): a remainder is what weights in bf16 lack",
+        ),
+        ({"masters": "remainder", "precision": "fp8", "weights": "fp8"}, 'weights="fp8".: a remainder'),
+        ({"states": "fp16"}, "states='fp16'.: one of 'fp32', 'bf16'"),
+        ({"allocation": "pools"}, "'caching', 'expandable', 'static'"),
+    ],
+)
+def test_what_cannot_rest_so_is_refused(named: dict[str, object], message: str) -> None:
+    with pytest.raises(OptionsError, match=message):
+        Layout(**named)  # type: ignore[arg-type]
+
+
+def test_layouts_are_read_as_they_are_written() -> None:
+    layout = Layout(precision="fp8", weights="fp8", states="bf16", allocation="expandable")
+    assert Layout.parse(str(layout)) == layout
