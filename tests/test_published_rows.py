@@ -303,54 +303,6 @@ def test_models_are_in_the_dtype_of_their_rows() -> None:
         assert {weight.itemsize for section in sections.every for weight in section.weights} == {nbytes}
 
 
-def mixture(row: str, release: str, **parallel: object) -> dict[str, Any]:
-    """A row of NeMo's tables as they are written: 61 layers with 16 experts in all."""
-    return {
-        **ROW,
-        "source": f"Megatron-Bridge performance summary ({release} NeMo Container)",
-        "row": row,
-        "model": {**ROW["model"], "layers": 61, "experts": {"n": 16, "top_k": 2}, "vocab": 1000},
-        "cluster": {"gpu": "GB200-NVL72", "n_gpus": 64, "gpus_per_node": 72},
-        "parallel": {"t": 1, "p": 4, "ep": 16, "microbatch": 1, "global_batch": 64, "precision": "mxfp8", **parallel},
-    }
-
-
-def test_recipes_say_more_of_mixtures_than_rows() -> None:
-    new, old = (
-        question_of(mixture("DeepSeekV3 GB200 x256 MXFP8", release, interleave=4)) for release in ("26.06", "26.04")
-    )
-    assert new.layout.graphed == ("*",) and "expert" in new.layout.overlap
-    assert "*" not in old.layout.graphed and "expert" not in old.layout.overlap
-    # 16 chunks of four layers, but the last of one: the head and the second token take the place of three.
-    assert (new.shape.beyond, new.layout.lead, new.layout.tail) == (1, 0, 3)
-    pairs = question_of(mixture("Kimi_K2 GB200 x256 MXFP8", "26.06", interleave=8))
-    assert (pairs.shape.beyond, pairs.layout.lead, pairs.layout.tail) == (0, 1, 2)
-    by_rows = question_of(mixture("GPT OSS 120B GB200 x64 BF16", "26.04", precision="bf16"))
-    assert (by_rows.layout.dispatch, old.layout.dispatch) == ("rows", "tokens")
-
-
-def test_recipes_say_how_states_rest() -> None:
-    """Of weights in fp8 alone, gradients in bf16, DeepSeek's moments in bf16, Muon's one moment."""
-    found = {
-        name: question_of(mixture(f"{name} GB200 x64", "26.04", **parallel)).layout  # type: ignore[arg-type]
-        for name, parallel in (
-            ("DeepSeekV3", {}),
-            ("Kimi_K2", {}),
-            ("GPT OSS 120B", {"precision": "bf16"}),
-            ("Qwen3_30B_a3B", {"p": 1, "zero_stage": 3, "fsdp": 64}),
-        )
-    }
-    said = {name: (one.weights, one.states, one.masters, one.moments) for name, one in found.items()}
-    assert said == {
-        "DeepSeekV3": ("fp8", "bf16", "fp32", 2),
-        "Kimi_K2": ("own", "fp32", "fp32", 1),
-        "GPT OSS 120B": ("own", "fp32", "remainder", 2),
-        "Qwen3_30B_a3B": ("fp8", "fp32", "fp32", 2),
-    }
-    assert {one.gradients for one in found.values()} == {"own"}
-    assert [one.allocation for one in found.values()] == ["expandable"] * 3 + ["caching"]
-
-
 def test_kernels_of_attention_are_those_of_their_time() -> None:
     first = cluster_of({**ROW, "source": "MosaicML llm-foundry"}).device
     assert first.attention_width == 0
