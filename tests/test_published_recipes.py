@@ -7,7 +7,6 @@ from typing import Any
 from benchmarks.published_rows import question_of
 from tests.published_row import made_up
 
-
 ROW = made_up(cluster={"gpu": "A100-80GB-SXM", "n_gpus": 8}, parallel={"t": 2, "p": 2, "d": 2, "global_batch": 16})
 
 
@@ -40,7 +39,7 @@ def test_recipes_say_more_of_mixtures_than_rows() -> None:
 def test_recipes_say_how_states_rest() -> None:
     """Of weights in fp8 alone, gradients in bf16, DeepSeek's moments in bf16, Muon's one moment."""
     found = {
-        name: question_of(mixture(f"{name} GB200 x64", "26.04", **parallel)).layout  # type: ignore[arg-type]
+        name: question_of(mixture(f"{name} GB200 x64", "26.04", **parallel)).layout
         for name, parallel in (
             ("DeepSeekV3", {}),
             ("Kimi_K2", {}),
