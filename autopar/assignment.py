@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from .graph import Graph, Output, Phase, TensorType, Value
+from .graph import Graph, Node, Output, Phase, TensorType, Value
 from .spec import REPLICATE, Placements, Strategy
 
 
@@ -79,12 +79,10 @@ def uses(graph: Graph, assignment: Assignment) -> Iterator[Use]:
     """Every reshard the assignment implies, those that change nothing included, in order of need."""
     seen: set[tuple[Value, Phase, Placements]] = set()
     for node in graph.nodes:
-        for index, value in enumerate(node.operands):
-            target = assignment.strategies[node.name].inputs[index]
-            if (value, node.phase, target) not in seen:
-                seen.add((value, node.phase, target))
-                source = assignment.placements_of(value)
-                yield Use(value, graph.type_of(value), node.phase, "operand", source, target, node.name)
+        for use in operand_uses(graph, assignment, node):
+            if (use.value, use.phase, use.target) not in seen:
+                seen.add((use.value, use.phase, use.target))
+                yield use
     for output in graph.outputs:
         for use in _output_uses(graph, assignment, output):
             if use.role == "gradient":
@@ -97,6 +95,13 @@ def uses(graph: Graph, assignment: Assignment) -> Iterator[Use]:
         if place.optimizer != place.weight:
             value = Value(node.name)
             yield Use(value, node.type, "forward", "refresh", place.optimizer, place.weight, node.name)
+
+
+def operand_uses(graph: Graph, assignment: Assignment, node: Node) -> Iterator[Use]:
+    """The operands of ``node`` in order, each as the node takes it."""
+    for index, value in enumerate(node.operands):
+        source, target = assignment.placements_of(value), assignment.strategies[node.name].inputs[index]
+        yield Use(value, graph.type_of(value), node.phase, "operand", source, target, node.name)
 
 
 def travels_unseen(graph: Graph, value: Value) -> bool:

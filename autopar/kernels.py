@@ -112,9 +112,8 @@ def find_kernels(graph: Graph, moves: Moves, eager: Alone, size: Size) -> Kernel
         light = fuses(producer) and fuses(consumer)
         return light and producer.phase == consumer.phase and not moves(producer, consumer)
 
-    users, depth = _users(graph), _depths(graph, joins)
-    _sunk(graph, depth, users, joins, size)
-    kernels = _in_order(graph, [_kernel(graph, nodes, users) for nodes in _groups(graph, depth, joins)])
+    users = _users(graph)
+    kernels = _in_order(graph, list(_grouped(graph, users, joins, size)))
     return _with_remade(graph, kernels, users, fuses, size)
 
 
@@ -144,20 +143,23 @@ def _is_one_hot(graph: Graph, node: Node) -> bool:
     return _is_constant(graph, graph[origin(graph, node.operands[0]).node])
 
 
-def _sunk(graph: Graph, depth: dict[str, int], users: Mapping[Value, list[Node]], joins: Moves, size: Size) -> None:
-    """Raises the depth of kernels that read no more bytes than they write, constants above all, to that of the first
-    kernel that takes what they write, if all that do may run with them: then it need not be written."""
-    settled: set[str] = set()
-    while True:
-        for nodes in sorted(_groups(graph, depth, joins), key=lambda nodes: depth[nodes[0].name]):
-            level = depth[nodes[0].name]
-            later = _taken_at(nodes, depth, users, joins) if nodes[-1].name not in settled else None
-            settled.add(nodes[-1].name)
-            if later is not None and later > level and _widens(_kernel(graph, nodes, users), size):
-                depth.update({node.name: later for node in nodes})
-                break
-        else:
-            return
+def _grouped(graph: Graph, users: Mapping[Value, list[Node]], joins: Moves, size: Size) -> Iterator[Kernel]:
+    """The kernels, the shallowest first. One that reads no more bytes than it writes, a constant above all, sinks to
+    the depth of the first kernel that takes what it writes, if all that do may run with it: then that need not be
+    written."""
+    depth, place = _depths(graph, joins), {node.name: i for i, node in enumerate(graph.nodes)}
+    levels: dict[int, list[Node]] = {}
+    for name, level in depth.items():
+        levels.setdefault(level, []).append(graph[name])
+    # Whatever takes a kernel's results and may run with it is deeper: a level that has been looked at stays as it is.
+    for level in range(len(levels)):
+        for nodes in _connected(graph, sorted(levels[level], key=lambda node: place[node.name]), joins):
+            kernel, deeper = _kernel(graph, nodes, users), _taken_at(nodes, depth, users, joins)
+            if deeper is None or not _widens(kernel, size):
+                yield kernel
+            else:
+                depth.update({node.name: deeper for node in nodes})
+                levels[deeper] += nodes
 
 
 def _taken_at(
@@ -186,6 +188,7 @@ def _real_operands(graph: Graph, node: Node) -> list[Value]:
 
 
 def _depths(graph: Graph, joins: Moves) -> dict[str, int]:
+    """The most kernels on a way to each operation."""
     depth: dict[str, int] = {}
     for node in graph.nodes:
         if node.is_placeholder or is_alias(node):
@@ -200,27 +203,16 @@ def _depths(graph: Graph, joins: Moves) -> dict[str, int]:
     return depth
 
 
-def _groups(graph: Graph, depth: Mapping[str, int], joins: Moves) -> list[list[Node]]:
-    parent = {name: name for name in depth}
-
-    def root(name: str) -> str:
-        while parent[name] != name:
-            parent[name] = parent[parent[name]]
-            name = parent[name]
-        return name
-
-    for node in graph.nodes:
-        if node.name in depth:
-            for value in _real_operands(graph, node):
-                producer = graph[value.node]
-                level = depth.get(producer.name) == depth[node.name]
-                if level and joins(producer, node):
-                    parent[root(node.name)] = root(producer.name)
-    found: dict[str, list[Node]] = {}
-    for node in graph.nodes:
-        if node.name in depth:
-            found.setdefault(root(node.name), []).append(node)
-    return list(found.values())
+def _connected(graph: Graph, level: Sequence[Node], joins: Moves) -> Iterator[list[Node]]:
+    """Operations of one depth, given in order, that are connected."""
+    place = {node.name: i for i, node in enumerate(level)}
+    links: nx.Graph[str] = nx.Graph()
+    links.add_nodes_from(place)
+    for node in level:
+        makers = (value.node for value in _real_operands(graph, node) if value.node in place)
+        links.add_edges_from((maker, node.name) for maker in makers if joins(graph[maker], node))
+    for names in nx.connected_components(links):
+        yield [level[i] for i in sorted(map(place.__getitem__, names))]
 
 
 def _users(graph: Graph) -> dict[Value, list[Node]]:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Partial
 
 from autopar.cost import compute_seconds, family_of
 
-from .assignment import Use, uses
+from .assignment import Use, operand_uses, uses
 from .cluster import Cluster
 from .depth import Depth
 from .graph import Graph, Node, TensorType, Value
@@ -184,17 +184,19 @@ class _Biller:
         """Bytes of what comes into the modules of :attr:`Layout.holds` from others, and of the copies that collectives
         make of it for them, where these are not kept anyway."""
         found: dict[tuple[Value, Placements], int] = {}
-        for node in self.graph.nodes:
-            if node.phase == "forward" and self.homes[node.name] == name and matches(node.module, self.layout.holds):
-                for value, target in zip(node.operands, self.assignment.strategies[node.name].inputs, strict=True):
-                    source, here = origin(self.graph, value), self.assignment.placements_of(value)
-                    if self._is_made_elsewhere(source) and (target != here or source not in self.kernels.saved):
-                        found[source, target] = local_bytes(self.graph.type_of(value), target, self.prices.mesh)
+        for use in self._operands(name):
+            source = origin(self.graph, use.value)
+            if not self._is_held(use.consumer) or not self._is_made_elsewhere(source):
+                continue
+            if use.target != use.source or source not in self.kernels.saved:
+                found[source, use.target] = self._taken(use)
         return sum(found.values())
 
     def _is_made_elsewhere(self, value: Value) -> bool:
-        node = self.graph[value.node]
-        return node.name in self.varying and not matches(node.module, self.layout.holds)
+        return value.node in self.varying and not self._is_held(value.node)
+
+    def _is_held(self, name: str) -> bool:
+        return matches(self.graph[name].module, self.layout.holds)
 
     def _remaking(self, value: Value) -> float:
         """Seconds of making a value again from what is kept."""
@@ -224,19 +226,21 @@ class _Biller:
 
     def entry(self, name: str) -> int:
         """Bytes of what comes in from the sections before, in forward."""
-        found = {
-            origin(self.graph, value): local_bytes(
-                self.graph.type_of(value), self.assignment.strategies[node.name].inputs[i], self.prices.mesh
-            )
-            for node in self.graph.nodes
-            if node.phase == "forward" and not node.is_placeholder and self.homes[node.name] == name
-            for i, value in enumerate(node.operands)
-        }
-        outside = {v: size for v, size in found.items() if self._comes_in(v, name)}
-        return sum(outside.values())
+        taken = {origin(self.graph, use.value): self._taken(use) for use in self._operands(name)}
+        return sum(size for value, size in taken.items() if self._comes_in(value, name))
 
     def _comes_in(self, value: Value, name: str) -> bool:
         return value.node in self.varying and self.homes[value.node] != name
+
+    def _operands(self, name: str) -> Iterator[Use]:
+        """What the operations of a section take in forward."""
+        for node in self.graph.nodes:
+            if node.phase == "forward" and self.homes[node.name] == name:
+                yield from operand_uses(self.graph, self.assignment, node)
+
+    def _taken(self, use: Use) -> int:
+        """Bytes of a value on one device, as it is taken."""
+        return local_bytes(use.kind, use.target, self.prices.mesh)
 
     def flops(self, name: str) -> float:
         """Of the matrix products of a section, on whole tensors."""

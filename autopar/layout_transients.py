@@ -8,15 +8,16 @@ last reader.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .assignment import Assignment
+from .assignment import Assignment, Use, operand_uses
 from .graph import Graph, Value
 from .kernels import Kernel, readers
 from .layout_experts import OPERATIONS
 from .prices import local_bytes
+from .spec import Placements
 
 
 @dataclass(frozen=True)
@@ -118,14 +119,17 @@ class Transients:
         is_read_later = self.last_read[value] > self.place[id(kernels[-1])]
         return Span(0, end if is_read_later else read.get(value, end), nbytes)
 
-    def _moved(self, kernels: Sequence[Kernel]) -> Iterator[Span]:
+    def _moved(self, kernels: Sequence[Kernel]) -> Iterable[Span]:
         """What collectives make of values, for all kernels that take them so."""
-        spans: dict[Hashable, tuple[int, int, int]] = {}
+        found: dict[tuple[Value, Placements], Span] = {}
+        for at, use in self._resharded(kernels):
+            nbytes, taken = local_bytes(use.kind, use.target, self.assignment.mesh), (use.value, use.target)
+            found[taken] = Span(found[taken].first if taken in found else at, at, nbytes)
+        return found.values()
+
+    def _resharded(self, kernels: Sequence[Kernel]) -> Iterator[tuple[int, Use]]:
+        """The operands that kernels take otherwise than they lie, each with the place of the kernel."""
         for at, kernel in enumerate(kernels):
             for node in kernel.nodes:
-                for value, target in zip(node.operands, self.assignment.strategies[node.name].inputs, strict=True):
-                    if self.assignment.placements_of(value) != target:
-                        first = spans.get((value, target), (at, at, 0))[0]
-                        nbytes = local_bytes(self.graph.type_of(value), target, self.assignment.mesh)
-                        spans[value, target] = first, at, nbytes
-        return (Span(*span) for span in spans.values())
+                moved = (use for use in operand_uses(self.graph, self.assignment, node) if use.source != use.target)
+                yield from ((at, use) for use in moved)
