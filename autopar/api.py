@@ -23,9 +23,9 @@ from .errors import OptionsError
 from .first_rank import on_first_rank
 from .options import Options, under_policy
 from .plan import Plan
-from .planner import Timings
 from .precision import scales_loss
 from .search import answer
+from .timings import Timings
 
 Batch = torch.Tensor | Sequence[Any] | Mapping[str, Any]
 Mesh = DeviceMesh | Sequence[int] | int

@@ -33,20 +33,22 @@ from .cluster import Cluster
 from .compile_stages import StageCompiler, check_memory
 from .errors import PlanMismatchError
 from .first_rank import on_first_rank
+from .fixed_parameters import fixed_assignment
 from .graph import Dim, Graph
 from .options import Options, without_stages
 from .pipeline import PipelineProgram
 from .placed_step import PlacedStep
 from .plan import Plan
-from .planner import Question, Timings, fixed_assignment
 from .precision import Precision, autocast_dtype, check_precision, scales_loss
 from .prices import BUCKET_BYTES, Prices
 from .program import Program
+from .question import Question
 from .refit import refit
 from .search import answer
 from .spec import coordinate_of
 from .step_graphs import graph_hash, pipelined_graph, step_graph
 from .step_memory import memory
+from .timings import Timings
 from .trace import Traced, trace
 from .trace_call import describe_call
 

@@ -9,7 +9,7 @@ from .assignment import Assignment
 from .axis_names import default_names
 from .graph import Graph
 from .plan import Plan, Predicted
-from .planner import Question
+from .question import Question
 from .stage_meshes import StageMeshes
 
 

@@ -11,7 +11,7 @@ from .errors import InfeasibleError
 from .optimizers import ELEMENTWISE
 from .options import Options
 from .plan_units import size
-from .planner import Question
+from .question import Question
 from .stage_meshes import StageMeshes
 
 # By how much at a time a limit that fits is lowered; by less where that fails.

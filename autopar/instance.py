@@ -65,8 +65,7 @@ class Route(NamedTuple):
 class Instance:
     """``choices[i]`` of group i of ``problem``, whose node is ``names[i]``; ``again``: what may be recomputed, if
     anything; see the module docstring; ``offload``: whether optimizer state may rest in host memory; ``routes``: of the
-    first transfers of ``problem`` what they are; ``unlimited``: seconds that no choices take less than, whatever the
-    memory limit, where that is known."""
+    first transfers of ``problem`` what they are."""
 
     graph: Graph
     prices: Prices
@@ -78,7 +77,6 @@ class Instance:
     again: Recomputable | None = None
     offload: bool = False
     routes: tuple[Route, ...] = ()
-    unlimited: float = -math.inf
 
     @cached_property
     def index(self) -> Mapping[str, int]:

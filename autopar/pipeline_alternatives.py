@@ -18,7 +18,7 @@ from .graph import Graph
 from .infeasible_pipeline import pipeline_infeasible
 from .options import SOLVED, Options
 from .plan import Predicted
-from .planner import Question, Timings, memory_limit_of
+from .question import Question, memory_limit_of
 from .stage_attempts import attempts
 from .stage_meshes import StageMeshes
 from .stage_plan import staged_predicted
@@ -26,6 +26,7 @@ from .stage_programs import StagePrograms
 from .stage_search import Ask, StagedAnswer
 from .stage_solved import Measure, with_solved_schedule
 from .step_graphs import pipelined_graph
+from .timings import Timings
 from .write_staged_plan import staged_plan
 
 # A pipeline this many times slower than the best plan without is not helped by more microbatches.

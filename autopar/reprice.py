@@ -15,11 +15,10 @@ from autopar.passes.annotate import annotate
 from autopar.passes.fold import fold_layers
 from autopar.passes.microbatch import microbatch, split_inputs
 from autopar.passes.recomputable import recomputable
-from autopar.passes.recompute import recomputed
 from autopar.passes.rest import InsertRests
 from autopar.passes.stages import cut
 
-from .account import account
+from .answer import Answer
 from .assignment import Assignment
 from .cluster import Cluster
 from .compiler import Prepared
@@ -27,17 +26,17 @@ from .errors import PlanMismatchError
 from .graph import Graph
 from .instance import Instance, build_instance
 from .options import Options, under_policy
-from .placed_step import PlacedStep
 from .plan import Plan
 from .planned_pipeline import PlannedPipeline
-from .planner import Answer, Question, Timings
 from .prices import Prices
 from .problem import Solution, evaluate
+from .question import Question
 from .refit import refit_plan
 from .repeats import ONCE, Repeats
 from .stage_meshes import StageMeshes
 from .stage_search import inner_repeats, scheduled_answer
 from .step_graphs import graph_hash, pipelined_graph, step_graph
+from .timings import Timings
 from .write_plan import make_plan
 from .write_staged_plan import staged_plan
 
@@ -118,5 +117,4 @@ def _answer(question: Question, graph: Graph, assignment: Assignment, repeats: R
         instance = folded
     chosen = np.asarray(instance.chosen(assignment))
     solution = Solution(chosen, evaluate(instance.problem, chosen), 0.0, "feasible", 0.0)
-    bill = account(PlacedStep(*recomputed(graph, assignment), prices, optimizer, repeats))
-    return Answer(instance, solution, assignment, bill)
+    return Answer.of(instance, solution)

@@ -11,15 +11,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
+from .answer import Answer
 from .errors import InfeasibleError, OptionsError
 from .figures import predicted
 from .found_plan import Found, named_axes
 from .pipeline_alternatives import with_stages
 from .plan import Plan, Predicted
-from .planner import Answer, Question, Timings, mesh_candidates, solve_mesh
+from .planner import solve_mesh
+from .question import Question, mesh_candidates
 from .stage_meshes import StageMeshes
 from .stage_segments import stage_pins
 from .step_graphs import step_graph
+from .timings import Timings
 from .write_plan import make_plan
 
 # Pipelines of processes that share cores took up to this many times their price, relative to plans without stages

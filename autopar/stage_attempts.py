@@ -16,8 +16,8 @@ from autopar.passes.annotate import annotate
 
 from .cluster import Cluster
 from .graph import VIEWS, Graph
-from .planner import Question, axes_are_fixed
 from .prices import Prices
+from .question import Question, axes_are_fixed
 from .stage_meshes import StageMeshes, layouts, microbatch_counts
 
 # How many placement programs may be solved to see whether stages pay, times the operations of the graph: at least one.

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from .answer import Answer
 from .errors import InfeasibleError
 from .graph import Graph
-from .planner import Answer, Question, Timings, mesh_candidates, solve_only
+from .planner import solve_only
+from .question import Question, mesh_candidates
 from .repeats import Repeats
+from .timings import Timings
 
 # What a stage takes may be so much less than its share of the program's bound: the program hides messages under the
 # computing of all stages, a bill under that of one (4% apart in seven of eight plans, 11% in the other).
@@ -36,5 +39,5 @@ class StagePrograms:
             )
         asked = replace(self.question, repeats=repeats, memory_limit=limit, host_limit=host)
         solved = [solve_only(replace(asked, mesh=mesh), graph, self.timings) for mesh in mesh_candidates(self.question)]
-        self._least = min(one.instance.unlimited for one in solved) / repeats.stages
+        self._least = min(one.unlimited for one in solved) / repeats.stages
         return min(solved, key=lambda one: one.account.seconds)

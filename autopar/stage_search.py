@@ -24,12 +24,12 @@ from autopar.passes.microbatch import Microbatched, microbatch
 from autopar.passes.rest import InsertRests
 from autopar.passes.stages import cut
 
+from .answer import Answer
 from .errors import InfeasibleError, OptionsError
 from .graph import Graph
 from .infeasible import check_host
 from .options import SOLVED
 from .planned_pipeline import PlannedPipeline
-from .planner import Answer
 from .problem import Ints
 from .repeats import Repeats
 from .schedule import Edge as Link

@@ -11,11 +11,11 @@ import numpy as np
 from autopar.passes.cut_candidates import CutCandidate
 from autopar.passes.stages import cut
 
+from .answer import Answer
 from .errors import OptionsError
 from .graph import RECOMPUTED, REST, Graph
 from .item_prices import parameter_bytes
 from .plan import ONCE_A_STEP
-from .planner import Answer
 from .prices import local_bytes
 from .problem import Ints
 from .restrict import unmatched

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -43,23 +43,33 @@ def without_limit(instance: Instance) -> Instance:
     return replace(instance, problem=replace(instance.problem, memory_limit=math.inf))
 
 
+@dataclass(frozen=True, eq=False)
+class Solved:
+    """A solution, and the instance that had to be solved for it. ``unlimited``: seconds that no choices take less than,
+    whatever the memory limit, where that is known."""
+
+    instance: Instance
+    solution: Solution
+    unlimited: float = -math.inf
+
+
 def solve_within(
     options: Options, plain: Instance, widen: Callable[[], Instance], solve: Solve, incumbents: Sequence[Ints]
-) -> tuple[Instance, Solution]:
-    """The solved instance: ``plain`` where that does, else what ``widen`` makes of it. ``incumbents`` are choices of
-    ``plain``, which mean the same in both. Raises :class:`OptionsError` if ``options`` ask for offload where there can
-    be none."""
+) -> Solved:
+    """Solves ``plain`` where that does, else what ``widen`` makes of it. ``incumbents`` are choices of ``plain``, which
+    mean the same in both. Raises :class:`OptionsError` if ``options`` ask for offload where there can be none."""
     check_offload(options, plain.prices.cluster)
     if not may_widen(options, plain):
-        return plain, solve(plain, [c for c in incumbents if _within(plain, c)])
+        return Solved(plain, solve(plain, [c for c in incumbents if _within(plain, c)]))
+    unlimited = -math.inf
     if options.recompute in (None, "none") and not options.offload:
         free = solve(without_limit(plain), incumbents)
-        plain = replace(plain, unlimited=free.bound)
         if fits(plain, free):
-            return plain, free
+            return Solved(plain, free, free.bound)
+        unlimited = free.bound
         incumbents = [free.choices, *incumbents] if free.status != "infeasible" else incumbents
-    wide = replace(widen(), unlimited=plain.unlimited)
-    return wide, solve_wide(wide, solve, incumbents)
+    wide = widen()
+    return Solved(wide, solve_wide(wide, solve, incumbents), unlimited)
 
 
 def solve_wide(wide: Instance, solve: Solve, incumbents: Sequence[Ints]) -> Solution:
@@ -101,7 +111,6 @@ def widened(plain: Instance, options: Options) -> Instance:
     )
     if options.offload:
         wide = with_choices(wide, lambda _, choice: not isinstance(choice, ParameterPlacement) or choice.offload)
-    wide = replace(wide, unlimited=plain.unlimited)
     if possible is None or options.recompute is None:
         return wide
     dropped = possible.full if options.recompute == "full" else possible.selective

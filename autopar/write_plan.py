@@ -8,14 +8,16 @@ from autopar.passes.annotate import rule_sources
 from autopar.passes.recompute import recomputed
 
 from .alternatives import answers
+from .answer import Answer
 from .axis_names import default_names
 from .exact_memory import exact_memory
 from .figures import plan_line, predicted
 from .graph import Graph
 from .plan import Plan, Predicted
-from .planner import Answer, Question, Timings, memory_limit_of
+from .question import Question, memory_limit_of
 from .restrict import module_outputs
 from .step_graphs import graph_hash
+from .timings import Timings
 
 
 def make_plan(

@@ -7,10 +7,11 @@ from dataclasses import replace
 from .exact_stages import exact_stages, fullest, peak, with_memory
 from .figures import plan_line
 from .plan import Plan
-from .planner import Question, Timings, memory_limit_of
+from .question import Question, memory_limit_of
 from .stage_plan import gradient_values, new_nodes, new_strategies, staged_holdings, staged_lines, staged_predicted
 from .stage_search import StagedAnswer
 from .step_graphs import graph_hash, step_graph
+from .timings import Timings
 from .write_plan import make_plan
 
 

@@ -22,9 +22,9 @@ from autopar.passes.annotate import annotate
 from autopar.passes.lower import Lowering, lower
 from autopar.passes.overlap import overlap
 from autopar.placed_step import PlacedStep
-from autopar.planner import Question
 from autopar.prices import BUCKET_BYTES, Prices
 from autopar.program import Program
+from autopar.question import Question
 from autopar.runtime.launch import run_local
 from autopar.step_graphs import step_graph
 from tests.models import Batch, make

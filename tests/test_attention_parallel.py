@@ -16,10 +16,12 @@ from autopar.assignment import Assignment
 from autopar.graph import Graph
 from autopar.options import Options
 from autopar.passes.annotate import annotate
-from autopar.planner import Question, Timings, solve_mesh
+from autopar.planner import solve_mesh
 from autopar.prices import Prices
+from autopar.question import Question
 from autopar.spec import local_shape, shard_dim
 from autopar.step_graphs import step_graph
+from autopar.timings import Timings
 from autopar.trace import trace
 from tests.interpret import interpret
 from tests.questions import ask

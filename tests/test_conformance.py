@@ -14,8 +14,8 @@ from autopar.assignment import Assignment
 from autopar.graph import Graph
 from autopar.instance import parameter_choices
 from autopar.passes.conformance import collectives_of, difference
-from autopar.planner import Question
 from autopar.program import Instruction, Program, Section, TensorSlot
+from autopar.question import Question
 from autopar.reshard import Collective
 from autopar.spec import parse_placements
 from tests.models import MODELS, make

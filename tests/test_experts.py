@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 import autopar
 from autopar.graph import Graph
-from autopar.planner import Timings
 from autopar.search import answer
 from autopar.spec import shard_dim
+from autopar.timings import Timings
 from autopar.trace import trace
 from autopar.trace_experts import activation_text
 from tests.questions import ask

@@ -14,10 +14,12 @@ from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.infeasible_pipeline import smallest_limit
 from autopar.options import Options
-from autopar.planner import Question, Timings, solve_mesh
+from autopar.planner import solve_mesh
+from autopar.question import Question
 from autopar.search import answer
 from autopar.solve_program import Answer
 from autopar.step_graphs import step_graph
+from autopar.timings import Timings
 from tests.models import Stack, make, text
 from tests.questions import ask
 from tests.test_solve_budget import hurry

@@ -17,12 +17,13 @@ from autopar.errors import AutoparError, InfeasibleError, OptionsError
 from autopar.optimizers import ELEMENTWISE
 from autopar.options import Options
 from autopar.plan import Plan
-from autopar.planner import Timings, solve_mesh
+from autopar.planner import solve_mesh
 from autopar.problem import host_of
 from autopar.runtime import optimizer as steps
 from autopar.runtime.optimizer import make_optimizer
 from autopar.search import answer
 from autopar.step_graphs import step_graph
+from autopar.timings import Timings
 from tests.models import Stack, text
 from tests.questions import ask, on
 

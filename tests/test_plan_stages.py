@@ -19,10 +19,11 @@ from autopar.options import Options
 from autopar.plan_rows import module_rows
 from autopar.plan_stage_text import stage_lines
 from autopar.plan_stages import busiest_stage, folded_modules, sends, stage_rows
-from autopar.planner import Question, Timings
+from autopar.question import Question
 from autopar.schedule_check import check
 from autopar.search import answer
 from autopar.timeline import timeline_from_chrome_trace
+from autopar.timings import Timings
 from tests.models import Stack, text
 from tests.questions import slow_devices
 from tests.test_plan_text import check_shape

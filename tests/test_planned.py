@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 
 from autopar import search
+from autopar.answer import Answer
 from autopar.passes.conformance import collectives_of, difference
 from autopar.plan import Plan
-from autopar.planner import Answer, Timings, solve_mesh
+from autopar.planner import solve_mesh
 from autopar.problem import evaluate, memory_of
 from autopar.reshard import Collective
 from autopar.search import answer
 from autopar.spec import short
+from autopar.timings import Timings
 from tests.models import make
 from tests.questions import Setting, ask, asked, setting, slow_devices
 

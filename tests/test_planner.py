@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar import planner
+from autopar import planner, solve_in_time
 from autopar.cluster import Cluster
 from autopar.cost import collective_seconds
 from autopar.errors import InfeasibleError, OptionsError
@@ -23,13 +23,15 @@ from autopar.options import Options
 from autopar.passes.annotate import annotate
 from autopar.passes.fold import fold_layers
 from autopar.plan import Plan
-from autopar.planner import Question, Timings, memory_limit_of, mesh_candidates, solve_mesh
+from autopar.planner import solve_mesh
 from autopar.prices import Prices
 from autopar.problem import Problem, Solution, evaluate, memory_of
+from autopar.question import Question, memory_limit_of, mesh_candidates
 from autopar.search import answer
 from autopar.solve import solve
 from autopar.spec import parse_placements, short
 from autopar.step_graphs import step_graph
+from autopar.timings import Timings
 from tests.models import Stack, text
 from tests.questions import ask, asked, setting, slow_devices
 
@@ -53,7 +55,7 @@ def test_the_time_limit_is_that_of_the_whole_plan(monkeypatch: pytest.MonkeyPatc
         given.append(time_limit)
         return replace(solve(problem, time_limit=20, **arguments), seconds=time_limit)
 
-    monkeypatch.setattr(planner, "solve", exhausting)
+    monkeypatch.setattr(solve_in_time, "solve", exhausting)
     plan = planned("plain", (4,), mesh_search=True, time_limit=64.0, cluster=slow_devices())
     assert given == [64.0 / 2 ** (n + 1) for n in range(len(given))] and len(given) > 2
     assert any("solving took all of time_limit=64 s" in warning for warning in plan.warnings) == (given[-1] <= 1.0)
@@ -134,7 +136,7 @@ def test_layers_that_differ_are_sought_only_where_the_limit_costs_more_than_the_
 ) -> None:
     question = ask(Stack(layers=3, width=32, hidden=128), text(8, 8), (4,))
     graph = step_graph(question.graph, question.loss, question.batch)
-    monkeypatch.setattr(planner, "_stretched", Mock(side_effect=SoughtError))
+    monkeypatch.setattr(planner, "stretched", Mock(side_effect=SoughtError))
     free, _ = solve_mesh(question, graph, Timings())
     needed = memory_of(free.instance.problem, free.solution.choices)
     for share in (1.01, 0.5):

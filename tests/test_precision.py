@@ -26,10 +26,10 @@ from autopar.passes.recomputable import recomputable
 from autopar.passes.recompute import recomputed
 from autopar.passes.scaled_loss import ScaledLoss
 from autopar.plan import Plan
-from autopar.planner import Timings
 from autopar.prices import Prices
 from autopar.search import answer
 from autopar.step_graphs import step_graph
+from autopar.timings import Timings
 from tests.eager_draws import STATE
 from tests.interpret import Results, interpret
 from tests.lowering import plain

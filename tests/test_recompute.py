@@ -22,11 +22,12 @@ from autopar.passes.conformance import collectives_of, difference
 from autopar.passes.recomputable import recomputable
 from autopar.passes.recompute import Recompute, recomputed
 from autopar.plan import Plan
-from autopar.planner import Question, Timings
 from autopar.prices import BUCKET_BYTES
 from autopar.problem import evaluate
+from autopar.question import Question
 from autopar.reshard import Collective
 from autopar.search import answer
+from autopar.timings import Timings
 from autopar.within_memory import widened
 from tests.models import Stack, text
 from tests.questions import CLUSTER, Setting, ask, setting
@@ -172,9 +173,9 @@ def test_recomputation_is_tried_where_only_the_rehearsed_peak_exceeds_the_limit(
     """What the program deems to fit, and the rehearsal of the step not, fits with values recomputed."""
     question = ask(Wide(), (torch.randn(512, 8),), (2,), time_limit=8.0)
     free = planned(question, recompute="none")
-    rehearsed = planner._peak
+    rehearsed = planner.peak_bytes
     more = int(0.3 * free.predicted.peak_bytes)
-    monkeypatch.setattr(planner, "_peak", lambda found: rehearsed(found) + more)
+    monkeypatch.setattr(planner, "peak_bytes", lambda found: rehearsed(found) + more)
     found = planned(question, memory_limit=int(1.1 * free.predicted.peak_bytes))
     assert found.recomputed and found.predicted.peak_bytes + more <= found.memory_limit
 

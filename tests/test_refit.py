@@ -9,8 +9,9 @@ from autopar.compiler import Prepared, prepare
 from autopar.errors import PlanMismatchError
 from autopar.options import Options
 from autopar.plan import Plan
-from autopar.planner import Question, Timings
+from autopar.question import Question
 from autopar.search import answer
+from autopar.timings import Timings
 from tests.models import Stack, make, text
 from tests.questions import slow_devices
 

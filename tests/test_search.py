@@ -16,12 +16,12 @@ from autopar.cluster import Cluster
 from autopar.cost.pipeline_prices import SharedProcessors
 from autopar.errors import InfeasibleError
 from autopar.found_plan import Found
-from autopar.planner import Timings
 from autopar.repeats import Repeats
 from autopar.schedule_check import check
 from autopar.schedules import SCHEDULES
 from autopar.stage_meshes import StageMeshes, layout_for, layouts, microbatch_counts
 from autopar.stage_prices import shared_processors
+from autopar.timings import Timings
 from tests.models import make
 from tests.questions import ask
 
@@ -305,7 +305,7 @@ def test_on_shared_cores_stages_that_nobody_asked_for_must_win_clearly() -> None
 def test_stages_that_cannot_win_are_not_sought_with_less_memory(monkeypatch: pytest.MonkeyPatch, best: float) -> None:
     """Two stages that take at least 4 s together, 2 s each, beside a plan of ``best`` seconds. Bills were seen 11%
     under their share of the program's bound, so that 1.77 s are no reason yet."""
-    answer = Mock(**{"instance.unlimited": 4.0, "account.seconds": 5.0})
+    answer = Mock(**{"unlimited": 4.0, "account.seconds": 5.0})
     solve_only = Mock(return_value=answer)
     monkeypatch.setattr(stage_programs, "solve_only", solve_only)
     question = ask(*make("plain"), (2,))

@@ -13,11 +13,13 @@ from torch.nn import functional as F
 from autopar.cluster import Cluster
 from autopar.graph import TensorType
 from autopar.options import Options
-from autopar.planner import Question, Timings, solve_mesh
+from autopar.planner import solve_mesh
 from autopar.prices import Prices
+from autopar.question import Question
 from autopar.reshard import make_hop
 from autopar.search import answer
 from autopar.spec import Strategy, is_shard, parse_placements, shard_dim
+from autopar.timings import Timings
 from tests.zoo.check import Case, check_assignments, compute_bound, make_case
 
 VOCABULARY, TOKENS, HEADS, WIDTH = 257, 17, 3, 96

@@ -9,12 +9,13 @@ import pytest
 
 from autopar.cluster import Cluster
 from autopar.plan_timeline import step_timeline
-from autopar.planner import Timings, solve_mesh
+from autopar.planner import solve_mesh
 from autopar.prices import exchanged_bytes
 from autopar.problem import evaluate, sides_of
 from autopar.repeats import ONCE, Repeats
 from autopar.search import answer
 from autopar.step_graphs import step_graph
+from autopar.timings import Timings
 from autopar.windows import Shares, Sides, gather_windows, hidden_shares, windows_of
 from tests.models import make
 from tests.questions import CLUSTER, ask

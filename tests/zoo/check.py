@@ -23,10 +23,12 @@ from autopar.passes.annotate import annotate
 from autopar.passes.lower import Lowering, lower
 from autopar.passes.normalise import normalise
 from autopar.passes.overlap import overlap
-from autopar.planner import Question, Timings, solve_mesh
+from autopar.planner import solve_mesh
 from autopar.prices import Prices
 from autopar.program import Program
+from autopar.question import Question
 from autopar.step_graphs import step_graph
+from autopar.timings import Timings
 from autopar.trace import trace
 from tests.eager_draws import STATE, eager_draws
 from tests.interpret import interpret

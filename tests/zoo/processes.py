@@ -13,9 +13,11 @@ from autopar.compiler import Prepared, ask, prepare
 from autopar.equality import Closeness
 from autopar.options import Options
 from autopar.plan import Plan
-from autopar.planner import Question, Timings, solve_only
+from autopar.planner import solve_only
+from autopar.question import Question
 from autopar.runtime.launch import run_local
 from autopar.step_graphs import step_graph
+from autopar.timings import Timings
 from autopar.verify_report import OneStep, judge
 from autopar.verify_steps import Task, in_training, one_process, parallel_step
 from autopar.write_plan import make_plan
