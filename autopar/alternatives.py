@@ -15,7 +15,8 @@ import numpy as np
 
 from .assignment import Assignment, ParameterPlacement
 from .graph import DTYPE_NAMES, REST, Graph, Node
-from .instance import Choice, Instance
+from .instance import Instance
+from .offer import Choice
 from .placed_step import PlacedStep
 from .plan import Alternative, Alternatives, Holding, PlanNode
 from .prices import local_bytes

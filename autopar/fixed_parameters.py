@@ -10,7 +10,8 @@ from autopar.passes.fold import fold_layers
 
 from .assignment import Assignment, ParameterPlacement
 from .graph import Graph, Node
-from .instance import Choice, build_instance
+from .instance import build_instance
+from .offer import Choice
 from .prices import Prices
 from .question import Question
 from .restrict import with_choices

@@ -7,6 +7,8 @@ more devices there are; so the placement program is not offered it. Partial sums
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from torch.distributed.tensor import Partial
 
@@ -30,7 +32,7 @@ def summed_late(graph: Graph) -> frozenset[Value]:
     return frozenset(value for value, size in bits.items() if graph.type_of(value).dtype.itemsize < size)
 
 
-def without_sums(cost: Floats, rows: list[Placements | None], columns: list[Placements | None]) -> Floats:
+def without_sums(cost: Floats, rows: Sequence[Placements | None], columns: Sequence[Placements | None]) -> Floats:
     """``cost`` [rows, columns] of reshards where what adds up partial sums is impossible, unless a row is left with
     nothing."""
     found = cost.copy()

@@ -25,11 +25,13 @@ from autopar.cost import family_of
 
 from .axis_names import weight_values
 from .graph import VIEWS, Graph, Node, Value
-from .instance import OUTPUTS, Choice, Instance, Route, operand_place, result_place
+from .instance import Instance
 from .kernels import is_heavy, origin
 from .layout import TENSOR, Layout
 from .layout_experts import OPERATIONS
+from .offer import OUTPUTS, Choice, operand_place, result_place
 from .problem import Floats, Ints, Transfer
+from .routes import Route
 from .spec import REPLICATE, Placements, Strategy, is_shard
 
 # Share of a device's processors that collectives take while they travel (HybridEP: 32 of 148).

@@ -24,11 +24,12 @@ from .assignment import Assignment, ParameterPlacement
 from .cluster import Cluster
 from .errors import OptionsError
 from .graph import REST, Graph, Node, TensorType, Value
-from .instance import Choice, Instance, build_instance
+from .instance import Instance, build_instance
 from .kernels import readers
 from .layout import CONTEXT, TENSOR, Layout, matches
 from .layout_experts import routers
 from .layout_exposed import as_billed, scattering
+from .offer import Choice
 from .prices import Prices, exchanged_bytes, placement_options
 from .problem import Solution, evaluate
 from .reshard import Hop

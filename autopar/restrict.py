@@ -13,7 +13,8 @@ from torch.distributed.tensor import Shard
 from .assignment import ParameterPlacement
 from .errors import OptionsError
 from .graph import REST, Graph, Node
-from .instance import OUTPUTS, Choice, Instance
+from .instance import Instance
+from .offer import OUTPUTS, Choice
 from .paths import meant
 from .problem import Transfer
 from .spec import REPLICATE, Placement, Placements, is_shard, parse_placements, short

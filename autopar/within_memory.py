@@ -20,7 +20,8 @@ from .assignment import Again, ParameterPlacement
 from .cluster import Cluster
 from .errors import OptionsError
 from .graph import REST, Node
-from .instance import Choice, Instance, build_instance
+from .instance import Instance, build_instance
+from .offer import Choice
 from .optimizers import ELEMENTWISE
 from .options import Options
 from .problem import Ints, Solution, evaluate, is_within, memory_of

@@ -12,11 +12,11 @@ import torch
 from autopar.account import Account
 from autopar.assignment import Assignment
 from autopar.graph import Graph
-from autopar.instance import parameter_choices
 from autopar.passes.conformance import collectives_of, difference
 from autopar.program import Instruction, Program, Section, TensorSlot
 from autopar.question import Question
 from autopar.reshard import Collective
+from autopar.resting_places import parameter_choices
 from autopar.spec import parse_placements
 from tests.models import MODELS, make
 from tests.questions import Setting, ask, setting

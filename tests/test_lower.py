@@ -14,13 +14,13 @@ from torch import nn
 from autopar.assignment import Assignment, uses
 from autopar.cluster import Cluster
 from autopar.graph import Graph
-from autopar.instance import parameter_choices
 from autopar.passes.annotate import annotate
 from autopar.passes.lower import Lowering, lower
 from autopar.passes.normalise import normalise
 from autopar.passes.overlap import overlap
 from autopar.prices import Prices
 from autopar.program import Program
+from autopar.resting_places import parameter_choices
 from autopar.step_graphs import step_graph
 from autopar.trace import trace
 from tests.interpret import interpret

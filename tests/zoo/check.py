@@ -17,7 +17,6 @@ from torch.utils import _pytree as pytree
 from autopar.assignment import Assignment
 from autopar.cluster import Cluster
 from autopar.graph import Arg, Graph, Node, TensorType, map_arg
-from autopar.instance import parameter_choices
 from autopar.options import Options
 from autopar.passes.annotate import annotate
 from autopar.passes.lower import Lowering, lower
@@ -27,6 +26,7 @@ from autopar.planner import solve_mesh
 from autopar.prices import Prices
 from autopar.program import Program
 from autopar.question import Question
+from autopar.resting_places import parameter_choices
 from autopar.step_graphs import step_graph
 from autopar.timings import Timings
 from autopar.trace import trace
