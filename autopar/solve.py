@@ -39,8 +39,9 @@ from .reduce import Chain, DropForbidden, FewerChoices, is_impossible, keep_choi
 from .solve_ascent import NONE, Ascent, Search, ascend
 from .solve_budget import Budget
 from .solve_local import Neighbourhood, fits, polish, repair, smallest
-from .solve_program import Effort, build, run
+from .solve_program import build
 from .solve_relaxation import Relaxation, relax, round_up
+from .solve_run import Effort, run
 from .solve_windows import solve_windows
 
 # Nodes for the least memory of a program, and the seconds of computing that guard them. Most need one node, a second.

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from .solve_program import Answer, Effort, Program, run
+from .solve_program import Program
+from .solve_run import Effort, Outcome, run
 
 # Seconds of one update of messages between two groups, and for each entry of its price (150 slots of 14 to 5000
 # entries); a sweep of a descent over all groups takes about as long as one over all messages.
@@ -24,7 +25,7 @@ SLOT_SECONDS, ENTRY_SECONDS = 2e-5, 7e-9
 RELAXED_SECONDS, RELAXED_NONZEROS, RELAXED_POWER = 1.2, 50_000, 1.4
 # Seconds of the hardest root node for each nonzero, and of any program for each simplex iteration.
 ROOT_SECONDS, ITERATION_SECONDS = 3e-4, 3e-4
-UNKNOWN = Answer("unknown", np.zeros(0), float("-inf"), np.zeros(0))
+UNKNOWN = Outcome("unknown", np.zeros(0), float("-inf"), np.zeros(0))
 # Counted work may take so many times its seconds: only where this strikes, or the guard of the
 # least memory (:mod:`.solve`), may answers differ between machines.
 GUARD = 8.0
@@ -66,7 +67,7 @@ class Budget:
         """A budget of a share of what is left, and at most so many seconds."""
         return Budget(min(share * self.left, most), self.counted, of=self)
 
-    def relax(self, program: Program, seed: int) -> Answer:
+    def relax(self, program: Program, seed: int) -> Outcome:
         """The linear relaxation, by an interior point method: with a memory row that is several times faster than
         simplex."""
         effort = Effort(self.left, seed=seed, algorithm="BARRIER")
@@ -78,7 +79,7 @@ class Budget:
         self.spend(needed)
         return run(program, True, replace(effort, time_limit=GUARD * needed))
 
-    def simplex(self, program: Program) -> Answer:
+    def simplex(self, program: Program) -> Outcome:
         """A linear program of some rows and columns, at a vertex."""
         if not self.counted:
             return run(program, True, Effort(self.left))
@@ -88,7 +89,7 @@ class Budget:
         self._charge(program, answer)
         return answer
 
-    def branch(self, program: Program, gap: float, seed: int = 0) -> Answer:
+    def branch(self, program: Program, gap: float, seed: int = 0) -> Outcome:
         """Branch and cut."""
         effort = Effort(self.left, gap=gap, seed=seed)
         if not self.counted:
@@ -101,5 +102,5 @@ class Budget:
         self._charge(program, answer)
         return answer
 
-    def _charge(self, program: Program, answer: Answer) -> None:
+    def _charge(self, program: Program, answer: Outcome) -> None:
         self.spend(ITERATION_SECONDS * (answer.iterations + len(program.value) / 100))

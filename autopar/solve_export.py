@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from ortools.math_opt import model_pb2
 
 from .problem import Problem
-from .solve_program import Program, build, to_proto
+from .solve_program import Program, build
+from .solve_run import to_proto
 
 
 def row_names(program: Program, problem: Problem) -> Iterator[str]:

@@ -9,7 +9,8 @@ import numpy as np
 from .problem import Floats, Ints, Problem
 from .solve_budget import Budget
 from .solve_messages import Messages
-from .solve_program import Answer, Program, build, host_unit
+from .solve_program import Program, build, host_unit
+from .solve_run import Outcome
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +39,7 @@ def relax(problem: Problem, budget: Budget, seed: int = 0) -> Relaxation:
     return Relaxation(messages.bound, messages.slack(), rounded)
 
 
-def round_up(problem: Problem, program: Program, answer: Answer) -> Ints:
+def round_up(problem: Problem, program: Program, answer: Outcome) -> Ints:
     """Per group the choice of greatest x; empty if there is no solution."""
     if not len(answer.values):
         return np.zeros(0, dtype=np.int64)
@@ -47,7 +48,7 @@ def round_up(problem: Problem, program: Program, answer: Answer) -> Ints:
     return np.array(picks, dtype=np.int64)
 
 
-def load(problem: Problem, program: Program, answer: Answer) -> Messages:
+def load(problem: Problem, program: Program, answer: Outcome) -> Messages:
     """The solver's dual prices as messages, so that the bound is certified by them and owes nothing to the
     solver's tolerances."""
     messages = Messages(problem)

@@ -107,9 +107,18 @@ class _Hunt:
         # Of prices that prove the same the least: their assignments send less.
         cost = np.array([-1.0, *[1e-6] * count])
         program = Program(
-            cost, np.zeros(count + 1, dtype=bool), np.full(len(upper), -np.inf), upper,
-            row, column, rows[row, column], np.zeros(0, dtype=np.int64), (), 1.0, 1.0,
-        )  # fmt: skip
+            cost=cost,
+            binary=np.zeros(count + 1, dtype=bool),
+            lower=np.full(len(upper), -np.inf),
+            upper=upper,
+            row=row,
+            column=column,
+            value=rows[row, column],
+            first=np.zeros(0, dtype=np.int64),
+            families=(),
+            unit=1.0,
+            memory_unit=1.0,
+        )
         values = budget.simplex(program).values
         if not len(values):
             return [LEAST_PRICE] * count, self.bound

@@ -17,7 +17,7 @@ from autopar.options import Options
 from autopar.planner import solve_mesh
 from autopar.question import Question
 from autopar.search import answer
-from autopar.solve_program import Answer
+from autopar.solve_run import Outcome
 from autopar.step_graphs import step_graph
 from autopar.timings import Timings
 from tests.models import Stack, make, text
@@ -64,7 +64,7 @@ def test_the_limit_that_is_named_is_enough_for_a_solver_that_is_cut_off() -> Non
 
 def test_what_was_not_found_is_not_called_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
     question = QUESTIONS["two devices"]()
-    unknown = Answer("unknown", np.zeros(0), -np.inf, np.zeros(0))
+    unknown = Outcome("unknown", np.zeros(0), -np.inf, np.zeros(0))
     monkeypatch.setattr(solve, "smallest", lambda problem: np.array([len(g.cost) - 1 for g in problem.groups]))
     monkeypatch.setattr(solve, "fits", lambda *_: False)
     monkeypatch.setattr(solve, "run", lambda *_: unknown)

@@ -88,6 +88,15 @@ def test_what_callers_hold_is_kept(tensor: int) -> None:
     assert holding.saved - plain.saved == 2 * LOGITS == holding.saved_last - plain.saved_last
 
 
+def test_what_products_take_is_kept_whoever_holds_it() -> None:
+    """Modules with weights of their own hold nothing new; the activation between them holds what it would remake."""
+    plain, products, activation = (
+        model().sections(Layout(holds=holds), A100).layers[1].saved for holds in ((), ("*.mlp.*",), ("*.mlp",))
+    )
+    assert products == plain
+    assert activation - plain == SHAPE.seq * SHAPE.ffn * 2
+
+
 class Between(torch.nn.Module):
     """Operations between layers, which belong to none."""
 

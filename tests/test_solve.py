@@ -15,7 +15,8 @@ from autopar.reduce import DropForbidden, is_impossible
 from autopar.solve import smallest_memory, solve
 from autopar.solve_export import export
 from autopar.solve_local import smallest
-from autopar.solve_program import Effort, Program, build, run
+from autopar.solve_program import Program, build
+from autopar.solve_run import Effort, run
 
 
 def random_problem(seed: int, groups: int = 5, choices: int = 3, limited: bool = True, hosted: bool = False) -> Problem:

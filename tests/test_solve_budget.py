@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from ortools.math_opt import result_pb2
 
-from autopar import solve_program
+from autopar import solve_run
 from autopar.problem import Problem, memory_of
 from autopar.solve import _solve_plain, solve
 from autopar.solve_budget import Budget
-from autopar.solve_program import Effort, build, run
+from autopar.solve_program import build
+from autopar.solve_run import Effort, run
 from tests.test_solve import layered
 
 
@@ -66,10 +67,10 @@ def test_a_solver_kept_from_the_processor_is_given_longer(monkeypatch: pytest.Mo
     """Its own clock is that of the wall."""
     given, problem = list[float](), layered(6, 3)
     least = replace(problem, memory_limit=memory_of(problem, solve(problem).choices))
-    solver = solve_program._run
+    solver = solve_run._run
 
     def kept_waiting(*asked: Any) -> result_pb2.SolveResultProto:
-        given.append(asked[-1])
+        given.append(asked[-1].time_limit)
         if len(given) > 1:
             return solver(*asked)
         time.sleep(0.2)
@@ -78,7 +79,7 @@ def test_a_solver_kept_from_the_processor_is_given_longer(monkeypatch: pytest.Mo
         stopped.termination.limit = result_pb2.LIMIT_TIME
         return stopped
 
-    monkeypatch.setattr(solve_program, "_run", kept_waiting)
+    monkeypatch.setattr(solve_run, "_run", kept_waiting)
     assert run(build(least), False, Effort(0.5)).status == "optimal"
     assert given[0] == 0.5 and 2 * given[0] < given[1] <= 3 * given[0]
 
@@ -88,7 +89,7 @@ def test_a_solver_that_is_cut_off_twice_computes_a_few_times_its_limit(monkeypat
     given = list[float]()
 
     def half_waiting(*asked: Any) -> result_pb2.SolveResultProto:
-        given.append(asked[-1])
+        given.append(asked[-1].time_limit)
         end, wall = time.process_time() + (0.2 if len(given) == 1 else 0.0), 0.2
         while time.process_time() < end:
             pass
@@ -99,7 +100,7 @@ def test_a_solver_that_is_cut_off_twice_computes_a_few_times_its_limit(monkeypat
         result.termination.objective_bounds.dual_bound = 2.0 / len(given)
         return result
 
-    monkeypatch.setattr(solve_program, "_run", half_waiting)
+    monkeypatch.setattr(solve_run, "_run", half_waiting)
     program = build(layered(6, 3))
     answer = run(program, False, Effort(0.4))
     assert len(given) == 2 and given[1] <= 3 * (0.4 - 0.2) * 1.01

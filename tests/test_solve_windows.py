@@ -14,8 +14,9 @@ from autopar.solve import solve
 from autopar.solve_budget import Budget
 from autopar.solve_export import export
 from autopar.solve_local import Neighbourhood, _Beside, polish
-from autopar.solve_program import Effort, build, run
+from autopar.solve_program import build
 from autopar.solve_relaxation import round_up
+from autopar.solve_run import Effort, run
 from autopar.solve_windows import LEAST_PRICE, _Hunt, at_prices
 from tests.test_solve import assignments, brute_force, forbid, random_problem
 
