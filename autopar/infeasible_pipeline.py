@@ -16,8 +16,8 @@ from .stage_meshes import StageMeshes
 
 # By how much at a time a limit that fits is lowered; by less where that fails.
 LOWER, FINEST = 0.8, 0.98
-# How often a pipeline is sought for it, times the operations of the graph, within two bounds: counted, so that the same
-# limit is named on every machine unless a solver is cut off by ``Options.time_limit``.
+# How often a pipeline is sought for it, times the operations of the graph, within two bounds: counted, as the work of
+# each search is, so that the same limit is named on every machine.
 EFFORT, LEAST_TRIES, MOST_TRIES = 4000, 4, 12
 
 # More bytes than any pipeline holds.

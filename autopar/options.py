@@ -43,9 +43,9 @@ class Options:
             other work kept from the processor may compute for three times its part. Each placement program (one for
             each mesh shape and pipeline tried, and the baselines) may take half of what is left. Plans are the same on
             every run unless a solver is cut off. Not counted are the rest of planning (tracing, rules, prices)
-            and what is limited by counted work instead: a schedule made to measure (up to about 5 seconds), and the
-            plan of least memory that is sought where a limit is too small. The search for the limit that an error
-            names, where stages fit nowhere, may take as many seconds again.
+            and what is limited by counted work instead: a schedule made to measure (up to about 5 seconds), the plan
+            of least memory that is sought where a limit is too small, and the search for the limit that an error
+            names where stages fit nowhere (about as many seconds again).
         gap: relative distance from the proven bound at which a solver may stop.
         stages: the number of pipeline stages, which take the outermost devices of the mesh; 1 for none. None searches,
             unless something else that is fixed refers to the axes of the mesh: pins, zero, named axes, or

@@ -132,8 +132,9 @@ class _Pipeline:
 
     def too_full(self, error: InfeasibleError) -> InfeasibleError:
         """The error for a pipeline that fits into no device; ``error`` itself, if no memory was found that helps. What
-        the refused search took of its time is not taken off the search for a limit."""
-        timings = Timings()
+        the refused search took of its time is not taken off the search for a limit, whose work is counted, so that a
+        busy machine names the same one."""
+        timings = Timings(counted=True)
 
         def held(options: Options, limit: int) -> int | None:
             asked = replace(self.question, options=options, memory_limit=limit)

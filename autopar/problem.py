@@ -92,7 +92,8 @@ class Problem:
 @dataclass(frozen=True, eq=False)
 class Solution:
     """``choices[i]`` per group; ``status`` is "optimal" (gap proven within the asked one), "feasible" or "infeasible" (``choices`` is
-    then empty). ``gap`` is (objective - bound) / objective."""
+    then empty). ``gap`` is (objective - bound) / objective. ``seconds`` of computing were taken or, where work was
+    counted, of such."""
 
     choices: Ints
     objective: float

@@ -74,21 +74,28 @@ def solve(
     if not problem.windows:
         return _solve_plain(problem, budget, gap, seed, incumbents)
 
-    def plain(priced: Problem, part: Budget, to: float, known: Sequence[Ints]) -> Solution:
-        return _solve_plain(priced, part, to, seed, known)
+    def plain(priced: Problem, part: Budget, to: float, known: Sequence[Ints], enough: float) -> Solution:
+        return _solve_plain(priced, part, to, seed, known, enough)
 
     return solve_windows(problem, plain, budget=budget, gap=gap, incumbents=incumbents)
 
 
-def _solve_plain(problem: Problem, budget: Budget, gap: float, seed: int, incumbents: Sequence[Ints]) -> Solution:
-    search = Search(problem, budget, gap, seed)
+def _solve_plain(
+    problem: Problem,
+    budget: Budget,
+    gap: float,
+    seed: int,
+    incumbents: Sequence[Ints],
+    enough: float = float("-inf"),
+) -> Solution:
+    search = Search(problem, budget, gap, seed, enough=enough)
     for choices in incumbents:
         search.offer(np.asarray(choices, dtype=np.int64))
     status = _explore(search)
     if status == "infeasible":
         bound = float("inf") if search.exhausted else search.bound
-        return Solution(NONE, float("inf"), bound, status, budget.seconds)
-    return Solution(search.choices, search.objective, search.bound, status, budget.seconds)
+        return Solution(NONE, float("inf"), bound, status, budget.used)
+    return Solution(search.choices, search.objective, search.bound, status, budget.used)
 
 
 def _check(problem: Problem) -> None:
@@ -111,7 +118,7 @@ def _explore(search: Search) -> str:
     while reduced.groups:
         before = _choices(reduced)
         ascent = ascend(search, reduced, chain)
-        if search.closed or search.left <= 0:
+        if search.over:
             return _status(search)
         reduced, chain = _fix(search, reduced, chain, ascent)
         if is_impossible(reduced):
@@ -136,7 +143,7 @@ def _finish(search: Search, reduced: Problem, chain: Chain) -> str:
         found = repair(Neighbourhood.of(reduced), relaxation.rounded)
         search.offer(None if found is None else chain.expand(found))
     for share in (0.15, 0.4, 1.0):
-        if search.closed or search.left <= 0 or (share < 1.0 and not search.found):
+        if search.over or (share < 1.0 and not search.found):
             continue
         _search_kernel(search, reduced, chain, relaxation, share)
     return _status(search)

@@ -35,6 +35,8 @@ class Search:
     floor: float = float("inf")
     # Everything was searched and nothing fits.
     exhausted: bool = False
+    # Something that costs no more than this is all that is asked for.
+    enough: float = float("-inf")
 
     @property
     def left(self) -> float:
@@ -50,6 +52,11 @@ class Search:
     def closed(self) -> bool:
         """Whether the gap is proven (to the tolerance of the solvers)."""
         return self.found and self.objective - self.bound <= max(self.gap, TOLERANCE) * abs(self.objective)
+
+    @property
+    def over(self) -> bool:
+        """Whether to stop: the gap is closed, enough was found, or the budget is spent."""
+        return self.closed or self.objective <= self.enough or self.left <= 0
 
     def offer(self, choices: Ints | None) -> None:
         """Keeps ``choices`` (of the original problem) if they fit and are the cheapest yet."""
@@ -85,10 +92,6 @@ class _Climber:
     near: Neighbourhood
     messages: Messages
     best: Ascent
-
-    @property
-    def over(self) -> bool:
-        return self.search.closed or self.search.left <= 0
 
     def spend(self, sweeps: int) -> None:
         """Counts work like so many sweeps."""
@@ -130,7 +133,7 @@ class _Climber:
             gained, last = self.messages.bound - last, self.messages.bound
             distance = self.search.objective - self.chain.offset - last
             # A stall: at this rate a hundred more batches would not close the gap.
-            if self.over or gained * 100 < min(distance, abs(last)):
+            if self.search.over or gained * 100 < min(distance, abs(last)):
                 break
         return choices
 
@@ -149,7 +152,7 @@ class _Climber:
         for _ in range(steps):
             self.messages.set_price(price)
             choices = self.climb(3 * _BATCH)
-            if self.over:
+            if self.search.over:
                 return
             if not fits(self.problem, choices):
                 self.search.offer(_expanded(self.chain, repair(self.near, choices, rounds=4)))
@@ -178,6 +181,6 @@ def ascend(search: Search, problem: Problem, chain: Chain) -> Ascent:
         climber.start(smallest(problem))
     climber.offer(chain.restrict(search.choices) if search.found else None)
     climber.climb(400)
-    if np.isfinite(problem.memory_limit) and not climber.over:
+    if np.isfinite(problem.memory_limit) and not search.over:
         climber.price_memory()
     return climber.best

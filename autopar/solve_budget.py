@@ -5,7 +5,8 @@ work* is for the searches that planning makes by itself: steps of known cost are
 one core of a common processor, so that the same question has the same answer on every machine, busy or not.
 
 HiGHS counts nodes, and nothing in the root node, where most of our programs are solved or left. By the second clock a
-program is therefore only begun if its root is sure to end in what is left, and is charged by its simplex iterations.
+program is therefore only begun if its root is sure to end in what is left, and is charged by its simplex iterations. By
+either clock none is begun whose relaxation alone would take longer than what is left: stopped before, it says nothing.
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ def sweep_seconds(slots: int, entries: int) -> float:
     return slots * SLOT_SECONDS + entries * ENTRY_SECONDS
 
 
+def relaxed_seconds(program: Program) -> float:
+    """About what the linear relaxation takes."""
+    return float(RELAXED_SECONDS * (len(program.value) / RELAXED_NONZEROS) ** RELAXED_POWER)
+
+
 @dataclass
 class Budget:
     """``limit`` seconds of computing from when it was made, or of work if ``counted``. What a part ``of`` a budget
@@ -55,7 +61,12 @@ class Budget:
     @property
     def left(self) -> float:
         """Seconds, none or negative once it is spent."""
-        return self.limit - (self.spent if self.counted else self.seconds)
+        return self.limit - self.used
+
+    @property
+    def used(self) -> float:
+        """Seconds since it was made, by its own clock."""
+        return self.spent if self.counted else self.seconds
 
     def spend(self, seconds: float) -> None:
         """Counts work that was done; the processor's time counts itself."""
@@ -71,11 +82,11 @@ class Budget:
         """The linear relaxation, by an interior point method: with a memory row that is several times faster than
         simplex."""
         effort = Effort(self.left, seed=seed, algorithm="BARRIER")
-        if not self.counted:
-            return run(program, True, effort)
-        needed = RELAXED_SECONDS * (len(program.value) / RELAXED_NONZEROS) ** RELAXED_POWER
+        needed = relaxed_seconds(program)
         if needed > self.left:
             return UNKNOWN
+        if not self.counted:
+            return run(program, True, effort)
         self.spend(needed)
         return run(program, True, replace(effort, time_limit=GUARD * needed))
 
@@ -93,7 +104,8 @@ class Budget:
         """Branch and cut."""
         effort = Effort(self.left, gap=gap, seed=seed)
         if not self.counted:
-            return run(program, False, effort)
+            # Its root is at least the relaxation: a solver stopped within that has nothing to say.
+            return run(program, False, effort) if relaxed_seconds(program) <= self.left else UNKNOWN
         root = ROOT_SECONDS * len(program.value)
         if root > self.left:
             return UNKNOWN

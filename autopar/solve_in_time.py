@@ -22,6 +22,7 @@ def solve_in_time(
         gap=max(options.gap, least_gap),
         seed=options.seed or 0,
         incumbents=incumbents,
+        counted=timings.counted,
     )
     timings.solving += solution.seconds
     return solution

@@ -19,8 +19,11 @@ from .solve_program import Program
 ENOUGH, MOST_BUSY = 0.8, 3.0
 # Integer programs with fewer nonzeros are solved without presolve: 415 with up to 488 nonzeros and 151 variables took
 # at most 25 ms. Presolve was seen to hang on one of 28 nonzeros and 11 variables (``tests/test_solve.py``), on none of
-# those of 400 other random problems. Why is not known, so nothing says that a larger one cannot hang.
+# those of 400 other random problems. Why is not known.
 LEAST_PRESOLVED = 500
+# That one ends once presolve does not substitute by equations of two variables; no other rule matters there. The bit of
+# this rule in HiGHS's ``presolve_rule_off``.
+DOUBLETON_EQUATION = 1 << 9
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,8 @@ def _run(program: Program, relaxed: bool, effort: Effort) -> result_pb2.SolveRes
         lp_algorithm=mathopt.LPAlgorithm[effort.algorithm] if effort.algorithm else None,
         presolve=None if effort.presolve else mathopt.Emphasis.OFF,
     )
+    if not relaxed:
+        parameters.highs.int_options["presolve_rule_off"] = DOUBLETON_EQUATION
     return math_opt_solver.solve(
         to_proto(program, relaxed), mathopt.SolverType.HIGHS.value, mathopt.StreamableSolverInitArguments().to_proto(),
         parameters.to_proto(), model_parameters_pb2.ModelSolveParametersProto(), None,

@@ -26,14 +26,14 @@ from .solve_local import ROUNDING, Neighbourhood, polish
 from .solve_program import Program, build
 from .solve_relaxation import round_up
 
-# Solves a problem without windows: (problem, budget, gap, incumbents).
-Plain = Callable[[Problem, Budget, float, Sequence[Ints]], Solution]
-ROUNDS = 5
+# Solves a problem without windows: (problem, budget, gap, incumbents, what costs little enough to stop).
+Plain = Callable[[Problem, Budget, float, Sequence[Ints], float], Solution]
+ROUNDS = 6
 MOST_PAIRS = 20_000
 MOST_SECONDS = 5.0
 # Hidden messages cost a little, so that of two plans that hide them the one that sends less is taken.
 LEAST_PRICE = 0.002
-# Parts of the gap: to which each price is solved, to which the last one is, and what another must be able to close.
+# Parts of the gap: the most and the least to which a price is solved, and what another must be able to close.
 SOLVED, SOLVED_LAST, LEAST_GAIN = 0.8, 0.3, 0.1
 # Prices that differ by less prove the same.
 SAME_PRICE = 0.02
@@ -80,6 +80,12 @@ class _Hunt:
 
     def closed(self, gap: float) -> bool:
         return self.objective - self.bound <= max(gap, 1e-6) * abs(self.objective)
+
+    def part(self, most: float, gap: float) -> float:
+        """To which part of the gap prices are solved that may prove ``most``: so that the gap closes if they do or, if
+        not even that were enough, as exactly as any."""
+        spare = most - (1.0 - gap) * self.objective
+        return min(max(0.5 * spare / (gap * abs(most)) if gap * most else 0.0, SOLVED_LAST), SOLVED)
 
     def search(self, budget: Budget, gap: float) -> None:
         """Branch and cut on the whole program, where it is small enough to get anywhere."""
@@ -133,6 +139,29 @@ def _at_any_price(problem: Problem, choices: Ints) -> Floats:
     return np.array([plain - float(hidden @ sides[:, 0]), *(hidden * (sides[:, 0] - sides[:, 1]))])
 
 
+@dataclass(frozen=True)
+class _Ask:
+    """Prices to solve at, to which ``part`` of the gap, and what costs little ``enough`` there to show that they prove
+    nothing more."""
+
+    prices: list[float]
+    part: float = SOLVED
+    enough: float = float("-inf")
+
+
+def _next(hunt: _Hunt, asked: _Ask, found: Solution, budget: Budget, gap: float) -> _Ask | None:
+    """What to solve after ``asked``, of which ``found`` came; None if nothing would prove more."""
+    prices, most = hunt.highest(budget)
+    enough = hunt.bound + LEAST_GAIN * gap * abs(hunt.objective)
+    if most <= enough:
+        return None
+    if found.objective <= asked.enough or not np.allclose(prices, asked.prices, atol=SAME_PRICE):
+        return _Ask(prices, hunt.part(most, gap), enough)
+    # No other prices prove more: once more at these, more exactly, unless that was done or took too long.
+    done = asked.part <= SOLVED_LAST or found.status != "optimal"
+    return None if done else _Ask(prices, SOLVED_LAST, enough)
+
+
 def solve_windows(
     problem: Problem, plain: Plain, *, budget: Budget, gap: float, incumbents: Sequence[Ints] = ()
 ) -> Solution:
@@ -143,29 +172,23 @@ def solve_windows(
     sweep = sweep_seconds(len(slots), sum(slots))
     for choices in incumbents:
         hunt.offer(np.asarray(choices, dtype=np.int64))
-    prices, tried, part = [LEAST_PRICE] * count, False, SOLVED
+    ask: _Ask = _Ask([LEAST_PRICE] * count)
     for _ in range(ROUNDS):
         left = budget.left
         known = [choices for choices in (*incumbents, hunt.choices) if len(choices)]
-        found = plain(at_prices(problem, prices), budget.part(0.5), part * gap, known)
+        found = plain(at_prices(problem, ask.prices), budget.part(0.5), ask.part * gap, known, ask.enough)
         if found.status == "infeasible":
-            return replace(found, seconds=budget.seconds)
+            return replace(found, seconds=budget.used)
         hunt.offer(found.choices)
         hunt.bound = max(hunt.bound, min(found.bound, hunt.objective))
         if not hunt.closed(gap) and is_within(problem, found.choices):
             hunt.offer(polish(near, found.choices))
             budget.spend(POLISHING * sweep)
-        if hunt.closed(gap) or left <= 0 or tried:
+        following = None if hunt.closed(gap) or left <= 0 else _next(hunt, ask, found, budget, gap)
+        if following is None:
             break
-        before, (prices, most) = prices, hunt.highest(budget)
-        if most - hunt.bound <= LEAST_GAIN * gap * abs(hunt.objective):
-            break
-        # No other prices prove more: once more at these, more exactly, unless that took too long before.
-        tried = bool(np.allclose(prices, before, atol=SAME_PRICE))
-        part = SOLVED_LAST if tried else SOLVED
-        if tried and found.status != "optimal":
-            break
+        ask = following
     if not hunt.closed(gap):
         hunt.search(budget.part(most=MOST_SECONDS), gap)
     status = "optimal" if hunt.closed(gap) else "feasible"
-    return Solution(hunt.choices, hunt.objective, hunt.bound, status, budget.seconds)
+    return Solution(hunt.choices, hunt.objective, hunt.bound, status, budget.used)

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Timings:
-    """CPU seconds by phase, and those that solvers took of ``Options.time_limit``."""
+    """CPU seconds by phase, and those that solvers took of ``Options.time_limit``: of the processor or, if ``counted``,
+    of counted work (:mod:`.solve_budget`)."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     solving: float = 0.0
+    counted: bool = False
 
     def left(self, time_limit: float) -> float:
         return max(time_limit - self.solving, 0.0)

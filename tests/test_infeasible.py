@@ -92,8 +92,10 @@ def test_only_a_limit_in_which_a_pipeline_was_found_is_named(least: int, expecte
     assert limit == expected and (limit is None or tried[limit] is not None)
 
 
-def test_a_busy_machine_names_the_same_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    question = QUESTIONS["two devices"]()
+@pytest.mark.parametrize("name", ["two devices", pytest.param("two stages", marks=pytest.mark.slow)])
+def test_a_busy_machine_names_the_same_limit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = ask(Stack(layers=2, width=16, hidden=32), text(8, 8), (2,), stages=2, microbatches=2)
+    question = pipeline if name == "two stages" else QUESTIONS[name]()
     error = refused(question, 1000)
     hurry(monkeypatch)
     assert refused(question, 1000) == error

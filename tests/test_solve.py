@@ -10,13 +10,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from autopar import solve_run
 from autopar.problem import Group, Ints, Problem, Transfer, evaluate, host_of, is_within, memory_of
 from autopar.reduce import DropForbidden, is_impossible
 from autopar.solve import smallest_memory, solve
 from autopar.solve_export import export
 from autopar.solve_local import smallest
 from autopar.solve_program import Program, build
-from autopar.solve_run import Effort, run
+from autopar.solve_run import LEAST_PRESOLVED, Effort, run
 
 
 def random_problem(seed: int, groups: int = 5, choices: int = 3, limited: bool = True, hosted: bool = False) -> Problem:
@@ -219,8 +220,10 @@ def test_a_price_that_is_none_is_refused_by_name() -> None:
 
 
 @pytest.mark.timeout(60, method="thread")
-def test_a_program_of_which_presolve_never_ends_is_solved() -> None:
+@pytest.mark.parametrize("least", [LEAST_PRESOLVED, 0])
+def test_a_program_of_which_presolve_never_ends_is_solved(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """HiGHS's presolve goes on for ever on this one, and looks at no time limit."""
+    monkeypatch.setattr(solve_run, "LEAST_PRESOLVED", least)
     cost = np.array([1000.0, 177.42, 420.62, 579.6, 36.24, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
     equations = (
         "+0 +1", "+2 +3", "-0 +5 +6", "-1 +7", "-0 +5 +7", "-1 +6", "+4 -6", "-0 +8 +9", "-1 +10", "-3 +8 +10", "-2 +9",

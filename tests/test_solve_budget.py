@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 from ortools.math_opt import result_pb2
 
-from autopar import solve_run
+from autopar import solve_budget, solve_run
+from autopar.options import Options
 from autopar.problem import Problem, memory_of
 from autopar.solve import _solve_plain, solve
 from autopar.solve_budget import Budget
+from autopar.solve_in_time import solve_in_time
 from autopar.solve_program import build
 from autopar.solve_run import Effort, run
+from autopar.timings import Timings
 from tests.test_solve import layered
 
 
@@ -55,11 +58,40 @@ def test_a_part_is_spent_of_the_whole() -> None:
     assert part.left == pytest.approx(0.5) and whole.left == pytest.approx(8.5)
 
 
-def test_a_program_is_not_begun_where_the_work_left_cannot_be_enough() -> None:
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_program_is_not_begun_where_what_is_left_cannot_be_enough(
+    counted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = build(hard())
-    answer = Budget(1e-3, counted=True).branch(program, gap=0.0)
+    monkeypatch.setattr(solve_budget, "run", lambda *_: pytest.fail("begun"))
+    answer = Budget(1e-3, counted).branch(program, gap=0.0)
     assert answer.status == "unknown" and len(answer.values) == 0 and answer.bound == -np.inf
-    assert Budget(1e-3, counted=True).relax(program, seed=0).status == "unknown"
+    assert Budget(1e-3, counted).relax(program, seed=0).status == "unknown"
+
+
+def test_a_search_ends_once_it_has_enough() -> None:
+    """With what it has proven until then, and without a relaxation or branches."""
+    problem = hard()
+    known = solve(problem, time_limit=0.6, gap=0.0, counted=True)
+    budget = Budget(5.0, counted=True)
+    found = _solve_plain(problem, budget, 0.0, 0, (), 1.1 * known.objective)
+    assert found.status == "feasible" and found.objective <= 1.1 * known.objective
+    assert found.bound <= known.objective and budget.spent < 1.0
+
+
+def test_questions_whose_work_is_counted_are_answered_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So is what they took of the time limit."""
+    options = Options(time_limit=1.2, gap=0.0)
+    first, second = Timings(counted=True), Timings(counted=True)
+    one = solve_in_time(hard(), options, first)
+    hurry(monkeypatch)
+    other = solve_in_time(hard(), options, second)
+    assert (one.choices == other.choices).all() and one.bound == other.bound
+    assert first.solving == second.solving > 0.3
+
+
+def test_a_hard_program_is_begun_where_there_is_time() -> None:
+    program = build(hard())
     assert Budget(60.0, counted=True).branch(program, gap=0.5).status == "optimal"
 
 
