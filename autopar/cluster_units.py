@@ -12,28 +12,52 @@ if TYPE_CHECKING:
 
 # No hardware has less (of memory, rates), or takes longer (a step of a message, starting an operation).
 LEAST_BYTES, LEAST_RATE, LEAST_BANDWIDTH, MOST_SECONDS = 2**20, 1e6, 1e3, 1.0
+_RATES = ("memory_bandwidth", "update_bandwidth", "host_bandwidth")
+_OF_DEVICE = ("launch_seconds", "view_seconds", "host_seconds", "function_seconds")
+_OF_CLUSTER = ("collective_seconds", "synchronisation_seconds")
+_OF_RATE = ("latency", "start", "ramp")
 
 
 def check_units(cluster: Cluster, where: str) -> None:
-    """Raises :class:`OptionsError` that names the key and its unit; ``where`` is the file."""
+    """Raises :class:`OptionsError` that names the key and its unit; ``where`` is the file. What is 0 is not said."""
     for key, value, least, unit in _amounts(cluster):
-        require(value >= least, f"{where}: {key} is {value!r} {unit}; is it meant in other units? Write 80e9 for 80 G")
+        meant = f"{where}: {key} is {value!r} {unit}; is it meant in other units? Write 80e9 for 80 G"
+        require(value == 0 or value >= least, meant)
     for key, value in _seconds(cluster):
         require(value <= MOST_SECONDS, f"{where}: {key} is {value!r} seconds; write 5e-6 for 5 microseconds")
+    device = cluster.device
+    require(
+        device.reserve_bytes < device.memory_bytes,
+        f"{where}: device: reserve_bytes is {device.reserve_bytes} of {device.memory_bytes} bytes of memory, which "
+        "leaves nothing",
+    )
 
 
 def _amounts(cluster: Cluster) -> Iterator[tuple[str, float, float, str]]:
     device = cluster.device
-    yield "device: memory_bytes", device.memory_bytes, LEAST_BYTES, "bytes"
-    yield "device: memory_bandwidth", device.memory_bandwidth, LEAST_RATE, "bytes per second"
+    for name in ("memory_bytes", "host_memory_bytes"):
+        yield f"device: {name}", getattr(device, name), LEAST_BYTES, "bytes"
+    for name in _RATES:
+        yield f"device: {name}", getattr(device, name), LEAST_RATE, "bytes per second"
     for dtype, rate in device.peak_flops.items():
         yield f"device: peak_flops.{dtype}", rate, LEAST_RATE, "FLOP per second"
     for link in cluster.links:
-        yield f"link {link.name!r}: bandwidth", link.bandwidth, LEAST_BANDWIDTH, "bytes per second"
+        for name in ("bandwidth", "pair_bandwidth"):
+            yield f"link {link.name!r}: {name}", getattr(link, name), LEAST_BANDWIDTH, "bytes per second"
+        for kind, lines in link.rates.items():
+            for line in lines:
+                key = f"link {link.name!r}: rates.{kind}: bandwidth"
+                yield key, line.bandwidth, LEAST_BANDWIDTH, "bytes per second"
 
 
 def _seconds(cluster: Cluster) -> Iterator[tuple[str, float]]:
-    yield "device: launch_seconds", cluster.device.launch_seconds
-    yield "device: view_seconds", cluster.device.view_seconds
+    for name in _OF_CLUSTER:
+        yield name, getattr(cluster, name)
+    for name in _OF_DEVICE:
+        yield f"device: {name}", getattr(cluster.device, name)
     for link in cluster.links:
         yield f"link {link.name!r}: latency", link.latency
+        for kind, lines in link.rates.items():
+            for line in lines:
+                for name in _OF_RATE:
+                    yield f"link {link.name!r}: rates.{kind}: {name}", getattr(line, name)

@@ -27,7 +27,7 @@ from .layout import Layout, matches
 from .layout_attention import inside_attention
 from .layout_experts import BACKWARD, are_cast, bill_block, check_degree, expert_weights, find_blocks
 from .layout_exposed import beside, waited
-from .layout_homes import AFTER, BEFORE, homes_of
+from .layout_homes import AFTER, BEFORE, homes_of, using
 from .layout_kernels import KernelPrices, graphed, local_size
 from .layout_place import Placed
 from .layout_remade import remakeable
@@ -88,6 +88,7 @@ class _Biller:
         reshards = list(uses(self.graph, self.assignment))
         self.kernels = self._find_kernels(reshards)
         self.varying = _varying(self.graph)
+        self.using = using(self.graph, homes)
         self.inside = inside_attention(self.graph)
         self.moves = [use for use in reshards if use.source != use.target]
         self.blocks = find_blocks(self.graph, self.assignment, self.prices.mesh)
@@ -255,7 +256,7 @@ class _Biller:
         return found
 
     def weights(self, name: str) -> tuple[Weight, ...]:
-        return tuple(self._weight(node) for node in self.graph.placeholders("param") if self.homes[node.name] == name)
+        return tuple(self._weight(node) for node in self.graph.placeholders("param") if name in self.using[node.name])
 
     def _weight(self, node: Node) -> Weight:
         place = self.assignment.parameters[node.name].weight
@@ -264,8 +265,8 @@ class _Biller:
         raw: Placements = self.assignment.placements_of(self.graph.gradients[node.target]) if trained else ()
         partial = tuple(axis for axis, one in enumerate(raw) if isinstance(one, Partial))
         is_expert = node.name in self.expert_weights
-        cast = self._is_cast(node, kind)
-        return Weight(node.target, int(kind.numel), node.type.dtype.itemsize, partial, int(is_expert), trained, cast)
+        about = partial, int(is_expert), trained, self._is_cast(node, kind), len(self.using[node.name]) > 1
+        return Weight(node.target, int(kind.numel), node.type.dtype.itemsize, *about)
 
     def _is_cast(self, node: Node, local: TensorType) -> bool:
         """Whether products take a parameter in fp8: of what has an entry of every expert the matrices."""

@@ -8,14 +8,17 @@ from itertools import accumulate, pairwise
 
 from .errors import OptionsError
 from .layout import Layout
+from .layout_ranks import once_on_each_rank
 from .layout_section import Seconds, Section, Sections
 
 
 def cut_into_chunks(sections: Sections, layout: Layout) -> list[list[Section]]:
     """The sections of each chunk. Raises :class:`OptionsError` if a chunk would have none."""
-    if layout.cuts == "operations":
-        return _between_operations(sections, layout)
-    return _between_layers(sections, layout)
+    cut = _between_operations if layout.cuts == "operations" else _between_layers
+    found = cut(sections, layout)
+    each = (sections.before, *sections.layers, sections.after)
+    is_shared = any(weight.shared for section in each for weight in section.weights)
+    return once_on_each_rank(found, layout) if is_shared else found
 
 
 def _between_layers(sections: Sections, layout: Layout) -> list[list[Section]]:
@@ -23,9 +26,17 @@ def _between_layers(sections: Sections, layout: Layout) -> list[list[Section]]:
     and the loss besides, or only these. What these count as takes the place of layers."""
     layers = [sections.layers[i] for i in sections.standing]
     count, slots = layout.chunks, layout.lead + len(layers) + layout.tail
+    if count > 1 and not layers:
+        raise OptionsError(
+            f"{layout}: the model has no layers to cut between (equal elements of a ModuleList, ModuleDict or "
+            "Sequential); take pipeline=1, or cuts='operations'"
+        )
     most = max(slots, len(layers) + 2) if layers else 1
     if count > most:
-        raise OptionsError(f"{layout} cuts {len(layers)} layers into {count} chunks; at most {most} can be had")
+        raise OptionsError(
+            f"{layout} cuts {len(layers)} layers into {count} chunks; at most {most} can be had, or more with "
+            "cuts='operations'"
+        )
     small, extra = divmod(slots, count)
     order = sorted(range(count), key=lambda c: -min(c, count - 1 - c))
     ends = list(accumulate(small + (order.index(c) < extra) for c in range(count)))
@@ -43,7 +54,7 @@ def _between_layers(sections: Sections, layout: Layout) -> list[list[Section]]:
 def computed_again(section: Section, layout: Layout) -> Seconds:
     """What backward computes again of a section. Of forward's waiting for the host it repeats as large a share as of
     its computing: what is kept is not started again."""
-    if not section.is_layer or layout.recompute == "none":
+    if not section.is_layer or not section.runs_backward or layout.recompute == "none":
         return Seconds()
     if layout.recompute == "full":
         return section.forward

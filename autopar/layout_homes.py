@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from .depth import Depth
 from .graph import Graph, Value
+from .kernels import readers
 
 BEFORE, AFTER = "(before)", "(after)"
 
@@ -27,6 +28,15 @@ def homes_of(graph: Graph, paths: list[str]) -> Mapping[str, str]:
         if homes[node.name] in (BEFORE, AFTER) and users:
             homes[node.name] = homes[users[0][0].name]
     return homes
+
+
+def using(graph: Graph, homes: Mapping[str, str]) -> Mapping[str, frozenset[str]]:
+    """The sections of which each parameter is a weight: its home, and others whose forward reads it."""
+    found = {}
+    for node in graph.placeholders("param"):
+        read = (user.name for user in readers(graph, Value(node.name)) if user.phase == "forward")
+        found[node.name] = frozenset({homes[node.name], *map(homes.__getitem__, read)})
+    return found
 
 
 def standing_for(graph: Graph, depth: Depth) -> Mapping[str, int]:

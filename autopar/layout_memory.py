@@ -108,13 +108,15 @@ def _activations(in_flight: float, chunks: Sequence[Sequence[Section]], layout: 
             kept += often * _saved(section, layout) if section.is_layer else 0
             ends += 0 if section.is_layer else section.saved + (waiting - 1) * section.saved_last
         # Layers computed again keep what comes in anyway.
-        if chunk[0].is_layer and layout.recompute not in ("full", "operations"):
+        if chunk[0].is_layer and chunk[0].runs_backward and layout.recompute not in ("full", "operations"):
             kept += chunk[0].entry
     return int(in_flight * kept) + ends
 
 
 def _saved(section: Section, layout: Layout) -> int:
     """Bytes that a layer keeps of a microbatch, but for what comes in where only the section before has made it."""
+    if not section.runs_backward:
+        return 0
     if layout.recompute in ("full", "operations"):
         return section.entry + (section.saved_kept if layout.recompute == "operations" else 0)
     dropped = {"selective": section.saved_inside, "elementwise": section.saved_inside + section.saved_remade}

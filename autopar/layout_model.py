@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import nn
@@ -114,18 +114,32 @@ def price(
 
     Args:
         cluster: the hardware: a name, a file or a :class:`Cluster`.
-        options: ``memory_limit`` counts, what tensors may take; default the device's memory less its ``reserve_bytes``
-            and what fragmentation loses of it.
+        options: ``memory_limit``, what tensors may take, and nothing else; default the device's memory less its
+            ``reserve_bytes`` and what fragmentation loses of it.
         loss_fn: as for :func:`autopar.plan`.
 
     Raises:
         TraceError: the model cannot be captured.
-        OptionsError: layers, batch, sequence, heads or devices do not divide so, or there is no such module.
+        OptionsError: layers, batch, sequence, heads or devices do not divide so, there is no such module, or options
+            ask for what the layout says.
     """
     if not isinstance(layout, Layout):
         raise OptionsError(f"layout={layout!r}: give an autopar.Layout, such as Layout(tensor=2, data=4)")
     hardware = Cluster.get(cluster)
     check_modules(model, layout)
-    limit = (options or Options()).memory_limit
+    limit = _limit_of(options or Options())
     converted, inputs = computed_in(model, batch, dtype_of(layout.precision))
     return LayoutModel.of(converted, inputs, loss_fn).price(layout, hardware, limit=limit)
+
+
+def _limit_of(options: Options) -> int | None:
+    """The memory limit. Raises :class:`OptionsError` for options that would be passed over."""
+    usual, known = Options(), {one.name for one in fields(Layout)}
+    for name in (one.name for one in fields(Options)):
+        value = getattr(options, name)
+        if name != "memory_limit" and value != getattr(usual, name):
+            works = f"write layout=Layout({name}={value!r})" if name in known else "leave it out"
+            raise OptionsError(
+                f"price(options=Options({name}={value!r})): of options only memory_limit counts; {works}"
+            )
+    return options.memory_limit

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .api import Batch, split_batch
+from .errors import OptionsError
 
 # What products with weights are computed in.
 DTYPES = {
@@ -26,7 +27,8 @@ def dtype_of(precision: str) -> torch.dtype:
 
 def computed_in(model: nn.Module, batch: Batch, dtype: torch.dtype) -> tuple[nn.Module, Batch]:
     """A copy of the model's modules whose parameters are of ``dtype`` and take no memory; buffers and inputs of a dtype
-    that was converted are converted too. The model itself where nothing differs."""
+    that was converted are converted too. The model itself where nothing differs. Raises :class:`OptionsError` for a
+    model that cannot be copied."""
     converted = {p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype != dtype}
     if not converted:
         return model, batch
@@ -37,7 +39,19 @@ def computed_in(model: nn.Module, batch: Batch, dtype: torch.dtype) -> tuple[nn.
         known[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     args, kwargs = split_batch(batch)
     named = {name: _as(value, converted, dtype) for name, value in kwargs.items()}
-    return copy.deepcopy(model, known), named or tuple(_as(value, converted, dtype) for value in args)
+    return _copied(model, known, dtype), named or tuple(_as(value, converted, dtype) for value in args)
+
+
+def _copied(model: nn.Module, known: dict[int, Any], dtype: torch.dtype) -> nn.Module:
+    """A copy of the model with what is ``known`` in its place."""
+    try:
+        return copy.deepcopy(model, known)
+    except Exception as error:  # Whatever the parts of a model raise.
+        raise OptionsError(
+            f"{type(model).__name__} is to be priced in {dtype}, and cannot be copied to be converted "
+            f"({type(error).__name__}: {error}); convert it before (model.to({dtype}), with inputs to match), or take "
+            "the precision that it is in"
+        ) from error
 
 
 def _as(value: Any, converted: set[torch.dtype], dtype: torch.dtype) -> Any:

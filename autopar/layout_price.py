@@ -10,8 +10,9 @@ from .layout_cuts import cut_into_chunks
 from .layout_hardware import check_hardware, check_host
 from .layout_memory import Held, held_by
 from .layout_precision import DTYPES
+from .layout_ranks import held_chunks
 from .layout_section import Sections
-from .layout_step import LayoutStep, held_chunks
+from .layout_step import LayoutStep
 from .plan import Predicted
 
 

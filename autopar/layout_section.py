@@ -32,7 +32,8 @@ class Weight:
     """A parameter on one device of the mesh (context, tensor): its elements there and its dtype's bytes; ``partial``
     axes are those over which its gradient is left as a sum to be taken. ``experts``: of a weight that has an entry of
     every expert, among how many ranks these are divided; 0 for any other. One that is not ``trained`` has neither
-    gradient nor optimizer state; of one that is ``cast`` products take copies in fp8."""
+    gradient nor optimizer state; of one that is ``cast`` products take copies in fp8. A ``shared`` one is a weight of
+    several sections."""
 
     path: str
     elements: int
@@ -41,6 +42,7 @@ class Weight:
     experts: int = 0
     trained: bool = True
     cast: bool = False
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,11 @@ class Section:
     saved_kept: int = 0
     remade: Seconds = Seconds()
     saved_remade: int = 0
+
+    @property
+    def runs_backward(self) -> bool:
+        """Whether anything comes back: of frozen layers that nothing trained comes before, nothing does."""
+        return bool(self.saved or self.backward.total or self.blocks)
 
     @property
     def trained(self) -> tuple[Weight, ...]:

@@ -10,6 +10,7 @@ from autopar.cost.point_to_point import message_rate
 
 from .cluster import Cluster
 from .layout import Layout
+from .layout_ranks import held_chunks, shared_weights, summing_seconds
 from .layout_section import Section, counted
 from .layout_times import SectionTimes
 from .layout_update import offloading_seconds, updating_seconds
@@ -22,12 +23,6 @@ ROUNDS = 2
 LATE_ROUNDS = 4
 
 
-def held_chunks(rank: int, layout: Layout) -> list[int]:
-    """The chunks of a pipeline rank."""
-    placement = SCHEDULES[layout.schedule_name].placement(layout.pipeline, layout.interleave)
-    return [chunk for chunk, holder in enumerate(placement) if holder == rank]
-
-
 class LayoutStep:
     """Prices of one step, kept while they are put together."""
 
@@ -37,6 +32,7 @@ class LayoutStep:
         self.chunks, self.layout, self.microbatches, self.cluster = chunks, layout, microbatches, cluster
         self.sections = SectionTimes(layout, microbatches, cluster)
         self.edges = self._edges()
+        self.shared = shared_weights(chunks, layout)
         self.prices = self._chunk_prices()
 
     def _chunk_prices(self) -> list[ChunkPrice]:
@@ -68,9 +64,11 @@ class LayoutStep:
         )
 
     def update(self, rank: int) -> float:
-        """Seconds of the optimizer, of gathering what it updated, and of bringing states that rest on the host."""
+        """Seconds of summing gradients of weights that other ranks hold too, of the optimizer, of gathering what it
+        updated, and of bringing states that rest on the host."""
         sections = self.sections_of(rank)
         there = updating_seconds(sections, self.layout, self.cluster)
+        there += summing_seconds(rank, self.shared, self.layout, self.cluster)
         return there + self.gathering(rank) + offloading_seconds(sections, self.layout, self.cluster)
 
     def reducing(self, rank: int) -> float:

@@ -78,19 +78,20 @@ class SectionTimes:
 
     def _times_of(self, section: Section) -> tuple[float, float]:
         exchange = self.exchange(section)
-        again = self.exchanges(section) - 2 * exchange
         forward = self.exchanging(self.total(section.forward), exchange)
-        backward = self.exchanging(self.total(section.backward + self.again(section)), exchange + again)
+        back = self.exchanges(section) - exchange
+        backward = self.exchanging(self.total(section.backward + self.again(section)), back)
         backward += self.adding_up(section)
         if self.layout.zero < 3:
             return forward, backward
         gather = self.gather(section)
+        again = gather if section.runs_backward else 0.0
         scatter = self.over_data("reduce_scatter", self.gradients([(section, 1)]))
         if self.layout.gathers == "tensor" and self.again(section).compute:
             scatter += gather
         if "weight" in self.layout.overlap:
-            return at_once(forward, gather), at_once(backward, gather + scatter)
-        return forward + gather, backward + gather + scatter
+            return at_once(forward, gather), at_once(backward, again + scatter)
+        return forward + gather, backward + again + scatter
 
     def gather(self, section: Section) -> float:
         """Seconds of gathering the weights of a section, together or one by one."""

@@ -14,6 +14,7 @@ from autopar.cluster import Cluster
 from autopar.errors import OptionsError
 from autopar.layout import Layout
 from autopar.layout_space import Space
+from autopar.schedules import SCHEDULES
 
 from .published_clusters import cluster_of
 from .published_fields import check_fields, shown
@@ -24,6 +25,13 @@ from .published_recipes import beyond, cut
 from .published_shape import NotExpressible, Shape, number
 from .published_systems import DROPOUT, FUSED_GRADIENTS, UNFUSED, eager, habits, overlap, system
 
+# Schedules by words of their names, the first that is found; None: the usual one for the number of chunks.
+WORDS = (
+    (r"gpipe", "gpipe"),
+    (r"zb-?h1", "zb-h1"),
+    (r"zb-?v", "zb-v"),
+    (r"1f1b|interleaved|pipedream", None),
+)
 # How many moments optimizers keep of each element, by words of their names, the first that is found; and those whose
 # moments are of fewer bytes or elements, which no layout has.
 FEWER_BYTES = r"\d.?bit|mini|galore"
@@ -110,7 +118,8 @@ def _question(row: Mapping[str, Any]) -> Question:
     batch = number(row["parallel"], "global_batch")
     if is_open(row["parallel"]):
         known = known_fields(row)
-        like = Layout(**{**known, "expert": 1, "zero": 0})
+        schedule = _schedule(row["parallel"].get("schedule"))
+        like = Layout(**{**known, "expert": 1, "zero": 0, "schedule": schedule})
         return Question(row, shape, like, batch, cluster_of(row), seconds, oom, space_of(row, known))
     layout = layout_of(row)
     layout.microbatches(batch)
@@ -143,12 +152,15 @@ def layout_of(row: Mapping[str, Any]) -> Layout:
         raise NotExpressible(f"t {tensor} x p {pipeline} x cp {context} x {d} is not n_gpus {devices}")
     whole = parallel.get("per_device_batch") or parallel.get("local_batch")
     microbatch = parallel.get("microbatch") or (whole if pipeline == 1 else 1)
+    schedule = _schedule(parallel.get("schedule"))
+    chunks = SCHEDULES[schedule].least if schedule else 1
     said = {
         "tensor": tensor,
         "pipeline": pipeline,
         "data": data,
         "microbatch": number({"microbatch": microbatch}, "microbatch"),
-        "interleave": number(parallel, "interleave", 1) if pipeline > 1 else 1,
+        "interleave": number(parallel, "interleave", chunks) if pipeline > 1 else 1,
+        "schedule": schedule if pipeline > 1 else None,
     }
     known = known_fields(row)
     ends = cut(row, pipeline * said["interleave"])
@@ -201,6 +213,15 @@ def _recompute(said: object) -> Any:
     if found is None:
         raise NotExpressible(f"parallel.recompute is {shown(said)}: no layout has it; one of {', '.join(kinds)}")
     return found
+
+
+def _schedule(said: object) -> str | None:
+    """The name of a schedule; None for 1F1B, interleaved or not, which follows from the number of chunks."""
+    words = str(said or "1f1b").lower()
+    for pattern, name in WORDS:
+        if re.search(pattern, words):
+            return name
+    raise NotExpressible(f"parallel.schedule is {shown(said)}: no layout has it; one of 1f1b, gpipe, zb-h1, zb-v")
 
 
 def _moments(said: str) -> int:

@@ -187,6 +187,20 @@ def test_what_is_no_description_is_said(tmp_path: Path) -> None:
         ("bf16 = 4000000000.0", "bf16 = 312", "peak_flops.bf16 is 312.0 FLOP per second"),
         ("bandwidth = 10000000.0", "bandwidth = 25", "link 'net': bandwidth is 25.0 bytes per second"),
         ("latency = 1e-05", "latency = 5", "link 'net': latency is 5.0 seconds; write 5e-6 for 5 microseconds"),
+        ("collective_seconds = 0.0", "collective_seconds = 5", "collective_seconds is 5.0 seconds"),
+        ("host_seconds = 0.0", "host_seconds = 30", "device: host_seconds is 30.0 seconds"),
+        (
+            "host_bandwidth = 0.0\nhost_memory_bytes = 0",
+            "host_bandwidth = 1e10\nhost_memory_bytes = 256",
+            "host_memory_bytes is 256 bytes",
+        ),
+        ("reserve_bytes = 0", "reserve_bytes = 2000000", "reserve_bytes is 2000000 of 1048576 bytes of memory"),
+        ("latency = 1e-05", "latency = 1e-05\npair_bandwidth = 25", "link 'net': pair_bandwidth is 25.0 bytes"),
+        (
+            "latency = 1e-05",
+            "latency = 1e-05\nrates = {message = {latency = 1e-5, bandwidth = 25}}",
+            "link 'net': rates.message: bandwidth is 25.0 bytes per second",
+        ),
     ],
 )
 def test_figures_in_other_units_are_noticed(old: str, new: str, message: str, tmp_path: Path) -> None:

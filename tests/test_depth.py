@@ -218,6 +218,20 @@ def test_weights_that_do_not_learn_are_held_and_not_updated() -> None:
     assert frozen.parts["update"] < whole.parts["update"] and frozen.flops < whole.flops
 
 
+def test_frozen_layers_that_nothing_trained_comes_before_are_not_computed_again() -> None:
+    with torch.device("meta"):
+        model = Stack(nn.ModuleList(blocks()), in_turn)
+    model.requires_grad_(False)
+    model.layers[-1].requires_grad_(True)
+    traced = LayoutModel.of(model, (torch.empty(8, WIDTH, WIDTH),))
+    none, full = (
+        traced.price(Layout(microbatch=8, precision="fp32", recompute=kind), Cluster.get("dgx-a100-80gb"))
+        for kind in ("none", "full")
+    )
+    assert 0 < full.parts["again"] < 2 / DEPTH * none.parts["forward"]
+    assert full.predicted.activation_bytes <= none.predicted.activation_bytes
+
+
 def test_a_model_may_be_a_list_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model = nn.Sequential(*blocks())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 
 import pytest
@@ -14,6 +15,7 @@ from autopar.errors import OptionsError
 from autopar.layout import Layout, degrees
 from autopar.layout_model import LayoutModel, price
 from autopar.layout_report import plan_layouts
+from autopar.options import Options
 
 H100 = Cluster.get("dgx-h100")
 
@@ -154,3 +156,28 @@ def test_a_masked_mean_sums_over_a_sequence() -> None:
     with torch.device("meta"):
         model = LayoutModel.of(Masked().bfloat16(), (torch.empty(8, 96, dtype=torch.long), mask))
     assert model.price(Layout(context=2), H100).predicted.step_seconds > 0
+
+
+def test_options_that_a_price_does_not_read_are_refused() -> None:
+    model = Steps(32)
+    for options, works in ((Options(zero=3), "layout=Layout.zero=3"), (Options(optimizer="sgd"), "leave it out")):
+        with pytest.raises(OptionsError, match=f"of options only memory_limit counts; .*{works}"):
+            price(model, (torch.empty(8, 16, 32),), H100, layout=Layout(), options=options)
+
+
+def test_a_model_that_cannot_be_copied_is_priced_as_it_is_or_refused() -> None:
+    model = Steps(32)
+    model.lock = threading.Lock()  # type: ignore[assignment]
+    inputs = (torch.empty(8, 16, 32),)
+    with pytest.raises(
+        OptionsError, match=r"Steps is to be priced in torch.bfloat16.*lock.*model.to\(torch.bfloat16\)"
+    ):
+        price(model, inputs, H100, layout=Layout())
+    assert price(model, inputs, H100, layout=Layout(precision="fp32")).fits
+
+
+def test_a_model_without_layers_has_no_stages() -> None:
+    model, inputs = Steps(32), (torch.empty(8, 16, 32),)
+    with pytest.raises(OptionsError, match=r"the model has no layers to cut between.*cuts='operations'"):
+        price(model, inputs, H100, layout=Layout(pipeline=2))
+    assert price(model, inputs, H100, layout=Layout(pipeline=2, cuts="operations")).fits

@@ -45,6 +45,12 @@ def test_a_row_becomes_a_layout() -> None:
     assert question.seconds == 0.05 and question.shape.vocab == 1024 and not question.shape.flash
 
 
+def test_a_row_runs_in_the_schedule_that_it_names() -> None:
+    for said, named in (("1F1B (DeepSpeed)", ("1f1b", 1)), ("GPipe", ("gpipe", 1)), ("zbv", ("zb-v", 2))):
+        layout = question_of(changed("parallel", schedule=said)).layout
+        assert (layout.schedule_name, layout.interleave) == named
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
@@ -56,6 +62,7 @@ def test_a_row_becomes_a_layout() -> None:
         (changed("model", heads=7), "256 does not divide among 7 heads"),
         (changed("parallel", d=-2), "d is -2"),
         (changed("parallel", ep=3), "expert"),
+        (changed("parallel", schedule="DualPipe"), "parallel.schedule is 'DualPipe': no layout has it"),
         (changed("measured", iter_s="soon"), "measured.iter_s is 'soon', no positive number"),
         (changed("model", layers=0), "model.layers is 0, no positive whole number"),
         (changed("measured", iter_s=-1.0), "measured.iter_s is -1.0, no positive number"),

@@ -1,0 +1,61 @@
+"""Weights that several pipeline stages use: each holds them, and their gradients are summed once a step."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from autopar.cluster import Cluster
+from autopar.cost import collective_seconds
+from autopar.layout import Layout
+from autopar.layout_model import LayoutModel
+from benchmarks.published_models import build
+from benchmarks.published_shape import Shape
+
+A100 = Cluster.get("dgx-a100-80gb")
+SHAPE = Shape(6, 256, 8, 8, 32, 1024, gated=False, vocab=16384, seq=128, flash=False)
+TABLE = SHAPE.vocab * SHAPE.hidden
+
+
+@cache
+def model(tied: bool, mixed_in: bool = False) -> LayoutModel:
+    decoder = build(SHAPE)
+    if tied:
+        decoder.head.weight = decoder.embedding.weight
+    if mixed_in:
+        # One matrix that all layers have.
+        for layer in decoder.layers[1:]:
+            layer.mlp.up.weight = decoder.layers[0].mlp.up.weight
+    ids = torch.empty(64, SHAPE.seq, dtype=torch.long, device="meta")
+    return LayoutModel.of(decoder, (ids, ids))
+
+
+@pytest.mark.parametrize("named", [{}, {"zero": 1, "data": 2}, {"cuts": "operations"}, {"interleave": 2}])
+def test_first_and_last_stage_hold_a_tied_embedding_as_if_it_were_two(named: dict[str, object]) -> None:
+    """But that two gradients are added in the graph, which shifts cuts between operations a little."""
+    layout = Layout(pipeline=2, microbatch=4, **named)  # type: ignore[arg-type]
+    tied, apart = (model(is_tied).price(layout, A100) for is_tied in (True, False))
+    for one, other in zip(tied.held, apart.held, strict=True):
+        for name in ("weights", "gradients", "optimizer"):
+            assert getattr(one, name) == pytest.approx(getattr(other, name), rel=0.01)
+    summed = collective_seconds(A100, (2, layout.devices // 2), "all_reduce", (0,), 4 * TABLE)
+    assert tied.parts["update"] == pytest.approx(apart.parts["update"] + summed, rel=0.01)
+    assert tied.predicted.step_seconds > apart.predicted.step_seconds + 0.9 * summed
+
+
+def test_a_rank_that_has_both_ends_holds_a_tied_embedding_once() -> None:
+    for layout in (Layout(microbatch=4), Layout(pipeline=2, interleave=2, schedule="zb-v", microbatch=4)):
+        tied, apart = (model(is_tied).price(layout, A100) for is_tied in (True, False))
+        assert apart.held[0].weights - tied.held[0].weights == 2 * TABLE
+        assert apart.held[0].optimizer - tied.held[0].optimizer == 12 * TABLE
+        assert tied.parts["update"] <= apart.parts["update"]
+
+
+def test_a_weight_of_all_layers_is_on_every_stage_once() -> None:
+    layout = Layout(pipeline=3, microbatch=4)
+    shared, apart = (model(False, is_shared).price(layout, A100) for is_shared in (True, False))
+    matrix = SHAPE.hidden * SHAPE.ffn
+    for one, other in zip(shared.held, apart.held, strict=True):
+        assert other.weights - one.weights == 2 * matrix, "two layers on each stage"
