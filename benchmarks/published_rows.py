@@ -154,7 +154,7 @@ def layout_of(row: Mapping[str, Any]) -> Layout:
     microbatch = parallel.get("microbatch") or (whole if pipeline == 1 else 1)
     schedule = _schedule(parallel.get("schedule"))
     chunks = SCHEDULES[schedule].least if schedule else 1
-    said = {
+    said: dict[str, Any] = {
         "tensor": tensor,
         "pipeline": pipeline,
         "data": data,
