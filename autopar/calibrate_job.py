@@ -130,7 +130,15 @@ def _measure_gpus(device: torch.device, shape: JobShape, seconds: float) -> Clus
     found, error = fit_gpu(samples, about.name, int(about.total_memory), int(about.multi_processor_count))
     described = with_host(found, device, shape.per_host, 0.05 * seconds)
     source = f"GPUs {about.name}; fit error matmul {error:.0%}"
-    return Cluster("", source, described, (NO_LINK,), 0.0, {"fit_error_matmul": error}, overlaps=True)
+    return Cluster(
+        name="",
+        source=source,
+        device=described,
+        links=(NO_LINK,),
+        collective_seconds=0.0,
+        measurement={"fit_error_matmul": error},
+        overlaps=True,
+    )
 
 
 def _measure_processes(shape: JobShape, seconds: float) -> Cluster:

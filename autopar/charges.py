@@ -53,7 +53,14 @@ class Charges:
         offer = self.offer
         cost = [[self._seconds_again(name, choice)] for choice in offer.choices[name]]
         rows, end = np.arange(len(cost)), np.zeros(1, dtype=np.int64)
-        return Transfer(f"{name} again", offer.index[name], rows, (offer.index[OUTPUTS],), (end,), np.array(cost))
+        return Transfer(
+            name=f"{name} again",
+            producer=offer.index[name],
+            source=rows,
+            consumers=(offer.index[OUTPUTS],),
+            targets=(end,),
+            cost=np.array(cost),
+        )
 
     def _charges(self, node: Node, choice: Choice) -> tuple[float, float, float]:
         """Seconds, resting bytes and temporary bytes of one node."""

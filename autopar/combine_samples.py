@@ -39,17 +39,17 @@ def combined(samples: Sequence[Samples], times: Summary, figures: Summary) -> Sa
 
 def _device(devices: Sequence[DeviceSamples], times: Summary) -> DeviceSamples:
     return DeviceSamples(
-        times([d.launch for d in devices]),
-        times([d.view for d in devices]),
-        tuple(_one(same, times) for same in zip(*(d.matrices for d in devices), strict=True)),
-        tuple(
+        launch=times([d.launch for d in devices]),
+        view=times([d.view for d in devices]),
+        matrices=tuple(_one(same, times) for same in zip(*(d.matrices for d in devices), strict=True)),
+        pointwise=tuple(
             (same[0][0], times([seconds for _, seconds in same]))
             for same in zip(*(d.pointwise for d in devices), strict=True)
         ),
-        tuple(_one(same, times) for same in zip(*(d.attention for d in devices), strict=True)),
-        times([d.function for d in devices]),
-        times([d.update for d in devices]),
-        times([d.share for d in devices]),
+        attention=tuple(_one(same, times) for same in zip(*(d.attention for d in devices), strict=True)),
+        function=times([d.function for d in devices]),
+        update=times([d.update for d in devices]),
+        share=times([d.share for d in devices]),
     )
 
 

@@ -121,14 +121,14 @@ def ask(
     """What to plan for a prepared model, described for people."""
     inputs = {node.target: node.type.shape for node in base.graph.at().placeholders("input")}
     return Question(
-        base.graph,
-        base.loss,
-        base.batch,
-        mesh,
-        cluster,
-        options,
-        describe(model, inputs),
-        axis_names,
+        graph=base.graph,
+        loss=base.loss,
+        batch=base.batch,
+        mesh=mesh,
+        cluster=cluster,
+        options=options,
+        model=describe(model, inputs),
+        axis_names=axis_names,
         notes=base.traced.notes,
     )
 

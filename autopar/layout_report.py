@@ -40,8 +40,7 @@ SECONDS_OF_A_DAY = 86400.0
 class LayoutReport:
     """What was found for ``devices`` of ``cluster``, whose ``source`` says where prices come from; ``named`` ones are
     priced for comparison. Of ``parameters`` so many are ``trained``. ``tokens`` are those of training, and a sample has
-    ``sample_tokens``. ``seconds`` and
-    ``cpu_seconds`` are what planning took, tracing included."""
+    ``sample_tokens``. ``seconds`` and ``cpu_seconds`` are what planning took, tracing included."""
 
     model: str
     parameters: int
@@ -227,7 +226,7 @@ def plan_layouts(
         InfeasibleError: no layout fits; says what would, in bytes.
         OptionsError: a layout for comparison takes another number of devices, or does not divide the model.
     """
-    began = time.perf_counter(), time.process_time()
+    began, cpu_began = time.perf_counter(), time.process_time()
     hardware = Cluster.get(cluster)
     like, space = _asked(zero, recompute, precision, offload)
     samples, first = _measured(batch)
@@ -238,15 +237,26 @@ def plan_layouts(
     traced = cache(lambda dtype: LayoutModel.of(*computed_in(model, batch, dtype), loss_fn))
     searched = traced(dtype_of(precision))
     found = best_layout(searched, hardware, devices, batch=whole, limit=limit, like=like, space=space)
-    spent = time.perf_counter() - began[0], time.process_time() - began[1]
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
     named = {
         name: traced(dtype_of(layout.precision)).price(layout, hardware, whole, limit)
         for name, layout in (compare or {}).items()
     }
-    size_of_model = sum(parameter.numel() for parameter in model.parameters())
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    about = type(model).__name__, size_of_model, trained, devices, hardware.name, hardware.source
-    return LayoutReport(*about, whole, first, tokens, found, named, *spent)
+    return LayoutReport(
+        model=type(model).__name__,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        devices=devices,
+        cluster=hardware.name,
+        source=hardware.source,
+        batch=whole,
+        sample_tokens=first,
+        tokens=tokens,
+        found=found,
+        named=named,
+        seconds=seconds,
+        cpu_seconds=cpu_seconds,
+    )
 
 
 def _asked(zero: Any, recompute: Any, precision: Any, offload: bool) -> tuple[Layout, Space]:

@@ -161,7 +161,16 @@ def _line(data: Any) -> PlanLine:
     kind, name, module, phase, seconds, steps, times, stage = data
     hops = tuple(Step(k, tuple(map(_count, axes)), s, t, _count(b)) for k, axes, s, t, b in steps)
     kind, name, module, phase = map(_string, (kind, name, module, phase))
-    return PlanLine(kind, name, module, phase, float(seconds), hops, _count(times), _count(stage))
+    return PlanLine(
+        kind=kind,
+        name=name,
+        module=module,
+        phase=phase,
+        seconds=float(seconds),
+        steps=hops,
+        times=_count(times),
+        stage=_count(stage),
+    )
 
 
 def _string(value: object) -> str:

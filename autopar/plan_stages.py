@@ -115,13 +115,13 @@ def sends(plan: Plan) -> tuple[Sent, ...]:
         link = links[min(source, target), max(source, target)]
         found.append(
             Sent(
-                placement[source],
-                placement[target],
-                edges[0].phase,
-                tuple(edge.name for edge in edges),
-                readable(pipeline.wires[edges[0]]),
-                total,
-                link.seconds(total) * plan.microbatches,
+                source=placement[source],
+                target=placement[target],
+                phase=edges[0].phase,
+                names=tuple(edge.name for edge in edges),
+                place=readable(pipeline.wires[edges[0]]),
+                bytes=total,
+                seconds=link.seconds(total) * plan.microbatches,
             )
         )
     return tuple(found)

@@ -125,7 +125,14 @@ def _join(work: _Work, fold: Fold) -> None:
         work.offset += base
         cost -= base
     a, b = fold.neighbours
-    work.transfers[work.fresh] = Transfer(f"fold{fold.group}", a, fold.labels[0], (b,), (fold.labels[1],), cost)
+    work.transfers[work.fresh] = Transfer(
+        name=f"fold{fold.group}",
+        producer=a,
+        source=fold.labels[0],
+        consumers=(b,),
+        targets=(fold.labels[1],),
+        cost=cost,
+    )
     work.incident[a].add(work.fresh)
     work.incident[b].add(work.fresh)
     work.fresh += 1

@@ -67,14 +67,14 @@ def reprice(
         )
     settings = under_policy(options or Options(memory_limit=plan.memory_limit), plan.precision)
     question = Question(
-        prepared.graph,
-        prepared.loss,
-        batch,
-        plan.mesh,
-        Cluster.get(cluster or plan.cluster),
-        settings,
-        plan.model,
-        plan.axis_names,
+        graph=prepared.graph,
+        loss=prepared.loss,
+        batch=batch,
+        mesh=plan.mesh,
+        cluster=Cluster.get(cluster or plan.cluster),
+        options=settings,
+        model=plan.model,
+        axis_names=plan.axis_names,
     )
     if plan.pipeline is not None:
         return _reprice_staged(plan, plan.pipeline, question)

@@ -103,13 +103,13 @@ def parse_schedule(text: str) -> Schedule:
             raise ScheduleError(f"expected 'rank {rank}: ...', found {line!r}")
         ranks.append(tuple(map(parse_instruction, found[2].split())))
     return Schedule(
-        head[1],
-        int(head[2]),
-        _integers(_words(lines[1], "placement")),
-        tuple(map(_parse_edge, _words(lines[2], "edges"))),
-        tuple(ranks),
-        _integers(_words(lines[3], "in_flight")),
-        head[3] == "training",
+        name=head[1],
+        microbatches=int(head[2]),
+        placement=_integers(_words(lines[1], "placement")),
+        edges=tuple(map(_parse_edge, _words(lines[2], "edges"))),
+        ranks=tuple(ranks),
+        in_flight=_integers(_words(lines[3], "in_flight")),
+        training=head[3] == "training",
     )
 
 
@@ -130,13 +130,13 @@ def schedule_from_json(data: Mapping[str, Any]) -> Schedule:
     """Inverse of :func:`schedule_to_json`. Raises :class:`ScheduleError`."""
     try:
         return Schedule(
-            str(data["name"]),
-            int(data["microbatches"]),
-            tuple(map(int, data["placement"])),
-            tuple(map(_parse_edge, data["edges"])),
-            tuple(tuple(map(parse_instruction, listed.split())) for listed in data["ranks"]),
-            tuple(map(int, data["in_flight"])),
-            bool(data["training"]),
+            name=str(data["name"]),
+            microbatches=int(data["microbatches"]),
+            placement=tuple(map(int, data["placement"])),
+            edges=tuple(map(_parse_edge, data["edges"])),
+            ranks=tuple(tuple(map(parse_instruction, listed.split())) for listed in data["ranks"]),
+            in_flight=tuple(map(int, data["in_flight"])),
+            training=bool(data["training"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ScheduleError(f"this is not a schedule: {type(error).__name__}: {error}") from error

@@ -62,11 +62,20 @@ class Slot:
         columns, target = np.unique(transfer.targets[c], return_inverse=True)
         row_order, column_order = np.argsort(source, kind="stable"), np.argsort(target, kind="stable")
         return Slot(
-            transfer.producer, transfer.consumers[c], source, target, rows, columns,
-            row_order, np.searchsorted(source[row_order], np.arange(len(rows))),
-            column_order, np.searchsorted(target[column_order], np.arange(len(columns))),
-            np.ascontiguousarray(share[np.ix_(rows, columns)]), np.zeros(len(rows)), np.zeros(len(columns)),
-        )  # fmt: skip
+            producer=transfer.producer,
+            consumer=transfer.consumers[c],
+            source=source,
+            target=target,
+            rows=rows,
+            columns=columns,
+            row_order=row_order,
+            row_starts=np.searchsorted(source[row_order], np.arange(len(rows))),
+            column_order=column_order,
+            column_starts=np.searchsorted(target[column_order], np.arange(len(columns))),
+            share=np.ascontiguousarray(share[np.ix_(rows, columns)]),
+            u=np.zeros(len(rows)),
+            v=np.zeros(len(columns)),
+        )
 
     def least(self, theta: list[Floats]) -> tuple[Floats, Floats]:
         """Least theta per row of the producer and per column of the consumer."""

@@ -40,16 +40,16 @@ def planned_pipeline(
 
 def _chunk_figures(price: ChunkPrice) -> ChunkFigures:
     return ChunkFigures(
-        price.forward,
-        price.input_gradient,
-        price.weight_gradient,
-        price.reduce,
-        price.until_weight_gradient,
-        price.static,
-        price.input_gradient + price.weight_gradient - price.whole_backward,
-        price.beside_weight_gradient,
-        price.beside_backward,
-        price.unawaited,
+        forward=price.forward,
+        input_gradient=price.input_gradient,
+        weight_gradient=price.weight_gradient,
+        reduce=price.reduce,
+        saved=price.until_weight_gradient,
+        resting=price.static,
+        joined=price.input_gradient + price.weight_gradient - price.whole_backward,
+        beside_half=price.beside_weight_gradient,
+        beside_whole=price.beside_backward,
+        unawaited=price.unawaited,
     )
 
 

@@ -124,7 +124,16 @@ def _parse_node(line: str, symbols: dict[str, sympy.Symbol]) -> Node:
         raise GraphError(f"a placeholder takes one name: {line!r}")
     types = tuple(parse_type(t, symbols) for _, t in results)
     path = module[1] if module else ""
-    return Node(results[0][0], match["op"], args, kwargs, types, path, "", "backward" if backward else "forward")
+    return Node(
+        name=results[0][0],
+        op=match["op"],
+        args=args,
+        kwargs=kwargs,
+        types=types,
+        module=path,
+        source="",
+        phase="backward" if backward else "forward",
+    )
 
 
 def _parse_output(line: str) -> Output:

@@ -89,7 +89,17 @@ def trace(
     mode = model.training if training is None else training
     call = describe_call(tuple(args), kwargs or {})
     where = torch.device(device)
-    request = Request(model, model_state(model), call, where, loss_fn, mode, grad, differentiate, autocast)
+    request = Request(
+        model=model,
+        state=model_state(model),
+        call=call,
+        device=where,
+        loss_fn=loss_fn,
+        training=mode,
+        grad=grad,
+        differentiate=differentiate,
+        autocast=autocast,
+    )
     with unchanged(model):
         captured, graph = _captured(request)
     if captured.counted:

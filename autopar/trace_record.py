@@ -135,14 +135,14 @@ class Recorder(TorchDispatchMode):
             self._loops.saw(id(self._region), func, _named(custom.get(PATH)))
             self.instructions.append(
                 Instruction(
-                    func,
-                    first,
-                    dict(zip(kwargs, refs, strict=True)),
-                    numbers,
-                    learns,
-                    tuple(self._number(r) if isinstance(r, torch.Tensor) else None for r in results),
-                    torch.is_grad_enabled() if self.grad_mode is None else self.grad_mode,
-                    custom.get(PATH),
+                    op=func,
+                    args=first,
+                    kwargs=dict(zip(kwargs, refs, strict=True)),
+                    operands=numbers,
+                    learns=learns,
+                    results=tuple(self._number(r) if isinstance(r, torch.Tensor) else None for r in results),
+                    grad_mode=torch.is_grad_enabled() if self.grad_mode is None else self.grad_mode,
+                    path=custom.get(PATH),
                 )
             )
         return made

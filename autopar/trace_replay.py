@@ -280,13 +280,13 @@ def _in_parts(
     kept = [node for node in nodes[:-1] if node.op != "placeholder"]
     order = {node: position for position, node in enumerate(nodes)}
     return BodyGraph(
-        graph_module,
-        tuple(inputs[index] for index in sorted(inputs) if index >= spare),
-        tuple(tangents[index] for index in received),
-        tuple(node for node in kept if order[node] <= last),
-        tuple(node for node in kept if order[node] > last),
-        tuple(results),
-        gradients,
+        graph_module=graph_module,
+        inputs=tuple(inputs[index] for index in sorted(inputs) if index >= spare),
+        tangents=tuple(tangents[index] for index in received),
+        forward=tuple(node for node in kept if order[node] <= last),
+        backward=tuple(node for node in kept if order[node] > last),
+        results=tuple(results),
+        gradients=gradients,
     )
 
 

@@ -124,7 +124,7 @@ class _Watch(TorchDispatchMode):
         named = tuple((key, leaf(arg)) for key, arg in kwargs.items())
         types = tuple(map(_type, operands))
         outputs = tuple(_type(r) if isinstance(r, Tensor) else None for r in results)
-        return OpCall(_functional(func), types, outputs, written, named, self._rows)
+        return OpCall(op=_functional(func), inputs=types, outputs=outputs, args=written, kwargs=named, size=self._rows)
 
 
 def _is_by_rows(strategy: AxisStrategy) -> bool:

@@ -53,7 +53,15 @@ def verify(
     settings = replace(options or Options(), seed=(options.seed if options else None) or 0)
     settings = settings if plan is None else under_policy(settings, plan.precision)
     ready = materialised(model)
-    task = Task(ready, mesh_shape(mesh), batch, settings, Cluster.get(cluster or "local"), loss_fn, plan)
+    task = Task(
+        model=ready,
+        mesh=mesh_shape(mesh),
+        batch=batch,
+        options=settings,
+        cluster=Cluster.get(cluster or "local"),
+        loss_fn=loss_fn,
+        plan=plan,
+    )
     expected = one_process(task, timeout)
     found = run_local(parallel_step, math.prod(task.mesh), timeout=timeout, args=(task,))[0]
     if found.draws:

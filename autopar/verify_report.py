@@ -106,18 +106,18 @@ def judge(found: OneStep, expected: tuple[OneStep, OneStep | None], asked: Close
     loss_error = asked.error(found.loss, alone.loss, off)[0]
     assert found.plan is not None
     return Report(
-        found.plan,
-        asked.tolerance,
-        float(alone.loss),
-        loss_error,
-        errors,
-        noisy,
-        seconds,
-        found.seconds,
-        found.unpriced,
-        found.draws,
-        unset,
-        rounding(alone.gradients, exact.gradients) if exact and asked.always else None,
+        plan=found.plan,
+        tolerance=asked.tolerance,
+        loss=float(alone.loss),
+        loss_error=loss_error,
+        gradient_errors=errors,
+        noisy=noisy,
+        seconds=seconds,
+        step_seconds=found.seconds,
+        unpriced=found.unpriced,
+        draws=found.draws,
+        unset=unset,
+        rounding=rounding(alone.gradients, exact.gradients) if exact and asked.always else None,
     )
 
 

@@ -106,7 +106,17 @@ def _collective_row(table: dict[str, Any]) -> CollectiveRow | None:
     nbytes = float(measured["bytes"]) * (members if kind == "all_to_all" else 1)
     seconds = float(measured["time_us"]) * 1e-6
     held = is_held_out(table["id"])
-    return CollectiveRow(table["source"], about["gpu"], cluster, kind, members, nodes, nbytes, seconds, held)
+    return CollectiveRow(
+        source=table["source"],
+        gpu=about["gpu"],
+        cluster=cluster,
+        kind=kind,
+        members=members,
+        nodes=nodes,
+        nbytes=nbytes,
+        seconds=seconds,
+        held_out=held,
+    )
 
 
 def _with_network(cluster: Cluster, *descriptions: str | None) -> Cluster:
@@ -141,7 +151,17 @@ def _product_rows(table: dict[str, Any]) -> Iterator[ProductRow]:
             size = 4 if dtype == "tf32" else SHORT_DTYPES[dtype].itemsize
             nbytes = batch * (size * (m * k + k * n) + max(size, 2) * m * n)
             held = is_held_out(f"{table['id']} {dtype}")
-            yield ProductRow(table["source"], gpu, cluster, dtype, batch, (m, n, k), nbytes, seconds, held)
+            yield ProductRow(
+                source=table["source"],
+                gpu=gpu,
+                cluster=cluster,
+                dtype=dtype,
+                batch=batch,
+                matrix=(m, n, k),
+                nbytes=nbytes,
+                seconds=seconds,
+                held_out=held,
+            )
 
 
 def _shape(text: str) -> list[int]:

@@ -120,10 +120,19 @@ def _question(row: Mapping[str, Any]) -> Question:
         known = known_fields(row)
         schedule = _schedule(row["parallel"].get("schedule"))
         like = Layout(**{**known, "expert": 1, "zero": 0, "schedule": schedule})
-        return Question(row, shape, like, batch, cluster_of(row), seconds, oom, space_of(row, known))
+        return Question(
+            row=row,
+            shape=shape,
+            layout=like,
+            batch=batch,
+            cluster=cluster_of(row),
+            seconds=seconds,
+            oom=oom,
+            space=space_of(row, known),
+        )
     layout = layout_of(row)
     layout.microbatches(batch)
-    return Question(row, shape, layout, batch, cluster_of(row), seconds, oom)
+    return Question(row=row, shape=shape, layout=layout, batch=batch, cluster=cluster_of(row), seconds=seconds, oom=oom)
 
 
 def _is_flash(row: Mapping[str, Any]) -> bool:

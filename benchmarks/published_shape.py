@@ -118,24 +118,24 @@ class Shape:
             raise NotExpressible(f"heads of {width} are no pairs, which rotary positions turn")
         window, every = _window(model)
         return Shape(
-            number(model, "layers"),
-            hidden,
-            heads,
-            kv_heads,
-            width,
-            ffn,
-            gated,
-            -(-number(model, "vocab") // PADDED) * PADDED,
-            number(model, "seq"),
-            flash or bool(window),
-            _experts(model, ffn),
-            Latent() if model.get("attention") == "MLA" else None,
-            window,
-            every,
-            upcast,
-            dropout,
-            beyond,
-            bool(model.get("one_hot_embedding")),
+            layers=number(model, "layers"),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=width,
+            ffn=ffn,
+            gated=gated,
+            vocab=-(-number(model, "vocab") // PADDED) * PADDED,
+            seq=number(model, "seq"),
+            flash=flash or bool(window),
+            experts=_experts(model, ffn),
+            latent=Latent() if model.get("attention") == "MLA" else None,
+            window=window,
+            window_every=every,
+            upcast=upcast,
+            dropout=dropout,
+            beyond=beyond,
+            one_hot=bool(model.get("one_hot_embedding")),
         )
 
 
@@ -166,14 +166,14 @@ def _experts(model: Mapping[str, Any], ffn: int) -> Experts | None:
         absent = "n, how many experts there are," if not fields.get("n") else "top_k, how many experts a token goes to,"
         raise NotExpressible(f"of the model's experts {absent} is not given")
     found = Experts(
-        number(fields, "n"),
-        number(fields, "top_k"),
-        number(fields, "ffn", ffn),
-        int(fields.get("shared") or 0),
-        int(model.get("dense_layers") or 0),
-        2 if every else number(fields, "every", 1),
-        number(model, "expert_group_size") if model.get("expert_group_size") else 0,
-        bool(model.get("wide_masks")),
+        number=number(fields, "n"),
+        chosen=number(fields, "top_k"),
+        ffn=number(fields, "ffn", ffn),
+        shared=int(fields.get("shared") or 0),
+        dense=int(model.get("dense_layers") or 0),
+        every=2 if every else number(fields, "every", 1),
+        group=number(model, "expert_group_size") if model.get("expert_group_size") else 0,
+        wide_masks=bool(model.get("wide_masks")),
     )
     if found.chosen > found.number:
         raise NotExpressible(f"{found.chosen} of {found.number} experts are chosen")

@@ -41,7 +41,18 @@ class Case:
 
 
 def _gpt(layers: int, hidden: int, heads: int, vocab: int = 51200) -> Shape:
-    return Shape(layers, hidden, heads, heads, hidden // heads, 4 * hidden, False, vocab, 2048, flash=False)
+    return Shape(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        ffn=4 * hidden,
+        gated=False,
+        vocab=vocab,
+        seq=2048,
+        flash=False,
+    )
 
 
 CASES: Mapping[str, Case] = {
@@ -73,7 +84,18 @@ CASES: Mapping[str, Case] = {
         "Narayanan et al. 2021, table 1",
     ),
     "Llama 3 405B": Case(
-        Shape(126, 16384, 128, 8, 128, 53248, True, 128256, 8192, flash=True),
+        Shape(
+            layers=126,
+            hidden=16384,
+            heads=128,
+            kv_heads=8,
+            head_dim=128,
+            ffn=53248,
+            gated=True,
+            vocab=128256,
+            seq=8192,
+            flash=True,
+        ),
         "h100-clos-24k",
         16384,
         2048,

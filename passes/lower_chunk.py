@@ -87,12 +87,12 @@ class _Crossings:
     def of(work: ChunkLowering) -> _Crossings:
         wanted = [output for output in work.job.graph.outputs if output.value is not None]
         return _Crossings(
-            tuple(o for o in wanted if o.kind in ("output", "mutation")),
-            tuple(o for o in wanted if o.kind in ("gradient", "input_gradient")),
-            work.ports(sends=True, backward=False),
-            work.ports(sends=False, backward=False),
-            work.ports(sends=True, backward=True),
-            work.ports(sends=False, backward=True),
+            results=tuple(o for o in wanted if o.kind in ("output", "mutation")),
+            gradients=tuple(o for o in wanted if o.kind in ("gradient", "input_gradient")),
+            sends=work.ports(sends=True, backward=False),
+            receives=work.ports(sends=False, backward=False),
+            gradient_sends=work.ports(sends=True, backward=True),
+            gradient_receives=work.ports(sends=False, backward=True),
         )
 
     @property

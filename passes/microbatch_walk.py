@@ -252,7 +252,18 @@ class Walk:
         args = (self.forms[value, REPLICATE], 1.0 / self.count)
         name = self.fresh(f"{node.name}_part")
         kind = self.graph.type_of(value)
-        self.nodes.append(Node(name, "aten.mul.Tensor", args, (), (kind,), node.module, node.source, phase))
+        self.nodes.append(
+            Node(
+                name=name,
+                op="aten.mul.Tensor",
+                args=args,
+                kwargs=(),
+                types=(kind,),
+                module=node.module,
+                source=node.source,
+                phase=phase,
+            )
+        )
         self.forms[value, PARTIAL_SUM] = Value(name)
 
     def _take_from_prelude(self, value: Value, place: Placement) -> None:
@@ -260,7 +271,9 @@ class Walk:
         target = f"prelude.{str(value)[1:]}" + ("" if dim is None else f".pieces{dim}")
         kind = self.local_type(self.graph.type_of(value), place)
         name = self.fresh(f"{value.node}_whole" if dim is None else f"{value.node}_pieces")
-        self.placeholders.append(Node(name, "input", (target,), (), (kind,), self.graph[value.node].module))
+        self.placeholders.append(
+            Node(name=name, op="input", args=(target,), kwargs=(), types=(kind,), module=self.graph[value.node].module)
+        )
         self.from_prelude[target] = (value, dim)
         self.forms[value, place] = Value(name)
 
@@ -283,7 +296,16 @@ class Walk:
         kwargs = tuple((key, map_arg(arg, leaf)) for key, arg in kwargs)
         places = zip(node.types, strategy.outputs, strict=True)
         types = tuple(kind and self.local_type(kind, place) for kind, place in places)
-        made = Node(name, op, map_arg(args, leaf), kwargs, types, node.module, node.source, phase)
+        made = Node(
+            name=name,
+            op=op,
+            args=map_arg(args, leaf),
+            kwargs=kwargs,
+            types=types,
+            module=node.module,
+            source=node.source,
+            phase=phase,
+        )
         self.nodes.append(made)
         return made
 

@@ -52,7 +52,17 @@ def insert_rests(graph: Graph) -> Graph:
         for index, kind in enumerate(node.types):
             value = Value(node.name, index)
             if value in rests and kind is not None:
-                nodes.append(Node(rests[value].node, REST, (value,), (), (kind,), node.module, node.source))
+                nodes.append(
+                    Node(
+                        name=rests[value].node,
+                        op=REST,
+                        args=(value,),
+                        kwargs=(),
+                        types=(kind,),
+                        module=node.module,
+                        source=node.source,
+                    )
+                )
     return replace(graph, nodes=tuple(nodes))
 
 

@@ -125,7 +125,16 @@ class _Writer:
         for value in values[1:]:
             name = self._fresh(f"{value.node}_sum")
             self.nodes.append(
-                Node(name, "aten.add.Tensor", (total, value), (), parameter.types, parameter.module, "", "backward")
+                Node(
+                    name=name,
+                    op="aten.add.Tensor",
+                    args=(total, value),
+                    kwargs=(),
+                    types=parameter.types,
+                    module=parameter.module,
+                    source="",
+                    phase="backward",
+                )
             )
             total = Value(name)
         return total
@@ -141,7 +150,16 @@ class _Writer:
                 self._emit(node, self._fresh(f"{node.name}_at{self.chunk}"), phase)
             else:
                 kind, name = self.graph.type_of(value), wire_name(value)
-                self.received[value] = Node(name, "receive", (name,), (), (kind,), node.module, node.source, node.phase)
+                self.received[value] = Node(
+                    name=name,
+                    op="receive",
+                    args=(name,),
+                    kwargs=(),
+                    types=(kind,),
+                    module=node.module,
+                    source=node.source,
+                    phase=node.phase,
+                )
                 self.local[value] = Value(name)
         return self.local[value]
 

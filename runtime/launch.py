@@ -157,7 +157,16 @@ def run_local(
         stack.callback(_end, workers)
         for rank in range(nprocs):
             trace = str(folder / f"rank{rank}")
-            task = _Task(function, tuple(args), rank, nprocs, door, threads, backend, trace)
+            task = _Task(
+                function=function,
+                args=tuple(args),
+                rank=rank,
+                world=nprocs,
+                door=door,
+                threads=threads,
+                backend=backend,
+                trace=trace,
+            )
             workers.append(begin(task))
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         os.write(knock, store.port.to_bytes(_PORT_BYTES, "little") * nprocs)

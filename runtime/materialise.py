@@ -135,7 +135,19 @@ class _Recorder(TorchDispatchMode):
         noted_args, noted_kwargs = tree_map(_note, (args, kwargs))
         outputs = tuple(map(_note, made))
         index = len(self.steps)
-        self.steps.append(_Step(index, function, noted_args, noted_kwargs, outputs, reads, writes, fills, overwrites))
+        self.steps.append(
+            _Step(
+                index=index,
+                function=function,
+                args=noted_args,
+                kwargs=noted_kwargs,
+                outputs=outputs,
+                reads=reads,
+                writes=writes,
+                fills=fills,
+                overwrites=overwrites,
+            )
+        )
 
     def add_whole(self, function: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
         """Records ``function(tensor, ...)`` of :data:`_SKIPPED_ON_META`, or runs it on a real tensor."""

@@ -158,9 +158,15 @@ class _Record:
         rest = self.meter.peak - sum(sums.values())
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in gradients if t is not None}
         return Footprint(
-            sums["weight"], sums["gradient"], sums["activation"], sums["input"], rest,
-            self.stored, sum(storages.values()), held,
-        )  # fmt: skip
+            weights=sums["weight"],
+            gradients=sums["gradient"],
+            activations=sums["activation"],
+            inputs=sums["input"],
+            temporary=rest,
+            stored=self.stored,
+            accumulated=sum(storages.values()),
+            held=held,
+        )
 
 
 class _Nobody:
