@@ -61,7 +61,6 @@ class ChunkProgram:
     gradient_receives: tuple[Port, ...]
     gradient_sends: tuple[Port, ...]
     gradients: tuple[TensorSlot, ...]
-    raw_gradients: tuple[TensorSlot, ...]
     refresh: Section
     forward: Section
     input_gradient: Section

@@ -29,7 +29,7 @@ unbuffered transports alike.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -164,11 +164,6 @@ class Schedule:
         """The chunks of each rank, ascending."""
         return held_chunks(self.placement, self.stages)
 
-    @property
-    def splits_backward(self) -> bool:
-        """Whether any weight gradient is computed apart from its input gradient."""
-        return any(i.kind == "weight_gradient" for _, _, i in self.instructions())
-
     def weight_gradients(self, chunk: int) -> tuple[Kind, ...]:
         """What makes the weight gradients of a chunk, one for each microbatch in order: "backward", or, where that is
         in halves, "weight_gradient"."""
@@ -186,9 +181,6 @@ class Schedule:
         for rank, listed in enumerate(self.ranks):
             for position, instruction in enumerate(listed):
                 yield rank, position, instruction
-
-    def with_ranks(self, ranks: tuple[tuple[Instruction, ...], ...]) -> Schedule:
-        return replace(self, ranks=ranks)
 
     def __str__(self) -> str:
         from .schedule_text import print_schedule

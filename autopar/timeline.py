@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -96,21 +95,3 @@ def _complete_event(span: Span) -> dict[str, Any]:
 
 def _counter(rank: int, seconds: float, held: float) -> dict[str, Any]:
     return {"ph": "C", "name": "memory", "pid": rank, "ts": seconds * _MICRO, "args": {"bytes": held}}
-
-
-def timeline_from_chrome_trace(data: Mapping[str, Any]) -> Timeline:
-    """Inverse of :meth:`Timeline.to_chrome_trace`, to the precision of its microseconds."""
-    lanes: dict[int, Lane] = {number: lane for lane, number in _LANES.items()}
-    events = data["traceEvents"]
-    stages = sum(event["name"] == "process_name" for event in events if event["ph"] == "M")
-    spans = []
-    memory: list[list[tuple[float, float]]] = [[] for _ in range(stages)]
-    for event in events:
-        start = event.get("ts", 0.0) / _MICRO
-        if event["ph"] == "X":
-            end = (event["ts"] + event["dur"]) / _MICRO
-            spans.append(Span(event["pid"], event["name"], event["cat"], start, end, lanes[event["tid"]]))
-        elif event["ph"] == "C":
-            memory[event["pid"]].append((start, event["args"]["bytes"]))
-    recorded = tuple(map(tuple, memory)) if any(memory) else ()
-    return Timeline(stages, tuple(spans), recorded, data["otherData"]["name"])

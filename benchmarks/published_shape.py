@@ -16,15 +16,11 @@ class NotExpressible(Exception):
 
 
 def number(fields: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """A positive whole number among ``fields``; where it is not given (or given as 0), ``default``. Raises
-    :class:`NotExpressible` for what is none."""
-    value = fields.get(name)
-    if value in (None, 0, "") and value is not False and default is not None:
-        return default
-    if value is None:
+    """A whole number of a row whose fields hold what they may (:func:`.published_fields.check_fields`); where it is not
+    given, or given as 0, ``default``. Raises :class:`NotExpressible` if there is none then."""
+    value = fields.get(name) or default
+    if not value:
         raise NotExpressible(f"{name} is not given")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1 or value != int(value):
-        raise NotExpressible(f"{name} is {value!r}, no positive whole number")
     return int(value)
 
 

@@ -117,7 +117,6 @@ def lower_chunk(work: ChunkLowering) -> ChunkProgram:
         gradient_receives=crossings.gradient_receives,
         gradient_sends=crossings.gradient_sends,
         gradients=tuple(job.output_slot(o, gradient_place(job, o)[1]) for o in crossings.gradients),
-        raw_gradients=tuple(job.output_slot(o, job.home(o.value)) for o in crossings.gradients if o.value is not None),
         constants=graph.constants,
         refresh=refresh_section(job),
         **_sections(work, crossings),

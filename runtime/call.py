@@ -17,7 +17,7 @@ from autopar.spec import PARTIAL_SUM, REPLICATE, local_shape, take_local
 from .calling import Calling
 from .collectives import Collectives, Handle
 from .executor import Executable
-from .parameters import gather_whole, make_dtensor, torch_placements
+from .parameters import gather_whole, local_of, make_dtensor, torch_placements
 from .weights import accumulate
 
 
@@ -63,8 +63,8 @@ class Call(Calling):
     def start(self, leaves: Sequence[Any]) -> tuple[dict[str, torch.Tensor | Handle], list[torch.Tensor]]:
         """:meth:`run`, but outputs may be on their way still (:func:`settled` waits for one)."""
         with torch.no_grad():
-            refresh = self.program.refresh
-            working = self.weights.working(str(refresh), self.executable.refresh, self.parameters)
+            # Made anew each time: no version counter of a DTensor sees every write (``.data``, fused optimizers).
+            working = self.executable.refresh([local_of(parameter) for parameter in self.parameters])
             module = self.weights.module
             results, saved = self.executable.forward(
                 [self._bind(s, leaves, working, module) for s in self.program.placeholders]

@@ -219,16 +219,6 @@ class ParallelModule(nn.Module):
                 return self._calls[key]
         return self.prepare(args, kwargs, "all", grad=torch.is_grad_enabled())
 
-    @contextmanager
-    def held_weights(self) -> Iterator[None]:
-        """For several forward passes between optimizer steps (gradient accumulation, evaluation): weights that a plan
-        gathers once a step are gathered once in the whole ``with`` block. Parameters must not change in it."""
-        self._weights.hold(True)
-        try:
-            yield
-        finally:
-            self._weights.hold(False)
-
     def random_state(self) -> dict[str, int]:
         """What determines the random numbers of the next call, besides the model: the ``seed``, the training calls made
         so far (``steps``) and all other calls (``evaluations``), counting only calls that draw. Save it in a checkpoint

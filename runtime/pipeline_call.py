@@ -41,7 +41,6 @@ class PipelineCall(Calling):
         self.results = {r.slot.target: r for r in program.results if r.slot.kind == "output"}
         self.timelines: list[Timeline] | None = None
         self._shared = SharedWeights(program, self.stages)
-        self._refresh_key = "".join(str(chunk.program.refresh) for chunk in self.chunks.values())
         self._tangents = {index: self._ones(chunk) for index, chunk in self.chunks.items()}
         self._shapes = input_shapes(program)
         self._prelude = None if program.prelude is None else Prelude(program.prelude, self.groups)
@@ -87,16 +86,13 @@ class PipelineCall(Calling):
 
     def _working(self) -> dict[int, dict[str, torch.Tensor]]:
         """The working parameters of each chunk, by path."""
-        slots = {index: [slot.target for slot in chunk.program.parameters] for index, chunk in self.chunks.items()}
-
-        def refresh(stored: Sequence[torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
-            known = self._shared.spread(
-                dict(zip((p.slot.target for p in self.program.parameters), stored, strict=True))
-            )
-            made = {index: self.chunks[index].refresh([known[path] for path in slots[index]]) for index in slots}
-            return {index: dict(zip(slots[index], values, strict=True)) for index, values in made.items()}
-
-        return self.weights.working(self._refresh_key, refresh, self.parameters)
+        stored = (local_of(parameter) for parameter in self.parameters)
+        own = dict(zip((p.slot.target for p in self.program.parameters), stored, strict=True))
+        known, found = self._shared.spread(own), {}
+        for index, chunk in self.chunks.items():
+            paths = [slot.target for slot in chunk.program.parameters]
+            found[index] = dict(zip(paths, chunk.refresh([known[path] for path in paths]), strict=True))
+        return found
 
     def _inputs(self, leaves: Sequence[Any]) -> StepInputs:
         """What this step reads. Collective: parameters are made ready."""

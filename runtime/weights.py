@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -25,8 +24,6 @@ from .parameters import (
     wrap_parameters,
 )
 
-Made = TypeVar("Made")
-
 
 class Weights:
     """Parameters and buffers of ``module``, placed by the first program that is settled.
@@ -40,7 +37,6 @@ class Weights:
         self.groups = groups
         self._seed = seed
         self._stored: dict[str, Stored] | None = None
-        self._held: dict[str, Any] | None = None
         wrap_parameters(module, groups)
 
     @property
@@ -65,26 +61,6 @@ class Weights:
         """The parameters in the order of ``slots``."""
         known = dict(self.module.named_parameters(remove_duplicate=False))
         return [known[slot.target] for slot in slots]
-
-    def hold(self, on: bool) -> None:
-        """While held, working weights are made once and reused: stored values must not change."""
-        self._held = {} if on else None
-
-    def working(
-        self, key: str, refresh: Callable[[Sequence[torch.Tensor]], Made], parameters: Sequence[nn.Parameter]
-    ) -> Made:
-        """What ``refresh`` makes of the local tensors of ``parameters``: the working ones; kept by ``key``.
-
-        Made anew each time unless held: no version counter of a DTensor sees every write (``.data``, fused
-        optimizers), and a stale weight would be silent.
-        """
-        stored = [local_of(parameter) for parameter in parameters]
-        if self._held is None:
-            return refresh(stored)
-        if key not in self._held:
-            self._held[key] = refresh(stored)
-        made: Made = self._held[key]
-        return made
 
     def whole_to_own(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """A whole ``value`` for the parameter ``name`` (any of its names) as a DTensor placed like it. A meta

@@ -16,7 +16,7 @@ from autopar.errors import ScheduleError
 from autopar.schedule import Edge, Schedule, chain
 from autopar.schedule_messages import forward_only
 from autopar.schedules import make_schedule
-from autopar.timeline import timeline_from_chrome_trace
+from tests.chrome_trace import timeline_from_chrome_trace
 
 UNIT = ChunkPrice(1.0, 1.0, 1.0, until_weight_gradient=1.0)
 NAMED = [("gpipe", 1), ("gpipe", 2), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)]
@@ -120,7 +120,7 @@ def test_a_reduction_before_any_backward_travels_beside_nothing() -> None:
     ranks = (tuple(sorted(listed, key=lambda one: one.kind != "reduce")),)
     assert ranks[0][0].kind == "reduce"
     price = ChunkPrice(1.0, 1.0, 1.0, reduce=6.0, beside_backward=2.0)
-    assert simulate(schedule.with_ranks(ranks), PipelinePrices((price,))).seconds == 6.0
+    assert simulate(replace(schedule, ranks=ranks), PipelinePrices((price,))).seconds == 6.0
 
 
 def test_larger_microbatches_of_the_same_batch_grow_the_bubble() -> None:
@@ -255,7 +255,8 @@ def test_no_schedule_beats_the_bound_and_no_rank_does_two_things(
     overlap, buffered = data.draw(st.booleans()), data.draw(st.booleans())
     pipeline = PipelinePrices(priced, moved, step=0.5, overlap=overlap, buffered=buffered)
     simulation = simulate(schedule, pipeline)
-    bound = step_lower_bound(pipeline, schedule.placement, edges, microbatches, schedule.splits_backward)
+    in_halves = any(one.kind == "weight_gradient" for _, _, one in schedule.instructions())
+    bound = step_lower_bound(pipeline, schedule.placement, edges, microbatches, in_halves)
     assert bound <= simulation.seconds + 1e-9
     ended = [0.0] * stages
     for span in simulation.timeline.spans:
@@ -301,7 +302,7 @@ def test_prices_of_other_chunks_are_refused() -> None:
 
 def test_a_list_that_stops_is_an_error() -> None:
     schedule = make_schedule("1f1b", 2, 1)
-    cut = schedule.with_ranks((schedule.ranks[0], schedule.ranks[1][:1]))
+    cut = replace(schedule, ranks=(schedule.ranks[0], schedule.ranks[1][:1]))
     with pytest.raises(ScheduleError, match=r"rank 0 never gets past position 3, B0.0: check the schedule first"):
         simulate(cut, equal(cut))
 

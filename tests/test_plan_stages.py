@@ -22,8 +22,8 @@ from autopar.plan_stages import busiest_stage, folded_modules, sends, stage_rows
 from autopar.question import Question
 from autopar.schedule_check import check
 from autopar.search import answer
-from autopar.timeline import timeline_from_chrome_trace
 from autopar.timings import Timings
+from tests.chrome_trace import timeline_from_chrome_trace
 from tests.models import Stack, text
 from tests.questions import slow_devices
 from tests.test_plan_text import check_shape

@@ -167,9 +167,6 @@ def test_written_weights_are_seen_however_written() -> None:
         model.up.weight.data.mul_(2)
         reference.up.weight.data.mul_(2)
         torch.testing.assert_close(model.step(batch), reference(batch)["loss"].detach())
-        with model.held_weights():
-            losses = [model.step(batch) for _ in range(2)]
-        assert torch.equal(losses[0], losses[1])
         model.up.weight.data.mul_(2)
         reference.up.weight.data.mul_(2)
         torch.testing.assert_close(model.step(batch), reference(batch)["loss"].detach())

@@ -111,7 +111,7 @@ def mutate(schedule: Schedule, rng: random.Random) -> Schedule:
     elif change == "promise":
         fewer = [max(0, n - (r == rank)) for r, n in enumerate(schedule.in_flight)]
         return replace(schedule, in_flight=tuple(fewer))
-    return schedule.with_ranks(tuple(map(tuple, ranks)))
+    return replace(schedule, ranks=tuple(map(tuple, ranks)))
 
 
 TINY = make_schedule("1f1b", 2, 2, prefetch=False)
