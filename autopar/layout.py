@@ -109,6 +109,8 @@ class Layout:
         states: the dtype of the optimizer's moments (``"bf16"``: Megatron-Core's precision-aware optimizer).
         masters: how master weights of reduced precisions rest: in ``"fp32"``, or as the ``"remainder"`` that weights in
             bf16 lack of it (TransformerEngine's ``store_param_remainders``).
+        recomputed: modules (globs of paths) of which nothing is kept: backward computes what it needs of them again,
+            from what comes into them, besides what ``recompute`` says (Megatron-Core's ``recompute_modules``).
         reducing: how often gradients are reduced over data ranks: once a ``"step"``, or of every ``"microbatch"`` by
             itself, as ZeRO-2 does that keeps no whole gradients (DeepSpeed's); ZeRO-3 always does.
     """
@@ -150,6 +152,7 @@ class Layout:
     weights: Literal["own", "fp8"] = "own"
     states: Literal["fp32", "bf16"] = "fp32"
     masters: Literal["fp32", "remainder"] = "fp32"
+    recomputed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -178,7 +181,7 @@ class Layout:
         for name in _FLAGS:
             if type(getattr(self, name)) is not bool:
                 raise OptionsError(f"Layout({name}={getattr(self, name)!r}): neither True nor False")
-        for name in ("overlap", "eager", "whole", "graphed", "apart", "holds"):
+        for name in ("overlap", "eager", "whole", "graphed", "apart", "holds", "recomputed"):
             words = getattr(self, name)
             if not (isinstance(words, tuple) and all(isinstance(word, str) for word in words)):
                 raise OptionsError(f"Layout({name}={words!r}): not a tuple of words, such as ('weight',)")
@@ -188,6 +191,11 @@ class Layout:
         self._check_resting()
 
     def _check_resting(self) -> None:
+        if self.recomputed and self.recompute in ("full", "operations"):
+            raise OptionsError(
+                f"Layout(recompute={self.recompute!r}, recomputed={self.recomputed!r}): layers are computed again "
+                'anyway; leave recomputed out, or take recompute="none", "selective" or "elementwise"'
+            )
         if self.weights == "fp8" and self.precision != "fp8":
             raise OptionsError(
                 f'Layout(weights="fp8", precision={self.precision!r}): weights rest in fp8 where products take them '

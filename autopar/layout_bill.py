@@ -30,7 +30,7 @@ from .layout_exposed import beside, waited
 from .layout_homes import AFTER, BEFORE, homes_of, using
 from .layout_kernels import KernelPrices, graphed, local_size
 from .layout_place import Placed
-from .layout_remade import remakeable
+from .layout_remade import computed_again, remakeable
 from .layout_section import Seconds, Section, Sections, Weight
 from .layout_transients import Transients
 from .prices import local_bytes, local_type
@@ -95,10 +95,16 @@ class _Biller:
         self.expert_weights = expert_weights(self.graph)
         self.priced = KernelPrices(placed, homes, layout, self.kernels)
         self.kept = {value: self.priced.kept(value) for value in self.kernels.saved}
-        self.transients = Transients(self.graph, self.assignment, self.priced.local, self.kept, self.kernels.kernels)
+        kept = dict(self.kept)
+        self.transients = Transients(self.graph, self.assignment, self.priced.local, kept, self.kernels.kernels)
         self.last = self._after_layers()
         moved = {(use.value, use.consumer) for use in self.moves}
         self.remade = remakeable(self.graph, self.kernels.saved, moved)
+        self.again = computed_again(self.graph, self.kernels.saved, self._is_recomputed)
+        self.kept.update({value: self.priced.kept(value) for value in self.again.taken if value.node in self.varying})
+
+    def _is_recomputed(self, node: Node) -> bool:
+        return matches(node.module, self.layout.recomputed)
 
     def _find_kernels(self, reshards: Sequence[Use]) -> Kernels:
         placed = {(use.value, use.consumer): use.source != use.target for use in reshards}
@@ -134,7 +140,8 @@ class _Biller:
             blocks=tuple(block for node, block in self.blocks.items() if self.homes[node] == name),
             kept=Seconds(self._computing(kept), forward.communicate / 2),
             saved_kept=sum(map(self._written, kept)),
-            **self._saved(name, saved),
+            again=self._repeating(name, ahead),
+            **self._saved(name),
         )
 
     def _seconds(self, name: str, phase: str, kernels: Sequence[Kernel]) -> Seconds:
@@ -167,8 +174,17 @@ class _Biller:
         end = max((i for i, name in enumerate(names) if self.homes[name] not in (BEFORE, AFTER)), default=-1)
         return frozenset(names[end + 1 :])
 
-    def _saved(self, name: str, saved: Sequence[Value]) -> dict[str, Any]:
-        """Of the values ``saved`` that a section keeps for backward the bytes, by what recomputation would drop."""
+    def _repeating(self, name: str, forward: Sequence[Kernel]) -> Seconds:
+        """What backward takes once more of the modules that the layout has computed again."""
+        kernels = (kernel for kernel in forward if any(node.name in self.again.nodes for node in kernel.nodes))
+        moves = (use for use in self.moves if use.role == "operand" and use.phase == "forward")
+        repeated = (use for use in moves if use.consumer in self.again.nodes and self.homes[use.consumer] == name)
+        return Seconds(self._computing(kernels), sum(map(self.exposed, repeated), 0.0))
+
+    def _saved(self, name: str) -> dict[str, Any]:
+        """Of the values that a section keeps for backward the bytes, by what recomputation would drop."""
+        here = [value for value in self.kept if self.homes[value.node] == name]
+        saved = [value for value in here if value not in self.again.dropped]
         held = self._held_by_callers(name)
         inside = [value for value in saved if self._stays_inside(value)]
         remade = [value for value in saved if value in self.remade and value not in inside]
@@ -179,6 +195,7 @@ class _Biller:
             "saved_inside": sum(self.kept[value] for value in inside),
             "saved_remade": sum(self.kept[value] for value in remade),
             "remade": Seconds(sum(map(self._remaking, remade))),
+            "saved_again": sum(self.kept[value] for value in here if value in self.again.dropped),
         }
 
     def _held_by_callers(self, name: str) -> int:

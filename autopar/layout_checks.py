@@ -22,7 +22,7 @@ from .paths import meant
 from .spec import Placement, is_shard
 
 # Fields of a layout that name modules by globs.
-_NAMING = ("eager", "whole", "apart", "graphed", "holds")
+_NAMING = ("eager", "whole", "apart", "graphed", "holds", "recomputed")
 
 
 def check_modules(model: nn.Module, layout: Layout) -> None:
@@ -53,6 +53,16 @@ def check_represented(modules: Sequence[str], depth: Depth, layout: Layout) -> N
                         f"{count} layers equal to {inside(path, kind)}; name it in all of them, such as by "
                         f"{inside(path, '*' + part)!r}, or in none"
                     )
+
+
+def check_recomputed(graph: Graph, layout: Layout) -> None:
+    """Raises :class:`OptionsError` if a block of experts is to be computed again by itself."""
+    for node in graph.nodes:
+        if node.op == FORWARD and matches(node.module, layout.recomputed):
+            raise OptionsError(
+                f"Layout(recomputed={layout.recomputed!r}) names {node.module or node.name}, whose experts are billed "
+                'apart, and would send their rows once more; name other modules, or take recompute="full"'
+            )
 
 
 def _parts(paths: set[str], layer: str) -> set[str]:

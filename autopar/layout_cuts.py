@@ -54,15 +54,17 @@ def _between_layers(sections: Sections, layout: Layout) -> list[list[Section]]:
 def computed_again(section: Section, layout: Layout) -> Seconds:
     """What backward computes again of a section. Of forward's waiting for the host it repeats as large a share as of
     its computing: what is kept is not started again."""
-    if not section.is_layer or not section.runs_backward or layout.recompute == "none":
+    if not section.runs_backward:
         return Seconds()
-    if layout.recompute == "full":
+    if section.is_layer and layout.recompute == "full":
         return section.forward
-    again = {
-        "selective": section.inside,
-        "elementwise": section.inside + section.remade,
-        "operations": section.forward - section.kept,
-    }[layout.recompute]
+    again = section.again
+    if section.is_layer and layout.recompute != "none":
+        again += {
+            "selective": section.inside,
+            "elementwise": section.inside + section.remade,
+            "operations": section.forward - section.kept,
+        }[layout.recompute]
     whole = section.forward.compute
     share = min(1.0, again.compute / whole) if whole else 0.0
     return replace(again, host=share * section.forward.host)
@@ -117,4 +119,6 @@ def _part(section: Section, share: float) -> Section:
         saved_kept=int(section.saved_kept * share),
         remade=of(section.remade),
         saved_remade=int(section.saved_remade * share),
+        again=of(section.again),
+        saved_again=int(section.saved_again * share),
     )

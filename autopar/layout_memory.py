@@ -132,6 +132,6 @@ def _working(sections: Sequence[Section], layout: Layout) -> int:
 def _again(section: Section, layout: Layout) -> int:
     """Bytes that a section keeps only while it runs backward: what it computes again, or has just made."""
     if not section.is_layer:
-        return section.saved_last
+        return section.saved_last + section.saved_again
     parts = {"none": 0, "selective": section.saved_inside, "elementwise": section.saved_inside + section.saved_remade}
-    return parts.get(layout.recompute, section.saved)
+    return parts.get(layout.recompute, section.saved) + section.saved_again

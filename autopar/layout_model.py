@@ -16,7 +16,7 @@ from .depth import Depth, traced_short
 from .errors import OptionsError
 from .layout import Layout
 from .layout_bill import bill_sections, with_experts
-from .layout_checks import check_division, check_modules, check_represented
+from .layout_checks import check_division, check_modules, check_recomputed, check_represented
 from .layout_experts import expert_counts
 from .layout_homes import standing_for
 from .layout_place import Placed, place
@@ -65,10 +65,11 @@ class LayoutModel:
 
     def sections(self, layout: Layout, cluster: Cluster, batch: int | None = None) -> Sections:
         """What one microbatch of a global batch costs under ``layout``."""
-        billed = (layout.eager, layout.precision, layout.graphed, layout.balanced, layout.holds)
+        billed = (layout.eager, layout.precision, layout.graphed, layout.balanced, layout.holds, layout.recomputed)
         key = (*self._key(layout, cluster), *billed)
         if key not in self._sections:
             check_represented(self.modules, self.depth, layout)
+            check_recomputed(self.prepared.graph, layout)
             self._sections[key] = bill_sections(self.placed(layout, cluster), self.depth, layout)
         # Products add nothing to the gradients of a single microbatch, as where operations of their own do it.
         is_single = (batch or self.batch) <= layout.data * layout.microbatch

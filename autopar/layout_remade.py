@@ -8,10 +8,11 @@ output-discarding recomputation: ``--recompute-modules layernorm moe_act``.)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass
 
-from .graph import Graph, Value
-from .kernels import is_heavy
+from .graph import Graph, Node, Value
+from .kernels import is_heavy, origin
 
 
 def remakeable(graph: Graph, saved: tuple[Value, ...], moved: Set[tuple[Value, str]]) -> Mapping[Value, Set[Value]]:
@@ -46,3 +47,32 @@ def _sources(graph: Graph, value: Value, kept: Set[Value], moved: Set[tuple[Valu
             return None
         found |= sources
     return found
+
+
+@dataclass(frozen=True)
+class Again:
+    """What backward computes again of named modules: the operations ``nodes`` (by name), whose results ``dropped`` need
+    not be kept for it, from values of which ``taken`` would not be kept otherwise."""
+
+    nodes: frozenset[str] = frozenset()
+    dropped: frozenset[Value] = frozenset()
+    taken: frozenset[Value] = frozenset()
+
+
+def computed_again(graph: Graph, saved: Iterable[Value], named: Callable[[Node], bool]) -> Again:
+    """What is computed again so that none of the values ``saved`` for backward is kept that ``named`` operations make;
+    those are part of it which lead to such a value, back to the first that none of them makes."""
+    kept = set(saved)
+    dropped = frozenset(value for value in kept if named(graph[value.node]))
+    nodes, outside = set[str](), set[Value]()
+    waiting = list(dropped)
+    while waiting:
+        value = waiting.pop()
+        node = graph[value.node]
+        if not named(node):
+            outside.add(value)
+        elif node.name not in nodes:
+            nodes.add(node.name)
+            waiting += (origin(graph, operand) for operand in node.operands)
+    taken = frozenset(value for value in outside - kept if not graph[value.node].is_placeholder)
+    return Again(frozenset(nodes), dropped, taken)

@@ -61,6 +61,8 @@ class Section:
             puts the bytes that one device hands to each of their exchanges into ``exchanged``.
         kept: seconds of forward that are not spent again under ``recompute="operations"``, which takes ``saved_kept``
             bytes.
+        again: what modules that :attr:`.Layout.recomputed` names take once more in backward, which has then
+            ``saved_again`` bytes more than are kept.
     """
 
     forward: Seconds = Seconds()
@@ -80,6 +82,8 @@ class Section:
     saved_kept: int = 0
     remade: Seconds = Seconds()
     saved_remade: int = 0
+    again: Seconds = Seconds()
+    saved_again: int = 0
 
     @property
     def runs_backward(self) -> bool:

@@ -106,34 +106,45 @@ def windowed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window
     return result
 
 
-class LatentAttention(nn.Module):
-    """See :class:`Latent`; values are padded to the width of the keys, as kernels of one width want them."""
+class Widened(nn.Module):
+    """What latent attention makes of the narrow queries, keys and values: norms, projections, rotary positions. Values
+    are padded to the width of the keys, as kernels of one width want them."""
 
     def __init__(self, shape: Shape, latent: Latent) -> None:
         super().__init__()
         self.heads, self.latent = shape.heads, latent
+        self.query_norm, self.norm = nn.RMSNorm(latent.query), nn.RMSNorm(latent.key_value)
+        self.query = nn.Linear(latent.query, shape.heads * (latent.head + latent.rotary), bias=False)
+        self.key_value = nn.Linear(latent.key_value, shape.heads * (latent.head + latent.value), bias=False)
+
+    def forward(self, query: torch.Tensor, narrow: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[batch, seq, width] each, to queries, keys and values [batch, heads, seq, width of a head]."""
+        dims = self.latent
+
+        def split(y: torch.Tensor) -> torch.Tensor:
+            return y.view(*y.shape[:2], self.heads, -1).transpose(1, 2)
+
+        query = split(self.query(self.query_norm(query)))
+        key_value = split(self.key_value(self.norm(narrow[..., : dims.key_value])))
+        turned = rotary(narrow[..., dims.key_value :].unsqueeze(1)).expand(-1, self.heads, -1, -1)
+        query = torch.cat((query[..., : dims.head], rotary(query[..., dims.head :])), -1)
+        key = torch.cat((key_value[..., : dims.head], turned), -1)
+        return query, key, F.pad(key_value[..., dims.head :], (0, dims.head + dims.rotary - dims.value))
+
+
+class LatentAttention(nn.Module):
+    """See :class:`Latent`."""
+
+    def __init__(self, shape: Shape, latent: Latent) -> None:
+        super().__init__()
+        self.latent, self.up = latent, Widened(shape, latent)
         self.query_down = nn.Linear(shape.hidden, latent.query, bias=False)
-        self.query_norm = nn.RMSNorm(latent.query)
-        self.query_up = nn.Linear(latent.query, shape.heads * (latent.head + latent.rotary), bias=False)
         self.down = nn.Linear(shape.hidden, latent.key_value + latent.rotary, bias=False)
-        self.norm = nn.RMSNorm(latent.key_value)
-        self.up = nn.Linear(latent.key_value, shape.heads * (latent.head + latent.value), bias=False)
         self.output = nn.Linear(shape.heads * latent.value, shape.hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, seq, _ = x.shape
-        dims = self.latent
-
-        def split(y: torch.Tensor) -> torch.Tensor:
-            return y.view(batch, seq, self.heads, -1).transpose(1, 2)
-
-        query = split(self.query_up(self.query_norm(self.query_down(x))))
-        narrow = self.down(x)
-        key_value = split(self.up(self.norm(narrow[..., : dims.key_value])))
-        turned = rotary(narrow[..., dims.key_value :].unsqueeze(1)).expand(-1, self.heads, -1, -1)
-        query = torch.cat((query[..., : dims.head], rotary(query[..., dims.head :])), -1)
-        key = torch.cat((key_value[..., : dims.head], turned), -1)
-        value = F.pad(key_value[..., dims.head :], (0, dims.head + dims.rotary - dims.value))
-        mixed = flash(query, key, value)[..., : dims.value]
+        query, key, value = self.up(self.query_down(x), self.down(x))
+        mixed = flash(query, key, value)[..., : self.latent.value]
         result: torch.Tensor = self.output(mixed.transpose(1, 2).reshape(batch, seq, -1))
         return result

@@ -25,6 +25,25 @@ BESIDE = WHOLE + r"|deepseekv3.* b200 .* v2 |qwen3_235b.* h100"
 BY_ROWS = r"gpt oss.* (bf16|h100)"
 
 
+# What recipes compute again of mixtures (``recompute_modules``): the projections of latent attention (``mla_up_proj``),
+# but on GB300 where a whole iteration is one graph or in bf16; of the first, dense layers also ``mlp``; of GPT-OSS
+# ``layernorm``. The results of experts' activations (``moe_act``) are never kept.
+KEPT = WHOLE.replace("gb[23]00", "gb300") + r"|gb300.* bf16"
+AGAIN: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (rf"^(?!.*({KEPT})).*(deepseekv3|kimi)", ("*.attention.up*",)),
+    (r"gpt oss.*( gb?200.* bf16| b200| h100)", ("*.norm1", "*.norm2")),
+)
+AGAIN_DENSE = r"(deepseekv3|kimi).* h100|deepseekv3.* b200 .* v2 "
+
+
+def recomputed(words: str, row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Modules that are computed again."""
+    found = [module for pattern, modules in AGAIN if re.search(pattern, words, re.DOTALL) for module in modules]
+    if re.search(AGAIN_DENSE, words):
+        found += [f"layers.{layer}.mlp*" for layer in range(number(row["model"], "dense_layers", 0))]
+    return tuple(found)
+
+
 def recipe(words: str, row: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of the layout of a mixture of experts; ``words``: what is said of the row's system."""
     if "megatron-bridge" not in words or not row["model"].get("experts"):
@@ -32,6 +51,7 @@ def recipe(words: str, row: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "dispatch": "rows" if re.search(BY_ROWS, words) else "tokens",
         "graphed": next((modules for pattern, modules in GRAPHS if re.search(pattern, words)), ()),
+        "recomputed": recomputed(words, row),
     }
     return found
 

@@ -46,6 +46,7 @@ def test_a_model_is_priced_in_the_precision_of_the_layout(precision: str) -> Non
         ({"zero": 1.0}, "zero=1.0"),
         ({"sequence_parallel": "yes"}, "sequence_parallel='yes'.: neither True nor False"),
         ({"offload": 1}, "offload=1.: neither True nor False"),
+        ({"recomputed": ("mlp",), "recompute": "full"}, r"recomputed=\('mlp',\)\): layers are computed again anyway"),
         ({"eager": (1,)}, "eager=.*not a tuple of words"),
         ({"apart": "mlp"}, "apart='mlp'.: not a tuple of words"),
         ({"operands": "half"}, "operands='half'.: one of 'shards', 'whole'"),

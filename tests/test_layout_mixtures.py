@@ -11,6 +11,7 @@ import torch
 
 from autopar.cluster import Cluster
 from autopar.cost import collective_seconds
+from autopar.errors import OptionsError
 from autopar.layout import Layout
 from autopar.layout_exchange import Block, exchange_seconds, sent_rows
 from autopar.layout_experts import ARRANGING, bill_block
@@ -128,3 +129,10 @@ def test_a_further_token_is_predicted_by_a_layer_more() -> None:
     layer = (model().sections(Layout(), H100)).layers[0].flops
     head, projection = 6 * 256 * 512 * 1024, 6 * 256 * 512 * 2 * 512
     assert more.flops - plain.flops == pytest.approx(64 * (layer + head + projection))
+
+
+def test_experts_are_not_computed_again_by_themselves() -> None:
+    with pytest.raises(OptionsError, match=r"names layers.0.mlp, whose experts are billed apart"):
+        model().sections(Layout(recomputed=("*.mlp",)), H100)
+    shared = model().sections(Layout(recomputed=("*.norm2",)), H100).layers[0]
+    assert shared.saved_again > 0

@@ -128,3 +128,43 @@ def test_what_travels_takes_a_share_of_the_processors() -> None:
     travelling = apart.predicted.step_seconds - computing - update
     assert 0 < travelling < computing / 2
     assert hidden.predicted.step_seconds == pytest.approx(computing + update + TAKEN * travelling, rel=0.01)
+
+
+def test_what_named_modules_make_is_computed_again_from_what_comes_in() -> None:
+    """Of gate and up both results are dropped, and of the activation; what comes in, the norm's result, stays. Their
+    products run once more, with no gathers on one device."""
+    plain, again = (
+        model().sections(Layout(recomputed=globs), H100).layers[0]
+        for globs in ((), ("*.mlp.gate", "*.mlp.up", "*.mlp"))
+    )
+    dropped = SHAPE.seq * 3 * SHAPE.ffn * 2
+    assert (plain.saved_again, again.saved_again, plain.saved - again.saved) == (0, dropped, dropped)
+    assert plain.backward == again.backward and plain.forward == again.forward
+    steps = [model().price(Layout(recomputed=globs), H100) for globs in ((), ("*.mlp.gate", "*.mlp.up", "*.mlp"))]
+    longer = steps[1].predicted.step_seconds - steps[0].predicted.step_seconds
+    assert longer == pytest.approx(2 * 8 * again.again.compute)
+    assert steps[1].parts["again"] == pytest.approx(longer)
+    held = [one.held[0] for one in steps]
+    assert held[0].activations - held[1].activations == 2 * dropped
+    assert held[1].working - held[0].working == dropped
+
+
+def test_what_is_made_again_needs_what_was_not_kept() -> None:
+    """The rotary turn alone of a query: its product's result, kept for nothing else, is kept then."""
+    plain, again = (model().sections(Layout(recomputed=globs), H100).layers[0] for globs in ((), ("*.attention",)))
+    tokens = SHAPE.seq * 2
+    assert again.saved_again >= tokens * (SHAPE.hidden + SHAPE.kv_heads * SHAPE.head_dim)
+    assert plain.saved - again.saved < again.saved_again
+    assert again.again.compute > 0
+
+
+def test_a_norm_computed_again_is_as_one_of_all_that_is_elementwise() -> None:
+    norms = model().sections(Layout(recomputed=("*.norm1", "*.norm2")), H100).layers[0]
+    plain = model().sections(Layout(), H100).layers[0]
+    assert plain.saved - norms.saved == 2 * SHAPE.seq * SHAPE.hidden * 2
+
+
+def test_tensor_ranks_gather_again_for_what_they_compute_again() -> None:
+    layout = Layout(tensor=2, sequence_parallel=True, recomputed=("*.mlp.gate", "*.mlp.up", "*.mlp"))
+    section = model().sections(layout, H100).layers[0]
+    assert section.again.communicate > 0

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.published_recipes import recomputed
 from benchmarks.published_rows import question_of
+from benchmarks.published_systems import system
 from tests.published_row import made_up
 
 ROW = made_up(cluster={"gpu": "A100-80GB-SXM", "n_gpus": 8}, parallel={"t": 2, "p": 2, "d": 2, "global_batch": 16})
@@ -56,3 +58,25 @@ def test_recipes_say_how_states_rest() -> None:
     }
     assert {one.gradients for one in found.values()} == {"own"}
     assert [one.allocation for one in found.values()] == ["expandable"] * 3 + ["caching"]
+
+
+def test_recipes_say_what_is_computed_again() -> None:
+    """Latent attention's projections, unless the whole iteration is a graph on GB300, and in the first layers all."""
+    again = {
+        (name, release): recomputed(system(row), row)
+        for name, release in (
+            ("DeepSeekV3 GB200 x256 MXFP8", "26.06"),
+            ("DeepSeekV3 GB300 x256 MXFP8", "26.04"),
+            ("DeepSeekV3 GB300 x256 MXFP8", "26.06"),
+            ("DeepSeekV3 (dropless) H100 x1024 FP8", "25.09"),
+            ("Kimi_K2 GB300 x256 MXFP8", "26.06"),
+            ("GPT OSS 120B B200 x64 BF16", "26.04"),
+            ("GPT OSS 120B GB300 x64 BF16", "26.04"),
+        )
+        for row in [mixture(name, release)]
+    }
+    row = mixture("DeepSeekV3 (dropless) H100 x1024 FP8", "25.09")
+    row["model"]["dense_layers"] = 2
+    up, norms = ("*.attention.up*",), ("*.norm1", "*.norm2")
+    assert list(again.values()) == [up, up, (), up, up, norms, ()]
+    assert recomputed(system(row), row) == (*up, "layers.0.mlp*", "layers.1.mlp*")
