@@ -15,22 +15,28 @@ from autopar.account import account
 from autopar.api import split_batch
 from autopar.assignment import Assignment
 from autopar.cluster import Cluster
-from autopar.compiler import prepare
+from autopar.compiler import Prepared, prepare
+from autopar.compiler import ask as described
 from autopar.graph import Graph
 from autopar.options import Options
 from autopar.passes.annotate import annotate
 from autopar.passes.lower import Lowering, lower
 from autopar.passes.overlap import overlap
 from autopar.placed_step import PlacedStep
+from autopar.plan import Plan
 from autopar.prices import BUCKET_BYTES, Prices
 from autopar.program import Program
 from autopar.question import Question
 from autopar.runtime.launch import run_local
+from autopar.search import answer
 from autopar.step_graphs import step_graph
-from tests.models import Batch, make
+from autopar.timings import Timings
+from tests.models import Batch, Case, make
 
 CLUSTER = "dgx-a100-80gb"
 Work = Callable[[int, int], Any]
+Source = str | Callable[[], Case]
+"""The name of a model of :mod:`tests.models`, or what makes a model and its batch."""
 
 
 def on(count: int, work: Work, timeout: float = 200.0) -> list[Any]:
@@ -57,9 +63,16 @@ def ask(
     model: nn.Module, batch: Batch, mesh: tuple[int, ...], cluster: str | Cluster = CLUSTER, **options: Any
 ) -> Question:
     """The question :func:`autopar.plan` would ask, for just this mesh and without stages."""
-    args, kwargs = split_batch(batch)
     settings = _just_this_mesh(options)
-    base = prepare(model, args, kwargs, device="cpu", loss_fn=None, training=True, precision=settings.precision)
+    return _question(_prepare(model, batch, settings.precision), mesh, cluster, settings)
+
+
+def _prepare(model: nn.Module, batch: Batch, precision: Any) -> Prepared:
+    args, kwargs = split_batch(batch)
+    return prepare(model, args, kwargs, device="cpu", loss_fn=None, training=True, precision=precision)
+
+
+def _question(base: Prepared, mesh: tuple[int, ...], cluster: str | Cluster, settings: Options) -> Question:
     return Question(base.graph, base.loss, base.batch, mesh, Cluster.get(cluster), settings)
 
 
@@ -68,13 +81,22 @@ def _just_this_mesh(options: dict[str, Any]) -> Options:
 
 
 @cache
-def _traced(name: str) -> Question:
-    return ask(*make(name), (1,))
+def _prepared(source: Source, precision: Any) -> tuple[nn.Module, Prepared]:
+    model, batch = make(source) if isinstance(source, str) else source()
+    return model, _prepare(model, batch, precision)
 
 
-def asked(name: str, mesh: tuple[int, ...], cluster: str | Cluster = CLUSTER, **options: Any) -> Question:
-    """:func:`ask` of a model of :mod:`tests.models` in fp32, which is traced once for all questions."""
-    return replace(_traced(name), mesh=mesh, cluster=Cluster.get(cluster), options=_just_this_mesh(options))
+def asked(source: Source, mesh: tuple[int, ...], cluster: str | Cluster = CLUSTER, **options: Any) -> Question:
+    """:func:`ask` of a model that is traced once, under each precision, for all questions of all tests."""
+    settings = _just_this_mesh(options)
+    return _question(_prepared(source, settings.precision)[1], mesh, cluster, settings)
+
+
+def planned(source: Source, mesh: tuple[int, ...], cluster: str | Cluster = CLUSTER, **options: Any) -> Plan:
+    """:func:`autopar.plan` of a model that is traced as for :func:`asked`."""
+    settings = Options(**options)
+    model, base = _prepared(source, settings.precision)
+    return answer(described(model, base, mesh, Cluster.get(cluster), settings), Timings())
 
 
 @dataclass(frozen=True)

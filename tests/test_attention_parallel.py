@@ -24,7 +24,7 @@ from autopar.step_graphs import step_graph
 from autopar.timings import Timings
 from autopar.trace import trace
 from tests.interpret import interpret
-from tests.questions import ask
+from tests.questions import asked
 from tests.zoo.check import Case, check_assignment, compute_bound, make_case
 
 LENGTH = 17
@@ -191,13 +191,15 @@ class Layer(nn.Module):
         return x + self.down(self.up(x).relu())
 
 
+def long_sequence() -> tuple[nn.Module, Any]:
+    with torch.device("meta"):
+        return Long(), (torch.zeros(1, 65536, 256),)
+
+
 @pytest.mark.parametrize("limited", [False, True])
 def test_long_sequences_are_sharded_by_price(limited: bool) -> None:
-    with torch.device("meta"):
-        model, batch = Long(), (torch.zeros(1, 65536, 256),)
-    free = ask(model, batch, (4,))
     # Replicated, what is saved for backward takes some 2.5 GB; the limit leaves room for less than half of it.
-    question = ask(model, batch, (4,), memory_limit=1 << 30) if limited else free
+    question = asked(long_sequence, (4,), memory_limit=1 << 30) if limited else asked(long_sequence, (4,))
     graph = step_graph(question.graph, question.loss, question.batch)
     found, _ = solve_mesh(question, graph, Timings())
     kernels = [node for node in found.instance.graph.nodes if node.op.startswith(KERNELS)]

@@ -18,16 +18,15 @@ from autopar.question import Question
 from autopar.reshard import Collective
 from autopar.resting_places import parameter_choices
 from autopar.spec import parse_placements
-from tests.models import MODELS, make
-from tests.questions import Setting, ask, setting
+from tests.models import MODELS
+from tests.questions import Setting, ask, asked, setting
 
 MESHES = [(4,), (2, 2), (2, 1, 2)]
 
 
 @cache
 def prepared(name: str, mesh: tuple[int, ...]) -> tuple[Question, Setting]:
-    model, batch = make(name)
-    question = ask(model, batch, mesh)
+    question = asked(name, mesh)
     return question, setting(question)
 
 

@@ -20,13 +20,22 @@ from autopar.search import answer
 from autopar.solve_run import Outcome
 from autopar.step_graphs import step_graph
 from autopar.timings import Timings
-from tests.models import Stack, make, text
-from tests.questions import ask
+from tests.models import Case, Stack, text
+from tests.questions import asked
 from tests.test_solve_budget import hurry
 
+
+def one_layer() -> Case:
+    return Stack(layers=1, width=16, hidden=32), text(8, 8)
+
+
+def two_layers() -> Case:
+    return Stack(layers=2, width=32, hidden=128), text(4, 4)
+
+
 QUESTIONS: dict[str, Callable[[], Question]] = {
-    "one device": lambda: ask(Stack(layers=2, width=32, hidden=128), text(4, 4), (1,)),
-    "two devices": lambda: ask(Stack(layers=1, width=16, hidden=32), text(8, 8), (2,), recompute="none"),
+    "one device": lambda: asked(two_layers, (1,)),
+    "two devices": lambda: asked(one_layer, (2,), recompute="none"),
 }
 
 
@@ -59,7 +68,7 @@ def test_the_limit_that_is_named_is_enough_and_less_is_not(name: str) -> None:
 
 
 def test_the_limit_that_is_named_is_enough_for_a_solver_that_is_cut_off() -> None:
-    assert enough(ask(*make("plain"), (2,), Cluster.get("local"), time_limit=2.0))
+    assert enough(asked("plain", (2,), Cluster.get("local"), time_limit=2.0))
 
 
 def test_what_was_not_found_is_not_called_impossible(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,14 +24,23 @@ from autopar.runtime.optimizer import make_optimizer
 from autopar.search import answer
 from autopar.step_graphs import step_graph
 from autopar.timings import Timings
-from tests.models import Stack, text
-from tests.questions import ask, on
+from tests.models import Case, Stack, text
+from tests.questions import asked, on
 
 CLUSTER = Cluster.get("dgx-a100-80gb")
 
 
+def small() -> Case:
+    return Stack(layers=3, width=32, hidden=128), text(8, 8)
+
+
+def large() -> Case:
+    """Mostly optimizer state: that of each of its six matrices takes 128 KiB."""
+    return Stack(layers=3, width=64, hidden=256), text(4, 4)
+
+
 def planned(cluster: Cluster = CLUSTER, mesh: tuple[int, ...] = (2,), **options: Any) -> Plan:
-    question = ask(Stack(layers=3, width=32, hidden=128), text(8, 8), mesh, cluster, time_limit=8.0)
+    question = asked(small, mesh, cluster, time_limit=8.0)
     return answer(replace(question, options=replace(question.options, **options)), Timings())
 
 
@@ -54,7 +63,7 @@ def test_state_goes_to_the_host_where_the_step_does_not_fit_otherwise() -> None:
 
 def state_bytes(paths: list[str]) -> list[int]:
     """Bytes of AdamW's state for whole fp32 parameters."""
-    model = Stack(layers=3, width=32, hidden=128)
+    model, _ = small()
     sizes = {path: parameter.numel() for path, parameter in model.named_parameters()}
     return [8 * sizes[path] for path in paths]
 
@@ -111,8 +120,7 @@ def test_what_the_host_cannot_hold_stays_on_devices() -> None:
 
 
 def stacked(cluster: Cluster = CLUSTER, **options: Any) -> Plan:
-    """Of a model that is mostly optimizer state: that of each of its six matrices takes 128 KiB."""
-    question = ask(Stack(layers=3, width=64, hidden=256), text(4, 4), (1,), cluster, time_limit=8.0)
+    question = asked(large, (1,), cluster, time_limit=8.0)
     return answer(replace(question, options=replace(question.options, recompute="none", **options)), Timings())
 
 
@@ -132,14 +140,14 @@ def test_the_memory_of_the_host_is_a_row_of_the_program() -> None:
 
 
 def test_what_the_program_counts_in_host_memory_is_what_the_bill_does() -> None:
-    question = ask(Stack(layers=3, width=32, hidden=128), text(8, 8), (2,), CLUSTER, offload=True, zero=1)
+    question = asked(small, (2,), CLUSTER, offload=True, zero=1)
     best, _ = solve_mesh(question, step_graph(question.graph, question.loss, question.batch), Timings())
     assert host_of(best.instance.problem, best.solution.choices) == best.account.memory.host > 0
 
 
 def test_a_pipeline_is_sought_with_less_than_its_bill_where_its_steps_hold_more() -> None:
     """The first pipeline within this limit by its bill is not by its step, which takes more than the limit allows."""
-    question = ask(Stack(layers=3, width=64, hidden=256), text(4, 4), (2,), CLUSTER, time_limit=8.0)
+    question = asked(large, (2,), CLUSTER, time_limit=8.0)
     options = replace(question.options, stages=2, microbatches=2, recompute="none", memory_limit=928256)
     plan = answer(replace(question, options=options), Timings())
     assert plan.predicted.peak_bytes <= 928256 and plan.predicted.host_bytes > 0
@@ -258,7 +266,7 @@ def trained_in_stages(rank: int, world: int) -> tuple[list[torch.Tensor], list[t
     """Parameters and AdamW's averages after three steps in two stages, the embedding a parameter of both: of one
     process, and of all with their state in host memory."""
     steps._on_device = copied
-    reference, batch = Stack(layers=3, width=32, hidden=128), text(8, 8)
+    reference, batch = small()
     options = Options(offload=True, stages=2, microbatches=2, schedule="1f1b", zero=1 if world > 2 else None)
     mesh = (2,) if world == 2 else (2, world // 2)
     model = autopar.parallelize(copy.deepcopy(reference), mesh, options=options, cluster=CLUSTER)

@@ -32,7 +32,7 @@ from autopar.solve import solve
 from autopar.spec import parse_placements, short
 from autopar.step_graphs import step_graph
 from autopar.timings import Timings
-from tests.models import Stack, text
+from tests.models import Case, Stack, text
 from tests.questions import ask, asked, setting, slow_devices
 
 
@@ -116,11 +116,14 @@ def test_a_small_model_pays_whole_meetings() -> None:
     assert apart == pytest.approx(together)
 
 
+def wide() -> Case:
+    return Stack(layers=3, width=32, hidden=128), text(8, 8)
+
+
 def test_memory_limit_is_kept_and_costs_time() -> None:
-    model, batch = Stack(layers=3, width=32, hidden=128), text(8, 8)
-    free = answer(ask(model, batch, (4,)), Timings())
-    least = smallest_limit(ask(model, batch, (4,), memory_limit=1))
-    tight = answer(ask(model, batch, (4,), memory_limit=least, time_limit=16.0), Timings())
+    free = answer(asked(wide, (4,)), Timings())
+    least = smallest_limit(asked(wide, (4,), memory_limit=1))
+    tight = answer(asked(wide, (4,), memory_limit=least, time_limit=16.0), Timings())
     assert tight.predicted.peak_bytes <= least == tight.memory_limit < free.predicted.peak_bytes
     assert tight.predicted.step_seconds > free.predicted.step_seconds
     sharded = [sum("S" in short(place.optimizer) for place in one.parameters.values()) for one in (tight, free)]
@@ -134,7 +137,7 @@ class SoughtError(Exception):
 def test_layers_that_differ_are_sought_only_where_the_limit_costs_more_than_the_gap(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    question = ask(Stack(layers=3, width=32, hidden=128), text(8, 8), (4,))
+    question = asked(wide, (4,))
     graph = step_graph(question.graph, question.loss, question.batch)
     monkeypatch.setattr(planner, "stretched", Mock(side_effect=SoughtError))
     free, _ = solve_mesh(question, graph, Timings())

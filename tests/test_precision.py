@@ -34,7 +34,7 @@ from tests.eager_draws import STATE
 from tests.interpret import Results, interpret
 from tests.lowering import plain
 from tests.models import make, pictures, text
-from tests.questions import CLUSTER, ask, setting, slow_devices
+from tests.questions import CLUSTER, ask, asked, setting, slow_devices
 from tests.simulate import World
 from tests.test_conformance import any_assignment, priced
 from tests.test_experts import make as make_experts
@@ -197,8 +197,12 @@ class Wide(nn.Module):
         return self.second(torch.tanh(self.first(x))).float().square().mean()
 
 
+def _wide() -> tuple[nn.Module, Any]:
+    return Wide(), (torch.randn(4096, 32),)
+
+
 def _plan(**options: Any) -> Plan:
-    return answer(ask(Wide(), (torch.randn(4096, 32),), (4,), slow_devices(), **options), Timings())
+    return answer(asked(_wide, (4,), slow_devices(), **options), Timings())
 
 
 def _gathered(plan: Plan) -> Counter[int]:

@@ -64,9 +64,9 @@ def test_any_assignment_draws_what_an_eager_model_draws() -> None:
     """``make_case`` compares the graph with the eager model, the rest compares assignments with the graph."""
     torch.manual_seed(0)
     case = make_case(Noisy(), (torch.randn(6, 7, 12),))
-    for mesh in ((2,), (3,), (2, 2)):
-        check_assignments(case, mesh, range(3))
-    plans = check_plans(case, (2, 2))
+    for mesh in ((3,), (2, 2)):
+        check_assignments(case, mesh, range(2))
+    plans = check_plans(case, (2, 2), ("compute",))
     drawn = [node for node in case.graph.nodes if node.op in DRAWS]
     assert len(drawn) >= 11
     sharded = [n for n in drawn if any(str(p) != "R" for p in plans["compute"].strategies[n.name].outputs[0])]

@@ -29,8 +29,8 @@ from autopar.reshard import Collective
 from autopar.search import answer
 from autopar.timings import Timings
 from autopar.within_memory import widened
-from tests.models import Stack, text
-from tests.questions import CLUSTER, Setting, ask, setting
+from tests.models import Case, Stack, text
+from tests.questions import CLUSTER, Setting, ask, asked, setting
 from tests.simulate import World
 from tests.test_lower import programs, random_assignment
 
@@ -82,9 +82,13 @@ def test_what_nothing_keeps_gets_a_rest() -> None:
     assert made.kept == {"h_rest"}
 
 
+def layers() -> Case:
+    return Stack(layers=3, hidden=64), text(8, 8)
+
+
 @cache
 def stack(mesh: tuple[int, ...]) -> tuple[Question, Setting]:
-    question = ask(Stack(layers=3, hidden=64), text(8, 8), mesh)
+    question = asked(layers, mesh)
     return question, setting(question)
 
 
@@ -157,8 +161,12 @@ class Wide(nn.Module):
         return x.pow(2).mean()
 
 
+def wide() -> Case:
+    return Wide(), (torch.randn(512, 8),)
+
+
 def test_what_does_not_fit_is_recomputed() -> None:
-    question = ask(Wide(), (torch.randn(512, 8),), (2,), time_limit=8.0)
+    question = asked(wide, (2,), time_limit=8.0)
     free = planned(question, recompute="none")
     limit = int(0.7 * free.predicted.peak_bytes)
     found = planned(question, memory_limit=limit)
@@ -171,7 +179,7 @@ def test_recomputation_is_tried_where_only_the_rehearsed_peak_exceeds_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What the program deems to fit, and the rehearsal of the step not, fits with values recomputed."""
-    question = ask(Wide(), (torch.randn(512, 8),), (2,), time_limit=8.0)
+    question = asked(wide, (2,), time_limit=8.0)
     free = planned(question, recompute="none")
     rehearsed = planner.peak_bytes
     more = int(0.3 * free.predicted.peak_bytes)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from unittest.mock import Mock
 
 import pytest
@@ -22,8 +24,8 @@ from autopar.schedules import SCHEDULES
 from autopar.stage_meshes import StageMeshes, layout_for, layouts, microbatch_counts
 from autopar.stage_prices import shared_processors
 from autopar.timings import Timings
-from tests.models import make
-from tests.questions import ask
+from tests.models import Case
+from tests.questions import CLUSTER, asked, planned
 
 
 class Block(nn.Module):
@@ -52,16 +54,14 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def plan(mesh: tuple[int, ...], batch: int = 8, cluster: Cluster | str = "dgx-a100-80gb", **options: object) -> Plan:
-    torch.manual_seed(0)
-    ids = torch.randint(0, 31, (batch, 6))
-    return autopar.plan(
-        Model(),
-        mesh,
-        {"ids": ids, "labels": ids},
-        cluster=cluster,
-        options=Options(**options),  # type: ignore[arg-type]
-    )
+@cache
+def model_of(batch: int) -> Callable[[], Case]:
+    ids = torch.zeros(batch, 6, dtype=torch.long)
+    return lambda: (Model(), {"ids": ids, "labels": ids})
+
+
+def plan(mesh: tuple[int, ...], batch: int = 8, cluster: Cluster | str = CLUSTER, **options: object) -> Plan:
+    return planned(model_of(batch), mesh, cluster, **options)
 
 
 @pytest.mark.parametrize(
@@ -137,9 +137,13 @@ class Chain(nn.Module):
         return found
 
 
+@cache
+def chain_of(norm: bool) -> Callable[[], Case]:
+    return lambda: (Chain(norm), (torch.randn(8, 16),))
+
+
 def chained(mesh: tuple[int, ...] = (2,), norm: bool = False, **options: object) -> Plan:
-    asked = Options(**options)  # type: ignore[arg-type]
-    return autopar.plan(Chain(norm), mesh, (torch.randn(8, 16),), cluster="dgx-a100-80gb", options=asked)
+    return planned(chain_of(norm), mesh, **options)
 
 
 def stages_of(found: Plan) -> dict[str, int]:
@@ -182,17 +186,17 @@ def test_what_couples_samples_goes_through_stages_as_one_microbatch(options: dic
 
 
 def test_the_error_names_a_limit_in_which_the_stages_fit() -> None:
-    asked: dict[str, object] = {"stages": 2, "microbatches": 4}
+    fixed: dict[str, object] = {"stages": 2, "microbatches": 4}
     with pytest.raises(InfeasibleError, match=r"fits into 1000 B per device.*twice the devices") as caught:
-        chained(**asked, memory_limit=1000)
+        chained(**fixed, memory_limit=1000)
     named = re.search(r"Options\((.*?)\)", str(caught.value))
     assert named is not None
     words = dict(pair.split("=") for pair in named[1].split(", "))
-    assert {name: int(words[name]) for name in asked} == asked
+    assert {name: int(words[name]) for name in fixed} == fixed
     limit = int(words["memory_limit"])
-    assert chained(**asked, memory_limit=limit).predicted.peak_bytes <= limit
+    assert chained(**fixed, memory_limit=limit).predicted.peak_bytes <= limit
     with pytest.raises(InfeasibleError):
-        chained(**asked, memory_limit=limit // 2)
+        chained(**fixed, memory_limit=limit // 2)
 
 
 def test_less_memory_than_one_stage_has_is_spread_over_stages() -> None:
@@ -261,10 +265,12 @@ class Lopsided(nn.Module):
         return nn.functional.cross_entropy(self.head(x), labels)
 
 
+def heavy_head() -> Case:
+    return Lopsided(), {"x": torch.randn(512, 64), "labels": torch.randint(0, 4096, (512,))}
+
+
 def lopsided(**options: object) -> Plan:
-    x, labels = torch.randn(512, 64), torch.randint(0, 4096, (512,))
-    asked = Options(stages=4, microbatches=4, **options)  # type: ignore[arg-type]
-    return autopar.plan(Lopsided(), (4,), {"x": x, "labels": labels}, cluster="dgx-a100-80gb", options=asked)
+    return planned(heavy_head, (4,), stages=4, microbatches=4, **options)
 
 
 def test_a_schedule_made_to_measure_is_quicker_in_the_memory_of_1f1b() -> None:
@@ -289,8 +295,7 @@ def test_a_named_schedule_that_nothing_beats_is_kept_and_said() -> None:
 
 
 def test_on_shared_cores_stages_that_nobody_asked_for_must_win_clearly() -> None:
-    model, batch = make("plain")
-    question = ask(model, batch, (2,))
+    question = asked("plain", (2,))
     shared = replace(question, options=Options(), cluster=replace(question.cluster, sharing=2, cores=1.0))
     whole = Found(1.0, None, Mock(), Mock())
     pipeline = Found(0.9, StageMeshes(2, (1,), ()), Mock(), Mock())
@@ -308,7 +313,7 @@ def test_stages_that_cannot_win_are_not_sought_with_less_memory(monkeypatch: pyt
     answer = Mock(**{"unlimited": 4.0, "account.seconds": 5.0})
     solve_only = Mock(return_value=answer)
     monkeypatch.setattr(stage_programs, "solve_only", solve_only)
-    question = ask(*make("plain"), (2,))
+    question = asked("plain", (2,))
     programs = stage_programs.StagePrograms(question, best, Timings())
     repeats = Repeats(2, 1, accumulates=True, stages=2)
     assert programs.solve(question.graph, repeats, 100.0, 10.0) is answer
@@ -324,12 +329,12 @@ def test_stages_need_a_loss() -> None:
     """Without one they are not chosen, and where they are asked for the error says how to give it."""
     batch = (torch.randn(8, 16),)
     blocks = nn.Sequential(*(Block(16) for _ in range(4)))
-    free = autopar.plan(blocks, (2,), batch, cluster="dgx-a100-80gb")
+    free = autopar.plan(blocks, (2,), batch, cluster=CLUSTER)
     assert free.pipeline is None
-    for asked in (Options(stages=2), Options(stages=1, microbatches=2)):
+    for wanted in (Options(stages=2), Options(stages=1, microbatches=2)):
         with pytest.raises(OptionsError, match=r"returns none for this batch: pass the labels .* loss_fn\(output\)"):
-            autopar.plan(blocks, (2,), batch, cluster="dgx-a100-80gb", options=asked)
+            autopar.plan(blocks, (2,), batch, cluster=CLUSTER, options=wanted)
     given = autopar.plan(
-        blocks, (2,), batch, cluster="dgx-a100-80gb", options=Options(stages=2), loss_fn=lambda out: out.square().mean()
+        blocks, (2,), batch, cluster=CLUSTER, options=Options(stages=2), loss_fn=lambda out: out.square().mean()
     )
     assert given.stages == 2

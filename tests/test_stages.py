@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from autopar.trace import trace
 from tests import models
 from tests.lowering import plain
 from tests.microbatches import run_microbatches
+from tests.questions import asked
 from tests.stage_run import check_staged, run_chunks
 from tests.zoo.check import Case, compare, make_case
 from tests.zoo.hugging_face import FAMILIES
@@ -241,9 +243,20 @@ def test_every_place_of_a_model_with_repeats() -> None:
         compare(run_chunks(staged, case.values), case.expected, f"plain cut at {name}")
 
 
-@pytest.mark.parametrize(("name", "layers"), [("gpt2", 4), ("llama", 4)])
-def test_candidates_are_few_and_one_tensor_crosses(name: str, layers: int) -> None:
-    graph = plain(make_case(*models.make(name, layers=layers)).graph)
+def _four_layers_of(name: str) -> Graph:
+    """Its step, traced once for all tests."""
+    question = asked(FOUR_LAYERS[name], (1,))
+    return plain(step_graph(question.graph, question.loss, question.batch))
+
+
+FOUR_LAYERS: dict[str, Callable[[], models.Case]] = {
+    name: partial(models.make, name, layers=4) for name in ("gpt2", "llama")
+}
+
+
+@pytest.mark.parametrize("name", FOUR_LAYERS)
+def test_candidates_are_few_and_one_tensor_crosses(name: str) -> None:
+    graph, layers = _four_layers_of(name), 4
     found = cut_candidates(graph)
     assert layers <= len(found) <= 4 * layers + 4
     stream = min(sum((c.forward_bytes, c.backward_bytes)) for c in found[1 : 2 * layers])
@@ -268,7 +281,7 @@ def test_candidates_among_skips_that_cross_everything() -> None:
 def test_no_candidate_behind_all_that_is_costly() -> None:
     """Little crosses between the head and the loss, but a stage there has nothing to do: the place before the head is
     one, though more crosses there."""
-    graph = plain(make_case(*models.make("gpt2", layers=2)).graph)
+    graph = _four_layers_of("gpt2")
     forward = [node for node in graph if node.phase == "forward" and not node.is_placeholder]
     last = max(index for index, node in enumerate(forward) if "mm" in node.op)
     places = [node.name for node in forward]
@@ -283,8 +296,8 @@ def _sent(chunk: Graph, name: str) -> Value:
 
 def test_evaluation_is_cut_as_training_is() -> None:
     """Another trace, with other names: parameters stay where they are."""
-    model, batch = models.make("gpt2", layers=3)
-    graph = plain(make_case(model, batch).graph)
+    model, batch = FOUR_LAYERS["gpt2"]()
+    graph = _four_layers_of("gpt2")
     names = [candidate.name for candidate in cut_candidates(graph)]
     staged = cut(graph, (names[2], names[5]))
     traced = trace(model, (), batch, device="cpu", training=False, grad=False)

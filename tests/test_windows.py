@@ -17,8 +17,7 @@ from autopar.search import answer
 from autopar.step_graphs import step_graph
 from autopar.timings import Timings
 from autopar.windows import Shares, Sides, gather_windows, hidden_shares, windows_of
-from tests.models import make
-from tests.questions import CLUSTER, ask
+from tests.questions import CLUSTER, asked
 
 
 @pytest.fixture(autouse=True)
@@ -29,11 +28,10 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"zero": 3}, {"zero": 1}], ids=str)
 def test_the_bill_takes_back_what_the_program_hides(changes: dict[str, Any]) -> None:
-    model, batch = make("plain")
     apart = replace(Cluster.get(CLUSTER), overlaps=False)
     seconds = {}
     for cluster in (Cluster.get(CLUSTER), apart):
-        question = ask(model, batch, (2, 2), cluster=cluster, **changes)
+        question = asked("plain", (2, 2), cluster=cluster, **changes)
         best, _ = solve_mesh(question, step_graph(question.graph, question.loss, question.batch), Timings())
         problem, chosen = best.instance.problem, best.solution.choices
         assert evaluate(problem, chosen) == pytest.approx(best.account.seconds, rel=1e-9)
@@ -51,8 +49,7 @@ def test_the_bill_takes_back_what_the_program_hides(changes: dict[str, Any]) -> 
 
 
 def test_what_may_hide() -> None:
-    model, batch = make("plain")
-    question = ask(model, batch, (4,))
+    question = asked("plain", (4,))
     graph = step_graph(question.graph, question.loss, question.batch)
     sizes = [int(node.type.bytes) for node in graph.placeholders("param")]
     shares = hidden_shares(graph, question.cluster)
@@ -66,8 +63,7 @@ def test_what_may_hide() -> None:
 
 def test_windows_of_several_microbatches() -> None:
     """Gathers hide in every backward, reductions in the last, behind what gathers leave of it."""
-    model, batch = make("plain")
-    question = ask(model, batch, (4,))
+    question = asked("plain", (4,))
     graph = step_graph(question.graph, question.loss, question.batch)
     shares, count = hidden_shares(graph, question.cluster), 3
     windows = windows_of(graph, question.cluster, Repeats(count, 1, accumulates=True))
@@ -95,8 +91,7 @@ def test_a_backward_in_halves_has_two_windows() -> None:
 
 def test_one_bucket_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autopar.windows.BUCKET_BYTES", 1 << 40)
-    model, batch = make("plain")
-    question = ask(model, batch, (4,))
+    question = asked("plain", (4,))
     graph = step_graph(question.graph, question.loss, question.batch)
     names = [window.name for window in windows_of(graph, question.cluster, ONCE)]
     assert names == ["forward", "backward"], "gathers hide in backward all the same"
@@ -105,8 +100,7 @@ def test_one_bucket_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("microbatches", [2, 4])
 def test_accumulated_gradients_travel_beside_the_last_backward(microbatches: int) -> None:
     """The program's windows, the bill of the plan and the simulated step are one figure."""
-    model, batch = make("plain")
-    question = ask(model, batch, (2, 2), stages=1, microbatches=microbatches, zero=3)
+    question = asked("plain", (2, 2), stages=1, microbatches=microbatches, zero=3)
     plan = answer(question, Timings())
     assert (plan.stages, plan.microbatches) == (1, microbatches)
     assert plan.predicted.step_seconds == pytest.approx(plan.objective, rel=1e-9)
@@ -128,8 +122,7 @@ def test_accumulated_gradients_travel_beside_the_last_backward(microbatches: int
 
 
 def test_the_timeline_of_what_travels_meanwhile_ends_with_the_step() -> None:
-    model, batch = make("plain")
-    plan = answer(ask(model, batch, (2, 2), zero=3), Timings())
+    plan = answer(asked("plain", (2, 2), zero=3), Timings())
     assert plan.seconds_of("hidden") < 0
     spans = step_timeline(plan).spans
     assert max(span.end for span in spans) == pytest.approx(plan.predicted.step_seconds)

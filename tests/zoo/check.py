@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
@@ -189,11 +189,15 @@ def check_assignments(case: Case, mesh: tuple[int, ...], seeds: range) -> None:
         check_assignment(case, annotated, random_assignment(annotated, mesh, seed), prices, f"mesh {mesh}, seed {seed}")
 
 
-def check_plans(case: Case, mesh: tuple[int, ...]) -> dict[str, Assignment]:
-    """Solved assignments (best, fully sharded, best where only compute costs) give what one device gives."""
+KINDS = ("best", "zero", "compute", "both")
+
+
+def check_plans(case: Case, mesh: tuple[int, ...], kinds: Iterable[str] = KINDS) -> dict[str, Assignment]:
+    """Solved assignments (best, fully sharded, best where only compute costs, both) give what one device gives."""
     annotated = annotate(case.graph, mesh)
     found = {}
-    for name, (cluster, options) in _questions().items():
+    for name in kinds:
+        cluster, options = _questions()[name]
         question = Question(case.graph, None, 6, mesh, cluster, options)
         solved, _ = solve_mesh(question, case.graph, Timings())
         prices = Prices.of(cluster, mesh, annotated)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import pytest
 import transformers
 
@@ -9,7 +11,7 @@ import autopar
 from autopar.cluster import Cluster
 from autopar.errors import TraceError
 from autopar.spec import is_shard
-from tests.zoo.check import check_plans, compute_bound, make_case
+from tests.zoo.check import Case, check_plans, compute_bound, make_case
 from tests.zoo.models import ZOO
 
 transformers.logging.set_verbosity_error()
@@ -21,16 +23,22 @@ UNTRACEABLE = ("led", "llava", "longformer", "vilt")
 TRACEABLE = [name for name in ZOO if name not in UNTRACEABLE]
 
 
+@lru_cache(maxsize=2)
+def _case(name: str) -> Case:
+    """Traced once for all meshes."""
+    return make_case(*ZOO[name]())
+
+
 @pytest.mark.parametrize("name", QUICK)
 def test_simulated(name: str) -> None:
-    check_plans(make_case(*ZOO[name]()), (2, 2))
+    check_plans(_case(name), (2, 2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(4,), (2, 2)])
 @pytest.mark.parametrize("name", TRACEABLE)
 def test_all_simulated(name: str, mesh: tuple[int, ...]) -> None:
-    check_plans(make_case(*ZOO[name]()), mesh)
+    check_plans(_case(name), mesh)
 
 
 @pytest.mark.slow
