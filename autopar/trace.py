@@ -24,6 +24,7 @@ from .signature import Signature
 from .trace_call import Call, Differentiate, LossFunction, Returned, describe_call
 from .trace_capture import Captured, ModuleTracker, Request, capture
 from .trace_convert import BATCH, convert
+from .trace_counters import warn_of_counters
 from .trace_errors import explain, is_data_dependent
 from .trace_model import State, model_state, unchanged
 
@@ -103,18 +104,8 @@ def trace(
     with unchanged(model):
         captured, graph = _captured(request)
     if captured.counted:
-        _warn_of_counters(model, captured.counted)
+        warn_of_counters(model, captured.counted)
     return _traced(request, captured, graph)
-
-
-def _warn_of_counters(model: nn.Module, paths: tuple[str, ...]) -> None:
-    """Numbers in Python are fixed by the trace; nothing counts them on afterwards."""
-    warnings.warn(
-        f"{type(model).__name__} changes {', '.join(paths)} when it is called, but a captured graph keeps plain "
-        'numbers as they are at the first call; what depends on them must be a buffer: self.register_buffer("steps", '
-        "torch.zeros((), dtype=torch.int64)) and self.steps.add_(1)",
-        stacklevel=3,
-    )
 
 
 def _check_device(device: torch.device) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,8 +28,9 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from .decompositions import decomposition_table
 from .errors import TraceError
 from .trace_call import Call, Differentiate, LossFunction, Returned, call_loss, collect_outputs
+from .trace_counters import changed, counted, counters
 from .trace_experts import experts_as_operations
-from .trace_model import State, counters, exchanged, module_paths
+from .trace_model import State, exchanged, module_paths
 from .trace_outline import outline
 from .trace_patches import every_module, patched
 from .trace_record import PATH, PLACE, Recorder, UnrecordedError
@@ -55,7 +56,7 @@ class Request:
 @dataclass(frozen=True)
 class Captured:
     """A joint graph as torch.fx has it. ``symbol`` is torch's symbol for the batch size, or None;
-    ``guards`` must hold of it. ``counted`` are the plain numbers that modules change when called, by path.
+    ``guards`` must hold of it. ``counted`` are the plain numbers that calls of modules count, by path.
     ``bodies`` has what stands for the calls taken out of line, if any; ``notes`` are for people.
     """
 
@@ -139,9 +140,24 @@ class Step(nn.Module):
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The model's outputs, and the loss, as :class:`Returned` orders them."""
-        request: Request = self.__dict__["request"]
         self.__dict__["tracker"].restart()
         self.__dict__["selected"].restart()
+        with self._given(inputs) as (request, args, kwargs):
+            before = counters(request.model)
+            output = request.model(*args, **kwargs)
+            self.counted = changed(before, counters(request.model))
+            loss = None if request.loss_fn is None else call_loss(request.loss_fn, output, args, kwargs)
+            return collect_outputs(output, loss, request.differentiate, self.returned)
+
+    def counts_on(self, *inputs: torch.Tensor) -> tuple[str, ...]:
+        """Which of the numbers that changed a graph must not keep, see :func:`counted`."""
+        with self._given(inputs) as (request, args, kwargs):
+            return counted(request.model, lambda: request.model(*args, **kwargs), self.counted)
+
+    @contextmanager
+    def _given(self, inputs: Sequence[torch.Tensor]) -> Iterator[tuple[Request, tuple[Any, ...], dict[str, Any]]]:
+        """The model with this step's tensors, in the mode that is asked for, and the arguments of its call."""
+        request: Request = self.__dict__["request"]
         args, kwargs = request.call.rebuild(inputs)
         tensors = [self._state(index) for index in range(len(request.state))]
         state = exchanged(request.model, request.state, tensors)
@@ -149,12 +165,7 @@ class Step(nn.Module):
             # Parts of the model may be in another mode on purpose (a frozen batch norm): leave them if the whole fits.
             if request.model.training != request.training:
                 request.model.train(request.training)
-            before = counters(request.model)
-            output = request.model(*args, **kwargs)
-            after = counters(request.model)
-            self.counted = tuple(path for path, value in before.items() if after.get(path, value) != value)
-            loss = None if request.loss_fn is None else call_loss(request.loss_fn, output, args, kwargs)
-            return collect_outputs(output, loss, request.differentiate, self.returned)
+            yield request, args, kwargs
 
 
 def fresh_prime(sizes: set[int], batch: int) -> int:
@@ -270,9 +281,23 @@ def capture(
                 graph_module, bodies = _export(mode, step, inputs), None
         if outlined:
             graph_module, bodies = _outlined(mode, step, tensors, inputs, batch)
-    guards = _guards(environment) if environment is not None else ()
+        notes, guards = selected.notes(), _guards(environment) if environment is not None else ()
+        numbers = _counted(mode, step, inputs, batch)
     symbol = batch.node.expr if batch is not None else None
-    return Captured(graph_module, step.returned, symbol, guards, step.counted, bodies, selected.notes())
+    return Captured(graph_module, step.returned, symbol, guards, numbers, bodies, notes)
+
+
+def _counted(mode: FakeTensorMode, step: Step, inputs: Sequence[torch.Tensor], batch: Any) -> tuple[str, ...]:
+    """The plain numbers that calls of the model count; where a second call cannot be made, all that change."""
+    if step.counted:
+        with suppress(Exception), _symbolic(batch), mode:
+            return step.counts_on(*inputs)
+    return step.counted
+
+
+def _symbolic(batch: Any) -> AbstractContextManager[Any]:
+    """As torch's own tracer does, for operations whose C++ code would fix a symbolic size."""
+    return nullcontext() if batch is None else enable_python_dispatcher()
 
 
 def _export(mode: FakeTensorMode, module: nn.Module, inputs: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
@@ -289,9 +314,7 @@ def _outlined(
     """The joint graphs of what the model does, recorded by one run of it."""
     tracker: ModuleTracker = step.__dict__["tracker"]
     recorder = Recorder((*inputs, *tensors), tracker.modules)
-    # As torch's own tracer does, for operations whose C++ code would fix a symbolic size.
-    symbolic = nullcontext() if batch is None else enable_python_dispatcher()
-    with tracker.listening(), symbolic, mode, recorder.listening():
+    with tracker.listening(), _symbolic(batch), mode, recorder.listening():
         outputs = step(*inputs)
     found = outline(recorder.program(len(inputs) + len(tensors), outputs))
     if not found.sites:

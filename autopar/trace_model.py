@@ -134,16 +134,6 @@ def exchanged(model: nn.Module, state: Sequence[State], tensors: Sequence[torch.
                 tensor.copy_(current)
 
 
-def counters(model: nn.Module) -> dict[str, float]:
-    """The plain numbers among the attributes of modules, by path. Flags are none."""
-    return {
-        f"{path}.{key}" if path else key: value
-        for path, module in model.named_modules()
-        for key, value in module.__dict__.items()
-        if type(value) in (int, float)
-    }
-
-
 def module_paths(model: nn.Module) -> dict[int, str]:
     """``id(module)`` to its first path."""
     return {id(module): path for path, module in model.named_modules()}

@@ -1,5 +1,5 @@
 """Checks of values that only raise are left out of a graph, whatever way they are written; what else depends on values
-is an error."""
+is an error. Plain numbers that a model changes are warned of where later calls would find them changed."""
 
 from __future__ import annotations
 
@@ -75,3 +75,54 @@ class Variational(nn.Module):
 def test_distributions_are_traced() -> None:
     traced = trace(Variational(), (torch.randn(3, 4),), device="cpu")
     assert not traced.notes and traced.graph.symbols
+
+
+class Numbered(nn.Module):
+    """Has a number in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.number = nn.Linear(4, 4), 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Fits(Numbered):
+    """As blocks that make their window no wider than the picture."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.number = min(self.number, 1)
+        return self.layer(x).roll(self.number, -1).square().mean()
+
+
+class Counts(Numbered):
+    def forward(self, x: Tensor) -> Tensor:
+        self.number += 1
+        return self.layer(x).square().mean()
+
+
+class SetsAfterwards(Numbered):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x) * self.number
+        self.number = 1
+        return y.square().mean()
+
+
+class SetsATensorAfterwards(Numbered):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x) * torch.tensor(float(self.number))
+        self.number = 1
+        return y.square().mean()
+
+
+@pytest.mark.parametrize("kind", [Counts, SetsAfterwards, SetsATensorAfterwards])
+def test_numbers_that_later_calls_would_find_changed_are_warned_of(kind: type[Numbered]) -> None:
+    model = nn.Sequential(nn.Identity(), kind())
+    with pytest.warns(UserWarning, match=r"changes 1\.number when it is called.*register_buffer"):
+        trace(model, (torch.randn(3, 4),), device="cpu")
+    assert model[1].number == 3
+
+
+def test_numbers_that_are_fitted_before_they_are_used_are_not() -> None:
+    trace(Fits(), (torch.randn(3, 4),), device="cpu")
