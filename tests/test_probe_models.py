@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections import Counter
 
 import pytest
@@ -96,15 +97,16 @@ FAMILIES = {
 
 
 def samples(every_pair: bool) -> list[tuple[Sample, int]]:
-    """The first two samples of each operation on two and on three devices; unless ``every_pair``, one number of devices
-    for each sample."""
+    """The first two samples of each operation on two and on three devices; unless ``every_pair``, the first of one on
+    two, of the next on three, and so on."""
     found: list[tuple[Sample, int]] = []
+    turns = itertools.cycle((0, 1))
     for module, names in FAMILIES.items():
         known = importlib.import_module(f"oracle.{module}").SAMPLES
         for name in names:
             these = [sample for sample in known if sample.op == f"aten.{name}"][:2]
             pairs = [(sample, devices) for devices in (2, 3) for sample in these]
-            found += pairs if every_pair else [pairs[0], pairs[-1]] if these else []
+            found += pairs if every_pair else [(sample, 2 + next(turns)) for sample in these[:1]]
     return found
 
 

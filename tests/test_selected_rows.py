@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from autopar.errors import TraceError
 from autopar.trace import trace
-from tests.zoo.check import check_plans, make_case
+from tests.zoo.check import KINDS, check_plans, make_case
 from tests.zoo.hugging_face import FAMILIES
 from tests.zoo.models import ZOO
 
@@ -263,9 +263,11 @@ def test_losses_of_selected_rows() -> None:
         torch.testing.assert_close(found["gradient", path], parameter.grad)
 
 
-@pytest.mark.parametrize("mesh", [(2,), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
-def test_a_mixture_of_experts_under_any_plan(mesh: tuple[int, ...]) -> None:
-    check_plans(make_case(LoopOverHit(), (torch.randn(6, 5, WIDTH),)), mesh)
+@pytest.mark.parametrize(
+    ("mesh", "kinds"), [((2,), ("zero", "compute")), pytest.param((2, 2), KINDS, marks=pytest.mark.slow)], ids=str
+)
+def test_a_mixture_of_experts_under_any_plan(mesh: tuple[int, ...], kinds: tuple[str, ...]) -> None:
+    check_plans(make_case(LoopOverHit(), (torch.randn(6, 5, WIDTH),)), mesh, kinds)
 
 
 @pytest.mark.slow

@@ -132,7 +132,16 @@ def trained(model: Any, batches: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in whole.items()}
 
 
-def test_several_steps_on_several_plans_end_in_the_same_state() -> None:
+ASKED: dict[str, dict[str, Any]] = {
+    "all divided": {"cluster": slow_devices(), "options": autopar.Options(zero=3)},
+    "best": {"cluster": CLUSTER},
+    "slow devices": {"cluster": slow_devices()},
+    "fully sharded": {"cluster": CLUSTER, "options": autopar.Options(zero=3)},
+}
+
+
+@pytest.mark.parametrize("asked", ["all divided", *(pytest.param(n, marks=pytest.mark.slow) for n in list(ASKED)[1:])])
+def test_several_steps_end_in_the_same_state_whatever_the_plan(asked: str) -> None:
     torch.manual_seed(1)
     batches = [sequence() for _ in range(STEPS)]
 
@@ -140,20 +149,14 @@ def test_several_steps_on_several_plans_end_in_the_same_state() -> None:
         torch.manual_seed(0)
         return [kind() for kind in KINDS]
 
-    def work(rank: int, world: int) -> list[list[dict[str, torch.Tensor]]]:
-        asked: list[dict[str, Any]] = [
-            {"cluster": CLUSTER},
-            {"cluster": slow_devices()},
-            {"cluster": CLUSTER, "options": autopar.Options(zero=3)},
-        ]
-        return [[trained(autopar.parallelize(m, (world,), **given), batches) for m in models()] for given in asked]
+    def work(rank: int, world: int) -> list[dict[str, torch.Tensor]]:
+        return [trained(autopar.parallelize(m, (world,), **ASKED[asked]), batches) for m in models()]
 
     expected = [trained(model, batches) for model in models()]
-    for found in on(2, work)[0]:
-        for kind, one, other in zip(KINDS, found, expected, strict=True):
-            assert one.keys() == other.keys()
-            for name, tensor in other.items():
-                torch.testing.assert_close(one[name], tensor, msg=lambda m, k=kind, n=name: f"{k.__name__} {n}: {m}")
+    for kind, one, other in zip(KINDS, on(2, work)[0], expected, strict=True):
+        assert one.keys() == other.keys()
+        for name, tensor in other.items():
+            torch.testing.assert_close(one[name], tensor, msg=lambda m, k=kind, n=name: f"{k.__name__} {n}: {m}")
 
 
 def alone(model: nn.Module, **given: Any) -> ParallelModule:

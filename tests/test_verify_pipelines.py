@@ -41,10 +41,10 @@ REST += [
 
 
 def cases() -> list[Any]:
-    """Where a stage is one device, what is quick to run is run on one of the clusters."""
+    """What is quick to run is run on slow devices; what a stage replicates, tests of dropout and of training run."""
     quick = [(cluster, *case) for cluster in CLUSTERS for case in QUICK]
     rest = [(cluster, *case) for cluster in CLUSTERS for case in REST]
-    slow = [case for case in quick if case[:2] in (("dgx", "t5"), ("slow devices", "llama"))]
+    slow = [case for case in quick if case[0] == "dgx" or case[1] == "llama"]
     return [*(c for c in quick if c not in slow), *(pytest.param(*c, marks=pytest.mark.slow) for c in slow + rest)]
 
 
