@@ -29,6 +29,10 @@ def one_layer() -> Case:
     return Stack(layers=1, width=16, hidden=32), text(8, 8)
 
 
+def narrow() -> Case:
+    return Stack(layers=2, width=16, hidden=32), text(8, 8)
+
+
 def two_layers() -> Case:
     return Stack(layers=2, width=32, hidden=128), text(4, 4)
 
@@ -103,8 +107,8 @@ def test_only_a_limit_in_which_a_pipeline_was_found_is_named(least: int, expecte
 
 @pytest.mark.parametrize("name", ["two devices", pytest.param("two stages", marks=pytest.mark.slow)])
 def test_a_busy_machine_names_the_same_limit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline = ask(Stack(layers=2, width=16, hidden=32), text(8, 8), (2,), stages=2, microbatches=2)
-    question = pipeline if name == "two stages" else QUESTIONS[name]()
+    staged = name == "two stages"
+    question = asked(narrow, (2,), stages=2, microbatches=2) if staged else QUESTIONS[name]()
     error = refused(question, 1000)
     hurry(monkeypatch)
     assert refused(question, 1000) == error
