@@ -337,9 +337,10 @@ def test_kendall() -> None:
 def test_kendall_without_what_cannot_be_ordered() -> None:
     assert kendall_b([(1, 1), (1, 1), (2, 2)]) == pytest.approx(1.0)
     assert kendall_b([(1, 1), (1, 2), (2, 3)]) == pytest.approx(2 / math.sqrt(6))
-    assert kendall_apart([(1, 1.0), (2, 1.005), (3, 2.0)]) == 1.0
-    assert kendall_apart([(2, 1.0), (1, 1.005), (3, 2.0)]) == 1.0
-    assert kendall_apart([(1, 1.0), (2, 1.0)]) is None
+    assert kendall_apart([(1, 1.0), (2, 1.005), (3, 2.0)], 0.01) == 1.0
+    assert kendall_apart([(2, 1.0), (1, 1.005), (3, 2.0)], 0.01) == 1.0
+    assert kendall_apart([(2, 1.0), (1, 1.005), (3, 2.0)], 0.001) == pytest.approx(1 / 3)
+    assert kendall_apart([(1, 1.0), (2, 1.0)], 0.01) is None
 
 
 def test_errors_of_files_left_out_of_the_fit(tmp_path: Path) -> None:
