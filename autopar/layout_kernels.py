@@ -21,7 +21,7 @@ from .prices import local_bytes, local_type
 PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default"))
 # Rows that do not begin at multiples of so many bytes are loaded in pieces (NVIDIA, *Matrix multiplication background
 # user's guide*), and a product of 16 bits is so many times slower: a plain one by what padding GPT-2's vocabulary gains
-# on A100 (docs/layouts.md), one of a batch, attention written out above all, as fitted on trial runs of BLOOM, with
+# on A100 (docs/published.md), one of a batch, attention written out above all, as fitted on trial runs of BLOOM, with
 # heads of 108 and 150. Plans leave this out: to them a smaller shard is never dearer.
 ALIGNMENT = 16
 MISALIGNED = {
