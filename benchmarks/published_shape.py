@@ -19,7 +19,7 @@ def number(fields: Mapping[str, Any], name: str, default: int | None = None) -> 
     """A whole number of a row whose fields hold what they may (:func:`.published_fields.check_fields`); where it is not
     given, or given as 0, ``default``. Raises :class:`NotExpressible` if there is none then."""
     value = fields.get(name) or default
-    if not value:
+    if value is None:
         raise NotExpressible(f"{name} is not given")
     return int(value)
 
