@@ -31,9 +31,11 @@ _Attribute = tuple[str, type, str]
 @dataclass(frozen=True)
 class Depth:
     """Which layers stand for which: ``kinds[path]`` says, for the list of layers at ``path``, by name as which layer
-    each is priced: itself, or one before it."""
+    each is priced: itself, or one before it. ``called``: paths of layers in the order in which forward comes to them,
+    which may go from list to list, or backwards; those that are not among them follow the one before in their list."""
 
     kinds: dict[str, dict[str, str]]
+    called: tuple[str, ...] = ()
 
     @property
     def paths(self) -> list[str]:
@@ -42,9 +44,16 @@ class Depth:
 
     @property
     def standing(self) -> tuple[int, ...]:
-        """For each layer of the whole model, the position in :attr:`paths` of the one it is priced as."""
+        """For each layer of the whole model, in the order in which they run, the position in :attr:`paths` of the one
+        it is priced as."""
         position = {path: i for i, path in enumerate(self.paths)}
-        return tuple(position[inside(path, name)] for path, kinds in self.kinds.items() for name in kinds.values())
+        turns, found = {path: turn for turn, path in enumerate(self.called)}, list[tuple[int, int]]()
+        for path, kinds in self.kinds.items():
+            turn = -1
+            for name, kind in kinds.items():
+                turn = turns.get(inside(path, name), turn)
+                found.append((turn, position[inside(path, kind)]))
+        return tuple(at for _, at in sorted(found, key=lambda one: one[0]))
 
     @property
     def is_whole(self) -> bool:

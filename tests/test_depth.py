@@ -13,6 +13,7 @@ from autopar.cluster import Cluster
 from autopar.depth import Depth, shortened, traced_short
 from autopar.errors import TraceError
 from autopar.layout import Layout
+from autopar.layout_cuts import cut_into_chunks
 from autopar.layout_model import LayoutModel
 from autopar.layout_price import Priced
 
@@ -241,3 +242,34 @@ def test_a_model_may_be_a_list_of_layers(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("autopar.layout_model.traced_short", every_layer)
     whole = LayoutModel.of(model, (x,), torch.mean).price(layout, cluster)
     assert short.price(layout, cluster).flops == whole.flops
+
+
+class Halves(nn.Module):
+    """Layers whose halves lie in lists of their own, called in turn, from the last layer on if ``is_turned``."""
+
+    def __init__(self, is_turned: bool) -> None:
+        super().__init__()
+        self.ups = nn.ModuleList(nn.Linear(WIDTH, 64 * WIDTH) for _ in range(2 * DEPTH))
+        self.downs = nn.ModuleList(nn.Linear(64 * WIDTH, WIDTH) for _ in range(2 * DEPTH))
+        self.is_turned = is_turned
+
+    def forward(self, x: Tensor) -> Tensor:
+        numbers = range(2 * DEPTH)
+        for number in reversed(numbers) if self.is_turned else numbers:
+            x = self.downs[number](self.ups[number](x))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_layers_are_cut_in_the_order_in_which_they_run(is_turned: bool) -> None:
+    """And not list by list: between an up-projection and its down-projection a wide value would cross."""
+    with torch.device("meta"):
+        model, x = Halves(is_turned), torch.empty(8, WIDTH)
+    found = LayoutModel.of(model, (x,))
+    places = [found.depth.paths[at] for at in found.depth.standing]
+    assert [path.partition(".")[0] for path in places] == ["ups", "downs"] * (2 * DEPTH)
+    sections = found.sections(Layout(precision="fp32"), Cluster.get("dgx-a100-80gb"))
+    halves = cut_into_chunks(sections, Layout(pipeline=2, precision="fp32"))
+    assert halves[1][0].entry == 4 * WIDTH
+    if is_turned:
+        assert places[0] == f"ups.{2 * DEPTH - 1}"
