@@ -13,10 +13,11 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .errors import TraceError
 from .stand_in import Represented, UnlikeError
@@ -153,6 +154,27 @@ def shortened(model: nn.Module, whole: frozenset[str] = frozenset()) -> Iterator
         yield Depth(kinds)
 
 
+@contextlib.contextmanager
+def _noted(model: nn.Module, depth: Depth) -> Iterator[Mapping[str, None]]:
+    """The paths of layers in the order in which they, or parts of them, are first called while the context is open."""
+    places: dict[int, str] = {}
+    for path, kinds in depth.kinds.items():
+        for name in kinds:
+            for part in model.get_submodule(inside(path, name)).modules():
+                places.setdefault(id(part), inside(path, name))
+    called: dict[str, None] = {}
+
+    def note(module: nn.Module, _: object) -> None:
+        if id(module) in places:
+            called.setdefault(places[id(module)])
+
+    hook = register_module_forward_pre_hook(note)
+    try:
+        yield called
+    finally:
+        hook.remove()
+
+
 def traced_short(
     model: nn.Module, trace: Callable[[], Traced], needed: Callable[[Traced, Depth], Iterable[str]]
 ) -> tuple[Traced, Depth]:
@@ -161,12 +183,12 @@ def traced_short(
     that is made short cannot be traced. Raises :class:`TraceError` if it cannot be traced as it is."""
     whole = frozenset[str]()
     while True:
-        with shortened(model, whole) as depth:
+        with shortened(model, whole) as depth, _noted(model, depth) as called:
             try:
                 found = trace()
                 more = frozenset(needed(found, depth))
                 if not more:
-                    return found, depth
+                    return found, replace(depth, called=tuple(called))
                 whole |= more
             except TraceError as error:
                 if depth.is_whole:

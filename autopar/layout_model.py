@@ -24,7 +24,7 @@ from .layout_precision import computed_in, dtype_of
 from .layout_price import Priced, price_sections
 from .layout_section import Sections
 from .options import Options
-from .stand_in import called, read_by_others
+from .stand_in import read_by_others
 from .step_graphs import step_graph
 
 
@@ -47,7 +47,6 @@ class LayoutModel:
             model, lambda: prepare(model, args, kwargs, device="cpu", loss_fn=loss_fn, training=True), _needed_whole
         )
         modules = tuple(path for path, _ in model.named_modules())
-        depth = replace(depth, called=called(prepared.traced.graph, depth.kinds))
         return LayoutModel(prepared, depth, batch_size(args, kwargs), modules)
 
     def price(self, layout: Layout, cluster: Cluster, batch: int | None = None, limit: int | None = None) -> Priced:

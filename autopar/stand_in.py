@@ -126,35 +126,18 @@ def read_by_others(graph: Graph, loss: str | None, path: str, kinds: Mapping[str
     gradients and ``loss`` count."""
     represented = {name for name, kind in kinds.items() if name != kind}
     asked = represented | {kinds[name] for name in represented}
+
+    def layer(node: Node) -> str:
+        """The layer of the list that a node is in, or nothing."""
+        below = f"{path}." if path else ""
+        is_below = not node.is_placeholder and node.module.startswith(below)
+        return node.module.removeprefix(below).partition(".")[0] if is_below else ""
+
     needed = graph.needed_for([o.value for o in graph.outputs if o.value and (o.kind != "output" or o.name == loss)])
     read: set[str] = set()
     for node in graph.nodes:
-        if node.phase == "forward" and node.name in needed and not _runs_in(node, path, kinds):
-            read.update(_layer(graph[value.node], path) for value in node.operands)
+        # A stand-in has no operations but its marks: others are called so for want of a module, being after the model.
+        is_inside = layer(node) and (layer(node) not in represented or node.op == _MARK)
+        if node.phase == "forward" and node.name in needed and not is_inside:
+            read.update(layer(graph[value.node]) for value in node.operands)
     return len(read & asked) > 1
-
-
-def called(graph: Graph, lists: Mapping[str, Mapping[str, str]]) -> tuple[str, ...]:
-    """The paths of the layers of ``lists``, in the order in which forward comes to them in a graph as it was traced;
-    ``lists`` says for each list of layers by name as which one each is priced."""
-    found: dict[str, None] = {}
-    for node in graph.nodes:
-        for path, kinds in lists.items() if node.phase == "forward" else ():
-            name = _runs_in(node, path, kinds)
-            if name in kinds:
-                found.setdefault(f"{path}.{name}" if path else name)
-    return tuple(found)
-
-
-def _layer(node: Node, path: str) -> str:
-    """The layer of the list at ``path`` that a node is in, or nothing."""
-    below = f"{path}." if path else ""
-    is_below = not node.is_placeholder and node.module.startswith(below)
-    return node.module.removeprefix(below).partition(".")[0] if is_below else ""
-
-
-def _runs_in(node: Node, path: str, kinds: Mapping[str, str]) -> str:
-    """The layer that runs a node. A stand-in has no operations but its marks: others are called so for want of a
-    module, being after the model."""
-    name = _layer(node, path)
-    return name if node.op == _MARK or kinds.get(name, name) == name else ""
