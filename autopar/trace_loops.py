@@ -1,7 +1,8 @@
 """Python loops that a trace unrolls, noticed while the model is recorded: long before its graph is too long to plan.
 
 A model that goes through a sequence step by step (recurrences, scans spelled out) makes the same few operations for
-every step. Each is a node of the graph, and so are those of its backward; nothing folds them, as equal layers are.
+every step. Each is a node of the graph, and so are those of its backward; steps choose alike, as equal layers do
+(:mod:`autopar.passes.fold_loops`), but each is traced by itself.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _warn(name: str, file: str, line: int) -> None:
     warnings.warn_explicit(
         f"{name} runs {file}:{line} more than {MOST} times in one call\n    {code}\n"
         "A Python loop, perhaps over the steps of a sequence, becomes as many operations of the graph, which take "
-        "minutes to trace and longer to plan. Compute all steps at once (cumsum, cumprod, scans of chunks), make the "
+        "minutes to trace. Compute all steps at once (cumsum, cumprod, scans of chunks), make the "
         "loop one operation (torch.library.custom_op), or plan with a shorter sequence.",
         UserWarning,
         file,

@@ -32,6 +32,7 @@ from autopar.spec import (
 from .compose import compose, op_call, shardable
 from .dimension_strings import strided_variants
 from .found_rules import found_strategies, refuted, source
+from .parts import without_positions
 from .prune import Live, is_live, live_placements
 from .rule_table import RULES
 from .rules import OpCall
@@ -142,11 +143,16 @@ def _wanted(graph: Graph, live: Live) -> Wanted:
     return {call: tuple(map(frozenset, sets)) for call, sets in found.items()}
 
 
+def _anywhere(call: OpCall) -> OpCall:
+    """The call without where it looks."""
+    return replace(call, args=without_positions(call.op, call.args))
+
+
 def _key(call: OpCall) -> OpCall:
-    """The call without what sharding changes: its sizes."""
+    """The call without where it looks, and without what sharding changes: its sizes."""
     inputs = tuple(TensorType((0,) * t.rank, t.dtype) for t in call.inputs)
     outputs = tuple(t and TensorType((0,) * t.rank, t.dtype) for t in call.outputs)
-    return replace(call, inputs=inputs, outputs=outputs, size=1)
+    return replace(_anywhere(call), inputs=inputs, outputs=outputs, size=1)
 
 
 def _live_offers(call: OpCall, factors: Factors, wanted: Wanted) -> tuple[AxisStrategy, ...]:
@@ -165,7 +171,7 @@ def _live_offers(call: OpCall, factors: Factors, wanted: Wanted) -> tuple[AxisSt
 def _strategies(
     graph: Graph, mesh: tuple[int, ...], offer: Callable[[OpCall], tuple[AxisStrategy, ...]]
 ) -> dict[str, tuple[Strategy, ...]]:
-    """All strategies of every node; equal calls are composed once."""
+    """All strategies of every node; calls that differ at most in where they look are composed once."""
     known: dict[OpCall, tuple[Strategy, ...]] = {}
     strategies: dict[str, tuple[Strategy, ...]] = {}
     for node in graph.nodes:
@@ -173,9 +179,10 @@ def _strategies(
             strategies[node.name] = placeholder_strategies(node, mesh)
         elif node.op != REST:
             call = op_call(graph, node)
-            if call not in known:
-                known[call] = _composed(call, mesh, offer, node)
-            strategies[node.name] = known[call]
+            anywhere = _anywhere(call)
+            if anywhere not in known:
+                known[anywhere] = _composed(call, mesh, offer, node)
+            strategies[node.name] = known[anywhere]
     seen: dict[object, tuple[Strategy, ...]] = {}
     for node in graph.nodes:
         if node.op == REST:

@@ -3,7 +3,8 @@
 A layer is an element of a numbered container (``h.0``, ``layers.11``) that holds modules itself; the part a node plays
 is its module path with layer numbers left out, its phase, operation, arguments, types and its position among the nodes
 of its layer that share all these. ``groups`` > 1 ties only layers of the same stretch of depth (of ``groups`` equal
-stretches): under a memory limit equal layers may do better by choosing differently.
+stretches): under a memory limit equal layers may do better by choosing differently. Steps of loops inside a layer are
+tied as well (:mod:`.fold_loops`).
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from autopar.graph import Arg, Graph, Node, Value, map_arg
+from autopar.graph import Graph, Node
 from autopar.paths import fold_path, layers_among
-from autopar.random_ops import DRAWS
+
+from .fold_loops import fold_loops
+from .parts import part_of
 
 NOBODY: Mapping[str, Hashable] = MappingProxyType({})
 
@@ -23,18 +26,6 @@ NOBODY: Mapping[str, Hashable] = MappingProxyType({})
 def _path(node: Node) -> str:
     """Where a node stands in the model: its module, or for parameters and the like their own path."""
     return node.target if node.is_placeholder else node.module
-
-
-def _part(node: Node, pattern: str, operand_types: tuple[Hashable, ...]) -> Hashable:
-    """What must be equal for two nodes to have the same strategies at the same prices, but for the layer."""
-
-    def leaf(arg: Arg) -> Arg:
-        return None if isinstance(arg, Value) else repr(arg)
-
-    # Draws differ in their number, which is no concern of how they are run.
-    kwargs = tuple((key, arg) for key, arg in node.kwargs if not (node.op in DRAWS and key == "place"))
-    args = () if node.is_placeholder else map_arg(node.args, leaf)
-    return pattern, node.phase, node.op, (args, map_arg(kwargs, leaf)), operand_types, node.types
 
 
 def fold_layers(graph: Graph, groups: int = 1, apart: Mapping[str, Hashable] = NOBODY) -> Graph:
@@ -51,8 +42,8 @@ def fold_layers(graph: Graph, groups: int = 1, apart: Mapping[str, Hashable] = N
     for node in graph.nodes:
         pattern, numbers = folded[node.name]
         stretch = numbers[0] * groups // depths[pattern.partition("*")[0]] if numbers else 0
-        part = _part(node, pattern, tuple(graph.type_of(value) for value in node.operands))
+        part = part_of(graph, node, pattern)
         seen[part, numbers] += 1
         key = (part, stretch, seen[part, numbers], apart.get(node.name)) if numbers else node.name
         classes[node.name] = representative.setdefault(key, node.name)
-    return replace(graph, classes=classes)
+    return replace(graph, classes=fold_loops(graph, classes, apart))
