@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.published import Models
+
+MODELS = Models()
+"""What one test has traced and placed the others need not."""
+
 
 def made_up(**parts: dict[str, Any]) -> dict[str, Any]:
     """A row of a small decoder; ``parts`` are its ``cluster`` and ``parallel``."""

@@ -118,16 +118,17 @@ def test_positions_in_the_batch_come_from_the_prelude() -> None:
     compare(run_microbatches(made, values), interpret(graph, values), "microbatches", 1e-6)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "vit", "plain"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("vit", marks=pytest.mark.slow), "plain"])
 def test_all_microbatches_are_the_batch(name: str) -> None:
     case = _case(*models.make(name))
     for count in (2, 8):
         compare(run_microbatches(microbatch(case.graph, count), case.values), case.expected, f"{name} {count}")
 
 
-def test_encoder_decoder_with_padding() -> None:
-    case = _case(*FAMILIES["t5"]())
-    compare(run_microbatches(microbatch(case.graph, 3), case.values), case.expected, "t5")
+@pytest.mark.parametrize("name", ["roberta", pytest.param("t5", marks=pytest.mark.slow)])
+def test_padding(name: str) -> None:
+    case = _case(*FAMILIES[name]())
+    compare(run_microbatches(microbatch(case.graph, 3), case.values), case.expected, name)
 
 
 def test_batch_norm_couples_samples() -> None:

@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.published import Models, price_row
+from benchmarks.published import price_row
 from benchmarks.published_rows import question_of
-from tests.published_row import change, made_up
+from tests.published_row import MODELS, change, made_up
 
 ROW = made_up(
     cluster={"gpu": "V100-16GB", "n_gpus": 4, "gpus_per_node": 8, "inter": "25 Gb/s Ethernet per node"},
     parallel={"global_batch": 1024, "recompute": "full", "precision": "fp16"},
 )
-MODELS = Models()
 
 
 def row_of(family: str, method: str, devices: int, **model: object) -> dict[str, Any]:

@@ -11,13 +11,13 @@ import pytest
 
 from autopar.layout_space import Space, candidates
 from benchmarks import published
-from benchmarks.published import Models, price_row, report
+from benchmarks.published import price_row, report
 from benchmarks.published_flops import CONVENTIONS
 from benchmarks.published_known import completed
 from benchmarks.published_open import METHODS, solution
 from benchmarks.published_rows import Question, question_of
 from benchmarks.published_shape import NotExpressible
-from tests.published_row import change, made_up
+from tests.published_row import MODELS, change, made_up
 
 ROW = made_up(
     cluster={"gpu": "V100-16GB", "n_gpus": 4, "gpus_per_node": 8, "inter": "25 Gb/s Ethernet per node"},
@@ -26,7 +26,6 @@ ROW = made_up(
 # Few ways to divide: what a test prices one by one.
 SMALL = change(change(ROW, "cluster", n_gpus=2), "parallel", global_batch=8)
 changed = partial(change, ROW)
-MODELS = Models()
 
 
 @pytest.fixture(autouse=True)

@@ -20,16 +20,13 @@ from benchmarks.published_flops import published_seconds
 from benchmarks.published_rows import Question, question_of, read_rows
 from benchmarks.published_scores import Scored, kendall, kendall_apart, kendall_b, layouts
 from benchmarks.published_shape import NotExpressible
-from tests.published_row import change, made_up
+from tests.published_row import MODELS, change, made_up
 
 ROW = made_up(
     cluster={"gpu": "A100-80GB-SXM", "n_gpus": 8, "gpus_per_node": 8, "inter": "8x HDR IB 200 Gb/s per node"},
     parallel={"t": 2, "p": 2, "d": 2, "microbatch": 1, "global_batch": 8, "recompute": "full", "zero_stage": 1},
 )
 changed = partial(change, ROW)
-
-
-MODELS = Models()
 
 
 @pytest.fixture(autouse=True)
