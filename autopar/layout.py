@@ -14,7 +14,7 @@ from .schedules import SCHEDULES
 Recompute = Literal["none", "selective", "elementwise", "operations", "full"]
 Overlap = Literal["gradient", "weight", "message", "input_gradient", "tensor", "expert"]
 _DEGREES = ("tensor", "pipeline", "data", "context", "expert", "microbatch", "interleave")
-_COUNTS = ("lead", "tail", "moments")
+_COUNTS = ("lead", "tail", "moments", "offload_layers")
 # The axes of the mesh on which one data rank's microbatch is placed.
 CONTEXT, TENSOR = 0, 1
 # Bytes of an element of a master weight, of an optimizer's moment, and of a gradient in fp32; of what such a weight has
@@ -111,6 +111,9 @@ class Layout:
             bf16 lack of it (TransformerEngine's ``store_param_remainders``).
         recomputed: modules (globs of paths) of which nothing is kept: backward computes what it needs of them again,
             from what comes into them, besides what ``recompute`` says (Megatron-Core's ``recompute_modules``).
+        offload_layers: of how many layers what is kept for backward rests in host memory meanwhile. It travels under
+            the computing of all layers, both ways; not with pipeline stages (Megatron-Core's
+            ``cpu_offloading_num_layers``).
         reducing: how often gradients are reduced over data ranks: once a ``"step"``, or of every ``"microbatch"`` by
             itself, as ZeRO-2 does that keeps no whole gradients (DeepSpeed's); ZeRO-3 always does.
     """
@@ -153,6 +156,7 @@ class Layout:
     states: Literal["fp32", "bf16"] = "fp32"
     masters: Literal["fp32", "remainder"] = "fp32"
     recomputed: tuple[str, ...] = ()
+    offload_layers: int = 0
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -222,6 +226,12 @@ class Layout:
             )
 
     def _check_schedule(self) -> None:
+        if self.offload_layers and self.pipeline > 1:
+            raise OptionsError(
+                f"Layout(offload_layers={self.offload_layers}, pipeline={self.pipeline}): what layers keep goes to the "
+                "host and back within one microbatch, and stages keep it of several; take offload_layers=0, or "
+                "pipeline=1"
+            )
         if self.schedule is not None and self.schedule not in SCHEDULES:
             raise OptionsError(f"Layout(schedule={self.schedule!r}): one of {', '.join(map(repr, SCHEDULES))}")
         if self.interleave > 1 and self.pipeline == 1:

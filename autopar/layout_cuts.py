@@ -13,7 +13,13 @@ from .layout_section import Seconds, Section, Sections
 
 
 def cut_into_chunks(sections: Sections, layout: Layout) -> list[list[Section]]:
-    """The sections of each chunk. Raises :class:`OptionsError` if a chunk would have none."""
+    """The sections of each chunk. Raises :class:`OptionsError` if a chunk would have none, or there are fewer layers
+    than are offloaded."""
+    if layout.offload_layers > len(sections.standing):
+        count = len(sections.standing)
+        raise OptionsError(
+            f"Layout(offload_layers={layout.offload_layers}): the model has {count} layers; take {count}"
+        )
     cut = _between_operations if layout.cuts == "operations" else _between_layers
     found = cut(sections, layout)
     each = (sections.before, *sections.layers, sections.after)

@@ -18,10 +18,11 @@ def check_hardware(layout: Layout, cluster: Cluster) -> None:
     if cluster.size is not None and layout.devices > cluster.size:
         raise OptionsError(f"{layout} takes {layout.devices} devices; {cluster.name} has {cluster.size}")
     device = cluster.device
-    if layout.offload and not device.has_host:
+    if (layout.offload or layout.offload_layers) and not device.has_host:
+        field = "offload" if layout.offload else "offload_layers"
         raise OptionsError(
             f"{layout}: a {device.name} of {cluster.name} has no host memory to offload to; describe it by "
-            "host_bandwidth and host_memory_bytes in the cluster's file, or leave offload out"
+            f"host_bandwidth and host_memory_bytes in the cluster's file, or leave {field} out"
         )
     if layout.precision == "fp8" and not device.has_rate(DTYPES["fp8"]):
         raise OptionsError(
@@ -31,10 +32,13 @@ def check_hardware(layout: Layout, cluster: Cluster) -> None:
 
 
 def check_host(held: Iterable[Held], layout: Layout, cluster: Cluster) -> None:
-    """Raises :class:`OptionsError` if offloaded states are more than the host has room for."""
+    """Raises :class:`OptionsError` if what is offloaded is more than the host has room for."""
     most, room = max(one.offloaded for one in held), usable_host_bytes(cluster)
-    if layout.offload and most > room:
+    if most > room:
+        states = "optimizer states" if layout.offload else ""
+        kept = f"what {layout.offload_layers} layers keep" if layout.offload_layers else ""
+        works = "divide them by zero=1 and more data ranks, or take more stages" if states else "take fewer of them"
         raise OptionsError(
-            f"{layout}: optimizer states of {most} bytes do not fit into a device's share of the host's memory, of "
-            f"which {room} bytes may be used; divide them by zero=1 and more data ranks, or take more stages"
+            f"{layout}: {' and '.join(filter(None, (states, kept)))} of {most} bytes do not fit into a device's share "
+            f"of the host's memory, of which {room} bytes may be used; {works}"
         )

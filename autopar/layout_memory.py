@@ -18,8 +18,8 @@ FP8_BYTES = 1
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes on a device of one pipeline rank, by part; ``offloaded`` ones are in its share of the host's memory, and
-    ``lost`` ones nowhere: fragmentation."""
+    """Bytes on a device of one pipeline rank, by part; ``offloaded`` ones (states, and what layers keep) are in its
+    share of the host's memory, and ``lost`` ones nowhere: fragmentation."""
 
     weights: int
     gradients: int
@@ -79,10 +79,18 @@ def held_by(rank: int, chunks: Sequence[Sequence[Section]], layout: Layout, micr
             optimizer += often * resting_states(weight, layout)
     gathered, working = _gathered(every, layout), _working([section for section, _ in every], layout)
     pairs = SCHEDULES[layout.schedule_name].in_flight(rank, layout.pipeline, microbatches, layout.interleave)
-    activations = _activations(pairs / layout.interleave, chunks, layout)
+    away, moving = sent_away(chunks[0], layout)
+    activations = _activations(pairs / layout.interleave, chunks, layout) - away + moving
     lost = int(FRAGMENTED * (activations + working)) if layout.allocation == "caching" else 0
     on_device, on_host = (0, optimizer) if layout.offload else (optimizer, 0)
-    return Held(weights + gathered, gradients, on_device, activations, working, on_host, lost)
+    return Held(weights + gathered, gradients, on_device, activations, working, on_host + away, lost)
+
+
+def sent_away(chunk: Sequence[Section], layout: Layout) -> tuple[int, int]:
+    """Bytes that the first layers of a chunk keep on the host, and of these what is on the device meanwhile: of one
+    layer that goes there, or comes back, and of one at work."""
+    kept = [_saved(section, layout) for section in chunk if section.is_layer][: layout.offload_layers]
+    return sum(kept), sum(sorted(kept)[-2:])
 
 
 def _gathered(every: Sequence[tuple[Section, int]], layout: Layout) -> int:

@@ -183,7 +183,7 @@ def _memory(priced: Priced) -> str:
     }
     said = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in parts.items())
     offloaded = max(one.offloaded for one in priced.held)
-    said += f"; {size(offloaded)} of states on the host" if offloaded else ""
+    said += f"; {size(offloaded)} on the host" if offloaded else ""
     return (
         f"{size(found.peak_bytes)} of {size(priced.memory_limit)} ({said}; {size(priced.reserved)} kept free besides)"
     )

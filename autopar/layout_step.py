@@ -97,6 +97,10 @@ class LayoutStep:
         before, after = (self.edges.get(ends, EdgePrice()) for ends in ((c - 1, c), (c, c + 1)))
         return before.latency + before.nbytes / before.bandwidth, after.latency + after.nbytes / after.bandwidth
 
+    def fetching(self, rank: int) -> float:
+        """Seconds for which each microbatch waits for what layers keep on the host."""
+        return sum(sum(self.sections.fetching(self.chunks[c])) for c in held_chunks(rank, self.layout))
+
     def stands(self, rank: int) -> float:
         """Seconds for which a rank stands still for each microbatch."""
         return 2 * sum(sum(self.standing(c)) for c in held_chunks(rank, self.layout))
@@ -160,7 +164,7 @@ class LayoutStep:
             total += often * sum(self.sections.times(section))
         updating = updating_seconds(sections, self.layout, self.cluster)
         computed = self.microbatches * compute + updating
-        moved = self.update(rank) - updating + self.reducing(rank)
+        moved = self.update(rank) - updating + self.reducing(rank) + self.microbatches * self.fetching(rank)
         return computed, self.microbatches * (total + self.stands(rank) - compute) + moved
 
     def parts(self) -> dict[str, float]:
@@ -182,5 +186,5 @@ class LayoutStep:
             "messages": self.microbatches * self.stands(rank),
             "reduce": self.reducing(rank),
             "update": self.update(rank) - offloading,
-            "offload": offloading,
+            "offload": offloading + self.microbatches * self.fetching(rank),
         }

@@ -11,7 +11,7 @@ from .layout import MASTER_BYTES, Layout
 from .layout_cuts import computed_again
 from .layout_exchange import exchange_seconds
 from .layout_exposed import at_once, waited
-from .layout_memory import gathered_bytes, gradient_bytes
+from .layout_memory import gathered_bytes, gradient_bytes, sent_away
 from .layout_section import Seconds, Section, Weight, counted
 
 # Pieces in which a collective travels that overlaps with the product next to it: one of them is exposed.
@@ -122,8 +122,22 @@ class SectionTimes:
 
     def chunk_times(self, chunk: Sequence[Section]) -> tuple[float, float]:
         """Seconds of forward and backward of a chunk that stands still for nothing."""
+        forth, back = self._alone(chunk)
+        forth_waits, back_waits = self.fetching(chunk)
+        return forth + forth_waits, back + back_waits
+
+    def _alone(self, chunk: Sequence[Section]) -> tuple[float, float]:
         times = [(*self.times(section), often) for section, often in counted(chunk)]
         return sum(often * forth for forth, _, often in times), sum(often * back for _, back, often in times)
+
+    def fetching(self, chunk: Sequence[Section]) -> tuple[float, float]:
+        """Seconds for which forward and backward of a chunk wait for what its layers keep on the host."""
+        away, _ = sent_away(chunk, self.layout)
+        if not away:
+            return 0.0, 0.0
+        travels = away / self.cluster.device.host_bandwidth
+        forth, back = (max(0.0, travels - alone) for alone in self._alone(chunk))
+        return forth, back
 
     def reduce(self, chunk: Sequence[Section], window: float) -> float:
         """Seconds of reducing a chunk's gradients, of a step or of one microbatch, that a backward does not hide."""

@@ -40,7 +40,7 @@ def recomputed(words: str, row: Mapping[str, Any]) -> tuple[str, ...]:
     """Modules that are computed again."""
     found = [module for pattern, modules in AGAIN if re.search(pattern, words, re.DOTALL) for module in modules]
     if re.search(AGAIN_DENSE, words):
-        found += [f"layers.{layer}.mlp*" for layer in range(number(row["model"], "dense_layers", 0))]
+        found += [f"layers.{layer}.mlp*" for layer in range(int(row["model"].get("dense_layers") or 0))]
     return tuple(found)
 
 
@@ -61,6 +61,19 @@ def recipe(words: str, row: Mapping[str, Any]) -> dict[str, Any]:
 IN_FP8 = r"megatron-bridge(?!.*kimi)|mlperf training v[4-9]"
 
 
+# Of how many layers recipes of FSDP keep on the host what backward takes (``cpu_offloading_num_layers``).
+OFFLOADED = (
+    (r"llama3_70b gb300 .*bf16", 30),
+    (r"llama3_70b gb300", 20),
+    (r"llama3_70b gb200 .*bf16", 20),
+    (r"llama3_70b gb200", 40),
+    (r"llama3_70b b200", 5),
+    (r"llama3.1_405b gb300 .*bf16", 40),
+    (r"llama3.1_405b gb300", 10),
+    (r"llama3.1_405b gb200", 92),
+)
+
+
 def resting(words: str, row: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of the layout that say how weights, gradients and optimizer states rest, of dense models too. Recipes
     reduce gradients in bf16; the optimizer is the precision-aware one in bf16, and always of DeepSeek-V3, whose moments
@@ -73,6 +86,8 @@ def resting(words: str, row: Mapping[str, Any]) -> dict[str, Any]:
     if not is_sharded:
         found["allocation"] = "expandable"
         found.update({"masters": "remainder"} if precision == "bf16" else {})
+    else:
+        found["offload_layers"] = next((count for pattern, count in OFFLOADED if re.search(pattern, words)), 0)
     if "kimi" in words:
         found["moments"] = 1
     if "deepseekv3" in words:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -115,3 +116,31 @@ def test_what_cannot_rest_so_is_refused(named: dict[str, object], message: str) 
 def test_layouts_are_read_as_they_are_written() -> None:
     layout = Layout(precision="fp8", weights="fp8", states="bf16", allocation="expandable")
     assert Layout.parse(str(layout)) == layout
+
+
+def test_what_layers_keep_rests_on_the_host() -> None:
+    """But for two layers that travel or are at work; a slow host is waited for, a quick one hides the way."""
+    deep = replace(SHAPE, layers=6)
+    there, away = (price(deep, microbatch=16, offload_layers=count) for count in (0, 5))
+    layer = model(deep).sections(Layout(microbatch=16), H100).layers[0].saved
+    assert there.predicted.activation_bytes - away.predicted.activation_bytes == (5 - 2) * layer
+    assert away.held[0].offloaded == 5 * layer
+    slow = replace(H100, device=replace(H100.device, host_bandwidth=1e6))
+    waited = model(deep).price(Layout(microbatch=16, offload_layers=5), slow)
+    assert waited.predicted.step_seconds == pytest.approx(2 * 5 * layer / 1e6, rel=0.01)
+    assert waited.parts["offload"] == pytest.approx(waited.predicted.step_seconds, rel=0.01)
+    quick = replace(H100, device=replace(H100.device, host_bandwidth=1e15))
+    hidden = model(deep).price(Layout(microbatch=16, offload_layers=5), quick)
+    assert hidden.predicted.step_seconds == there.predicted.step_seconds
+    assert hidden.parts["offload"] == 0.0
+
+
+def test_layers_that_cannot_rest_on_the_host_are_refused() -> None:
+    with pytest.raises(OptionsError, match=r"offload_layers=3\): the model has 2 layers; take 2"):
+        price(offload_layers=3)
+    with pytest.raises(OptionsError, match=r"offload_layers=1, pipeline=2\).*take offload_layers=0, or pipeline=1"):
+        Layout(offload_layers=1, pipeline=2)
+    for memory, said in ((0, "or leave offload_layers out"), (1000, "what 2 layers keep of .* take fewer of them")):
+        device = replace(H100.device, host_bandwidth=1e9 * bool(memory), host_memory_bytes=memory)
+        with pytest.raises(OptionsError, match=said):
+            model().price(Layout(offload_layers=2), replace(H100, device=device))
