@@ -51,7 +51,7 @@ def placement_options(graph: Graph, mesh: tuple[int, ...]) -> dict[TensorType, O
         for strategy in dict.fromkeys(graph.strategies[node.name]):
             if node.op == "param" and node.stored != node.type:  # Its gradient lies where it does.
                 add(node.stored, strategy.outputs[0])
-            for kind, place in zip((*kinds, *node.types), (*strategy.inputs, *strategy.outputs), strict=True):
+            for kind, place in zip((*kinds, *node.types), strategy.places, strict=True):
                 add(kind, place)
     return {kind: tuple(tuple(sorted(p, key=str)) for p in per_axis) for kind, per_axis in seen.items()}
 

@@ -262,9 +262,13 @@ class AxisStrategy:
     outputs: tuple[Placement, ...]
     local: str = ""
 
+    @property
+    def places(self) -> tuple[Placement, ...]:
+        """Of every operand, then of every result."""
+        return (*self.inputs, *self.outputs)
+
     def __str__(self) -> str:
-        text = f"{' '.join(map(short, self.inputs))} -> {' '.join(map(short, self.outputs))}"
-        return f"{text} [{self.local}]" if self.local else text
+        return _arrow(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +279,15 @@ class Strategy:
     outputs: tuple[Placements, ...]
     local: str = ""
 
+    @property
+    def places(self) -> tuple[Placements, ...]:
+        """Of every operand, then of every result."""
+        return (*self.inputs, *self.outputs)
+
     def __str__(self) -> str:
-        text = f"{' '.join(map(short, self.inputs))} -> {' '.join(map(short, self.outputs))}"
-        return f"{text} [{self.local}]" if self.local else text
+        return _arrow(self)
+
+
+def _arrow(strategy: AxisStrategy | Strategy) -> str:
+    text = f"{' '.join(map(short, strategy.inputs))} -> {' '.join(map(short, strategy.outputs))}"
+    return f"{text} [{strategy.local}]" if strategy.local else text

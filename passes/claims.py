@@ -52,10 +52,7 @@ def _is_whole(tensor: TensorType | None, placement: Placement, devices: int) -> 
 
 def leaves_none_empty(call: OpCall, strategy: AxisStrategy) -> bool:
     """Whether every device of the axis holds something of every operand and result."""
-    pairs = [
-        *zip(call.inputs, strategy.inputs, strict=True),
-        *zip(call.outputs, strategy.outputs, strict=True),
-    ]
+    pairs = zip(call.tensors, strategy.places, strict=True)
     return all(_is_whole(tensor, placement, call.size) for tensor, placement in pairs)
 
 

@@ -104,10 +104,7 @@ def _no_empty_shard(tensor: TensorType | None, placement: Placement, devices: in
 
 
 def _fits(call: OpCall, strategy: AxisStrategy, devices: int) -> bool:
-    pairs = [
-        *zip(call.inputs, strategy.inputs, strict=True),
-        *zip(call.outputs, strategy.outputs, strict=True),
-    ]
+    pairs = zip(call.tensors, strategy.places, strict=True)
     return all(_no_empty_shard(tensor, placement, devices) for tensor, placement in pairs)
 
 
@@ -154,10 +151,7 @@ def _walk(calls: list[OpCall], outer: Strategy, mesh: tuple[int, ...], axis: int
 
 
 def _is_valid(call: OpCall, strategy: Strategy, mesh: tuple[int, ...]) -> bool:
-    pairs = [
-        *zip(call.inputs, strategy.inputs, strict=True),
-        *zip(call.outputs, strategy.outputs, strict=True),
-    ]
+    pairs = zip(call.tensors, strategy.places, strict=True)
     return all(t is None or is_valid(p, tuple(map(int, t.shape)), mesh) for t, p in pairs)
 
 

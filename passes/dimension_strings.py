@@ -145,7 +145,7 @@ class _Spelled:
                 f"but {call.op} has {len(call.inputs)} and {len(call.outputs)}"
             )
         results *= len(call.outputs) // len(results)
-        written, types = [*operands, *results], [*call.inputs, *call.outputs]
+        written, types = [*operands, *results], call.tensors
         pairs = list(zip(written, types, strict=True))
         extra = (t.rank - len(w) + len("...") for w, t in pairs if t is not None and "..." in w)
         dots = string.ascii_uppercase[: max(extra, default=0)]
@@ -178,7 +178,7 @@ def _place(tensor: TensorType | None, spelled: str, letter: str) -> Placement:
 
 def _sharded_sizes(call: OpCall, placements: Sequence[Placement]) -> set[int]:
     """The lengths of the sharded dims of operands and results."""
-    pairs = zip((*call.inputs, *call.outputs), placements, strict=True)
+    pairs = zip(call.tensors, placements, strict=True)
     found = ((tensor, shard_dim(placement)) for tensor, placement in pairs)
     return {int(tensor.shape[dim]) for tensor, dim in found if tensor is not None and dim is not None}
 
@@ -221,7 +221,7 @@ def _pass_partial(call: OpCall, operands: tuple[int | None, ...]) -> Iterator[Ax
 
 
 def _partials_make_sense(call: OpCall, strategy: AxisStrategy) -> bool:
-    pairs = zip((*call.inputs, *call.outputs), (*strategy.inputs, *strategy.outputs), strict=True)
+    pairs = zip(call.tensors, strategy.places, strict=True)
     return not any(isinstance(p, Partial) and t is not None and t.dtype == torch.bool for t, p in pairs)
 
 
@@ -240,11 +240,10 @@ def strided_variants(call: OpCall, strategy: AxisStrategy, factors: Factors) -> 
 
 def agnostic_variants(call: OpCall, strategy: AxisStrategy, factors: Factors) -> Iterator[AxisStrategy]:
     """:func:`strided_variants` of an operation that is known to be agnostic."""
-    placements = (*strategy.inputs, *strategy.outputs)
     # A local operation that counts positions, and a shard that is strided already, are no business of ours.
-    if strategy.local or any(isinstance(p, StridedShard) for p in placements):
+    if strategy.local or any(isinstance(p, StridedShard) for p in strategy.places):
         return
-    sizes = _sharded_sizes(call, placements)
+    sizes = _sharded_sizes(call, strategy.places)
     if len(sizes) != 1:
         return
     size = sizes.pop()

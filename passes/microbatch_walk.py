@@ -182,7 +182,7 @@ class Walk:
 
     def _divides(self, call: OpCall, strategy: AxisStrategy) -> bool:
         """Whether all pieces are equal."""
-        places = (*zip(call.inputs, strategy.inputs, strict=True), *zip(call.outputs, strategy.outputs, strict=True))
+        places = zip(call.tensors, strategy.places, strict=True)
         dims = ((kind, shard_dim(place)) for kind, place in places)
         return all(k is None or d is None or int(k.shape[d]) % self.count == 0 for k, d in dims)
 

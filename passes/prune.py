@@ -65,7 +65,7 @@ def _places(node: Node, strategy: Strategy) -> list[Placed]:
     """Value and (one-axis) placement of every operand and result of a strategy."""
     results = (Value(node.name, index) for index in range(len(node.types)))
     values = (*node.operands, *results)
-    return [(v, p[0]) for v, p in zip(values, (*strategy.inputs, *strategy.outputs), strict=True)]
+    return [(v, p[0]) for v, p in zip(values, strategy.places, strict=True)]
 
 
 def _anchors(node: Node, strategy: Strategy) -> bool:
@@ -113,7 +113,7 @@ def is_live(node: Node, strategy: Strategy, live: Live) -> bool:
     """Whether a strategy (of any mesh) has only live placements, and no product of a Partial."""
     results = (Value(node.name, index) for index in range(len(node.types)))
     values = (*node.operands, *results)
-    everything = zip(values, (*strategy.inputs, *strategy.outputs), strict=True)
+    everything = zip(values, strategy.places, strict=True)
     if any(p != REPLICATE and p not in live.get(v, ()) for v, places in everything for p in places):
         return False
     return not (node.op in BILINEAR and _takes_partial(node, strategy))

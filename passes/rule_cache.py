@@ -119,10 +119,9 @@ def load(description: Mapping[str, Any], call: OpCall) -> Finding | None:
 
 def _proven(text: str, how: str, call: OpCall) -> Proven:
     strategy = parse_strategy(text)
-    tensors, places = (*call.inputs, *call.outputs), (*strategy.inputs, *strategy.outputs)
     if len(strategy.inputs) != len(call.inputs) or how not in ("even shards", "any shards"):
         raise ValueError(f"{text!r} is no strategy of {call.op}")
-    for tensor, place in zip(tensors, places, strict=True):
+    for tensor, place in zip(call.tensors, strategy.places, strict=True):
         dim = shard_dim(place)
         if dim is not None and (tensor is None or dim >= tensor.rank):
             raise ValueError(f"{text!r} shards a dim that is not there")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from autopar.graph import Arg, TensorType
 from autopar.spec import AxisStrategy, Placements, local_offset, local_shape
@@ -42,6 +43,11 @@ class OpCall:
     args: tuple[Arg, ...]
     kwargs: tuple[tuple[str, Arg], ...]
     size: int
+
+    @property
+    def tensors(self) -> tuple[TensorType | None, ...]:
+        """The types of operands, then of results, in the order of the ``places`` of a strategy."""
+        return (*self.inputs, *self.outputs)
 
     def arg(self, position: int, name: str, default: Arg = None) -> Arg:
         """The argument at ``position``, or called ``name``, or ``default``."""
@@ -88,6 +94,7 @@ def _ints(tensor: TensorType) -> tuple[int, ...]:
 LocalCall = tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]]
 Rule = Callable[[OpCall], Iterable[AxisStrategy]]
 Localiser = Callable[[LocalContext], LocalCall]
+Function = TypeVar("Function")
 
 RULES: dict[str, Rule] = {}
 LOCALISERS: dict[str, Localiser] = {}
@@ -95,25 +102,20 @@ LOCALISERS: dict[str, Localiser] = {}
 
 def rule(*ops: str) -> Callable[[Rule], Rule]:
     """Registers a rule for the operations with these overload names (``aten.mm.default``)."""
-
-    def register(function: Rule) -> Rule:
-        for op in ops:
-            if op in RULES:
-                raise ValueError(f"{op} has a rule already: {RULES[op]}")
-            RULES[op] = function
-        return function
-
-    return register
+    return _registers(RULES, "rule", ops)
 
 
 def localiser(*names: str) -> Callable[[Localiser], Localiser]:
     """Registers how the operations, or the local operations a strategy names, are called on one device."""
+    return _registers(LOCALISERS, "localiser", names)
 
-    def register(function: Localiser) -> Localiser:
+
+def _registers(table: dict[str, Function], what: str, names: tuple[str, ...]) -> Callable[[Function], Function]:
+    def register(function: Function) -> Function:
         for name in names:
-            if name in LOCALISERS:
-                raise ValueError(f"{name} has a localiser already: {LOCALISERS[name]}")
-            LOCALISERS[name] = function
+            if name in table:
+                raise ValueError(f"{name} has a {what} already: {table[name]}")
+            table[name] = function
         return function
 
     return register

@@ -182,7 +182,10 @@ def slice_scatter(call: OpCall) -> Iterator[AxisStrategy]:
     yield from strategies(call, f"{spelled}+{spelled}->{spelled}")
 
 
-@localiser("aten.select_backward.default", "aten.slice_backward.default", "aten.unfold_backward.default")
+@localiser(
+    *("aten.select_backward.default", "aten.slice_backward.default"),
+    *("aten.unfold_backward.default", "aten.diagonal_backward.default"),
+)
 def local_input_sizes(context: LocalContext) -> LocalCall:
     """``(grad, input_sizes, ...)`` with the local sizes."""
     args: tuple[Arg, ...] = (context.call.args[0], context.output_shape(), *context.call.args[2:])

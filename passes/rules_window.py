@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.graph import Arg
 from autopar.spec import AxisStrategy
 
 from .claims import P, S, claim, claim_rule
 from .dimension_strings import WHOLE, agnostic, dimension_rule, letters, strategies, without
-from .rules import LocalCall, LocalContext, OpCall, localiser, rule
+from .rules import OpCall, rule
 
 dimension_rule("aten.view_as_real.default", "...->..._")
 dimension_rule("aten.view_as_complex.default", "..._->...")
@@ -39,13 +38,6 @@ def diagonal_backward(call: OpCall) -> Iterator[AxisStrategy]:
     dims = _diagonal_dims(call, 3)
     spelled = letters(result.rank, dims)
     yield from strategies(call, f"{without(spelled, dims)}{WHOLE}->{spelled}")
-
-
-@localiser("aten.diagonal_backward.default")
-def local_diagonal_backward(context: LocalContext) -> LocalCall:
-    """With the local input sizes."""
-    args: tuple[Arg, ...] = (context.call.args[0], context.output_shape(), *context.call.args[2:])
-    return context.call.op, args, context.call.kwargs
 
 
 @rule("aten.unfold.default", "aten.unfold_copy.default")
