@@ -11,29 +11,26 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
-from typing import Any
 
-import torch
 from torch.distributed.tensor import Partial
 
-from autopar.cost import compute_seconds, family_of
+from autopar.cost import family_of
 
-from .assignment import Use, operand_uses, uses
+from .assignment import Use, uses
 from .cluster import Cluster
 from .depth import Depth
-from .graph import Graph, Node, TensorType, Value
-from .kernels import Kernel, Kernels, find_kernels, origin, readers
+from .graph import Node, TensorType
+from .kernels import Kernel, Kernels, find_kernels
 from .layout import Layout, matches
-from .layout_attention import inside_attention
 from .layout_experts import BACKWARD, are_cast, bill_block, check_degree, expert_weights, find_blocks
 from .layout_exposed import beside, waited
 from .layout_homes import AFTER, BEFORE, homes_of, using
 from .layout_kernels import KernelPrices, graphed, local_size
 from .layout_place import Placed
-from .layout_remade import computed_again, remakeable
+from .layout_saved import Saved
 from .layout_section import Seconds, Section, Sections, Weight
 from .layout_transients import Transients
-from .prices import local_bytes, local_type
+from .prices import local_type
 from .spec import Placements
 
 
@@ -87,24 +84,15 @@ class _Biller:
         self.graph, self.prices, self.assignment = placed.graph, placed.prices, placed.assignment
         reshards = list(uses(self.graph, self.assignment))
         self.kernels = self._find_kernels(reshards)
-        self.varying = _varying(self.graph)
         self.using = using(self.graph, homes)
-        self.inside = inside_attention(self.graph)
         self.moves = [use for use in reshards if use.source != use.target]
         self.blocks = find_blocks(self.graph, self.assignment, self.prices.mesh)
         self.expert_weights = expert_weights(self.graph)
         self.priced = KernelPrices(placed, homes, layout, self.kernels)
-        self.kept = {value: self.priced.kept(value) for value in self.kernels.saved}
-        kept = dict(self.kept)
-        self.transients = Transients(self.graph, self.assignment, self.priced.local, kept, self.kernels.kernels)
-        self.last = self._after_layers()
         moved = {(use.value, use.consumer) for use in self.moves}
-        self.remade = remakeable(self.graph, self.kernels.saved, moved)
-        self.again = computed_again(self.graph, self.kernels.saved, self._is_recomputed)
-        self.kept.update({value: self.priced.kept(value) for value in self.again.taken if value.node in self.varying})
-
-    def _is_recomputed(self, node: Node) -> bool:
-        return matches(node.module, self.layout.recomputed)
+        self.saved = Saved(placed, homes, layout, self.priced, moved)
+        read = self.saved.read
+        self.transients = Transients(self.graph, self.assignment, self.priced.local, read, self.kernels.kernels)
 
     def _find_kernels(self, reshards: Sequence[Use]) -> Kernels:
         placed = {(use.value, use.consumer): use.source != use.target for use in reshards}
@@ -132,7 +120,7 @@ class _Biller:
             forward,
             self._seconds(name, "backward", back),
             Seconds(self._computing(kernel for kernel in ahead if self._is_inside(kernel))),
-            entry=self.entry(name),
+            entry=self.saved.entry(name),
             working=self.transients.working(ahead, back, saved),
             flops=self.flops(name),
             weights=self.weights(name),
@@ -141,7 +129,7 @@ class _Biller:
             kept=Seconds(self._computing(kept), forward.communicate / 2),
             saved_kept=sum(map(self._written, kept)),
             again=self._repeating(name, ahead),
-            **self._saved(name),
+            **self.saved.of(name),
         )
 
     def _seconds(self, name: str, phase: str, kernels: Sequence[Kernel]) -> Seconds:
@@ -159,7 +147,7 @@ class _Biller:
         return sum(map(self.priced.local, kernel.writes))
 
     def _is_inside(self, kernel: Kernel) -> bool:
-        return any(node.name in self.inside for node in kernel.nodes)
+        return any(node.name in self.saved.inside for node in kernel.nodes)
 
     def _kept(self, forward: Iterable[Kernel]) -> Iterator[Kernel]:
         """What ``recompute="operations"`` does not run again: attention, and every other product with weights."""
@@ -168,63 +156,12 @@ class _Biller:
             if self.priced.is_attention(kernel) or (self.priced.is_product(kernel) and next(is_kept)):
                 yield kernel
 
-    def _after_layers(self) -> frozenset[str]:
-        """The operations of forward that no layer comes after."""
-        names = [node.name for node in self.graph.nodes if node.phase == "forward" and not node.is_placeholder]
-        end = max((i for i, name in enumerate(names) if self.homes[name] not in (BEFORE, AFTER)), default=-1)
-        return frozenset(names[end + 1 :])
-
     def _repeating(self, name: str, forward: Sequence[Kernel]) -> Seconds:
         """What backward takes once more of the modules that the layout has computed again."""
-        kernels = (kernel for kernel in forward if any(node.name in self.again.nodes for node in kernel.nodes))
+        kernels = (kernel for kernel in forward if any(node.name in self.saved.again.nodes for node in kernel.nodes))
         moves = (use for use in self.moves if use.role == "operand" and use.phase == "forward")
-        repeated = (use for use in moves if use.consumer in self.again.nodes and self.homes[use.consumer] == name)
+        repeated = (use for use in moves if use.consumer in self.saved.again.nodes and self.homes[use.consumer] == name)
         return Seconds(self._computing(kernels), sum(map(self.exposed, repeated), 0.0))
-
-    def _saved(self, name: str) -> dict[str, Any]:
-        """Of the values that a section keeps for backward the bytes, by what recomputation would drop."""
-        here = [value for value in self.kept if self.homes[value.node] == name]
-        saved = [value for value in here if value not in self.again.dropped]
-        held = self._held_by_callers(name)
-        inside = [value for value in saved if self._stays_inside(value)]
-        remade = [value for value in saved if value in self.remade and value not in inside]
-        return {
-            "saved": sum(self.kept[value] for value in saved) + held,
-            "saved_last": sum(self.kept[value] for value in saved if value.node in self.last)
-            + (held if name == AFTER else 0),
-            "saved_inside": sum(self.kept[value] for value in inside),
-            "saved_remade": sum(self.kept[value] for value in remade),
-            "remade": Seconds(sum(map(self._remaking, remade))),
-            "saved_again": sum(self.kept[value] for value in here if value in self.again.dropped),
-        }
-
-    def _held_by_callers(self, name: str) -> int:
-        """Bytes of what comes into the modules of :attr:`Layout.holds` from others, and of the copies that collectives
-        make of it for them, where these are not kept anyway."""
-        found: dict[tuple[Value, Placements], int] = {}
-        for use in self._operands(name):
-            source = origin(self.graph, use.value)
-            if not self._is_held(use.consumer) or not self._is_made_elsewhere(source):
-                continue
-            if use.target != use.source or source not in self.kernels.saved:
-                found[source, use.target] = self._taken(use)
-        return sum(found.values())
-
-    def _is_made_elsewhere(self, value: Value) -> bool:
-        return value.node in self.varying and not self._is_held(value.node)
-
-    def _is_held(self, name: str) -> bool:
-        return matches(self.graph[name].module, self.layout.holds)
-
-    def _remaking(self, value: Value) -> float:
-        """Seconds of making a value again from what is kept."""
-        moved = sum(map(self.priced.local, (value, *self.remade[value])))
-        return compute_seconds(self.prices.cluster, 0.0, moved, torch.float32)
-
-    def _stays_inside(self, value: Value) -> bool:
-        """Whether forward uses a value inside attention only: it is remade from what goes in."""
-        users = (user for user in readers(self.graph, value) if user.phase == "forward")
-        return value.node in self.inside and all(user.name in self.inside for user in users)
 
     def exposed(self, use: Use) -> float:
         """Seconds of a reshard for which devices wait. Where collectives travel in pieces (``"tensor"``), all of them
@@ -241,24 +178,6 @@ class _Biller:
             same = user.phase == use.phase and self.homes[user.name] == self.homes[use.consumer]
             if same and self.assignment.strategies[user.name].inputs[operand] == use.target:
                 yield user
-
-    def entry(self, name: str) -> int:
-        """Bytes of what comes in from the sections before, in forward."""
-        taken = {origin(self.graph, use.value): self._taken(use) for use in self._operands(name)}
-        return sum(size for value, size in taken.items() if self._comes_in(value, name))
-
-    def _comes_in(self, value: Value, name: str) -> bool:
-        return value.node in self.varying and self.homes[value.node] != name
-
-    def _operands(self, name: str) -> Iterator[Use]:
-        """What the operations of a section take in forward."""
-        for node in self.graph.nodes:
-            if node.phase == "forward" and self.homes[node.name] == name:
-                yield from operand_uses(self.graph, self.assignment, node)
-
-    def _taken(self, use: Use) -> int:
-        """Bytes of a value on one device, as it is taken."""
-        return local_bytes(use.kind, use.target, self.prices.mesh)
 
     def flops(self, name: str) -> float:
         """Of the matrix products of a section, on whole tensors."""
@@ -290,14 +209,3 @@ class _Biller:
         if node.name not in self.expert_weights:
             return node.name in self.priced.cast_weights
         return self.layout.precision == "fp8" and local.rank == 3 and are_cast(*map(int, local.shape[1:]))
-
-
-def _varying(graph: Graph) -> frozenset[str]:
-    """Nodes that depend on weights or inputs: all else, such as a mask, is made where it is needed."""
-    found: set[str] = set()
-    for node in graph.nodes:
-        if not node.is_placeholder:
-            taken = (graph[value.node] for value in node.operands)
-            if any(one.op in ("param", "input") or one.name in found for one in taken):
-                found.add(node.name)
-    return frozenset(found)
