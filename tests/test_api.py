@@ -72,8 +72,8 @@ def test_two_arguments_are_enough(count: int) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [autopar.Options(mesh_search=False), pytest.param(SHARDED, marks=pytest.mark.slow), SPLIT],
-    ids=["best", "sharded", "split"],
+    [SPLIT, *(pytest.param(o, marks=pytest.mark.slow) for o in (autopar.Options(mesh_search=False), SHARDED))],
+    ids=["split", "best", "sharded"],
 )
 def test_training_as_in_one_process(options: autopar.Options) -> None:
     """With each of several optimizers, all made before the first batch, one way or the other; step() and backward()
@@ -249,7 +249,7 @@ def test_uneven_batch_is_planned_and_right() -> None:
     on(4, work)
 
 
-@pytest.mark.parametrize("given", [(4,), "mesh"], ids=["shape", "DeviceMesh"])
+@pytest.mark.parametrize("given", ["mesh", pytest.param((4,), marks=pytest.mark.slow)], ids=["DeviceMesh", "shape"])
 def test_a_mesh_may_be_regrouped(given: Any) -> None:
     """A plan of two axes for a mesh given as one: parameters and groups follow the plan's mesh."""
     reference, batch = small_stack(), text(8, 8)
