@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from .decompositions import decomposition_table
 from .errors import TraceError
 from .trace_call import Call, Differentiate, LossFunction, Returned, call_loss, collect_outputs
-from .trace_counters import changed, counted, counters
+from .trace_counters import Operations, Ran, attributes_of, changed, counted, counters, with_attributes
 from .trace_experts import experts_as_operations
 from .trace_model import State, exchanged, module_paths
 from .trace_outline import outline
@@ -151,8 +151,28 @@ class Step(nn.Module):
 
     def counts_on(self, *inputs: torch.Tensor) -> tuple[str, ...]:
         """Which of the numbers that changed a graph must not keep, see :func:`counted`."""
-        with self._given(inputs) as (request, args, kwargs):
-            return counted(request.model, lambda: request.model(*args, **kwargs), self.counted)
+        return counted(partial(self._ran, inputs), self.counted)
+
+    def _ran(
+        self, inputs: Sequence[torch.Tensor], attributes: Sequence[Mapping[str, object]], *, other_mode: bool
+    ) -> Ran:
+        """What a step runs that finds ``attributes`` in the modules: with its backward, even if the trace is without,
+        since the other mode may be training."""
+        self.__dict__["selected"].restart()
+        with self._given(inputs) as (request, args, kwargs), torch.enable_grad():
+            tensors = [*(self._state(index) for index in range(len(request.state))), *inputs]
+            given = [*(entry.tensor for entry in request.state), *request.call.tensors.values()]
+            learnt = [t.requires_grad_() for t, real in zip(tensors, given, strict=True) if real.requires_grad]
+            with_attributes(request.model, attributes)
+            if other_mode:
+                request.model.train(not request.training)
+            returned = Returned()
+            with Operations(tensors) as operations:
+                output = request.model(*args, **kwargs)
+                loss = None if request.loss_fn is None else call_loss(request.loss_fn, output, args, kwargs)
+                outputs = collect_outputs(output, loss, request.differentiate, returned)
+                operations.note((returned.order, returned.constants, outputs, _gradients(outputs, learnt)))
+            return Ran(operations.seen, counters(request.model), attributes_of(request.model))
 
     @contextmanager
     def _given(self, inputs: Sequence[torch.Tensor]) -> Iterator[tuple[Request, tuple[Any, ...], dict[str, Any]]]:
@@ -166,6 +186,12 @@ class Step(nn.Module):
             if request.model.training != request.training:
                 request.model.train(request.training)
             yield request, args, kwargs
+
+
+def _gradients(outputs: Sequence[torch.Tensor], learnt: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    ends = [output for output in outputs if output.requires_grad]
+    tangents = [torch.ones_like(end) for end in ends]
+    return torch.autograd.grad(ends, learnt, tangents, allow_unused=True) if ends and learnt else ()
 
 
 def fresh_prime(sizes: set[int], batch: int) -> int:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-FEW = 64
-"""Elements of a tensor made of a model's numbers."""
+_PLAIN = (bool, int, float, str, tuple, type(None))
 
 
 def counters(model: nn.Module) -> dict[str, float]:
@@ -30,17 +32,47 @@ def changed(before: Mapping[str, float], after: Mapping[str, float]) -> tuple[st
     return tuple(path for path, value in before.items() if after.get(path, value) != value)
 
 
-def counted(model: nn.Module, call: Callable[[], object], found: tuple[str, ...]) -> tuple[str, ...]:
-    """Which of the numbers that a first ``call`` changes, ``found``, a graph of it must not keep: those that a second
-    call changes again, or all if the second runs other operations. There are none where a module only fits a number to
-    its input before it uses it, as a window to a picture. Runs ``call`` twice."""
-    first, second = _Operations(), _Operations()
-    with first:
-        call()
-    before = counters(model)
-    with second:
-        call()
-    return changed(before, counters(model)) if first.seen == second.seen else found
+@dataclass(frozen=True)
+class Ran:
+    """What a call ran, with loss and backward, and the plain attributes of modules after it: numbers by path, and all
+    of them in the order of the modules."""
+
+    operations: Sequence[str]
+    numbers: Mapping[str, float]
+    attributes: Sequence[Mapping[str, object]]
+
+
+class Run(Protocol):
+    """Calls a model as it was before the trace, but for the ``attributes`` of its modules if there are any, in the mode
+    that is traced or in the other one."""
+
+    def __call__(self, attributes: Sequence[Mapping[str, object]], *, other_mode: bool) -> Ran: ...
+
+
+def counted(run: Run, found: tuple[str, ...]) -> tuple[str, ...]:
+    """Which of the numbers that a first call changes, ``found``, a graph of it must not keep: those that a second
+    call changes again, or all if the second, or one in the other mode, runs other operations than it would have
+    without the first. There are none where a module only fits a number to its input before it uses it, as a window to
+    a picture."""
+    first = run((), other_mode=False)
+    second = run(first.attributes, other_mode=False)
+    other, later = run((), other_mode=True), run(first.attributes, other_mode=True)
+    is_same = first.operations == second.operations and other.operations == later.operations
+    return changed(first.numbers, second.numbers) if is_same else found
+
+
+def attributes_of(model: nn.Module) -> list[dict[str, object]]:
+    """The plain attributes of each module but its mode: what a call may leave for the next."""
+    return [
+        {key: value for key, value in module.__dict__.items() if type(value) in _PLAIN and key != "training"}
+        for module in model.modules()
+    ]
+
+
+def with_attributes(model: nn.Module, attributes: Sequence[Mapping[str, object]]) -> None:
+    """Gives each module what :func:`attributes_of` found, if that is anything."""
+    for module, values in zip(model.modules(), attributes, strict=False):
+        module.__dict__.update(values)
 
 
 def warn_of_counters(model: nn.Module, paths: tuple[str, ...]) -> None:
@@ -53,22 +85,43 @@ def warn_of_counters(model: nn.Module, paths: tuple[str, ...]) -> None:
     )
 
 
-class _Operations(TorchDispatchMode):
-    """What runs within, with its constants and the shapes of its operands."""
+class Operations(TorchDispatchMode):
+    """What runs within: each operation with its constants, and which tensors it takes and makes. Tensors are told by
+    number, those of ``known`` first, so that two runs are equal only if they compute the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.seen: list[str] = []
+        self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
+        for tensor in known:
+            self._number(tensor)
+
+    def note(self, tree: Any) -> None:
+        """Counts ``tree`` as part of what ran."""
+        self.seen.append(str(pytree.tree_map(self._described, tree)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        shown = pytree.tree_map(_described, (args, kwargs or {}))
-        self.seen.append(f"{func} {shown}")
-        return func(*args, **(kwargs or {}))
+        self.note((str(func), args, kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self.note(result)
+        return result
+
+    def _described(self, leaf: Any) -> str:
+        if not isinstance(leaf, torch.Tensor):
+            return repr(leaf)
+        shown = f"#{self._number(leaf)} {leaf.dtype}{list(leaf.shape)}{leaf.stride()}{leaf.storage_offset()}"
+        return shown if isinstance(leaf, FakeTensor) else f"{shown} {_digest(leaf)}"
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        # Kept: the address of one that is gone may be another's.
+        return self._storages.setdefault(storage._cdata, (len(self._storages), storage))[0]
 
 
-def _described(leaf: Any) -> str:
-    if not isinstance(leaf, torch.Tensor):
-        return str(leaf)
-    if type(leaf) is torch.Tensor and leaf.device.type != "meta" and leaf.numel() <= FEW:
-        return str(leaf.tolist())
-    return f"{leaf.dtype}{list(leaf.shape)}"
+def _digest(tensor: torch.Tensor) -> str:
+    """What a real tensor has in it. Raises an error for tensors that hide it."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter):
+        raise TypeError(f"what a {type(tensor).__name__} has in it is not known")
+    with _disable_current_modes(), torch.no_grad():
+        flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()

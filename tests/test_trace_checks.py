@@ -3,6 +3,8 @@ is an error. Plain numbers that a model changes are warned of where later calls 
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from eager import assert_close
@@ -116,7 +118,61 @@ class SetsATensorAfterwards(Numbered):
         return y.square().mean()
 
 
-@pytest.mark.parametrize("kind", [Counts, SetsAfterwards, SetsATensorAfterwards])
+class SetsALongTensorAfterwards(Numbered):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x).repeat(1, 32) * torch.tensor([float(self.number)] * 128)
+        self.number = 1
+        return y.square().mean()
+
+
+class PicksBeforeItSets(Numbered):
+    """The same operations, of another tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = [self.layer(x), self.layer(x + 1), self.layer(x + 2), self.layer(x + 3)][self.number]
+        self.number = 1
+        return y.square().mean()
+
+
+class ScaledGradient(torch.autograd.Function):
+    """The identity, with another gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.scale, None
+
+
+class ScalesGradientsBeforeItSets(Numbered):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = ScaledGradient.apply(self.layer(x), float(self.number))
+        self.number = 1
+        return y.square().mean()
+
+
+class SetsForEvaluation(Numbered):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.number = 2
+        return (self.layer(x) * (1 + self.number)).square().mean()
+
+
+WARNED = (
+    Counts,
+    SetsAfterwards,
+    SetsATensorAfterwards,
+    SetsALongTensorAfterwards,
+    PicksBeforeItSets,
+    ScalesGradientsBeforeItSets,
+    SetsForEvaluation,
+)
+
+
+@pytest.mark.parametrize("kind", WARNED)
 def test_numbers_that_later_calls_would_find_changed_are_warned_of(kind: type[Numbered]) -> None:
     model = nn.Sequential(nn.Identity(), kind())
     with pytest.warns(UserWarning, match=r"changes 1\.number when it is called.*register_buffer"):
@@ -124,5 +180,7 @@ def test_numbers_that_later_calls_would_find_changed_are_warned_of(kind: type[Nu
     assert model[1].number == 3
 
 
-def test_numbers_that_are_fitted_before_they_are_used_are_not() -> None:
-    trace(Fits(), (torch.randn(3, 4),), device="cpu")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("grad", [True, False])
+def test_numbers_that_are_fitted_before_they_are_used_are_not(training: bool, grad: bool) -> None:
+    trace(Fits(), (torch.randn(3, 4),), device="cpu", training=training, grad=grad)
