@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from .graph import Graph, Node, Value
-from .kernels import is_heavy, origin, readers
+from .kernels import is_heavy, origin
 
 
 def remakeable(graph: Graph, saved: tuple[Value, ...], moved: Set[tuple[Value, str]]) -> Mapping[Value, Set[Value]]:
@@ -59,34 +59,20 @@ class Again:
     taken: frozenset[Value] = frozenset()
 
 
-def computed_again(
-    graph: Graph, saved: Iterable[Value], named: Callable[[Node], bool], homes: Mapping[str, str]
-) -> Again:
+def computed_again(graph: Graph, saved: Iterable[Value], named: Callable[[Node], bool]) -> Again:
     """What is computed again so that none of the values ``saved`` for backward is kept that ``named`` operations make;
-    those are part of it which lead to such a value, back to the first that none of them makes. What a section hands to
-    another one, ``homes`` being that of each operation, is kept: each is computed again by itself, from what comes
-    into it."""
+    those are part of it which lead to such a value, back to the first that none of them makes."""
     kept = set(saved)
-
-    def stays(value: Value) -> bool:
-        return not named(graph[value.node]) or _leaves(graph, value, homes)
-
-    dropped = frozenset(value for value in kept if not stays(value))
+    dropped = frozenset(value for value in kept if named(graph[value.node]))
     nodes, outside = set[str](), set[Value]()
     waiting = list(dropped)
     while waiting:
         value = waiting.pop()
         node = graph[value.node]
-        if stays(value):
+        if not named(node):
             outside.add(value)
         elif node.name not in nodes:
             nodes.add(node.name)
             waiting += (origin(graph, operand) for operand in node.operands)
     taken = frozenset(value for value in outside - kept if not graph[value.node].is_placeholder)
     return Again(frozenset(nodes), dropped, taken)
-
-
-def _leaves(graph: Graph, value: Value, homes: Mapping[str, str]) -> bool:
-    """Whether another section takes a value in forward."""
-    users = (user for user in readers(graph, value) if user.phase == "forward")
-    return any(homes[user.name] != homes[value.node] for user in users)

@@ -40,7 +40,7 @@ class Saved:
         self.varying, self.inside, self.last = _varying(self.graph), inside_attention(self.graph), self._after_layers()
         saved = priced.kernels.saved
         self.remade = remakeable(self.graph, saved, moved)
-        self.again = computed_again(self.graph, saved, self._is_recomputed, homes)
+        self.again = computed_again(self.graph, saved, self._is_recomputed)
         # What backward reads of what forward makes, and with it what is kept to compute some of that again.
         self.read = {value: priced.kept(value) for value in saved}
         taken = (value for value in self.again.taken if value.node in self.varying)

@@ -4,7 +4,7 @@ A layer is an element of a numbered container (``h.0``, ``layers.11``) that hold
 is its module path with layer numbers left out, its phase, operation, arguments, types and its position among the nodes
 of its layer that share all these. ``groups`` > 1 ties only layers of the same stretch of depth (of ``groups`` equal
 stretches): under a memory limit equal layers may do better by choosing differently. Steps of loops inside a layer are
-tied as well (:mod:`.fold_loops`).
+tied as well, in as many stretches (:mod:`.fold_loops`).
 """
 
 from __future__ import annotations
@@ -46,4 +46,4 @@ def fold_layers(graph: Graph, groups: int = 1, apart: Mapping[str, Hashable] = N
         seen[part, numbers] += 1
         key = (part, stretch, seen[part, numbers], apart.get(node.name)) if numbers else node.name
         classes[node.name] = representative.setdefault(key, node.name)
-    return replace(graph, classes=fold_loops(graph, classes, apart))
+    return replace(graph, classes=fold_loops(graph, classes, apart, groups))

@@ -52,8 +52,49 @@ def test_longer_loops_have_no_more_classes() -> None:
 
 def test_what_is_spelled_out_by_hand_is_no_loop() -> None:
     classes = fold_layers(recurrence(LEAST_STEPS - 1)).classes
-    # Two sums in a step are 30 of a kind, all others 15.
-    assert all(classes[name] == name for name in classes if not name.startswith(("sum", "twice")))
+    assert all(classes[name] == name for name in classes)
+
+
+def sums(steps: int) -> Graph:
+    """y = (y + y) + x: twice the same type and operation in one step, and nothing else."""
+    lines = ['%x: f32[8] = input("x")', '%y0: f32[8] = input("y")']
+    for i in range(steps):
+        lines += [
+            f"%twice{i}: f32[8] = aten.add.Tensor(%y{i}, %y{i})  @scan",
+            f"%y{i + 1}: f32[8] = aten.add.Tensor(%twice{i}, %x)  @scan",
+        ]
+    return Graph.from_text("\n".join(["graph()", *lines, f'return output "0" = %y{steps}', ""]))
+
+
+def branches(number: int) -> Graph:
+    """The sum of so many branches of two equal operations."""
+    lines = ['%x: f32[8] = input("x")', '%y0: f32[8] = input("y")']
+    for i in range(number):
+        lines += [
+            f"%a{i}: f32[8] = aten.tanh.default(%x)  @branches",
+            f"%b{i}: f32[8] = aten.tanh.default(%a{i})  @branches",
+            f"%y{i + 1}: f32[8] = aten.mul.Tensor(%y{i}, %b{i})  @branches",
+        ]
+    return Graph.from_text("\n".join(["graph()", *lines, f'return output "0" = %y{number}', ""]))
+
+
+@pytest.mark.parametrize("graph", [sums(LEAST_STEPS - 1), branches(LEAST_STEPS // 2), branches(LEAST_STEPS - 1)])
+def test_equal_operations_in_different_places_are_no_steps(graph: Graph) -> None:
+    classes = fold_layers(graph).classes
+    assert all(classes[name] == name for name in classes)
+
+
+def test_many_steps_of_equal_operations_are_a_loop() -> None:
+    classes = fold_layers(sums(LEAST_STEPS + 8)).classes
+    assert classes["y6"] == classes["y16"] != classes["twice6"] == classes["twice16"]
+
+
+def test_steps_are_tied_within_the_stretches_that_layers_are() -> None:
+    classes = fold_layers(recurrence(36), groups=3).classes
+    for part in ("at", "sum", "twice", "y"):
+        found = [classes[f"{part}{i}"] for i in range(3, 33)]
+        assert list(dict.fromkeys(found)) == [key for key, _ in itertools.groupby(found)]
+        assert len(set(found)) == 3, part
 
 
 def test_a_pinned_step_is_free_of_the_others() -> None:
