@@ -109,8 +109,9 @@ class Layout:
         states: the dtype of the optimizer's moments (``"bf16"``: Megatron-Core's precision-aware optimizer).
         masters: how master weights of reduced precisions rest: in ``"fp32"``, or as the ``"remainder"`` that weights in
             bf16 lack of it (TransformerEngine's ``store_param_remainders``).
-        recomputed: modules (globs of paths) of which nothing is kept: backward computes what it needs of them again,
-            from what comes into them, besides what ``recompute`` says (Megatron-Core's ``recompute_modules``).
+        recomputed: modules (globs of paths) of which, and of all their parts, nothing is kept but what layers hand to
+            each other: backward computes what it needs of them again, from what comes into them, besides what
+            ``recompute`` says (Megatron-Core's ``recompute_modules``).
         offload_layers: of how many layers what is kept for backward rests in host memory meanwhile. It travels under
             the computing of all layers, both ways; not with pipeline stages (Megatron-Core's
             ``cpu_offloading_num_layers``).
@@ -331,6 +332,16 @@ class Layout:
 def matches(module: str, patterns: Iterable[str]) -> bool:
     """Whether a module's path is one of those that a field of a layout names by globs."""
     return any(fnmatchcase(module, pattern) for pattern in patterns)
+
+
+def matches_whole(module: str, patterns: tuple[str, ...]) -> bool:
+    """Whether a module, or one that it is part of, is one of those that a field of a layout names by globs.
+
+    >>> matches_whole("layers.0.mlp.up", ("*.mlp",)), matches_whole("layers.0.mlp_norm", ("*.mlp",))
+    (True, False)
+    """
+    ends = [end for end, letter in enumerate(module) if letter == "."]
+    return any(matches(module[:end], patterns) for end in (0, *ends, len(module)))
 
 
 def degrees(name: str, size: int, asked: int) -> str:

@@ -16,7 +16,7 @@ from .axis_names import weight_values
 from .depth import Depth, inside
 from .errors import OptionsError
 from .graph import REST, Graph, Node, Value
-from .layout import Layout, degrees, matches
+from .layout import Layout, degrees, matches, matches_whole
 from .layout_experts import FORWARD, MATRICES
 from .paths import meant
 from .spec import Placement, is_shard
@@ -58,7 +58,7 @@ def check_represented(modules: Sequence[str], depth: Depth, layout: Layout) -> N
 def check_recomputed(graph: Graph, layout: Layout) -> None:
     """Raises :class:`OptionsError` if a block of experts is to be computed again by itself."""
     for node in graph.nodes:
-        if node.op == FORWARD and matches(node.module, layout.recomputed):
+        if node.op == FORWARD and matches_whole(node.module, layout.recomputed):
             raise OptionsError(
                 f"Layout(recomputed={layout.recomputed!r}) names {node.module or node.name}, whose experts are billed "
                 'apart, and would send their rows once more; name other modules, or take recompute="full"'

@@ -8,11 +8,11 @@ output-discarding recomputation: ``--recompute-modules layernorm moe_act``.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
 from .graph import Graph, Node, Value
-from .kernels import is_heavy, origin
+from .kernels import Kernels, is_alias, is_heavy, origin
 
 
 def remakeable(graph: Graph, saved: tuple[Value, ...], moved: Set[tuple[Value, str]]) -> Mapping[Value, Set[Value]]:
@@ -59,20 +59,41 @@ class Again:
     taken: frozenset[Value] = frozenset()
 
 
-def computed_again(graph: Graph, saved: Iterable[Value], named: Callable[[Node], bool]) -> Again:
-    """What is computed again so that none of the values ``saved`` for backward is kept that ``named`` operations make;
-    those are part of it which lead to such a value, back to the first that none of them makes."""
-    kept = set(saved)
-    dropped = frozenset(value for value in kept if named(graph[value.node]))
+def computed_again(kernels: Kernels, named: Callable[[Node], bool], homes: Mapping[str, str]) -> Again:
+    """What is computed again so that none of the values saved for backward is kept that ``named`` operations make;
+    those are part of it which lead to such a value, back to the first that none of them makes. What a section hands to
+    another one, ``homes`` being that of each operation, is kept: each is computed again by itself, from what comes
+    into it."""
+    graph, kept = kernels.graph, set(kernels.saved)
+    handed_on = _handed_on(kernels, homes)
+
+    def stays(value: Value) -> bool:
+        return value in handed_on or not named(graph[value.node])
+
+    dropped = frozenset(value for value in kept if not stays(value))
     nodes, outside = set[str](), set[Value]()
     waiting = list(dropped)
     while waiting:
         value = waiting.pop()
         node = graph[value.node]
-        if not named(node):
+        if stays(value):
             outside.add(value)
         elif node.name not in nodes:
             nodes.add(node.name)
             waiting += (origin(graph, operand) for operand in node.operands)
     taken = frozenset(value for value in outside - kept if not graph[value.node].is_placeholder)
     return Again(frozenset(nodes), dropped, taken)
+
+
+def _handed_on(kernels: Kernels, homes: Mapping[str, str]) -> Set[Value]:
+    """What another section takes in forward; where backward makes that again, what it is made from."""
+    graph, found = kernels.graph, set[Value]()
+    forward = (node for node in graph.nodes if node.phase == "forward" and not is_alias(node))
+    takes = ((origin(graph, operand), homes[node.name]) for node in forward for operand in node.operands)
+    waiting = [value for value, home in takes if homes[value.node] != home]
+    while waiting:
+        value = waiting.pop()
+        if value not in found:
+            found.add(value)
+            waiting += kernels.remade.get(value, ())
+    return found

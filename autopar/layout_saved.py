@@ -12,7 +12,7 @@ from autopar.cost import compute_seconds
 from .assignment import Use, operand_uses
 from .graph import Graph, Node, Value
 from .kernels import origin, readers
-from .layout import Layout, matches
+from .layout import Layout, matches, matches_whole
 from .layout_attention import inside_attention
 from .layout_homes import AFTER, BEFORE
 from .layout_kernels import KernelPrices
@@ -40,7 +40,7 @@ class Saved:
         self.varying, self.inside, self.last = _varying(self.graph), inside_attention(self.graph), self._after_layers()
         saved = priced.kernels.saved
         self.remade = remakeable(self.graph, saved, moved)
-        self.again = computed_again(self.graph, saved, self._is_recomputed)
+        self.again = computed_again(priced.kernels, self._is_recomputed, homes)
         # What backward reads of what forward makes, and with it what is kept to compute some of that again.
         self.read = {value: priced.kept(value) for value in saved}
         taken = (value for value in self.again.taken if value.node in self.varying)
@@ -65,13 +65,13 @@ class Saved:
 
     def _held_by_callers(self, name: str) -> int:
         """Bytes of what comes into the modules of :attr:`Layout.holds` from others, and of the copies that collectives
-        make of it for them, where these are not kept anyway."""
+        make of it for them, where these are not kept anyway; what backward computes again would not be."""
         found: dict[tuple[Value, Placements], int] = {}
         for use in self._operands(name):
             source = origin(self.graph, use.value)
             if not self._is_held(use.consumer) or not self._is_made_elsewhere(source):
                 continue
-            if use.target != use.source or source not in self.read:
+            if use.target != use.source or source not in self.read or source in self.again.dropped:
                 found[source, use.target] = self._taken(use)
         return sum(found.values())
 
@@ -110,7 +110,7 @@ class Saved:
         return local_bytes(use.kind, use.target, self.prices.mesh)
 
     def _is_recomputed(self, node: Node) -> bool:
-        return matches(node.module, self.layout.recomputed)
+        return matches_whole(node.module, self.layout.recomputed)
 
     def _after_layers(self) -> frozenset[str]:
         """The operations of forward that no layer comes after."""

@@ -3,6 +3,7 @@ gathers, and what travels beside computing."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from functools import cache
 
@@ -15,6 +16,7 @@ from autopar.layout import Layout
 from autopar.layout_exposed import TAKEN
 from autopar.layout_model import LayoutModel
 from autopar.layout_price import Priced
+from autopar.layout_section import Section
 from benchmarks.published_models import build
 from benchmarks.published_shape import Shape
 
@@ -135,12 +137,12 @@ def test_what_named_modules_make_is_computed_again_from_what_comes_in() -> None:
     products run once more, with no gathers on one device."""
     plain, again = (
         model().sections(Layout(recomputed=globs), H100).layers[0]
-        for globs in ((), ("*.mlp.gate", "*.mlp.up", "*.mlp"))
+        for globs in ((), ("*.mlp",))
     )
     dropped = SHAPE.seq * 3 * SHAPE.ffn * 2
     assert (plain.saved_again, again.saved_again, plain.saved - again.saved) == (0, dropped, dropped)
     assert plain.backward == again.backward and plain.forward == again.forward
-    steps = [model().price(Layout(recomputed=globs), H100) for globs in ((), ("*.mlp.gate", "*.mlp.up", "*.mlp"))]
+    steps = [model().price(Layout(recomputed=globs), H100) for globs in ((), ("*.mlp",))]
     longer = steps[1].predicted.step_seconds - steps[0].predicted.step_seconds
     assert longer == pytest.approx(2 * 8 * again.again.compute)
     assert steps[1].parts["again"] == pytest.approx(longer)
@@ -149,13 +151,52 @@ def test_what_named_modules_make_is_computed_again_from_what_comes_in() -> None:
     assert held[1].working - held[0].working == dropped
 
 
+class Plain(torch.nn.Module):
+    """Layers of modules that have no operations of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = (torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 64))
+        self.layers = torch.nn.ModuleList(torch.nn.Sequential(*copy.deepcopy(parts)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@cache
+def plain_layers() -> LayoutModel:
+    return LayoutModel.of(Plain(), (torch.empty(32, 64),))
+
+
+def sections_of_plain(*globs: str) -> list[Section]:
+    layout = Layout(microbatch=32, precision="fp32", recomputed=globs)
+    return list(plain_layers().sections(layout, H100).every[1:-1])
+
+
 def test_what_is_made_again_needs_what_was_not_kept() -> None:
-    """The rotary turn alone of a query: its product's result, kept for nothing else, is kept then."""
-    plain, again = (model().sections(Layout(recomputed=globs), H100).layers[0] for globs in ((), ("*.attention",)))
-    tokens = SHAPE.seq * 2
-    assert again.saved_again >= tokens * (SHAPE.hidden + SHAPE.kv_heads * SHAPE.head_dim)
-    assert plain.saved - again.saved < again.saved_again
-    assert again.again.compute > 0
+    """The activation alone: the product's result, kept for nothing else, is kept then."""
+    plain, again = (sections_of_plain(*globs)[1] for globs in ((), ("layers.*.1",)))
+    assert again.saved_again == 32 * 256 * 4
+    assert plain.saved == again.saved
+    assert 0 < again.again.compute < plain.forward.compute
+
+
+def test_all_parts_of_a_named_module_are_computed_again() -> None:
+    """Of a layer only what it hands on is kept, whether it has operations of its own or only its parts do."""
+    for globs in (("layers.?",), ("layers",), ("layers.*",)):
+        for layer in sections_of_plain(*globs):
+            assert (layer.saved, layer.saved_again) == (32 * 64 * 4, 32 * 256 * 4)
+
+
+def test_what_a_caller_holds_is_held_though_it_is_computed_again() -> None:
+    """The norm's result, which gate takes."""
+    held, both, again = (
+        model().sections(Layout(holds=holds, recomputed=globs), H100).layers[0].saved
+        for holds, globs in ((("*.mlp.gate",), ()), (("*.mlp.gate",), ("*.norm2",)), ((), ("*.norm2",)))
+    )
+    assert held == both == again + SHAPE.seq * SHAPE.hidden * 2
 
 
 def test_a_norm_computed_again_is_as_one_of_all_that_is_elementwise() -> None:
@@ -165,6 +206,17 @@ def test_a_norm_computed_again_is_as_one_of_all_that_is_elementwise() -> None:
 
 
 def test_tensor_ranks_gather_again_for_what_they_compute_again() -> None:
-    layout = Layout(tensor=2, sequence_parallel=True, recomputed=("*.mlp.gate", "*.mlp.up", "*.mlp"))
+    layout = Layout(tensor=2, sequence_parallel=True, recomputed=("*.mlp",))
     section = model().sections(layout, H100).layers[0]
     assert section.again.communicate > 0
+
+
+def test_layers_computed_again_keep_what_they_hand_on() -> None:
+    """Each by itself, as ``recompute="full"`` has it, but for the last product, whose result nothing reads."""
+    deep = model(replace(SHAPE, layers=6))
+    full, layers, every = (
+        deep.price(Layout(**named), H100)  # type: ignore[arg-type]
+        for named in ({"recompute": "full"}, {"recomputed": ("layers.*",)}, {"recomputed": ("*",)})
+    )
+    assert layers.held[0].activations == full.held[0].activations <= every.held[0].activations
+    assert 0.7 * full.parts["again"] < layers.parts["again"] < full.parts["again"]
