@@ -135,10 +135,7 @@ def test_what_travels_takes_a_share_of_the_processors() -> None:
 def test_what_named_modules_make_is_computed_again_from_what_comes_in() -> None:
     """Of gate and up both results are dropped, and of the activation; what comes in, the norm's result, stays. Their
     products run once more, with no gathers on one device."""
-    plain, again = (
-        model().sections(Layout(recomputed=globs), H100).layers[0]
-        for globs in ((), ("*.mlp",))
-    )
+    plain, again = (model().sections(Layout(recomputed=globs), H100).layers[0] for globs in ((), ("*.mlp",)))
     dropped = SHAPE.seq * 3 * SHAPE.ffn * 2
     assert (plain.saved_again, again.saved_again, plain.saved - again.saved) == (0, dropped, dropped)
     assert plain.backward == again.backward and plain.forward == again.forward
