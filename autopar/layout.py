@@ -105,7 +105,9 @@ class Layout:
             not (torch's ``expandable_segments:True``, which maps pages where they are wanted), nor where a compiler
             lays out buffers beforehand (``"static"``).
         weights: what weights of products in fp8 rest in: ``"own"``, their dtype, with a copy in fp8 that all
-            microbatches use; or ``"fp8"`` alone (Megatron-Core's ``fp8_param_gather``).
+            microbatches use; or ``"fp8"`` alone, in which ZeRO gathers them then (Megatron-Core's
+            ``fp8_param_gather`` with a scale for each tensor or block; what it updates in MXFP8 it is known to gather
+            in bf16, which cannot be said here and takes longer).
         states: the dtype of the optimizer's moments (``"bf16"``: Megatron-Core's precision-aware optimizer).
         masters: how master weights of reduced precisions rest: in ``"fp32"``, or as the ``"remainder"`` that weights in
             bf16 lack of it (TransformerEngine's ``store_param_remainders``).

@@ -67,8 +67,8 @@ class SectionTimes:
         return _by_group(sections, lambda weight: weight.trained * weight.elements * MASTER_BYTES)
 
     def weights(self, sections: Iterable[tuple[Section, int]]) -> dict[int, float]:
-        """Bytes of the weights that are updated."""
-        return _by_group(sections, lambda weight: weight.trained * weight.elements * weight.itemsize)
+        """Bytes of the weights that are updated, as they travel."""
+        return _by_group(sections, lambda weight: weight.trained * gathered_bytes(weight, self.layout))
 
     def times(self, section: Section) -> tuple[float, float]:
         """Seconds of forward and backward of one section, exchanges of rows and ZeRO-3's collectives included."""

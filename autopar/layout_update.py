@@ -17,9 +17,10 @@ def updating_seconds(sections: Sequence[tuple[Section, int]], layout: Layout, cl
 
 
 def _updated(weight: Weight, layout: Layout) -> float:
-    """Bytes that the optimizer reads and writes of a weight on one device."""
+    """Bytes that the optimizer reads and writes of a weight on one device: states both ways, the weight it writes, and
+    reads where the master is its remainder."""
     shards = data_ranks(weight, layout) if layout.zero else 1
-    each = 2 * layout.state_itemsize + weight.itemsize
+    each = 2 * layout.state_itemsize + weight.itemsize * (2 if layout.masters == "remainder" else 1)
     return (gradient_bytes(weight, layout) + weight.elements * each) / shards
 
 

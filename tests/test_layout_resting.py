@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from autopar.cluster import Cluster
+from autopar.cost import collective_seconds
 from autopar.errors import OptionsError
 from autopar.layout import Layout
 from autopar.layout_model import LayoutModel
@@ -51,6 +52,16 @@ def test_shards_in_fp8_are_rows_alone_and_travel_as_these() -> None:
     assert fp8.predicted.comm_seconds < own.predicted.comm_seconds
 
 
+def test_weights_in_fp8_are_gathered_so_once_they_are_updated() -> None:
+    """A byte of each element of the matrices in layers, and two of all others."""
+    for zero in (1, 2):
+        named: dict[str, Any] = {"data": 8, "zero": zero, "precision": "fp8"}
+        own, fp8 = (price(**named, weights=weights).parts["update"] for weights in ("own", "fp8"))
+        sizes = (2 * (MATRICES + REST), MATRICES + 2 * REST)
+        wide, narrow = (collective_seconds(H100, (8, 1, 1), "all_gather", (0,), size) for size in sizes)
+        assert own - fp8 == pytest.approx(wide - narrow)
+
+
 def test_matrices_of_experts_are_cast_too() -> None:
     """Not routers; each has eight experts of two matrices, the first twice as wide."""
     own, fp8 = (price(MIXTURE, precision="fp8", weights=weights).predicted.weight_bytes for weights in ("own", "fp8"))
@@ -87,6 +98,12 @@ def test_bytes_of_states() -> None:
         found = price(**named)
         assert found.predicted.optimizer_bytes == each * elements, named
     assert price(states="bf16").parts["update"] < price().parts["update"]
+
+
+def test_a_master_is_made_of_the_weight_and_its_remainder() -> None:
+    """Moments and remainders, 10 bytes, are read and written, so is the weight, and a gradient in fp32 is read."""
+    seconds = price(masters="remainder").parts["update"]
+    assert seconds * H100.device.memory_bandwidth == pytest.approx((2 * 10 + 2 * 2 + 4) * (MATRICES + REST))
 
 
 def test_expandable_segments_lose_nothing() -> None:
