@@ -31,6 +31,18 @@ def check_hardware(layout: Layout, cluster: Cluster) -> None:
         )
 
 
+def notes_on(layout: Layout, cluster: Cluster) -> tuple[str, ...]:
+    """What of a price follows from what the cluster's description leaves out: a rate of products."""
+    rates = cluster.device.peak_flops
+    if cluster.device.has_rate(DTYPES[layout.precision]):
+        return ()
+    slowest = min(rates, key=lambda name: rates[name])
+    return (
+        f"a {cluster.device.name} has no rate of products in {layout.precision}: they are priced as {slowest}, its "
+        f"slowest; its rates are of {', '.join(rates)}",
+    )
+
+
 def check_host(held: Iterable[Held], layout: Layout, cluster: Cluster) -> None:
     """Raises :class:`OptionsError` if what is offloaded is more than the host has room for."""
     most, room = max(one.offloaded for one in held), usable_host_bytes(cluster)

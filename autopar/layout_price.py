@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from .cluster import Cluster
 from .layout import Layout
 from .layout_cuts import cut_into_chunks
-from .layout_hardware import check_hardware, check_host
+from .layout_hardware import check_hardware, check_host, notes_on
 from .layout_memory import Held, held_by
 from .layout_precision import DTYPES
 from .layout_ranks import held_chunks
@@ -21,7 +21,7 @@ class Priced:
     """A layout and what it was priced at: ``predicted`` as of a plan, its bytes those of the fullest pipeline rank;
     ``held`` the bytes of every rank; ``reserved`` those that libraries take and fragmentation loses; ``flops`` of
     products of a step, nothing computed again among them; ``parts`` of the step in seconds of the rank that is
-    busiest."""
+    busiest; ``notes`` what the cluster's description left to be assumed."""
 
     layout: Layout
     batch: int
@@ -32,6 +32,7 @@ class Priced:
     reserved: int
     flops: float
     parts: dict[str, float]
+    notes: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -83,7 +84,8 @@ def price_sections(
         mfu=flops / (seconds * layout.devices * peak),
     )
     limit = limit or cluster.device.memory_bytes - reserved
-    return Priced(layout, batch, cluster.name, predicted, held, limit, reserved, flops, dict(step.parts()))
+    parts, notes = dict(step.parts()), notes_on(layout, cluster)
+    return Priced(layout, batch, cluster.name, predicted, held, limit, reserved, flops, parts, notes)
 
 
 @dataclass(frozen=True)

@@ -118,6 +118,7 @@ class LayoutReport:
             "temporary_bytes": found.temporary_bytes,
             "memory_limit": priced.memory_limit,
             "fits": priced.fits,
+            "notes": list(priced.notes),
         }
 
     def __str__(self) -> str:
@@ -142,6 +143,7 @@ class LayoutReport:
         too_big = [f"{name} by {size(one.excess_bytes)}" for name, one in rows.items() if not one.fits]
         if too_big:
             yield f"! does not fit: {', '.join(too_big)}"
+        yield from (f"! {note}" for note in dict.fromkeys(note for one in rows.values() for note in one.notes))
         if found.rule is None:
             yield "rule: tensor = devices of a node, and no number of stages fits"
         yield ""

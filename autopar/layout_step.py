@@ -165,7 +165,8 @@ class LayoutStep:
         updating = updating_seconds(sections, self.layout, self.cluster)
         computed = self.microbatches * compute + updating
         moved = self.update(rank) - updating + self.reducing(rank) + self.microbatches * self.fetching(rank)
-        return computed, self.microbatches * (total + self.stands(rank) - compute) + moved
+        # What is left by rounding is no communication.
+        return computed, max(0.0, self.microbatches * (total + self.stands(rank) - compute)) + moved
 
     def parts(self) -> dict[str, float]:
         rank = max(range(self.layout.pipeline), key=lambda r: sum(self.of_rank(r)))

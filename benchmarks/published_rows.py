@@ -16,6 +16,7 @@ from autopar.layout import Layout
 from autopar.layout_space import Space
 from autopar.schedules import SCHEDULES
 
+from .published_beside import beside_seconds
 from .published_clusters import cluster_of
 from .published_fields import check_fields, shown
 from .published_flops import published_seconds
@@ -62,6 +63,12 @@ class Question:
     @property
     def devices(self) -> int:
         return self.layout.devices if self.space is None else number(self.row["cluster"], "n_gpus")
+
+    @property
+    def beside_seconds(self) -> float:
+        """Seconds of the step that its trainer spent beside training."""
+        logits = self.batch * self.shape.seq * self.shape.vocab / self.devices
+        return beside_seconds(self.row, self.cluster, logits)
 
     @property
     def sweep(self) -> tuple[object, ...]:

@@ -32,7 +32,13 @@ class Scored:
 
     @property
     def predicted(self) -> float:
-        return self.priced.predicted.step_seconds
+        """Seconds of the priced step, and of what ran beside it."""
+        return self.priced.predicted.step_seconds + self.question.beside_seconds
+
+    @property
+    def flops_per_second(self) -> float:
+        """FLOP/s of the model per device."""
+        return self.priced.flops / self.predicted / self.priced.layout.devices
 
     @property
     def error(self) -> float | None:
@@ -67,13 +73,13 @@ class Scored:
             "published_seconds": self.question.seconds,
             "predicted_seconds": self.predicted,
             "error": self.error,
-            "predicted_tflops_per_device": self.priced.flops_per_second / 1e12,
+            "predicted_tflops_per_device": self.flops_per_second / 1e12,
             "published_tflops_per_device": self.question.row["measured"].get("tflops_per_gpu"),
             "peak_bytes": self.priced.predicted.peak_bytes,
             "memory_limit": self.priced.memory_limit,
             "fits": self.priced.fits,
             "published_oom": bool(self.question.oom),
-            "parts": self.priced.parts,
+            "parts": {**self.priced.parts, "beside": self.question.beside_seconds},
         }
 
 

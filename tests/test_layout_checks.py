@@ -181,3 +181,11 @@ def test_a_model_without_layers_has_no_stages() -> None:
     with pytest.raises(OptionsError, match=r"the model has no layers to cut between.*cuts='operations'"):
         price(model, inputs, H100, layout=Layout(pipeline=2))
     assert price(model, inputs, H100, layout=Layout(pipeline=2, cuts="operations")).fits
+
+
+def test_products_without_a_rate_are_said_to_be_priced_as_the_slowest() -> None:
+    model, inputs = Steps(32), (torch.empty(8, 16, 32),)
+    found = plan_layouts(model, inputs, "p3.16xlarge", devices=8)
+    note = "a V100-SXM2-16GB has no rate of products in bf16: they are priced as f64, its slowest"
+    assert note in found.best.notes[0] and f"! {note}" in str(found)
+    assert not price(model, inputs, "p3.16xlarge", layout=Layout(precision="fp16")).notes
