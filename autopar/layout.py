@@ -115,7 +115,7 @@ class Layout:
             each other: backward computes what it needs of them again, from what comes into them, besides what
             ``recompute`` says (Megatron-Core's ``recompute_modules``).
         offload_layers: of how many layers what is kept for backward rests in host memory meanwhile. It travels under
-            the computing of all layers, both ways; not with pipeline stages (Megatron-Core's
+            the computing of all layers, both ways; not with pipeline stages or GPipe (Megatron-Core's
             ``cpu_offloading_num_layers``).
         reducing: how often gradients are reduced over data ranks: once a ``"step"``, or of every ``"microbatch"`` by
             itself, as ZeRO-2 does that keeps no whole gradients (DeepSpeed's); ZeRO-3 always does.
@@ -229,11 +229,12 @@ class Layout:
             )
 
     def _check_schedule(self) -> None:
-        if self.offload_layers and self.pipeline > 1:
+        if self.offload_layers and (self.pipeline > 1 or self.schedule == "gpipe"):
+            keep, instead = ("stages keep", "pipeline=1") if self.pipeline > 1 else ("GPipe keeps", "another schedule")
             raise OptionsError(
-                f"Layout(offload_layers={self.offload_layers}, pipeline={self.pipeline}): what layers keep goes to the "
-                "host and back within one microbatch, and stages keep it of several; take offload_layers=0, or "
-                "pipeline=1"
+                f"Layout(offload_layers={self.offload_layers}, pipeline={self.pipeline}, "
+                f"schedule={self.schedule!r}): what layers keep goes to the host and back within one microbatch, and "
+                f"{keep} it of several; take offload_layers=0, or {instead}"
             )
         if self.schedule is not None and self.schedule not in SCHEDULES:
             raise OptionsError(f"Layout(schedule={self.schedule!r}): one of {', '.join(map(repr, SCHEDULES))}")

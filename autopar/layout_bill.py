@@ -19,8 +19,8 @@ from autopar.cost import family_of
 from .assignment import Use, uses
 from .cluster import Cluster
 from .depth import Depth
-from .graph import Node, TensorType
-from .kernels import Kernel, Kernels, find_kernels
+from .graph import Node, TensorType, Value
+from .kernels import Kernel, Kernels, find_kernels, readers
 from .layout import Layout, matches
 from .layout_experts import BACKWARD, are_cast, bill_block, check_degree, expert_weights, find_blocks
 from .layout_exposed import beside, waited
@@ -192,7 +192,16 @@ class _Biller:
         return found
 
     def weights(self, name: str) -> tuple[Weight, ...]:
-        return tuple(self._weight(node) for node in self.graph.placeholders("param") if name in self.using[node.name])
+        return tuple(
+            replace(self._weight(node), again=self._is_taken_again(node, name))
+            for node in self.graph.placeholders("param")
+            if name in self.using[node.name]
+        )
+
+    def _is_taken_again(self, node: Node, name: str) -> bool:
+        """Whether what a section computes again takes a parameter."""
+        users = (user.name for user in readers(self.graph, Value(node.name)) if user.phase == "forward")
+        return any(user in self.saved.again.nodes and self.homes[user] == name for user in users)
 
     def _weight(self, node: Node) -> Weight:
         place = self.assignment.parameters[node.name].weight

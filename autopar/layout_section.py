@@ -33,7 +33,7 @@ class Weight:
     axes are those over which its gradient is left as a sum to be taken. ``experts``: of a weight that has an entry of
     every expert, among how many ranks these are divided; 0 for any other. One that is not ``trained`` has neither
     gradient nor optimizer state; of one that is ``cast`` products take copies in fp8. A ``shared`` one is a weight of
-    several sections."""
+    several sections. ``again``: whether modules that :attr:`.Layout.recomputed` names take it once more."""
 
     path: str
     elements: int
@@ -43,6 +43,7 @@ class Weight:
     trained: bool = True
     cast: bool = False
     shared: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True)

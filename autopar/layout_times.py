@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from autopar.cost import collective_seconds
 
@@ -87,11 +88,17 @@ class SectionTimes:
         gather = self.gather(section)
         again = gather if section.runs_backward else 0.0
         scatter = self.over_data("reduce_scatter", self.gradients([(section, 1)]))
-        if self.layout.gathers == "tensor" and self.again(section).compute:
-            scatter += gather
+        if self.layout.gathers == "tensor":
+            scatter += self.gather_again(section)
         if "weight" in self.layout.overlap:
             return at_once(forward, gather), at_once(backward, again + scatter)
         return forward + gather, backward + again + scatter
+
+    def gather_again(self, section: Section) -> float:
+        """Seconds of gathering weights one by one for what backward computes again: of named modules their own."""
+        if section.is_layer and self.layout.recompute != "none":
+            return self.gather(section) if self.again(section).compute else 0.0
+        return self.gather(replace(section, weights=tuple(weight for weight in section.weights if weight.again)))
 
     def gather(self, section: Section) -> float:
         """Seconds of gathering the weights of a section, together or one by one."""

@@ -120,6 +120,16 @@ def test_weights_gathered_one_by_one_are_as_many_collectives() -> None:
         assert tensor - layer == pytest.approx(2 * (gathered(False) - gathered(True)) + more)
 
 
+def test_of_named_modules_only_their_weights_are_gathered_again() -> None:
+    """A gain of every layer's norm."""
+    steps = [
+        sharded(gathers=gathers, recomputed=("*.norm1",), overlap=()).predicted.step_seconds
+        for gathers in ("tensor", "layer")
+    ]
+    gains = SHAPE.layers * collective_seconds(H100, (64, 1, 1), "all_gather", (0,), SHAPE.hidden * 2)
+    assert steps[0] - steps[1] == pytest.approx(2 * (gathered(False) - gathered(True)) + gains)
+
+
 def test_what_travels_takes_a_share_of_the_processors() -> None:
     """Where computing takes longer than every gather beside it, it is slowed down by a share of what travels."""
     long = Shape(2, 1024, 8, 2, 128, 4096, gated=True, vocab=1024, seq=32768, flash=True)

@@ -155,8 +155,10 @@ def test_what_layers_keep_rests_on_the_host() -> None:
 def test_layers_that_cannot_rest_on_the_host_are_refused() -> None:
     with pytest.raises(OptionsError, match=r"offload_layers=3\): the model has 2 layers; take 2"):
         price(offload_layers=3)
-    with pytest.raises(OptionsError, match=r"offload_layers=1, pipeline=2\).*take offload_layers=0, or pipeline=1"):
+    with pytest.raises(OptionsError, match=r"offload_layers=1, pipeline=2, .*take offload_layers=0, or pipeline=1"):
         Layout(offload_layers=1, pipeline=2)
+    with pytest.raises(OptionsError, match=r"schedule='gpipe'\).*GPipe keeps it of several; .*, or another schedule"):
+        Layout(offload_layers=1, schedule="gpipe")
     for memory, said in ((0, "or leave offload_layers out"), (1000, "what 2 layers keep of .* take fewer of them")):
         device = replace(H100.device, host_bandwidth=1e9 * bool(memory), host_memory_bytes=memory)
         with pytest.raises(OptionsError, match=said):
