@@ -100,7 +100,7 @@ def _gathered(every: Sequence[tuple[Section, int]], layout: Layout) -> int:
         return 0
     sizes = []
     for section, often in every:
-        divided = [weight for weight in section.weights if data_ranks(weight, layout) > 1]
+        divided = [weight for weight in (*section.weights, *section.lent) if data_ranks(weight, layout) > 1]
         whole = sum(whole_bytes(weight, layout) for weight in divided)
         sizes += [(whole, sum(weight.elements * weight.itemsize for weight in divided))] * min(2, often)
     return sum(sorted(whole for whole, _ in sizes)[-2:]) + max(gradient for _, gradient in sizes)

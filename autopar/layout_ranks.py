@@ -25,7 +25,8 @@ def held_chunks(rank: int, layout: Layout) -> list[int]:
 
 
 def once_on_each_rank(chunks: Sequence[Sequence[Section]], layout: Layout) -> list[list[Section]]:
-    """The chunks with every shared weight once on each rank that uses it: in the section that has most of it."""
+    """The chunks with every shared weight once on each rank that uses it: in the section that has most of it. To the
+    others it is lent: ZeRO-3 gathers it for each."""
     found, without = [list(chunk) for chunk in chunks], dict[tuple[int, frozenset[str]], Section]()
     for rank in range(layout.pipeline):
         places = [(c, i) for c in held_chunks(rank, layout) for i in range(len(chunks[c]))]
@@ -36,7 +37,8 @@ def once_on_each_rank(chunks: Sequence[Sequence[Section]], layout: Layout) -> li
             if gone:
                 # Equal sections stay one object, so that they are priced once.
                 left = tuple(weight for weight in section.weights if weight.path not in gone)
-                found[c][i] = without.setdefault((id(section), gone), replace(section, weights=left))
+                lent = tuple(weight for weight in section.weights if weight.path in gone)
+                found[c][i] = without.setdefault((id(section), gone), replace(section, weights=left, lent=lent))
     return found
 
 

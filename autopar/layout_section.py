@@ -64,6 +64,7 @@ class Section:
             bytes.
         again: what modules that :attr:`.Layout.recomputed` names take once more in backward, which has then
             ``saved_again`` bytes more than are kept.
+        lent: weights that it takes too, but which rest, and are updated, in another section of its pipeline rank.
     """
 
     forward: Seconds = Seconds()
@@ -85,6 +86,7 @@ class Section:
     saved_remade: int = 0
     again: Seconds = Seconds()
     saved_again: int = 0
+    lent: tuple[Weight, ...] = ()
 
     @property
     def runs_backward(self) -> bool:

@@ -98,10 +98,12 @@ class SectionTimes:
         """Seconds of gathering weights one by one for what backward computes again: of named modules their own."""
         if section.is_layer and self.layout.recompute != "none":
             return self.gather(section) if self.again(section).compute else 0.0
-        return self.gather(replace(section, weights=tuple(weight for weight in section.weights if weight.again)))
+        taken = tuple(weight for weight in (*section.weights, *section.lent) if weight.again)
+        return self.gather(replace(section, weights=taken, lent=()))
 
     def gather(self, section: Section) -> float:
-        """Seconds of gathering the weights of a section, together or one by one."""
+        """Seconds of gathering the weights that a section takes, together or one by one."""
+        section = replace(section, weights=(*section.weights, *section.lent))
         if self.layout.gathers == "tensor":
             sizes = ((weight.experts, gathered_bytes(weight, self.layout)) for weight in section.weights)
             return sum(self.over_group("all_gather", experts, nbytes) for experts, nbytes in sizes if nbytes)

@@ -59,3 +59,16 @@ def test_a_weight_of_all_layers_is_on_every_stage_once() -> None:
     matrix = SHAPE.hidden * SHAPE.ffn
     for one, other in zip(shared.held, apart.held, strict=True):
         assert other.weights - one.weights == 2 * matrix, "two layers on each stage"
+
+
+def test_every_section_that_takes_a_shared_weight_gathers_it() -> None:
+    """For forward and for backward of both microbatches; its gradient is scattered once for each, not with the gain and
+    the bias before the head."""
+    layout = Layout(data=8, zero=3, microbatch=4, overlap=())
+    tied, apart = (model(is_tied).price(layout, A100) for is_tied in (True, False))
+    norm = 2 * SHAPE.hidden
+    with_table, without = (
+        collective_seconds(A100, (8, 1, 1), "reduce_scatter", (0,), 4 * size) for size in (TABLE + norm, norm)
+    )
+    fewer = apart.predicted.comm_seconds - tied.predicted.comm_seconds
+    assert fewer == pytest.approx(2 * (with_table - without), rel=0.01)
