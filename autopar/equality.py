@@ -5,7 +5,9 @@ on one process already (against float64), a difference counts against that round
 
 In float32 such values are those that are zero but for rounding. In 16 bits rounding is a matter of degree: one process
 is itself off by far more than a unit of rounding where sums cancel. A plan adds up in another order and rounds its
-partial sums, so that it is as far off on its own; the two may be apart by both, and are given as much again.
+partial sums, so that it is as far off on its own; the two may be apart by both, and are given as much again. So are
+the few values in float32 that cancel so far that one process is off by about the tolerance itself: the weights of a
+norm before a convolution that is normalised again.
 """
 
 from __future__ import annotations
@@ -51,15 +53,18 @@ class Closeness:
         noise = 0.0 < size <= (1 if self.always else 10) * off
         if error == 0.0:
             return 0.0, noise
-        divisor = max(size, off / self.unit) if self.always or noise else size
+        divisor = max(size, off / self.unit if self.always or noise else APART * off / self.tolerance)
         return (error / divisor if divisor else float("inf")), noise
 
 
 def distance(value: torch.Tensor, exact: torch.Tensor | None) -> float:
-    """max|a - b| of a value and what it is in float64; 0 if that is not known."""
+    """max|a - b| of a value and what it is in float64; 0 if that is not known. Of a value in float64 ``exact`` is what
+    it is in float32, which is farther off by the ratio of their roundings."""
     if exact is None or not value.numel():
         return 0.0
-    return float((value.double() - exact.double()).abs().max())
+    apart = float((value.double() - exact.double()).abs().max())
+    ratio = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+    return apart * ratio if (value.dtype, exact.dtype) == (torch.float64, torch.float32) else apart
 
 
 def rounding(values: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]) -> float:

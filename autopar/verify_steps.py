@@ -66,7 +66,8 @@ def _alone(task: Task, double: bool, timeout: float) -> OneStep:
 
 
 def _exact(task: Task, timeout: float, run: Callable[[Task, bool, float], OneStep]) -> OneStep | None:
-    """The step in float64, to know how far float32 itself is off; None if the model does not run in float64."""
+    """The step in float64, to know how far float32 itself is off (of a model in float64, in float32); None if the model
+    does not run in it."""
     try:
         return run(task, True, timeout)
     except Exception:
@@ -74,7 +75,10 @@ def _exact(task: Task, timeout: float, run: Callable[[Task, bool, float], OneSte
 
 
 def _doubled(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
-    return copy.deepcopy(model).double(), pytree.tree_map(lambda t: t.double() if _is_float(t) else t, batch)
+    """A copy of both in float64; of a model in float64, in float32."""
+    is_double = any(tensor.dtype == torch.float64 for tensor in model.parameters())
+    dtype = torch.float32 if is_double else torch.float64
+    return copy.deepcopy(model).to(dtype), pytree.tree_map(lambda t: t.to(dtype) if _is_float(t) else t, batch)
 
 
 def in_training(model: nn.Module) -> nn.Module:

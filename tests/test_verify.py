@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.equality import Closeness
+from autopar.equality import Closeness, distance
 from autopar.errors import TraceError, WorkerError
 from autopar.verify_report import OneStep, Report, _compare
 from tests.models import Stack, make, plain, text
@@ -74,12 +74,21 @@ def report_with(error: float) -> Report:
         ([1.0, 2.5], [1.0, 2.0], 0.0, 0.25, False),
         ([1e-9, 0.0], [0.0, 0.0], 0.0, math.inf, False),
         ([2e-9, 0.0], [1e-9, 0.0], 1e-9, 1e-6, True),
+        # One process is off by 2e-5 of the largest itself, so that another order of sums may be off by 8e-5.
+        ([0.0, 1.00008], [0.0, 1.0], 2e-5, 1e-5, False),
+        ([0.0, 1.00008], [0.0, 1.0], 2e-7, 8e-5, False),
         ([], [], 0.0, 0.0, False),
     ],
 )
 def test_relative_error(found: list[float], expected: list[float], off: float, error: float, noise: bool) -> None:
-    result = Closeness().error(torch.tensor(found), torch.tensor(expected), off)
+    result = Closeness().error(*(torch.tensor(one, dtype=torch.float64) for one in (found, expected)), off)
     assert result == (pytest.approx(error, rel=1e-5), noise)
+
+
+def test_values_in_float64_are_off_by_the_ratio_of_roundings() -> None:
+    value, exact = torch.tensor([1.0, 2.0], dtype=torch.float64), torch.tensor([1.0, 2.5])
+    assert distance(value, exact) == pytest.approx(0.5 * 2.0**-29)
+    assert distance(value.float(), exact.double()) == pytest.approx(0.5)
 
 
 def test_zeros_are_as_good_as_no_gradient_and_named() -> None:
