@@ -19,7 +19,7 @@ from .equality import Closeness
 from .options import Options, under_policy
 from .plan import Plan
 from .verify_report import Report, judge
-from .verify_steps import Task, one_process, parallel_step
+from .verify_steps import Task, is_double, one_process, parallel_step
 
 
 def verify(
@@ -66,7 +66,7 @@ def verify(
     found = run_local(parallel_step, math.prod(task.mesh), timeout=timeout, args=(task,))[0]
     if found.draws:
         expected = one_process(task, timeout, found.draws)
-    asked = Closeness.of(settings.precision)
+    asked = Closeness.of(settings.precision, is_double(ready))
     asked = asked if tolerance is None else replace(asked, tolerance=tolerance)
     return judge(found, expected, asked, time.perf_counter() - start)
 

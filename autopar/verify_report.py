@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .equality import Closeness, distance, rounding
+from .equality import Closeness, rounding
 from .plan import Plan
 
 
@@ -31,8 +31,9 @@ class Report:
     Attributes:
         loss_error, gradient_errors: relative errors, of the loss and by parameter path: max|a - b| / max|b|, where b is
             the value of one process. Under a 16-bit precision policy one process runs under it too, and a difference
-            counts against the error of b itself, over a unit of rounding, wherever that is more than max|b|
-            (:mod:`autopar.equality`).
+            counts against the error of b itself, over a unit of rounding, wherever that is more than max|b|; without
+            one, gradients that b itself rounds by more than a quarter of the tolerance are given up to ten times it
+            (:mod:`autopar.equality`), and named in ``eased`` where they take it.
         noisy: gradients that are zero but for rounding (the bias of keys in attention), which have no relative error:
             those where max|b| is no more than ten times the error of b in float32 (against float64 on one process).
             Their differences count against a million times that error instead.
@@ -45,6 +46,7 @@ class Report:
         unset: gradients that one process leaves at None and the plan has as zeros (an expert in a list that no token
             chose); they count as equal.
         rounding: under a 16-bit policy, the relative distance of one process from float64.
+        eased: gradients that differ by more than the tolerance, but not by more than both may be off by rounding.
     """
 
     plan: Plan
@@ -59,6 +61,7 @@ class Report:
     draws: bool = False
     unset: tuple[str, ...] = ()
     rounding: float | None = None
+    eased: tuple[str, ...] = ()
 
     @property
     def max_error(self) -> float:
@@ -85,6 +88,8 @@ class Report:
             lines.append(f"{len(self.gradient_errors) - len(worst)} more gradients, none worse")
         if self.noisy:
             lines.append(f"zero but for rounding, on one process too: {_some(self.noisy)}")
+        if self.eased:
+            lines.append(f"farther apart, by no more than their rounding on one process: {_some(self.eased)}")
         if self.unset:
             lines.append(f"zeros, where one process leaves None: {_some(self.unset)}")
         if self.rounding is not None:
@@ -102,7 +107,7 @@ def judge(found: OneStep, expected: tuple[OneStep, OneStep | None], asked: Close
     """What a step under a plan is, compared with that of one process (see :func:`one_process`)."""
     errors, noisy, unset = _compare(found, *expected, asked)
     alone, exact = expected
-    off = distance(alone.loss, exact.loss if exact and asked.always else None)
+    off = asked.off(alone.loss, exact.loss if exact and asked.always else None)
     loss_error = asked.error(found.loss, alone.loss, off)[0]
     assert found.plan is not None
     return Report(
@@ -118,6 +123,13 @@ def judge(found: OneStep, expected: tuple[OneStep, OneStep | None], asked: Close
         draws=found.draws,
         unset=unset,
         rounding=rounding(alone.gradients, exact.gradients) if exact and asked.always else None,
+        eased=tuple(
+            name
+            for name, error in errors.items()
+            if error <= asked.tolerance
+            and name not in {*noisy, *unset}
+            and asked.is_eased(found.gradients[name], alone.gradients[name])
+        ),
     )
 
 
@@ -128,6 +140,7 @@ def _compare(
     that one process leaves at None."""
     errors: dict[str, float] = {}
     noisy, unset = [], []
+    largest = max((float(g.abs().max()) for g in expected.gradients.values() if g.numel()), default=0.0)
     for name in sorted({*found.gradients, *expected.gradients}):
         one, other = found.gradients.get(name), expected.gradients.get(name)
         if one is not None and other is None and not one.any():
@@ -136,7 +149,7 @@ def _compare(
         elif one is None or other is None or one.shape != other.shape:
             errors[name] = math.inf
         else:
-            off = distance(other, exact.gradients.get(name) if exact else None)
-            errors[name], is_noise = asked.error(one, other, off)
+            off = asked.off(other, exact.gradients.get(name) if exact else None)
+            errors[name], is_noise = asked.error(one, other, off if off <= asked.most_off * largest else 0.0)
             noisy += [name] if is_noise else []
     return errors, tuple(noisy), tuple(unset)

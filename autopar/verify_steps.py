@@ -74,11 +74,19 @@ def _exact(task: Task, timeout: float, run: Callable[[Task, bool, float], OneSte
         return None
 
 
+def is_double(model: nn.Module) -> bool:
+    """Whether all of its parameters that are fractions are in float64."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return dtypes == {torch.float64}
+
+
 def _doubled(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
-    """A copy of both in float64; of a model in float64, in float32."""
-    is_double = any(tensor.dtype == torch.float64 for tensor in model.parameters())
-    dtype = torch.float32 if is_double else torch.float64
-    return copy.deepcopy(model).to(dtype), pytree.tree_map(lambda t: t.to(dtype) if _is_float(t) else t, batch)
+    """A copy of both in float64; of a model in float64, in float32. Complex tensors stay as they are."""
+    double = not is_double(model)
+    dtype = torch.float64 if double else torch.float32
+    other = copy.deepcopy(model)
+    other = other.double() if double else other.float()
+    return other, pytree.tree_map(lambda t: t.to(dtype) if _is_float(t) else t, batch)
 
 
 def in_training(model: nn.Module) -> nn.Module:

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.equality import Closeness, distance
+from autopar.equality import Closeness
 from autopar.errors import TraceError, WorkerError
-from autopar.verify_report import OneStep, Report, _compare
+from autopar.verify_report import OneStep, Report, _compare, judge
+from autopar.verify_steps import _doubled
 from tests.models import Stack, make, plain, text
 from tests.questions import CLUSTER
 
@@ -87,8 +88,37 @@ def test_relative_error(found: list[float], expected: list[float], off: float, e
 
 def test_values_in_float64_are_off_by_the_ratio_of_roundings() -> None:
     value, exact = torch.tensor([1.0, 2.0], dtype=torch.float64), torch.tensor([1.0, 2.5])
-    assert distance(value, exact) == pytest.approx(0.5 * 2.0**-29)
-    assert distance(value.float(), exact.double()) == pytest.approx(0.5)
+    assert Closeness.of(None, double=True).off(value, exact) == pytest.approx(0.5 * 2.0**-29)
+    assert Closeness.of(None).off(value, exact) == pytest.approx(0.5)
+    assert Closeness.of(None).off(value, torch.tensor([1.0, math.inf])) == 0.0
+
+
+def test_what_float64_computes_in_another_way_excuses_nothing() -> None:
+    """Off by 5% in float64, one gradient of a model is no more equal to 1.05 times itself than all are."""
+    loss, weight = torch.tensor(1.0), torch.ones(2)
+    for others, far in ((1.0, 0.5), (1e6, 0.05)):
+        alone = OneStep(loss, {"weight": weight, "other": torch.full((2,), others)})
+        exact = OneStep(loss, {"weight": weight * (1 + far), "other": alone.gradients["other"]})
+        found = OneStep(loss, {"weight": weight * 1.05, "other": alone.gradients["other"]})
+        assert _compare(found, alone, exact, Closeness())[0]["weight"] > 1e-5
+
+
+def test_what_only_rounding_excuses_is_named() -> None:
+    plan, loss, weight = report_with(0.0).plan, torch.tensor(1.0), torch.ones(2)
+    alone = OneStep(loss, {"weight": weight, "other": torch.full((2,), 10.0)})
+    exact = OneStep(loss, {**alone.gradients, "weight": weight + 2e-5})
+    found = OneStep(loss, {**alone.gradients, "weight": weight + 5e-5}, plan=plan)
+    report = judge(found, (alone, exact), Closeness(), 0.0)
+    assert report.ok and report.eased == ("weight",) and "by no more than their rounding" in str(report)
+    assert not judge(found, (alone, alone), Closeness(), 0.0).ok
+
+
+def test_complex_buffers_stay_complex_in_float64() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("turns", torch.polar(torch.ones(2), torch.ones(2)))
+    other, batch = _doubled(model, {"x": torch.ones(2)})
+    assert torch.equal(other.turns, model.turns) and other.weight.dtype == batch["x"].dtype == torch.float64
+    assert _doubled(model.double(), torch.ones(2, dtype=torch.float64))[0].weight.dtype == torch.float32
 
 
 def test_zeros_are_as_good_as_no_gradient_and_named() -> None:
