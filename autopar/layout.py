@@ -85,7 +85,7 @@ class Layout:
         balanced: whether each context rank holds one piece from the sequence's beginning and one from its end, so that
             causal attention takes equally long on all. Otherwise the rank with the last tokens takes longest.
         gathers: what ZeRO-3 gathers at once: the weights of a ``"layer"``, once in forward and once in backward; or
-            each ``"tensor"`` separately, and once more for what backward computes again (DeepSpeed, 2021).
+            each ``"tensor"`` separately, and those that what backward computes again takes once more (DeepSpeed, 2021).
         operands: what sequence parallelism keeps of the operands of products: ``"shards"``, gathered once more in
             backward (Korthikanti et al. 2022, section 4.2.2), or the ``"whole"`` operand as gathered in forward.
         apart: modules (globs of paths) whose input gradients are each summed over tensor ranks separately. Elsewhere

@@ -193,15 +193,16 @@ class _Biller:
 
     def weights(self, name: str) -> tuple[Weight, ...]:
         return tuple(
-            replace(self._weight(node), again=self._is_taken_again(node, name))
+            replace(self._weight(node), again=self._taken_again(node, name))
             for node in self.graph.placeholders("param")
             if name in self.using[node.name]
         )
 
-    def _is_taken_again(self, node: Node, name: str) -> bool:
-        """Whether what a section computes again takes a parameter."""
-        users = (user.name for user in readers(self.graph, Value(node.name)) if user.phase == "forward")
-        return any(user in self.saved.again.nodes and self.homes[user] == name for user in users)
+    def _taken_again(self, node: Node, name: str) -> frozenset[str]:
+        """The ways of recomputation in which what a section computes again takes a parameter."""
+        users = {user.name for user in readers(self.graph, Value(node.name)) if user.phase == "forward"}
+        here = {user for user in users if self.homes[user] == name}
+        return frozenset(way for way, nodes in self.saved.repeated.items() if here & nodes)
 
     def _weight(self, node: Node) -> Weight:
         place = self.assignment.parameters[node.name].weight

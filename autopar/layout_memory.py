@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from .layout import Layout
 from .layout_section import Section, Weight, counted
@@ -95,15 +96,30 @@ def sent_away(chunk: Sequence[Section], layout: Layout) -> tuple[int, int]:
 
 def _gathered(every: Sequence[tuple[Section, int]], layout: Layout) -> int:
     """Whole weights of the two sections that are at work or fetched, and the gradient of one; weights that no other
-    rank has are whole anyway."""
+    rank has are whole anyway, and a weight that both take is there once."""
     if layout.zero < 3:
         return 0
-    sizes = []
+    gradient, own, shared = 0, [0, 0], []
     for section, often in every:
         divided = [weight for weight in (*section.weights, *section.lent) if data_ranks(weight, layout) > 1]
-        whole = sum(whole_bytes(weight, layout) for weight in divided)
-        sizes += [(whole, sum(weight.elements * weight.itemsize for weight in divided))] * min(2, often)
-    return sum(sorted(whole for whole, _ in sizes)[-2:]) + max(gradient for _, gradient in sizes)
+        gradient = max(gradient, sum(weight.elements * weight.itemsize for weight in divided))
+        alone = sum(whole_bytes(weight, layout) for weight in divided if not weight.shared)
+        together = {weight.path: whole_bytes(weight, layout) for weight in divided if weight.shared}
+        if together:
+            shared += [(alone, together)] * min(2, often)
+        else:
+            own += [alone] * min(2, often)
+    # Of sections that share nothing the largest two alone can be a part of the largest pair.
+    sizes = [*shared, *((alone, dict[str, int]()) for alone in sorted(own)[-2:])]
+    return gradient + max(_of_both(one, other) for one, other in combinations(sizes, 2))
+
+
+def _of_both(one: tuple[int, dict[str, int]], other: tuple[int, dict[str, int]]) -> int:
+    """Bytes of the weights of two sections, each its own bytes and, by path, those of weights that others have too:
+    what both have is one tensor."""
+    common = one[1].keys() & other[1].keys()
+    twice = sum(min(one[1][path], other[1][path]) for path in common)
+    return one[0] + other[0] + sum(one[1].values()) + sum(other[1].values()) - twice
 
 
 def _activations(in_flight: float, chunks: Sequence[Sequence[Section]], layout: Layout) -> int:

@@ -49,6 +49,19 @@ def _sources(graph: Graph, value: Value, kept: Set[Value], moved: Set[tuple[Valu
     return found
 
 
+def remaking(graph: Graph, remade: Mapping[Value, Set[Value]]) -> frozenset[str]:
+    """The operations that make values again from what :func:`remakeable` says."""
+    found = set[str]()
+    for value, sources in remade.items():
+        waiting = [value]
+        while waiting:
+            node = graph[waiting.pop().node]
+            if not node.is_placeholder and node.name not in found:
+                found.add(node.name)
+                waiting += [operand for operand in node.operands if operand not in sources]
+    return frozenset(found)
+
+
 @dataclass(frozen=True)
 class Again:
     """What backward computes again of named modules: the operations ``nodes`` (by name), whose results ``dropped`` need

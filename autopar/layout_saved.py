@@ -17,7 +17,7 @@ from .layout_attention import inside_attention
 from .layout_homes import AFTER, BEFORE
 from .layout_kernels import KernelPrices
 from .layout_place import Placed
-from .layout_remade import computed_again, remakeable
+from .layout_remade import computed_again, remakeable, remaking
 from .layout_section import Seconds
 from .prices import local_bytes
 from .spec import Placements
@@ -41,6 +41,10 @@ class Saved:
         saved = priced.kernels.saved
         self.remade = remakeable(self.graph, saved, moved)
         self.again = computed_again(priced.kernels, self._is_recomputed, homes)
+        # The operations that run once more, by what asks for it.
+        inside = self.inside
+        ways = {"selective": inside, "elementwise": inside | remaking(self.graph, self.remade)}
+        self.repeated = {"recomputed": self.again.nodes, **ways}
         # What backward reads of what forward makes, and with it what is kept to compute some of that again.
         self.read = {value: priced.kept(value) for value in saved}
         taken = (value for value in self.again.taken if value.node in self.varying)
@@ -71,7 +75,7 @@ class Saved:
             source = origin(self.graph, use.value)
             if not self._is_held(use.consumer) or not self._is_made_elsewhere(source):
                 continue
-            if use.target != use.source or source not in self.read or source in self.again.dropped:
+            if use.target != use.source or source not in self.kept or source in self.again.dropped:
                 found[source, use.target] = self._taken(use)
         return sum(found.values())
 

@@ -33,7 +33,8 @@ class Weight:
     axes are those over which its gradient is left as a sum to be taken. ``experts``: of a weight that has an entry of
     every expert, among how many ranks these are divided; 0 for any other. One that is not ``trained`` has neither
     gradient nor optimizer state; of one that is ``cast`` products take copies in fp8. A ``shared`` one is a weight of
-    several sections. ``again``: whether modules that :attr:`.Layout.recomputed` names take it once more."""
+    several sections. ``again``: what takes it once more in backward: what ``"selective"`` or
+    ``"elementwise"`` recomputation computes again, or the modules that are ``"recomputed"`` by name."""
 
     path: str
     elements: int
@@ -43,7 +44,7 @@ class Weight:
     trained: bool = True
     cast: bool = False
     shared: bool = False
-    again: bool = False
+    again: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -95,10 +95,14 @@ class SectionTimes:
         return forward + gather, backward + again + scatter
 
     def gather_again(self, section: Section) -> float:
-        """Seconds of gathering weights one by one for what backward computes again: of named modules their own."""
-        if section.is_layer and self.layout.recompute != "none":
-            return self.gather(section) if self.again(section).compute else 0.0
-        taken = tuple(weight for weight in (*section.weights, *section.lent) if weight.again)
+        """Seconds of gathering weights one by one for what backward computes again: of whole layers all, else those
+        that what is computed again takes."""
+        if not self.again(section).compute:
+            return 0.0
+        if section.is_layer and self.layout.recompute in ("full", "operations"):
+            return self.gather(section)
+        ways = {"recomputed", self.layout.recompute if section.is_layer else "none"}
+        taken = tuple(weight for weight in (*section.weights, *section.lent) if weight.again & ways)
         return self.gather(replace(section, weights=taken, lent=()))
 
     def gather(self, section: Section) -> float:

@@ -61,6 +61,19 @@ def test_a_weight_of_all_layers_is_on_every_stage_once() -> None:
         assert other.weights - one.weights == 2 * matrix, "two layers on each stage"
 
 
+def test_a_table_that_two_sections_gather_is_there_once() -> None:
+    """Apart, the embedding and the head are the two largest sections. Tied, the largest two are the larger end and a
+    layer, and the table's shard rests once."""
+    layout = Layout(data=8, zero=3, microbatch=4)
+    tied, apart = (model(is_tied).price(layout, A100).held[0] for is_tied in (True, False))
+    sections = model(True).sections(layout, A100)
+    layer = max(sum(weight.elements for weight in section.weights) for section in sections.layers)
+    ends = [sum(weight.elements for weight in end.weights) for end in (sections.before, sections.after)]
+    assert min(ends) >= TABLE and layer > sum(ends) - 2 * TABLE
+    whole = 2 * (sum(ends) - (max(ends) + layer))
+    assert apart.weights - tied.weights == pytest.approx(whole + 2 * TABLE // 8, abs=64)
+
+
 def test_every_section_that_takes_a_shared_weight_gathers_it() -> None:
     """For forward and for backward of both microbatches; its gradient is scattered once for each, not with the gain and
     the bias before the head."""

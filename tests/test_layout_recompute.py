@@ -130,6 +130,17 @@ def test_of_named_modules_only_their_weights_are_gathered_again() -> None:
     assert steps[0] - steps[1] == pytest.approx(2 * (gathered(False) - gathered(True)) + gains)
 
 
+def test_what_is_elementwise_gathers_the_weights_of_norms_again() -> None:
+    """Two gains of every layer; attention in one kernel has no insides that would be computed again."""
+    for recompute, gains in (("elementwise", 2), ("selective", 0)):
+        tensor, layer = (
+            sharded(gathers=gathers, recompute=recompute, overlap=()).predicted.step_seconds
+            for gathers in ("tensor", "layer")
+        )
+        again = gains * SHAPE.layers * collective_seconds(H100, (64, 1, 1), "all_gather", (0,), SHAPE.hidden * 2)
+        assert tensor - layer == pytest.approx(2 * (gathered(False) - gathered(True)) + again)
+
+
 def test_what_travels_takes_a_share_of_the_processors() -> None:
     """Where computing takes longer than every gather beside it, it is slowed down by a share of what travels."""
     long = Shape(2, 1024, 8, 2, 128, 4096, gated=True, vocab=1024, seq=32768, flash=True)
@@ -204,6 +215,15 @@ def test_what_a_caller_holds_is_held_though_it_is_computed_again() -> None:
         for holds, globs in ((("*.mlp.gate",), ()), (("*.mlp.gate",), ("*.norm2",)), ((), ("*.norm2",)))
     )
     assert held == both == again + SHAPE.seq * SHAPE.hidden * 2
+
+
+def test_what_is_kept_to_compute_again_is_held_already() -> None:
+    """Of ``Tanh`` the product before it, whose result nothing else keeps."""
+    saved = []
+    for holds in ((), ("layers.*.1",)):
+        layout = Layout(microbatch=32, precision="fp32", recomputed=("layers.*.1",), holds=holds)
+        saved.append([section.saved for section in plain_layers().sections(layout, H100).layers])
+    assert saved[0] == saved[1] == [(32 * 256 + 32 * 64) * 4] * len(saved[0])
 
 
 def test_a_norm_computed_again_is_as_one_of_all_that_is_elementwise() -> None:
