@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from .decompositions import decomposition_table
 from .errors import TraceError
 from .trace_call import Call, Differentiate, LossFunction, Returned, call_loss, collect_outputs
-from .trace_counters import Operations, Ran, attributes_of, changed, counted, counters, with_attributes
+from .trace_counters import Left, Operations, Ran, attributes_of, changed, counted, counters, with_attributes
 from .trace_experts import experts_as_operations
 from .trace_model import State, exchanged, module_paths
 from .trace_outline import outline
@@ -153,9 +153,7 @@ class Step(nn.Module):
         """Which of the numbers that changed a graph must not keep, see :func:`counted`."""
         return counted(partial(self._ran, inputs), self.counted)
 
-    def _ran(
-        self, inputs: Sequence[torch.Tensor], attributes: Sequence[Mapping[str, object]], *, other_mode: bool
-    ) -> Ran:
+    def _ran(self, inputs: Sequence[torch.Tensor], attributes: Sequence[Left], *, other_mode: bool) -> Ran:
         """What a step runs that finds ``attributes`` in the modules: with its backward, even if the trace is without,
         since the other mode may be training."""
         self.__dict__["selected"].restart()

@@ -14,7 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-_PLAIN = (bool, int, float, str, tuple, type(None))
+from .trace_model import contents_of, refill
+
+# The mode, members and hooks of any module.
+_OWN = frozenset(vars(nn.Module()))
 
 
 def counters(model: nn.Module) -> dict[str, float]:
@@ -33,20 +36,29 @@ def changed(before: Mapping[str, float], after: Mapping[str, float]) -> tuple[st
 
 
 @dataclass(frozen=True)
+class Left:
+    """The attributes of one module after a call, without tensors, and the containers among them with what was in
+    them."""
+
+    values: Mapping[str, object]
+    contents: Sequence[tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
 class Ran:
-    """What a call ran, with loss and backward, and the plain attributes of modules after it: numbers by path, and all
-    of them in the order of the modules."""
+    """What a call ran, with loss and backward, and what was in the modules after it: plain numbers by path, and
+    attributes in the order of the modules."""
 
     operations: Sequence[str]
     numbers: Mapping[str, float]
-    attributes: Sequence[Mapping[str, object]]
+    attributes: Sequence[Left]
 
 
 class Run(Protocol):
     """Calls a model as it was before the trace, but for the ``attributes`` of its modules if there are any, in the mode
     that is traced or in the other one."""
 
-    def __call__(self, attributes: Sequence[Mapping[str, object]], *, other_mode: bool) -> Ran: ...
+    def __call__(self, attributes: Sequence[Left], *, other_mode: bool) -> Ran: ...
 
 
 def counted(run: Run, found: tuple[str, ...]) -> tuple[str, ...]:
@@ -61,18 +73,23 @@ def counted(run: Run, found: tuple[str, ...]) -> tuple[str, ...]:
     return changed(first.numbers, second.numbers) if is_same else found
 
 
-def attributes_of(model: nn.Module) -> list[dict[str, object]]:
-    """The plain attributes of each module but its mode: what a call may leave for the next."""
-    return [
-        {key: value for key, value in module.__dict__.items() if type(value) in _PLAIN and key != "training"}
-        for module in model.modules()
-    ]
+def attributes_of(model: nn.Module) -> list[Left]:
+    """What a call may leave in each module for the next, besides tensors."""
+    return [_left(vars(module)) for module in model.modules()]
 
 
-def with_attributes(model: nn.Module, attributes: Sequence[Mapping[str, object]]) -> None:
-    """Gives each module what :func:`attributes_of` found, if that is anything."""
-    for module, values in zip(model.modules(), attributes, strict=False):
-        module.__dict__.update(values)
+def _left(attributes: Mapping[str, object]) -> Left:
+    values = {k: value for k, value in attributes.items() if k not in _OWN and not isinstance(value, torch.Tensor)}
+    return Left(values, contents_of(values.values()))
+
+
+def with_attributes(model: nn.Module, attributes: Sequence[Left]) -> None:
+    """Gives each module what :func:`attributes_of` found, if that is anything. Containers stay the same objects, since
+    modules may share them."""
+    for module, left in zip(model.modules(), attributes, strict=False):
+        module.__dict__.update(left.values)
+        for container, entries in left.contents:
+            refill(container, entries)
 
 
 def warn_of_counters(model: nn.Module, paths: tuple[str, ...]) -> None:

@@ -4,8 +4,8 @@ happens.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 Role = Literal["param", "buffer", "constant"]
-_CONTAINERS = (dict, OrderedDict, defaultdict, list, set)
+_CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
 
 
 @dataclass(frozen=True)
@@ -90,14 +90,24 @@ def model_state(model: nn.Module) -> tuple[State, ...]:
     )
 
 
-def _contents(module: nn.Module) -> dict[str, Any]:
-    """A copy of every container among the attributes: members, hooks, what the model remembers between calls."""
-    return {key: copy(value) for key, value in module.__dict__.items() if type(value) in _CONTAINERS}
+def contents_of(values: Iterable[object]) -> list[tuple[Any, Any]]:
+    """The containers among ``values`` and within them, each with a copy: members, hooks, what a model remembers."""
+    found: dict[int, tuple[Any, Any]] = {}
+    left: deque[Any] = deque(values)
+    while left:
+        value = left.popleft()
+        if type(value) in _CONTAINERS and id(value) not in found:
+            found[id(value)] = (value, copy(value))
+            left.extend(value.values() if isinstance(value, dict) else value)
+        elif type(value) is tuple:
+            left.extend(value)
+    return list(found.values())
 
 
-def _refill(container: Any, saved: Any) -> None:
+def refill(container: Any, saved: Any) -> None:
+    """Makes ``saved``, see :func:`contents_of`, what ``container`` has in it."""
     container.clear()
-    if isinstance(container, list):
+    if isinstance(container, (list, deque)):
         container.extend(saved)
     else:
         container.update(saved)
@@ -105,18 +115,19 @@ def _refill(container: Any, saved: Any) -> None:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Whatever happens inside, every module has its old attributes, members, hooks and caches afterwards."""
+    """Whatever happens inside, every module has its old attributes, members, hooks and caches afterwards, and
+    containers, also those in containers, what they held. Objects of other classes keep what was changed in them."""
     modules = list(model.modules())
     attributes = [dict(module.__dict__) for module in modules]
-    contents = [_contents(module) for module in modules]
+    contents = contents_of(value for members in attributes for value in members.values())
     try:
         yield
     finally:
-        for module, saved, kept in zip(modules, attributes, contents, strict=True):
+        for module, saved in zip(modules, attributes, strict=True):
             module.__dict__.clear()
             module.__dict__.update(saved)
-            for key, entries in kept.items():
-                _refill(module.__dict__[key], entries)
+        for container, entries in contents:
+            refill(container, entries)
 
 
 @contextmanager

@@ -3,6 +3,7 @@ is an error. Plain numbers that a model changes are warned of where later calls 
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import pytest
@@ -154,6 +155,78 @@ class ScalesGradientsBeforeItSets(Numbered):
         return y.square().mean()
 
 
+class Remembers(Numbered):
+    """Has a container, and a number that follows from what is in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+        self.state = {"calls": 0}
+        self.last: deque[int] = deque(maxlen=9)
+        self.nested: list[list[int]] = [[]]
+
+    def remember(self) -> int:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.number = self.remember()
+        return (self.layer(x) * self.number).square().mean()
+
+
+class CountsAList(Remembers):
+    def remember(self) -> int:
+        self.seen.append(0)
+        return len(self.seen)
+
+
+class CountsANewList(Remembers):
+    def remember(self) -> int:
+        self.seen = [*self.seen, 0]
+        return len(self.seen)
+
+
+class CountsInADict(Remembers):
+    def remember(self) -> int:
+        self.state["calls"] += 1
+        return self.state["calls"]
+
+
+class CountsADeque(Remembers):
+    def remember(self) -> int:
+        self.last.append(0)
+        return len(self.last)
+
+
+class CountsOnceInAList(Remembers):
+    """A list in a list."""
+
+    def remember(self) -> int:
+        if not self.nested[0]:
+            self.nested[0].append(0)
+            return 1
+        return 2
+
+
+class SetsOnceInAList(Remembers):
+    """Only the very first call changes the number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x) * self.number
+        if not self.nested[0]:
+            self.nested[0].append(0)
+            self.number = 1
+        return y.square().mean()
+
+
+class FitsAndRemembers(Remembers):
+    """The number does not follow from what it remembers."""
+
+    def remember(self) -> int:
+        self.seen.append(0)
+        self.state["calls"] += 1
+        return min(self.number, 1)
+
+
 class SetsForEvaluation(Numbered):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
@@ -169,6 +242,12 @@ WARNED = (
     PicksBeforeItSets,
     ScalesGradientsBeforeItSets,
     SetsForEvaluation,
+    CountsAList,
+    CountsANewList,
+    CountsInADict,
+    CountsADeque,
+    CountsOnceInAList,
+    SetsOnceInAList,
 )
 
 
@@ -180,7 +259,15 @@ def test_numbers_that_later_calls_would_find_changed_are_warned_of(kind: type[Nu
     assert model[1].number == 3
 
 
+def test_what_a_model_remembers_is_put_back() -> None:
+    model = CountsADeque()
+    with pytest.warns(UserWarning, match="changes number"):
+        trace(model, (torch.randn(3, 4),), device="cpu")
+    assert not model.last and model.last.maxlen == 9
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("grad", [True, False])
-def test_numbers_that_are_fitted_before_they_are_used_are_not(training: bool, grad: bool) -> None:
-    trace(Fits(), (torch.randn(3, 4),), device="cpu", training=training, grad=grad)
+@pytest.mark.parametrize("kind", [Fits, FitsAndRemembers])
+def test_numbers_that_are_fitted_before_they_are_used_are_not(kind: type[Numbered], training: bool, grad: bool) -> None:
+    trace(kind(), (torch.randn(3, 4),), device="cpu", training=training, grad=grad)
