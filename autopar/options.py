@@ -41,8 +41,9 @@ class Options:
         time_limit: seconds of computing that the solvers of one plan may take together: processor time of this
             process, so that a busy machine finds the same plan, only later. It is kept approximately: a solver that
             other work kept from the processor may compute for three times its part. Each placement program (one for
-            each mesh shape and pipeline tried, and the baselines) may take half of what is left. Plans are the same on
-            every run unless a solver is cut off. Not counted are the rest of planning (tracing, rules, prices)
+            each mesh shape and pipeline tried, and the baselines) may take half of what is left; an exact solution is
+            not begun if its relaxation alone would take longer, by a speed measured on one machine. Plans are the same
+            on every run unless a solver is cut off. Not counted are the rest of planning (tracing, rules, prices)
             and what is limited by counted work instead: a schedule made to measure (up to about 5 seconds), the plan
             of least memory that is sought where a limit is too small, and the search for the limit that an error
             names where stages fit nowhere (about as many seconds again).

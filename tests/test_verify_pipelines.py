@@ -44,7 +44,7 @@ def cases() -> list[Any]:
     """What is quick to run is run on slow devices; what a stage replicates, tests of dropout and of training run."""
     quick = [(cluster, *case) for cluster in CLUSTERS for case in QUICK]
     rest = [(cluster, *case) for cluster in CLUSTERS for case in REST]
-    slow = [case for case in quick if case[0] == "dgx" or case[1] == "llama"]
+    slow = [case for case in quick if case[0] == "dgx"]
     return [*(c for c in quick if c not in slow), *(pytest.param(*c, marks=pytest.mark.slow) for c in slow + rest)]
 
 
