@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 from torch.distributed.tensor import Partial, Shard
@@ -39,10 +39,11 @@ def check_represented(modules: Sequence[str], depth: Depth, layout: Layout) -> N
     others but not those in all of these, or the other way around: they have one price."""
     for name in _NAMING:
         patterns = getattr(layout, name)
-        named = {path for path in modules if matches(path, patterns)}
+        named = [path for path in modules if matches(path, patterns)]
         for path, kinds in depth.kinds.items() if named else ():
+            parts = _parts(named, path)
             for layer, kind in kinds.items():
-                own, other = (_parts(named, inside(path, one)) for one in (layer, kind))
+                own, other = (parts.get(one, set()) for one in (layer, kind))
                 if own != other:
                     part = min(own ^ other)
                     one, not_one = (layer, kind) if part in own else (kind, layer)
@@ -65,9 +66,15 @@ def check_recomputed(graph: Graph, layout: Layout) -> None:
             )
 
 
-def _parts(paths: set[str], layer: str) -> set[str]:
-    """What is left of those paths that are of parts of a layer, or its own."""
-    return {path.removeprefix(layer) for path in paths if path == layer or path.startswith(f"{layer}.")}
+def _parts(paths: Iterable[str], layers: str) -> dict[str, set[str]]:
+    """Of the elements of the list at ``layers``, by name, what follows the element's own path in those ``paths`` that
+    are of it or of its parts."""
+    below, found = inside(layers, ""), dict[str, set[str]]()
+    for path in paths:
+        if path.startswith(below):
+            name, dot, rest = path.removeprefix(below).partition(".")
+            found.setdefault(name, set()).add(dot + rest)
+    return found
 
 
 def check_division(graph: Graph, layout: Layout) -> None:

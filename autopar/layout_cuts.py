@@ -23,8 +23,7 @@ def cut_into_chunks(sections: Sections, layout: Layout) -> list[list[Section]]:
     cut = _between_operations if layout.cuts == "operations" else _between_layers
     found = cut(sections, layout)
     each = (sections.before, *sections.layers, sections.after)
-    is_shared = any(weight.shared for section in each for weight in section.weights)
-    return once_on_each_rank(found, layout) if is_shared else found
+    return once_on_each_rank(found, layout) if any(section.shared for section in each) else found
 
 
 def _between_layers(sections: Sections, layout: Layout) -> list[list[Section]]:

@@ -90,7 +90,10 @@ def held_by(rank: int, chunks: Sequence[Sequence[Section]], layout: Layout, micr
 def sent_away(chunk: Sequence[Section], layout: Layout) -> tuple[int, int]:
     """Bytes that the first layers of a chunk keep on the host, and of these what is on the device meanwhile: of one
     layer that goes there, or comes back, and of one at work."""
-    kept = [_saved(section, layout) for section in chunk if section.is_layer][: layout.offload_layers]
+    if not layout.offload_layers:
+        return 0, 0
+    layers = [section for section in chunk if section.is_layer]
+    kept = [_saved(section, layout) for section in layers[: layout.offload_layers]]
     return sum(kept), sum(sorted(kept)[-2:])
 
 
@@ -143,8 +146,13 @@ def _saved(section: Section, layout: Layout) -> int:
         return 0
     if layout.recompute in ("full", "operations"):
         return section.entry + (section.saved_kept if layout.recompute == "operations" else 0)
-    dropped = {"selective": section.saved_inside, "elementwise": section.saved_inside + section.saved_remade}
-    return section.saved - dropped.get(layout.recompute, 0)
+    return section.saved - _dropped(section, layout)
+
+
+def _dropped(section: Section, layout: Layout) -> int:
+    """Bytes of what a layer would keep that recomputation drops."""
+    parts = {"none": 0, "selective": section.saved_inside, "elementwise": section.saved_inside + section.saved_remade}
+    return parts.get(layout.recompute, section.saved)
 
 
 def _working(sections: Sequence[Section], layout: Layout) -> int:
@@ -157,5 +165,4 @@ def _again(section: Section, layout: Layout) -> int:
     """Bytes that a section keeps only while it runs backward: what it computes again, or has just made."""
     if not section.is_layer:
         return section.saved_last + section.saved_again
-    parts = {"none": 0, "selective": section.saved_inside, "elementwise": section.saved_inside + section.saved_remade}
-    return parts.get(layout.recompute, section.saved) + section.saved_again
+    return _dropped(section, layout) + section.saved_again

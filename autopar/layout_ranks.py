@@ -46,8 +46,8 @@ def _homes(chunks: Sequence[Sequence[Section]], places: Sequence[tuple[int, int]
     """Where of ``places`` (chunk and section) each shared weight is largest: a section may be cut."""
     sizes: dict[str, tuple[int, tuple[int, int]]] = {}
     for c, i in places:
-        for weight in chunks[c][i].weights:
-            if weight.shared and weight.elements > sizes.get(weight.path, (-1, (0, 0)))[0]:
+        for weight in chunks[c][i].shared:
+            if weight.elements > sizes.get(weight.path, (-1, (0, 0)))[0]:
                 sizes[weight.path] = weight.elements, (c, i)
     return {path: place for path, (_, place) in sizes.items()}
 
@@ -66,9 +66,8 @@ def shared_weights(chunks: Sequence[Sequence[Section]], layout: Layout) -> tuple
     for rank in range(layout.pipeline):
         for c in held_chunks(rank, layout):
             for section in chunks[c]:
-                for weight in section.weights:
-                    if weight.shared:
-                        found.setdefault(weight.path, []).append((rank, weight))
+                for weight in section.shared:
+                    found.setdefault(weight.path, []).append((rank, weight))
     return tuple(
         Shared(max((weight for _, weight in held), key=lambda one: one.elements), tuple(rank for rank, _ in held))
         for held in found.values()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from .layout_exchange import Block
 
@@ -98,6 +99,11 @@ class Section:
     def trained(self) -> tuple[Weight, ...]:
         """The weights that learn."""
         return tuple(weight for weight in self.weights if weight.trained)
+
+    @cached_property
+    def shared(self) -> tuple[Weight, ...]:
+        """The weights that other sections have too. Found once: one section stands for many layers of many layouts."""
+        return tuple(weight for weight in self.weights if weight.shared)
 
 
 @dataclass(frozen=True)
