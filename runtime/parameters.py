@@ -233,8 +233,10 @@ def swap_parameter(parameter: torch.Tensor, replacement: torch.Tensor, name: str
 
 
 def shared_seed(groups: MeshGroups, seed: int | None = None) -> int:
-    """``seed``, or torch's initial seed, as the mesh's first rank has it."""
-    own = torch.tensor([torch.initial_seed() if seed is None else seed]).view(torch.int64)
+    """``seed``, or torch's initial seed, as the mesh's first rank has it: a signed 64-bit integer. Torch's own is
+    unsigned unless the user seeded; as torch does, the same 64 bits count as the same seed."""
+    bits = (torch.initial_seed() if seed is None else seed) & 0xFFFF_FFFF_FFFF_FFFF
+    own = torch.tensor([bits - 2**64 if bits >= 2**63 else bits])
     return int(next(broadcast_first([own], groups))[1])
 
 
