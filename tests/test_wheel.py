@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from built_wheel import PACKAGES, ROOT, build_wheel
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = {
-    "autopar": "autopar",
-    "passes": "autopar/passes",
-    "cost": "autopar/cost",
-    "runtime": "autopar/runtime",
-}
 IMPORT_ALL = """
 import importlib, pathlib, sys
 site = pathlib.Path(sys.argv[1])
@@ -40,27 +33,7 @@ def modules_in_repository() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy so that the build leaves nothing in the repository."""
-    source = tmp_path_factory.mktemp("source")
-    for folder in PACKAGES:
-        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md"):
-        shutil.copy(ROOT / name, source / name)
-    target = tmp_path_factory.mktemp("wheel")
-    command = [
-        sys.executable,
-        "-m",
-        "build",
-        "--wheel",
-        "--no-isolation",
-        "--outdir",
-        str(target),
-        str(source),
-    ]
-    build = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert build.returncode == 0, build.stdout + build.stderr
-    (built,) = target.glob("*.whl")
-    return built
+    return build_wheel(tmp_path_factory.mktemp("built"))
 
 
 def test_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
