@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.runtime.groups import AxisGroup, mesh_groups, mesh_of_one
 from autopar.runtime.module import ParallelModule
 
+from .agreed_plan import agreed_plan
 from .cluster import Cluster
 from .compiler import Compiler, ask, prepare
 from .default_cluster import default_cluster
@@ -108,7 +109,8 @@ def parallelize(
     parameters DTensors. Called by every rank (``torchrun``), or by the only process for a mesh of one.
 
     Traced and planned at the first batch it sees, or now if ``example_inputs`` are given. A real model keeps its
-    weights (rank 0's); a meta model is materialised shard by shard. What the model draws (dropout, noise) depends on
+    weights (rank 0's); a meta model is materialised shard by shard. A ``plan`` may be given on every rank, or on rank 0
+    alone: rank 0's is used. What the model draws (dropout, noise) depends on
     ``options.seed`` (without one, on ``torch.initial_seed()`` of rank 0 now), on the step and on the model, and not on
     the plan; ``torch.manual_seed`` later changes nothing, ``set_random_state`` does. Without ``cluster``, processors
     are priced as calibrated (``"local"``), GPUs as calibrated or by their name (:mod:`autopar.default_cluster`). See
@@ -120,12 +122,13 @@ def parallelize(
     """
     devices = device_mesh(mesh)
     groups = mesh_groups(devices)
+    ranks = groups.over(groups.axes)
+    plan = agreed_plan(plan, ranks)
     settings = options or Options()
     settings = settings if plan is None else under_policy(settings, plan.precision)
     if dist.is_initialized() and devices.size() < dist.get_world_size():
         # Laying devices out anew is collective over all ranks, and those outside this mesh do not take part.
         settings = replace(settings, mesh_search=False)
-    ranks = groups.over(groups.axes)
     compiler = Compiler(
         model=model,
         mesh=tuple(devices.shape),

@@ -28,6 +28,7 @@ from autopar.passes.scaled_loss import with_scaled_loss
 from autopar.runtime.compiled import Compiled, Request
 from autopar.runtime.groups import AxisGroup
 
+from .agreed_plan import plan_identity
 from .assignment import Assignment
 from .cluster import Cluster
 from .compile_stages import StageCompiler, check_memory
@@ -261,7 +262,7 @@ class Compiler:
 
     def _as_compiled(self, program: PipelineProgram, graph: Graph, base: Prepared) -> Compiled:
         assert self.plan is not None
-        text = f"{self.plan.to_json()}{graph.to_text()}{program.schedule}{torch.__version__}"
+        text = f"{plan_identity(self.plan)}{graph.to_text()}{program.schedule}{torch.__version__}"
         return Compiled(program, base.traced.signature, self.plan, hashlib.sha256(text.encode()).hexdigest())
 
     def _annotate(self, base: Prepared, batch: int) -> Graph:
@@ -290,7 +291,7 @@ class Compiler:
         graph, assignment = recomputed(graph, assignment)
         job = Lowering(graph, assignment, coordinate_of(self.ranks.index, self.plan.mesh), prices.path, BUCKET_BYTES)
         program = overlap(lower(job, graph.outputs))
-        text = f"{self.plan.to_json()}{graph.to_text()}{_messages(program)}{torch.__version__}"
+        text = f"{plan_identity(self.plan)}{graph.to_text()}{_messages(program)}{torch.__version__}"
         fingerprint = hashlib.sha256(text.encode()).hexdigest()
         return Compiled(program, base.traced.signature, self.plan, fingerprint)
 
