@@ -15,7 +15,7 @@ from .first_rank import on_first_rank
 from .plan import Plan
 from .plan_json import plan_to_dict
 
-# What a plan is for, and what execution reads of it. The rest (prices, seconds that planning took, warnings) is for people.
+# What a plan is for, and what execution reads of it. The rest (prices, seconds of planning, warnings) is for people.
 _SUBJECT = ("batch", "mesh", "stages", "microbatches", "precision", "graph_hash")
 _CHOICE = ("parameters", "strategy_table", "strategies", "recomputed", "schedule")
 _PIPELINE = ("cuts", "schedule", "wires")
@@ -51,8 +51,8 @@ def agreed_plan(plan: Plan | None, ranks: AxisGroup) -> Plan | None:
     others = [rank for rank, found in enumerate(everyone) if found and first and found[1] != first[1]]
     if others and ranks.index == 0:
         warnings.warn(
-            f"ranks {', '.join(map(str, others))} bring another plan than rank 0, as solvers that a time limit cuts off "
-            "make: rank 0's is used on all. Options(time_limit=...) with more seconds makes plans the same on every run",
+            f"ranks {', '.join(map(str, others))} bring another plan than rank 0, as solvers do that a time limit cuts "
+            "off: rank 0's is used on all ranks. With a longer Options(time_limit=...) plans are the same on every run",
             stacklevel=3,
         )
     return on_first_rank(ranks, lambda: plan)
