@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
+
+from torch import nn
 
 from autopar.pipeline import PipelineProgram
 from autopar.program import Program
@@ -26,15 +28,29 @@ class Request:
     outputs: OutputsWanted
 
 
+class Guards(Protocol):
+    """What a program takes for granted about Python objects that the model reads and a call does not show: attributes
+    of modules, lists, random numbers of Python."""
+
+    def changed(self, module: nn.Module) -> str | None:
+        """What is no longer as it was when ``module`` was traced, such as ``drop.p was 0.1 and is 0.5``; None if all
+        is."""
+        ...
+
+
 @dataclass(frozen=True)
 class Compiled:
     """The answer: this rank's ``program`` (a :class:`PipelineProgram` if a step goes in microbatches), how the model is
-    called, and the ``plan`` shown to the user. ``fingerprint`` identifies plan and graph: the same on all ranks."""
+    called, and the ``plan`` shown to the user. ``fingerprint`` identifies plan and graph: the same on all ranks.
+    ``guards`` (None: nothing) must hold for the program to be used; ``planned`` says that the plan was made for just
+    this program."""
 
     program: Program | PipelineProgram
     signature: Signature
     plan: object
     fingerprint: str = field(default="")
+    guards: Guards | None = None
+    planned: bool = False
 
 
 Compile = Callable[[Request], Compiled]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from autopar.timeline import Timeline
 from .agreement import check_agreement
 from .autograd import differentiate
 from .call import Call
+from .call_kind import CallKind, kind_of, named_leaves
 from .compiled import Compile, OutputsWanted, Request
 from .gradient_norm import clip, gradients_of, total_norm
 from .groups import mesh_groups
@@ -29,6 +30,7 @@ from .loss_scale import LossScale, watch_optimizers, watch_zero_grad
 from .optimizer import make_optimizer
 from .parameters import broadcast_first, make_dtensor, shared_seed
 from .pipeline_call import PipelineCall
+from .programs import AnyCall, ProgramLine, Programs
 from .randomness import RandomState
 from .stage_mesh import whole_everywhere
 from .weights import Weights
@@ -44,7 +46,6 @@ _SHARED = (
     "_load_state_dict_post_hooks",
 )
 
-AnyCall = Call | PipelineCall
 _NO_TAPE = (
     "under a plan with microbatches, model(...) does not record for backward(), since forward and backward of several "
     "microbatches take turns: run loss = model.step(...), which leaves .grad on the parameters, or model(...) under "
@@ -78,7 +79,7 @@ class ParallelModule(nn.Module):
         if self._loss_scale is not None:
             watch_optimizers(self, self._loss_scale)
         self._compile = compile
-        self._calls: dict[object, AnyCall] = {}
+        self._programs = Programs(module, speaks=self._groups.over(self._groups.axes).index == 0)
         self._plan: object | None = None
         self._timelines: list[Timeline] | None = None
 
@@ -118,30 +119,33 @@ class ParallelModule(nn.Module):
     ) -> AnyCall:
         """Compiles a program for calls like this one, unless there is one already, without running it. Collective over
         the mesh."""
-        key = (self._kind(args, kwargs), grad, outputs)
-        if key not in self._calls:
-            compiled = self._compile(Request(args, dict(kwargs), self.training, grad, outputs))
-            check_agreement(compiled.fingerprint, self._groups)
-            self._groups = self._weights.groups = self._groups.regrouped(compiled.program.mesh)
-            kind = PipelineCall if isinstance(compiled.program, PipelineProgram) else Call
-            draw_state = partial(self._random.advance, self.training and grad)
-            self._calls[key] = kind(compiled, self._weights, self._groups, draw_state, self._loss_scale)
-            self._plan = compiled.plan
-        call = self._calls[key]
+        kind = kind_of(self._original, args, kwargs, grad, outputs)
+        call = self._programs.find(kind) or self._make(args, kwargs, kind)
         if isinstance(call, PipelineCall):
             call.timelines = self._timelines
         return call
 
-    def _kind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
-        """What two calls must have in common to run the same program."""
-        leaves, spec = tree_flatten((args, dict(sorted(kwargs.items()))))
-        kinds = tuple((v.shape, v.dtype) if isinstance(v, torch.Tensor) else None for v in leaves)
-        return kinds, str(spec), self._modes()
+    def _make(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: CallKind) -> AnyCall:
+        """Compiles a program for calls of this kind."""
+        leaves = named_leaves(self._original, args, kwargs, kind)
+        why, begin = self._programs.why(kind, leaves), time.perf_counter()
+        compiled = self._compile(Request(args, dict(kwargs), self.training, kind.grad, kind.outputs))
+        check_agreement(compiled.fingerprint, self._groups)
+        self._groups = self._weights.groups = self._groups.regrouped(compiled.program.mesh)
+        bound = PipelineCall if isinstance(compiled.program, PipelineProgram) else Call
+        draw_state = partial(self._random.advance, self.training and kind.grad)
+        call = bound(compiled, self._weights, self._groups, draw_state, self._loss_scale)
+        self._plan = compiled.plan
+        seconds = time.perf_counter() - begin
+        guards, planned = compiled.guards, compiled.planned
+        self._programs.add(kind, leaves, call, why=why, guards=guards, planned=planned, seconds=seconds)
+        return call
 
-    def _modes(self) -> tuple[bool, ...]:
-        """Which modules are training and which parameters want a gradient: a frozen one makes another program."""
-        wanted = (parameter.requires_grad for parameter in self.parameters())
-        return (*(module.training for module in self.modules()), *wanted)
+    def programs(self) -> tuple[ProgramLine, ...]:
+        """The programs made so far, oldest first: another kind of call (other shapes, dtypes, values of inputs that are
+        no tensors, modes, frozen parameters) has a program of its own, with the parameters where they are. ``print``
+        each for a line; at most 64 are kept besides the one that was planned."""
+        return self._programs.listing()
 
     def _wants_grad(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         inputs = tree_flatten((args, dict(kwargs)))[0]
@@ -213,10 +217,10 @@ class ParallelModule(nn.Module):
 
     def _any_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AnyCall:
         """A compiled call for such a batch, whatever its outputs: they all read the same placements."""
-        kind = self._kind(args, kwargs)
-        for key in product([kind], (True, False), ("loss", "all")):
-            if key in self._calls:
-                return self._calls[key]
+        kind = kind_of(self._original, args, kwargs, False, "all")
+        for known, call in self._programs.calls():
+            if replace(known, grad=False, outputs="all") == kind:
+                return call
         return self.prepare(args, kwargs, "all", grad=torch.is_grad_enabled())
 
     def random_state(self) -> dict[str, int]:

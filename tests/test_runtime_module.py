@@ -198,8 +198,6 @@ def test_another_batch_size_is_another_program() -> None:
 def test_errors_teach() -> None:
     def work(model: ParallelModule, reference: Tiny, batch: torch.Tensor, mesh: DeviceMesh) -> None:
         loss = model(batch, scale=1.0)["loss"]
-        with pytest.raises(PlanMismatchError, match=r"non-tensor input kwargs\['scale'\] was 1.0 when .* is now 2.0"):
-            model(batch, scale=2.0)
         loss.backward(retain_graph=True)
         with pytest.raises(AutoparError, match="add the losses and call backward\\(\\) once"):
             loss.backward()
