@@ -64,7 +64,8 @@ class Options:
             every parameter; False: of none; None: of those where it makes the step fit into memory at least cost, none
             if it fits without. ``model.optimizer(...)`` carries it out.
         seed: decides what the model draws (dropout, noise), how a meta model is initialised, and how the solver breaks
-            ties; default: torch's initial seed on rank 0, and 0 for the solver.
+            ties; default: torch's initial seed on rank 0, and 0 for the solver. As for :func:`torch.manual_seed`, a
+            number from -2**63 to 2**64 - 1, of which negative ones count as 2**64 more.
     """
 
     memory_limit: int | None = None
@@ -106,7 +107,17 @@ class Options:
                 "{'lm_head.weight': 'S(0),R', 'layers.3': 'stage 1'}"
             )
 
+    @property
+    def solver_seed(self) -> int:
+        """The seed of the solvers, which take 31 bits."""
+        return (self.seed or 0) & 0x7FFF_FFFF
+
     def _check_numbers(self) -> None:
+        if self.seed is not None and (type(self.seed) is not int or not -(2**63) <= self.seed < 2**64):
+            raise OptionsError(
+                f"seed={self.seed!r} is not a seed: a whole number from -2**63 to 2**64 - 1, as for "
+                "torch.manual_seed, or None for torch's own seed"
+            )
         for name in ("microbatches", "stages"):
             if getattr(self, name) is not None and (type(getattr(self, name)) is not int or getattr(self, name) < 1):
                 raise OptionsError(f"{name}={getattr(self, name)!r} is not a positive number, or None to search")

@@ -175,6 +175,6 @@ class _Solved:
         if options.schedule not in (None, SOLVED):
             return self.found()
         limit = float(memory_limit_of(self.question))
-        measure = Measure(options.schedule == SOLVED, limit, options.time_limit, options.seed or 0)
+        measure = Measure(options.schedule == SOLVED, limit, options.time_limit, options.solver_seed)
         better, kept = with_solved_schedule(self.made, measure)
         return replace(self, made=better).found(kept)

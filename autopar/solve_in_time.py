@@ -20,7 +20,7 @@ def solve_in_time(
         problem,
         time_limit=timings.left(options.time_limit) / 2,
         gap=max(options.gap, least_gap),
-        seed=options.seed or 0,
+        seed=options.solver_seed,
         incumbents=incumbents,
         counted=timings.counted,
     )

@@ -41,6 +41,7 @@ from autopar.spec import (
 from .collectives import Collectives
 from .groups import AxisGroup, MeshGroups
 from .materialise import Initialiser
+from .randomness import signed_seed
 
 _BUCKET_BYTES = 32 << 20
 
@@ -233,10 +234,8 @@ def swap_parameter(parameter: torch.Tensor, replacement: torch.Tensor, name: str
 
 
 def shared_seed(groups: MeshGroups, seed: int | None = None) -> int:
-    """``seed``, or torch's initial seed, as the mesh's first rank has it: a signed 64-bit integer. Torch's own is
-    unsigned unless the user seeded; as torch does, the same 64 bits count as the same seed."""
-    bits = (torch.initial_seed() if seed is None else seed) & 0xFFFF_FFFF_FFFF_FFFF
-    own = torch.tensor([bits - 2**64 if bits >= 2**63 else bits])
+    """``seed``, or torch's initial seed, as the mesh's first rank has it, as :func:`signed_seed`."""
+    own = torch.tensor([signed_seed(torch.initial_seed() if seed is None else seed)])
     return int(next(broadcast_first([own], groups))[1])
 
 

@@ -26,6 +26,13 @@ from .groups import MeshGroups
 TRAINING, EVALUATION = 0, 1
 
 
+def signed_seed(seed: int) -> int:
+    """``seed`` as a signed 64-bit integer, which a tensor holds. A process that was not seeded has one of 64 bits
+    without a sign; as for torch, the same bits are the same seed."""
+    bits = seed & 0xFFFF_FFFF_FFFF_FFFF
+    return bits - 2**64 if bits >= 2**63 else bits
+
+
 @dataclass
 class RandomState:
     """What the next call of a model draws is a function of this: ``steps`` counts the calls that train, ``evaluations``
@@ -34,6 +41,9 @@ class RandomState:
     seed: int
     steps: int = 0
     evaluations: int = 0
+
+    def __post_init__(self) -> None:
+        self.seed = signed_seed(self.seed)
 
     def advance(self, trains: bool) -> torch.Tensor:
         """The state of this call, as :mod:`autopar.random_ops` takes it, for a batch from its first sample on; counts

@@ -3,14 +3,19 @@ plan. The state of those with one."""
 
 from __future__ import annotations
 
+import pytest
 import torch
+from models import make
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+import autopar
 from autopar.graph import Value
 from autopar.passes.overlap import overlap
 from autopar.program import Instruction, Program, Section, TensorSlot, draws_numbers, is_random
 from autopar.runtime.groups import mesh_groups, mesh_of_one
 from autopar.runtime.launch import run_local
+from autopar.runtime.parameters import shared_seed
 from autopar.runtime.randomness import RandomState, draws, shared_random
 from autopar.spec import REPLICATE
 
@@ -83,3 +88,41 @@ def test_evaluation_does_not_disturb_training() -> None:
     assert torch.equal(state.advance(True), other.advance(True))
     assert other.advance(False).tolist() == [5, 1, 3, 0]
     assert state.advance(True).tolist() == [5, 0, 1, 0]
+
+
+SEEDS = (0, 2**31, 2**63 - 1, 2**63, 2**64 - 1, -1, -(2**63))
+
+
+def _shares_seeds(rank: int, world: int) -> list[tuple[int, int]]:
+    """Each of ``SEEDS`` as an option, and as the first rank's own."""
+    groups = mesh_groups(DeviceMesh("cpu", torch.arange(world)))
+    found = []
+    for seed in SEEDS:
+        torch.manual_seed(seed if rank == 0 else 5)
+        found.append((shared_seed(groups, seed), shared_seed(groups)))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_seed_that_torch_takes_is_shared(world: int) -> None:
+    for found in run_local(_shares_seeds, world, timeout=60):
+        assert [option for option, _ in found] == [own for _, own in found]
+        assert [own % 2**64 for _, own in found] == [seed % 2**64 for seed in SEEDS]
+
+
+def test_solvers_take_any_seed() -> None:
+    """Theirs has 31 bits; the one of CP-SAT, which makes schedules, refuses more."""
+    model, batch = make("stack")
+    options = autopar.Options(seed=2**64 - 1, stages=2, microbatches=2, schedule="solved")
+    assert autopar.plan(model, (2,), batch, options=options).status == "optimal"
+
+
+@pytest.mark.parametrize("seed", [2**63, 2**64 - 1, -1])
+def test_a_model_draws_from_a_large_seed(seed: int) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+    parallel = autopar.parallelize(model, mesh_of_one(), options=autopar.Options(seed=seed))
+    parallel(torch.ones(4, 8)).sum().backward()
+    state = parallel.random_state()
+    assert state["seed"] % 2**64 == seed % 2**64
+    parallel.set_random_state({**state, "seed": seed % 2**64})
+    assert parallel.random_state() == state
