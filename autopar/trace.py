@@ -117,7 +117,7 @@ def _check_device(device: torch.device) -> None:
 
 
 def _check_modules(model: nn.Module) -> None:
-    """Modules of which there is nothing to trace yet, or no Python any more, or of which a graph would miss a part."""
+    """Modules of which there is nothing to trace yet, or no Python any more."""
     for path, module in model.named_modules():
         where = f"module {path!r}" if path else "the model"
         if isinstance(module, torch.jit.ScriptModule):
@@ -126,12 +126,6 @@ def _check_modules(model: nn.Module) -> None:
         if any(tensor is not None and is_lazy(tensor) for tensor in tensors.values()):
             raise TraceError(
                 f"{where} ({type(module).__name__}) has parameters without a shape; call the model on one batch first"
-            )
-        hooked = [key for key, p in module._parameters.items() if p is not None and p._backward_hooks]
-        if hooked:
-            raise TraceError(
-                f"parameter {hooked[0]!r} of {where} has a hook on its gradient, which a captured graph would not run; "
-                "change the gradient in forward instead (weight * mask, a torch.autograd.Function), or after the step"
             )
 
 

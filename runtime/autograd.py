@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import AutoparError
 
 from .call import Call
+from .gradient_hooks import prepare_hooks
 from .parameters import gather_whole
 from .weights import gradient_like
 
@@ -48,6 +49,8 @@ class _Tie(torch.autograd.Function):
 def _parameter_gradients(call: Call, found: dict[tuple[str, str], torch.Tensor]) -> list[torch.Tensor | None]:
     pairs = zip(call.program.parameters, call.parameters, strict=True)
     local = [(parameter, found.pop(("gradient", slot.target), None)) for slot, parameter in pairs]
+    for parameter, gradient in local:
+        prepare_hooks(parameter, gradient is not None)
     return [gradient if gradient is None else gradient_like(parameter, gradient) for parameter, gradient in local]
 
 

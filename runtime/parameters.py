@@ -39,6 +39,7 @@ from autopar.spec import (
 )
 
 from .collectives import Collectives
+from .gradient_hooks import carry_hooks, hooks_of, set_hooks
 from .groups import AxisGroup, MeshGroups
 from .materialise import Initialiser
 from .randomness import signed_seed
@@ -189,6 +190,7 @@ def wrap_parameters(module: nn.Module, groups: MeshGroups) -> None:
             if id(parameter) not in made:
                 made[id(parameter)] = nn.Parameter(wrap(parameter, groups), parameter.requires_grad)
                 made[id(parameter)].__dict__.update(parameter.__dict__)
+                carry_hooks(parameter, made[id(parameter)])
             part._parameters[key] = made[id(parameter)]
 
 
@@ -219,6 +221,7 @@ def swap_parameter(parameter: torch.Tensor, replacement: torch.Tensor, name: str
     :class:`AutoparError` if something else holds its old content."""
     replacement.__dict__.update(parameter.__dict__)
     parameter.grad = None
+    hooks = hooks_of(parameter)
     try:
         torch.utils.swap_tensors(parameter, replacement)
     except RuntimeError:
@@ -231,6 +234,7 @@ def swap_parameter(parameter: torch.Tensor, replacement: torch.Tensor, name: str
                 "refers to its old content "
                 f"(outputs of an earlier call of the plain model?): {error}"
             ) from error
+    set_hooks(parameter, hooks)  # What autograd knows of them went with the old content.
 
 
 def shared_seed(groups: MeshGroups, seed: int | None = None) -> int:

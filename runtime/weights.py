@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from autopar.errors import PlanMismatchError
 from autopar.program import TensorSlot
 
+from .gradient_hooks import run_hooks, run_post_hooks
 from .groups import MeshGroups
 from .parameters import (
     Stored,
@@ -93,8 +94,12 @@ MakeGradient = Callable[[nn.Parameter, torch.Tensor], torch.Tensor]
 
 
 def accumulate(parameter: nn.Parameter, local: torch.Tensor, make: MakeGradient = gradient_like) -> None:
-    """Adds ``local`` to the gradient of ``parameter``; the first is what ``make`` makes of it."""
+    """Adds ``local`` to the gradient of ``parameter``; the first is what ``make`` makes of it. Runs the hooks that
+    autograd would run."""
+    if parameter._backward_hooks:
+        local = local_of(run_hooks(parameter, make(parameter, local)))
     if parameter.grad is None:
         parameter.grad = make(parameter, local)
     else:
         local_of(parameter.grad).add_(local)
+    run_post_hooks(parameter)

@@ -275,21 +275,14 @@ class Remembers(nn.Module):
         return y.sum()
 
 
-def _hooked() -> nn.Module:
-    layer = nn.Linear(4, 3)
-    layer.weight.register_hook(lambda gradient: 2 * gradient)
-    return layer
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: nn.LazyLinear(3), r"module '1' \(LazyLinear\).*call the model on one batch first"),
         (lambda: torch.jit.trace(nn.Linear(4, 3), torch.ones(1, 4)), "module '1' is TorchScript"),
-        (_hooked, "parameter 'weight' of module '1'.*in forward"),
         (Remembers, r"(?s)Sequential could not.*self.state.clone\(\)"),
     ],
-    ids=["lazy", "scripted", "hooked", "remembers"],
+    ids=["lazy", "scripted", "remembers"],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_modules_that_cannot_be_traced(make: Callable[[], nn.Module], message: str) -> None:
