@@ -6,7 +6,7 @@ not a tautology.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -77,6 +77,13 @@ def account(
         windows = windows_of(step.graph, step.prices.cluster, step.repeats)
     hidden = _hidden_lines(lines, windows, section_of)
     return Account((*lines, *hidden), memory(step))
+
+
+def rebilled(step: PlacedStep, bill: Account, changed: Mapping[int, Line]) -> Account:
+    """``bill`` with other lines in some positions; what is hidden is found anew."""
+    lines = [changed.get(i, line) for i, line in enumerate(bill.lines) if line.kind != "hidden"]
+    windows = windows_of(step.graph, step.prices.cluster, step.repeats)
+    return Account((*lines, *_hidden_lines(lines, windows, lambda line: line.phase)), bill.memory)
 
 
 def _compute_lines(step: PlacedStep) -> Iterator[Line]:

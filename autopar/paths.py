@@ -27,6 +27,13 @@ def layers_among(paths: Iterable[str]) -> frozenset[str]:
     return frozenset(found)
 
 
+def block_of(path: str) -> str:
+    """The outermost element of a numbered container that a module path is in: ``h.3`` of ``h.3.attn``; "" if none."""
+    parts = path.split(".")
+    at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    return "" if at is None else ".".join(parts[: at + 1])
+
+
 def meant(name: str, known: Sequence[str]) -> str:
     """``; did you mean 'h.0.attn'?`` with up to four of the ``known`` paths that look like ``name`` or, for one who
     leaves out the outer modules, end with it; "" if none do."""

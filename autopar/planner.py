@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from autopar.passes.annotate import annotate
 
-from .answer import Answer, peak_bytes
+from .answer import Answer, peak_bytes, placed_step
+from .baselines import Baseline, baselines
 from .figures import predicted
 from .graph import Graph
 from .infeasible import infeasible
@@ -18,7 +19,6 @@ from .posed import posed, stretched, widest
 from .prices import Prices
 from .problem import Ints, Solution, evaluate, host_binds, memory_of
 from .question import Question, memory_limit_of
-from .restrict import baselines
 from .solve import smallest_choices, solve
 from .solve_in_time import solve_in_time
 from .timings import Timings
@@ -35,14 +35,14 @@ def solve_mesh(question: Question, graph: Graph, timings: Timings) -> tuple[Answ
     """The best answer on just this mesh, and the baselines priced on it. Raises :class:`InfeasibleError`."""
     annotated, plain = _posed(question, graph, timings)
     with timings.phase("solve"):
-        others = {line.name: _solve_baseline(question, line.instance, timings) for line in baselines(plain)}
-        possible = [solution for solution in others.values() if _is_one(solution)]
+        others = [(line, _solve_baseline(question, line.instance, timings)) for line in baselines(plain)]
+        possible = [solution for _, solution in others if _is_one(solution)]
         solved = _solved(question, plain, timings, [solution.choices for solution in possible])
         if _is_one(solved.solution):
             solved = _best(solved, [solution for solution in possible if fits(solved.instance, solution)])
     best = _settled(question, annotated, solved, timings)
     with timings.phase("report"):
-        priced = {name: _priced(question, plain, other) for name, other in others.items()}
+        priced = {line.name: _priced(question, line, other) for line, other in others}
     return best, priced
 
 
@@ -200,7 +200,10 @@ def _refined(question: Question, annotated: Graph, best: Answer, timings: Timing
     return found if peak_bytes(found) <= memory_limit_of(question) else best
 
 
-def _priced(question: Question, instance: Instance, solution: Solution) -> Predicted | None:
+def _priced(question: Question, line: Baseline, solution: Solution) -> Predicted | None:
+    """The figures of a baseline, as people run it."""
     if not _is_one(solution):
         return None
-    return predicted(Answer.of(instance, solution).account, instance, question.cluster)
+    found = Answer.of(line.instance, solution)
+    bill = line.billed(placed_step(line.instance, found.assignment), found.account)
+    return predicted(bill, line.instance, question.cluster)

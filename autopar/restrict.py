@@ -1,14 +1,13 @@
-"""Choices taken away from the planner: pins, ZeRO stages, and the layouts people use by hand (the baselines)."""
+"""Choices taken away from the planner: pins and ZeRO stages."""
 
 from __future__ import annotations
 
 import fnmatch
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
-from torch.distributed.tensor import Shard
 
 from .assignment import ParameterPlacement
 from .errors import OptionsError
@@ -17,7 +16,7 @@ from .instance import Instance
 from .offer import OUTPUTS, Choice
 from .paths import meant
 from .problem import Transfer
-from .spec import REPLICATE, Placement, Placements, is_shard, parse_placements, short
+from .spec import Placements, is_shard, parse_placements, short
 
 Allowed = Callable[[Node, Choice], bool]
 
@@ -164,62 +163,3 @@ def module_outputs(graph: Graph) -> dict[str, str]:
             for length in range(1, len(parts) + 1):
                 found[".".join(parts[:length])] = node.name
     return found
-
-
-@dataclass(frozen=True)
-class Baseline:
-    """A layout people choose by hand, as a restriction of the search: it is priced at the best that is possible within
-    it."""
-
-    name: str
-    instance: Instance
-
-
-def baselines(instance: Instance) -> Iterator[Baseline]:
-    """Pure data parallel, fully sharded data parallel, and tensor parallel on the innermost axis with data parallel
-    outside."""
-    mesh = instance.prices.mesh
-    live = live_axes(mesh)
-    if not live:
-        return
-    everywhere = dict.fromkeys(live, Shard(0))
-    outer: dict[int, Placement] = {axis: Shard(0) for axis in live[:-1]}
-    whole = (REPLICATE,) * len(mesh)
-    fully_sharded = zero_allows(instance, 3)
-
-    def replicated(node: Node, choice: Choice) -> bool:
-        if isinstance(choice, ParameterPlacement):
-            return choice.optimizer == whole
-        return _is_fed(node, choice, mesh, everywhere) and _takes_whole_weights(instance.graph, node, choice)
-
-    def sharded(node: Node, choice: Choice) -> bool:
-        if isinstance(choice, ParameterPlacement):
-            return fully_sharded(node, choice)
-        return _is_fed(node, choice, mesh, everywhere) and _takes_whole_weights(instance.graph, node, choice)
-
-    def tensor(node: Node, choice: Choice) -> bool:
-        if isinstance(choice, ParameterPlacement):
-            return choice.optimizer == choice.weight and all(choice.weight[axis] == REPLICATE for axis in outer)
-        return _is_fed(node, choice, mesh, outer)
-
-    yield Baseline("data parallel", with_choices(instance, replicated, gathers=False))
-    yield Baseline("FSDP", with_choices(instance, sharded))
-    label = f"tensor parallel {mesh[live[-1]]}" + (" x data parallel" if outer else "")
-    yield Baseline(label, with_choices(instance, tensor, gathers=False))
-
-
-def _is_fed(node: Node, choice: Choice, mesh: tuple[int, ...], fed: Mapping[int, Placement]) -> bool:
-    """Whether an input of the model is sharded over the batch on just the axes ``fed``."""
-    if node.op != "input" or isinstance(choice, ParameterPlacement):
-        return True
-    return choice.outputs[0] == tuple(fed.get(axis, REPLICATE) for axis in range(len(mesh)))
-
-
-def _takes_whole_weights(graph: Graph, node: Node, choice: Choice) -> bool:
-    if isinstance(choice, ParameterPlacement):
-        return True
-    return all(
-        place == (REPLICATE,) * len(place)
-        for value, place in zip(node.operands, choice.inputs, strict=True)
-        if graph[value.node].op == "param"
-    )

@@ -56,7 +56,8 @@ def answer(question: Question, timings: Timings) -> Plan:
             chosen = chosen.improved()
     with timings.phase("report"):
         plan, listed = chosen.make(), _also_priced(found, chosen)
-        warnings = (*plan.warnings, *passed, *_warnings_of_time(question, timings))
+        quicker = _quicker_baselines(plan, listed)
+        warnings = (*plan.warnings, *passed, *quicker, *_warnings_of_time(question, timings))
         return replace(plan, pinned=dict(question.options.pins), baselines=listed, warnings=warnings)
 
 
@@ -85,6 +86,16 @@ def _passed_over(found: list[Found], chosen: Found) -> Iterator[str]:
             f"{quickest.layout.stages} stages are priced at {quickest.seconds / chosen.seconds:.0%} of this, but where "
             f"processes share cores stages took up to {SHARED_CORES_DOUBT - 1:.0%} more than their price, beside plans "
             f"without; Options(stages={quickest.layout.stages}) takes them"
+        )
+
+
+def _quicker_baselines(plan: Plan, listed: Mapping[str, Predicted | None]) -> Iterator[str]:
+    """FSDP2 can do one thing that plans cannot, see :mod:`.baselines`: where that decides, the plan says so."""
+    other, seconds = listed.get("FSDP"), plan.predicted.step_seconds
+    if other is not None and other.peak_bytes <= plan.memory_limit and other.step_seconds < 0.99 * seconds:
+        yield (
+            f"FSDP2 is priced at {other.step_seconds / seconds:.0%} of this: it gathers the weights of a block in one "
+            "all-gather, where a plan gathers tensor by tensor"
         )
 
 
