@@ -24,8 +24,8 @@ from .errors import OptionsError
 from .first_rank import on_first_rank
 from .options import Options, under_policy
 from .plan import Plan
+from .plan_cache import answered
 from .precision import scales_loss
-from .search import answer
 from .timings import Timings
 
 Batch = torch.Tensor | Sequence[Any] | Mapping[str, Any]
@@ -93,7 +93,7 @@ def plan(
         model, args, kwargs, device=where, loss_fn=loss_fn, training=True, precision=settings.precision, timings=timings
     )
     question = ask(model, base, mesh_shape(mesh), Cluster.get(cluster or "local"), settings, _axis_names(mesh))
-    return answer(question, timings)
+    return answered(question, timings)
 
 
 def parallelize(

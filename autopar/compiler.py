@@ -40,12 +40,12 @@ from .options import Options, without_stages
 from .pipeline import PipelineProgram
 from .placed_step import PlacedStep
 from .plan import Plan
+from .plan_cache import answered
 from .precision import Precision, autocast_dtype, check_precision, scales_loss
 from .prices import BUCKET_BYTES, Prices
 from .program import Program
 from .question import Question
 from .refit import refit
-from .search import answer
 from .spec import coordinate_of
 from .step_graphs import graph_hash, pipelined_graph, step_graph
 from .step_memory import memory
@@ -176,7 +176,7 @@ class Compiler:
         if request.grad and request.outputs == "all":
             question = replace(question, options=without_stages(question.options))
         if self.plan is None:
-            self.plan = on_first_rank(self.ranks, lambda: answer(question, timings))
+            self.plan = on_first_rank(self.ranks, lambda: answered(question, timings))
         else:
             _check(self.plan, base, self.mesh)
         self._base = base

@@ -53,7 +53,7 @@ def axis_strategies(call: OpCall, factors: Factors) -> tuple[AxisStrategy, ...]:
 
 def needs_finding(graph: Graph) -> bool:
     """Whether the graph has operations without a written rule."""
-    return any(not (node.is_placeholder or node.op == REST or node.op in RULES) for node in graph.nodes)
+    return any(not _has_rule(node) for node in graph.nodes)
 
 
 def rule_sources(graph: Graph, mesh: tuple[int, ...]) -> dict[str, tuple[str, ...]]:
@@ -74,6 +74,17 @@ def _sources(graph: Graph, node: Node, mesh: tuple[int, ...]) -> list[str]:
     said = [source(call) for call in calls]
     # One axis that can be divided is enough.
     return [*([s for s in said if not s.startswith("fallback")] or said)[:1], *lies]
+
+
+def rule_findings(graph: Graph, size: int) -> list[tuple[str, str, str]]:
+    """For each kind of call without a written rule on an axis of ``size`` devices: the call, where its rule comes from,
+    and its strategies."""
+    calls = {op_call(graph, n, size): None for n in graph.nodes if not _has_rule(n)}
+    return [(repr(call), source(call), ", ".join(map(str, found_strategies(call)))) for call in calls]
+
+
+def _has_rule(node: Node) -> bool:
+    return node.is_placeholder or node.op == REST or node.op in RULES
 
 
 def reshape_factors(graph: Graph, mesh: tuple[int, ...]) -> Factors:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from autopar.cache_folder import cache_folder
+from autopar.cache_folder import cache_folder, keeps_work
 from autopar.errors import OptionsError
 from autopar.graph import DTYPE_NAMES, TensorType
 from autopar.spec import AxisStrategy, parse_placement, shard_dim
@@ -87,6 +87,8 @@ def store(description: Mapping[str, Any], finding: Finding) -> None:
         "strategies": {str(p.strategy): "even shards" if p.even else "any shards" for p in finding.strategies},
         "integers": {str(i): [r.low, r.high, r.of] for i, r in finding.ranges.items()},
     }
+    if not keeps_work():
+        return
     path = file_of(description)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,6 +103,8 @@ def store(description: Mapping[str, Any], finding: Finding) -> None:
 
 def load(description: Mapping[str, Any], call: OpCall) -> Finding | None:
     """The finding about this kind of call, if there is one that makes sense."""
+    if not keeps_work():
+        return None
     try:
         data = json.loads(file_of(description).read_text())
         if any(data[name] != value for name, value in description.items()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 
@@ -15,6 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
+
+from autopar import plan_cache
+from autopar.cache_folder import cache_folder
 
 torch.set_num_threads(1)
 
@@ -51,6 +55,13 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AUTOPAR_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def own_work(own_cache: None) -> None:
+    """No test is served what another one planned or traced; rules that were found stay."""
+    plan_cache.forget()
+    shutil.rmtree(cache_folder() / plan_cache.KIND, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
