@@ -51,8 +51,16 @@ def _make(environment: FreshEnvironment, wheel: Path) -> None:
     (site / "session.pth").write_text("".join(f"{path}\n" for path in others))
     install = ["install", "--quiet", "--no-deps", "--no-index", "--disable-pip-version-check", wheel]
     _run(sys.executable, "-m", "pip", "--python", environment.python, *install)
+    _install_torchrun(environment)
     found = _run(environment.python, "-c", "import autopar; print(autopar.__file__)").strip()
     assert Path(found).is_relative_to(site), f"{found} is not from the wheel"
+
+
+def _install_torchrun(environment: FreshEnvironment) -> None:
+    """The command that torch would have installed with itself."""
+    command = environment.command("torchrun")
+    command.write_text(f"#!{environment.python}\nfrom torch.distributed.run import main\n\nmain()\n")
+    command.chmod(0o755)
 
 
 def _run(*command: str | Path) -> str:

@@ -49,9 +49,8 @@ class Stranger:
         folder.mkdir()
         source = HERE / program
         shutil.copy(source, folder / source.name)
-        python = [self.environment.python]
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-        command = [*python, *launch, source.name, *arguments]
+        launch = ["torchrun", "--standalone", "--nproc-per-node", str(ranks)] if ranks else ["python"]
+        command = [*launch, source.name, *arguments]
         return self.command(command, folder, timeout=timeout, says=says, error=error, extra=extra)
 
     def command(

@@ -1,0 +1,119 @@
+"""Every block of code in README and docs runs as it stands, outside the checkout, with autopar from its wheel.
+
+Blocks that are fragments follow a file of `setups/`, which gives them a model and data, without any seed. What readers
+see is not changed, but for the word "cuda" where there is none."""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import shlex
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from built_wheel import ROOT
+from document_blocks import Block, blocks, commands
+from stranger_user import HERE, Stranger
+
+# Rank 0 and the others end a run of blocks; torchrun's port is its own choice.
+TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node"]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the Python blocks of ``document`` that contain ``text`` are run: after ``setup``, on ``ranks`` processes, 0
+    for plain Python."""
+
+    document: str
+    text: str
+    setup: str
+    ranks: int
+
+
+# The first that fits is taken.
+WAYS = [
+    Way("README.md", "autopar.verify(", "planning", 0),
+    Way("docs/layouts.md", "autopar.price(", "layouts", 0),
+    Way("*", "", "training", 4),
+]
+
+# Commands that are not run, by how they begin, and why.
+NOT_RUN = {
+    "make demo": "sets up an environment from a package index; tests/test_cli.py runs the demo's parts",
+    "make test": "this is it",
+    "autopar run --nproc 4 train.py": "test_blocks_of_training runs this file",
+    "autopar calibrate": "measures for most of a minute; tests/test_calibrate.py does",
+    "torchrun --nnodes 2": "needs two hosts; tests/test_calibrate_job.py starts a job on one",
+}
+# Blocks without a language that are no code.
+NOT_CODE = ("model -> trace ->",)
+
+ALL = blocks(ROOT)
+PYTHON = [block for block in ALL if block.language == "python"]
+SHELL = [block for block in ALL if block.language in ("sh", "bash") or block.text.startswith("autopar ")]
+TOML = [block for block in ALL if block.language == "toml"]
+
+
+def way_of(block: Block) -> Way:
+    return next(w for w in WAYS if fnmatch.fnmatch(block.document, w.document) and w.text in block.text)
+
+
+def setup_folder(folder: Path) -> Path:
+    shutil.copytree(HERE / "setups", folder)
+    shutil.copy(HERE / "run_blocks.py", folder)
+    return folder
+
+
+def program(block: Block, folder: Path) -> str:
+    """A file in ``folder`` with the block after its setup."""
+    name = f"{Path(block.document).stem}_line_{block.line}.py"
+    setup = (HERE / "setups" / f"{way_of(block).setup}.py").read_text()
+    (folder / name).write_text(setup + "\n" + block.text.replace('"cuda"', '"cpu"'))
+    return name
+
+
+def test_every_block_is_known() -> None:
+    known = {*PYTHON, *SHELL, *TOML}
+    unknown = [str(block) for block in ALL if block not in known and not block.text.startswith(NOT_CODE)]
+    assert unknown == [], "say how these are run, or in NOT_CODE that they are no code"
+    assert len(PYTHON) >= 4 and len(SHELL) >= 4
+
+
+@pytest.mark.parametrize(
+    ("document", "ranks"), sorted({(block.document, way_of(block).ranks) for block in PYTHON if way_of(block).ranks})
+)
+def test_blocks_of_training(stranger: Stranger, tmp_path: Path, document: str, ranks: int) -> None:
+    folder = setup_folder(tmp_path / "work")
+    mine = [block for block in PYTHON if block.document == document and way_of(block).ranks == ranks]
+    files = [program(block, folder) for block in mine]
+    stranger.command([*TORCHRUN, str(ranks), "run_blocks.py", *files], folder, says="fine")
+
+
+@pytest.mark.parametrize("block", [block for block in PYTHON if not way_of(block).ranks], ids=str)
+def test_blocks_of_one_process(stranger: Stranger, tmp_path: Path, block: Block) -> None:
+    folder = setup_folder(tmp_path / "work")
+    stranger.command(["python", program(block, folder)], folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", SHELL, ids=str)
+def test_commands(stranger: Stranger, tmp_path: Path, block: Block) -> None:
+    run = [command for command in commands(block) if not command.startswith(tuple(NOT_RUN))]
+    if not run:
+        pytest.skip("; ".join(f"{start}: {why}" for start, why in NOT_RUN.items() if start in block.text))
+    folder = setup_folder(tmp_path / "work")
+    before = ["autopar plan model.py:make --mesh 8,8 --cluster dgx-a100-80gb --zero 3 --output other.json"]
+    needed = [command for command in before if shlex.split(command)[-1] in block.text]
+    for number, command in enumerate(itertools.chain(needed, run)):
+        (folder / f"{number}.sh").write_text(command + "\n")
+        stranger.command(["bash", "-e", f"{number}.sh"], folder)
+
+
+@pytest.mark.parametrize("block", TOML, ids=str)
+def test_clusters(stranger: Stranger, tmp_path: Path, block: Block) -> None:
+    folder = setup_folder(tmp_path / "work")
+    (folder / "cluster.toml").write_text(block.text)
+    command = ["autopar", "plan", "model.py:make", "--mesh", "2,2", "--cluster", "cluster.toml"]
+    stranger.command(command, folder, says="my-cluster")
