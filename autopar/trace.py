@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -26,7 +26,9 @@ from .trace_capture import Captured, ModuleTracker, Request, capture
 from .trace_convert import BATCH, convert
 from .trace_counters import warn_of_counters
 from .trace_errors import explain, is_data_dependent
+from .trace_guards import Guards, guards_of
 from .trace_model import State, model_state, unchanged
+from .trace_reads import Reads
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,8 @@ class Traced:
 
     ``parameters`` maps the canonical path of each parameter to whether it requires a gradient, ``buffers``
     that of each buffer to whether it belongs to the ``state_dict``; both in the model's order. ``guards``
-    are conditions on the batch size under which the model runs the same operations (``b > 4``). ``notes`` say
-    to people what tracing made dearer than it looks.
+    are conditions on the batch size under which the model runs the same operations (``b > 4``), ``reads`` what it
+    read from Python objects. ``notes`` say to people what tracing made dearer than it looks.
     """
 
     graph: Graph
@@ -45,6 +47,7 @@ class Traced:
     buffers: Mapping[str, bool]
     guards: tuple[sympy.Basic, ...] = ()
     notes: tuple[str, ...] = ()
+    reads: Guards = field(default_factory=Guards)
 
     def holds_for(self, batch: int) -> bool:
         """Whether the graph is right for this batch size."""
@@ -90,6 +93,7 @@ def trace(
     mode = model.training if training is None else training
     call = describe_call(tuple(args), kwargs or {})
     where = torch.device(device)
+    reads = Reads(model, loss_fn)
     request = Request(
         model=model,
         state=model_state(model),
@@ -100,12 +104,13 @@ def trace(
         grad=grad,
         differentiate=differentiate,
         autocast=autocast,
+        reads=reads,
     )
     with unchanged(model):
         captured, graph = _captured(request)
     if captured.counted:
         warn_of_counters(model, captured.counted)
-    return _traced(request, captured, graph)
+    return replace(_traced(request, captured, graph), reads=guards_of(model, reads))
 
 
 def _check_device(device: torch.device) -> None:

@@ -33,6 +33,7 @@ from .trace_experts import experts_as_operations
 from .trace_model import State, exchanged, module_paths
 from .trace_outline import outline
 from .trace_patches import every_module, patched
+from .trace_reads import Reads
 from .trace_record import PATH, PLACE, Recorder, UnrecordedError
 from .trace_replay import Bodies, capture_outlined
 from .trace_rows import SelectedRows
@@ -51,6 +52,7 @@ class Request:
     grad: bool
     differentiate: Differentiate
     autocast: torch.dtype | None = None
+    reads: Reads | None = None
 
 
 @dataclass(frozen=True)
@@ -144,9 +146,10 @@ class Step(nn.Module):
         self.__dict__["selected"].restart()
         with self._given(inputs) as (request, args, kwargs):
             before = counters(request.model)
-            output = request.model(*args, **kwargs)
+            with nullcontext() if request.reads is None else request.reads.following():
+                output = request.model(*args, **kwargs)
+                loss = None if request.loss_fn is None else call_loss(request.loss_fn, output, args, kwargs)
             self.counted = changed(before, counters(request.model))
-            loss = None if request.loss_fn is None else call_loss(request.loss_fn, output, args, kwargs)
             return collect_outputs(output, loss, request.differentiate, self.returned)
 
     def counts_on(self, *inputs: torch.Tensor) -> tuple[str, ...]:

@@ -127,7 +127,7 @@ class Operations(TorchDispatchMode):
         if not isinstance(leaf, torch.Tensor):
             return repr(leaf)
         shown = f"#{self._number(leaf)} {leaf.dtype}{list(leaf.shape)}{leaf.stride()}{leaf.storage_offset()}"
-        return shown if isinstance(leaf, FakeTensor) else f"{shown} {_digest(leaf)}"
+        return shown if isinstance(leaf, FakeTensor) else f"{shown} {digest(leaf)}"
 
     def _number(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
@@ -135,7 +135,7 @@ class Operations(TorchDispatchMode):
         return self._storages.setdefault(storage._cdata, (len(self._storages), storage))[0]
 
 
-def _digest(tensor: torch.Tensor) -> str:
+def digest(tensor: torch.Tensor) -> str:
     """What a real tensor has in it. Raises an error for tensors that hide it."""
     if type(tensor) not in (torch.Tensor, nn.Parameter):
         raise TypeError(f"what a {type(tensor).__name__} has in it is not known")
