@@ -28,6 +28,7 @@ from .gradient_norm import clip, gradients_of, total_norm
 from .groups import mesh_groups
 from .loss_scale import LossScale, watch_optimizers, watch_zero_grad
 from .optimizer import make_optimizer
+from .param_groups import ParamGroups
 from .parameters import broadcast_first, make_dtensor, shared_seed
 from .pipeline_call import PipelineCall
 from .programs import AnyCall, ProgramLine, Programs
@@ -162,11 +163,17 @@ class ParallelModule(nn.Module):
             )
         return self._plan
 
-    def optimizer(self, cls: Callable[..., torch.optim.Optimizer], **kwargs: Any) -> torch.optim.Optimizer:
+    def optimizer(
+        self, cls: Callable[..., torch.optim.Optimizer], params: Any = None, **kwargs: Any
+    ) -> torch.optim.Optimizer:
         """``cls`` over the named parameters, before or after the first batch; its state rests as the parameters do, and
         it steps on local shards where that gives the same numbers (:mod:`autopar.runtime.optimizer`). State that
-        the plan puts into host memory is on the device only while its parameter is updated."""
-        made = make_optimizer(cls, self.named_parameters(), self._rests_in_host_memory, **kwargs)
+        the plan puts into host memory is on the device only while its parameter is updated. ``params``: some of the
+        parameters, or groups of them, as torch takes them; parameters by themselves, by name, or as the model had them
+        before ``parallelize`` (:mod:`autopar.runtime.param_groups`)."""
+        groups = ParamGroups(self)
+        made = make_optimizer(cls, groups.resolve(params), self._rests_in_host_memory, **kwargs)
+        groups.follow(made)
         if self._loss_scale is not None:
             watch_zero_grad(made, self._loss_scale)
         return made

@@ -44,20 +44,19 @@ InHost = Callable[[str], bool]
 
 
 def make_optimizer(
-    cls: OptimizerClass, named: Iterable[tuple[str, nn.Parameter]], in_host: InHost = lambda path: False, **kwargs: Any
+    cls: OptimizerClass, params: Iterable[Any], in_host: InHost = lambda path: False, **kwargs: Any
 ) -> torch.optim.Optimizer:
-    """``cls`` over the parameters; stepping on local shards if it is one of :data:`ELEMENTWISE`. ``in_host``, asked
-    at every step, since there may be no plan yet: whether the state of a parameter, by path, rests in host memory. An
-    optimizer that does not step on shards and is to keep some there raises :class:`AutoparError`, here or when it
-    steps."""
+    """``cls`` over ``params``, named parameters or groups of them; stepping on local shards if it is one of
+    :data:`ELEMENTWISE`. ``in_host``, asked at every step, since there may be no plan yet: whether the state of a
+    parameter, by path, rests in host memory. An optimizer that does not step on shards and is to keep some there raises
+    :class:`AutoparError`, here or when it steps."""
     if cls in ELEMENTWISE:
         assert isinstance(cls, type)
-        return _on_shards(cls, in_host)(named, **kwargs)
-    named = list(named)
-    optimizer = cls(named, **kwargs)
+        return _on_shards(cls, in_host)(params, **kwargs)
+    optimizer = cls(params, **kwargs)
 
     def refuse(*_: Any) -> None:
-        _refuse(cls, [path for path, _ in named if in_host(path)])
+        _refuse(cls, [path for _, path, _ in _named(optimizer) if in_host(path)])
 
     refuse()
     optimizer.register_step_pre_hook(refuse)

@@ -42,6 +42,7 @@ from .collectives import Collectives
 from .gradient_hooks import carry_hooks, hooks_of, set_hooks
 from .groups import AxisGroup, MeshGroups
 from .materialise import Initialiser
+from .param_groups import mark_replaced
 from .randomness import signed_seed
 
 _BUCKET_BYTES = 32 << 20
@@ -191,6 +192,7 @@ def wrap_parameters(module: nn.Module, groups: MeshGroups) -> None:
                 made[id(parameter)] = nn.Parameter(wrap(parameter, groups), parameter.requires_grad)
                 made[id(parameter)].__dict__.update(parameter.__dict__)
                 carry_hooks(parameter, made[id(parameter)])
+                mark_replaced(parameter, made[id(parameter)])
             part._parameters[key] = made[id(parameter)]
 
 
