@@ -141,7 +141,8 @@ def parallelize(
         plan=plan,
     )
     scaled = scales_loss(settings.precision)
-    parallel = ParallelModule(model, devices, compiler, seed=settings.seed, scaled=scaled)
+    checked = settings.check_inputs
+    parallel = ParallelModule(model, devices, compiler, seed=settings.seed, scaled=scaled, check_inputs=checked)
     if example_inputs is not None:
         args, kwargs = split_batch(example_inputs)
         parallel.prepare(args, kwargs, "loss")

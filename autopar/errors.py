@@ -27,12 +27,20 @@ class OptionsError(AutoparError):
     """An option, pin or mesh that cannot be honoured."""
 
 
+class InputMismatchError(AutoparError):
+    """Ranks make different calls, or pass different values where all must pass the same; raised on every rank."""
+
+
 class ScheduleError(AutoparError):
     """A pipeline schedule that is not well formed, or cannot run to its end; names rank and instruction."""
 
 
 class ExecutionError(AutoparError):
     """An instruction of a program failed; the message names it, its module and its operands."""
+
+
+class IndexRangeError(ExecutionError, IndexError):
+    """A token id, label or other index outside of the dim it indexes; names module, value and range."""
 
 
 class WorkerError(AutoparError):

@@ -20,6 +20,7 @@ CHOICES: Mapping[str, tuple[object, ...]] = {
     "recompute": ("none", "selective", "full"),
     "precision": PRECISIONS,
     "zero": (0, 1, 2, 3),
+    "check_inputs": ("first", "always", "never"),
 }
 
 
@@ -66,6 +67,11 @@ class Options:
         seed: decides what the model draws (dropout, noise), how a meta model is initialised, and how the solver breaks
             ties; default: torch's initial seed on rank 0, and 0 for the solver. As for :func:`torch.manual_seed`, a
             number from -2**63 to 2**64 - 1, of which negative ones count as 2**64 more.
+        check_inputs: when ranks compare the values of their inputs, which must be the same global batch on each:
+            ``"first"``: at the 1st, 2nd, 4th, 8th, ... call of a kind; ``"always"``: at every call. In both cases
+            every call begins with one small exchange (under a millisecond on one host), so that ranks whose calls
+            differ in shape, mode or structure all get an error instead of waiting for each other. ``"never"``: no
+            comparison and no exchange.
     """
 
     memory_limit: int | None = None
@@ -82,6 +88,7 @@ class Options:
     seed: int | None = None
     mesh_search: bool = True
     optimizer: str = "adamw"
+    check_inputs: Literal["first", "always", "never"] = "first"
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
@@ -92,6 +99,9 @@ class Options:
         if self.zero not in (None, *CHOICES["zero"]) or isinstance(self.zero, bool):
             raise OptionsError(f"zero={self.zero!r} is not a ZeRO stage; one of 0, 1, 2, 3, or None to search")
         self._check_numbers()
+        if self.check_inputs not in CHOICES["check_inputs"]:
+            words = ", ".join(map(repr, CHOICES["check_inputs"]))
+            raise OptionsError(f"check_inputs={self.check_inputs!r} is not known; one of {words}")
         for name in ("schedule", "recompute"):
             if getattr(self, name) not in (None, *CHOICES[name]):
                 words = ", ".join(map(repr, CHOICES[name]))

@@ -13,6 +13,7 @@ zeros (``collective.partial``).
 ``materialise``      :func:`materialise`: initial values of a meta model, one tensor at a time
 ``module``           :class:`ParallelModule`: the model a user holds, made of ``call``, ``autograd``, ``weights``
 ``programs``         :class:`Programs`: its compiled calls, by kind of call (``call_kind``) and guards
+``input_checks``     what ranks compare before a call: kinds of calls, and what inputs hold (``content_hash``)
 ``pipeline_run``     one rank's list of instructions for a step in microbatches; ``pipeline_call`` binds it
 ``launch``           :func:`run_local`: a function on several local processes
 ===================  ========================================================================================

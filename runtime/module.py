@@ -22,10 +22,12 @@ from autopar.timeline import Timeline
 from .agreement import check_agreement
 from .autograd import differentiate
 from .call import Call
-from .call_kind import CallKind, kind_of, named_leaves
+from .call_kind import CallKind, Leaf, kind_of, named_leaves
 from .compiled import Compile, OutputsWanted, Request
+from .exchange import Exchange
 from .gradient_norm import clip, gradients_of, total_norm
 from .groups import mesh_groups
+from .input_checks import Check, CheckedCall, InputChecks
 from .loss_scale import LossScale, watch_optimizers, watch_zero_grad
 from .optimizer import make_optimizer
 from .param_groups import ParamGroups
@@ -62,11 +64,19 @@ class ParallelModule(nn.Module):
     place. Every rank calls with the same global batch, of which it takes its part, or with DTensors. ``seed``
     (default: torch's initial seed on rank 0) decides what the model draws (dropout, noise) and how a meta model is
     initialised; a real model keeps rank 0's weights. With ``scaled``, gradients are computed of a scaled loss
-    (:mod:`autopar.runtime.loss_scale`).
+    (:mod:`autopar.runtime.loss_scale`). ``check_inputs`` says when ranks compare their inputs
+    (:mod:`autopar.runtime.input_checks`).
     """
 
     def __init__(
-        self, module: nn.Module, mesh: DeviceMesh, compile: Compile, *, seed: int | None = None, scaled: bool = False
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        compile: Compile,
+        *,
+        seed: int | None = None,
+        scaled: bool = False,
+        check_inputs: Check = "first",
     ) -> None:
         super().__init__()
         for name in _SHARED:
@@ -81,6 +91,7 @@ class ParallelModule(nn.Module):
             watch_optimizers(self, self._loss_scale)
         self._compile = compile
         self._programs = Programs(module, speaks=self._groups.over(self._groups.axes).index == 0)
+        self._checks = InputChecks(Exchange(self._groups), check_inputs)
         self._plan: object | None = None
         self._timelines: list[Timeline] | None = None
 
@@ -121,10 +132,27 @@ class ParallelModule(nn.Module):
         """Compiles a program for calls like this one, unless there is one already, without running it. Collective over
         the mesh."""
         kind = kind_of(self._original, args, kwargs, grad, outputs)
-        call = self._programs.find(kind) or self._make(args, kwargs, kind)
+        found = self._programs.find(kind)
+        if self._checks.active:
+            self._checks.check(self._to_check(args, kwargs, kind, found))
+        call = found or self._make(args, kwargs, kind)
         if isinstance(call, PipelineCall):
             call.timelines = self._timelines
         return call
+
+    def _to_check(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: CallKind, found: AnyCall | None
+    ) -> CheckedCall:
+        """What ranks compare before they run this call."""
+        leaves = tree_flatten((args, dict(sorted(kwargs.items()))))[0]
+
+        def named() -> dict[str, Leaf]:
+            return named_leaves(self._original, args, kwargs, kind)
+
+        def because() -> str:
+            return "; ".join(difference.text for difference in self._programs.why(kind, named()))
+
+        return CheckedCall(kind, leaves, found, lambda: list(named()), because)
 
     def _make(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: CallKind) -> AnyCall:
         """Compiles a program for calls of this kind."""
