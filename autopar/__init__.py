@@ -63,3 +63,8 @@ __all__ = [
     "step_timeline",
     "verify",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names: what tab completion offers. Submodules can be imported all the same."""
+    return sorted([*__all__, "__doc__", "__name__"])

@@ -65,8 +65,8 @@ def plan(
     mesh: Mesh,
     batch: Batch,
     *,
-    cluster: str | Cluster | None = None,
     options: Options | None = None,
+    cluster: str | Cluster | None = None,
     loss_fn: LossFunction | None = None,
     device: torch.device | str | None = None,
 ) -> Plan:
@@ -100,10 +100,11 @@ def parallelize(
     model: nn.Module,
     mesh: Mesh,
     example_inputs: Batch | None = None,
+    *,
     options: Options | None = None,
-    plan: Plan | None = None,
     cluster: str | Cluster | None = None,
     loss_fn: LossFunction | None = None,
+    plan: Plan | None = None,
 ) -> ParallelModule:
     """``model`` trained on all devices of ``mesh``: same inputs, outputs, parameter names and ``state_dict`` keys, its
     parameters DTensors. Called by every rank (``torchrun``), or by the only process for a mesh of one.

@@ -1,4 +1,4 @@
-"""The command line: ``autopar plan | explain | diff | run | verify | doctor | calibrate | bench``.
+"""The command line: ``autopar plan | show | explain | diff | run | verify | doctor | calibrate | bench``.
 
 Models are named ``file.py:function`` or ``module:function``: a function without arguments that returns
 ``(model, batch)``, where the batch is a tuple of positional inputs or a dict of keyword inputs, global.
@@ -54,6 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=_version())
     subparsers = parser.add_subparsers(metavar="command", required=True)
     _add_plan(subparsers)
+    _add_show(subparsers)
     _add_explain(subparsers)
     _add_diff(subparsers)
     _add_verify(subparsers)
@@ -181,6 +182,20 @@ def _add_layouts(parser: argparse.ArgumentParser) -> None:
         metavar="LAYOUT",
         help="price this layout too: 'tensor=8 pipeline=16 data=8 recompute=full'; repeats allowed",
     )
+
+
+def _add_show(subparsers: Any) -> None:
+    parser = _add(subparsers, commands.show)
+    parser.add_argument("plan", metavar="PLAN", help="a plan written by `autopar plan --output`")
+    parser.add_argument(
+        "--by",
+        choices=("plan", "tree", *commands.TABLES),
+        default="plan",
+        help="print the plan (as without --by), the tree of modules, or what a step costs by module, kind, op, rule, "
+        "phase, collective or stage",
+    )
+    parser.add_argument("--html", metavar="PLAN.html", help="write the plan as a page")
+    parser.add_argument("--output", metavar="FILE", help="write the plan again: as JSON if called .json, else as text")
 
 
 def _add_explain(subparsers: Any) -> None:

@@ -88,13 +88,26 @@ def plan(arguments: argparse.Namespace, output: Output) -> int:
                 f"{', '.join(map(str, CHOICES[name]))}"
             )
     made = _make_plan(arguments, output)
+    _write_files(made, arguments)
+    output.result(_view(made, arguments.show), made)
+    return OK
+
+
+def show(arguments: argparse.Namespace, output: Output) -> int:
+    """Prints a saved plan, its tree or a table of it, or writes it as a page or in its other form."""
+    found = _read_plan(arguments.plan)
+    _write_files(found, arguments)
+    output.result(_view(found, arguments.by), found)
+    return OK
+
+
+def _write_files(made: Plan, arguments: argparse.Namespace) -> None:
+    """What ``--output`` and ``--html`` ask for."""
     if arguments.output:
         path = Path(arguments.output)
         _write(path, made.to_json() if path.suffix == ".json" else made.to_text())
     if arguments.html:
         made.to_html(arguments.html)
-    output.result(_view(made, arguments.show), made)
-    return OK
 
 
 def _view(made: Plan, what: str) -> object:

@@ -22,10 +22,21 @@ _PLAIN = (*_STRINGS, *_COUNTS, *_NUMBERS, *_OTHERS, *_NAMES)
 
 
 def plan_to_json(plan: Plan) -> str:
-    """``plan.to_json()``: strict JSON (numbers that are not finite as strings), on one line:
-    :mod:`autopar.plan_lines` is for reading.
-    """
-    return json.dumps(plan_to_dict(plan), allow_nan=False)
+    """``plan.to_json()``: strict JSON (numbers that are not finite as strings), indented, each entry of a table on one
+    line."""
+    entries = (f"  {json.dumps(name)}: {_indented(value)}" for name, value in plan_to_dict(plan).items())
+    return "{\n" + ",\n".join(entries) + "\n}"
+
+
+def _indented(value: Any) -> str:
+    """A field, with each entry of a table on a line of its own; entries stay on one, or a plan would be ten times as
+    long."""
+    if isinstance(value, dict) and value:
+        rows = [f"{json.dumps(name)}: {json.dumps(item, allow_nan=False)}" for name, item in value.items()]
+        return "{\n    " + ",\n    ".join(rows) + "\n  }"
+    if isinstance(value, (list, tuple)) and any(isinstance(item, (list, str)) for item in value):
+        return "[\n    " + ",\n    ".join(json.dumps(item, allow_nan=False) for item in value) + "\n  ]"
+    return json.dumps(value, allow_nan=False)
 
 
 def plan_from_json(text: str) -> Plan:

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .errors import OptionsError
+from .page_width import fixed_width
 from .plan import Plan
 from .plan_json import VERSION, plan_from_dict, plan_to_dict
 
@@ -29,7 +30,8 @@ HEAD = "autopar plan"
 
 def plan_to_lines(plan: Plan) -> str:
     """``plan.to_text()``."""
-    return "\n".join(_lines(plan)) + "\n"
+    with fixed_width():
+        return "\n".join(_lines(plan)) + "\n"
 
 
 def _lines(plan: Plan) -> Iterator[str]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 
+from .page_width import page_width
 from .plan import Plan
 from .plan_rows import numbers
 from .plan_stages import Sent, StageRow, busiest_stage, folded_modules, stage_rows
 from .plan_units import clip, duration, share, size
 
-WIDTH = 100
 _NAME, _RANKS, _FIGURE = 9, 10, 10
-_HOLDS = WIDTH - _NAME - _RANKS - 4 * _FIGURE - 6
 
 
 def schedule_line(plan: Plan) -> str:
@@ -25,7 +24,7 @@ def schedule_line(plan: Plan) -> str:
         f"{chunks} chunk{'s' if chunks > 1 else ''} a stage",
         f"bubble {duration(bubble)} ({share(bubble, plan.predicted.step_seconds)}) in stage {busiest_stage(plan)}",
     ]
-    return clip(" · ".join(filter(None, parts)), WIDTH)
+    return clip(" · ".join(filter(None, parts)), page_width())
 
 
 def stage_lines(plan: Plan, budget: int) -> list[str]:
@@ -80,13 +79,14 @@ def _ranks(group: list[StageRow]) -> str:
 
 
 def _row(name: str, ranks: str, holds: str, *figures: str) -> str:
-    cells = f"{clip(name, _NAME):<{_NAME}} {clip(ranks, _RANKS):<{_RANKS}} {clip(holds, _HOLDS):<{_HOLDS}}"
+    room = page_width() - _NAME - _RANKS - 4 * _FIGURE - 6
+    cells = f"{clip(name, _NAME):<{_NAME}} {clip(ranks, _RANKS):<{_RANKS}} {clip(holds, room):<{room}}"
     return cells + "".join(f" {figure:>{_FIGURE}}" for figure in figures)
 
 
 def _sent_line(one: Sent, microbatches: int, folded: bool) -> str:
     text = f"  ↳ send {sent_text(one, microbatches)} → {_target(one, folded)}"
-    room = WIDTH - _FIGURE - 1
+    room = page_width() - _FIGURE - 1
     return f"{clip(text, room):<{room}} {duration(one.seconds):>{_FIGURE}}"
 
 

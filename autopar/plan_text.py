@@ -1,5 +1,5 @@
-"""The text of a plan: at most 40 lines of 100 columns for any model, identical layers folded, communication on lines
-of its own.
+"""The text of a plan: at most 40 lines of 100 columns (fewer where the terminal has fewer) for any model, identical
+layers folded, communication on lines of its own.
 
 Rows are opened where the time goes: as long as there are lines left, the dearest row that hides something shows what
 is in it.
@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from .page_width import page_width
 from .plan import Plan, Predicted
 from .plan_rows import ModuleRow, Move, module_rows, moves_of
 from .plan_stage_text import stage_lines
@@ -21,7 +22,6 @@ from .plan_stages import busiest_stage, fullest_stage, mesh_text
 from .plan_units import clip, duration, share, size, trim
 
 LINES = 40
-WIDTH = 100
 FIGURES = 10
 MOST_MOVES = 4
 # Communication is what a plan is about: a row is opened for it before one that only computes.
@@ -42,20 +42,20 @@ def plan_text(plan: Plan) -> str:
 def _head(plan: Plan) -> Iterator[str]:
     names, p = mesh_text(plan), plan.predicted
     policy = "" if plan.precision == "fp32" else f", {plan.precision}"
-    yield f"Plan   {trim(plan.model, WIDTH - 7 - len(policy))}{policy}"
+    yield f"Plan   {trim(plan.model, page_width() - 7 - len(policy))}{policy}"
     reading = f"placements read ({', '.join(plan.axis_names)}): S(d) shard dim d · R replicate · P partial"
     if plan.stages > 1 and math.prod(plan.mesh) == 1:
         reading = "each stage on one device: nothing is sharded"
     lines = [f"mesh   ({names})   {reading}"]
-    if len(lines[0]) > WIDTH:
+    if len(lines[0]) > page_width():
         lines = [f"mesh   ({names})", f"       {reading}"]
-    yield from (clip(line, WIDTH) for line in lines)
+    yield from (clip(line, page_width()) for line in lines)
     status = plan.status.upper() + (f" within {plan.gap:.2%}" if math.isfinite(plan.gap) else ", no bound proven")
-    yield (
-        f"status {status}   predicted step {duration(p.step_seconds)}   "
-        f"peak {size(p.peak_bytes)} of {size(plan.memory_limit)} per rank"
-    )
-    yield trim(f"prices {plan.cluster}: {plan.cluster_source}".rstrip(": "), WIDTH)
+    step = f"predicted step {duration(p.step_seconds)}"
+    peak = f"peak {size(p.peak_bytes)} of {size(plan.memory_limit)} per rank"
+    said = f"status {status}   {step}   {peak}"
+    yield from [said] if len(said) <= page_width() else [f"status {status}", f"       {step}   {peak}"]
+    yield trim(f"prices {plan.cluster}: {plan.cluster_source}".rstrip(": "), page_width())
     yield ""
 
 
@@ -68,7 +68,7 @@ def _table(plan: Plan, budget: int) -> Iterator[str]:
     what = f"stage 0 · {named} · {microbatches}"
     if plan.stages > 1:
         what = f"modules of all stages · {microbatches}"
-    yield f"{what:<{WIDTH - 21}}{'forward + backward':>21}"
+    yield f"{what:<{page_width() - 21}}{'forward + backward':>21}"
     rows = module_rows(plan)
     widths = _widths(rows)
     yield _line(widths, "module", "weight", "output", "compute", "comm")
@@ -87,7 +87,7 @@ def _widths(rows: Sequence[ModuleRow]) -> _Widths:
     every = list(_all_rows(rows))
     weight = min(18, max([14, *(len(row.weight) for row in every)]))
     output = min(22, max([16, *(len(row.output) for row in every)]))
-    return _Widths(WIDTH - weight - output - 2 * FIGURES - 4, weight, output)
+    return _Widths(page_width() - weight - output - 2 * FIGURES - 4, weight, output)
 
 
 def _all_rows(rows: Sequence[ModuleRow]) -> Iterator[ModuleRow]:
@@ -191,7 +191,7 @@ class _Body:
 
 
 def _move_line(text: str, seconds: float) -> str:
-    room = WIDTH - FIGURES - 1
+    room = page_width() - FIGURES - 1
     return f"{clip(text, room):<{room}} {_figure(seconds):>{FIGURES}}"
 
 
@@ -248,12 +248,15 @@ def _foot(plan: Plan) -> Iterator[str]:
     yield from _totals(plan)
     yield from _also_priced(plan)
     shown = plan.warnings if len(plan.warnings) <= MOST_WARNINGS else plan.warnings[: MOST_WARNINGS - 1]
-    yield from (f"warning    {trim(warning, WIDTH - 11)}" for warning in shown)
+    yield from (f"warning    {trim(warning, page_width() - 11)}" for warning in shown)
     if len(shown) < len(plan.warnings):
         yield f"warning    {len(plan.warnings) - len(shown)} more in plan.warnings"
     paths = list(plan.parameters) or list(plan.outputs) or [""]
     path = next((path for path in paths if len(path) < 40), paths[0])
-    yield clip(f'ask        plan.why("{path}") · plan.diff(other) · plan.tree() · plan.table(by="op")', WIDTH)
+    asks = [f'ask        plan.why("{path}")', "plan.diff(other)", "plan.tree()", 'plan.table(by="op")']
+    while len(asks) > 1 and len(" · ".join(asks)) > page_width():
+        asks.pop()
+    yield clip(" · ".join(asks), page_width())
 
 
 def _sync(plan: Plan) -> Iterator[str]:
@@ -326,7 +329,7 @@ def _held(p: Predicted) -> dict[str, int]:
 def _wrapped(label: str, parts: Sequence[str]) -> Iterator[str]:
     # Breaks come between the parts only: a figure stays with its unit.
     tied = " · ".join(part.replace(" ", "\0") for part in parts)
-    for position, line in enumerate(textwrap.wrap(tied, WIDTH - 11, break_on_hyphens=False)):
+    for position, line in enumerate(textwrap.wrap(tied, page_width() - 11, break_on_hyphens=False)):
         yield f"{label if position == 0 else '':<11}{line}".replace("\0", " ")
 
 
@@ -334,8 +337,9 @@ def _also_priced(plan: Plan) -> Iterator[str]:
     others = sorted(plan.baselines.items(), key=lambda item: item[1].step_seconds if item[1] else math.inf)
     shown = others if len(others) <= MOST_BASELINES else others[: MOST_BASELINES - 1]
     for position, (name, other) in enumerate(shown):
-        lead = "also priced" if position == 0 else ""
-        yield f"{lead:<12}{clip(name, 34):<34} {compared(plan, other)}"
+        lead, said = "also priced" if position == 0 else "", compared(plan, other)
+        room = min(34, page_width() - 13 - len(said))
+        yield f"{lead:<12}{clip(name, room):<{room}} {said}"
     if len(shown) < len(others):
         yield f"{'':<12}{len(others) - len(shown)} more in plan.baselines"
 

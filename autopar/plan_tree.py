@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
+from .page_width import page_width
 from .plan import Plan
 from .plan_rows import ModuleRow, Move, module_rows, numbers
 from .plan_stages import mesh_text
@@ -30,7 +31,7 @@ class PlanTree:
         return module_rows(self.plan)
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=WIDTH, color_system=None, legacy_windows=False)
+        console = Console(file=io.StringIO(), width=page_width(WIDTH), color_system=None, legacy_windows=False)
         console.print(self.__rich__())
         assert isinstance(console.file, io.StringIO)
         return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())

@@ -5,11 +5,13 @@ would.
 from __future__ import annotations
 
 import fnmatch
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .errors import OptionsError
+from .page_width import page_width
 from .paths import meant
 from .plan import Alternatives, Plan, PlanLine
 from .plan_columns import columns
@@ -19,7 +21,6 @@ from .plan_why_stage import is_stage_pin, sent_reasons, stage_reason
 from .spec import short
 
 Provenance = Literal["user", "tied", "price", "only"]
-WIDTH = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +66,19 @@ class Explanation:
         return "\n".join(line.rstrip() for line in self._lines())
 
     def _lines(self) -> Iterator[str]:
-        yield clip(f"{self.kind}  {self.name}   {self.about}", WIDTH)
+        yield clip(f"{self.kind}  {self.name}   {self.about}", page_width())
         names = f"({','.join(self.axis_names)})"
         for position, (what, place) in enumerate(self.choice.items()):
             yield f"  {what:<11}{place}" + (f"   placements read {names}" if position == 0 else "")
-        yield f"  {'chosen by':<11}{self.reason}"
+        for position, text in enumerate(textwrap.wrap(self.reason, page_width() - 13)):
+            yield f"  {'chosen by' if position == 0 else '':<11}{text}"
         if self.stage:
             yield f"  {'stage':<11}{self.stage}"
         for position, text in enumerate(self.sent):
             yield f"  {'sent' if position == 0 else '':<11}{text}"
+        room = page_width() - 40
         for path, place in self.parameters.items():
-            yield f"  {'holds' if path == next(iter(self.parameters)) else '':<11}{clip(path, 60):<60} {place}"
+            yield f"  {'holds' if path == next(iter(self.parameters)) else '':<11}{clip(path, room):<{room}} {place}"
         yield from (f"  {line}" for line in self._cost_lines())
         yield from (f"  {line}" for line in self._alternative_lines())
 
@@ -93,7 +96,8 @@ class Explanation:
         ]
         for lead, *cells in rows:
             what, detail, figure = cells
-            yield f"{lead:<11}{what:<12}{clip(detail, 62):<62} {figure:>10}"
+            room = page_width() - 38
+            yield f"{lead:<11}{what:<12}{clip(detail, room):<{room}} {figure:>10}"
 
     def _alternative_lines(self) -> Iterator[str]:
         if self.alternatives is None:

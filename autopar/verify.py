@@ -26,6 +26,7 @@ def verify(
     model: nn.Module,
     mesh: Mesh,
     batch: Batch,
+    *,
     options: Options | None = None,
     cluster: str | Cluster | None = None,
     loss_fn: LossFunction | None = None,
@@ -68,7 +69,7 @@ def verify(
         expected = one_process(task, timeout, found.draws)
     asked = Closeness.of(settings.precision, is_double(ready))
     asked = asked if tolerance is None else replace(asked, tolerance=tolerance)
-    return judge(found, expected, asked, time.perf_counter() - start)
+    return judge(found, expected, asked, task.mesh, time.perf_counter() - start)
 
 
 def materialised(model: nn.Module) -> nn.Module:

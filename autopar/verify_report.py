@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from .equality import Closeness, rounding
+from .page_width import terminal_columns
 from .plan import Plan
 
 
@@ -46,6 +48,7 @@ class Report:
         unset: gradients that one process leaves at None and the plan has as zeros (an expert in a list that no token
             chose); they count as equal.
         rounding: under a 16-bit policy, the relative distance of one process from float64.
+        mesh: the mesh asked for; ``plan.mesh`` may lay the devices out otherwise.
         eased: gradients that differ by more than the tolerance, but not by more than both may be off by rounding.
     """
 
@@ -62,6 +65,7 @@ class Report:
     unset: tuple[str, ...] = ()
     rounding: float | None = None
     eased: tuple[str, ...] = ()
+    mesh: tuple[int, ...] = ()
 
     @property
     def max_error(self) -> float:
@@ -76,11 +80,18 @@ class Report:
     def _how(self) -> str:
         return " under autopar with the same seed (the model draws random numbers)" if self.draws else ""
 
+    @property
+    def _where(self) -> str:
+        """The mesh asked for, and how the plan lays its devices out if otherwise."""
+        stages = f"{self.plan.stages} stages of " if self.plan.stages > 1 else ""
+        planned = f"{stages}{self.plan.mesh}"
+        return planned if planned == str(self.mesh or self.plan.mesh) else f"{self.mesh}, planned as {planned}"
+
     def __str__(self) -> str:
         worst = sorted(self.gradient_errors.items(), key=lambda item: -item[1])[:8]
         lines = [
             f"{'equal' if self.ok else 'NOT EQUAL'} to one process{self._how} within {self.tolerance:g}: "
-            f"{self.plan.model} on mesh {self.plan.mesh}",
+            f"{self.plan.model} on mesh {self._where}",
             f"{'loss':<60} {self.loss_error:10.2e}",
             *(f"{'gradient of ' + name:<60} {error:10.2e}" for name, error in worst),
         ]
@@ -95,7 +106,9 @@ class Report:
         if self.rounding is not None:
             lines.append(f"one process under {self.plan.precision} is within {self.rounding:.2g} of float64")
         lines += [f"the program is not what was priced: {line}" for line in self.unpriced]
-        return "\n".join([*lines, f"{self.seconds:.1f} s in all, {self.step_seconds * 1e3:.1f} ms a step"])
+        lines.append(f"{self.seconds:.1f} s in all, {self.step_seconds * 1e3:.1f} ms a step")
+        width = terminal_columns()
+        return "\n".join(row for line in lines for row in (textwrap.wrap(line, width) if width else [line]))
 
 
 def _some(names: tuple[str, ...]) -> str:
@@ -103,7 +116,9 @@ def _some(names: tuple[str, ...]) -> str:
     return f"{', '.join(names[:4])}{', ...' * (len(names) > 4)}"
 
 
-def judge(found: OneStep, expected: tuple[OneStep, OneStep | None], asked: Closeness, seconds: float) -> Report:
+def judge(
+    found: OneStep, expected: tuple[OneStep, OneStep | None], asked: Closeness, mesh: tuple[int, ...], seconds: float
+) -> Report:
     """What a step under a plan is, compared with that of one process (see :func:`one_process`)."""
     errors, noisy, unset = _compare(found, *expected, asked)
     alone, exact = expected
@@ -123,6 +138,7 @@ def judge(found: OneStep, expected: tuple[OneStep, OneStep | None], asked: Close
         draws=found.draws,
         unset=unset,
         rounding=rounding(alone.gradients, exact.gradients) if exact and asked.always else None,
+        mesh=mesh,
         eased=tuple(
             name
             for name, error in errors.items()

@@ -69,7 +69,10 @@ def rule_sources(graph: Graph, mesh: tuple[int, ...]) -> dict[str, tuple[str, ..
 def _sources(graph: Graph, node: Node, mesh: tuple[int, ...]) -> list[str]:
     if node.op in RULES:
         return ["written"]
-    calls = [op_call(graph, node, size) for size in sorted({n for n in mesh if n > 1})]
+    sizes = sorted({n for n in mesh if n > 1})
+    if not sizes:
+        return ["none needed on one device"]
+    calls = [op_call(graph, node, size) for size in sizes]
     lies = [f"refuted: {lie}" for call in calls for lie in refuted(call)]
     said = [source(call) for call in calls]
     # One axis that can be divided is enough.

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import _redistribute
 
 from autopar.errors import OptionsError
 
@@ -57,6 +58,7 @@ class MeshGroups:
                     f"order them, for example by init_device_mesh({mesh.device_type!r}, {tuple(ranks.shape)})"
                 )
         self.mesh = mesh
+        _quieten(mesh)
         self.shape: tuple[int, ...] = tuple(ranks.shape)
         self.coordinate: tuple[int, ...] = tuple(coordinate)
         self._made: dict[tuple[int, ...], AxisGroup] = {}
@@ -130,9 +132,26 @@ def mesh_groups(mesh: DeviceMesh) -> MeshGroups:
     return found
 
 
+def known_groups(mesh: DeviceMesh) -> MeshGroups | None:
+    """The groups of ``mesh`` if they are made."""
+    found = _GROUPS.get(id(mesh))
+    return found if found is not None and found.mesh is mesh else None
+
+
 def mesh_of_one(device_type: str = "cpu", dims: int = 1) -> DeviceMesh:
     """A mesh with this process alone; starts torch.distributed without any network if it is not running."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     shape = torch.tensor(dist.get_rank()).reshape((1,) * dims)
     return DeviceMesh(device_type, shape)
+
+
+def _quieten(mesh: DeviceMesh) -> None:
+    """Marks DTensor's advice for ``mesh`` as given. Where several axes shard one dim, ``full_tensor()`` of a parameter
+    says that its gathers could be one if the user flattened the mesh. The user did not make these DTensors and cannot
+    follow the advice; the steps themselves are ours and gather once."""
+    known = getattr(_redistribute, "_warned_flatten_issues", None)
+    if isinstance(known, set):
+        subsets = (s for n in range(2, mesh.ndim + 1) for s in itertools.combinations(range(mesh.ndim), n))
+        reasons = ("no_flattened_mesh", "uneven_tensor_shape", "non_ascending_mesh_dims")
+        known.update((hash(mesh), axes, reason) for axes, reason in itertools.product(subsets, reasons))

@@ -6,14 +6,16 @@ torch knows meshes that a rank is no part of.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
-from .groups import MeshGroups, mesh_groups
+from .collectives import Collectives
+from .groups import MeshGroups, known_groups, mesh_groups
 from .parameters import Place
 
 
@@ -85,10 +87,26 @@ def whole_everywhere(tensor: torch.Tensor, groups: MeshGroups) -> torch.Tensor:
         return tensor
     ranks = tensor.device_mesh.mesh
     if ranks.numel() == groups.mesh.mesh.numel():
-        return tensor.full_tensor()
+        return _gathered(tensor)
     stage = int((groups.mesh.mesh == ranks.flatten()[0]).nonzero()[0, 0])
     if stage == groups.coordinate[0]:
-        whole = tensor.full_tensor().contiguous()
+        whole = _gathered(tensor).contiguous()
     else:
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=groups.device)
     return stage_meshes(groups).everywhere(whole, stage)
+
+
+def _gathered(tensor: DTensor) -> torch.Tensor:
+    """The whole of ``tensor`` on every rank of its mesh. Where several axes shard one dim evenly this is one gather
+    over all of them, for which DTensor takes one gather for each axis."""
+    mesh, groups = tensor.device_mesh, known_groups(tensor.device_mesh)
+    axes = tuple(a for a, p in enumerate(tensor.placements) if mesh.size(a) > 1 and not p.is_replicate())
+    placements = {tensor.placements[axis] for axis in axes}
+    first = next(iter(placements), None)
+    if groups is None or len(axes) < 2 or len(placements) > 1 or type(first) is not Shard:
+        return tensor.full_tensor()
+    size = tensor.shape[first.dim]
+    if size % math.prod(mesh.size(axis) for axis in axes):
+        return tensor.full_tensor()
+    whole: torch.Tensor = Collectives(groups).all_gather(tensor.to_local(), axes, first.dim, size).wait()
+    return whole

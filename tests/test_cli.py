@@ -354,3 +354,21 @@ def test_the_reader_may_close_the_pipe() -> None:
     command = f"{sys.executable} -m autopar.cli doctor --json | head -c 1"
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "{", "")
+
+
+def test_show_prints_tables_and_renders_a_saved_plan(
+    plan_file: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = plan_file("plan.json")
+    plan = Plan.from_json(path.read_text())
+    for words, expected in (
+        ([], str(plan)),
+        (["--by", "tree"], str(plan.tree())),
+        (["--by", "op"], str(plan.table(by="op"))),
+    ):
+        assert main(["show", str(path), *words]) == 0
+        assert capsys.readouterr().out.strip() == expected.strip()
+    page, text = tmp_path / "plan.html", tmp_path / "plan.txt"
+    assert main(["show", str(path), "--html", str(page), "--output", str(text)]) == 0
+    assert "<html" in page.read_text() and Plan.from_text(text.read_text()) == plan
+    assert main(["show", str(tmp_path / "none.json")]) == 2
