@@ -154,7 +154,9 @@ class Compiler:
     def __call__(self, request: Request) -> Compiled:
         if self.plan is None or self._base is None:
             self._plan_for(replace(request, training=True))
-        if request.grad and request.training and self._wants_same_gradients(self._base):
+        assert self._base is not None
+        is_unchanged = self._base.traced.reads.changed(self.model) is None
+        if request.grad and request.training and self._wants_same_gradients(self._base) and is_unchanged:
             return self._training_program(request)
         return self._other_program(request)
 
@@ -263,7 +265,8 @@ class Compiler:
     def _as_compiled(self, program: PipelineProgram, graph: Graph, base: Prepared) -> Compiled:
         assert self.plan is not None
         text = f"{plan_identity(self.plan)}{graph.to_text()}{program.schedule}{torch.__version__}"
-        return Compiled(program, base.traced.signature, self.plan, hashlib.sha256(text.encode()).hexdigest())
+        fingerprint = hashlib.sha256(text.encode()).hexdigest()
+        return Compiled(program, base.traced.signature, self.plan, fingerprint, guards=base.traced.reads)
 
     def _annotate(self, base: Prepared, batch: int) -> Graph:
         assert self.plan is not None
@@ -293,7 +296,7 @@ class Compiler:
         program = overlap(lower(job, graph.outputs))
         text = f"{plan_identity(self.plan)}{graph.to_text()}{_messages(program)}{torch.__version__}"
         fingerprint = hashlib.sha256(text.encode()).hexdigest()
-        return Compiled(program, base.traced.signature, self.plan, fingerprint)
+        return Compiled(program, base.traced.signature, self.plan, fingerprint, guards=base.traced.reads)
 
 
 def _messages(program: Program) -> list[tuple[str, Any]]:

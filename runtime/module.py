@@ -82,7 +82,6 @@ class ParallelModule(nn.Module):
         for name in _SHARED:
             self.__dict__[name] = module.__dict__[name]
         self.training = module.training
-        self.__dict__["_original"] = module
         self._groups = mesh_groups(mesh)
         self._weights = Weights(module, self._groups, seed)
         self._random = RandomState(shared_seed(self._groups, seed))
@@ -94,6 +93,7 @@ class ParallelModule(nn.Module):
         self._checks = InputChecks(Exchange(self._groups), check_inputs)
         self._plan: object | None = None
         self._timelines: list[Timeline] | None = None
+        self.__dict__["_original"] = module  # Last: from now on, what is set that is not there yet belongs to it.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original returns, of plain global tensors; with gradients enabled ``loss.backward()`` leaves
@@ -340,6 +340,19 @@ class ParallelModule(nn.Module):
             if original is None:
                 raise
             return getattr(original, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What is not this module's own is the original's, whose forward reads it."""
+        super().__setattr__(name, value) if self._is_own(name) else setattr(self._original, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name) if self._is_own(name) else delattr(self._original, name)
+
+    def _is_own(self, name: str) -> bool:
+        original = self.__dict__.get("_original")
+        if original is None or name in self.__dict__:
+            return True
+        return name.startswith("__") or (hasattr(type(self), name) and name not in vars(original))
 
     def extra_repr(self) -> str:
         return f"{type(self._original).__name__} on mesh {self._groups.shape}"
