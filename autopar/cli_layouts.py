@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .cli_config import load_config, model_of
 from .cli_output import Output
 from .cli_target import Batch, load_target
 from .errors import OptionsError
@@ -67,25 +68,12 @@ def _load(arguments: argparse.Namespace) -> tuple[nn.Module, Batch]:
         return load_target(arguments.target, meta=arguments.meta)
     if arguments.batch is None:
         raise OptionsError("a config.json has no batch: give --batch SAMPLES (and --sequence TOKENS)")
-    config = _config(Path(arguments.target))
-    model = _of_config(config, Path(arguments.target))
+    path = Path(arguments.target)
+    config = load_config(path)
+    model = model_of(config, path)
     sequence = _sequence(config, model, arguments.sequence)
     ids = torch.empty(arguments.batch, sequence, dtype=torch.long, device="meta")
     return model, {"input_ids": ids, "labels": ids}
-
-
-def _config(path: Path) -> Any:
-    """A configuration of transformers."""
-    try:
-        from transformers import AutoConfig
-    except ImportError as error:
-        raise OptionsError(f"{path} is read by transformers, which is not installed") from error
-    if not path.is_file():
-        raise OptionsError(f"there is no file {str(path)!r}")
-    try:
-        return AutoConfig.from_pretrained(path, use_cache=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise OptionsError(f"{str(path)!r} is no configuration of a model: {_first_line(error)}") from error
 
 
 def _sequence(config: Any, model: nn.Module, said: int | None) -> int:
@@ -106,25 +94,3 @@ def _has_table(model: nn.Module, positions: int, vocab: int) -> bool:
     """Whether there is an embedding of so many positions, a few more where the first are for padding."""
     sizes = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
     return any(positions <= size <= positions + 2 for size in sizes - {vocab})
-
-
-def _of_config(config: Any, path: Path) -> nn.Module:
-    """The language model of a configuration, on the meta device in bf16: one that predicts the next token, or with an
-    encoder and a decoder."""
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
-    kind: Any = AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False) else AutoModelForCausalLM
-    try:
-        with torch.device("meta"):
-            model: nn.Module = kind.from_config(config, dtype=torch.bfloat16)
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise OptionsError(
-            f"transformers makes no language model of {str(path)!r}: {_first_line(error)}; for any other model give "
-            "file.py:function, which returns (model, batch)"
-        ) from error
-    return model
-
-
-def _first_line(error: Exception) -> str:
-    """What an error says first; some go on to list every class there is."""
-    return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 
 WIDTH = 100
 # Below this figures have no room beside names; a narrower terminal breaks lines.
-LEAST = 72
+LEAST = 80
 _FIXED: ContextVar[bool] = ContextVar("_FIXED", default=False)
 
 
