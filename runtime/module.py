@@ -24,6 +24,7 @@ from .autograd import differentiate
 from .call import Call
 from .call_kind import CallKind, Leaf, kind_of, named_leaves
 from .compiled import Compile, OutputsWanted, Request
+from .delegation import Delegating, check_plain
 from .exchange import Exchange
 from .gradient_norm import clip, gradients_of, total_norm
 from .groups import mesh_groups
@@ -56,7 +57,7 @@ _NO_TAPE = (
 )
 
 
-class ParallelModule(nn.Module):
+class ParallelModule(Delegating):
     """``module`` on ``mesh``: same inputs, outputs, parameter names, tied weights and ``state_dict`` keys.
 
     ``compile`` turns a :class:`Request` into a program when a call of a new kind arrives (other shapes,
@@ -78,10 +79,12 @@ class ParallelModule(nn.Module):
         scaled: bool = False,
         check_inputs: Check = "first",
     ) -> None:
+        check_plain(module)
         super().__init__()
         for name in _SHARED:
             self.__dict__[name] = module.__dict__[name]
         self.training = module.training
+        self.__dict__["_is_whole"] = False
         self._groups = mesh_groups(mesh)
         self._weights = Weights(module, self._groups, seed)
         self._random = RandomState(shared_seed(self._groups, seed))
@@ -103,6 +106,8 @@ class ParallelModule(nn.Module):
         then use outputs differently (one alone prints them, say), where a tensor gathered at its first use would make
         the others wait for ever. Where only the loss counts, :meth:`step` gathers nothing else.
         """
+        if self._is_whole:
+            return self._original(*args, **kwargs)
         grad = torch.is_grad_enabled() and self._wants_grad(args, kwargs)
         call = self.prepare(args, kwargs, "all", grad=grad)
         leaves = call.leaves(args, kwargs)
@@ -131,6 +136,7 @@ class ParallelModule(nn.Module):
     ) -> AnyCall:
         """Compiles a program for calls like this one, unless there is one already, without running it. Collective over
         the mesh."""
+        self._check_parallel()
         kind = kind_of(self._original, args, kwargs, grad, outputs)
         found = self._programs.find(kind)
         if self._checks.active:
@@ -331,28 +337,6 @@ class ParallelModule(nn.Module):
             for key, value in state_dict.items()
         }
         return super().load_state_dict(ready, strict, assign)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            original = self.__dict__.get("_original")
-            if original is None:
-                raise
-            return getattr(original, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """What is not this module's own is the original's, whose forward reads it."""
-        super().__setattr__(name, value) if self._is_own(name) else setattr(self._original, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        super().__delattr__(name) if self._is_own(name) else delattr(self._original, name)
-
-    def _is_own(self, name: str) -> bool:
-        original = self.__dict__.get("_original")
-        if original is None or name in self.__dict__:
-            return True
-        return name.startswith("__") or (hasattr(type(self), name) and name not in vars(original))
 
     def extra_repr(self) -> str:
         return f"{type(self._original).__name__} on mesh {self._groups.shape}"

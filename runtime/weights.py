@@ -71,9 +71,22 @@ class Weights:
             return value
         if self._stored is None:
             return self._replicated(name, parameter, value)
-        whole = TensorSlot(name, "param", name, tuple(value.shape), (Replicate(),) * len(self.groups.shape))
-        slot, place = self._stored.get(self.names[name], (whole, self.groups))
+        slot, place = self._place(self.names[name], value)
         return make_dtensor(take_own(value.to(self.groups.device), slot, place), slot, place)
+
+    @property
+    def settled(self) -> bool:
+        """Whether a program has placed the parameters."""
+        return self._stored is not None
+
+    def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a ``whole`` value for the parameter that is first called ``name``."""
+        return take_own(whole, *self._place(name, whole))
+
+    def _place(self, name: str, whole: torch.Tensor) -> Stored:
+        everywhere = (Replicate(),) * len(self.groups.shape)
+        slot = TensorSlot(name, "param", name, tuple(whole.shape), everywhere)
+        return (self._stored or {}).get(name, (slot, self.groups))
 
     def _replicated(self, name: str, parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
         local = value.detach().to(parameter.dtype)
