@@ -17,6 +17,7 @@ from autopar.spec import PARTIAL_SUM, REPLICATE, local_shape, take_local
 from .calling import Calling
 from .collectives import Collectives, Handle
 from .executor import Executable
+from .local_inputs import own_part
 from .parameters import gather_whole, local_of, make_dtensor, torch_placements
 from .weights import accumulate
 
@@ -46,6 +47,9 @@ class Call(Calling):
                 f"the input {slot.target} has shape {list(value.shape)}, but the program was compiled "
                 f"for {list(slot.shape)}"
             )
+        part = own_part(value, slot.placements, self.groups) if isinstance(value, DTensor) else None
+        if part is not None:
+            return part.contiguous()
         if isinstance(value, DTensor) and value.device_mesh != self.groups.mesh:
             value = value.full_tensor()
         if isinstance(value, DTensor):

@@ -80,9 +80,13 @@ def _around() -> tuple[object, ...]:
 def named_leaves(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: CallKind) -> dict[str, Leaf]:
     """The leaves of a call by what its author calls them: positional inputs by the names that ``forward`` gives
     them."""
+    return dict(zip(leaf_names(model, args, kwargs), kind.leaves, strict=True))
+
+
+def leaf_names(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+    """The names of the leaves of a call, in the order of :class:`CallKind`."""
     names = _positional(model)
-    paths = tree_flatten_with_path((args, dict(sorted(kwargs.items()))))[0]
-    return {_path_name(path, names): leaf for (path, _), leaf in zip(paths, kind.leaves, strict=True)}
+    return [_path_name(path, names) for path, _ in tree_flatten_with_path((args, dict(sorted(kwargs.items()))))[0]]
 
 
 def _positional(model: nn.Module) -> list[str]:

@@ -17,6 +17,7 @@ from autopar.spec import take_local
 from .chunk_executable import ChunkExecutable
 from .executor import runner
 from .groups import MeshGroups
+from .local_inputs import whole
 
 Values = Mapping[str, torch.Tensor]
 # The place in a random state that says which microbatch draws (:mod:`autopar.random_ops`).
@@ -83,15 +84,14 @@ def input_shapes(program: PipelineProgram) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def whole_input(name: str, value: torch.Tensor, shape: tuple[int, ...] | None) -> torch.Tensor:
+def whole_input(name: str, value: torch.Tensor, shape: tuple[int, ...] | None, groups: MeshGroups) -> torch.Tensor:
     """An input as a plain tensor, gathered if it is a DTensor. Raises :class:`PlanMismatchError` if it has not the
     ``shape`` compiled for."""
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
-    if shape is not None and tuple(whole.shape) != shape:
+    if shape is not None and tuple(value.shape) != shape:
         raise PlanMismatchError(
-            f"the input {name} has shape {list(whole.shape)}, but the program was compiled for {list(shape)}"
+            f"the input {name} has shape {list(value.shape)}, but the program was compiled for {list(shape)}"
         )
-    return whole.detach()
+    return whole(value, groups) if isinstance(value, DTensor) else value.detach()
 
 
 class Prelude:

@@ -29,10 +29,12 @@ from .exchange import Exchange
 from .gradient_norm import clip, gradients_of, total_norm
 from .groups import mesh_groups
 from .input_checks import Check, CheckedCall, InputChecks
+from .local_batch import as_parts
 from .loss_scale import LossScale, watch_optimizers, watch_zero_grad
 from .optimizer import make_optimizer
+from .own_samples import OwnSamples, check_one_form
 from .param_groups import ParamGroups
-from .parameters import broadcast_first, make_dtensor, shared_seed
+from .parameters import broadcast_first, shared_seed
 from .pipeline_call import PipelineCall
 from .programs import AnyCall, ProgramLine, Programs
 from .randomness import RandomState
@@ -57,7 +59,7 @@ _NO_TAPE = (
 )
 
 
-class ParallelModule(Delegating):
+class ParallelModule(OwnSamples, Delegating):
     """``module`` on ``mesh``: same inputs, outputs, parameter names, tied weights and ``state_dict`` keys.
 
     ``compile`` turns a :class:`Request` into a program when a call of a new kind arrives (other shapes,
@@ -93,7 +95,8 @@ class ParallelModule(Delegating):
             watch_optimizers(self, self._loss_scale)
         self._compile = compile
         self._programs = Programs(module, speaks=self._groups.over(self._groups.axes).index == 0)
-        self._checks = InputChecks(Exchange(self._groups), check_inputs)
+        self._exchange = Exchange(self._groups)
+        self._checks = InputChecks(self._exchange, check_inputs)
         self._plan: object | None = None
         self._timelines: list[Timeline] | None = None
         self.__dict__["_original"] = module  # Last: from now on, what is set that is not there yet belongs to it.
@@ -237,32 +240,23 @@ class ParallelModule(Delegating):
         return norm
 
     def local_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """The batch with each tensor as a DTensor of which this rank holds its part: a dict for keyword
-        inputs, a tuple for positional ones."""
-        if args and kwargs:
-            raise AutoparError("local_batch takes positional inputs or keyword inputs, not both; call it twice")
+        """The global batch, given whole, with each tensor as a DTensor of which this rank holds what the plan wants of
+        it: a dict for keyword inputs, a tuple for positional ones. Collective. (Of a rank's own samples
+        :meth:`from_local` makes one.)"""
+        check_one_form("local_batch", args, kwargs)
         call = self._any_call(args, kwargs)
-        if isinstance(call, PipelineCall):
-            raise AutoparError(
-                "under a plan with microbatches each rank needs parts of every microbatch: pass the global batch to "
-                "step() rather than a local_batch()"
-            )
-        slots = {slot.target: slot for slot in call.program.placeholders if slot.kind == "input"}
-        leaves = call.leaves(args, kwargs)
-        for index, name in enumerate(call.signature.input_names):
-            if name in slots:
-                local = call.own_input(slots[name], leaves[index])
-                leaves[index] = make_dtensor(local, slots[name], self._groups)
+        leaves = as_parts(call, call.leaves(args, kwargs))
         positional, keywords = tree_unflatten(leaves, call.signature.input_spec)
         return positional if args else keywords
 
     def _any_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AnyCall:
         """A compiled call for such a batch, whatever its outputs: they all read the same placements."""
         kind = kind_of(self._original, args, kwargs, False, "all")
-        for known, call in self._programs.calls():
-            if replace(known, grad=False, outputs="all") == kind:
-                return call
-        return self.prepare(args, kwargs, "all", grad=torch.is_grad_enabled())
+        known = self._programs.calls()
+        found = next((call for one, call in known if replace(one, grad=False, outputs="all") == kind), None)
+        if self._checks.active:
+            self._checks.check(self._to_check(args, kwargs, kind, found))
+        return found or self.prepare(args, kwargs, "all", grad=torch.is_grad_enabled())
 
     def random_state(self) -> dict[str, int]:
         """What determines the random numbers of the next call, besides the model: the ``seed``, the training calls made

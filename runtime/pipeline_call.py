@@ -96,7 +96,10 @@ class PipelineCall(Calling):
 
     def _inputs(self, leaves: Sequence[Any]) -> StepInputs:
         """What this step reads. Collective: parameters are made ready."""
-        values = {name: whole_input(name, leaves[i], self._shapes.get(name)) for name, i in self._leaf_index.items()}
+        values = {
+            name: whole_input(name, leaves[i], self._shapes.get(name), self.groups)
+            for name, i in self._leaf_index.items()
+        }
         module, state = self.weights.module, self._draw_state()
         if self._prelude is not None:
             values |= self._prelude.run(values, module, state)

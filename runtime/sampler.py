@@ -1,0 +1,119 @@
+"""Which samples of a data set each rank reads: every sample of a global batch on one rank, and none twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from autopar.errors import OptionsError
+
+Join = Callable[[tuple[Any, ...], Mapping[str, Any], int], Any]
+
+
+def shares(count: int, ranks: int) -> tuple[int, list[tuple[int, int]]]:
+    """How ``count`` samples are divided among ``ranks``: ``(copies, bounds)``, where ``bounds[rank]`` are start and end
+    of what the rank reads. Shares differ by at most one sample. Where there are fewer samples than ranks, each
+    ``copies`` neighbouring ranks read the same ones, so that none has nothing to read.
+
+    >>> shares(10, 4)
+    (1, [(0, 3), (3, 6), (6, 8), (8, 10)])
+    >>> shares(3, 4)
+    (2, [(0, 2), (0, 2), (2, 3), (2, 3)])
+    """
+    parts = max(part for part in range(1, ranks + 1) if ranks % part == 0 and part <= max(count, 1))
+    copies, size, longer = ranks // parts, count // parts, count % parts
+    starts = [part * size + min(part, longer) for part in range(parts + 1)]
+    return copies, [(starts[rank // copies], starts[rank // copies + 1]) for rank in range(ranks)]
+
+
+class GlobalBatchSampler(Sampler[list[int]]):
+    """The ``batch_sampler`` of a ``DataLoader``: of each global batch the indices that this rank reads, in the order of
+    one process. Made by :meth:`ParallelModule.sampler <autopar.ParallelModule.sampler>`.
+
+    :meth:`from_local` joins what the ranks read, once for each batch that the loader gives. It counts them, so that
+    :meth:`state_dict` is right whatever the loader's workers have read ahead.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        batch_size: int,
+        *,
+        rank: int,
+        ranks: int,
+        join: Join,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+    ) -> None:
+        super().__init__()
+        if type(batch_size) is not int or batch_size < 1:
+            raise OptionsError(f"batch_size={batch_size!r} is not a number of samples: give that of the global batch")
+        self.batch_size, self.drop_last, self.shuffle, self.seed = batch_size, drop_last, shuffle, seed
+        self.epoch = 0
+        self._size, self._rank, self._ranks, self._join = size, rank, ranks, join
+        self._used = 0
+        self._begin = 0
+
+    def __len__(self) -> int:
+        """The number of global batches of an epoch."""
+        return self._size // self.batch_size if self.drop_last else -(-self._size // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        begin, self._begin = self._begin, 0
+        self._used = begin
+        order = self._order()
+        for batch in range(begin, len(self)):
+            start = batch * self.batch_size
+            first, last = shares(self._count(batch), self._ranks)[1][self._rank]
+            yield order[start + first : start + last].tolist()
+
+    def _order(self) -> torch.Tensor:
+        if not self.shuffle:
+            return torch.arange(self._size)
+        source = torch.Generator().manual_seed((self.seed + self.epoch) % 2**63)
+        return torch.randperm(self._size, generator=source)
+
+    def _count(self, batch: int) -> int:
+        return min(self.batch_size, self._size - batch * self.batch_size)
+
+    def from_local(self, *args: Any, **kwargs: Any) -> Any:
+        """The next global batch, of the samples that the loader gave on each rank: as
+        :meth:`ParallelModule.from_local <autopar.ParallelModule.from_local>`. Collective."""
+        if self._used >= len(self):
+            raise OptionsError(
+                f"from_local was called for more batches than the {len(self)} of an epoch: call it once for each batch "
+                "that the loader gives, and iterate over the loader anew for the next epoch"
+            )
+        copies = shares(self._count(self._used), self._ranks)[0]
+        self._used += 1
+        return self._join(args, kwargs, copies)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch whose order is used from the next iteration on; shuffling is a function of ``seed`` and epoch."""
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, int]:
+        """The epoch, its seed, and how many of its batches were joined; the same on every number of ranks."""
+        return {"epoch": self.epoch, "seed": self.seed, "batches": self._used}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """The next iteration continues with the batch after those that ``state`` counts."""
+        self.epoch, self.seed = state["epoch"], state["seed"]
+        self._begin = self._used = state["batches"]
+
+
+def size_of(data: Sized | int) -> int:
+    """The number of samples of a data set, or of a number of samples. Raises :class:`OptionsError` without one."""
+    if isinstance(data, int):
+        return data
+    try:
+        return len(data)
+    except TypeError as error:
+        raise OptionsError(
+            f"a sampler needs to know how many samples there are, and {type(data).__name__} has no len(): of a stream "
+            "let each rank read its own part, and join the parts by model.from_local(...)"
+        ) from error
