@@ -156,11 +156,12 @@ class Call(Calling):
             return {key: value for key, value in found.items() if key[0] != "gradient"}
         return found
 
-    def step(self, leaves: Sequence[Any]) -> torch.Tensor:
-        """Forward and backward of the loss, added to ``.grad`` of the parameters; the detached loss, whole."""
+    def step(self, leaves: Sequence[Any], scale: float = 1.0) -> torch.Tensor:
+        """Forward and backward of the loss times ``scale``, added to ``.grad`` of the parameters; the detached loss,
+        whole and unscaled."""
         name = self.loss_name()
         outputs, saved = self.start(leaves)
-        one = self.unit_tangent(name)
+        one = self.unit_tangent(name) * scale
         tangents = self.tangents({name: one}, {s.target: one.dtype for s in self.program.tangents})
         gradients = self.backward(saved, tangents)
         loss = gather_whole(settled(outputs.pop(name)), self.results[name], self.groups).detach()

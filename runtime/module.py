@@ -38,6 +38,7 @@ from .parameters import broadcast_first, shared_seed
 from .pipeline_call import PipelineCall
 from .programs import AnyCall, ProgramLine, Programs
 from .randomness import RandomState
+from .scaling import step_scale
 from .stage_mesh import whole_everywhere
 from .weights import Weights
 
@@ -123,11 +124,20 @@ class ParallelModule(OwnSamples, Delegating):
         outputs, _ = call.run(leaves)
         return call.rebuild({name: call.present(name, value) for name, value in outputs.items()})
 
-    def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def step(self, *args: Any, scale: Any = None, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of the model's loss, added to ``.grad`` of the parameters; returns the
-        detached loss, the same on every rank. Raises :class:`AutoparError` if the model returns no loss."""
+        detached loss, the same on every rank. Gradients are of the loss times ``scale`` (1 / n to add up n batches as
+        one of n times their size), the returned loss is not; a model whose forward has a ``scale`` gets it instead.
+        Raises :class:`AutoparError` if the model returns no loss."""
+        kwargs, factor = step_scale(self._original, kwargs, scale)
         call = self.prepare(args, kwargs, "loss", grad=True)
-        return call.step(call.leaves(args, kwargs))
+        return call.step(call.leaves(args, kwargs), factor)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For loops written for DistributedDataParallel. Gradients add up over calls with it or without, to the same
+        numbers, and ranks exchange theirs either way: a gradient that rests in shards has no place for more."""
+        yield
 
     def prepare(
         self,

@@ -45,13 +45,13 @@ class PipelineCall(Calling):
         self._shapes = input_shapes(program)
         self._prelude = None if program.prelude is None else Prelude(program.prelude, self.groups)
 
-    def step(self, leaves: Sequence[Any]) -> torch.Tensor:
-        """All microbatches forward and backward, gradients added to ``.grad`` of the parameters; the detached loss, on
-        every rank."""
+    def step(self, leaves: Sequence[Any], scale: float = 1.0) -> torch.Tensor:
+        """All microbatches forward and backward, gradients of the loss times ``scale`` added to ``.grad`` of the
+        parameters; the detached loss, unscaled, on every rank."""
         name = self.loss_name()
         if not self.program.schedule.training:
             raise AutoparError("the program only goes forward: step() needs one compiled for training")
-        run = self._run(leaves)
+        run = self._run(leaves, scale)
         totals = self._shared.add_up(self._gradients(run))
         outputs = self._finish(run)
         with torch.no_grad():
@@ -67,7 +67,7 @@ class PipelineCall(Calling):
         """Forward alone: outputs by name, whole on every rank. Buffers are brought up to date."""
         return self._finish(self._run(leaves))
 
-    def _run(self, leaves: Sequence[Any]) -> PipelineRun:
+    def _run(self, leaves: Sequence[Any], scale: float = 1.0) -> PipelineRun:
         with torch.no_grad():
             given = self._inputs(leaves)
 
@@ -76,7 +76,9 @@ class PipelineCall(Calling):
 
             messenger, device = Messenger(self.stages), self.groups.device
             recorder = None if self.timelines is None else Recorder(self.stages)
-            run = PipelineRun(self.program, self.chunks, messenger, inputs, self._scaled_tangents(), device, recorder)
+            run = PipelineRun(
+                self.program, self.chunks, messenger, inputs, self._scaled_tangents(scale), device, recorder
+            )
             if recorder is not None:
                 recorder.start()
             run.run()
@@ -119,10 +121,11 @@ class PipelineCall(Calling):
             found.append((Collectives(self.stages.own).partial(own, axes) if axes else own).contiguous())
         return found
 
-    def _scaled_tangents(self) -> Mapping[int, list[torch.Tensor]]:
-        if self.loss_scale is None:
+    def _scaled_tangents(self, scale: float) -> Mapping[int, list[torch.Tensor]]:
+        if self.loss_scale is not None:
+            scale *= self.loss_scale.scale
+        if scale == 1.0:
             return self._tangents
-        scale = self.loss_scale.scale
         return {index: [one * scale for one in ones] for index, ones in self._tangents.items()}
 
     def _gradients(self, run: PipelineRun) -> dict[tuple[int, str], torch.Tensor]:
