@@ -22,12 +22,14 @@ from .errors import TraceError
 from .graph import Graph, symbol
 from .signature import Signature
 from .trace_call import Call, Differentiate, LossFunction, Returned, describe_call
-from .trace_capture import Captured, ModuleTracker, Request, capture
+from .trace_capture import Captured, Request, capture
+from .trace_chance import DrawError
 from .trace_convert import BATCH, convert
 from .trace_counters import warn_of_counters
 from .trace_errors import explain, is_data_dependent
 from .trace_guards import Guards, guards_of
 from .trace_model import State, model_state, unchanged
+from .trace_modules import ModuleTracker
 from .trace_reads import Reads
 
 
@@ -153,14 +155,19 @@ def _captured_as(request: Request, *, select: bool) -> tuple[Captured, Graph]:
     for symbolic, outlined in ways:
         if not symbolic and not outlined:
             break
-        # Any failure: the next way may succeed, and if the last fails too, it says why in plain numbers.
-        with contextlib.suppress(Exception), _without_backward_traces():
-            captured = capture(
-                request, ModuleTracker(request.model), symbolic=symbolic, outlined=outlined, select=select
-            )
-            graph = convert(captured, request)
-            if not symbolic or not _is_specialised(captured, graph, request.call):
-                return captured, graph
+        # Any other failure: the next way may succeed, and if the last fails too, it says why in plain numbers.
+        try:
+            with _without_backward_traces():
+                captured = capture(
+                    request, ModuleTracker(request.model), symbolic=symbolic, outlined=outlined, select=select
+                )
+                graph = convert(captured, request)
+                if not symbolic or not _is_specialised(captured, graph, request.call):
+                    return captured, graph
+        except DrawError:
+            raise
+        except Exception:
+            continue
     tracker = ModuleTracker(request.model)
     try:
         captured = capture(request, tracker, symbolic=False, select=select)

@@ -28,11 +28,13 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from .decompositions import decomposition_table
 from .errors import TraceError
 from .trace_call import Call, Differentiate, LossFunction, Returned, call_loss, collect_outputs
+from .trace_chance import notes_on_draws
 from .trace_counters import Left, Operations, Ran, attributes_of, changed, counted, counters, with_attributes
 from .trace_experts import experts_as_operations
-from .trace_model import State, exchanged, module_paths
+from .trace_model import State, exchanged
+from .trace_modules import ModuleTracker
 from .trace_outline import outline
-from .trace_patches import every_module, patched
+from .trace_patches import patched
 from .trace_reads import Reads
 from .trace_record import PATH, PLACE, Recorder, UnrecordedError
 from .trace_replay import Bodies, capture_outlined
@@ -51,8 +53,8 @@ class Request:
     training: bool
     grad: bool
     differentiate: Differentiate
+    reads: Reads
     autocast: torch.dtype | None = None
-    reads: Reads | None = None
 
 
 @dataclass(frozen=True)
@@ -69,51 +71,6 @@ class Captured:
     counted: tuple[str, ...] = ()
     bodies: Bodies | None = None
     notes: tuple[str, ...] = ()
-
-
-class ModuleTracker:
-    """Knows which module runs; writes its path on the nodes traced meanwhile, from where torch carries it
-    to their backward nodes.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._paths = module_paths(model)
-        self._running: list[tuple[nn.Module, Any]] = []
-
-    @property
-    def modules(self) -> frozenset[int]:
-        """Identities of the modules it knows."""
-        return frozenset(self._paths)
-
-    @property
-    def path(self) -> str:
-        """The innermost module that runs, or that ran when an exception left it."""
-        return self._paths[id(self._running[-1][0])] if self._running else ""
-
-    def _enter(self, module: nn.Module, _args: Any) -> None:
-        if id(module) in self._paths:
-            meta = fx_traceback.current_meta
-            self._running.append((module, meta.get("custom")))
-            meta["custom"] = {**meta.get("custom", {}), PATH: self._paths[id(module)]}
-
-    def _leave(self, module: nn.Module, _args: Any, _output: Any) -> None:
-        # Modules whose exception was caught by a caller are still listed above this one.
-        while any(module is entry for entry, _ in self._running):
-            entry, custom = self._running.pop()
-            if custom is None:
-                fx_traceback.current_meta.pop("custom", None)
-            else:
-                fx_traceback.current_meta["custom"] = custom
-            if entry is module:
-                break
-
-    def listening(self) -> AbstractContextManager[None]:
-        """Follows the modules."""
-        return every_module(self._enter, self._leave)
-
-    def restart(self) -> None:
-        """Forgets what ran; torch runs the model more than once."""
-        self._running.clear()
 
 
 class Step(nn.Module):
@@ -146,11 +103,21 @@ class Step(nn.Module):
         self.__dict__["selected"].restart()
         with self._given(inputs) as (request, args, kwargs):
             before = counters(request.model)
-            with nullcontext() if request.reads is None else request.reads.following():
+            with request.reads.following(), request.reads.chance.watching():
                 output = request.model(*args, **kwargs)
                 loss = None if request.loss_fn is None else call_loss(request.loss_fn, output, args, kwargs)
             self.counted = changed(before, counters(request.model))
             return collect_outputs(output, loss, request.differentiate, self.returned)
+
+    def draws(self, *inputs: torch.Tensor) -> tuple[str, ...]:
+        """What is to say about numbers that the model draws from generators other than torch's."""
+        request, tracker = self.__dict__["request"], self.__dict__["tracker"]
+
+        def run() -> object:
+            tracker.restart()
+            return self._ran(inputs, (), other_mode=False).operations
+
+        return notes_on_draws(request.reads.chance, run, lambda: tracker.path, type(request.model).__name__)
 
     def counts_on(self, *inputs: torch.Tensor) -> tuple[str, ...]:
         """Which of the numbers that changed a graph must not keep, see :func:`counted`."""
@@ -308,7 +275,8 @@ def capture(
                 graph_module, bodies = _export(mode, step, inputs), None
         if outlined:
             graph_module, bodies = _outlined(mode, step, tensors, inputs, batch)
-        notes, guards = selected.notes(), _guards(environment) if environment is not None else ()
+        notes = (*selected.notes(), *_drawn(mode, step, inputs, batch))
+        guards = _guards(environment) if environment is not None else ()
         numbers = _counted(mode, step, inputs, batch)
     symbol = batch.node.expr if batch is not None else None
     return Captured(graph_module, step.returned, symbol, guards, numbers, bodies, notes)
@@ -320,6 +288,16 @@ def _counted(mode: FakeTensorMode, step: Step, inputs: Sequence[torch.Tensor], b
         with suppress(Exception), _symbolic(batch), mode:
             return step.counts_on(*inputs)
     return step.counted
+
+
+def _drawn(mode: FakeTensorMode, step: Step, inputs: Sequence[torch.Tensor], batch: Any) -> tuple[str, ...]:
+    """What is to say about draws that are no operations."""
+    request: Request = step.__dict__["request"]
+    if not request.reads.chance.drawn:
+        return ()
+    tracker: ModuleTracker = step.__dict__["tracker"]
+    with tracker.listening(), _symbolic(batch), mode:
+        return step.draws(*inputs)
 
 
 def _symbolic(batch: Any) -> AbstractContextManager[Any]:

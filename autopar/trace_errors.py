@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import traceback
 
+import numpy as np
+import sympy
 import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -20,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from .errors import TraceError
 from .trace_row_regions import SelectionError
 
-_OWN = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+_OWN = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, sympy.__file__, np.__file__, __file__))
 _HANDLERS = ("__torch_function__", "__torch_dispatch__")
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 
@@ -28,6 +31,14 @@ _BRANCH = (
     "the value of a tensor decides what runs next (.item(), int(), bool(), `if tensor:`, .tolist() or a "
     "Python loop over values), but a graph is captured without values; use torch.where or a mask instead, or "
     "compute the number outside the model"
+)
+_DRAWN = (
+    "a number drawn by torch decides what runs next, anew at each call, but a graph is captured without values; keep "
+    "it a tensor, which a graph draws anew at each step: torch.where(torch.rand(()) < p, x, x + self.block(x)) skips "
+    "a block"
+)
+_DRAWS = (
+    r"\b(rand|randn|randint|randperm|bernoulli|multinomial|normal)(_like)?\(|\.(bernoulli|uniform|normal|random)_\("
 )
 _SHAPE = "the shape of a result depends on the values of a tensor, but a graph has fixed shapes; "
 _SELECT = (
@@ -83,16 +94,17 @@ def explain(error: BaseException, module: str, model: torch.nn.Module) -> TraceE
         else f"in {type(model).__name__}"
     )
     at = f" at {location[0]}\n    {location[1]}" if location else ""
-    return TraceError(f"{type(model).__name__} could not be captured as one graph: {where}{at}\n{_reason(error)}")
+    reason = _reason(error, location[1] if location else "")
+    return TraceError(f"{type(model).__name__} could not be captured as one graph: {where}{at}\n{reason}")
 
 
-def _reason(error: BaseException) -> str:
+def _reason(error: BaseException, line: str) -> str:
     if isinstance(error, SelectionError):
         return str(error)
     if isinstance(error, DynamicOutputShapeException):
         return f"{_operator_of(error)}{_SHAPE}{_INSTEAD.get(_name_of(error), _OUTSIDE)}"
     if is_data_dependent(error):
-        return _BRANCH
+        return _DRAWN if re.search(_DRAWS, line) else _BRANCH
     if isinstance(error, UnsupportedOperatorException):
         return f"{_operator_of(error)}{_OPERATOR}"
     if isinstance(error, UnsupportedFakeTensorException) or ".numpy()" in str(error):

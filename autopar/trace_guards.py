@@ -189,7 +189,8 @@ def _places(owner: Owner, name: str, is_of_model: bool) -> Iterator[tuple[str, S
     if kind is nn.Module:
         return
     held = MISSING if kind is None else vars(kind)[name]
-    if isinstance(held, types.MemberDescriptorType) or (kind is None and _is_made_up(owner, name)):
+    is_made_up = kind is None and _is_made_up(owner, name)
+    if isinstance(held, types.MemberDescriptorType) or is_made_up or not owner.has_members:
         yield label, _Attribute(owner.value), name
         return
     if not isinstance(held, property):

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from .guard_values import CONTAINERS, MISSING, PLAIN, within
+from .trace_chance import GENERATORS, Chance
 from .trace_variables import Variable, is_own_code, variables_of
 
 # The mode, members and hooks of any module. The mode belongs to the kind of call, members are looked at as a whole.
@@ -41,9 +42,41 @@ class Owner:
 
     @property
     def members(self) -> dict[str, Any]:
-        """Its attributes; none for a class with slots alone."""
-        found = object.__getattribute__(self.value, "__dict__") if hasattr(type(self.value), "__dict__") else {}
-        return found if isinstance(found, dict) else {}
+        """Its attributes; none if it has slots alone."""
+        return _members(self.value) or {}
+
+    @property
+    def has_members(self) -> bool:
+        """Whether it can be given attributes that its class does not know."""
+        return _members(self.value) is not None
+
+    def held(self, name: str) -> object:
+        """What it holds under that name itself, in a slot too."""
+        own = _members(self.value)
+        if own is not None:
+            return own.get(name, MISSING)
+        try:
+            return object.__getattribute__(self.value, name)
+        except AttributeError:
+            return MISSING
+
+    def hold(self, name: str, value: object) -> None:
+        """Gives it an attribute, or takes it away."""
+        own = _members(self.value)
+        if own is None:
+            object.__delattr__(self.value, name) if value is MISSING else object.__setattr__(self.value, name, value)
+        elif value is MISSING:
+            del own[name]
+        else:
+            own[name] = value
+
+
+def _members(value: object) -> dict[str, Any] | None:
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 class Reads:
@@ -54,6 +87,7 @@ class Reads:
         self.owners: dict[int, Owner] = {}
         self.read: dict[tuple[int, str], None] = {}
         self.variables: dict[str, Variable] = {}
+        self.chance = Chance()
         self.tree = frozenset(id(module) for module in model.modules())
         self._functions: dict[int, types.FunctionType] = {}
         self._first: dict[tuple[int, str], object] = {}
@@ -79,7 +113,9 @@ class Reads:
     def _follow_one(self, value: Any, label: str, of: tuple[int, str] | None) -> None:
         if isinstance(value, PLAIN) or id(value) in self.owners:
             return
-        if isinstance(value, nn.Module):
+        if isinstance(value, GENERATORS):
+            self.chance.know(value, label)
+        elif isinstance(value, nn.Module):
             for path, module in value.named_modules():
                 self._own(module, f"{label}.{path}" if path else label, of)
         elif isinstance(value, types.MethodType):
@@ -147,19 +183,15 @@ class Reads:
             return members
         self.read[key] = None
         if key[0] not in self.tree:
-            self._first[key] = known.members.get(name, MISSING)
+            self._first[key] = known.held(name)
         value = inner(owner, name)
         self.follow(value, f"{known.label}.{name}", key)
         return value
 
     def _restore(self) -> None:
         for (identity, name), old in self._first.items():
-            members = self.owners[identity].members
-            if members.get(name, MISSING) is not old:
-                if old is MISSING:
-                    del members[name]
-                else:
-                    members[name] = old
+            if self.owners[identity].held(name) is not old:
+                self.owners[identity].hold(name, old)
 
     def is_left(self, owner: Owner) -> bool:
         """Whether an object is where it was reached, and was not made by the call alone."""

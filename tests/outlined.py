@@ -11,6 +11,7 @@ from torch import nn
 from autopar.graph import Graph, Node, Value, map_arg
 from autopar.passes.normalise import normalise
 from autopar.trace import ModuleTracker, Request, capture, convert, describe_call, model_state, unchanged
+from autopar.trace_reads import Reads
 
 Batch = tuple[Any, ...] | Mapping[str, Any]
 ADD = "aten.add.Tensor"
@@ -20,7 +21,9 @@ def request_for(model: nn.Module, batch: Batch, *, grad: bool = True, differenti
     args, kwargs = (batch, {}) if isinstance(batch, tuple) else ((), batch)
     call = describe_call(tuple(args), kwargs)
     device = torch.device("cpu")
-    return Request(model, model_state(model), call, device, None, model.training, grad, differentiate)
+    return Request(
+        model, model_state(model), call, device, None, model.training, grad, differentiate, Reads(model, None)
+    )
 
 
 def captured(request: Request, *, outlined: bool, symbolic: bool = True) -> tuple[Graph, int]:
