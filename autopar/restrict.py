@@ -10,12 +10,14 @@ from dataclasses import replace
 import numpy as np
 
 from .assignment import ParameterPlacement
+from .axis_names import weight_values
 from .errors import OptionsError
-from .graph import REST, Graph, Node
+from .graph import REST, Graph, Node, Value
 from .instance import Instance
-from .offer import OUTPUTS, Choice
+from .offer import OUTPUTS, Choice, operand_place, result_place
 from .paths import meant
 from .problem import Transfer
+from .routes import Route
 from .spec import Placements, is_shard, parse_placements, short
 
 Allowed = Callable[[Node, Choice], bool]
@@ -47,7 +49,12 @@ def with_choices(instance: Instance, allowed: Allowed, *, gathers: bool = True, 
         groups.append(replace(group, cost=np.where(keep, group.cost, np.inf)))
     transfers = instance.problem.transfers
     if not gathers:
-        transfers = tuple(_without_gathers(instance, transfer) for transfer in transfers)
+        weights = weight_values(instance.graph)
+        known = {i for i, route in enumerate(instance.routes) if route.producer in weights}
+        transfers = tuple(
+            _without_gathers(instance, instance.routes[i], transfer) if i in known else transfer
+            for i, transfer in enumerate(transfers)
+        )
     return replace(instance, problem=replace(instance.problem, groups=tuple(groups), transfers=transfers))
 
 
@@ -62,13 +69,21 @@ def _place(choice: Choice) -> Placements:
     return choice.weight if isinstance(choice, ParameterPlacement) else choice.outputs[0]
 
 
-def _without_gathers(instance: Instance, transfer: Transfer) -> Transfer:
-    """Forbids communication on the way from a parameter to its uses."""
-    producer = instance.names[transfer.producer]
-    if producer not in instance.graph or instance.graph[producer].op != "param":
-        return transfer
-    local = instance.prices.devices * 4 * instance.prices.cluster.device.launch_seconds
-    return replace(transfer, cost=np.where(transfer.cost > local, np.inf, transfer.cost))
+def _without_gathers(instance: Instance, route: Route, transfer: Transfer) -> Transfer:
+    """Forbids communication on the way from a parameter, or a view or cast of one, to its uses."""
+    choices = instance.choices[transfer.producer]
+    sources = {row: result_place(choice, route.result) for row, choice in zip(transfer.source, choices, strict=True)}
+    targets: dict[int, Placements] = {}
+    for (_, operand), consumer, columns in zip(route.consumers, transfer.consumers, transfer.targets, strict=True):
+        places = (operand_place(choice, operand) for choice in instance.choices[consumer])
+        targets.update(zip(map(int, columns), places, strict=True))
+    kind = instance.graph.type_of(Value(route.producer, route.result))
+    cost = transfer.cost.copy()
+    for row, column in np.argwhere((cost > 0) & np.isfinite(cost)):
+        path = instance.prices.path(kind, sources[row], targets[int(column)], route.role == "gradient")
+        if any(hop.collective is not None for hop in path):
+            cost[row, column] = np.inf
+    return replace(transfer, cost=cost)
 
 
 def zero_allows(instance: Instance, stage: int) -> Allowed:
