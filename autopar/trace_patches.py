@@ -13,6 +13,8 @@
   like any other, and has a gradient everywhere;
 - Hugging Face builds causal masks that eager attention leaves to the kernel, so that an exported graph holds for other
   lengths; ours is traced anew for each length, and keeps to what eager does;
+- recurrent layers in single precision run on the CPU as one operation of oneDNN, whose backward takes what no graph can
+  hold (absent tensors, a workspace); here they are steps of products, as in double precision;
 - checks of linear algebra (``cholesky`` of a matrix that has none) and of distributions raise on values; a graph has no
   place to raise from.
 """
@@ -28,6 +30,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.backends import mkldnn
 from torch._higher_order_ops.effects import _get_effect, _register_effectful_op
 from torch._higher_order_ops.flex_attention import math_attention
 from torch.distributions import Distribution
@@ -55,6 +58,7 @@ def patched() -> Iterator[None]:
         stack.enter_context(patch.object(nn.SyncBatchNorm, "forward", _batch_norm))
         stack.enter_context(patch.object(F, "embedding_bag", embedding_bag))
         stack.enter_context(_without_effect(_CHECKS))
+        stack.enter_context(mkldnn.flags(enabled=False))  # type: ignore[no-untyped-call]
         stack.enter_context(patch.object(Distribution, "_validate_args", False))
         # Torch refuses gradients on the CPU for lack of a kernel, and compiles unless it is told not to.
         stack.enter_context(patch.object(flex_attention, "_validate_device", lambda *_tensors: None))

@@ -1,7 +1,8 @@
 """Tensors made from nothing: those that are constant throughout can be made in shards.
 
 ``full_like`` and its kin look at the shape of their operand only, and ``new_full`` and its kin not even at
-that, so any placement of it serves. Of whole numbers that count up (``arange``) a device makes its own stretch.
+that, so any placement of it serves. Of whole numbers that count up (``arange``) a device makes its own stretch;
+fractions are made whole on every device.
 """
 
 from __future__ import annotations
@@ -85,18 +86,28 @@ def _count_args(call: OpCall) -> tuple[Arg, Arg]:
     return call.arg(0, "start"), call.arg(2, "step", 1) if call.op == "aten.arange.start_step" else 1
 
 
+def _counts_integers(call: OpCall) -> bool:
+    return all(isinstance(arg, int) for arg in _count_args(call))
+
+
 @rule(*_COUNTS)
 def count(call: OpCall) -> Iterator[AxisStrategy]:
     """``(end)``, ``(start, end)`` or ``(start, end, step)``; fractions are left whole, for they round by position."""
-    if all(isinstance(arg, int) for arg in _count_args(call)):
+    if _counts_integers(call):
         yield from (AxisStrategy((), (placement,)) for placement in _shards(call.outputs[0], call.size))
 
 
 @localiser(*_COUNTS)
 def local_count(context: LocalContext) -> LocalCall:
-    """From where the device's stretch begins, as many as it has."""
-    start, step = map(int, _count_args(context.call))
+    """From where the device's stretch begins, as many as it has, in the dtype of the whole: a fractional end makes
+    floats of integers."""
+    call = context.call
+    if not _counts_integers(call):
+        return call.op, call.args, call.kwargs
+    start, step = map(int, _count_args(call))
     first = start + context.output_offset(0, 0) * step
     args: tuple[Arg, ...] = (first, first + context.output_shape()[0] * step, step)
-    kwargs = tuple((key, arg) for key, arg in context.call.kwargs if key not in ("start", "end", "step"))
-    return "aten.arange.start_step", args, kwargs
+    given = {key: arg for key, arg in call.kwargs if key not in ("start", "end", "step")}
+    result = call.outputs[0]
+    assert result is not None
+    return "aten.arange.start_step", args, tuple({**given, "dtype": result.dtype}.items())

@@ -84,15 +84,16 @@ class World:
         for position, slot in enumerate(slots[0]):
             places = torch.arange(max(1, torch.Size(slot.shape).numel())).reshape(slot.shape)
             first = locals_[0][position]
-            whole = torch.full(slot.shape, float("nan"), dtype=torch.float64)
+            wide = torch.complex128 if slot.dtype.is_complex else torch.float64
+            whole = torch.full(slot.shape, float("nan"), dtype=wide)
             for rank, coordinate in enumerate(self.coordinates):
                 where = take_local(places, slot.placements, self.mesh, coordinate).flatten()
                 mine = locals_[rank][position]
                 assert mine.numel() == where.numel(), (slot, mine.shape)
                 flat = whole.view(-1)
                 known = ~torch.isnan(flat[where])
-                torch.testing.assert_close(flat[where][known], mine.double().flatten()[known], rtol=1e-4, atol=1e-5)
-                flat[where] = mine.double().flatten()
+                torch.testing.assert_close(flat[where][known], mine.to(wide).flatten()[known], rtol=1e-4, atol=1e-5)
+                flat[where] = mine.to(wide).flatten()
             found[slot.name] = whole.to(first.dtype)
         return found
 

@@ -17,6 +17,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate
 
 from autopar.graph import Arg, TensorType, map_arg
+from autopar.passes.compose import replicated
 from autopar.passes.dimension_strings import strided_variants
 from autopar.passes.rule_table import RULES
 from autopar.passes.rules import LocalContext, OpCall, Operand, local_call
@@ -278,8 +279,17 @@ def run_sample(sample: Sample) -> Iterator[tuple[Case, AxisStrategy, str]]:
             yield case, strategy, check(case, strategy)
 
 
+def _run_replicated(sample: Sample) -> Iterator[tuple[Case, AxisStrategy, str]]:
+    """The strategy that every operation has, in its local form like the others."""
+    case = Case.of(sample, DEVICES[0])
+    strategy = replicated(case.call)
+    yield case, strategy, check(case, strategy)
+
+
 def failures(sample: Sample) -> tuple[int, list[Failure]]:
-    """How many strategies of the sample were executed, and those that are not true."""
+    """How many strategies of the sample's rule were executed, and those that are not true, the replicated one too."""
     outcome = list(run_sample(sample))
+    count = len(outcome)
+    outcome += _run_replicated(sample)
     wrong = [Failure(str(sample), case.call.size, str(s), reason) for case, s, reason in outcome if reason]
-    return len(outcome), wrong
+    return count, wrong

@@ -136,6 +136,12 @@ def _factories() -> Iterator[Sample]:
     yield Sample("aten.arange.start", (3, 20))
     yield Sample("aten.arange.start_step", (5, -19, -2))
     yield Sample("aten.arange.start_step", (0, 24, 3), {"dtype": torch.float64})
+    yield Sample("aten.arange.start", (0.5, 8.5))
+    yield Sample("aten.arange.start", (0.5, 8.5), {"dtype": torch.float64})
+    yield Sample("aten.arange.start_step", (0, 2, 0.25))
+    yield Sample("aten.arange.default", (7.5,))
+    yield Sample("aten.arange.start", (3, 9.5))
+    yield Sample("aten.arange.start_step", (3, 9.5, 2))
 
 
 SAMPLES = [*_cuts(), *_joins(), *_scatters(), *_pads(), *_windows(), *_factories()]
