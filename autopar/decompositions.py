@@ -76,13 +76,16 @@ _TORCHS = (
     aten.eye,
 )
 
+# In the names of the overloads that write into tensors they are given.
+_OUT = {"out", "input"}
+
 
 @lru_cache(maxsize=1)
 def decomposition_table() -> dict[OpOverload, Decomposition]:
     """The table for the tracer."""
     table: dict[Any, Decomposition] = get_decompositions(_TORCHS)
     ours = {**_OURS, **PRODUCTS, **MIXED, **RANDOM}
-    return {**{op: how for op, how in table.items() if "out" not in op._overloadname}, **ours}
+    return {**{op: how for op, how in table.items() if not _OUT & set(op._overloadname.split("_"))}, **ours}
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -100,6 +103,11 @@ def _dims(tensor: Tensor, dim: int | Sequence[int] | None) -> list[int]:
 def _count(tensor: Tensor, dims: Sequence[int]) -> Any:
     """Elements per result of a reduction over ``dims``: an int, or symbolic."""
     return math.prod(tensor.shape[d] for d in dims) if tensor.dim() else 1
+
+
+def _is_empty(tensor: Tensor) -> bool:
+    """Whether a size is zero; a symbolic one never is."""
+    return any(isinstance(size, int) and size == 0 for size in tensor.shape)
 
 
 def _sum(tensor: Tensor, dims: Sequence[int], keepdim: bool = False) -> Tensor:
@@ -124,11 +132,15 @@ def _variance(x: Tensor, dim: Any, correction: float | None, keepdim: bool) -> t
     count = _count(x, dims)
     average = _sum(wide, dims, True) / count
     difference = wide - average
-    squares = difference * difference.conj() if wide.is_complex() else difference * difference
+    squares = _square(torch.view_as_real(difference)).sum(-1) if x.is_complex() else _square(difference)
     degrees = count - (1 if correction is None else correction)
-    spread = _sum(squares.real if wide.is_complex() else squares, dims, keepdim) / degrees
+    spread = _sum(squares, dims, keepdim) / degrees
     average = average if keepdim or x.dim() == 0 else average.squeeze(dims)
     return spread.to(_real(x.dtype)), average.to(x.dtype)
+
+
+def _square(x: Tensor) -> Tensor:
+    return x * x
 
 
 def _real(dtype: torch.dtype) -> torch.dtype:
@@ -164,7 +176,7 @@ def std_mean(
 @_for(aten._log_softmax.default)
 def log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     """``x - max - log(sum(exp(x - max)))``: one maximum and one sum per row."""
-    if x.dim() == 0:
+    if x.dim() == 0 or _is_empty(x):
         return torch.zeros_like(x, dtype=torch.float32 if half_to_float else x.dtype)
     wide = x.to(_wide(x.dtype))
     shifted = wide - aten.amax.default(wide, [dim], True)
@@ -175,11 +187,13 @@ def log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
 @_for(aten.logsumexp.default)
 def logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     """``max + log(sum(exp(x - max)))``: one maximum and one sum."""
-    if x.dim() == 0:
-        return x.clone()
-    x = x if x.is_floating_point() else x.to(torch.get_default_dtype())
+    x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
     dims, wide = _dims(x, dim), x.to(_wide(x.dtype))
-    largest = aten.amax.default(wide, dims, True)
+    if _is_empty(x):  # Without a maximum.
+        return _sum(wide.exp(), dims, keepdim).log().to(x.dtype)
+    if x.dim() == 0 and not x.is_complex():
+        return x.clone()
+    largest = aten.amax.default(torch.view_as_real(wide)[..., 0] if x.is_complex() else wide, dims, True)
     # A row of infinities: subtracting the maximum would give nan.
     largest = torch.where(largest.abs() == math.inf, 0.0, largest)
     total = _sum((wide - largest).exp(), dims, keepdim).log()

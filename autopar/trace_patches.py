@@ -30,7 +30,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.backends import mkldnn
 from torch._higher_order_ops.effects import _get_effect, _register_effectful_op
 from torch._higher_order_ops.flex_attention import math_attention
 from torch.distributions import Distribution
@@ -41,6 +40,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
+from .decompositions_mended import mended
 from .embedding_bags import embedding_bag
 
 _CHECKS = "aten::_linalg_check_errors"
@@ -58,7 +58,8 @@ def patched() -> Iterator[None]:
         stack.enter_context(patch.object(nn.SyncBatchNorm, "forward", _batch_norm))
         stack.enter_context(patch.object(F, "embedding_bag", embedding_bag))
         stack.enter_context(_without_effect(_CHECKS))
-        stack.enter_context(mkldnn.flags(enabled=False))  # type: ignore[no-untyped-call]
+        stack.enter_context(_without_mkldnn())
+        stack.enter_context(mended())
         stack.enter_context(patch.object(Distribution, "_validate_args", False))
         # Torch refuses gradients on the CPU for lack of a kernel, and compiles unless it is told not to.
         stack.enter_context(patch.object(flex_attention, "_validate_device", lambda *_tensors: None))
@@ -165,6 +166,16 @@ def _without_effect(operation: str) -> Iterator[None]:
         yield
     finally:
         _register_effectful_op(operation, before)
+
+
+@contextmanager
+def _without_mkldnn() -> Iterator[None]:
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 @contextmanager

@@ -126,15 +126,11 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 def make_dtensor(local: torch.Tensor, slot: TensorSlot, place: Place) -> DTensor:
     """The DTensor of global shape ``slot.shape``, placed as ``slot`` says, of which this rank holds
-    ``local`` (nothing if it is no part of the mesh)."""
-    return DTensor.from_local(
-        local,
-        place.mesh,
-        torch_placements(slot.placements, place.shape),
-        run_check=False,
-        shape=torch.Size(slot.shape),
-        stride=contiguous_stride(slot.shape),
-    )
+    ``local`` (nothing if it is no part of the mesh). Not by ``DTensor.from_local``, which takes the shape of a number,
+    (), for none given."""
+    meta = TensorMeta(torch.Size(slot.shape), contiguous_stride(slot.shape), local.dtype)
+    spec = DTensorSpec(place.mesh, torch_placements(slot.placements, place.shape), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=local.requires_grad)
 
 
 def take_own(whole: torch.Tensor, slot: TensorSlot, place: Place) -> torch.Tensor:

@@ -82,7 +82,7 @@ class World:
         """Whole tensors from shards; every element must be the same wherever it is held."""
         found: Tensors = {}
         for position, slot in enumerate(slots[0]):
-            places = torch.arange(max(1, torch.Size(slot.shape).numel())).reshape(slot.shape)
+            places = torch.arange(torch.Size(slot.shape).numel()).reshape(slot.shape)
             first = locals_[0][position]
             wide = torch.complex128 if slot.dtype.is_complex else torch.float64
             whole = torch.full(slot.shape, float("nan"), dtype=wide)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
@@ -18,10 +19,14 @@ OPS = {op.full_name: op for op in op_db}
 MODULES = {info.name: info for info in module_db}
 
 
-def spread(items: list[Any], count: int) -> list[tuple[int, Any]]:
-    """``count`` of ``items`` with their positions: the first, the last, and some between at equal distances."""
+def spread(items: list[Any], count: int, name: str) -> list[tuple[int, Any]]:
+    """``count`` of ``items`` with their positions: the first, the last, and some between at equal distances; one, by
+    the name of what they are samples of."""
     if len(items) <= count:
         return list(enumerate(items))
+    if count == 1:
+        chosen = zlib.crc32(name.encode()) % len(items)
+        return [(chosen, items[chosen])]
     at = sorted({round(i * (len(items) - 1) / max(count - 1, 1)) for i in range(count)})
     return [(i, items[i]) for i in at]
 
@@ -33,7 +38,7 @@ def op_subjects(name: str, kind: str, count: int) -> Iterator[Subject]:
         return
     learns = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
     samples = _quietly(lambda: list(op.sample_inputs("cpu", dtype, requires_grad=learns)))
-    for index, sample in spread(samples, count):
+    for index, sample in spread(samples, count, name):
         args, kwargs = (sample.input, *sample.args), sample.kwargs
         yield called(f"{name}[{kind}]#{index}", _processed(op, sample), args, kwargs)
 
@@ -60,7 +65,7 @@ def inplace_subjects(name: str, kind: str, count: int) -> Iterator[Subject]:
     learns = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
     samples = _quietly(lambda: list(op.sample_inputs("cpu", dtype, requires_grad=learns)))
     samples = [s for s in samples if isinstance(s.input, torch.Tensor) and not s.broadcasts_input]
-    for index, sample in spread(samples, count):
+    for index, sample in spread(samples, count, name):
         yield called(f"{name}_[{kind}]#{index}", function, (sample.input, *sample.args), sample.kwargs)
 
 
@@ -69,13 +74,13 @@ def module_subjects(name: str, kind: str, count: int) -> Iterator[Subject]:
     info, dtype = MODULES[name], DTYPES[kind]
     if dtype not in info.dtypes:
         return
-    for training in info.train_and_eval_differ and (True, False) or (True,):
+    for training in (info.train_and_eval_differ and (True, False)) or (True,):
         made = _quietly(
             lambda mode=training: list(
                 info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=False, training=mode)
             )
         )
-        for index, given in spread(made, count):
+        for index, given in spread(made, count, name):
             yield _module_subject(info, given, dtype, training, f"{name}[{kind}]#{index}{'' if training else ' eval'}")
 
 
