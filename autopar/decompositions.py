@@ -107,7 +107,7 @@ def _count(tensor: Tensor, dims: Sequence[int]) -> Any:
 
 def _is_empty(tensor: Tensor) -> bool:
     """Whether a size is zero; a symbolic one never is."""
-    return any(isinstance(size, int) and size == 0 for size in tensor.shape)
+    return 0 in [size for size in tensor.shape if type(size) is int]
 
 
 def _sum(tensor: Tensor, dims: Sequence[int], keepdim: bool = False) -> Tensor:
