@@ -150,15 +150,29 @@ class Compiler:
     plan: Plan | None = None
     _base: Prepared | None = None
     _annotated: dict[int, Graph] = field(default_factory=dict)
+    _source: Compiler | None = None
+
+    def copied_for(self, model: nn.Module) -> Compiler:
+        """Compiles for ``model``, a copy of this one, under this one's plan, if there is one when it is first called.
+        What is traced of this one says nothing of the copy, whose attributes may change."""
+        return replace(self, model=model, _annotated={}, _source=self)
 
     def __call__(self, request: Request) -> Compiled:
+        source = self._source
+        if source is not None and self._base is None:
+            self.plan, self._base, self.cluster = source.plan, source._base, source.cluster
         if self.plan is None or self._base is None:
             self._plan_for(replace(request, training=True))
-        assert self._base is not None
-        is_unchanged = self._base.traced.reads.changed(self.model) is None
-        if request.grad and request.training and self._wants_same_gradients(self._base) and is_unchanged:
+        if request.grad and request.training and self._is_as_traced():
             return self._training_program(request)
         return self._other_program(request)
+
+    def _is_as_traced(self) -> bool:
+        """Whether the planned trace holds for the model as it is."""
+        assert self._base is not None
+        if self._source is not None and self._base is self._source._base:
+            return False
+        return self._wants_same_gradients(self._base) and self._base.traced.reads.changed(self.model) is None
 
     def _wants_same_gradients(self, base: Prepared | None) -> bool:
         """Whether no parameter was frozen or thawed since the plan was made."""

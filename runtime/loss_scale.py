@@ -100,6 +100,12 @@ class LossScale:
                 self.scale, self.tracker = self.scale * self.growth_factor, 0
         self._adding = False
 
+    def copied(self) -> LossScale:
+        """Another of the same state, which no gradients have been added up with."""
+        made = LossScale()
+        made.load(self.state())
+        return made
+
     def state(self) -> dict[str, float | int]:
         """In the form of :meth:`torch.amp.GradScaler.state_dict`."""
         return {

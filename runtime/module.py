@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,10 +25,11 @@ from .autograd import differentiate
 from .call import Call
 from .call_kind import CallKind, Leaf, kind_of, named_leaves
 from .compiled import Compile, OutputsWanted, Request
+from .copies import compile_for, copied_module, hook_dicts
 from .delegation import Delegating, check_plain
 from .exchange import Exchange
 from .gradient_norm import clip, gradients_of, total_norm
-from .groups import mesh_groups
+from .groups import MeshGroups, mesh_groups
 from .input_checks import Check, CheckedCall, InputChecks
 from .local_batch import as_parts
 from .loss_scale import LossScale, watch_optimizers, watch_zero_grad
@@ -84,23 +86,53 @@ class ParallelModule(OwnSamples, Delegating):
     ) -> None:
         check_plain(module)
         super().__init__()
+        weights = Weights(module, mesh_groups(mesh), seed)
+        random = RandomState(shared_seed(weights.groups, seed))
+        self._hold(module, weights, random, compile, LossScale() if scaled else None, check_inputs)
+
+    def _hold(
+        self,
+        module: nn.Module,
+        weights: Weights,
+        random: RandomState,
+        compile: Compile,
+        loss_scale: LossScale | None,
+        check_inputs: Check,
+    ) -> None:
         for name in _SHARED:
             self.__dict__[name] = module.__dict__[name]
         self.training = module.training
         self.__dict__["_is_whole"] = False
-        self._groups = mesh_groups(mesh)
-        self._weights = Weights(module, self._groups, seed)
-        self._random = RandomState(shared_seed(self._groups, seed))
-        self._loss_scale = LossScale() if scaled else None
-        if self._loss_scale is not None:
-            watch_optimizers(self, self._loss_scale)
+        self._weights, self._random, self._loss_scale = weights, random, loss_scale
+        if loss_scale is not None:
+            watch_optimizers(self, loss_scale)
         self._compile = compile
         self._programs = Programs(module, speaks=self._groups.over(self._groups.axes).index == 0)
-        self._exchange = Exchange(self._groups)
+        self._exchange, self._check_inputs = Exchange(self._groups), check_inputs
         self._checks = InputChecks(self._exchange, check_inputs)
         self._plan: object | None = None
         self._timelines: list[Timeline] | None = None
         self.__dict__["_original"] = module  # Last: from now on, what is set that is not there yet belongs to it.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """A parallel module of its own, for an average of weights, say: parameters and buffers are copies placed as
+        these are, or will be. It makes its own programs, under the same plan."""
+        self._check_parallel()
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        nn.Module.__init__(made)
+        made.__dict__.update({name: copy.deepcopy(self.__dict__[name], memo) for name in hook_dicts(self)})
+        module = copied_module(self._original, memo)
+        weights, compile = self._weights.copied_for(module), compile_for(self._compile, module)
+        scale = None if self._loss_scale is None else self._loss_scale.copied()
+        made._hold(module, weights, copy.copy(self._random), compile, scale, self._check_inputs)
+        made._plan = self._plan
+        return made
+
+    @property
+    def _groups(self) -> MeshGroups:  # type: ignore[override]
+        """Of the mesh, as the plan has laid it out."""
+        return self._weights.groups
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original returns, of plain global tensors; with gradients enabled ``loss.backward()`` leaves
@@ -179,7 +211,7 @@ class ParallelModule(OwnSamples, Delegating):
         why, begin = self._programs.why(kind, leaves), time.perf_counter()
         compiled = self._compile(Request(args, dict(kwargs), self.training, kind.grad, kind.outputs))
         check_agreement(compiled.fingerprint, self._groups)
-        self._groups = self._weights.groups = self._groups.regrouped(compiled.program.mesh)
+        self._weights.groups = self._groups.regrouped(compiled.program.mesh)
         bound = PipelineCall if isinstance(compiled.program, PipelineProgram) else Call
         draw_state = partial(self._random.advance, self.training and kind.grad)
         call = bound(compiled, self._weights, self._groups, draw_state, self._loss_scale)

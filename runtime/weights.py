@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -25,6 +27,12 @@ from .parameters import (
     wrap_parameters,
 )
 
+_APART = (
+    "parameters of this copy lie on different pipeline stages, and torch's functions over lists of tensors skip those "
+    "of other stages: average them one by one, AveragedModel(model, avg_fn=lambda average, new, n: 0.99 * average + "
+    "0.01 * new), say, rather than by multi_avg_fn or by default"
+)
+
 
 class Weights:
     """Parameters and buffers of ``module``, placed by the first program that is settled.
@@ -38,7 +46,16 @@ class Weights:
         self.groups = groups
         self._seed = seed
         self._stored: dict[str, Stored] | None = None
+        self._copies: list[Weights] = []
         wrap_parameters(module, groups)
+
+    def copied_for(self, module: nn.Module) -> Weights:
+        """Those of ``module``, a copy of this one: placed as these are, or as soon as these are."""
+        made = copy.copy(self)
+        made.module, made._copies = module, []
+        self._copies.append(made)  # Held, since placing it is collective: ranks collect garbage at different times.
+        self._place_copies()
+        return made
 
     @property
     def names(self) -> Mapping[str, str]:
@@ -55,8 +72,20 @@ class Weights:
         if self._stored is None:
             place_parameters(self.module, found, self.groups, self._seed)
             self._stored = found
+            self._place_copies()
         else:
             check_placed(self.module, found)
+
+    def _place_copies(self) -> None:
+        if self._stored is None:
+            return
+        for copied in self._copies:
+            if not copied.settled:
+                copied.groups = self.groups
+                copied.settle(list(self._stored.values()))
+        if self._copies and any(place.coordinate is None for _, place in self._stored.values()):
+            warnings.warn(_APART, stacklevel=2)
+        self._copies = []
 
     def parameters(self, slots: Sequence[TensorSlot]) -> list[nn.Parameter]:
         """The parameters in the order of ``slots``."""
