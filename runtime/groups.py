@@ -19,6 +19,8 @@ from torch.distributed.tensor import _redistribute
 
 from autopar.errors import OptionsError
 
+from .settle_threads import settle_at_exit
+
 
 @dataclass(frozen=True)
 class AxisGroup:
@@ -62,6 +64,7 @@ class MeshGroups:
         self.shape: tuple[int, ...] = tuple(ranks.shape)
         self.coordinate: tuple[int, ...] = tuple(coordinate)
         self._made: dict[tuple[int, ...], AxisGroup] = {}
+        settle_at_exit()
         self._regrouped: dict[tuple[int, ...], DeviceMesh] = {}
 
     @property
