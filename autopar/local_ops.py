@@ -2,7 +2,9 @@
 
 Each handles a dim that is *indexed by values* (the vocabulary of an embedding, the classes of a
 cross-entropy) of which the device holds the positions ``offset <= p < offset + local length``. Reads give
-zero for positions another device holds, so that the sum over devices is the whole result; writes skip them.
+zero for positions another device holds, so that the sum over devices is the whole result; writes skip them. A
+position that no device holds (``size``, where given, is the length of the whole dim) is noted, and makes the result nan
+(:mod:`.index_range`).
 All are pure and take any local length of at least one.
 
 ======================================  ====================================================
@@ -29,6 +31,7 @@ from typing import Any
 
 import torch
 
+from .index_range import any_outside, poisoned
 from .local_attention import causal_attention, causal_attention_backward
 from .local_ctc import OPERATIONS as CTC_OPERATIONS
 from .local_experts import OPERATIONS as EXPERT_OPERATIONS
@@ -52,11 +55,12 @@ def _along(mask: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
     return mask.reshape([-1 if d == dim else 1 for d in range(rank)])
 
 
-def masked_embedding(weight: torch.Tensor, indices: torch.Tensor, offset: int) -> torch.Tensor:
+def masked_embedding(weight: torch.Tensor, indices: torch.Tensor, offset: int, size: int | None = None) -> torch.Tensor:
     """``weight`` [local rows, width], ``indices`` [...] -> [..., width], zero where the row is not here."""
+    bad = any_outside(indices, 0, size)
     local, inside = _to_local(indices, offset, weight.shape[0])
     rows: torch.Tensor = torch.ops.aten.embedding.default(weight, local)
-    return rows.masked_fill_(~inside.unsqueeze(-1), 0)
+    return poisoned(rows.masked_fill_(~inside.unsqueeze(-1), 0), bad)
 
 
 def masked_embedding_backward(
@@ -74,18 +78,22 @@ def masked_embedding_backward(
     return rows.narrow(0, 0, local_rows)
 
 
-def masked_gather(x: torch.Tensor, dim: int, index: torch.Tensor, offset: int) -> torch.Tensor:
+def masked_gather(x: torch.Tensor, dim: int, index: torch.Tensor, offset: int, size: int | None = None) -> torch.Tensor:
     """``gather`` along a dim of which ``x`` holds a shard: the shape of ``index``, zero where the position is
     not here."""
+    bad = any_outside(index, 0, size)
     local, inside = _to_local(index, offset, x.shape[dim])
-    return torch.gather(x, dim, local).masked_fill_(~inside, 0)
+    return poisoned(torch.gather(x, dim, local).masked_fill_(~inside, 0), bad)
 
 
-def masked_index_select(x: torch.Tensor, dim: int, index: torch.Tensor, offset: int) -> torch.Tensor:
+def masked_index_select(
+    x: torch.Tensor, dim: int, index: torch.Tensor, offset: int, size: int | None = None
+) -> torch.Tensor:
     """``index_select`` along a dim of which ``x`` holds a shard; ``index`` has one dim."""
     dim %= x.dim()
+    bad = any_outside(index, 0, size)
     local, inside = _to_local(index, offset, x.shape[dim])
-    return torch.index_select(x, dim, local).masked_fill_(~_along(inside, dim, x.dim()), 0)
+    return poisoned(torch.index_select(x, dim, local).masked_fill_(~_along(inside, dim, x.dim()), 0), bad)
 
 
 def _localised(
@@ -121,9 +129,18 @@ def masked_index(
 
     Both have one entry per dim of ``x``; only those of indexed dims are read.
     """
+    bad = _any_outside_shape(indices, global_shape)
     local, inside = _localised(x, indices, offsets, global_shape)
     rows: torch.Tensor = torch.ops.aten.index.Tensor(x, local)
-    return rows.masked_fill_(~_inside_result(inside, indices, x.dim()), 0)
+    return poisoned(rows.masked_fill_(~_inside_result(inside, indices, x.dim()), 0), bad)
+
+
+def _any_outside_shape(indices: Indices, global_shape: Sequence[int]) -> bool:
+    found = [
+        index is not None and any_outside(index, -size, size)
+        for index, size in zip(indices, global_shape, strict=False)
+    ]
+    return any(found)
 
 
 def masked_scatter(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, offset: int) -> torch.Tensor:
@@ -175,17 +192,18 @@ def masked_index_put(
 ) -> torch.Tensor:
     """``x[indices] = values`` (or ``+=``) where ``x`` is a part, from ``offsets`` on, of a tensor of
     ``global_shape``."""
+    bad = _any_outside_shape(indices, global_shape)
     local, inside = _localised(x, indices, offsets, global_shape)
     dim = next((d for d, i in enumerate(indices) if i is not None and x.shape[d] != global_shape[d]), None)
     if dim is None:
-        return torch.index_put(x, tuple(indices), values, accumulate)
+        return poisoned(torch.index_put(x, tuple(indices), values, accumulate), bad)
     index, length = local[dim], x.shape[dim]
     assert index is not None
     # Everything that is not ours goes to a spare position, cut off afterwards.
     local[dim] = torch.where(inside, index, length)
     spare = torch.cat([x, x.narrow(dim, 0, 1)], dim)
     written: torch.Tensor = torch.ops.aten.index_put_.default(spare, local, values, accumulate)
-    return written.narrow(dim, 0, length).contiguous()
+    return poisoned(written.narrow(dim, 0, length).contiguous(), bad)
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:

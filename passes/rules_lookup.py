@@ -37,7 +37,8 @@ def embedding(call: OpCall) -> Iterator[AxisStrategy]:
 @localiser("autopar.masked_embedding")
 def local_embedding(context: LocalContext) -> LocalCall:
     weight, indices = context.call.args[:2]
-    return "autopar.masked_embedding", (weight, indices, context.input_offset(0, 0)), ()
+    rows = int(context.call.inputs[0].shape[0])
+    return "autopar.masked_embedding", (weight, indices, context.input_offset(0, 0), rows), ()
 
 
 @claim_rule("aten.embedding_dense_backward.default")
@@ -106,7 +107,8 @@ def index_select(call: OpCall) -> Iterator[AxisStrategy]:
 def local_read(context: LocalContext) -> LocalCall:
     call, dim = context.call, _dim(context.call)
     name = "autopar.masked_gather" if call.op == "aten.gather.default" else "autopar.masked_index_select"
-    return name, (call.args[0], dim, call.args[2], context.input_offset(0, dim)), ()
+    size = int(call.inputs[0].shape[dim])
+    return name, (call.args[0], dim, call.args[2], context.input_offset(0, dim), size), ()
 
 
 @claim_rule("aten.scatter.value", "aten.scatter.src", "aten.scatter.value_reduce")

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError, PlanMismatchError
+from autopar.index_range import noted
 from autopar.program import Program, TensorSlot
 from autopar.spec import PARTIAL_SUM, REPLICATE, local_shape, take_local
 
@@ -61,11 +62,14 @@ class Call(Calling):
     def run(self, leaves: Sequence[Any]) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
         """Forward: local outputs by name, and the values saved for backward. Buffers are brought up to
         date."""
-        outputs, saved = self.start(leaves)
-        return {name: settled(value) for name, value in outputs.items()}, saved
+        started, saved = self.start(leaves)
+        outputs = {name: settled(value) for name, value in started.items()}
+        self.check_indices(outputs)
+        return outputs, saved
 
     def start(self, leaves: Sequence[Any]) -> tuple[dict[str, torch.Tensor | Handle], list[torch.Tensor]]:
         """:meth:`run`, but outputs may be on their way still (:func:`settled` waits for one)."""
+        noted()  # What an earlier call met that ended in another error.
         with torch.no_grad():
             # Made anew each time: no version counter of a DTensor sees every write (``.data``, fused optimizers).
             working = self.executable.refresh([local_of(parameter) for parameter in self.parameters])
@@ -165,6 +169,7 @@ class Call(Calling):
         tangents = self.tangents({name: one}, {s.target: one.dtype for s in self.program.tangents})
         gradients = self.backward(saved, tangents)
         loss = gather_whole(settled(outputs.pop(name)), self.results[name], self.groups).detach()
+        self.check_indices({name: loss})
         with torch.no_grad():
             for slot, parameter in zip(self.program.parameters, self.parameters, strict=True):
                 gradient = gradients.pop(("gradient", slot.target), None)

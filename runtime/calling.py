@@ -11,7 +11,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from autopar.errors import AutoparError, PlanMismatchError
 
+from .bad_indices import raise_bad_indices
 from .compiled import Compiled
+from .exchange import Exchange
 from .groups import MeshGroups
 from .loss_scale import LossScale
 from .weights import Weights
@@ -61,6 +63,7 @@ class Calling:
         self.signature = compiled.signature
         self.weights, self.groups = weights, groups
         self.loss_scale = loss_scale
+        self.exchange: Exchange | None = None
         self._draw_state = draw_state
         self._leaf_index = {name: i for i, name in enumerate(self.signature.input_names) if name is not None}
         self._bind_program(compiled.program)
@@ -82,6 +85,13 @@ class Calling:
                     "make it a tensor"
                 )
         return leaves
+
+    def check_indices(self, outputs: Mapping[str, torch.Tensor]) -> None:
+        """Raises :class:`IndexRangeError` if indices were out of range in the call that gave ``outputs``, by name and
+        whole on every rank."""
+        if self.exchange is not None:
+            loss = outputs.get(self.signature.loss or "")
+            raise_bad_indices(self.exchange, outputs.values() if loss is None else [loss])
 
     def leaf_name(self, index: int) -> str:
         """Where leaf ``index`` of the inputs stands in the call, such as ``kwargs['use_cache']``."""

@@ -20,6 +20,7 @@ from autopar.spec import take_local
 
 from .collectives import Collectives
 from .groups import MeshGroups, mesh_groups
+from .index_guards import GUARDED
 from .randomness import draws, shared_random
 from .section_code import Run, compile_section
 from .section_source import Operation
@@ -33,11 +34,11 @@ def instruction_axes(sections: Iterable[Section]) -> set[tuple[int, ...]]:
 
 
 def operations_of(collectives: Collectives) -> dict[str, Operation]:
-    """The ``autopar.*`` and ``collective.*`` operations by name."""
+    """The ``autopar.*`` and ``collective.*`` operations by name, and the guarded ones of ATen."""
 
     public = [name for name in dir(collectives) if not name.startswith("_") and name != "groups"]
     bound = {f"collective.{name}": getattr(collectives, name) for name in public}
-    return {**LOCAL_OPS, **bound}
+    return {**LOCAL_OPS, **GUARDED, **bound}
 
 
 def _with_shared_random(section: Section, run: Run, groups: MeshGroups) -> Run:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from autopar.errors import AutoparError
+from autopar.index_range import noted
 from autopar.pipeline import PipelineProgram, StagedParameter, StagedResult
 from autopar.spec import PARTIAL_SUM, take_local
 from autopar.timeline import Timeline
@@ -54,6 +55,7 @@ class PipelineCall(Calling):
         run = self._run(leaves, scale)
         totals = self._shared.add_up(self._gradients(run))
         outputs = self._finish(run)
+        self.check_indices(outputs)
         with torch.no_grad():
             everything = self.weights.module.parameters()
             if self.loss_scale is not None and not self.loss_scale.settle(totals.values(), everything, self.groups):
@@ -65,9 +67,12 @@ class PipelineCall(Calling):
 
     def run(self, leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
         """Forward alone: outputs by name, whole on every rank. Buffers are brought up to date."""
-        return self._finish(self._run(leaves))
+        outputs = self._finish(self._run(leaves))
+        self.check_indices(outputs)
+        return outputs
 
     def _run(self, leaves: Sequence[Any], scale: float = 1.0) -> PipelineRun:
+        noted()  # What an earlier call met that ended in another error.
         with torch.no_grad():
             given = self._inputs(leaves)
 

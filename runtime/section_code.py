@@ -16,17 +16,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CodeType, TracebackType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
 from autopar.errors import AutoparError, ExecutionError
 from autopar.graph import DTYPE_NAMES
+from autopar.index_range import PROGRAM_FILE
 from autopar.program import Section
 
 from .section_source import Operation, Source, operands_of
 
 Run = Callable[[list[torch.Tensor]], list[Any]]
 _serial = itertools.count()
+_CODE: WeakValueDictionary[str, SectionCode] = WeakValueDictionary()
 
 
 class SectionCode:
@@ -34,7 +37,8 @@ class SectionCode:
 
     def __init__(self, section: Section, source: Source, where: str) -> None:
         self.source, self.count = source, len(section.inputs)
-        filename = f"<autopar {section.name} {next(_serial)}>"
+        filename = f"{PROGRAM_FILE}{section.name} {next(_serial)}>"
+        _CODE[filename] = self
         linecache.cache[filename] = (len(source.text), None, source.text.splitlines(keepends=True), filename)
         exec(compile(source.text, filename, "exec"), source.namespace)
         self.function = source.namespace[source.function]
@@ -75,6 +79,15 @@ def compile_section(
             return code.function(inputs)  # type: ignore[no-any-return]
 
     return run
+
+
+def describe_place(place: tuple[str, int] | None) -> str:
+    """The instruction at a line of a section's function, for people: its module if it has one."""
+    code = None if place is None else _CODE.get(place[0])
+    instruction = None if code is None or place is None else code.source.instructions.get(place[1])
+    if code is None or instruction is None:
+        return ""
+    return f"in module {instruction.module}" if instruction.module else f"in {instruction.op}"
 
 
 def _describe(value: Any) -> str:
