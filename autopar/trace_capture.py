@@ -29,7 +29,18 @@ from .decompositions import decomposition_table
 from .errors import TraceError
 from .trace_call import Call, Differentiate, LossFunction, Returned, call_loss, collect_outputs
 from .trace_chance import notes_on_draws
-from .trace_counters import Left, Operations, Ran, attributes_of, changed, counted, counters, with_attributes
+from .trace_counters import (
+    Left,
+    Operations,
+    Ran,
+    attributes_of,
+    changed,
+    containers,
+    counted,
+    counters,
+    refilled,
+    with_attributes,
+)
 from .trace_experts import experts_as_operations
 from .trace_model import State, exchanged
 from .trace_modules import ModuleTracker
@@ -84,6 +95,7 @@ class Step(nn.Module):
         super().__init__()
         self.returned = Returned()
         self.counted: tuple[str, ...] = ()
+        self.refilled: tuple[str, ...] = ()
         # Past nn.Module's bookkeeping: as a submodule, the model would have its parameters lifted too.
         self.__dict__["request"], self.__dict__["tracker"] = request, tracker
         self.__dict__["selected"] = selected
@@ -102,11 +114,12 @@ class Step(nn.Module):
         self.__dict__["tracker"].restart()
         self.__dict__["selected"].restart()
         with self._given(inputs) as (request, args, kwargs):
-            before = counters(request.model)
+            before, held = counters(request.model), containers(request.model)
             with request.reads.following(), request.reads.chance.watching():
                 output = request.model(*args, **kwargs)
                 loss = None if request.loss_fn is None else call_loss(request.loss_fn, output, args, kwargs)
             self.counted = changed(before, counters(request.model))
+            self.refilled = refilled(held, request.model)
             return collect_outputs(output, loss, request.differentiate, self.returned)
 
     def draws(self, *inputs: torch.Tensor) -> tuple[str, ...]:
@@ -121,7 +134,7 @@ class Step(nn.Module):
 
     def counts_on(self, *inputs: torch.Tensor) -> tuple[str, ...]:
         """Which of the numbers that changed a graph must not keep, see :func:`counted`."""
-        return counted(partial(self._ran, inputs), self.counted)
+        return counted(partial(self._ran, inputs), self.counted, self.refilled)
 
     def _ran(self, inputs: Sequence[torch.Tensor], attributes: Sequence[Left], *, other_mode: bool) -> Ran:
         """What a step runs that finds ``attributes`` in the modules: with its backward, even if the trace is without,
@@ -135,7 +148,7 @@ class Step(nn.Module):
             if other_mode:
                 request.model.train(not request.training)
             returned = Returned()
-            with Operations(tensors) as operations:
+            with Operations(tensors) as operations, request.reads.restoring():
                 output = request.model(*args, **kwargs)
                 loss = None if request.loss_fn is None else call_loss(request.loss_fn, output, args, kwargs)
                 outputs = collect_outputs(output, loss, request.differentiate, returned)
@@ -283,11 +296,13 @@ def capture(
 
 
 def _counted(mode: FakeTensorMode, step: Step, inputs: Sequence[torch.Tensor], batch: Any) -> tuple[str, ...]:
-    """The plain numbers that calls of the model count; where a second call cannot be made, all that change."""
-    if step.counted:
+    """The plain numbers that calls of the model count, and what else they change and read; where a second call cannot
+    be made, all numbers that change."""
+    found, reads = step.counted, step.__dict__["request"].reads
+    if step.counted or step.refilled:
         with suppress(Exception), _symbolic(batch), mode:
-            return step.counts_on(*inputs)
-    return step.counted
+            found = step.counts_on(*inputs)
+    return (*found, *(path for path in reads.written if path not in found))
 
 
 def _drawn(mode: FakeTensorMode, step: Step, inputs: Sequence[torch.Tensor], batch: Any) -> tuple[str, ...]:

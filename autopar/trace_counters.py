@@ -61,16 +61,49 @@ class Run(Protocol):
     def __call__(self, attributes: Sequence[Left], *, other_mode: bool) -> Ran: ...
 
 
-def counted(run: Run, found: tuple[str, ...]) -> tuple[str, ...]:
-    """Which of the numbers that a first call changes, ``found``, a graph of it must not keep: those that a second
-    call changes again, or all if the second, or one in the other mode, runs other operations than it would have
-    without the first. There are none where a module only fits a number to its input before it uses it, as a window to
-    a picture."""
+def counted(run: Run, found: tuple[str, ...], refilled: tuple[str, ...]) -> tuple[str, ...]:
+    """Which of the numbers that a first call changes, ``found``, and of the containers, ``refilled``, a graph of it
+    must not keep: numbers that a second call changes again, or all if the second, or one in the other mode, runs other
+    operations than it would have without the first. There are none where a module only fits a number to its input
+    before it uses it, as a window to a picture, or keeps a record in a list."""
     first = run((), other_mode=False)
     second = run(first.attributes, other_mode=False)
     other, later = run((), other_mode=True), run(first.attributes, other_mode=True)
     is_same = first.operations == second.operations and other.operations == later.operations
-    return changed(first.numbers, second.numbers) if is_same else found
+    return changed(first.numbers, second.numbers) if is_same else (*found, *refilled)
+
+
+def containers(model: nn.Module) -> dict[str, list[tuple[Any, Any]]]:
+    """The containers among the attributes of modules, by path, each with those in it and with copies of all."""
+    return {
+        f"{path}.{key}" if path else key: found
+        for path, module in model.named_modules()
+        for key, value in module.__dict__.items()
+        if key not in _OWN and not _is_of_torch(module, key) and (found := contents_of([value]))
+    }
+
+
+def _is_of_torch(module: nn.Module, key: str) -> bool:
+    """Whether a recurrent module keeps its parameters there once more."""
+    return isinstance(module, nn.RNNBase) and key.startswith("_flat_weight")
+
+
+def refilled(before: Mapping[str, Sequence[tuple[Any, Any]]], model: nn.Module) -> tuple[str, ...]:
+    """The paths of :func:`containers` that hold something else now, or are others."""
+    after = containers(model)
+    return tuple(path for path, found in before.items() if not _are_same(found, after.get(path, ())))
+
+
+def _are_same(before: Sequence[tuple[Any, Any]], after: Sequence[tuple[Any, Any]]) -> bool:
+    pairs = zip(before, after, strict=False)
+    return len(before) == len(after) and all(a is b and _held(old) == _held(new) for (a, old), (b, new) in pairs)
+
+
+def _held(container: Any) -> list[int]:
+    """The identities of what is in a container."""
+    if isinstance(container, dict):
+        return [id(part) for item in container.items() for part in item]
+    return [id(item) for item in container]
 
 
 def attributes_of(model: nn.Module) -> list[Left]:
@@ -96,8 +129,8 @@ def warn_of_counters(model: nn.Module, paths: tuple[str, ...]) -> None:
     """Numbers in Python are fixed by the trace; nothing counts them on afterwards."""
     warnings.warn(
         f"{type(model).__name__} changes {', '.join(paths)} when it is called, but a captured graph keeps plain "
-        'numbers as they are at the first call; what depends on them must be a buffer: self.register_buffer("steps", '
-        "torch.zeros((), dtype=torch.int64)) and self.steps.add_(1)",
+        "attributes, and what is in lists and objects, as they are at the first call; what depends on them must be a "
+        'buffer: self.register_buffer("steps", torch.zeros((), dtype=torch.int64)) and self.steps.add_(1)',
         stacklevel=3,
     )
 

@@ -7,7 +7,8 @@ program is used only as long as its guards hold.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from operator import is_
@@ -16,7 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .guard_values import MISSING, Expected, freeze, sentence, shown
+from .errors import TraceError
+from .guard_values import MISSING, Expected, Tensor, freeze, sentence, shown, within
 from .trace_reads import Owner, Reads
 from .trace_variables import is_own_code
 
@@ -167,8 +169,33 @@ def guards_of(model: nn.Module, reads: Reads) -> Guards:
     for label, space, name in places:
         value = space.get(name, MISSING)
         found.setdefault((id(space), name), Guard(label, space, name, value, freeze(value, known)))
+    _check_parameters(found.values())
     members = tuple(Members.of(module, f"model.{path}" if path else "model") for path, module in modules)
     return Guards(tuple(found.values()), members)
+
+
+def _check_parameters(guards: Iterable[Guard]) -> None:
+    """Raises :class:`TraceError` for parameters in lists and the like, of which a graph would make constants, and warns
+    of those that the model does not register."""
+    for guard in guards:
+        if _is_learnt(guard.value) and isinstance(guard.expected, Tensor):
+            warnings.warn(
+                f"{guard.label} is a parameter that the model does not register, so a graph takes it for a constant "
+                "and gives it no gradient; make what it belongs to a module of the model, or freeze it "
+                "(requires_grad_(False))",
+                stacklevel=4,
+            )
+        for place, item in within(guard.value):
+            if _is_learnt(item):
+                raise TraceError(
+                    f"{guard.label}{place} is a parameter in a {type(guard.value).__name__}, which a graph would take "
+                    "for a constant, without a gradient; read it where it is registered (self.weight), or keep it in "
+                    "an nn.ParameterList"
+                )
+
+
+def _is_learnt(value: object) -> bool:
+    return isinstance(value, nn.Parameter) and value.requires_grad
 
 
 def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:

@@ -81,7 +81,8 @@ def _members(value: object) -> dict[str, Any] | None:
 
 class Reads:
     """Reads of what ``model`` and ``loss_fn`` lead to. ``read`` are attributes, by identity of their object;
-    ``variables`` those of functions, globals and closures, by label."""
+    ``variables`` those of functions, globals and closures, by label. ``written`` are paths of attributes that a
+    call reads and then changes, of objects or as tensors: the next would read something else."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         self.owners: dict[int, Owner] = {}
@@ -90,6 +91,8 @@ class Reads:
         self.chance = Chance()
         self.tree = frozenset(id(module) for module in model.modules())
         self._functions: dict[int, types.FunctionType] = {}
+        self.written: dict[str, None] = {}
+        self._tensors: dict[tuple[int, str], torch.Tensor] = {}
         self._first: dict[tuple[int, str], object] = {}
         self._watched: dict[type, object] = {}
         self._is_on = False
@@ -158,6 +161,14 @@ class Reads:
             self._watched.clear()
             self._restore()
 
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """What the model writes within into attributes that it was seen to read of objects is as before afterwards."""
+        try:
+            yield
+        finally:
+            self._restore()
+
     def _watch(self, kind: type) -> None:
         """Notes what is read of instances of ``kind``."""
         if kind in self._watched:
@@ -172,6 +183,8 @@ class Reads:
 
     def _note(self, owner: Any, name: str, inner: Callable[[Any, str], Any]) -> Any:
         key = id(owner), name
+        if name == "_flat_weights" and isinstance(owner, nn.RNNBase):  # The parameters again.
+            return inner(owner, name)
         if name in MACHINERY or key in self.read or (name.startswith("__") and name != "__dict__"):
             return inner(owner, name)
         known = self.owners[id(owner)]
@@ -185,13 +198,23 @@ class Reads:
         if key[0] not in self.tree:
             self._first[key] = known.held(name)
         value = inner(owner, name)
+        if isinstance(value, torch.Tensor):
+            self._tensors[key] = value
         self.follow(value, f"{known.label}.{name}", key)
         return value
 
     def _restore(self) -> None:
         for (identity, name), old in self._first.items():
-            if self.owners[identity].held(name) is not old:
-                self.owners[identity].hold(name, old)
+            owner = self.owners[identity]
+            if owner.held(name) is not old:
+                self.written[f"{owner.label}.{name}".removeprefix("model.")] = None
+                owner.hold(name, old)
+        for (identity, name), tensor in self._tensors.items():
+            owner = self.owners[identity]
+            now = owner.held(name)
+            if isinstance(now, torch.Tensor) and now is not tensor:
+                self.written[f"{owner.label}.{name}".removeprefix("model.")] = None
+        self._tensors.clear()
 
     def is_left(self, owner: Owner) -> bool:
         """Whether an object is where it was reached, and was not made by the call alone."""

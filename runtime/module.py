@@ -207,6 +207,7 @@ class ParallelModule(OwnSamples, Delegating):
 
     def _make(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: CallKind) -> AnyCall:
         """Compiles a program for calls of this kind."""
+        self._weights.check_own()
         leaves = named_leaves(self._original, args, kwargs, kind)
         why, begin = self._programs.why(kind, leaves), time.perf_counter()
         compiled = self._compile(Request(args, dict(kwargs), self.training, kind.grad, kind.outputs))

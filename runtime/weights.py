@@ -62,6 +62,18 @@ class Weights:
         first = {id(parameter): name for name, parameter in self.module.named_parameters()}
         return {n: first[id(p)] for n, p in self.module.named_parameters(remove_duplicate=False)}
 
+    def check_own(self) -> None:
+        """Raises :class:`PlanMismatchError` for parameters that came into the module after it was made parallel."""
+        plain = [n for n, p in self.module.named_parameters() if not isinstance(p, DTensor)]
+        if plain:
+            more = f" and {len(plain) - 1} more" if len(plain) > 1 else ""
+            raise PlanMismatchError(
+                f"the parameter {plain[0]}{more} came into the model after autopar.parallelize, which places those "
+                "that are there: replace or add modules first. Now, parallelize a new instance of the plain model "
+                "that has them; to take the other weights along: `with parallel.full_params(): "
+                "new.load_state_dict(parallel.state_dict(), strict=False)`"
+            )
+
     def settle(self, stored: Sequence[Stored]) -> None:
         """Places the parameters as ``stored`` says, or checks that they are. Collective the first time."""
         names = self.names

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar.errors import TraceError
 from autopar.trace import trace
 from autopar.trace_chance import DrawError
 from autopar.trace_guards import Guards
@@ -60,7 +61,7 @@ class Net(nn.Module):
         self.first, self.drop, self.norm = nn.Linear(4, 4), nn.Dropout(0.1), nn.LayerNorm(4)
         self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
         self.plain = nn.Linear(4, 4, bias=False)
-        self.hidden = [nn.Linear(4, 4)]
+        self.hidden = [nn.Linear(4, 4).requires_grad_(False)]
         self.beta, self.use_aux, self.unread = 1.0, False, 1.0
         self.config, self.slotted = Config(), Slotted()
         self.parsed, self.space = argparse.Namespace(gain=1), types.SimpleNamespace(gain=1)
@@ -210,7 +211,8 @@ class Writes(nn.Module):
 
 def test_what_forward_writes_is_as_before() -> None:
     model = Writes()
-    guards = trace(model, (torch.randn(3, 4),), device="cpu").reads
+    with pytest.warns(UserWarning, match=r"changes state\.gain when"):
+        guards = trace(model, (torch.randn(3, 4),), device="cpu").reads
     assert model.state.gain == 1.0 and model.last is None
     assert guards.changed(model) is None
     model.state.gain = 0.5
@@ -286,3 +288,29 @@ class DrawsWithTorch(nn.Module):
 def test_numbers_drawn_by_torch_are_drawn_by_the_graph() -> None:
     graph = trace(DrawsWithTorch(), (torch.randn(3, 4),), device="cpu").graph
     assert "autopar.uniform" in graph.to_text() or "random" in graph.to_text()
+
+
+class Lists(nn.Module):
+    """Its parameter is in a list too."""
+
+    def __init__(self, *, frozen: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4), requires_grad=not frozen)
+        self.bias = nn.Parameter(torch.ones(4))
+        self.weights = [self.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weights[0] + self.bias).mean()
+
+
+def test_parameters_in_lists_are_errors() -> None:
+    with pytest.raises(TraceError, match=r"model\.weights\[0\] is a parameter in a list.*nn\.ParameterList"):
+        trace(Lists(frozen=False), (torch.randn(3, 4),), device="cpu")
+    trace(Lists(frozen=True), (torch.randn(3, 4),), device="cpu")
+
+
+def test_parameters_that_nobody_registers_are_warned_of() -> None:
+    model = nn.Linear(4, 4)
+    criterion = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
+    with pytest.warns(UserWarning, match=r"loss_fn\.0\.(weight|bias) is a parameter that the model does not register"):
+        trace(model, (torch.randn(1, 4),), device="cpu", loss_fn=criterion)

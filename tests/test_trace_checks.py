@@ -254,9 +254,50 @@ WARNED = (
 @pytest.mark.parametrize("kind", WARNED)
 def test_numbers_that_later_calls_would_find_changed_are_warned_of(kind: type[Numbered]) -> None:
     model = nn.Sequential(nn.Identity(), kind())
-    with pytest.warns(UserWarning, match=r"changes 1\.number when it is called.*register_buffer"):
+    with pytest.warns(UserWarning, match=r"changes 1\.number(, 1\.\w+)? when it is called.*register_buffer"):
         trace(model, (torch.randn(3, 4),), device="cpu")
     assert model[1].number == 3
+
+
+class CountsOnlyInAList(Remembers):
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(0)
+        return (self.layer(x) * len(self.seen)).square().mean()
+
+
+class CountsInAnObject(Remembers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.object = Counter()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.object.calls += 1
+        return (self.layer(x) * self.object.calls).square().mean()
+
+
+class Counter:
+    calls = 0
+
+
+class KeepsATensor(Numbered):
+    """Replaces a plain tensor that it read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total = self.total + 1
+        return (self.layer(x) * self.total).square().mean()
+
+
+KEPT = ((CountsOnlyInAList, "1.seen"), (CountsInAnObject, "1.object.calls"), (KeepsATensor, "1.total"))
+
+
+@pytest.mark.parametrize(("kind", "path"), KEPT)
+def test_what_is_kept_elsewhere_is_warned_of(kind: type[Numbered], path: str) -> None:
+    with pytest.warns(UserWarning, match=f"changes {path} when it is called"):
+        trace(nn.Sequential(nn.Identity(), kind()), (torch.randn(3, 4),), device="cpu")
 
 
 def test_what_a_model_remembers_is_put_back() -> None:
