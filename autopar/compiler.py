@@ -50,7 +50,8 @@ from .spec import coordinate_of
 from .step_graphs import graph_hash, pipelined_graph, step_graph
 from .step_memory import memory
 from .timings import Timings
-from .trace import Traced, trace
+from .trace import Traced, request_for
+from .trace_cache import traced_once
 from .trace_call import describe_call
 
 LossFunction = Callable[..., torch.Tensor]
@@ -91,14 +92,18 @@ def prepare(
     grad: bool = True,
     precision: Precision | None = None,
     timings: Timings | None = None,
+    ranks: AxisGroup | None = None,
 ) -> Prepared:
-    """Traces a call under a policy of :mod:`autopar.precision` and normalises the graph. Raises :class:`OptionsError`
-    if the policy is not for such a model."""
+    """Traces a call under a policy of :mod:`autopar.precision`, once for all ``ranks``, and normalises the graph.
+    Raises :class:`OptionsError` if the policy is not for such a model."""
     timings = timings or Timings()
     check_precision(model, precision)
     half = autocast_dtype(precision)
     with timings.phase("trace"):
-        traced = trace(model, args, kwargs, device=device, loss_fn=loss_fn, training=training, grad=grad, autocast=half)
+        request = request_for(
+            model, args, kwargs, device=device, loss_fn=loss_fn, training=training, grad=grad, autocast=half
+        )
+        traced = traced_once(request, ranks)
     with timings.phase("normalise"):
         graph = normalise(traced.graph)
         graph = with_scaled_loss(graph) if scales_loss(precision) else graph
@@ -211,6 +216,7 @@ class Compiler:
             grad=grad,
             precision=self.options.precision,
             timings=timings,
+            ranks=self.ranks,
         )
 
     def _training_program(self, request: Request) -> Compiled:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import operator
 import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import sympy
@@ -79,12 +81,53 @@ def _parse_expression(tree: ast.expr, symbols: dict[str, sympy.Symbol]) -> Arg:
     raise GraphError(f"cannot read the argument {ast.unparse(tree)}")
 
 
+_FUNCTIONS = {
+    "floor": sympy.floor,
+    "ceiling": sympy.ceiling,
+    "Max": sympy.Max,
+    "Min": sympy.Min,
+    "Mod": sympy.Mod,
+    "Abs": sympy.Abs,
+    "sqrt": sympy.sqrt,
+}
+_OPERATIONS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+_LARGEST_EXPONENT = 64
+
+
 def _parse_arithmetic(tree: ast.expr, symbols: dict[str, sympy.Symbol]) -> int | float | sympy.Expr:
-    names: dict[str, Any] = {**symbols, "floor": sympy.floor, "Max": sympy.Max, "Min": sympy.Min}
-    value = sympy.sympify(ast.unparse(tree), locals=names)
+    """An expression of numbers and symbols. Text may come from anywhere, so only arithmetic is read."""
+    value = _arithmetic(tree, symbols)
     if value.is_Integer:
         return int(value)
     return float(value) if value.is_Float else value
+
+
+def _arithmetic(tree: ast.expr, symbols: dict[str, sympy.Symbol]) -> Any:
+    match tree:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return sympy.sympify(number)
+        case ast.Name(id=name) if name in symbols:
+            return symbols[name]
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_arithmetic(operand, symbols)
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _arithmetic(operand, symbols)
+        case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _OPERATIONS:
+            sides = _arithmetic(left, symbols), _arithmetic(right, symbols)
+            if isinstance(operation, ast.Pow) and not (sides[1].is_number and abs(sides[1]) <= _LARGEST_EXPONENT):
+                raise GraphError(f"the exponent in {ast.unparse(tree)} is no number of at most {_LARGEST_EXPONENT}")
+            return _OPERATIONS[type(operation)](*sides)
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:
+            return _FUNCTIONS[name](*(_arithmetic(arg, symbols) for arg in args))
+    raise GraphError(f"cannot read the argument {ast.unparse(tree)}")
 
 
 def _parse_args(text: str, symbols: dict[str, sympy.Symbol]) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:

@@ -30,6 +30,7 @@ from .trace_errors import explain, is_data_dependent
 from .trace_guards import Guards, guards_of
 from .trace_model import State, model_state, unchanged
 from .trace_modules import ModuleTracker
+from .trace_read_names import Names, names_of
 from .trace_reads import Reads
 
 
@@ -40,7 +41,8 @@ class Traced:
     ``parameters`` maps the canonical path of each parameter to whether it requires a gradient, ``buffers``
     that of each buffer to whether it belongs to the ``state_dict``; both in the model's order. ``guards``
     are conditions on the batch size under which the model runs the same operations (``b > 4``), ``reads`` what it
-    read from Python objects. ``notes`` say to people what tracing made dearer than it looks.
+    read from Python objects, and ``read_names`` by which names. ``counted`` are numbers that it counts itself, which is
+    warned of. ``notes`` say to people what tracing made dearer than it looks.
     """
 
     graph: Graph
@@ -50,6 +52,8 @@ class Traced:
     guards: tuple[sympy.Basic, ...] = ()
     notes: tuple[str, ...] = ()
     reads: Guards = field(default_factory=Guards)
+    read_names: Names = ()
+    counted: tuple[str, ...] = ()
 
     def holds_for(self, batch: int) -> bool:
         """Whether the graph is right for this batch size."""
@@ -86,33 +90,64 @@ def trace(
     Raises:
         TraceError: names the module, the line of the model's code, and what to do.
     """
+    return traced_request(
+        request_for(
+            model,
+            args,
+            kwargs,
+            device=device,
+            loss_fn=loss_fn,
+            training=training,
+            grad=grad,
+            differentiate=differentiate,
+            autocast=autocast,
+        )
+    )
+
+
+def request_for(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    device: torch.device | str,
+    loss_fn: LossFunction | None = None,
+    training: bool | None = None,
+    grad: bool = True,
+    differentiate: Differentiate = "loss",
+    autocast: torch.dtype | None = None,
+) -> Request:
+    """What :func:`trace` is asked for, checked as far as it can be without tracing. Raises :class:`TraceError`."""
     if not isinstance(model, nn.Module):
         raise TraceError(
             f"a {type(model).__name__} is no torch.nn.Module; wrap the function in a module with a forward"
         )
     _check_device(torch.device(device))
     _check_modules(model)
-    mode = model.training if training is None else training
-    call = describe_call(tuple(args), kwargs or {})
-    where = torch.device(device)
-    reads = Reads(model, loss_fn)
-    request = Request(
+    return Request(
         model=model,
         state=model_state(model),
-        call=call,
-        device=where,
+        call=describe_call(tuple(args), kwargs or {}),
+        device=torch.device(device),
         loss_fn=loss_fn,
-        training=mode,
+        training=model.training if training is None else training,
         grad=grad,
         differentiate=differentiate,
         autocast=autocast,
-        reads=reads,
+        reads=Reads(model, loss_fn),
     )
+
+
+def traced_request(request: Request) -> Traced:
+    """The trace of a checked request. Raises :class:`TraceError`."""
+    model, reads = request.model, request.reads
+    assert reads is not None
     with unchanged(model):
         captured, graph = _captured(request)
     if captured.counted:
         warn_of_counters(model, captured.counted)
-    return replace(_traced(request, captured, graph), reads=guards_of(model, reads))
+    found = _traced(request, captured, graph)
+    return replace(found, reads=guards_of(model, reads), read_names=names_of(reads), counted=captured.counted)
 
 
 def _check_device(device: torch.device) -> None:
@@ -201,12 +236,19 @@ def _all_hold(guards: tuple[sympy.Basic, ...], name: sympy.Symbol, batch: int) -
 
 
 def _traced(request: Request, captured: Captured, graph: Graph) -> Traced:
-    parameters = {s.name: s.tensor.requires_grad for s in request.state if s.role == "param"}
-    buffers = {s.name: _is_persistent(s) for s in request.state if s.role == "buffer"}
     guards: tuple[sympy.Basic, ...] = ()
     if captured.symbol is not None:
         guards = tuple(guard.subs(captured.symbol, symbol(BATCH)) for guard in captured.guards)
-    return Traced(graph, _signature(request, captured.returned), parameters, buffers, guards, captured.notes)
+    return traced_call(request, captured.returned, graph, guards, captured.notes)
+
+
+def traced_call(
+    request: Request, returned: Returned, graph: Graph, guards: tuple[sympy.Basic, ...], notes: tuple[str, ...]
+) -> Traced:
+    """A graph with what the request says of it; without what was read."""
+    parameters = {s.name: s.tensor.requires_grad for s in request.state if s.role == "param"}
+    buffers = {s.name: _is_persistent(s) for s in request.state if s.role == "buffer"}
+    return Traced(graph, _signature(request, returned), parameters, buffers, guards, notes)
 
 
 def _is_persistent(entry: State) -> bool:

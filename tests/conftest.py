@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
-from autopar import plan_cache
+from autopar import plan_cache, trace_cache
 from autopar.cache_folder import cache_folder
 
 torch.set_num_threads(1)
@@ -60,8 +60,9 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def own_work(own_cache: None) -> None:
     """No test is served what another one planned or traced; rules that were found stay."""
-    plan_cache.forget()
-    shutil.rmtree(cache_folder() / plan_cache.KIND, ignore_errors=True)
+    for cache in (plan_cache, trace_cache):
+        cache.forget()
+        shutil.rmtree(cache_folder() / cache.KIND, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

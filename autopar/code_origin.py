@@ -1,0 +1,91 @@
+"""Where code comes from: libraries, which have versions, or the user's own files."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import sysconfig
+import types
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+# Where distributions are installed, also those of an environment that this one is made of.
+_INSTALLED = frozenset(("site-packages", "dist-packages"))
+_texts: WeakKeyDictionary[types.CodeType, str] = WeakKeyDictionary()
+
+
+def file_of(value: Any) -> str:
+    """The file that a module, class or function is from; "" if there is none."""
+    code = getattr(value, "__code__", None)
+    if isinstance(code, types.CodeType) and not code.co_filename.startswith("<"):
+        return str(code.co_filename)
+    module = value if isinstance(value, types.ModuleType) else sys.modules.get(getattr(value, "__module__", None) or "")
+    if module is None:
+        return ""
+    if module.__name__ in sys.builtin_module_names:
+        return _stdlib()
+    return str(getattr(module, "__file__", None) or "")
+
+
+@lru_cache(maxsize=1 << 12)
+def is_library(file: str) -> bool:
+    """Whether ``file`` is of Python, of an installed distribution or of autopar."""
+    path = Path(file)
+    installed = not _INSTALLED.isdisjoint(path.parts)
+    return bool(file) and (installed or any(path.is_relative_to(folder) for folder in _folders()))
+
+
+@lru_cache(maxsize=1)
+def _folders() -> tuple[str, ...]:
+    import autopar.cost
+    import autopar.passes
+    import autopar.runtime
+
+    paths = sysconfig.get_paths()
+    own = (str(Path(str(p.__file__)).parent) for p in (autopar, autopar.cost, autopar.passes, autopar.runtime))
+    return (*(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")), *own)
+
+
+def _stdlib() -> str:
+    return str(Path(sysconfig.get_paths()["stdlib"]) / "os.py")
+
+
+@lru_cache(maxsize=1 << 12)
+def version_of(module: str) -> str:
+    """The version of the distribution that ``module`` is of, or when its file was changed."""
+    top = module.partition(".")[0]
+    found = getattr(sys.modules.get(top), "__version__", None)
+    if isinstance(found, str):
+        return found
+    try:
+        return version(top)
+    except PackageNotFoundError:
+        file = getattr(sys.modules.get(module), "__file__", None)
+        return str(Path(file).stat().st_mtime_ns) if file and Path(file).exists() else sys.version
+
+
+def code_text(code: types.CodeType) -> str:
+    """A hash of what ``code`` does, wherever it stands in its file."""
+    known = _texts.get(code)
+    if known is None:
+        constants = [code_text(c) if isinstance(c, types.CodeType) else _constant(c) for c in code.co_consts]
+        said = (code.co_code.hex(), constants, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+        flags = (
+            code.co_argcount,
+            code.co_kwonlyargcount,
+            code.co_posonlyargcount,
+            code.co_flags,
+            code.co_exceptiontable,
+        )
+        known = hashlib.sha256(repr((said, flags)).encode()).hexdigest()
+        _texts[code] = known
+    return known
+
+
+def _constant(value: Any) -> str:
+    if isinstance(value, frozenset):
+        return f"frozenset {sorted(map(repr, value))}"
+    return f"{type(value).__name__} {value!r}"

@@ -1,0 +1,269 @@
+"""The part of :mod:`.contents` that is about code: modules, classes, functions and what they refer to.
+
+Code is the user's if its file is neither of Python nor of an installed distribution, as code typed into a notebook
+is. All of the user's code that a model may run is fed with the values that it refers to. Of a library, the
+version is fed, and for each of its modules that a model's classes and functions come from the code of its functions.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import functools
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .code_origin import code_text, file_of, is_library, version_of
+
+if TYPE_CHECKING:
+    from .contents import Contents
+
+_BUILTIN: tuple[type, ...] = (
+    *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType),
+    *(types.ClassMethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType),
+)
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)
+_TYPING: tuple[type, ...] = (types.GenericAlias, types.UnionType)
+_WRAPPERS = (property, staticmethod, classmethod, functools.cached_property, type(functools.lru_cache(len)))
+_INNER = ("fget", "fset", "__func__", "func", "__wrapped__")
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
+# What a function reads from outside of the model: what it computes then is not told by its code.
+_OUTSIDE = frozenset(
+    ("os", "random", "time", "datetime", "secrets", "uuid", "socket", "subprocess", "platform", "getpass", "tempfile")
+) | {"numpy.random", "torch.distributed", "sys", "gc", "psutil", "requests", "urllib"}
+_OUTSIDE_NAMES = frozenset(("open", "input", "globals", "exec", "eval", "__import__", "id", "hash"))
+# What Python itself keeps in a class.
+_OF_CLASSES = (
+    "__dict__",
+    "__weakref__",
+    "__doc__",
+    "__annotations",
+    "_abc_",
+    "__abstract",
+    "__firstlineno",
+    "__module",
+)
+# Methods that run when an object is shown or goes.
+_NOT_CALLED = frozenset(("__repr__", "__str__", "__del__", "__init_subclass__", "__reduce__", "__getstate__"))
+
+
+@dataclass(frozen=True)
+class _Function:
+    """A function of the user's: the names it refers to, and what it reads that is outside of the model."""
+
+    name: str
+    names: frozenset[str]
+    outside: str
+
+
+class Code:
+    """What one :class:`.Contents` knows of code."""
+
+    def __init__(self, contents: Contents) -> None:
+        self._contents = contents
+        self._libraries: dict[str, None] = dict.fromkeys(("torch", "torch.nn.functional", "torch.nn.modules.module"))
+        self._functions: dict[int, _Function] = {}
+        # By name what it may stand for.
+        self._named: dict[str, set[int]] = {}
+
+    def note(self, name: str, value: object) -> None:
+        """That ``name`` may stand for ``value``."""
+        if isinstance(value, types.FunctionType):
+            self._named.setdefault(name, set()).add(id(value))
+
+    def feed(self, value: Any, where: str) -> bool:
+        """Feeds ``value`` if it is code, or says that it is none."""
+        contents = self._contents
+        if isinstance(value, types.ModuleType):
+            self._note_module(value)
+            contents.say("module", value.__name__)
+        elif isinstance(value, type):
+            self._class(value, where)
+        elif isinstance(value, types.FunctionType):
+            self._function(value, where)
+        elif isinstance(value, types.MethodType):
+            contents.say("method")
+            contents.feed(value.__self__, where)
+            contents.feed(value.__func__, where)
+        elif isinstance(value, _BUILTIN):
+            self._builtin(value, where)
+        elif isinstance(value, _OPERATORS):
+            contents.say("operator", str(value))
+        elif isinstance(value, _WRAPPERS):
+            contents.say(type(value).__name__)
+            for name in _INNER:
+                contents.feed(getattr(value, name, None), where)
+        elif isinstance(value, _TYPING) or type(value).__module__ == "typing":
+            contents.say("typing", repr(value))
+        elif isinstance(value, types.CodeType):
+            contents.say("code", code_text(value))
+        elif isinstance(value, _LOCKS):
+            contents.say("lock")
+        else:
+            return False
+        return True
+
+    def finish(self) -> None:
+        """Feeds what all that was met stands on. Raises :class:`.Unkeyable` if code that may run when the model is
+        called reads what is outside of it."""
+        from .contents import Unkeyable
+
+        for function in self._reached():
+            if function.outside:
+                raise Unkeyable(f"{function.name} uses {function.outside}, which is outside of the model")
+        done: set[str] = set()
+        while left := [name for name in self._libraries if name not in done]:
+            for name in left:
+                done.add(name)
+                self._library(name)
+
+    def _reached(self) -> Iterator[_Function]:
+        """The functions that may run when the model is called: those that others which do refer to by name."""
+        done: set[str] = set()
+        left = {"", "forward"} | {name for name in self._named if name.startswith("__")} - _NOT_CALLED
+        while left - done:
+            name = min(left - done)
+            done.add(name)
+            for function in [self._functions[i] for i in self._named.get(name, ()) if i in self._functions]:
+                yield function
+                left |= set(self._named) if "getattr" in function.names else function.names & set(self._named)
+
+    def _builtin(self, value: Any, where: str) -> None:
+        from .contents import Unkeyable
+
+        owner = getattr(value, "__self__", None)
+        module = getattr(value, "__module__", None) or getattr(getattr(value, "__objclass__", None), "__module__", "")
+        if isinstance(module, str) and module in _OUTSIDE:
+            raise Unkeyable(f"{where} is {module}.{value.__name__}, which reads what is outside of the model")
+        self._contents.say("builtin", module, getattr(value, "__qualname__", value.__name__))
+        if owner is not None and not isinstance(owner, types.ModuleType):
+            self._contents.feed(owner, where)
+
+    def _class(self, kind: type, where: str) -> None:
+        for base in kind.__mro__:
+            self._contents.say("class", base.__module__, base.__qualname__)
+            if self._contents.is_known(base) and base is not kind:
+                continue
+            if base.__module__ == "builtins":
+                continue
+            if is_library(file_of(base)):
+                self._libraries.setdefault(base.__module__)
+                self._library_members(vars(base))
+            else:
+                made = ("__init__", "__new__") if issubclass(base, nn.Module) else ()
+                members = [(n, v) for n, v in vars(base).items() if n not in made and not n.startswith(_OF_CLASSES)]
+                self._contents.feed_all("members", members, where or base.__qualname__)
+
+    def _function(self, function: types.FunctionType, where: str) -> None:
+        contents, code = self._contents, function.__code__
+        contents.say("function", function.__module__, function.__qualname__, code_text(code))
+        contents.feed((function.__defaults__, function.__kwdefaults__), where)
+        contents.feed_all("closure", zip(code.co_freevars, map(_held, function.__closure__ or ())), where)  # noqa: B905
+        if is_library(file_of(function)):
+            self._libraries.setdefault(function.__module__)
+            return
+        contents.feed_all("attributes", function.__dict__.items(), where)
+        self._references(function)
+
+    def _references(self, function: types.FunctionType) -> None:
+        """What a function of the user's finds in its module, and in modules that it imports."""
+        names, imported = _names_in(function.__code__)
+        known = function.__globals__
+        found = {name: known[name] for name in sorted(names) if name in known}
+        reasons = [n for n in names & _OUTSIDE_NAMES if n not in known and hasattr(builtins, n)]
+        reasons += [name for name in imported if _is_outside(name)]
+        modules = {n: v for n, v in found.items() if isinstance(v, types.ModuleType)}
+        modules |= {name: sys.modules[name] for name in imported if name in sys.modules}
+        reasons += [r for module in modules.values() for r in _read_outside(module, names)]
+        reasons += [n for n, v in found.items() if _is_outside(_module_of(v))]
+        outside = ", ".join(sorted(set(reasons)))
+        self._functions[id(function)] = _Function(function.__qualname__, frozenset(names), outside)
+        where = function.__qualname__
+        values = {n: v for n, v in found.items() if n not in modules and not _is_outside(_module_of(v))}
+        self._contents.feed_all("globals", values.items(), where)
+        for name, module in modules.items():
+            self.feed(module, name)
+            if not is_library(file_of(module)):
+                members = [(n, vars(module)[n]) for n in sorted(names) if n in vars(module)]
+                self._contents.feed_all("members", members, name)
+
+    def _note_module(self, module: types.ModuleType) -> None:
+        if is_library(file_of(module)):
+            self._libraries.setdefault(module.__name__)
+
+    def _library(self, name: str) -> None:
+        """A module of a library: its version, and its functions, which someone may have replaced."""
+        if name == "autopar" or name.startswith("autopar."):
+            return  # Its sources count as a whole.
+        module = sys.modules.get(name)
+        self._contents.say("library", name, version_of(name))
+        if module is not None:
+            self._library_members(vars(module))
+
+    def _library_members(self, members: Any) -> None:
+        for name, value in list(members.items()):
+            inner = _inner(value)
+            if isinstance(inner, types.FunctionType):
+                if is_library(file_of(inner)):
+                    self._contents.say(name, inner.__module__, inner.__qualname__, code_text(inner.__code__))
+                else:
+                    self._contents.feed(inner, name)
+            elif isinstance(value, type):
+                self._contents.say(name, value.__module__, value.__qualname__)
+                if not is_library(file_of(value)):
+                    self._contents.feed(value, name)
+            elif type(value) in (bool, int, float):
+                self._contents.say(name, repr(value))
+
+
+def _inner(value: Any) -> Any:
+    """The function in a method of a class."""
+    if isinstance(value, (staticmethod, classmethod)):
+        return value.__func__
+    return value.fget if isinstance(value, property) else value
+
+
+def _module_of(value: Any) -> object:
+    """Where code is from; other objects may answer anything."""
+    return value.__module__ if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)) else ""
+
+
+def _held(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return "nothing yet"
+
+
+def _names_in(code: types.CodeType) -> tuple[set[str], set[str]]:
+    """The global and attribute names in ``code`` and the functions within, and the modules that it imports."""
+    names, imported = {*code.co_names, *code.co_freevars}, set()
+    if dis.opmap["IMPORT_NAME"] in code.co_code[::2]:
+        found = [one.argval for one in dis.get_instructions(code) if one.opname == "IMPORT_NAME"]
+        imported.update(found)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            more, modules = _names_in(constant)
+            names |= more
+            imported |= modules
+        elif isinstance(constant, str) and constant.isidentifier():
+            names.add(constant)  # As in getattr(model, "name").
+    return names, imported
+
+
+def _is_outside(module: object) -> bool:
+    return isinstance(module, str) and any(module == name or module.startswith(f"{name}.") for name in _OUTSIDE)
+
+
+def _read_outside(module: types.ModuleType, names: set[str]) -> list[str]:
+    """What ``names`` may read of ``module`` that is outside."""
+    found = [module.__name__] if _is_outside(module.__name__) else []
+    inner = [f"{module.__name__}.{name}" for name in names if isinstance(vars(module).get(name), types.ModuleType)]
+    return [*found, *filter(_is_outside, inner)]
