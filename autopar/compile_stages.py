@@ -23,6 +23,7 @@ from .errors import InfeasibleError
 from .graph import Graph
 from .pipeline import PipelineProgram
 from .plan import Plan
+from .plan_offers import check_offered
 from .planned_pipeline import PlannedPipeline
 from .prices import BUCKET_BYTES, Prices
 from .refit import refit_plan
@@ -93,6 +94,7 @@ class StageCompiler:
         return microbatch(graph, self.plan.microbatches, split_inputs(symbolic))
 
     def _choices(self, annotated: Graph) -> Assignment:
+        check_offered(self.plan, annotated)
         return self.plan.assignment({node.target: node.name for node in annotated.placeholders("param")})
 
     def _program(

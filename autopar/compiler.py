@@ -41,6 +41,7 @@ from .pipeline import PipelineProgram
 from .placed_step import PlacedStep
 from .plan import Plan
 from .plan_cache import answered
+from .plan_offers import check_offered
 from .precision import Precision, autocast_dtype, check_precision, scales_loss
 from .prices import BUCKET_BYTES, Prices
 from .program import Program
@@ -199,7 +200,10 @@ class Compiler:
         if self.plan is None:
             self.plan = on_first_rank(self.ranks, lambda: answered(question, timings))
         else:
+            self.plan.validate()
             _check(self.plan, base, self.mesh)
+            if self.plan.pipeline is None:
+                check_offered(self.plan, self._annotate(base, self.plan.batch))
         self._base = base
 
     def _question(self, base: Prepared) -> Question:

@@ -279,6 +279,18 @@ class Plan:
         """Seconds of the lines of these kinds."""
         return sum(line.seconds for line in self.lines if line.kind in kinds)
 
+    def validate(self) -> None:
+        """Checks that every field is of its type, that names, placements and shapes fit each other, and that figures
+        are the sums of what they consist of. Plans are checked when they are read, and before they are run, where each
+        strategy must also be one that the rules offer for its operation.
+
+        Raises:
+            OptionsError: names what is wrong.
+        """
+        from .plan_check import validate
+
+        validate(self)
+
     def __str__(self) -> str:
         from .plan_text import plan_text
 

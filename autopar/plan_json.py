@@ -7,7 +7,8 @@ import math
 from typing import Any
 
 from .assignment import ParameterPlacement
-from .errors import OptionsError
+from .errors import AutoparError, OptionsError
+from .paths import meant
 from .pipeline_json import pipeline_from_data, pipeline_to_data
 from .plan import Alternative, Alternatives, Holding, Plan, PlanLine, PlanNode, Predicted, Step
 from .spec import Placements, Strategy, parse_placements, short
@@ -19,6 +20,8 @@ _COUNTS = ("batch", "memory_limit", "stages", "microbatches")
 _NAMES = ("pinned", "module_nodes", "gradient_values", "rules")
 _OTHERS = ("mesh", "axis_names", "status", "fallbacks", "warnings", "timings", "schedule", "recomputed")
 _PLAIN = (*_STRINGS, *_COUNTS, *_NUMBERS, *_OTHERS, *_NAMES)
+_TABLES = ("predicted", "baselines", "parameters", "outputs", "strategy_table", "strategies", "nodes", "alternatives")
+_KNOWN = ("version", *_PLAIN, *_TABLES, "holdings", "lines", "pipeline")
 
 
 def plan_to_json(plan: Plan) -> str:
@@ -42,10 +45,19 @@ def _indented(value: Any) -> str:
 def plan_from_json(text: str) -> Plan:
     """``Plan.from_json``. Raises :class:`OptionsError`."""
     try:
-        data = json.loads(text)
+        data = json.loads(text, object_pairs_hook=without_repeats)
     except (ValueError, TypeError, RecursionError) as error:
         raise OptionsError(f"this is not a plan: it does not parse as JSON, or is cut off ({error})") from error
     return plan_from_dict(data)
+
+
+def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises ``ValueError`` for a name that is there twice, of which JSON would keep the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return found
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
@@ -102,12 +114,18 @@ def plan_from_dict(data: Any) -> Plan:
             f"this plan has format version {data['version']!r}, but this autopar reads version {VERSION}; "
             "plan the model again"
         )
+    unknown = [name for name in data if name not in _KNOWN]
+    if unknown:
+        raise OptionsError(f"a plan has no field {unknown[0]!r}{meant(unknown[0], _KNOWN)}")
     try:
-        return Plan(**_fields(data))
+        plan = Plan(**_fields(data))
     except KeyError as error:
         raise OptionsError(f"this is not a whole plan: {error} is missing") from error
-    except (ValueError, TypeError, IndexError, AttributeError, OverflowError, OptionsError) as error:
-        raise OptionsError(f"this is not a plan that autopar wrote: {type(error).__name__}: {error}") from error
+    except (ValueError, TypeError, IndexError, AttributeError, OverflowError, RecursionError, AutoparError) as error:
+        said = str(error) if isinstance(error, AutoparError) else f"{type(error).__name__}: {error}"
+        raise OptionsError(f"this is not a plan that autopar wrote: {said}") from error
+    plan.validate()
+    return plan
 
 
 def _truth(value: Any) -> bool:

@@ -23,7 +23,7 @@ from typing import Any
 from .errors import OptionsError
 from .page_width import fixed_width
 from .plan import Plan
-from .plan_json import VERSION, plan_from_dict, plan_to_dict
+from .plan_json import VERSION, plan_from_dict, plan_to_dict, without_repeats
 
 HEAD = "autopar plan"
 
@@ -78,9 +78,12 @@ def plan_from_lines(text: str) -> Plan:
 def _read(row: str, data: dict[str, Any], table: Any) -> Any:
     """Takes in one line; returns the table that the next one belongs to."""
     if row.startswith("[") and row.endswith("]") and row[1:-1].isidentifier():
-        return data.setdefault(row[1:-1], [] if row[1:-1] in _LISTS else {})
+        if row[1:-1] in data:
+            raise ValueError("it is there twice")
+        data[row[1:-1]] = [] if row[1:-1] in _LISTS else {}
+        return data[row[1:-1]]
     if isinstance(table, list):
-        table.append(json.loads(row))
+        table.append(json.loads(row, object_pairs_hook=without_repeats))
         return table
     if table is data:
         key, separator, value = row.partition(" = ")
@@ -90,5 +93,7 @@ def _read(row: str, data: dict[str, Any], table: Any) -> Any:
         separator, value = row[end : end + 3], row[end + 3 :]
     if separator != " = ":
         raise ValueError("no ' = '")
-    table[key] = json.loads(value)
+    if key in table:
+        raise ValueError("it is there twice")
+    table[key] = json.loads(value, object_pairs_hook=without_repeats)
     return table

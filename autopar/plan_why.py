@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import fnmatch
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -197,10 +198,20 @@ def _parameter_lines(plan: Plan, path: str, node: str) -> Iterator[PlanLine]:
 
 def _gradient_lines(plan: Plan, path: str, producer: str) -> Iterator[PlanLine]:
     """One node may make several gradients: its lines are in their order, none for those that lie right already."""
-    made = ((p, value) for p, values in plan.gradient_values.items() for value in values.split(","))
-    moved = [p for p, value in made if value.partition(".")[0] == producer and _is_moved(plan, p, value)]
+    moved = [path for path, made in _moved(plan) if made == producer]
     lines = [line for line in plan.lines_by_name.get(producer, ()) if line.kind == "gradient"]
     yield from (line for other, line in zip(moved, lines, strict=True) if other == path)
+
+
+def _moved(plan: Plan) -> Iterator[tuple[str, str]]:
+    """The parameters whose gradients are made elsewhere than they rest, each with the node that makes it."""
+    for path, values in plan.gradient_values.items():
+        yield from ((path, value.partition(".")[0]) for value in values.split(",") if _is_moved(plan, path, value))
+
+
+def moved_gradients(plan: Plan) -> Counter[str]:
+    """How many gradients of each node are moved to where they rest."""
+    return Counter(node for _, node in _moved(plan))
 
 
 def _is_moved(plan: Plan, path: str, value: str) -> bool:
