@@ -18,7 +18,7 @@ from autopar.runtime.module import ParallelModule
 
 from .agreed_plan import agreed_plan
 from .cluster import Cluster
-from .compiler import Compiler, ask, prepare
+from .compiler import Compiler
 from .default_cluster import default_cluster
 from .errors import OptionsError
 from .first_rank import on_first_rank
@@ -26,21 +26,27 @@ from .options import Options, under_policy
 from .plan import Plan
 from .plan_cache import answered
 from .precision import scales_loss
+from .prepared import ask, prepare
 from .timings import Timings
+from .trace_loss import TARGETS
 
 Batch = torch.Tensor | Sequence[Any] | Mapping[str, Any]
 Mesh = DeviceMesh | Sequence[int] | int
 LossFunction = Callable[..., torch.Tensor]
 
 
-def split_batch(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def split_batch(batch: Batch, targets: Any = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword inputs from a batch: a mapping is keywords, a sequence positional, anything else the only
-    input."""
+    input. ``targets``, if any, are the keyword input of that name. Raises :class:`OptionsError` if they are given
+    twice."""
+    kwargs = {} if targets is None else {TARGETS: targets}
     if isinstance(batch, Mapping):
-        return (), dict(batch)
+        if kwargs.keys() & batch.keys():
+            raise OptionsError(f"the batch has an input {TARGETS!r}, and {TARGETS}= is given too: give one of them")
+        return (), {**batch, **kwargs}
     if isinstance(batch, (tuple, list)):
-        return tuple(batch), {}
-    return (batch,), {}
+        return tuple(batch), kwargs
+    return (batch,), kwargs
 
 
 def mesh_shape(mesh: Mesh) -> tuple[int, ...]:
@@ -68,6 +74,7 @@ def plan(
     options: Options | None = None,
     cluster: str | Cluster | None = None,
     loss_fn: LossFunction | None = None,
+    targets: Any = None,
     device: torch.device | str | None = None,
 ) -> Plan:
     """The plan for training ``model`` on ``mesh`` with global batches like ``batch``; needs no processes, no devices
@@ -77,7 +84,9 @@ def plan(
         mesh: a DeviceMesh or a shape, outermost axis (slowest links) first.
         batch: a dict of keyword inputs, a tuple of positional ones, or the only input; global sizes.
         cluster: the hardware to price for: a name, a file or a :class:`Cluster`; default this machine (``"local"``).
-        loss_fn: ``loss_fn(output)`` or ``loss_fn(output, batch)``, for a model that returns no loss.
+        loss_fn: ``loss_fn(output)``, ``loss_fn(output, batch)`` or, with targets, ``loss_fn(output, targets)``, for a
+            model that returns no loss; a module such as ``nn.CrossEntropyLoss()`` too.
+        targets: what ``step(..., targets=)`` will be given: tensors that only ``loss_fn`` sees, in any tree.
         device: the type of device to trace for (operations are chosen by it); default that of the mesh, or cpu.
 
     Raises:
@@ -86,7 +95,7 @@ def plan(
         OptionsError: an option or pin that cannot be honoured.
     """
     timings = Timings()
-    args, kwargs = split_batch(batch)
+    args, kwargs = split_batch(batch, targets)
     where = torch.device(device or (mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"))
     settings = options or Options()
     base = prepare(
@@ -105,11 +114,13 @@ def parallelize(
     cluster: str | Cluster | None = None,
     loss_fn: LossFunction | None = None,
     plan: Plan | None = None,
+    targets: Any = None,
 ) -> ParallelModule:
     """``model`` trained on all devices of ``mesh``: same inputs, outputs, parameter names and ``state_dict`` keys, its
     parameters DTensors. Called by every rank (``torchrun``), or by the only process for a mesh of one.
 
-    Traced and planned at the first batch it sees, or now if ``example_inputs`` are given. A real model keeps its
+    Traced and planned at the first batch it sees, or now if ``example_inputs`` (and ``targets``, where ``loss_fn``
+    takes them) are given. A real model keeps its
     weights (rank 0's); a meta model is materialised shard by shard. A ``plan`` may be given on every rank, or on rank 0
     alone: rank 0's is used. What the model draws (dropout, noise) depends on
     ``options.seed`` (without one, on ``torch.initial_seed()`` of rank 0 now), on the step and on the model, and not on
@@ -145,7 +156,7 @@ def parallelize(
     checked = settings.check_inputs
     parallel = ParallelModule(model, devices, compiler, seed=settings.seed, scaled=scaled, check_inputs=checked)
     if example_inputs is not None:
-        args, kwargs = split_batch(example_inputs)
+        args, kwargs = split_batch(example_inputs, targets)
         parallel.prepare(args, kwargs, "loss")
     return parallel
 

@@ -80,7 +80,12 @@ class StageCompiler:
         return self._program(pieces, staged, assignment, after, checked=True)
 
     def other(self, graph: Graph, symbolic: Graph, planned: Graph, planned_symbolic: Graph) -> PipelineProgram:
-        """The program of another graph of the model: forward only if it has no gradients."""
+        """The program of another graph of the model: forward only if it has no gradients. Fewer microbatches where the
+        batch does not divide into as many as planned.
+
+        Raises:
+            InfeasibleError: the device cannot hold it.
+        """
         owners = cut(self._pieces(planned, planned_symbolic), self.pipeline.cuts).owners
         count = self.plan.microbatches
         while not _divides(graph, symbolic, count):
@@ -88,7 +93,8 @@ class StageCompiler:
         pieces = microbatch(graph, count, split_inputs(symbolic))
         cuts = cuts_for_owners(pieces.graph, owners, self.pipeline.chunks) if self.pipeline.cuts else ()
         annotated = self.annotate(InsertRests()(pieces.graph))
-        return self._program(pieces, cut(pieces, cuts), self.solve(annotated), annotated)
+        trains = any(output.kind == "gradient" for output in graph.outputs)
+        return self._program(pieces, cut(pieces, cuts), self.solve(annotated), annotated, checked=trains)
 
     def _pieces(self, graph: Graph, symbolic: Graph) -> Microbatched:
         return microbatch(graph, self.plan.microbatches, split_inputs(symbolic))

@@ -11,7 +11,6 @@ from torch import nn
 
 from .api import Batch, split_batch
 from .cluster import Cluster
-from .compiler import Prepared, batch_size, prepare
 from .depth import Depth, traced_short
 from .errors import OptionsError
 from .layout import Layout
@@ -24,6 +23,7 @@ from .layout_precision import computed_in, dtype_of
 from .layout_price import Priced, price_sections
 from .layout_section import Sections
 from .options import Options
+from .prepared import Prepared, batch_size, prepare
 from .stand_in import read_by_others
 from .step_graphs import step_graph
 

@@ -18,7 +18,6 @@ from torch import nn
 
 from .api import Batch, split_batch
 from .cluster import Cluster
-from .compiler import batch_size
 from .errors import OptionsError
 from .layout import Layout, Recompute
 from .layout_checks import check_modules
@@ -30,6 +29,7 @@ from .layout_space import PLANNED, Space
 from .options import Options
 from .plan_columns import columns
 from .plan_units import duration, size
+from .prepared import batch_size
 
 # Layouts that are shown.
 SHOWN = 5

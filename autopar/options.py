@@ -21,6 +21,7 @@ CHOICES: Mapping[str, tuple[object, ...]] = {
     "precision": PRECISIONS,
     "zero": (0, 1, 2, 3),
     "check_inputs": ("first", "always", "never"),
+    "last_batch": ("replicate", "pad", "error"),
 }
 
 
@@ -89,6 +90,7 @@ class Options:
     mesh_search: bool = True
     optimizer: str = "adamw"
     check_inputs: Literal["first", "always", "never"] = "first"
+    last_batch: Literal["replicate", "pad", "error"] = "replicate"
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
@@ -98,6 +100,9 @@ class Options:
             )
         if self.zero not in (None, *CHOICES["zero"]) or isinstance(self.zero, bool):
             raise OptionsError(f"zero={self.zero!r} is not a ZeRO stage; one of 0, 1, 2, 3, or None to search")
+        if self.last_batch not in CHOICES["last_batch"]:
+            words = ", ".join(map(repr, CHOICES["last_batch"]))
+            raise OptionsError(f"last_batch={self.last_batch!r} is not known; one of {words}")
         self._check_numbers()
         if self.check_inputs not in CHOICES["check_inputs"]:
             words = ", ".join(map(repr, CHOICES["check_inputs"]))

@@ -21,13 +21,13 @@ from autopar.passes.stages import cut
 from .answer import Answer
 from .assignment import Assignment
 from .cluster import Cluster
-from .compiler import Prepared
 from .errors import PlanMismatchError
 from .graph import Graph
 from .instance import Instance, build_instance
 from .options import Options, under_policy
 from .plan import Plan
 from .planned_pipeline import PlannedPipeline
+from .prepared import Prepared
 from .prices import Prices
 from .problem import Solution, evaluate
 from .question import Question
@@ -46,7 +46,7 @@ def reprice(
 ) -> Plan:
     """``plan`` as it is at another global ``batch`` size: same choices, new prices.
 
-    ``prepared`` is the model it was made for (:func:`autopar.compiler.prepare`). ``cluster`` and ``options`` (of which
+    ``prepared`` is the model it was made for (:func:`autopar.prepared.prepare`). ``cluster`` and ``options`` (of which
     only the optimizer and the memory limit count) default to the plan's cluster and limit; precision is the plan's. The
     result is "feasible", its bound is 0 and it lists no baselines: nothing was solved. A pipeline keeps its cuts,
     schedule and number of microbatches.

@@ -21,13 +21,14 @@ from torch.nn.parameter import is_lazy
 from .errors import TraceError
 from .graph import Graph, symbol
 from .signature import Signature
-from .trace_call import Call, Differentiate, LossFunction, Returned, describe_call
+from .trace_call import Call, Differentiate, Returned, describe_call
 from .trace_capture import Captured, Request, capture
 from .trace_chance import DrawError
 from .trace_convert import BATCH, convert
 from .trace_counters import warn_of_counters
 from .trace_errors import explain, is_data_dependent
 from .trace_guards import Guards, guards_of
+from .trace_loss import LossFunction
 from .trace_model import State, model_state, unchanged
 from .trace_modules import ModuleTracker
 from .trace_read_names import Names, names_of
@@ -80,8 +81,8 @@ def trace(
     any tree, rebuilt as the same types; a leaf that is neither a tensor nor a constant, such as a key-value
     cache, comes back as None. The model may write into its inputs: it has its own copy of them.
 
-    ``loss_fn(output)`` or ``loss_fn(output, batch)`` (batch: the keyword inputs if there are only such,
-    else the positional ones) adds the graph output ``loss``. Without one the loss is the output called
+    ``loss_fn(output)``, ``loss_fn(output, batch)`` or ``loss_fn(output, targets)`` (of the keyword input ``targets``;
+    see :mod:`.trace_loss`) adds the graph output ``loss``. Without one the loss is the output called
     ``loss``, or else the only scalar output that requires a gradient. ``differentiate="loss"`` gives only
     the loss a tangent if there is one, ``"all"`` every output that requires a gradient. ``training`` sets
     the mode of the model meanwhile (None: as it is); ``grad=False`` captures the forward alone. ``autocast`` runs

@@ -5,9 +5,8 @@ leaves.
 from __future__ import annotations
 
 import enum
-import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any, Literal
 
@@ -17,7 +16,6 @@ from torch.utils import _pytree as pytree
 from .errors import TraceError
 
 Differentiate = Literal["loss", "all"]
-LossFunction = Callable[..., Any]
 
 CONSTANT_TYPES = (
     type(None),
@@ -151,31 +149,6 @@ def _constant(leaf: Any) -> Any:
     if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return leaf.node.expr
     return leaf if isinstance(leaf, CONSTANT_TYPES) else None
-
-
-def call_loss(loss_fn: LossFunction, output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """``loss_fn(output)``, or ``loss_fn(output, batch)`` if it asks for the batch: what the model was called
-    with, ``kwargs`` if there are only such, else ``args``.
-
-    Raises:
-        TraceError: the result is no tensor with one element.
-    """
-    batch = kwargs if kwargs and not args else args
-    loss: Any = loss_fn(output, batch) if _takes_batch(loss_fn) else loss_fn(output)
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise TraceError(f"loss_fn returned {found}; it must return a tensor with one element")
-    return loss
-
-
-def _takes_batch(loss_fn: LossFunction) -> bool:
-    """Whether ``loss_fn`` must be given the batch as a second positional argument."""
-    try:
-        parameters = inspect.signature(loss_fn).parameters.values()
-    except (TypeError, ValueError):
-        return False
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return sum(p.default is p.empty for p in positional) >= 2 or any(p.name == "batch" for p in positional[1:])
 
 
 def _find_loss(output: Any, named: Mapping[str, torch.Tensor]) -> str | None:

@@ -27,7 +27,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from .decompositions import decomposition_table
 from .errors import TraceError
-from .trace_call import Call, Differentiate, LossFunction, Returned, call_loss, collect_outputs
+from .trace_call import Call, Differentiate, Returned, collect_outputs
 from .trace_chance import notes_on_draws
 from .trace_counters import (
     Left,
@@ -42,6 +42,7 @@ from .trace_counters import (
     with_attributes,
 )
 from .trace_experts import experts_as_operations
+from .trace_loss import LossFunction, run_with_loss
 from .trace_model import State, exchanged
 from .trace_modules import ModuleTracker
 from .trace_outline import outline
@@ -116,8 +117,7 @@ class Step(nn.Module):
         with self._given(inputs) as (request, args, kwargs):
             before, held = counters(request.model), containers(request.model)
             with request.reads.following(), request.reads.chance.watching():
-                output = request.model(*args, **kwargs)
-                loss = None if request.loss_fn is None else call_loss(request.loss_fn, output, args, kwargs)
+                output, loss = run_with_loss(request.model, request.loss_fn, args, kwargs)
             self.counted = changed(before, counters(request.model))
             self.refilled = refilled(held, request.model)
             return collect_outputs(output, loss, request.differentiate, self.returned)
@@ -149,8 +149,7 @@ class Step(nn.Module):
                 request.model.train(not request.training)
             returned = Returned()
             with Operations(tensors) as operations, request.reads.restoring():
-                output = request.model(*args, **kwargs)
-                loss = None if request.loss_fn is None else call_loss(request.loss_fn, output, args, kwargs)
+                output, loss = run_with_loss(request.model, request.loss_fn, args, kwargs)
                 outputs = collect_outputs(output, loss, request.differentiate, returned)
                 operations.note((returned.order, returned.constants, outputs, _gradients(outputs, learnt)))
             return Ran(operations.seen, counters(request.model), attributes_of(request.model))

@@ -7,6 +7,7 @@ import copy
 import math
 import time
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,6 +34,7 @@ def verify(
     plan: Plan | None = None,
     timeout: float = 300.0,
     tolerance: float | None = None,
+    targets: Any = None,
 ) -> Report:
     """Runs one training step of ``model`` on prod(mesh) local processes and on one, and compares.
 
@@ -40,6 +42,7 @@ def verify(
     random weights, meta inputs raise.
 
     Args:
+        targets: what ``loss_fn(output, targets)`` compares with, as for :func:`autopar.plan`.
         plan: the plan to check; default the one for these arguments, priced on ``cluster`` whatever runs here.
         timeout: seconds after which a rank that hangs ends the run.
         tolerance: default 1e-5 in fp32; in bf16 and fp16, where one process runs under the same policy, four units of
@@ -58,6 +61,7 @@ def verify(
         model=ready,
         mesh=mesh_shape(mesh),
         batch=batch,
+        targets=targets,
         options=settings,
         cluster=Cluster.get(cluster or "local"),
         loss_fn=loss_fn,

@@ -29,7 +29,7 @@ from .plan import Plan
 from .precision import autocast_dtype, scales_loss
 from .program import Program
 from .reshard import Collective
-from .trace_call import call_loss
+from .trace_loss import run_with_loss
 from .verify_report import OneStep
 
 
@@ -40,6 +40,7 @@ class Task:
     model: nn.Module
     mesh: tuple[int, ...]
     batch: Batch
+    targets: Any
     options: Options
     cluster: Cluster
     loss_fn: LossFunction | None
@@ -59,9 +60,10 @@ def _plain(task: Task, double: bool, timeout: float) -> OneStep:
 
 def _alone(task: Task, double: bool, timeout: float) -> OneStep:
     """The step on one process under autopar, which draws what the plan draws; in float64 if ``double``."""
-    model, batch = (_doubled(task.model, task.batch)) if double else (task.model, task.batch)
+    given = task.model, (task.batch, task.targets)
+    model, (batch, targets) = _doubled(*given) if double else given
     options = Options(seed=task.options.seed, precision=None if double else task.options.precision)
-    single = replace(task, model=model, batch=batch, mesh=(1,), options=options, plan=None)
+    single = replace(task, model=model, batch=batch, targets=targets, mesh=(1,), options=options, plan=None)
     return run_local(parallel_step, 1, timeout=timeout, args=(single,))[0]
 
 
@@ -96,15 +98,17 @@ def in_training(model: nn.Module) -> nn.Module:
 
 def _reference(rank: int, world: int, task: Task, double: bool) -> OneStep:
     """One plain step of the unmodified model, by torch's own means of mixed precision."""
-    given = _doubled(task.model, task.batch) if double else (copy.deepcopy(task.model), task.batch)
-    model, batch = in_training(given[0]), given[1]
-    args, kwargs = split_batch(batch)
+    whole = task.batch, task.targets
+    given = _doubled(task.model, whole) if double else (copy.deepcopy(task.model), whole)
+    model, (batch, targets) = in_training(given[0]), given[1]
+    args, kwargs = split_batch(batch, targets)
     policy = None if double else task.options.precision
     half, scale = autocast_dtype(policy), FIRST if scales_loss(policy) else 1.0
     while True:
         torch.manual_seed(0)
         with torch.autocast("cpu", half) if half else nullcontext():
-            loss = _loss_of(model(*args, **kwargs), task.loss_fn, args, kwargs)
+            output, loss = run_with_loss(model, task.loss_fn, args, kwargs)
+            loss = _loss_of(output) if loss is None else loss
         (loss * scale).backward()
         gradients = {name: p.grad.detach() / scale for name, p in model.named_parameters() if p.grad is not None}
         if scale <= 1.0 or all(bool(gradient.isfinite().all()) for gradient in gradients.values()):
@@ -117,11 +121,8 @@ def _is_float(leaf: object) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
 
 
-def _loss_of(
-    output: Any, loss_fn: LossFunction | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> torch.Tensor:
-    if loss_fn is not None:
-        return call_loss(loss_fn, output, args, kwargs)
+def _loss_of(output: Any) -> torch.Tensor:
+    """The loss that a model returns."""
     found = getattr(output, "loss", None)
     if found is None and isinstance(output, Mapping):
         found = output.get("loss")
@@ -131,7 +132,7 @@ def _loss_of(
     if found is None:
         raise TraceError(
             "the model returns no loss: no output is called loss, and not just one is a differentiable scalar; pass "
-            "loss_fn=lambda output, batch: ... that computes one"
+            "loss_fn=lambda output, batch: ... that computes one, or loss_fn and targets"
         )
     assert isinstance(found, torch.Tensor)
     return found
@@ -143,7 +144,7 @@ def parallel_step(rank: int, world: int, task: Task) -> OneStep:
     parallel = parallelize(
         model, task.mesh, options=task.options, plan=task.plan, cluster=task.cluster, loss_fn=task.loss_fn
     )
-    args, kwargs = split_batch(task.batch)
+    args, kwargs = split_batch(task.batch, task.targets)
     call = parallel.prepare(args, kwargs, "loss")
     torch.manual_seed(rank)  # Rank 0's is the one of the single process, and the one that counts.
     draws = parallel.random_state()

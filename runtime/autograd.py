@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +10,12 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 
-from .call import Call
+from .call import Call, Past
 from .gradient_hooks import prepare_hooks
 from .parameters import gather_whole
 from .weights import gradient_like
+
+OtherCall = Callable[[], Call]
 
 
 class _Tie(torch.autograd.Function):
@@ -21,9 +23,12 @@ class _Tie(torch.autograd.Function):
     Outputs: the tensors of ``call.results``, as presented."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, leaves: Sequence[Any], wanted: list[str], *tensors: torch.Tensor) -> Any:
-        outputs, ctx.saved = call.run(leaves)
-        ctx.call, ctx.wanted = call, wanted
+    def forward(
+        ctx: Any, call: Call, leaves: Sequence[Any], wanted: list[str], other: OtherCall, *tensors: torch.Tensor
+    ) -> Any:
+        ctx.past = Past()
+        outputs, ctx.saved = call.run(leaves, ctx.past)
+        ctx.call, ctx.wanted, ctx.leaves, ctx.other = call, wanted, leaves, other
         ctx.inputs = list(tensors[len(call.parameters) :])
         ctx.dtypes = {name: value.dtype for name, value in outputs.items()}
         ctx.set_materialize_grads(False)
@@ -40,10 +45,15 @@ class _Tie(torch.autograd.Function):
                 "retain_graph=True as well: add the losses "
                 "and call backward() once, or run the model again"
             )
-        tangents = call.tangents(dict(zip(call.results, gradients, strict=True)), ctx.dtypes)
+        arrived = dict(zip(call.results, gradients, strict=True))
         saved, ctx.saved = ctx.saved, None
-        found = call.backward(saved, tangents)
-        return (None, None, None, *_parameter_gradients(call, found), *_input_gradients(ctx, found))
+        if not call.differentiates(name for name, gradient in arrived.items() if gradient is not None):
+            # A loss of the user's own, of outputs beside the model's loss: the forward is run again, once, by a program
+            # that differentiates them, as later calls are from the beginning.
+            call = ctx.other()
+            saved = call.saved_again(ctx.leaves, ctx.past)
+        found = call.backward(saved, call.tangents(arrived, ctx.dtypes))
+        return (None, None, None, None, *_parameter_gradients(ctx.call, found), *_input_gradients(ctx, call, found))
 
 
 def _parameter_gradients(call: Call, found: dict[tuple[str, str], torch.Tensor]) -> list[torch.Tensor | None]:
@@ -54,14 +64,14 @@ def _parameter_gradients(call: Call, found: dict[tuple[str, str], torch.Tensor])
     return [gradient if gradient is None else gradient_like(parameter, gradient) for parameter, gradient in local]
 
 
-def _input_gradients(ctx: Any, found: dict[tuple[str, str], torch.Tensor]) -> list[torch.Tensor | None]:
+def _input_gradients(ctx: Any, call: Call, found: dict[tuple[str, str], torch.Tensor]) -> list[torch.Tensor | None]:
     results: list[torch.Tensor | None] = []
     for name, given in zip(ctx.wanted, ctx.inputs, strict=True):
         local = found.get(("input_gradient", name))
         if local is None:
             results.append(None)
             continue
-        whole = gather_whole(local, ctx.call.input_gradients[name], ctx.call.groups)
+        whole = gather_whole(local, call.input_gradients[name], call.groups)
         if isinstance(given, DTensor):
             whole = DTensor.from_local(whole, given.device_mesh, run_check=False).redistribute(
                 placements=given.placements
@@ -70,8 +80,9 @@ def _input_gradients(ctx: Any, found: dict[tuple[str, str], torch.Tensor]) -> li
     return results
 
 
-def differentiate(call: Call, leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """Runs ``call`` with a backward: presented outputs by name. Raises :class:`AutoparError` if an input
+def differentiate(call: Call, leaves: Sequence[Any], other: OtherCall) -> dict[str, torch.Tensor]:
+    """Runs ``call`` with a backward: presented outputs by name. Gradients of outputs that ``call`` does not
+    differentiate are those of the ``other`` program. Raises :class:`AutoparError` if an input
     wants a gradient that the program does not compute."""
     names = call.signature.input_names
     wanted = [
@@ -86,5 +97,5 @@ def differentiate(call: Call, leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
             f"{missing[0]}.detach()"
         )
     inputs = [leaf for _, leaf in wanted]
-    outputs = _Tie.apply(call, leaves, [name for name, _ in wanted], *call.parameters, *inputs)
+    outputs = _Tie.apply(call, leaves, [name for name, _ in wanted], other, *call.parameters, *inputs)
     return dict(zip(call.results, outputs, strict=True))

@@ -3,11 +3,11 @@ the model gives them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError, PlanMismatchError
@@ -26,6 +26,15 @@ from .weights import accumulate
 def is_replicated(slot: TensorSlot) -> bool:
     """Whether every rank has all of it."""
     return all(placement == REPLICATE for placement in slot.placements)
+
+
+@dataclass
+class Past:
+    """What a run read besides inputs and parameters, so that it can be repeated: the state of its random numbers, and
+    the buffers that it changed, as they were."""
+
+    state: torch.Tensor | None = None
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Call(Calling):
@@ -59,34 +68,49 @@ class Call(Calling):
         here = take_local(value.detach(), slot.placements, self.groups.shape, self.groups.coordinate)
         return here.to(self.groups.device, non_blocking=True).contiguous()
 
-    def run(self, leaves: Sequence[Any]) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    def run(
+        self, leaves: Sequence[Any], past: Past | None = None
+    ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
         """Forward: local outputs by name, and the values saved for backward. Buffers are brought up to
-        date."""
-        started, saved = self.start(leaves)
+        date. ``past`` is filled in."""
+        started, saved = self.start(leaves, past)
         outputs = {name: settled(value) for name, value in started.items()}
         self.check_indices(outputs)
         return outputs, saved
 
-    def start(self, leaves: Sequence[Any]) -> tuple[dict[str, torch.Tensor | Handle], list[torch.Tensor]]:
-        """:meth:`run`, but outputs may be on their way still (:func:`settled` waits for one)."""
+    def saved_again(self, leaves: Sequence[Any], past: Past) -> list[torch.Tensor]:
+        """The values that this program saves for backward, of a run that another program for the same inputs made:
+        nothing is changed by it, neither buffers nor the count of calls."""
+        outputs, saved = self.start(leaves, past, again=True)
+        for value in outputs.values():
+            settled(value)  # What was begun must be awaited, or later collectives wait for ever.
+        return saved
+
+    def start(
+        self, leaves: Sequence[Any], past: Past | None = None, *, again: bool = False
+    ) -> tuple[dict[str, torch.Tensor | Handle], list[torch.Tensor]]:
+        """:meth:`run`, but outputs may be on their way still (:func:`settled` waits for one). ``again``: as ``past``
+        was."""
         noted()  # What an earlier call met that ended in another error.
+        past = past or Past()
         with torch.no_grad():
             # Made anew each time: no version counter of a DTensor sees every write (``.data``, fused optimizers).
             working = self.executable.refresh([local_of(parameter) for parameter in self.parameters])
             module = self.weights.module
             results, saved = self.executable.forward(
-                [self._bind(s, leaves, working, module) for s in self.program.placeholders]
+                [self._bind(s, leaves, working, past, again) for s in self.program.placeholders]
             )
             outputs: dict[str, torch.Tensor | Handle] = {}
             for slot, value in zip(self.program.results, results, strict=True):
                 if slot.kind == "mutation":
-                    module.get_buffer(slot.target).copy_(gather_whole(value, slot, self.groups))
+                    if not again:
+                        module.get_buffer(slot.target).copy_(gather_whole(value, slot, self.groups))
                 else:
                     outputs[slot.target] = value
         return outputs, saved
 
     def _bind(
-        self, slot: TensorSlot, leaves: Sequence[Any], working: list[torch.Tensor], module: nn.Module
+        self, slot: TensorSlot, leaves: Sequence[Any], working: list[torch.Tensor], past: Past, again: bool
     ) -> torch.Tensor:
         match slot.kind:
             case "param":
@@ -94,17 +118,27 @@ class Call(Calling):
             case "input":
                 return self.own_input(slot, leaves[self._leaf_index[slot.target]])
             case "buffer":
-                buffer = module.get_buffer(slot.target)
-                # The program's saved values may be views of its inputs; a buffer is overwritten in place.
-                mine = take_local(buffer, slot.placements, self.groups.shape, self.groups.coordinate)
-                return mine.clone() if self._is_mutated(slot.target) else mine
+                return self._own_buffer(slot, past)
             case "constant":
                 return self.executable.constants[slot.target]
             case "random":
-                return self._draw_state()
+                if past.state is None or not again:
+                    past.state = self._draw_state()
+                return past.state
         raise PlanMismatchError(
             f"the program takes a placeholder of kind {slot.kind!r} ({slot.target}) that a call has not"
         )
+
+    def _own_buffer(self, slot: TensorSlot, past: Past) -> torch.Tensor:
+        """The buffer as it is; as it was, if that is known."""
+        if slot.target in past.buffers:
+            return past.buffers[slot.target]
+        buffer = self.weights.module.get_buffer(slot.target)
+        mine = take_local(buffer, slot.placements, self.groups.shape, self.groups.coordinate)
+        if self._is_mutated(slot.target):
+            # The program's saved values may be views of its inputs; a buffer is overwritten in place.
+            mine = past.buffers[slot.target] = mine.clone()
+        return mine
 
     def _is_mutated(self, buffer: str) -> bool:
         return any(slot.kind == "mutation" and slot.target == buffer for slot in self.program.results)
@@ -124,6 +158,10 @@ class Call(Calling):
         own = take_local(gradient, slot.placements, self.groups.shape, self.groups.coordinate)
         axes = tuple(a for a, p in enumerate(slot.placements) if p == PARTIAL_SUM)
         return (self._partial(own, axes) if axes else own).contiguous()
+
+    def differentiates(self, names: Iterable[str]) -> bool:
+        """Whether gradients of all these outputs have a place to arrive."""
+        return {slot.target for slot in self.program.tangents}.issuperset(names)
 
     def tangents(
         self, gradients: Mapping[str, torch.Tensor | None], dtypes: Mapping[str, torch.dtype]

@@ -113,6 +113,8 @@ class Calling:
 
     def output_name(self, name: str) -> str:
         """Where output ``name`` stands in the model's return value, such as ``['loss']``."""
+        if name not in self.signature.output_names:
+            return name
         index = self.signature.output_names.index(name)
         tree = tree_unflatten(list(range(len(self.signature.output_names))), self.signature.output_spec)
         for path, found in torch.utils._pytree.tree_flatten_with_path(tree)[0]:
@@ -125,8 +127,9 @@ class Calling:
         if self.signature.loss is None:
             raise AutoparError(
                 "step() differentiates the loss that the model returns, but this call returns none: pass the labels "
-                "that the model makes it of, or give parallelize a loss_fn, called as loss_fn(output) or "
-                "loss_fn(output, batch); without pipeline stages and microbatches you can also run out = model(...), "
-                "compute a loss from out and call loss.backward()"
+                "that the model makes it of, or give parallelize a loss_fn, called as loss_fn(output), "
+                "loss_fn(output, batch) or, in step(..., targets=...), loss_fn(output, targets); without pipeline "
+                "stages and microbatches you can also run out = model(...), compute a loss from out and call "
+                "loss.backward()"
             )
         return self.signature.loss

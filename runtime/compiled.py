@@ -12,14 +12,15 @@ from autopar.pipeline import PipelineProgram
 from autopar.program import Program
 from autopar.signature import Signature
 
-OutputsWanted = Literal["all", "loss"]
+OutputsWanted = Literal["all", "each", "loss"]
 
 
 @dataclass(frozen=True)
 class Request:
     """A call to be compiled: the model's own ``args`` and ``kwargs`` (global tensors or DTensors), whether
-    its modules are in ``training`` mode, whether gradients are wanted, and whether every output is used or
-    only the loss."""
+    its modules are in ``training`` mode, whether gradients are wanted, and which outputs are used: only the ``loss``;
+    ``all``, of which the loss alone is differentiated if the model returns one; or ``all``, ``each`` of which may
+    be."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

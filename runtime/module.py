@@ -111,6 +111,7 @@ class ParallelModule(OwnSamples, Delegating):
         self._exchange, self._check_inputs = Exchange(self._groups), check_inputs
         self._checks = InputChecks(self._exchange, check_inputs)
         self._plan: object | None = None
+        self._outputs: OutputsWanted = "all"
         self._timelines: list[Timeline] | None = None
         self.__dict__["_original"] = module  # Last: from now on, what is set that is not there yet belongs to it.
 
@@ -145,22 +146,24 @@ class ParallelModule(OwnSamples, Delegating):
         if self._is_whole:
             return self._original(*args, **kwargs)
         grad = torch.is_grad_enabled() and self._wants_grad(args, kwargs)
-        call = self.prepare(args, kwargs, "all", grad=grad)
+        call = self.prepare(args, kwargs, self._outputs if grad else "all", grad=grad)
         leaves = call.leaves(args, kwargs)
         if isinstance(call, PipelineCall):
             if grad:
                 raise AutoparError(_NO_TAPE)
             return call.rebuild(call.run(leaves))
         if grad:
-            return call.rebuild(differentiate(call, leaves))
+            modes = kind_of(self._original, (), {}, True, "each")
+            return call.rebuild(differentiate(call, leaves, partial(self._for_each, args, kwargs, modes)))
         outputs, _ = call.run(leaves)
         return call.rebuild({name: call.present(name, value) for name, value in outputs.items()})
 
     def step(self, *args: Any, scale: Any = None, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of the model's loss, added to ``.grad`` of the parameters; returns the
-        detached loss, the same on every rank. Gradients are of the loss times ``scale`` (1 / n to add up n batches as
-        one of n times their size), the returned loss is not; a model whose forward has a ``scale`` gets it instead.
-        Raises :class:`AutoparError` if the model returns no loss."""
+        detached loss, the same on every rank. With a loss function, ``targets=`` are what it compares the output with,
+        ``loss_fn(output, targets)``: tensors in any tree, which the model does not see. Gradients are of the loss times
+        ``scale`` (1 / n to add up n batches as one of n times their size), the returned loss is not; a model whose
+        forward has a ``scale`` gets it instead. Raises :class:`AutoparError` if there is no loss."""
         kwargs, factor = step_scale(self._original, kwargs, scale)
         call = self.prepare(args, kwargs, "loss", grad=True)
         return call.step(call.leaves(args, kwargs), factor)
@@ -170,6 +173,18 @@ class ParallelModule(OwnSamples, Delegating):
         """For loops written for DistributedDataParallel. Gradients add up over calls with it or without, to the same
         numbers, and ranks exchange theirs either way: a gradient that rests in shards has no place for more."""
         yield
+
+    def _for_each(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], modes: CallKind) -> Call:
+        """The program that differentiates every output of a call made in these ``modes``, as later calls do."""
+        if kind_of(self._original, (), {}, True, "each") != modes:
+            raise AutoparError(
+                "backward() of a loss of your own, computed from outputs beside the model's loss, came after the "
+                "model's mode or which parameters are trained changed: call backward() before model.eval() and the like"
+            )
+        self._outputs = "each"
+        call = self.prepare(args, kwargs, "each", grad=True)
+        assert isinstance(call, Call)
+        return call
 
     def prepare(
         self,

@@ -15,8 +15,6 @@ from autopar.account import account
 from autopar.api import split_batch
 from autopar.assignment import Assignment
 from autopar.cluster import Cluster
-from autopar.compiler import Prepared, prepare
-from autopar.compiler import ask as described
 from autopar.graph import Graph
 from autopar.options import Options
 from autopar.passes.annotate import annotate
@@ -24,6 +22,8 @@ from autopar.passes.lower import Lowering, lower
 from autopar.passes.overlap import overlap
 from autopar.placed_step import PlacedStep
 from autopar.plan import Plan
+from autopar.prepared import Prepared, prepare
+from autopar.prepared import ask as described
 from autopar.prices import BUCKET_BYTES, Prices
 from autopar.program import Program
 from autopar.question import Question

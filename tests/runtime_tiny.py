@@ -118,7 +118,7 @@ def tiny_program(mesh: tuple[int, int], coordinate: tuple[int, ...], request: Re
     def slot(name: str, kind: str, target: str, shape: tuple[int, ...], placements: str) -> TensorSlot:
         return TensorSlot(name, kind, target, shape, parse_placements(placements))
 
-    everything = request.outputs == "all"
+    everything = request.outputs != "loss"
     parameters = tuple(
         slot(name, "param", path, SHAPES[path], STORED[path])
         for name, path in zip(("wu", "bu", "wd", "bd"), STORED, strict=True)
@@ -163,7 +163,7 @@ def compile_tiny(mesh: tuple[int, int], coordinate: tuple[int, ...], request: Re
     leaves, spec = tree_flatten((request.args, request.kwargs))
     names = tuple("x" if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
     batch = next(leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor))
-    everything = request.outputs == "all"
+    everything = request.outputs != "loss"
     _, output_spec = tree_flatten({"loss": 0, "out": 0})
     signature = Signature(
         spec, names, output_spec, ("0", "1") if everything else ("0", None), "0", ("0", "1"),

@@ -230,6 +230,9 @@ def test_another_batch_size_runs_the_same_plan_where_it_divides() -> None:
             torch.testing.assert_close(model.step(**text(size, 8)), loss)
             check_gradients(model, gradients)
             assert model.plan == plan
+        strict = autopar.Options(mesh_search=False, last_batch="error")
+        model = autopar.parallelize(copy.deepcopy(reference), (4,), cluster=slow_devices(), options=strict, plan=plan)
+        model.step(**text(8, 8))
         with pytest.raises(PlanMismatchError, match=r"(?s)8, 8.*6, 8|6, 8.*8, 8"):
             model.step(**text(6, 8))
 

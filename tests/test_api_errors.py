@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.errors import OptionsError, PlanMismatchError, TraceError
+from autopar.errors import OptionsError, TraceError
 from tests.models import Plain, plain
 from tests.questions import CLUSTER, on
 
@@ -37,25 +37,6 @@ def test_unknown_cluster() -> None:
     model, batch = plain()
     with pytest.raises(autopar.AutoparError, match=r"dgx-z900.*dgx-a100-80gb"):
         autopar.plan(model, (2,), batch, cluster="dgx-z900")
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor, power: int = 2) -> torch.Tensor:
-        return self.linear(x).pow(power).sum()
-
-
-def test_a_non_tensor_input_that_changes() -> None:
-    def work(rank: int, world: int) -> None:
-        model, x = autopar.parallelize(Scaled(), (1,)), torch.randn(4, 4)
-        model.step(x, power=2)
-        with pytest.raises(PlanMismatchError, match=r"non-tensor input kwargs\['power'\] was 2 .*and is now 3"):
-            model.step(x, power=3)
-
-    on(1, work)
 
 
 class Looping(nn.Module):

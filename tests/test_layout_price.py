@@ -49,7 +49,7 @@ def test_one_layer_stands_for_many() -> None:
     assert priced.predicted.weight_bytes == 2 * weights
     assert priced.predicted.optimizer_bytes == 12 * weights
     ids = batch(8)
-    from autopar.compiler import prepare
+    from autopar.prepared import prepare
 
     whole = prepare(deep, ids, {}, device="cpu", loss_fn=None, training=True)
     products = float(total_flops(step_graph(whole.graph, whole.loss, 8)))

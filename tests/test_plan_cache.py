@@ -14,10 +14,10 @@ from torch import nn
 import autopar
 from autopar import plan_cache, source_hash
 from autopar.cluster import Cluster
-from autopar.compiler import ask, prepare
 from autopar.options import Options
 from autopar.plan import Plan
 from autopar.plan_cache import answered, plan_key
+from autopar.prepared import ask, prepare
 from autopar.question import Question
 from autopar.repeats import Repeats
 from autopar.search import answer

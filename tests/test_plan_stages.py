@@ -13,12 +13,12 @@ import pytest
 import autopar
 from autopar import Plan
 from autopar.cli import main
-from autopar.compiler import prepare
 from autopar.errors import OptionsError, PlanMismatchError
 from autopar.options import Options
 from autopar.plan_rows import module_rows
 from autopar.plan_stage_text import stage_lines
 from autopar.plan_stages import busiest_stage, folded_modules, sends, stage_rows
+from autopar.prepared import prepare
 from autopar.question import Question
 from autopar.schedule_check import check
 from autopar.search import answer

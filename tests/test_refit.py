@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 import autopar
-from autopar.compiler import Prepared, prepare
 from autopar.errors import PlanMismatchError
 from autopar.options import Options
 from autopar.plan import Plan
+from autopar.prepared import Prepared, prepare
 from autopar.question import Question
 from autopar.search import answer
 from autopar.timings import Timings

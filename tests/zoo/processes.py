@@ -9,11 +9,11 @@ from unittest.mock import patch
 
 from autopar.api import split_batch
 from autopar.cluster import Cluster
-from autopar.compiler import Prepared, ask, prepare
 from autopar.equality import Closeness
 from autopar.options import Options
 from autopar.plan import Plan
 from autopar.planner import solve_only
+from autopar.prepared import Prepared, ask, prepare
 from autopar.question import Question
 from autopar.runtime.launch import run_local
 from autopar.step_graphs import step_graph

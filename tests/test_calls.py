@@ -1,0 +1,159 @@
+"""Calls that differ from the first have programs of their own, equal to one device, with parameters where they are."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autopar
+from autopar.runtime.module import ParallelModule
+from tests.questions import on, slow_devices
+
+WORDS, WIDTH = 11, 6
+LABELS = F.cross_entropy
+STAGED: dict[str, Any] = {"stages": 2, "microbatches": 2}
+
+
+class Flagged(nn.Module):
+    """A loss where labels are given, and everything that calls of it may vary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+        self.drop, self.head = nn.Dropout(0.0), nn.Linear(WIDTH, WORDS)
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        scale: float = 1.0,
+        bounded: bool = False,
+    ) -> dict[str, torch.Tensor]:
+        hidden = self.embed(ids)
+        hidden = hidden + self.down(self.drop(self.up(hidden).relu()))
+        hidden = hidden if mask is None else hidden * mask[..., None]
+        logits = self.head(hidden.tanh() if bounded else hidden) * scale
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def batch(size: int = 8, length: int = 5) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, WORDS, (size, length))
+    return {"ids": ids, "labels": torch.randint(0, WORDS, ids.shape)}
+
+
+def pair(mesh: tuple[int, ...], **named: Any) -> tuple[ParallelModule, Flagged]:
+    """A parallel model whose plan shards what it can, and the same on one device."""
+    reference, loss_fn = Flagged(), named.pop("loss_fn", None)
+    options = autopar.Options(mesh_search=False, **named)
+    parallel = autopar.parallelize(
+        copy.deepcopy(reference), mesh, cluster=slow_devices(), options=options, loss_fn=loss_fn
+    )
+    return parallel, reference
+
+
+def check_gradients(model: ParallelModule, reference: nn.Module) -> None:
+    found = dict(model.named_parameters())
+    for name, parameter in reference.named_parameters():
+        given = found[name].grad
+        if parameter.grad is None:
+            assert given is None, name
+        else:
+            assert given is not None, name
+            torch.testing.assert_close(model.full_tensor(given), parameter.grad, msg=lambda m, n=name: f"{n}: {m}")
+    model.zero_grad(), reference.zero_grad()
+
+
+def check_step(model: ParallelModule, reference: nn.Module, **inputs: Any) -> None:
+    """Loss and every gradient of a step are those of one device."""
+    loss = reference(**inputs)["loss"]
+    loss.backward()
+    torch.testing.assert_close(model.step(**inputs), loss.detach())
+    check_gradients(model, reference)
+
+
+def check_own_loss(model: ParallelModule, reference: nn.Module, **inputs: Any) -> None:
+    """A loss that the user makes of the logits, with labels smoothed, has the gradients of one device."""
+    losses = []
+    for side in (model, reference):
+        logits = side(**inputs)["logits"]
+        losses.append(F.cross_entropy(logits.flatten(0, 1), inputs["ids"].flatten(), label_smoothing=0.1))
+        losses[-1].backward()
+    torch.testing.assert_close(losses[0], losses[1])
+    check_gradients(model, reference)
+
+
+def check_evaluation(model: ParallelModule, reference: nn.Module, **inputs: Any) -> None:
+    model.eval(), reference.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(**inputs), reference(**inputs))
+    model.train(), reference.train()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "named"),
+    [
+        ((2,), {}),
+        *(pytest.param(m, n, marks=pytest.mark.slow) for m, n in [((2, 2), {}), ((2,), STAGED), ((4,), {"zero": 3})]),
+    ],
+    ids=["2", "2x2", "stages", "zero3"],
+)
+def test_every_kind_of_call_after_an_evaluation(mesh: tuple[int, ...], named: dict[str, Any]) -> None:
+    def work(rank: int, world: int) -> None:
+        model, reference = pair(mesh, **named)
+        given, mask = batch(), (torch.rand(8, 5) > 0.3).float()
+        check_evaluation(model, reference, ids=given["ids"])
+        before = [p.placements for p in model.parameters()]  # type: ignore[attr-defined]
+        for inputs in (
+            given,
+            {**given, "mask": mask},
+            {**given, "scale": 0.5},
+            {**given, "bounded": True},
+            batch(8, 7),
+            {**given, "ids": given["ids"].int()},
+            given,
+        ):
+            check_step(model, reference, **inputs)
+        for side in (model, reference):
+            side.up.requires_grad_(False)
+        check_step(model, reference, **given)
+        for side in (model, reference):
+            side.up.requires_grad_(True)
+        check_step(model, reference, **given)
+        check_evaluation(model, reference, ids=given["ids"][:3])
+        assert [p.placements for p in model.parameters()] == before  # type: ignore[attr-defined]
+        lines = [str(line) for line in model.programs()]
+        assert len(lines) == 9 and "input scale was not given and is 0.5" in lines[3], lines
+        assert sum(line.uses for line in model.programs()) == 11
+
+    on(4 if mesh != (2,) else 2, work, timeout=500.0)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "named"),
+    [
+        ((4,), {}),
+        *(
+            pytest.param(m, n, marks=pytest.mark.slow)
+            for m, n in [((2, 2), {}), ((2, 2), STAGED), ((1,), {"microbatches": 4})]
+        ),
+    ],
+    ids=["4", "2x2", "stages", "microbatches"],
+)
+def test_batches_of_any_size(mesh: tuple[int, ...], named: dict[str, Any]) -> None:
+    def work(rank: int, world: int) -> None:
+        model, reference = pair(mesh, **named)
+        given = batch(16)
+        check_step(model, reference, **given)
+        for size in (6, 1, 3):
+            check_step(model, reference, **{name: value[:size] for name, value in given.items()})
+        check_evaluation(model, reference, ids=given["ids"][:5])
+
+    on(4 if mesh != (1,) else 1, work, timeout=500.0)
