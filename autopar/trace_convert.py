@@ -133,6 +133,11 @@ class _Converter:
             return None
         if value.dtype not in DTYPE_NAMES:
             raise TraceError(f"a tensor of dtype {value.dtype}: graphs know {', '.join(map(str, DTYPE_NAMES))}")
+        if value.layout != torch.strided:
+            raise TraceError(
+                f"a tensor of layout {value.layout}: graphs know dense tensors only; use a dense one, or an index "
+                "(torch.gather, index_add) where most of it is zeros"
+            )
         return TensorType(tuple(map(self.expressions.size, value.shape)), value.dtype)
 
     def _placeholder(self, node: fx.Node) -> Value:
