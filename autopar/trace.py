@@ -33,6 +33,7 @@ from .trace_model import State, model_state, unchanged
 from .trace_modules import ModuleTracker
 from .trace_read_names import Names, names_of
 from .trace_reads import Reads
+from .trace_row_regions import SelectionError
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,12 @@ def _captured(request: Request) -> tuple[Captured, Graph]:
     except TraceError as error:
         if error.__cause__ is None or not is_data_dependent(error.__cause__):
             raise
-    return _captured_as(request, select=True)
+        first = error
+    try:
+        return _captured_as(request, select=True)
+    except TraceError as error:
+        says = isinstance(error.__cause__, SelectionError) or is_data_dependent(error.__cause__ or error)
+        raise error if says else first from error
 
 
 def _captured_as(request: Request, *, select: bool) -> tuple[Captured, Graph]:

@@ -26,7 +26,7 @@ from .errors import TraceError
 from .graph import DTYPE_NAMES, Arg, Graph, Node, Output, TensorType, Value, symbol
 from .trace_capture import Captured, Request, module_path_of, place_of
 from .trace_draws import number_draws
-from .trace_errors import defined_at
+from .trace_errors import SPARSE, defined_at
 from .trace_expressions import Expressions
 from .trace_model import State
 from .trace_replay import BACKWARD, FORWARD, Bodies
@@ -134,10 +134,7 @@ class _Converter:
         if value.dtype not in DTYPE_NAMES:
             raise TraceError(f"a tensor of dtype {value.dtype}: graphs know {', '.join(map(str, DTYPE_NAMES))}")
         if value.layout != torch.strided:
-            raise TraceError(
-                f"a tensor of layout {value.layout}: graphs know dense tensors only; use a dense one, or an index "
-                "(torch.gather, index_add) where most of it is zeros"
-            )
+            raise TraceError(f"a tensor of layout {value.layout}; but {SPARSE}")
         return TensorType(tuple(map(self.expressions.size, value.shape)), value.dtype)
 
     def _placeholder(self, node: fx.Node) -> Value:
@@ -207,7 +204,11 @@ class _Converter:
         args = self._arg(node.args)
         kwargs = tuple((key, self._arg(arg)) for key, arg in node.kwargs.items())
         path, source = self.path_of(node), _source(node)
-        return self._add(node.name, str(node.target), args, value, path, kwargs=kwargs, source=source)
+        try:
+            return self._add(node.name, str(node.target), args, value, path, kwargs=kwargs, source=source)
+        except TraceError as error:
+            where = f"{defined_at(self.request.model, path or '')}{f', at {source}' if source else ''}"
+            raise TraceError(f"{node.target} {where} gives {error}") from error
 
     def _arg(self, arg: Any) -> Arg:
         match arg:

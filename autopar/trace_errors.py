@@ -48,8 +48,19 @@ _SELECT = (
 )
 _COUNT = "for counts among n, add up ones: torch.zeros(n).index_add(0, x, torch.ones(len(x)))"
 _OUTSIDE = "take an operation whose result has a size known beforehand, or compute this outside the model"
+_PADDED = (
+    "packed sequences have one: run the layer over the padded batch (batch_first=True), take the output at each "
+    "sequence's last step by torch.gather, and leave padding out of the loss by a mask"
+)
 # Names of operations -> what to do instead.
-_INSTEAD = {"bincount": _COUNT, "histc": _COUNT, "nonzero": _SELECT, "masked_select": _SELECT, "index": _SELECT}
+_INSTEAD = {
+    "_pack_padded_sequence": _PADDED,
+    "bincount": _COUNT,
+    "histc": _COUNT,
+    "nonzero": _SELECT,
+    "masked_select": _SELECT,
+    "index": _SELECT,
+}
 _OPERATOR = (
     "this operator has no shape function, so it cannot be traced without data; register one with "
     "torch.library.register_fake, or replace the operator"
@@ -66,6 +77,9 @@ _BACKWARD = (
     "the model calls backward() itself, but the graph holds forward and backward of the whole; return the loss, or use "
     "torch.autograd.grad(..., create_graph=True) for a gradient that the loss depends on"
 )
+SPARSE = (
+    "graphs know dense tensors only; use a dense one, or an index (torch.gather, index_add) where most of it is zeros"
+)
 _CHANGED = (
     "a tensor that backward needs is changed in place, or is a buffer that forward gives a new value (self.state = "
     "...); use a copy of it (self.state.clone()) where it is used, or change it out of place"
@@ -75,6 +89,7 @@ _KNOWN = {
     "unsupported format string passed to": _FORMAT,
     "Cannot backprop through mirrored meta": _BACKWARD,
     "has been modified by an inplace operation": _CHANGED,
+    "at dispatch key DispatchKey.Sparse": f"a tensor is sparse, but {SPARSE}",
 }
 
 

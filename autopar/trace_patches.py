@@ -15,8 +15,8 @@
   lengths; ours is traced anew for each length, and keeps to what eager does;
 - recurrent layers in single precision run on the CPU as one operation of oneDNN, whose backward takes what no graph can
   hold (absent tensors, a workspace); here they are steps of products, as in double precision;
-- checks of linear algebra (``cholesky`` of a matrix that has none) and of distributions raise on values; a graph has no
-  place to raise from.
+- checks of linear algebra (``cholesky`` of a matrix that has none), of distributions and of the variance in a Gaussian
+  loss raise on values; a graph has no place to raise from.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: b
 
 
 class _Plain(TorchFunctionMode):
-    """Takes over dropout, attention with dropout and sparse embeddings, however they were imported."""
+    """Takes over dropout, attention with dropout, sparse embeddings and a loss, however they were imported."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -106,6 +106,9 @@ class _Plain(TorchFunctionMode):
             return _attention(*args, **kwargs)
         if func in (torch.embedding, F.embedding):
             return func(*args[: 4 if func is torch.embedding else 6], **{**kwargs, "sparse": False})
+        if func is F.gaussian_nll_loss:
+            with patch.object(torch, "any", lambda _negative: False):
+                return func(*args, **kwargs)
         return func(*args, **kwargs)
 
 

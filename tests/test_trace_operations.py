@@ -1,0 +1,133 @@
+"""Operations whose own way to compute a graph cannot hold, or whose values were once others than eager's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from op_db.outcome import outcome_of
+from op_db.wrapped import Subject
+from torch import nn
+
+import autopar
+from autopar.errors import TraceError
+from autopar.runtime.launch import run_local
+from autopar.trace import trace
+
+Function = Callable[[torch.Tensor], Any]
+LABELS = torch.tensor([[3, 0, -1, 1, 1], [0, 1, 2, -1, -1], [1, -1, 1, 1, 1], [2, 3, 4, 1, 0]])
+
+
+class Scaled(nn.Module):
+    """A function of what is learnt."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.function = function
+        self.scale = nn.Parameter(torch.rand(4, 5) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(x * self.scale)
+
+
+FUNCTIONS: dict[str, Function] = {
+    "pixel centres": lambda x: x * torch.arange(0.5, 5.5),
+    "pixel centres of a batch": lambda x: x.t() * torch.arange(0.5, x.shape[0] + 0.5),
+    "fractional steps": lambda x: x * torch.arange(0, 1.25, 0.25),
+    "counted in floats": lambda x: x * torch.arange(5.0),
+    "labels that end": lambda x: F.multilabel_margin_loss(x, LABELS),
+    "cleared copy": lambda x: x + x.clone().zero_(),
+    "only a cleared copy": lambda x: x.clone().zero_(),
+    "conjugates": lambda x: torch.fft.ifft(torch.fft.fft(x).conj()).real,
+    "half a spectrum": lambda x: torch.fft.ihfft(x).abs(),
+    "conjugated half": lambda x: torch.fft.ihfft(x).conj(),
+    "variance of complex numbers": lambda x: torch.complex(x, x + 1).var(1),
+    "nothing to add up": lambda x: x[:, :0].logsumexp(1) + x[:, :0].sum(1),
+    "Gaussian": lambda x: F.gaussian_nll_loss(x, x.detach() + 1, x.exp()),
+    "rounded": lambda x: (x.to(torch.bfloat16) * 2.7).float() + (x.half() / 3).float(),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_as_eager(name: str) -> None:
+    torch.manual_seed(0)
+    outcome = outcome_of(Subject(name, Scaled(FUNCTIONS[name]), (torch.randn(4, 5),)), ((2,), (2, 2)))
+    assert outcome.kind == "equal", outcome
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True, "bias": False}], ids=str)
+def test_recurrent_layers_in_single_precision(kind: Any, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    layer = kind(4, 6, batch_first=True, **options)
+    outcome = outcome_of(Subject("layer", layer, (torch.randn(4, 2, 4),)), ((2,),))
+    assert outcome.kind == "equal", outcome
+
+
+def test_recurrent_layers_are_as_before_outside_a_trace() -> None:
+    before = torch._C._get_mkldnn_enabled()
+    trace(nn.LSTM(4, 6), (torch.randn(2, 4, 4),), device="cpu")
+    assert torch._C._get_mkldnn_enabled() == before
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x: x.to_sparse(), r"a tensor is sparse, but graphs know dense tensors only"),
+        (lambda x: x.to_sparse().to_dense(), r"(?s)_to_sparse.*in module ''.*sparse_coo; but graphs know dense"),
+        (lambda x: x.unique(), r"(?s)_unique2.*shape of a result depends on the values"),
+        (lambda x: nn.utils.rnn.pack_padded_sequence(x[None], [4])[0], r"(?s)_pack_padded_sequence.*padded batch"),
+    ],
+)
+def test_what_no_graph_holds_says_so(function: Function, message: str) -> None:
+    with pytest.raises(TraceError, match=message):
+        trace(Scaled(function), (torch.randn(4, 5),), device="cpu")
+
+
+class Odd(nn.Module):
+    """A parameter that is a number, and one of no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.scale, self.none = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.randn(0, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x).tanh() * (1 + self.scale) + self.none.sum()
+        return (self.last(y) * self.scale).square().mean()
+
+
+def _trained(model: Any, step: Callable[[], torch.Tensor], optimizer: torch.optim.Optimizer) -> list[float]:
+    losses = []
+    for _ in range(3):
+        losses.append(float(step().detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("options", [{"stages": 2, "microbatches": 2}, {"zero": 3}], ids=str)
+def test_numbers_and_empty_parameters_train(options: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model, x = Odd(), torch.randn(4, 5)
+
+    def work(rank: int, world: int) -> list[float]:
+        parallel = autopar.parallelize(model, (2,), options=autopar.Options(**options))
+        optimizer = parallel.optimizer(torch.optim.AdamW, lr=0.1)
+        losses = _trained(parallel, lambda: parallel.step(x), optimizer)
+        assert parallel.full_tensor(dict(parallel.named_parameters())["scale"]).shape == ()
+        return losses
+
+    found = run_local(work, 2, timeout=120)
+
+    def step() -> torch.Tensor:
+        loss: torch.Tensor = model(x)
+        loss.backward()
+        return loss
+
+    expected = _trained(model, step, torch.optim.AdamW(model.parameters(), lr=0.1))
+    for losses in found:
+        assert losses == pytest.approx(expected, rel=1e-5)
