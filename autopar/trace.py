@@ -184,8 +184,10 @@ def _captured(request: Request) -> tuple[Captured, Graph]:
     try:
         return _captured_as(request, select=True)
     except TraceError as error:
-        says = isinstance(error.__cause__, SelectionError) or is_data_dependent(error.__cause__ or error)
-        raise error if says else first from error
+        cause = error.__cause__
+        if cause is None or isinstance(cause, SelectionError) or is_data_dependent(cause):
+            raise
+        raise first from error
 
 
 def _captured_as(request: Request, *, select: bool) -> tuple[Captured, Graph]:
