@@ -183,11 +183,11 @@ def _captured(request: Request) -> tuple[Captured, Graph]:
         first = error
     try:
         return _captured_as(request, select=True)
-    except TraceError as error:
-        cause = error.__cause__
+    except TraceError as second:
+        cause = second.__cause__
         if cause is None or isinstance(cause, SelectionError) or is_data_dependent(cause):
             raise
-        raise first from error
+        raise first from second
 
 
 def _captured_as(request: Request, *, select: bool) -> tuple[Captured, Graph]:
