@@ -134,7 +134,9 @@ class Step(nn.Module):
 
     def counts_on(self, *inputs: torch.Tensor) -> tuple[str, ...]:
         """Which of the numbers that changed a graph must not keep, see :func:`counted`."""
-        return counted(partial(self._ran, inputs), self.counted, self.refilled)
+        return counted(
+            partial(self._ran, inputs), self.counted, (*self.refilled, *self.__dict__["request"].reads.rewritten)
+        )
 
     def _ran(self, inputs: Sequence[torch.Tensor], attributes: Sequence[Left], *, other_mode: bool) -> Ran:
         """What a step runs that finds ``attributes`` in the modules: with its backward, even if the trace is without,
@@ -149,6 +151,8 @@ class Step(nn.Module):
                 request.model.train(not request.training)
             returned = Returned()
             with Operations(tensors) as operations, request.reads.restoring():
+                if attributes:
+                    request.reads.carry()
                 output, loss = run_with_loss(request.model, request.loss_fn, args, kwargs)
                 outputs = collect_outputs(output, loss, request.differentiate, returned)
                 operations.note((returned.order, returned.constants, outputs, _gradients(outputs, learnt)))
@@ -298,7 +302,7 @@ def _counted(mode: FakeTensorMode, step: Step, inputs: Sequence[torch.Tensor], b
     """The plain numbers that calls of the model count, and what else they change and read; where a second call cannot
     be made, all numbers that change."""
     found, reads = step.counted, step.__dict__["request"].reads
-    if step.counted or step.refilled:
+    if step.counted or step.refilled or reads.rewritten:
         with suppress(Exception), _symbolic(batch), mode:
             found = step.counts_on(*inputs)
     return (*found, *(path for path in reads.written if path not in found))

@@ -81,8 +81,9 @@ def _members(value: object) -> dict[str, Any] | None:
 
 class Reads:
     """Reads of what ``model`` and ``loss_fn`` lead to. ``read`` are attributes, by identity of their object;
-    ``variables`` those of functions, globals and closures, by label. ``written`` are paths of attributes that a
-    call reads and then changes, of objects or as tensors: the next would read something else."""
+    ``variables`` those of functions, globals and closures, by label. Of attributes that a
+    call reads and then changes, so that the next reads something else, ``rewritten`` are those of objects, ``written``
+    plain tensors of modules, by path."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         self.owners: dict[int, Owner] = {}
@@ -91,7 +92,9 @@ class Reads:
         self.chance = Chance()
         self.tree = frozenset(id(module) for module in model.modules())
         self._functions: dict[int, types.FunctionType] = {}
+        self.rewritten: dict[str, None] = {}
         self.written: dict[str, None] = {}
+        self._after: dict[tuple[int, str], object] = {}
         self._tensors: dict[tuple[int, str], torch.Tensor] = {}
         self._first: dict[tuple[int, str], object] = {}
         self._watched: dict[type, object] = {}
@@ -161,6 +164,11 @@ class Reads:
             self._watched.clear()
             self._restore()
 
+    def carry(self) -> None:
+        """Gives objects the attributes that a first call left them."""
+        for (identity, name), value in self._after.items():
+            self.owners[identity].hold(name, value)
+
     @contextmanager
     def restoring(self) -> Iterator[None]:
         """What the model writes within into attributes that it was seen to read of objects is as before afterwards."""
@@ -207,7 +215,8 @@ class Reads:
         for (identity, name), old in self._first.items():
             owner = self.owners[identity]
             if owner.held(name) is not old:
-                self.written[f"{owner.label}.{name}".removeprefix("model.")] = None
+                self.rewritten[f"{owner.label}.{name}".removeprefix("model.")] = None
+                self._after.setdefault((identity, name), owner.held(name))
                 owner.hold(name, old)
         for (identity, name), tensor in self._tensors.items():
             owner = self.owners[identity]

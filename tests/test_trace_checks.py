@@ -291,6 +291,19 @@ class KeepsATensor(Numbered):
         return (self.layer(x) * self.total).square().mean()
 
 
+class FitsAnObject(Remembers):
+    """As models that find out once what kind of labels they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.object = Counter()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.object.calls == 0:
+            self.object.calls = 4
+        return (self.layer(x) * self.object.calls).square().mean()
+
+
 KEPT = ((CountsOnlyInAList, "1.seen"), (CountsInAnObject, "1.object.calls"), (KeepsATensor, "1.total"))
 
 
@@ -309,6 +322,6 @@ def test_what_a_model_remembers_is_put_back() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("kind", [Fits, FitsAndRemembers])
+@pytest.mark.parametrize("kind", [Fits, FitsAndRemembers, FitsAnObject])
 def test_numbers_that_are_fitted_before_they_are_used_are_not(kind: type[Numbered], training: bool, grad: bool) -> None:
     trace(kind(), (torch.randn(3, 4),), device="cpu", training=training, grad=grad)
