@@ -96,12 +96,12 @@ def prepare(
 
 
 def circumstances(model: nn.Module, training: bool) -> object:
-    """What a trace depends on besides the inputs of the call: the modes of modules, which parameters are trained, and
-    torch's state."""
+    """What a trace depends on besides the inputs of the call: the modes of modules, which parameters are trained,
+    torch's state and hooks."""
     kind = kind_of(model, (), {}, True, "loss")
     # Asked for another mode than the model's, the trace puts every part of it into that.
     modes = kind.modes if model.training == training else (training,) * len(kind.modes)
-    return modes, kind.wanted, kind.around
+    return modes, kind.wanted, kind.around, kind.hooks
 
 
 def batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:

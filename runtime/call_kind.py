@@ -14,6 +14,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
 from autopar.graph import TensorType
 
 from .compiled import OutputsWanted
+from .module_hooks import Hook, hooks_inside
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Leaf:
 @dataclass(frozen=True)
 class CallKind:
     """``modes`` and ``wanted`` say of each module whether it trains, and of each parameter whether it requires
-    a gradient; ``around`` is the state of torch that a trace reads (autocast, default dtype)."""
+    a gradient; ``around`` is the state of torch that a trace reads (autocast, default dtype); ``hooks`` those of its
+    modules."""
 
     structure: str
     leaves: tuple[Leaf, ...]
@@ -51,6 +53,7 @@ class CallKind:
     around: tuple[object, ...]
     grad: bool
     outputs: OutputsWanted
+    hooks: tuple[Hook, ...] = ()
 
 
 def kind_of(
@@ -67,6 +70,7 @@ def kind_of(
         _around(),
         grad,
         outputs,
+        hooks_inside(model),
     )
 
 
@@ -129,6 +133,9 @@ def differences(
         yield Difference("gradients are wanted" if new.grad else "no gradients are wanted")
     if old.outputs != new.outputs:
         yield Difference("only the loss is wanted" if new.outputs == "loss" else "all outputs are wanted")
+    for hook in (*old.hooks, *new.hooks):
+        if (hook in old.hooks) != (hook in new.hooks):
+            yield Difference(f"{hook.text} was {'removed' if hook in old.hooks else 'registered'}")
     if old.around != new.around:
         yield Difference(f"torch's default dtype and autocast were {old.around} and are {new.around}")
 

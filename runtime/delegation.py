@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn, Self
 
@@ -116,6 +116,24 @@ class Delegating(nn.Module):
                     "bits with Options(precision='bf16')"
                 )
         return self
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As :meth:`torch.nn.Module.load_state_dict`; whole plain tensors may stand for distributed
+        parameters."""
+        own = dict(self.named_parameters(remove_duplicate=False))
+        ready = {
+            key: self._weights.whole_to_own(key, value)
+            if isinstance(own.get(key), DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+            else value
+            for key, value in state_dict.items()
+        }
+        return super().load_state_dict(ready, strict, assign)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For loops written for DistributedDataParallel. Gradients add up over calls with it or without, to the same
+        numbers, and ranks exchange theirs either way: a gradient that rests in shards has no place for more."""
+        yield
 
     def share_memory(self) -> NoReturn:
         raise AutoparError("parameters of a parallel model are shared by its ranks already; share_memory() is refused")

@@ -53,6 +53,7 @@ class Description:
             "training mode of its modules": kind.modes,
             "frozen parameters": tuple(not wanted for wanted in kind.wanted),
             "torch's default dtype and autocast": str(kind.around),
+            "hooks of its modules": tuple(hook.text for hook in kind.hooks),
         }
         return cls(inputs, others, program, because)
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autopar.errors import AutoparError
@@ -33,6 +32,7 @@ from .groups import MeshGroups, mesh_groups
 from .input_checks import Check, CheckedCall, InputChecks
 from .local_batch import as_parts
 from .loss_scale import LossScale, watch_optimizers, watch_zero_grad
+from .module_hooks import before_step, check_hooks, hooks_inside, take_over
 from .optimizer import make_optimizer
 from .own_samples import OwnSamples, check_one_form
 from .param_groups import ParamGroups
@@ -86,6 +86,8 @@ class ParallelModule(OwnSamples, Delegating):
     ) -> None:
         check_plain(module)
         super().__init__()
+        take_over(self, module)
+        check_hooks(tuple(hook for hook in hooks_inside(module) if hook.backward), set())
         weights = Weights(module, mesh_groups(mesh), seed)
         random = RandomState(shared_seed(weights.groups, seed))
         self._hold(module, weights, random, compile, LossScale() if scaled else None, check_inputs)
@@ -113,6 +115,7 @@ class ParallelModule(OwnSamples, Delegating):
         self._plan: object | None = None
         self._outputs: OutputsWanted = "all"
         self._timelines: list[Timeline] | None = None
+        self._told: set[int] = set()
         self.__dict__["_original"] = module  # Last: from now on, what is set that is not there yet belongs to it.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
@@ -164,15 +167,10 @@ class ParallelModule(OwnSamples, Delegating):
         ``loss_fn(output, targets)``: tensors in any tree, which the model does not see. Gradients are of the loss times
         ``scale`` (1 / n to add up n batches as one of n times their size), the returned loss is not; a model whose
         forward has a ``scale`` gets it instead. Raises :class:`AutoparError` if there is no loss."""
+        args, kwargs = before_step(self, args, kwargs)
         kwargs, factor = step_scale(self._original, kwargs, scale)
         call = self.prepare(args, kwargs, "loss", grad=True)
         return call.step(call.leaves(args, kwargs), factor)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """For loops written for DistributedDataParallel. Gradients add up over calls with it or without, to the same
-        numbers, and ranks exchange theirs either way: a gradient that rests in shards has no place for more."""
-        yield
 
     def _for_each(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], modes: CallKind) -> Call:
         """The program that differentiates every output of a call made in these ``modes``, as later calls do."""
@@ -223,6 +221,7 @@ class ParallelModule(OwnSamples, Delegating):
     def _make(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: CallKind) -> AnyCall:
         """Compiles a program for calls of this kind."""
         self._weights.check_own()
+        check_hooks(kind.hooks, self._told)
         leaves = named_leaves(self._original, args, kwargs, kind)
         why, begin = self._programs.why(kind, leaves), time.perf_counter()
         compiled = self._compile(Request(args, dict(kwargs), self.training, kind.grad, kind.outputs))
@@ -378,18 +377,6 @@ class ParallelModule(OwnSamples, Delegating):
         super().train(mode)
         self._original.training = mode
         return self
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As :meth:`torch.nn.Module.load_state_dict`; whole plain tensors may stand for distributed
-        parameters."""
-        own = dict(self.named_parameters(remove_duplicate=False))
-        ready = {
-            key: self._weights.whole_to_own(key, value)
-            if isinstance(own.get(key), DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-            else value
-            for key, value in state_dict.items()
-        }
-        return super().load_state_dict(ready, strict, assign)
 
     def extra_repr(self) -> str:
         return f"{type(self._original).__name__} on mesh {self._groups.shape}"

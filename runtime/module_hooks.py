@@ -1,0 +1,133 @@
+"""Hooks on modules, of which a compiled program has only what they do to tensors.
+
+Hooks on the model itself run at every ``model(...)``, on real inputs and outputs: those from before ``parallelize`` are
+taken over (:func:`take_over`). Modules inside run only while a program is made. What a forward hook there does to
+tensors is part of the program, and a program is made anew when hooks come or go; whatever else it does happens then
+alone, which is warned of. Backward hooks there are refused. Hooks of torch's and Hugging Face's own, such as those of
+``weight_norm`` and of recorded outputs, only do something to tensors.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as module_hooks
+
+from autopar.errors import AutoparError
+
+_FORWARD = ("_forward_hooks", "_forward_pre_hooks")
+_BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
+_WITH_KWARGS = {"_forward_hooks": "_forward_hooks_with_kwargs", "_forward_pre_hooks": "_forward_pre_hooks_with_kwargs"}
+_LIBRARIES = ("torch.", "transformers.", "autopar.")
+# A number for each hook seen, the same on all ranks that register the same hooks; hooks are held, so that none takes
+# the place of another.
+_numbers: dict[int, tuple[Any, int]] = {}
+
+
+@dataclass(frozen=True)
+class Hook:
+    """``text`` says what it is and where; ``number`` tells hooks of one text apart."""
+
+    text: str
+    backward: bool
+    library: bool
+    number: int
+
+
+def hooks_inside(module: nn.Module) -> tuple[Hook, ...]:
+    """The hooks of ``module``, of the modules inside it, and of every module."""
+    found = list(_everywhere())
+    for path, part in module.named_modules():
+        if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
+            found += _of(part, f"of {path or 'the model'} ({type(part).__name__})")
+    return tuple(found)
+
+
+def _of(part: nn.Module, where: str) -> Iterator[Hook]:
+    for kind in (*_FORWARD, *_BACKWARD):
+        for hook in getattr(part, kind).values():
+            yield _described(hook, kind, where)
+
+
+def _everywhere() -> Iterator[Hook]:
+    """Of users alone: torch's own, such as those of its counters, come and go at every call."""
+    for kind in (*_FORWARD, *_BACKWARD):
+        for hook in getattr(module_hooks, f"_global{kind}").values():
+            if not _is_library(hook):
+                yield _described(hook, kind, "of every module")
+
+
+def _described(hook: Any, kind: str, where: str) -> Hook:
+    library = _is_library(hook)
+    number = -1 if library else _numbers.setdefault(id(hook), (hook, len(_numbers)))[1]
+    name = getattr(hook, "__qualname__", type(hook).__qualname__)
+    text = f"the {kind.strip('_').removesuffix('s').replace('_', ' ')} {name} {where}"
+    return Hook(text, kind in _BACKWARD, library, number)
+
+
+def _is_library(hook: Any) -> bool:
+    home = getattr(hook, "__module__", None) or type(hook).__module__
+    return str(home).startswith(_LIBRARIES)
+
+
+def check_hooks(hooks: tuple[Hook, ...], told: set[int]) -> None:
+    """Warns of the forward hooks of users that are not among those ``told`` of. Raises :class:`AutoparError` for a
+    backward hook."""
+    for hook in hooks:
+        if hook.backward:
+            raise AutoparError(
+                f"{hook.text} would not run: the backward pass is compiled. Use register_hook on a parameter, a "
+                "torch.autograd.Function in forward, or a backward hook on the parallel model itself"
+            )
+        if not hook.library and hook.number not in told:
+            told.add(hook.number)
+            warnings.warn(
+                f"{hook.text} runs only while a program is made. What it does to tensors is part of the program; all "
+                "else (storing an activation, printing, counting) happens then alone, on tensors without values. To "
+                "see a value at every call, return it from forward; a hook on the parallel model itself runs at every "
+                "model(...)",
+                stacklevel=2,
+            )
+
+
+def take_over(parallel: nn.Module, module: nn.Module) -> None:
+    """Gives ``parallel`` the hooks that users have registered on ``module``, which it stands for: the very dicts,
+    through which their handles remove them."""
+    for kind in (*_FORWARD, *_BACKWARD):
+        hooks: OrderedDict[int, Any] = getattr(module, kind)
+        kept = OrderedDict((key, hook) for key, hook in hooks.items() if _is_library(hook))
+        for key in kept:
+            del hooks[key]
+        vars(module)[kind], vars(parallel)[kind] = kept, hooks
+        if kind in _WITH_KWARGS:
+            vars(parallel)[_WITH_KWARGS[kind]] = vars(module)[_WITH_KWARGS[kind]]
+            vars(module)[_WITH_KWARGS[kind]] = OrderedDict(vars(module)[_WITH_KWARGS[kind]])
+    vars(parallel)["_forward_hooks_always_called"] = vars(module)["_forward_hooks_always_called"]
+    vars(module)["_forward_hooks_always_called"] = OrderedDict()
+    vars(parallel)["_is_full_backward_hook"] = vars(module)["_is_full_backward_hook"]
+
+
+def before_step(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The inputs of a step as the forward pre-hooks of ``model`` leave them. Raises :class:`AutoparError` if it has
+    hooks on its output, of which a step has only the loss."""
+    rest: Mapping[str, Any] = {kind: getattr(model, kind) for kind in ("_forward_hooks", *_BACKWARD)}
+    for kind, hooks in rest.items():
+        for hook in hooks.values():
+            raise AutoparError(
+                f"step() computes the loss alone, but {_described(hook, kind, 'of the parallel model').text} is for "
+                "its outputs: run out = model(...) and loss.backward() instead, or remove the hook"
+            )
+    for key, hook in model._forward_pre_hooks.items():
+        if key in model._forward_pre_hooks_with_kwargs:
+            args, kwargs = hook(model, args, kwargs) or (args, kwargs)
+        else:
+            found = hook(model, args)
+            args = args if found is None else found if isinstance(found, tuple) else (found,)
+    return args, kwargs
