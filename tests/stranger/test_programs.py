@@ -5,8 +5,15 @@ from __future__ import annotations
 import pytest
 from stranger_user import Stranger
 
+slow = pytest.mark.slow
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+
+def on_ranks(quick: int) -> pytest.MarkDecorator:
+    """On 1, 2 and 4 ranks, of which ``quick`` belongs to the quick tests."""
+    return pytest.mark.parametrize("ranks", [n if n == quick else pytest.param(n, marks=slow) for n in (1, 2, 4)])
+
+
+@on_ranks(4)
 def test_the_first_program(stranger: Stranger, ranks: int) -> None:
     stranger.run("programs/first.py", ranks)
 
@@ -15,11 +22,31 @@ def test_the_first_program(stranger: Stranger, ranks: int) -> None:
     ("ranks", "arguments"),
     [
         (2, ()),
-        pytest.param(1, (), marks=pytest.mark.slow),
-        pytest.param(4, (), marks=pytest.mark.slow),
-        pytest.param(2, ("stages",), marks=pytest.mark.slow),
-        pytest.param(4, ("stages",), marks=pytest.mark.slow),
+        pytest.param(1, (), marks=slow),
+        pytest.param(4, (), marks=slow),
+        pytest.param(2, ("stages",), marks=slow),
+        pytest.param(4, ("stages",), marks=slow),
     ],
 )
 def test_attributes_that_change(stranger: Stranger, ranks: int, arguments: tuple[str, ...]) -> None:
     stranger.run("programs/changes.py", ranks, arguments=arguments)
+
+
+@on_ranks(2)
+def test_fine_tuning(stranger: Stranger, ranks: int) -> None:
+    stranger.run("programs/finetune.py", ranks)
+
+
+@on_ranks(0)
+def test_a_sampler_of_ddp(stranger: Stranger, ranks: int) -> None:
+    stranger.run("programs/ddp_sampler.py", ranks)
+
+
+@slow
+def test_samples_that_differ_are_named(stranger: Stranger) -> None:
+    output = stranger.run("programs/ddp_sampler_unjoined.py", 2, error="InputMismatchError")
+    assert "from_local" in output and "not fine" not in output
+
+
+def test_cells_of_a_notebook(stranger: Stranger) -> None:
+    stranger.run("programs/notebook.py")
