@@ -72,7 +72,7 @@ def test_every_rank_is_told_of_an_index_that_some_meet(name: str) -> None:
     assert f"index -1 is out of range, not 0 <= index < {ROWS}, in module embed" in negative
     assert f"index {CLASSES + 3} is out of range, not 0 <= index < {CLASSES}" in label and "index -1" in below
     if name == "data":
-        assert "(met on rank 3)" in large
+        assert "(met on rank 3)" in label, "the others were told"
 
 
 INDEX = torch.tensor([0, 4])
