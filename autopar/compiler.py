@@ -26,14 +26,14 @@ from autopar.passes.recompute import recomputed
 from autopar.passes.rest import InsertRests
 from autopar.runtime.call_kind import Leaf
 from autopar.runtime.calling import flatten_as
-from autopar.runtime.compiled import Compiled, Request
+from autopar.runtime.compiled import Compiled, OutputsWanted, Request
 from autopar.runtime.groups import AxisGroup
 
 from .agreed_plan import plan_identity
 from .assignment import Assignment
 from .cluster import Cluster
 from .compile_stages import StageCompiler
-from .errors import OptionsError, PlanMismatchError
+from .errors import InfeasibleError, OptionsError, PlanMismatchError
 from .first_rank import on_first_rank
 from .fixed_parameters import fixed_assignment
 from .graph import Graph
@@ -53,6 +53,9 @@ from .step_graphs import bare_step_graph, graph_hash, pipelined_graph, step_grap
 from .step_memory import memory
 from .timings import Timings
 
+# Traces that are kept for other batch sizes.
+TRACES = 15
+
 
 @dataclass
 class Compiler:
@@ -71,11 +74,12 @@ class Compiler:
     _base: Prepared | None = None
     _annotated: dict[int, Graph] = field(default_factory=dict)
     _source: Compiler | None = None
+    _traced: list[tuple[tuple[bool, bool, OutputsWanted], Prepared]] = field(default_factory=list)
 
     def copied_for(self, model: nn.Module) -> Compiler:
         """Compiles for ``model``, a copy of this one, under this one's plan, if there is one when it is first called.
         What is traced of this one says nothing of the copy, whose attributes may change."""
-        return replace(self, model=model, _annotated={}, _source=self)
+        return replace(self, model=model, _annotated={}, _source=self, _traced=[])
 
     def __call__(self, request: Request) -> Compiled:
         source = self._source
@@ -83,10 +87,9 @@ class Compiler:
             self.plan, self._base, self.cluster = source.plan, source._base, source.cluster
         if self.plan is None or self._base is None:
             self._plan_for(replace(request, training=True))
-        base = self._base if self._is_as_planned(request) else self._prepare(request, grad=request.grad)
-        assert base is not None
+        base = self._known(request) or self._prepare(request, grad=request.grad)
         batch = batch_size(request.args, request.kwargs)
-        if request.grad and request.outputs != "each" and self._carries_over(base, batch):
+        if self._base is not None and request.grad and request.outputs != "each" and self._carries_over(base, batch):
             with suppress(_Indivisible):
                 return self._training_program(request, base, batch)
         return self._other_program(request, base, batch)
@@ -99,24 +102,42 @@ class Compiler:
         timings = Timings()
         base = self._prepare(request, grad=True, timings=timings)
         self.cluster = on_first_rank(self.ranks, lambda: self.cluster)
-        question = self._question(base)
-        if request.outputs != "loss":
-            question = replace(question, options=without_stages(question.options))
+        question, called = self._question(base), request.outputs != "loss"
+
+        def made() -> Plan:
+            try:
+                return answered(_without_stages(question) if called else question, timings)
+            except InfeasibleError:
+                if request.grad or not called:
+                    raise
+            return answered(question, timings)
+
         if self.plan is None:
-            self.plan = on_first_rank(self.ranks, lambda: answered(question, timings))
+            self.plan = on_first_rank(self.ranks, made)
         else:
             self.plan.validate()
-            _check(self.plan, base, self.mesh)
+            _check_devices(self.plan, self.mesh)
+            if not request.grad and self._may_be_for_training(base):
+                return
+            _check(self.plan, base)
             if self.plan.pipeline is None:
                 check_offered(self.plan, self._annotate(base, self.plan.batch))
         self._base = base
+
+    def _may_be_for_training(self, base: Prepared) -> bool:
+        """Whether the user's plan, which is not for these inputs, may be for those of training, of which there are none
+        yet: it is checked with them."""
+        assert self.plan is not None
+        names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        is_another = graph_hash(step_graph(base.graph, base.loss, self.plan.batch)) != self.plan.graph_hash
+        return is_another and self.plan.pipeline is None and names.issuperset(self.plan.parameters)
 
     def _question(self, base: Prepared) -> Question:
         return ask(self.model, base, self.mesh, self.cluster, self.options, self.axis_names)
 
     def _prepare(self, request: Request, *, grad: bool, timings: Timings | None = None) -> Prepared:
         """A model that is called returns no loss of ``loss_fn``: what is differentiated are its own outputs."""
-        return prepare(
+        base = prepare(
             self.model,
             request.args,
             request.kwargs,
@@ -129,14 +150,15 @@ class Compiler:
             timings=timings,
             ranks=self.ranks,
         )
+        self._traced = [*self._traced[-TRACES:], ((grad, request.training, request.outputs), base)]
+        return base
 
-    def _is_as_planned(self, request: Request) -> bool:
-        """Whether the planned trace is one of this call too, but for the batch size."""
-        base = self._base
-        if base is None or not (request.grad and request.training) or request.outputs == "each":
-            return False
-        if self._source is not None and base is self._source._base:
-            return False
+    def _known(self, request: Request) -> Prepared | None:
+        """An earlier trace that is one of this call too, but for the batch size."""
+        wanted = request.grad, request.training, request.outputs
+        return next((base for made, base in self._traced if made == wanted and self._holds(base, request)), None)
+
+    def _holds(self, base: Prepared, request: Request) -> bool:
         loss_fn = self.loss_fn if request.outputs == "loss" else None
         if base.loss_fn is not loss_fn or base.circumstances != circumstances(self.model, request.training):
             return False
@@ -309,18 +331,27 @@ def _same_but_batch(base: Prepared, request: Request) -> bool:
     return all(same(*entry) for entry in zip(range(len(leaves)), signature.input_names, leaves, strict=True))
 
 
-def _check(plan: Plan, base: Prepared, mesh: tuple[int, ...]) -> None:
-    """A plan given by the user must be for this model and number of devices."""
+def _without_stages(question: Question) -> Question:
+    return replace(question, options=without_stages(question.options))
+
+
+def _check_devices(plan: Plan, mesh: tuple[int, ...]) -> None:
+    """A plan given by the user must be for this number of devices."""
     devices, planned = math.prod(mesh), plan.stages * math.prod(plan.mesh)
     if devices != planned:
         stages = f"{plan.stages} stages of " if plan.stages > 1 else ""
         raise PlanMismatchError(
             f"the plan is for {stages}mesh {plan.mesh} of {planned} devices, but the mesh is {mesh} of {devices}"
         )
+
+
+def _check(plan: Plan, base: Prepared) -> None:
+    """A plan given by the user must be for this model."""
     found = graph_hash(step_graph(base.graph, base.loss, plan.batch))
     if found != plan.graph_hash:
         raise PlanMismatchError(
             f"the plan was made for {plan.model!r} (graph {plan.graph_hash}); this model, at batch {plan.batch}, "
-            f"has graph {found}. Same device type, "
-            "configuration, input shapes, mode (train or eval) and torch version give the same graph"
+            f"has graph {found}. Same device type, configuration, inputs (those given, their shapes and dtypes, values "
+            "of flags), loss_fn, mode (train or eval) and torch version give the same graph: make the plan with the "
+            "inputs of the first training call, or leave plan= out"
         )

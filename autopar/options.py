@@ -21,7 +21,7 @@ CHOICES: Mapping[str, tuple[object, ...]] = {
     "precision": PRECISIONS,
     "zero": (0, 1, 2, 3),
     "check_inputs": ("first", "always", "never"),
-    "last_batch": ("replicate", "pad", "error"),
+    "last_batch": ("replicate", "error"),
 }
 
 
@@ -73,6 +73,10 @@ class Options:
             every call begins with one small exchange (under a millisecond on one host), so that ranks whose calls
             differ in shape, mode or structure all get an error instead of waiting for each other. ``"never"``: no
             comparison and no exchange.
+        last_batch: what becomes of a training batch whose size the plan's shards or microbatches do not divide, such as
+            the last of an epoch. ``"replicate"``: calls of that size get a program of their own with the parameters
+            where they are; shards may be uneven, work repeated, and microbatches fewer. Loss and gradients are those of
+            that batch on one device. ``"error"``: :class:`PlanMismatchError` (:class:`OptionsError` for microbatches).
     """
 
     memory_limit: int | None = None
@@ -90,7 +94,7 @@ class Options:
     mesh_search: bool = True
     optimizer: str = "adamw"
     check_inputs: Literal["first", "always", "never"] = "first"
-    last_batch: Literal["replicate", "pad", "error"] = "replicate"
+    last_batch: Literal["replicate", "error"] = "replicate"
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
@@ -102,7 +106,9 @@ class Options:
             raise OptionsError(f"zero={self.zero!r} is not a ZeRO stage; one of 0, 1, 2, 3, or None to search")
         if self.last_batch not in CHOICES["last_batch"]:
             words = ", ".join(map(repr, CHOICES["last_batch"]))
-            raise OptionsError(f"last_batch={self.last_batch!r} is not known; one of {words}")
+            asked: object = self.last_batch
+            pad = ": rows of padding would count in means, batch norm and losses" if asked == "pad" else ""
+            raise OptionsError(f"last_batch={self.last_batch!r} is not offered{pad}; one of {words}")
         self._check_numbers()
         if self.check_inputs not in CHOICES["check_inputs"]:
             words = ", ".join(map(repr, CHOICES["check_inputs"]))

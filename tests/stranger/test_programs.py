@@ -50,3 +50,9 @@ def test_samples_that_differ_are_named(stranger: Stranger) -> None:
 
 def test_cells_of_a_notebook(stranger: Stranger) -> None:
     stranger.run("programs/notebook.py")
+
+
+@slow
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_epochs_with_partial_batches_evaluation_first_and_targets(stranger: Stranger, ranks: int) -> None:
+    stranger.run("programs/epochs.py", ranks)
