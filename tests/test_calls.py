@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
+from autopar.errors import InfeasibleError
 from autopar.runtime.module import ParallelModule
 from tests.questions import on, slow_devices
 
@@ -157,3 +158,24 @@ def test_batches_of_any_size(mesh: tuple[int, ...], named: dict[str, Any]) -> No
         check_evaluation(model, reference, ids=given["ids"][:5])
 
     on(4 if mesh != (1,) else 1, work, timeout=500.0)
+
+
+def test_a_given_plan_meets_an_evaluation_first_and_a_batch_too_large_is_an_error() -> None:
+    named = {"cluster": slow_devices(), "options": autopar.Options(mesh_search=False)}
+    torch.manual_seed(0)
+    planned = autopar.plan(Flagged(), (2,), batch(), **named)
+
+    def work(rank: int, world: int) -> None:
+        reference, given = Flagged(), batch()
+        model = autopar.parallelize(copy.deepcopy(reference), (2,), plan=planned, **named)
+        check_evaluation(model, reference, ids=given["ids"])
+        check_step(model, reference, **given)
+        assert model.programs()[-1].planned
+        limit = int(1.5 * planned.predicted.peak_bytes)
+        model, reference = pair((2,), memory_limit=limit)
+        check_step(model, reference, **given)
+        with pytest.raises(InfeasibleError, match=rf"ids i64\[64, 50\].* more than the limit of {limit}"):
+            model.step(**batch(64, 50))
+        check_step(model, reference, **given)
+
+    on(2, work, timeout=400.0)
