@@ -162,3 +162,24 @@ def llava() -> tuple[nn.Module, Batch]:
     return hf.LlavaForConditionalGeneration(config), {
         "input_ids": ids, "pixel_values": floats(BATCH, 3, 32, 32), "labels": labels,
     }  # fmt: skip
+
+
+class Squares(nn.Module):
+    """A model without a loss of its own, and the mean of the squares of what it returns."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.inner(pixel_values=pixel_values).last_hidden_state
+        return hidden.square().mean()
+
+
+def _dinov3() -> tuple[nn.Module, Batch]:
+    """Its rotary embedding counts centres of patches, ``arange(0.5, size)``."""
+    config = hf.DINOv3ViTConfig(**PATCHES, num_register_tokens=2, drop_path_rate=0.0)
+    return Squares(hf.DINOv3ViTModel(config)), {"pixel_values": floats(BATCH, 3, 32, 32)}
+
+
+FAMILIES["dinov3"] = _dinov3
