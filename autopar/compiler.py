@@ -319,12 +319,13 @@ def _same_but_batch(base: Prepared, request: Request) -> bool:
     batch = batch_size(request.args, request.kwargs)
     graph = base.graph.at(**{name: batch for name, _ in base.graph.symbols})
     types = {node.target: node.type for node in graph.placeholders("input")}
+    gradients = {output.name for output in graph.outputs if output.kind == "input_gradient"}
 
     def same(index: int, name: str | None, leaf: object) -> bool:
         if name is None:
             return Leaf.of(leaf, False) == Leaf.of(signature.constants[index], False)
         kind = types[name]
-        if not isinstance(leaf, torch.Tensor):
+        if not isinstance(leaf, torch.Tensor) or (leaf.requires_grad and name not in gradients):
             return False
         return tuple(leaf.shape) == tuple(kind.shape) and leaf.dtype == kind.dtype
 

@@ -33,6 +33,16 @@ def test_attributes_that_change(stranger: Stranger, ranks: int, arguments: tuple
 
 
 @on_ranks(2)
+def test_a_loop_of_ones_own_with_changing_calls(stranger: Stranger, ranks: int) -> None:
+    stranger.run("programs/own_loop.py", ranks)
+
+
+@on_ranks(2)
+def test_two_models(stranger: Stranger, ranks: int) -> None:
+    stranger.run("programs/two_models.py", ranks)
+
+
+@on_ranks(2)
 def test_fine_tuning(stranger: Stranger, ranks: int) -> None:
     stranger.run("programs/finetune.py", ranks)
 
