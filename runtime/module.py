@@ -138,6 +138,8 @@ class ParallelModule(OwnSamples, Delegating):
         """Of the mesh, as the plan has laid it out."""
         return self._weights.groups
 
+    # Compiled already: torch.compile(model) leaves it as it is.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original returns, of plain global tensors; with gradients enabled ``loss.backward()`` leaves
         ``.grad`` on the parameters.

@@ -150,3 +150,15 @@ def test_what_is_already_so_is_accepted_and_what_cannot_be_is_refused() -> None:
         model.step(batch)
 
     on_mesh((1, 1), work)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torch_compile_leaves_a_parallel_model_as_it_is() -> None:
+    model = autopar.parallelize(nn.Sequential(nn.Linear(6, 4), nn.Tanh()), 1)
+    batch = torch.randn(4, 6)
+    compiled = torch.compile(model)
+    wanted = model(batch)
+    found = compiled(batch)
+    torch.testing.assert_close(found, wanted)
+    found.sum().backward()
+    assert model.get_parameter("0.weight").grad is not None
