@@ -154,6 +154,8 @@ class Programs:
 def _advice(difference: Difference) -> str:
     if difference.value:
         advice = "if it changes all the time, make it a tensor, which is an input of one program for all values"
+        if " when traced" in difference.text:
+            advice += ": a buffer (self.register_buffer) that the loop fills in place, or an input of forward"
     else:
         advice = "pad it to one of a few shapes, so that calls share programs"
     return (
