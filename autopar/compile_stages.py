@@ -92,9 +92,10 @@ class StageCompiler:
             count -= 1
         pieces = microbatch(graph, count, split_inputs(symbolic))
         cuts = cuts_for_owners(pieces.graph, owners, self.pipeline.chunks) if self.pipeline.cuts else ()
+        rests = {path: chunks[0] for path, chunks in owners.items() if chunks}
         annotated = self.annotate(InsertRests()(pieces.graph))
         trains = any(output.kind == "gradient" for output in graph.outputs)
-        return self._program(pieces, cut(pieces, cuts), self.solve(annotated), annotated, checked=trains)
+        return self._program(pieces, cut(pieces, cuts, rests), self.solve(annotated), annotated, checked=trains)
 
     def _pieces(self, graph: Graph, symbolic: Graph) -> Microbatched:
         return microbatch(graph, self.plan.microbatches, split_inputs(symbolic))

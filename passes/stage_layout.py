@@ -69,13 +69,14 @@ def gradient_parts(graph: Graph) -> dict[str, tuple[Value, ...]]:
 @dataclass
 class ChunkLayout:
     """``home`` gives the chunk of every operation that has one, ``owners`` the chunks where forward uses a parameter
-    (by node name), ``parts`` the values each gradient is the sum of."""
+    (by node name), ``parts`` the values each gradient is the sum of; ``rests``: see :func:`.stages.cut`."""
 
     graph: Graph
     cuts: tuple[str, ...]
     home: dict[str, int] = field(default_factory=dict)
     owners: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     parts: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
+    rests: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._received: defaultdict[Value, set[int]] = defaultdict(set)
@@ -87,6 +88,9 @@ class ChunkLayout:
         self.home = forward_chunks(self.graph, self.cuts)
         self.repeated = self._repeated()
         self._follow_uses()
+        for path, chunk in self.rests.items():
+            if path in self.parameters and not self.owners[self.parameters[path].name]:
+                self.owners[self.parameters[path].name].add(chunk)
         self._tangents()
         self.parts = gradient_parts(self.graph)
         self._lay_backward()

@@ -12,7 +12,7 @@ several chunks use is a placeholder in each, and each returns its own part of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import OptionsError
@@ -30,8 +30,9 @@ def wire_name(value: Value) -> str:
     return value.node if value.index == 0 else f"{value.node}_result{value.index}"
 
 
-def cut(source: Graph | Microbatched, cuts: tuple[str, ...]) -> Staged:
+def cut(source: Graph | Microbatched, cuts: tuple[str, ...], rests: Mapping[str, int] | None = None) -> Staged:
     """``source`` (concrete, without rests) in chunks: ``cuts`` names the forward operations that begin chunk 1, 2, ...
+    ``rests`` are the chunks of parameters, by path, for those that no operation uses.
 
     Raises :class:`OptionsError` for names that are not forward operations in the order of the graph, or if a cut
     separates the operations that read and write one buffer.
@@ -41,7 +42,7 @@ def cut(source: Graph | Microbatched, cuts: tuple[str, ...]) -> Staged:
     if not cuts:
         owners = {node.target: (0,) for node in graph.placeholders("param")}
         return Staged((graph,), (), owners, prelude)
-    layout = ChunkLayout(graph, tuple(cuts))
+    layout = ChunkLayout(graph, tuple(cuts), rests=rests or {})
     writers = [_Writer(layout, chunk) for chunk in range(layout.count)]
     for writer in writers:
         writer.write()

@@ -27,7 +27,7 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.blocks, self.aux = nn.ModuleList([Block(), Block()]), nn.Linear(8, 4)
-        self.beta, self.use_aux, self.gains, self.mask = 1.0, False, [1.0], torch.ones(8)
+        self.beta, self.use_aux, self.gains, self.mask = 1.0, True, [1.0], torch.ones(8)
 
     def forward(self, x):
         for block in self.blocks:
@@ -71,10 +71,10 @@ for one in (model, eager):
 compare("a number as it was")
 assert len(model.programs()) == made
 for one in (model, eager):
-    one.use_aux = True
+    one.use_aux = False
 compare("a flag")
 for one in (model, eager):
-    one.use_aux, one.blocks[1].norm.eps, one.gains[0] = False, 0.5, 2.0
+    one.use_aux, one.blocks[1].norm.eps, one.gains[0] = True, 0.5, 2.0
     one.mask[0], one.blocks[0].act = 0.0, nn.GELU()
 compare("parts of modules, a list, a tensor, a module")
 model.eval()
