@@ -220,6 +220,12 @@ def _add_verify(subparsers: Any) -> None:
     parser = _add(subparsers, commands.verify)
     parser.add_argument("target", help=TARGET_HELP)
     parser.add_argument("--plan", metavar="PLAN", help="the plan to check, written by `autopar plan --output`")
+    parser.add_argument(
+        "--steps",
+        type=_checked(_positive),
+        default=1,
+        help="train this many steps, and compare every loss, parameters, buffers and an evaluation too (1)",
+    )
     parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="end a hanging run (300)")
     _add_mesh(parser, required=True)
     _add_planning(parser)

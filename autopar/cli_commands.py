@@ -165,6 +165,7 @@ def verify(arguments: argparse.Namespace, output: Output) -> int:
             options=options,
             cluster=arguments.cluster,
             plan=chosen,
+            steps=arguments.steps,
             timeout=arguments.timeout,
         )
     data = {
@@ -172,6 +173,8 @@ def verify(arguments: argparse.Namespace, output: Output) -> int:
         "loss_error": report.loss_error,
         "max_error": report.max_error,
         "gradient_errors": report.gradient_errors,
+        "steps": report.steps,
+        "later_errors": report.later_errors,
         "seconds": report.seconds,
         "plan": report.plan,
     }

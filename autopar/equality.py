@@ -69,6 +69,20 @@ class Closeness:
         divisor = max(size, off / self.unit if self.always or noise else eased)
         return (error / divisor if divisor else float("inf")), noise
 
+    def loss_error(self, found: torch.Tensor, expected: torch.Tensor, exact: torch.Tensor | None) -> float:
+        """The error of a loss, a sum that may cancel down to nothing: it counts against what rounding leaves of it on
+        one process, known from its ``exact`` value in the other width, if that is more than its own size."""
+        off = self.off(expected, exact)
+        if self.always:
+            return self.error(found, expected, off)[0]
+        size = float(expected.double().abs().max()) if expected.numel() else 0.0
+        if not off <= MOST_OFF * max(1.0, size):
+            # The model computes something else in the other width.
+            return self.error(found, expected, 0.0)[0]
+        error = distance(found, expected)
+        divisor = max(size, APART * off / self.tolerance)
+        return 0.0 if error == 0.0 else error / divisor if divisor else math.inf
+
     def is_eased(self, found: torch.Tensor, expected: torch.Tensor) -> bool:
         """Whether ``found`` is farther off than the tolerance of its largest element in float32 or float64."""
         size = float(expected.double().abs().max()) if expected.numel() else 0.0

@@ -44,7 +44,7 @@ def widest(question: Question, instance: Instance) -> Instance:
 
 def _restricted(question: Question, instance: Instance) -> Instance:
     """With only the choices that the options leave."""
-    stage = question.options.zero
+    stage, free = question.options.zero, instance
     if stage is not None:
         instance = with_choices(instance, zero_allows(instance, stage), gathers=stage == 3)
-    return pin_instance(instance, question.options.pins)
+    return pin_instance(instance, question.options.pins, free, "" if stage is None else f"Options(zero={stage})")

@@ -109,29 +109,70 @@ def zero_allows(instance: Instance, stage: int) -> Allowed:
     return allowed
 
 
-def pin_instance(instance: Instance, pins: Mapping[str, str]) -> Instance:
-    """The instance with ``pins`` honoured. Raises :class:`OptionsError` for a pin that matches nothing or that no
-    strategy meets."""
-    for pattern, text in pins.items():
-        wanted = _wanted(pattern, text)
-        mesh = instance.prices.mesh
-        if len(wanted) != len(mesh):
+def pin_instance(
+    instance: Instance, pins: Mapping[str, str], free: Instance | None = None, option: str = ""
+) -> Instance:
+    """The instance with ``pins`` honoured. ``free`` is the instance before an ``option`` took choices away.
+
+    Raises:
+        OptionsError: for a pin that matches nothing or that no strategy meets; names the other pins or the option that
+            it contradicts.
+    """
+    start = instance
+    for position, (pattern, text) in enumerate(pins.items()):
+        try:
+            instance = _pinned(instance, pattern, text)
+        except OptionsError as error:
+            others = list(pins.items())[:position]
+            against = _contradicted(start, free or start, (pattern, text), others, option)
+            if not against:
+                raise
             raise OptionsError(
-                f"the pin {pattern!r}: {text!r} has {len(wanted)} placements, but the mesh {mesh} has "
-                f"{len(mesh)} axes; "
-                f"write one for each, for example {','.join(['S(0)', *['R'] * (len(mesh) - 1)])!r}"
-            )
-        names = set(_pinned_nodes(instance.graph, pattern))
-        if not names:
-            raise unmatched(instance.graph, pattern)
-        groups = {instance.graph.classes.get(name, name) for name in names}
-        reason = f"the pin {pattern!r}: {text!r} cannot be met"
-        instance = with_choices(
-            instance,
-            lambda node, choice, groups=groups, wanted=wanted: node.name not in groups or _place(choice) == wanted,  # type: ignore[misc]
-            strict=reason,
-        )
+                f"the pin {pattern!r}: {text!r} contradicts {' and '.join(against)}: no placement meets both; leave "
+                "one of them out"
+            ) from error
     return instance
+
+
+def _contradicted(
+    restricted: Instance, free: Instance, pin: tuple[str, str], others: list[tuple[str, str]], option: str
+) -> list[str]:
+    """What keeps ``pin``, which alone can be had, from being had: the option, or some of the pins before it."""
+    if not _is_possible(free, [pin]):
+        return []
+    if option and not _is_possible(restricted, [pin]):
+        return [option]
+    return [f"the pin {name!r}: {text!r}" for name, text in others if not _is_possible(free, [(name, text), pin])]
+
+
+def _is_possible(instance: Instance, pins: list[tuple[str, str]]) -> bool:
+    try:
+        for pattern, text in pins:
+            instance = _pinned(instance, pattern, text)
+    except OptionsError:
+        return False
+    return True
+
+
+def _pinned(instance: Instance, pattern: str, text: str) -> Instance:
+    """With one pin."""
+    wanted = _wanted(pattern, text)
+    mesh = instance.prices.mesh
+    if len(wanted) != len(mesh):
+        raise OptionsError(
+            f"the pin {pattern!r}: {text!r} has {len(wanted)} placements, but the mesh {mesh} has "
+            f"{len(mesh)} axes; "
+            f"write one for each, for example {','.join(['S(0)', *['R'] * (len(mesh) - 1)])!r}"
+        )
+    names = set(_pinned_nodes(instance.graph, pattern))
+    if not names:
+        raise unmatched(instance.graph, pattern)
+    groups = {instance.graph.classes.get(name, name) for name in names}
+    return with_choices(
+        instance,
+        lambda node, choice: node.name not in groups or _place(choice) == wanted,
+        strict=f"the pin {pattern!r}: {text!r} cannot be met",
+    )
 
 
 def _wanted(pattern: str, text: str) -> Placements:

@@ -17,6 +17,7 @@ from autopar.runtime.launch import run_local
 from .api import Batch, LossFunction, Mesh, mesh_shape
 from .cluster import Cluster
 from .equality import Closeness
+from .errors import OptionsError
 from .options import Options, under_policy
 from .plan import Plan
 from .verify_report import Report, judge
@@ -32,6 +33,7 @@ def verify(
     cluster: str | Cluster | None = None,
     loss_fn: LossFunction | None = None,
     plan: Plan | None = None,
+    steps: int = 1,
     timeout: float = 300.0,
     tolerance: float | None = None,
     targets: Any = None,
@@ -44,6 +46,9 @@ def verify(
     Args:
         targets: what ``loss_fn(output, targets)`` compares with, as for :func:`autopar.plan`.
         plan: the plan to check; default the one for these arguments, priced on ``cluster`` whatever runs here.
+        steps: of training, by SGD with momentum. The first loss, its gradients and the buffers after it are always
+            compared; with several steps also each loss, the parameters and buffers after the last, and the outputs of
+            an evaluation.
         timeout: seconds after which a rank that hangs ends the run.
         tolerance: default 1e-5 in fp32; in bf16 and fp16, where one process runs under the same policy, four units of
             rounding (3.1e-2 and 3.9e-3).
@@ -66,6 +71,7 @@ def verify(
         cluster=Cluster.get(cluster or "local"),
         loss_fn=loss_fn,
         plan=plan,
+        steps=_checked(steps),
     )
     expected = one_process(task, timeout)
     found = run_local(parallel_step, math.prod(task.mesh), timeout=timeout, args=(task,))[0]
@@ -74,6 +80,12 @@ def verify(
     asked = Closeness.of(settings.precision, is_double(ready))
     asked = asked if tolerance is None else replace(asked, tolerance=tolerance)
     return judge(found, expected, asked, task.mesh, time.perf_counter() - start)
+
+
+def _checked(steps: int) -> int:
+    if type(steps) is not int or steps < 1:
+        raise OptionsError(f"steps={steps!r} is not a positive whole number")
+    return steps
 
 
 def materialised(model: nn.Module) -> nn.Module:

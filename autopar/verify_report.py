@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from .equality import Closeness, rounding
 from .page_width import terminal_columns
 from .plan import Plan
+from .verify_later import Later, compare_later
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class OneStep:
     plan: Plan | None = None
     unpriced: tuple[str, ...] = ()
     draws: bool = False
+    later: Later = field(default_factory=lambda: Later(()))
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,9 @@ class Report:
         unset: gradients that one process leaves at None and the plan has as zeros (an expert in a list that no token
             chose); they count as equal.
         rounding: under a 16-bit policy, the relative distance of one process from float64.
+        steps: how many steps were compared.
+        later_errors: of everything besides the first loss and its gradients, by what it is (:mod:`.verify_later`):
+            buffers after the steps, and of several steps each loss, the parameters and the outputs of an evaluation.
         mesh: the mesh asked for; ``plan.mesh`` may lay the devices out otherwise.
         eased: gradients that differ by more than the tolerance, but not by more than both may be off by rounding.
     """
@@ -66,19 +71,36 @@ class Report:
     rounding: float | None = None
     eased: tuple[str, ...] = ()
     mesh: tuple[int, ...] = ()
+    steps: int = 1
+    later_errors: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def max_error(self) -> float:
-        return max([self.loss_error, *self.gradient_errors.values()])
+        return max(self._errors)
+
+    @property
+    def _errors(self) -> tuple[float, ...]:
+        return self.loss_error, *self.gradient_errors.values(), *self.later_errors.values()
 
     @property
     def ok(self) -> bool:
-        """Whether the loss and every gradient are within ``tolerance``; a NaN is not."""
-        return all(error <= self.tolerance for error in (self.loss_error, *self.gradient_errors.values()))
+        """Whether the loss, every gradient and all that is compared besides are within ``tolerance``; a NaN is not."""
+        return all(error <= self.tolerance for error in self._errors)
 
     @property
     def _how(self) -> str:
         return " under autopar with the same seed (the model draws random numbers)" if self.draws else ""
+
+    def _later_lines(self) -> list[str]:
+        """What differs, and otherwise the worst of each kind."""
+        worst: dict[str, str] = {}
+        ranked = sorted(self.later_errors, key=lambda name: -self.later_errors[name])
+        for name in ranked:
+            worst.setdefault(name.split(" ")[0], name)
+        wrong = [name for name in ranked if not self.later_errors[name] <= self.tolerance]
+        shown = wrong[:8] if wrong else worst.values()
+        lines = [f"{name:<60} {self.later_errors[name]:10.2e}" for name in shown]
+        return lines + ([f"{len(wrong) - 8} more differ"] if len(wrong) > 8 else [])
 
     @property
     def _where(self) -> str:
@@ -97,6 +119,7 @@ class Report:
         ]
         if len(self.gradient_errors) > len(worst):
             lines.append(f"{len(self.gradient_errors) - len(worst)} more gradients, none worse")
+        lines += self._later_lines()
         if self.noisy:
             lines.append(f"zero but for rounding, on one process too: {_some(self.noisy)}")
         if self.eased:
@@ -122,14 +145,15 @@ def judge(
     """What a step under a plan is, compared with that of one process (see :func:`one_process`)."""
     errors, noisy, unset = _compare(found, *expected, asked)
     alone, exact = expected
-    off = asked.off(alone.loss, exact.loss if exact and asked.always else None)
-    loss_error = asked.error(found.loss, alone.loss, off)[0]
+    later = compare_later(found.later, alone.later, exact.later if exact else None, asked)
     assert found.plan is not None
     return Report(
         plan=found.plan,
         tolerance=asked.tolerance,
         loss=float(alone.loss),
-        loss_error=loss_error,
+        loss_error=asked.loss_error(found.loss, alone.loss, exact.loss if exact else None),
+        later_errors=later.errors,
+        steps=max(1, len(alone.later.losses)),
         gradient_errors=errors,
         noisy=noisy,
         seconds=seconds,

@@ -6,7 +6,7 @@ import copy
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,11 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autopar.passes.conformance import collectives_of, collectives_of_stage, difference
 from autopar.runtime.launch import run_local
 from autopar.runtime.loss_scale import BACKOFF, FIRST
+from autopar.runtime.module import ParallelModule
 
 from .api import Batch, LossFunction, parallelize, split_batch
 from .cluster import Cluster
@@ -26,10 +28,11 @@ from .errors import TraceError
 from .options import Options
 from .pipeline import PipelineProgram
 from .plan import Plan
-from .precision import autocast_dtype, scales_loss
+from .precision import Precision, autocast_dtype, scales_loss
 from .program import Program
 from .reshard import Collective
-from .trace_loss import run_with_loss
+from .trace_loss import TARGETS, run_with_loss
+from .verify_later import MOMENTUM, RATE, Later, train
 from .verify_report import OneStep
 
 
@@ -45,6 +48,7 @@ class Task:
     cluster: Cluster
     loss_fn: LossFunction | None
     plan: Plan | None
+    steps: int = 1
 
 
 def one_process(task: Task, timeout: float, draws: bool = False) -> tuple[OneStep, OneStep | None]:
@@ -103,18 +107,66 @@ def _reference(rank: int, world: int, task: Task, double: bool) -> OneStep:
     model, (batch, targets) = in_training(given[0]), given[1]
     args, kwargs = split_batch(batch, targets)
     policy = None if double else task.options.precision
-    half, scale = autocast_dtype(policy), FIRST if scales_loss(policy) else 1.0
+    before, scale = _whole(model.named_parameters()), FIRST if scales_loss(policy) else 1.0
+    loss, gradients, scale = _plain_step(model, task, args, kwargs, scale, policy)
+    later = Later((), _compared_buffers(model.named_buffers(), policy))
+    if task.steps > 1:
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
+        losses = train(loss, optimizer, lambda: _plain_step(model, task, args, kwargs, scale, policy)[0], task.steps)
+        after, buffers = _whole(model.named_parameters()), _compared_buffers(model.named_buffers(), policy)
+        later = Later(losses, buffers, before, after, _evaluated(model, task, args, kwargs, policy))
+    return OneStep(loss.detach(), gradients, later=later)
+
+
+def _plain_step(
+    model: nn.Module,
+    task: Task,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    scale: float,
+    policy: Precision | None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], float]:
+    """The loss, the gradients, which are left on the parameters as they are, and the scale that did not overflow."""
+    half = autocast_dtype(policy)
     while True:
         torch.manual_seed(0)
         with torch.autocast("cpu", half) if half else nullcontext():
             output, loss = run_with_loss(model, task.loss_fn, args, kwargs)
             loss = _loss_of(output) if loss is None else loss
         (loss * scale).backward()
-        gradients = {name: p.grad.detach() / scale for name, p in model.named_parameters() if p.grad is not None}
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad / scale
+        gradients = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
         if scale <= 1.0 or all(bool(gradient.isfinite().all()) for gradient in gradients.values()):
-            return OneStep(loss.detach(), gradients)
+            return loss, gradients, scale
         scale *= BACKOFF
         model.zero_grad()
+
+
+def _whole(named: Iterable[tuple[str, torch.Tensor]], whole: Callable[[Any], Any] = lambda t: t) -> dict[str, Any]:
+    """Copies of all of them, on the CPU."""
+    return {name: whole(tensor).detach().cpu().clone() for name, tensor in named}
+
+
+def _compared_buffers(
+    named: Iterable[tuple[str, torch.Tensor]], policy: Precision | None, whole: Callable[[Any], Any] = lambda t: t
+) -> dict[str, Any]:
+    """The buffers; none where a step that overflowed may have run a second time, and counted twice."""
+    return {} if scales_loss(policy) else _whole(named, whole)
+
+
+def _evaluated(
+    model: nn.Module, task: Task, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Precision | None = None
+) -> dict[str, torch.Tensor]:
+    """Every output in evaluation, without gradients and loss function, by its place."""
+    kwargs = {name: value for name, value in kwargs.items() if name != TARGETS or task.loss_fn is None}
+    half = autocast_dtype(policy)
+    model.eval()
+    with torch.no_grad(), torch.autocast("cpu", half) if half else nullcontext():
+        leaves = [leaf for leaf in pytree.tree_leaves(model(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
+    whole = (leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in leaves)
+    return {str(number): leaf.detach().cpu() for number, leaf in enumerate(whole)}
 
 
 def _is_float(leaf: object) -> bool:
@@ -158,6 +210,7 @@ def parallel_step(rank: int, world: int, task: Task) -> OneStep:
         if parameter.grad is not None:
             whole = parallel.full_tensor(parameter.grad)
             gradients[name] = _whatever_differs(whole.detach().cpu().double(), world)
+    later = _later(parallel, task, args, kwargs, loss, world)
     parallel.zero_grad()
     if world > 1:
         dist.barrier()
@@ -165,7 +218,36 @@ def parallel_step(rank: int, world: int, task: Task) -> OneStep:
     parallel.step(*args, **kwargs)
     seconds = time.perf_counter() - begin
     unpriced = _unpriced(call.program, parallel.plan)
-    return OneStep(loss.detach().cpu(), gradients, seconds, parallel.plan, unpriced, call.program.draws)
+    return OneStep(loss.detach().cpu(), gradients, seconds, parallel.plan, unpriced, call.program.draws, later)
+
+
+def _later(
+    parallel: ParallelModule,
+    task: Task,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    loss: torch.Tensor,
+    world: int,
+) -> Later:
+    """What is there after ``task.steps`` under the plan."""
+
+    def whole(tensor: torch.Tensor) -> torch.Tensor:
+        found = parallel.full_tensor(tensor).detach().cpu()
+        return _whatever_differs(found, world) if found.is_floating_point() else found
+
+    policy = parallel.plan.precision
+    if task.steps == 1:
+        return Later((), _compared_buffers(parallel.named_buffers(), policy, whole))
+    optimizer = parallel.optimizer(torch.optim.SGD, lr=RATE, momentum=MOMENTUM)
+    before = _whole(parallel.named_parameters(), whole)
+    losses = train(loss, optimizer, lambda: parallel.step(*args, **kwargs), task.steps)
+    after, buffers = (
+        _whole(parallel.named_parameters(), whole),
+        _compared_buffers(parallel.named_buffers(), policy, whole),
+    )
+    found = Later(losses, buffers, before, after, _evaluated(parallel, task, args, kwargs))
+    parallel.train()
+    return found
 
 
 def _unpriced(program: Program | PipelineProgram, plan: Plan) -> tuple[str, ...]:
