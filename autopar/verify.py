@@ -79,7 +79,7 @@ def verify(
         expected = one_process(task, timeout, found.draws)
     asked = Closeness.of(settings.precision, is_double(ready))
     asked = asked if tolerance is None else replace(asked, tolerance=tolerance)
-    return judge(found, expected, asked, task.mesh, time.perf_counter() - start)
+    return judge(found, expected, asked, time.perf_counter() - start, task.mesh)
 
 
 def _checked(steps: int) -> int:

@@ -140,7 +140,11 @@ def _some(names: tuple[str, ...]) -> str:
 
 
 def judge(
-    found: OneStep, expected: tuple[OneStep, OneStep | None], asked: Closeness, mesh: tuple[int, ...], seconds: float
+    found: OneStep,
+    expected: tuple[OneStep, OneStep | None],
+    asked: Closeness,
+    seconds: float,
+    mesh: tuple[int, ...] = (),
 ) -> Report:
     """What a step under a plan is, compared with that of one process (see :func:`one_process`)."""
     errors, noisy, unset = _compare(found, *expected, asked)

@@ -189,6 +189,8 @@ def fake_report(ok: bool) -> Any:
         loss_error=0.0,
         max_error=0.1,
         gradient_errors={"w": 0.1},
+        steps=1,
+        later_errors={},
         seconds=1.0,
         plan=None,
         __str__=lambda: "report",
