@@ -230,6 +230,8 @@ def test_verify_status_and_arguments(
         "loss_error": 0.0,
         "max_error": 0.1,
         "gradient_errors": {"w": 0.1},
+        "steps": 1,
+        "later_errors": {},
         "seconds": 1.0,
         "plan": None,
     }
