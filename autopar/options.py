@@ -70,7 +70,7 @@ class Options:
             number from -2**63 to 2**64 - 1, of which negative ones count as 2**64 more.
         check_inputs: when ranks compare the values of their inputs, which must be the same global batch on each:
             ``"first"``: at the 1st, 2nd, 4th, 8th, ... call of a kind; ``"always"``: at every call. In both cases
-            every call begins with one small exchange (under a millisecond on one host), so that ranks whose calls
+            every call begins with one small exchange (about a millisecond on one host), so that ranks whose calls
             differ in shape, mode or structure all get an error instead of waiting for each other. ``"never"``: no
             comparison and no exchange.
         last_batch: what becomes of a training batch whose size the plan's shards or microbatches do not divide, such as

@@ -29,6 +29,8 @@ from .differing_calls import Description, explain_content, explain_kind
 from .exchange import Exchange
 
 Check = Literal["first", "always", "never"]
+# A kind of call, and how its DTensors lie.
+Key = tuple[CallKind, tuple[str, ...]]
 # Kinds of calls whose number of calls is remembered: the latest ones.
 REMEMBERED = 1024
 
@@ -51,7 +53,7 @@ class InputChecks:
 
     def __init__(self, exchange: Exchange, when: Check) -> None:
         self._exchange, self._when = exchange, when
-        self._counts: OrderedDict[CallKind, int] = OrderedDict()
+        self._counts: OrderedDict[Key, int] = OrderedDict()
         self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
     @property
@@ -60,23 +62,24 @@ class InputChecks:
 
     def check(self, call: CheckedCall) -> None:
         """Raises :class:`InputMismatchError`, on every rank, if ranks make different calls. Collective."""
-        count = self._counts.get(call.kind, 0) + 1
+        laid_out = tuple(map(_layout, call.leaves))
+        key = (call.kind, laid_out)  # A plain batch after DTensors is compared like a first one.
+        count = self._counts.get(key, 0) + 1
         wanted = self._when == "always" or count & (count - 1) == 0
-        everyone = self._exchange.all_bytes(self._kind_hash(call) + bytes([wanted]))
+        everyone = self._exchange.all_bytes(self._kind_hash(call, laid_out) + bytes([wanted]))
         if len({record[:-1] for record in everyone}) > 1:
             self._raise_different_kinds(call)
-        self._count(call.kind, count)
+        self._count(key, count)
         if any(record[-1] for record in everyone):
             self._check_content(call)
 
-    def _count(self, kind: CallKind, count: int) -> None:
-        self._counts[kind] = count
-        self._counts.move_to_end(kind)
+    def _count(self, key: Key, count: int) -> None:
+        self._counts[key] = count
+        self._counts.move_to_end(key)
         if len(self._counts) > REMEMBERED:
             self._counts.popitem(last=False)
 
-    def _kind_hash(self, call: CheckedCall) -> bytes:
-        laid_out = [_layout(leaf) for leaf in call.leaves]
+    def _kind_hash(self, call: CheckedCall, laid_out: tuple[str, ...]) -> bytes:
         return hashlib.sha256(repr((call.kind, laid_out, self._number(call.program))).encode()).digest()
 
     def _number(self, program: object | None) -> int:
