@@ -36,6 +36,7 @@ class Way:
 WAYS = [
     Way("README.md", "autopar.verify(", "planning", 0),
     Way("docs/layouts.md", "autopar.price(", "layouts", 0),
+    Way("docs/guards.md", "", "nothing", 0),
     Way("*", "", "training", 4),
 ]
 
@@ -107,7 +108,9 @@ def test_commands(stranger: Stranger, tmp_path: Path, block: Block) -> None:
     before = ["autopar plan model.py:make --mesh 8,8 --cluster dgx-a100-80gb --zero 3 --output other.json"]
     needed = [command for command in before if shlex.split(command)[-1] in block.text]
     for number, command in enumerate(itertools.chain(needed, run)):
-        (folder / f"{number}.sh").write_text(command + "\n")
+        # As diff(1), it ends with 1 where the plans differ.
+        differs = " || [ $? -eq 1 ]" if command.startswith("autopar diff") else ""
+        (folder / f"{number}.sh").write_text(f"{command}{differs}\n")
         stranger.command(["bash", "-e", f"{number}.sh"], folder)
 
 

@@ -1,0 +1,1 @@
+"""A block that is a whole program."""
