@@ -66,3 +66,8 @@ def test_cells_of_a_notebook(stranger: Stranger) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_epochs_with_partial_batches_evaluation_first_and_targets(stranger: Stranger, ranks: int) -> None:
     stranger.run("programs/epochs.py", ranks)
+
+
+@on_ranks(4)
+def test_every_rank_makes_the_plan(stranger: Stranger, ranks: int) -> None:
+    stranger.run("programs/plan_on_every_rank.py", ranks)
