@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch._decomp.decompositions as torch_decompositions
 from torch import Tensor
 from torch._C import DispatchKey
 from torch._ops import OpOverload
@@ -38,6 +40,25 @@ def multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) -> tuple[T
     return (each.mean() if reduction == _MEAN else each), marked
 
 
+_their_layers = torch_decompositions._rnn_helper
+
+
+def recurrent_layers(
+    x: Tensor, hidden: Any, params: Any, biased: bool, layers: int, dropout: float, train: bool, both: bool,
+    first: bool,
+    layer: Any,
+) -> tuple[Tensor, list[Any]]:  # fmt: skip
+    """Torch's, one layer at a time, with dropout between layers, which torch's decomposition forgets."""
+    x, ways, final = x.transpose(0, 1) if first else x, 2 if both else 1, []
+    for index in range(layers):
+        if index and train and dropout:
+            x = torch.dropout(x, dropout, True)
+        own = slice(ways * index, ways * (index + 1))
+        x, last = _their_layers(x, hidden[own], params[own], biased, 1, 0.0, train, both, False, layer)
+        final += last
+    return (x.transpose(0, 1) if first else x), final
+
+
 MENDED: dict[OpOverload, Callable[..., Any]] = {
     aten.multilabel_margin_loss_forward.default: multilabel_margin_loss,
 }
@@ -51,7 +72,8 @@ def mended() -> Iterator[None]:
     try:
         for op, ours in MENDED.items():
             _apply(op, ours)
-        yield
+        with patch.object(torch_decompositions, "_rnn_helper", recurrent_layers):
+            yield
     finally:
         for op, theirs in before.items():
             _apply(op, theirs)
