@@ -75,7 +75,7 @@ def _names(plan: Plan) -> Iterator[str]:
     nodes = plan.nodes
     parameters = plan.parameter_nodes
     operations = {name: node for name, node in nodes.items() if node.op != "param"}
-    yield from _unknown("strategies", plan.strategies, operations)
+    yield from _unknown("strategies", plan.strategies, {**operations, **dict.fromkeys(plan.recomputed)})
     yield from (f"nodes has {name!r}, which strategies has not" for name in operations if name not in plan.strategies)
     yield from _unknown("parameters", plan.parameters, parameters)
     yield from (f"nodes has the parameter {p!r}, which parameters has not" for p in parameters.keys() - plan.parameters)
@@ -83,8 +83,9 @@ def _names(plan: Plan) -> Iterator[str]:
         yield "two nodes are the same parameter"
     for name, node in nodes.items():
         yield from _unknown(f"nodes[{name!r}]", (*node.operands, *filter(None, [node.tied])), nodes)
-    for where in ("alternatives", "recomputed"):
-        yield from _unknown(where, getattr(plan, where), nodes)
+    # A rest that is not kept has a strategy, and only its copy is a node.
+    yield from _unknown("alternatives", plan.alternatives, {**nodes, **plan.strategies})
+    yield from _unknown("recomputed", plan.recomputed, plan.strategies)
     yield from _unknown("module_nodes", plan.module_nodes.values(), operations)
     yield from _unknown("outputs", plan.outputs, plan.module_nodes)
     yield from _unknown("gradient_values", plan.gradient_values, plan.parameters)
@@ -109,10 +110,10 @@ def _places(plan: Plan) -> Iterator[str]:
     """Every placement must be possible for the shape it is of."""
     shapes = {name: _shapes(node.type) for name, node in plan.nodes.items()}
     for name, strategy in plan.strategies.items():
-        known = shapes[name]
+        known = shapes[name] if name in plan.nodes else []
         # Results that are None have no type.
         if known is None or len(known) > len(strategy.outputs):
-            yield f"nodes[{name!r}] has the types {plan.nodes[name].type!r}, placed {len(strategy.outputs)} times"
+            yield f"nodes[{name!r}] has other types than it is placed: {len(strategy.outputs)} times"
             known = None
         apart: list[tuple[int, ...] | None] = [None] * len(strategy.outputs)
         whole = known if known and len(known) == len(strategy.outputs) else apart
@@ -158,9 +159,7 @@ def _copies(plan: Plan) -> Iterator[str]:
     """What runs again in backward is placed as it was."""
     for name in plan.recomputed:
         copy = name + RECOMPUTED
-        if plan.nodes[name].op == "param":
-            yield f"recomputed names the parameter {name!r}"
-        elif copy in plan.strategies and plan.strategies[copy] != plan.strategies[name]:
+        if copy in plan.strategies and plan.strategies[copy] != plan.strategies[name]:
             yield f"strategies[{copy!r}] differs from that of {name!r}, of which it is a copy"
 
 

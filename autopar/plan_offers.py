@@ -32,7 +32,7 @@ def check_offered(plan: Plan, graph: Graph) -> None:
     """
     names = [node.name for node in graph.nodes]
     copies = {name + RECOMPUTED for name in plan.recomputed} | _repeated(plan, graph)
-    _check_names("node", plan.nodes.keys() - copies, names)
+    _check_names("node", (plan.nodes.keys() | plan.strategies.keys()) - copies, names)
     _check_names("parameter", plan.parameters, [node.target for node in graph.placeholders("param")])
     for node in graph.placeholders("param"):
         _check_parameter(plan.parameters[node.target], node, graph)
