@@ -32,4 +32,5 @@ def train(seed):
 
 train(0)
 train(1)
+print("fine")
 dist.destroy_process_group()
