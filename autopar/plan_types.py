@@ -18,8 +18,8 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from .spec import StridedShard
 
-# Numbers that may be infinite: what no solver proved, and time that nothing limits.
-_UNBOUNDED = ("objective", "bound", "gap", "unawaited")
+# Numbers that may be infinite: what no solver proved, time that nothing limits, and links within a device.
+_UNBOUNDED = ("objective", "bound", "gap", "unawaited", "bandwidth")
 MOST = 1e300
 
 
