@@ -16,7 +16,8 @@ class Signature:
     ``input_spec`` flattens ``(args, kwargs)``; ``input_names[i]`` names leaf i (``input_ids``, ``0``, ``labels.1``) if
     it is a tensor and thereby an ``input`` of the graph, and is None for a leaf that is no tensor: its value, in
     ``constants[i]``, was fixed by the trace. ``output_spec`` rebuilds the model's own return type from its leaves: leaf
-    i is graph output ``output_names[i]``, or, where that is None, ``output_constants[i]``.
+    i is graph output ``output_names[i]``, or, where that is None, ``output_constants[i]``. ``lost`` maps the names of
+    outputs that are neither tensors nor constants (``past_key_values``), for which None stands, to their types.
 
     ``loss`` is the name of the scalar graph output that ``step`` differentiates (None if the model returns no loss).
     ``differentiable`` are the outputs the graph has a ``tangent`` for, in order. ``tied`` maps a parameter's (or
@@ -31,5 +32,6 @@ class Signature:
     differentiable: tuple[str, ...]
     constants: Mapping[int, Any] = field(default_factory=dict)
     output_constants: Mapping[int, Any] = field(default_factory=dict)
+    lost: Mapping[str, str] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
     training: bool = True

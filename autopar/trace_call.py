@@ -75,7 +75,11 @@ def describe_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
 
 def _leaf_name(path: tuple[Any, ...]) -> str:
     """``labels.1`` for ``kwargs["labels"][1]``; positional inputs are named by position."""
-    keys = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))) for key in path[1:]]
+    return _path_name(path[1:])
+
+
+def _path_name(path: tuple[Any, ...]) -> str:
+    keys = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))) for key in path]
     return ".".join(map(str, keys))
 
 
@@ -99,12 +103,13 @@ def _batch_size(tensors: Iterable[torch.Tensor]) -> int:
 @dataclass
 class Returned:
     """What the traced call returned, noted while it is traced: the tree, and per leaf its graph output or
-    its constant.
+    its constant. ``lost`` names the leaves that are neither, with their types.
     """
 
     spec: pytree.TreeSpec | None = None
     names: tuple[str | None, ...] = ()
     constants: dict[int, Any] = field(default_factory=dict)
+    lost: dict[str, str] = field(default_factory=dict)
     loss: str | None = None
     differentiable: tuple[str, ...] = ()
     order: tuple[str, ...] = ()
@@ -116,13 +121,15 @@ def collect_outputs(
     """The graph outputs of one call, in the order of ``returned.order``; fills in ``returned``.
 
     ``loss`` is what a loss function made of ``output``. An output leaf that is neither tensor nor constant (a
-    key-value cache object) becomes None. Every result is a copy, so that no two alias each other or an input;
+    key-value cache object) becomes None, and is named in ``returned.lost``. Every result is a copy, so that no two alias each other or an input;
     outputs that are not differentiated are detached.
     """
-    leaves, returned.spec = _flatten_output(output)
+    paths, returned.spec = _flatten_output(output)
+    leaves = [leaf for _, leaf in paths]
     named = {str(i): leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
     returned.names = tuple(str(i) if str(i) in named else None for i in range(len(leaves)))
     returned.constants = {i: _constant(leaf) for i, leaf in enumerate(leaves) if str(i) not in named}
+    returned.lost = {_path_name(path) or "output": type(leaf).__name__ for path, leaf in paths if _is_lost(leaf)}
     if loss is not None:
         named["loss"] = loss
     returned.loss = "loss" if loss is not None else _find_loss(output, named)
@@ -134,10 +141,12 @@ def collect_outputs(
     )
 
 
-def _flatten_output(output: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Leaves and tree of ``output``; dataclasses met for the first time become trees of their fields."""
-    leaves, spec = pytree.tree_flatten(output)
-    fresh = {type(leaf) for leaf in leaves if is_dataclass(leaf) and not isinstance(leaf, type)}
+def _flatten_output(output: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], pytree.TreeSpec]:
+    """Leaves of ``output`` with their paths, and its tree; dataclasses met for the first time become trees of their
+    fields.
+    """
+    leaves, spec = pytree.tree_flatten_with_path(output)
+    fresh = {type(leaf) for _, leaf in leaves if is_dataclass(leaf) and not isinstance(leaf, type)}
     if not fresh:
         return leaves, spec
     for kind in sorted(fresh, key=lambda kind: kind.__qualname__):
@@ -145,8 +154,15 @@ def _flatten_output(output: Any) -> tuple[list[Any], pytree.TreeSpec]:
     return _flatten_output(output)
 
 
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def _is_lost(leaf: Any) -> bool:
+    return not isinstance(leaf, (torch.Tensor, *CONSTANT_TYPES, *_SYMBOLIC))
+
+
 def _constant(leaf: Any) -> Any:
-    if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+    if isinstance(leaf, _SYMBOLIC):
         return leaf.node.expr
     return leaf if isinstance(leaf, CONSTANT_TYPES) else None
 

@@ -35,7 +35,7 @@ KEPT: Mapping[type, frozenset[str]] = {
     Signature: frozenset(
         (
             *("input_spec", "input_names", "output_spec", "output_names", "loss", "differentiable"),
-            *("constants", "output_constants", "tied", "training"),
+            *("constants", "output_constants", "lost", "tied", "training"),
         )
     ),
     Graph: frozenset(("nodes", "outputs", "symbols", "constants", "strategies", "classes")),
@@ -76,6 +76,7 @@ class Entry:
             spec=signature.output_spec,
             names=signature.output_names,
             constants=dict(signature.output_constants),
+            lost=dict(signature.lost),
             loss=signature.loss,
             differentiable=signature.differentiable,
         )
@@ -111,6 +112,7 @@ class Entry:
                 "output_spec": pytree.treespec_dumps(returned.spec),
                 "output_names": returned.names,
                 "output_constants": {str(i): _constant(value) for i, value in returned.constants.items()},
+                "lost": dict(returned.lost),
                 "loss": returned.loss,
                 "differentiable": returned.differentiable,
                 "guards": [expression_to_data(guard) for guard in self.guards],
@@ -132,6 +134,7 @@ class Entry:
             spec=pytree.treespec_loads(data["output_spec"]),
             names=tuple(data["output_names"]),
             constants={int(i): value for i, value in data["output_constants"].items()},
+            lost={str(name): str(kind) for name, kind in data["lost"].items()},
             loss=data["loss"],
             differentiable=tuple(data["differentiable"]),
         )

@@ -3,6 +3,7 @@ returns."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -110,6 +111,23 @@ class Calling:
             for index, name in enumerate(signature.output_names)
         ]
         return tree_unflatten(leaves, signature.output_spec)
+
+    def warn_of_lost(self, told: set[str]) -> None:
+        """Warns, unless ``told`` of them, of outputs that no compiled call returns, such as a key-value cache."""
+        lost = [f"{name} ({kind})" for name, kind in self.signature.lost.items() if name not in told]
+        if not lost:
+            return
+        told.update(self.signature.lost)
+        here, them = ("it is", "it") if len(lost) == 1 else ("they are", "them")
+        cache = any(name.endswith("past_key_values") for name in self.signature.lost)
+        unneeded = " Pass use_cache=False if it is not needed." if cache else ""
+        generates = "; model.generate(...) does so by itself" if cache else ""
+        warnings.warn(
+            f"the model returns {', '.join(lost)}, but a compiled call returns tensors and constants only: {here} None."
+            f"{unneeded} To have {them}, call the model on whole parameters, on every rank: `with model.full_params(): "
+            f"model(...)`{generates}",
+            stacklevel=2,
+        )
 
     def output_name(self, name: str) -> str:
         """Where output ``name`` stands in the model's return value, such as ``['loss']``."""

@@ -116,6 +116,7 @@ class ParallelModule(OwnSamples, Delegating):
         self._outputs: OutputsWanted = "all"
         self._timelines: list[Timeline] | None = None
         self._told: set[int] = set()
+        self._told_lost: set[str] = set()
         self.__dict__["_original"] = module  # Last: from now on, what is set that is not there yet belongs to it.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
@@ -152,6 +153,8 @@ class ParallelModule(OwnSamples, Delegating):
             return self._original(*args, **kwargs)
         grad = torch.is_grad_enabled() and self._wants_grad(args, kwargs)
         call = self.prepare(args, kwargs, self._outputs if grad else "all", grad=grad)
+        if not (self.training and grad) and self._programs.speaks:  # In training the loss is what is wanted.
+            call.warn_of_lost(self._told_lost)
         leaves = call.leaves(args, kwargs)
         if isinstance(call, PipelineCall):
             if grad:

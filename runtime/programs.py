@@ -74,7 +74,7 @@ class Programs:
     """
 
     def __init__(self, module: nn.Module, *, speaks: bool = True, kept: int = KEPT) -> None:
-        self._module, self._speaks, self._kept = module, speaks, kept
+        self._module, self.speaks, self._kept = module, speaks, kept
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
         self._by_kind: dict[CallKind, list[int]] = {}
         self._made = 0
@@ -120,7 +120,7 @@ class Programs:
         self._by_kind.setdefault(kind, []).append(self._made)
         self._made += 1
         self._drop()
-        if self._speaks and why:
+        if self.speaks and why:
             self._tell(why, reason, seconds)
 
     def _drop(self) -> None:

@@ -162,3 +162,30 @@ def test_torch_compile_leaves_a_parallel_model_as_it_is() -> None:
     torch.testing.assert_close(found, wanted)
     found.sum().backward()
     assert model.get_parameter("0.weight").grad is not None
+
+
+class Remembers:
+    """What no graph returns: an object of its own."""
+
+
+class WithCache(nn.Linear):
+    def forward(self, x: torch.Tensor, use_cache: bool = True) -> dict[str, Any]:
+        y = super().forward(x)
+        return {"loss": y.mean(), "y": y, "past_key_values": Remembers() if use_cache else None, "none": None}
+
+
+def test_an_output_that_no_compiled_call_returns_is_named_once_and_not_in_training() -> None:
+    model, batch = autopar.parallelize(WithCache(6, 4), 1), torch.randn(4, 6)
+    model.step(batch)
+    model(batch)["loss"].backward()  # Warnings are errors here: ordinary training has none.
+    model.eval()
+    assert model(batch, use_cache=False)["past_key_values"] is None
+    with pytest.warns(UserWarning, match=r"returns past_key_values \(Remembers\).*use_cache=False") as found:
+        for size in (4, 3):
+            assert model(torch.randn(size, 6))["past_key_values"] is None
+    assert len(found) == 1 and "none" not in str(found[0].message)
+    with model.full_params():
+        assert isinstance(model(batch)["past_key_values"], Remembers)
+    kept = autopar.parallelize(WithCache(6, 4).eval(), 1)
+    with torch.no_grad(), pytest.warns(UserWarning, match="past_key_values"):
+        kept(batch)
