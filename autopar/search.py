@@ -15,6 +15,7 @@ from .answer import Answer
 from .errors import InfeasibleError, OptionsError
 from .figures import predicted
 from .found_plan import Found, named_axes
+from .idle_axes import idle_devices
 from .pipeline_alternatives import with_stages
 from .plan import Plan, Predicted
 from .planner import solve_mesh
@@ -55,10 +56,10 @@ def answer(question: Question, timings: Timings) -> Plan:
         with timings.phase("schedule"):
             chosen = chosen.improved()
     with timings.phase("report"):
-        plan, listed = chosen.make(), _also_priced(found, chosen)
-        quicker = _quicker_baselines(plan, listed)
-        warnings = (*plan.warnings, *passed, *quicker, *_warnings_of_time(question, timings))
-        return replace(plan, pinned=dict(question.options.pins), baselines=listed, warnings=warnings)
+        plan, listed = replace(chosen.make(), pinned=dict(question.options.pins)), _also_priced(found, chosen)
+        said = (*passed, *_quicker_baselines(plan, listed), *idle_devices(plan, listed))
+        warnings = (*plan.warnings, *said, *_warnings_of_time(question, timings))
+        return replace(plan, baselines=listed, warnings=warnings)
 
 
 def _check_schedule(question: Question) -> None:

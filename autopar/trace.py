@@ -80,7 +80,8 @@ def trace(
     their dim 0 (its most common size is 2 or more), that size becomes the symbol ``b`` of the graph; where
     the model cannot be captured so, every size is the real one and ``graph.symbols`` is empty. Outputs are
     any tree, rebuilt as the same types; a leaf that is neither a tensor nor a constant, such as a key-value
-    cache, comes back as None and is named in ``signature.lost``. The model may write into its inputs: it has its own copy of them.
+    cache, comes back as None and is named in ``signature.lost``. The model may write into its inputs: it has its
+    own copy of them.
 
     ``loss_fn(output)``, ``loss_fn(output, batch)`` or ``loss_fn(output, targets)`` (of the keyword input ``targets``;
     see :mod:`.trace_loss`) adds the graph output ``loss``. Without one the loss is the output called

@@ -121,8 +121,8 @@ def collect_outputs(
     """The graph outputs of one call, in the order of ``returned.order``; fills in ``returned``.
 
     ``loss`` is what a loss function made of ``output``. An output leaf that is neither tensor nor constant (a
-    key-value cache object) becomes None, and is named in ``returned.lost``. Every result is a copy, so that no two alias each other or an input;
-    outputs that are not differentiated are detached.
+    key-value cache object) becomes None, and ``returned.lost`` names it. Every result is a copy, so that no two alias
+    each other or an input; outputs that are not differentiated are detached.
     """
     paths, returned.spec = _flatten_output(output)
     leaves = [leaf for _, leaf in paths]

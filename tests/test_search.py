@@ -291,7 +291,7 @@ def test_a_named_schedule_that_nothing_beats_is_kept_and_said() -> None:
     found = plan((2,), stages=2, microbatches=1, schedule="solved")
     assert found.schedule in SCHEDULES
     assert any(f"{found.schedule} is kept" in warning for warning in found.warnings)
-    assert not lopsided().warnings
+    assert not any("is kept" in warning for warning in lopsided().warnings)
 
 
 def test_on_shared_cores_stages_that_nobody_asked_for_must_win_clearly() -> None:
