@@ -37,6 +37,7 @@ WAYS = [
     Way("README.md", "autopar.verify(", "planning", 0),
     Way("docs/layouts.md", "autopar.price(", "layouts", 0),
     Way("docs/guards.md", "", "nothing", 0),
+    Way("docs/module.md", "", "pair", 2),
     Way("*", "", "training", 4),
 ]
 

@@ -48,6 +48,11 @@ def test_fine_tuning(stranger: Stranger, ranks: int) -> None:
 
 
 @on_ranks(0)
+def test_hooks_groups_and_averages(stranger: Stranger, ranks: int) -> None:
+    stranger.run("programs/hooks_and_groups.py", ranks)
+
+
+@on_ranks(0)
 def test_a_sampler_of_ddp(stranger: Stranger, ranks: int) -> None:
     stranger.run("programs/ddp_sampler.py", ranks)
 
