@@ -7,9 +7,10 @@ The classes concerned get another ``__getattribute__`` for as long as the model 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,15 @@ from torch import nn
 
 from .guard_values import CONTAINERS, MISSING, PLAIN, within
 from .trace_chance import GENERATORS, Chance
-from .trace_variables import Variable, is_own_code, variables_of
+from .trace_variables import (
+    Variable,
+    attributes_named,
+    is_own_class,
+    is_own_code,
+    variables_of,
+    variables_of_class,
+    variables_of_partial,
+)
 
 # The mode, members and hooks of any module. The mode belongs to the kind of call, members are looked at as a whole.
 MACHINERY = frozenset(vars(nn.Module()))
@@ -81,17 +90,19 @@ def _members(value: object) -> dict[str, Any] | None:
 
 class Reads:
     """Reads of what ``model`` and ``loss_fn`` lead to. ``read`` are attributes, by identity of their object;
-    ``variables`` those of functions, globals and closures, by label. Of attributes that a
+    ``variables`` those of functions, globals, closures and classes, by where they are. Of attributes that a
     call reads and then changes, so that the next reads something else, ``rewritten`` are those of objects, ``written``
     plain tensors of modules, by path."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         self.owners: dict[int, Owner] = {}
         self.read: dict[tuple[int, str], None] = {}
-        self.variables: dict[str, Variable] = {}
+        self.variables: dict[tuple[int, str], Variable] = {}
         self.chance = Chance()
         self.tree = frozenset(id(module) for module in model.modules())
-        self._functions: dict[int, types.FunctionType] = {}
+        self._functions: dict[int, Callable[..., Any]] = {}
+        self._kinds: dict[type, None] = {}
+        self._names: set[str] = set()
         self.rewritten: dict[str, None] = {}
         self.written: dict[str, None] = {}
         self._after: dict[tuple[int, str], object] = {}
@@ -106,6 +117,7 @@ class Reads:
 
     def _own(self, value: Any, label: str, of: tuple[int, str] | None) -> None:
         self.owners.setdefault(id(value), Owner(value, label, of))
+        self._pair_class(type(value))
         if self._is_on and not isinstance(value, nn.Module):
             self._watch(type(value))
 
@@ -127,8 +139,14 @@ class Reads:
         elif isinstance(value, types.MethodType):
             self._follow_one(value.__self__, f"{label}.__self__", of)
             self._follow_one(value.__func__, label, of)
+        elif isinstance(value, (staticmethod, classmethod)):
+            self._follow_one(value.__func__, label, of)
+        elif isinstance(value, property):
+            self._follow_one(value.fget, label, of)
         elif isinstance(value, types.FunctionType):
             self._follow_function(value)
+        elif isinstance(value, functools.partial):
+            self._follow_partial(value, label, of)
         elif not isinstance(value, _NO_OWNERS) and _is_watchable(type(value)):
             self._own(value, label, of)
             called = next((vars(kind)["__call__"] for kind in type(value).__mro__ if "__call__" in vars(kind)), None)
@@ -139,9 +157,30 @@ class Reads:
         if id(function) in self._functions or not is_own_code(function.__code__):
             return
         self._functions[id(function)] = function
-        for variable in variables_of(function):
-            self.variables.setdefault(variable.label, variable)
-            self.follow(variable.value(), variable.label, None)
+        self._note_variables(variables_of(function))
+        names = attributes_named(function.__code__) - self._names
+        self._names |= names
+        for kind in list(self._kinds):
+            self._note_variables(variables_of_class(kind, names))
+
+    def _follow_partial(self, partial: functools.partial[Any], label: str, of: tuple[int, str] | None) -> None:
+        if id(partial) not in self._functions:
+            self._functions[id(partial)] = partial
+            self._note_variables(variables_of_partial(partial, label))
+            self._follow_one(partial.func, label, of)
+
+    def _pair_class(self, kind: type) -> None:
+        """Counts as read what code that was met names of a class: it may read it through the class itself."""
+        if kind not in self._kinds and any(map(is_own_class, kind.__mro__)):
+            self._kinds[kind] = None
+            self._note_variables(variables_of_class(kind, self._names))
+
+    def _note_variables(self, variables: Iterable[Variable]) -> None:
+        for variable in variables:
+            key = id(variable.space), variable.name
+            if key not in self.variables:
+                self.variables[key] = variable
+                self.follow(variable.value(), variable.label, None)
 
     @contextmanager
     def following(self) -> Iterator[None]:

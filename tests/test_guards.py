@@ -310,7 +310,7 @@ def test_parameters_in_lists_are_errors() -> None:
 
 
 def test_parameters_that_nobody_registers_are_warned_of() -> None:
-    model = nn.Linear(4, 4)
-    criterion = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
-    with pytest.warns(UserWarning, match=r"loss_fn\.0\.(weight|bias) is a parameter that the model does not register"):
-        trace(model, (torch.randn(1, 4),), device="cpu", loss_fn=criterion)
+    model = Net()
+    model.hidden[0].requires_grad_(True)
+    with pytest.warns(UserWarning, match=r"model\.hidden\[0\]\.weight is a parameter that the model does not register"):
+        trace(model, (torch.randn(1, 4),), device="cpu")
