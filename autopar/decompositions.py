@@ -270,6 +270,12 @@ def zeros(size: Any, *, dtype: Any = None, device: Any = None, **options: Any) -
     return _full(size, 0, None, dtype, device) if _is_strided(options) else NotImplemented
 
 
+@_for(aten.empty_strided.default, aten.empty_permuted.default)
+def zeros_in_order(size: Any, order: Any, **options: Any) -> Any:
+    """Where an element lies in memory says nothing in a graph."""
+    return zeros(size, **options)
+
+
 @_for(aten.ones.default)
 def ones(size: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Any:
     return _full(size, 1, None, dtype, device) if _is_strided(options) else NotImplemented
@@ -293,6 +299,11 @@ def full_like(x: Tensor, value: Any, *, dtype: Any = None, device: Any = None, *
 @_for(aten.new_zeros.default, aten.new_empty.default)
 def new_zeros(x: Tensor, size: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Any:
     return _full(size, 0, x, dtype, device) if _is_strided(options) else NotImplemented
+
+
+@_for(aten.new_empty_strided.default)
+def new_zeros_in_order(x: Tensor, size: Any, order: Any, **options: Any) -> Any:
+    return new_zeros(x, size, **options)
 
 
 @_for(aten.new_ones.default)

@@ -15,6 +15,8 @@
   lengths; ours is traced anew for each length, and keeps to what eager does;
 - recurrent layers in single precision run on the CPU as one operation of oneDNN, whose backward takes what no graph can
   hold (absent tensors, a workspace); here they are steps of products, as in double precision;
+- ``nn.Transformer`` compares a mask with the causal one to let attention leave it out; here the mask is used as it is.
+  In evaluation its encoder goes through nested tensors and fused layers; here it is the layers that it trains with;
 - checks of linear algebra (``cholesky`` of a matrix that has none), of distributions and of the variance in a Gaussian
   loss raise on values; a graph has no place to raise from.
 """
@@ -36,6 +38,7 @@ from torch.distributions import Distribution
 from torch.nn import functional as F
 from torch.nn.attention import flex_attention
 from torch.nn.modules import module as module_hooks
+from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
@@ -59,6 +62,8 @@ def patched() -> Iterator[None]:
         stack.enter_context(patch.object(F, "embedding_bag", embedding_bag))
         stack.enter_context(_without_effect(_CHECKS))
         stack.enter_context(_without_mkldnn())
+        stack.enter_context(_without_fast_path())
+        stack.enter_context(patch.object(transformer, "_detect_is_causal_mask", _said_to_be_causal))
         stack.enter_context(mended())
         stack.enter_context(patch.object(Distribution, "_validate_args", False))
         # Torch refuses gradients on the CPU for lack of a kernel, and compiles unless it is told not to.
@@ -161,6 +166,10 @@ def _batch_norm(module: _BatchNorm, x: Tensor) -> Tensor:
     return result
 
 
+def _said_to_be_causal(_mask: Tensor | None, is_causal: bool | None = None, _size: int | None = None) -> bool:
+    return bool(is_causal)
+
+
 @contextmanager
 def _without_effect(operation: str) -> Iterator[None]:
     before = _get_effect(operation)
@@ -179,6 +188,16 @@ def _without_mkldnn() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(before)
+
+
+@contextmanager
+def _without_fast_path() -> Iterator[None]:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextmanager

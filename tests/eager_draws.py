@@ -59,6 +59,13 @@ class _Replaced(TorchDispatchMode):
 aten = torch.ops.aten
 _FUNCTIONAL = {
     aten.bernoulli_.float: aten.bernoulli.p,
+    aten.bernoulli_.Tensor: aten.bernoulli.Tensor,
+    aten.cauchy_.default: aten.cauchy.default,
+    aten.geometric_.default: aten.geometric.default,
+    aten.log_normal_.default: aten.log_normal.default,
+    aten.random_.default: aten.random.default,
+    aten.random_.to: aten.random.to,
+    getattr(aten.random_, "from"): getattr(aten.random, "from"),
     aten.normal_.default: aten.normal_functional.default,
     aten.uniform_.default: aten.uniform.default,
     aten.exponential_.default: aten.exponential.default,

@@ -33,7 +33,17 @@ class Scaled(nn.Module):
         return self.function(x * self.scale)
 
 
+def _written_in_place(x: torch.Tensor) -> torch.Tensor:
+    """Memory of every kind without values, and then with them."""
+    strided, permuted = torch.empty_strided((4, 5), (1, 4)), torch.empty_permuted((4, 5), (1, 0))
+    like = x.new_empty_strided((4, 5), (1, 4))
+    strided.copy_(x)
+    like[:] = x.exp()
+    return strided.t().reshape(4, 5) + permuted.fill_(3.0) * like
+
+
 FUNCTIONS: dict[str, Function] = {
+    "written in place": _written_in_place,
     "pixel centres": lambda x: x * torch.arange(0.5, 5.5),
     "pixel centres of a batch": lambda x: x.t() * torch.arange(0.5, x.shape[0] + 0.5),
     "fractional steps": lambda x: x * torch.arange(0, 1.25, 0.25),
@@ -80,6 +90,92 @@ def test_dropout_between_recurrent_layers_is_drawn(kind: Any, training: bool) ->
     graph = trace(layer, (torch.randn(1, 4, 4),), device="cpu", training=training).graph
     draws = [node for node in graph.nodes if node.op.startswith("autopar.")]
     assert len(draws) == (2 if training else 0)
+
+
+@pytest.mark.parametrize(("kind", "shape"), [(nn.GRU, (1, 3, 4)), (nn.LSTM, (4, 1, 4))])
+def test_dropout_between_recurrent_layers_is_as_eager(kind: Any, shape: tuple[int, ...]) -> None:
+    """One sample or one step: eager draws here count elements as they lie, a trace counts sample by sample."""
+    torch.manual_seed(0)
+    layer = kind(4, 6, num_layers=3, dropout=0.3, batch_first=True)
+    outcome = outcome_of(Subject("layer", layer, (torch.randn(shape),)), ((2,),))
+    assert outcome.kind == "equal", outcome
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+def test_dropout_between_recurrent_layers_trains_alike(kind: Any) -> None:
+    torch.manual_seed(0)
+    model = Recurrent(kind(6, 8, num_layers=2, dropout=0.3, batch_first=True))
+    assert autopar.verify(model, (2,), (torch.randn(4, 3, 6),)).ok
+
+
+class Recurrent(nn.Module):
+    """A loss of what a recurrent layer says."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.out = layer, nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.out(self.layer(x)[0]).square().mean()
+        return loss
+
+
+def test_memory_without_values_is_zero() -> None:
+    def function(x: torch.Tensor) -> Any:
+        made = torch.empty_strided((2, 3), (1, 2)), torch.empty_permuted((2, 3), (1, 0))
+        return x, *made, x.new_empty_strided((2, 3), (3, 1))
+
+    graph = trace(Scaled(function), (torch.randn(4, 5),), device="cpu").graph
+    assert not [node.op for node in graph.nodes if "empty" in node.op]
+    assert {node.args[1] for node in graph.nodes if node.op == "aten.full.default"} == {0}
+
+
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(5)
+UNLIKE = CAUSAL.clone().index_put_((torch.tensor(0), torch.tensor(1)), torch.tensor(0.0))
+PADDED = torch.arange(5)[None] >= torch.tensor([5, 3, 4, 2])[:, None]
+
+
+class Encoder(nn.Module):
+    """An encoder of torch's, with the mask it is given, or the causal one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 1)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, padded: torch.Tensor | None = None) -> Any:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1]) if mask is None else mask
+        return self.encoder(x, mask, padded)
+
+
+class Decoder(nn.Module):
+    """A decoder of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 1)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> Any:
+        return self.decoder(x, x.tanh(), tgt_mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("kind", "training", "given"),
+    [
+        (Encoder, True, ()),
+        (Encoder, True, (UNLIKE,)),
+        (Encoder, False, (CAUSAL,)),
+        (Encoder, False, (CAUSAL < 0, PADDED)),
+        (Decoder, True, (CAUSAL,)),
+    ],
+)
+def test_transformers_of_torch_take_masks(kind: Any, training: bool, given: tuple[torch.Tensor, ...]) -> None:
+    torch.manual_seed(0)
+    model, x = kind().train(training), torch.randn(4, 5, 8)
+    outcome = outcome_of(Subject("masked", model, (x, *given)), ((2,),))
+    assert outcome.kind == "equal", outcome
+    traced = trace(model, (x, *given), device="cpu")
+    assert not [node.op for node in traced.graph.nodes if "transformer" in node.op]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,14 @@ from .samples import MODULES, OPS, module_subjects, op_subjects
 from .wrapped import Subject
 
 # What their results hold is whatever was in memory.
-UNDEFINED = ("aten.empty.memory_format", "aten.empty_like.default", "aten.new_empty.default")
+UNDEFINED = (
+    "aten.empty.memory_format",
+    "aten.empty_like.default",
+    "aten.empty_permuted.default",
+    "aten.empty_strided.default",
+    "aten.new_empty.default",
+    "aten.new_empty_strided.default",
+)
 # What has no kernel on a CPU, or draws random numbers where it does anything.
 NOT_HERE = ("aten.cudnn_batch_norm.default", "aten.cudnn_batch_norm_backward.default")
 
