@@ -63,15 +63,15 @@ class StageCompiler:
         annotated = self.annotate(InsertRests()(pieces.graph))
         return self._program(pieces, cut(pieces, self.pipeline.cuts), self._choices(annotated), annotated)
 
-    def refitted(self, graph: Graph, planned: Graph, symbolic: Graph) -> PipelineProgram:
-        """The program of ``graph``, the ``planned`` one at another batch size.
+    def refitted(self, graph: Graph, symbolic: Graph, planned: Graph, planned_symbolic: Graph) -> PipelineProgram:
+        """The program of ``graph``, the ``planned`` one at another batch size; inputs may have other names.
 
         Raises:
             OptionsError: the batch does not divide into the plan's microbatches.
             PlanMismatchError: a dim that was divided evenly no longer is.
             InfeasibleError: the device cannot hold it.
         """
-        before = self.annotate(InsertRests()(self._pieces(planned, symbolic).graph))
+        before = self.annotate(InsertRests()(self._pieces(planned, planned_symbolic).graph))
         pieces = self._pieces(graph, symbolic)
         after = self.annotate(InsertRests()(pieces.graph))
         assignment = refit_plan(self.plan, before, after)

@@ -34,7 +34,7 @@ from .assignment import Assignment
 from .cluster import Cluster
 from .compile_stages import StageCompiler
 from .errors import InfeasibleError, OptionsError, PlanMismatchError
-from .first_rank import on_first_rank
+from .first_rank import alike, everyones, on_first_rank
 from .fixed_parameters import fixed_assignment
 from .graph import Graph
 from .options import Options, without_stages
@@ -136,8 +136,15 @@ class Compiler:
         return ask(self.model, base, self.mesh, self.cluster, self.options, self.axis_names)
 
     def _prepare(self, request: Request, *, grad: bool, timings: Timings | None = None) -> Prepared:
+        """The trace of a call, the same on all ranks. Raises :class:`PlanMismatchError` on every rank if theirs
+        differ: what follows depends on it, and ranks would wait for each other for ever."""
+        base = alike(self.ranks, lambda: self._trace(request, grad, timings), lambda made: made.graph.to_text())
+        self._traced = [*self._traced[-TRACES:], ((grad, request.training, request.outputs), base)]
+        return base
+
+    def _trace(self, request: Request, grad: bool, timings: Timings | None) -> Prepared:
         """A model that is called returns no loss of ``loss_fn``: what is differentiated are its own outputs."""
-        base = prepare(
+        return prepare(
             self.model,
             request.args,
             request.kwargs,
@@ -150,13 +157,14 @@ class Compiler:
             timings=timings,
             ranks=self.ranks,
         )
-        self._traced = [*self._traced[-TRACES:], ((grad, request.training, request.outputs), base)]
-        return base
 
     def _known(self, request: Request) -> Prepared | None:
-        """An earlier trace that is one of this call too, but for the batch size."""
+        """An earlier trace that is one of this call too, but for the batch size; none if it is not on every rank."""
         wanted = request.grad, request.training, request.outputs
-        return next((base for made, base in self._traced if made == wanted and self._holds(base, request)), None)
+        held = (i for i, (made, base) in enumerate(self._traced) if made == wanted and self._holds(base, request))
+        everyone = everyones(self.ranks, next(held, None))
+        index = everyone[0]
+        return None if index is None or set(everyone) != {index} else self._traced[index][1]
 
     def _holds(self, base: Prepared, request: Request) -> bool:
         loss_fn = self.loss_fn if request.outputs == "loss" else None
@@ -229,7 +237,8 @@ class Compiler:
         if base is self._base and batch == self.plan.batch:
             return self._as_compiled(self._stages().planned(planned, base.graph), planned, base, planned=True)
         graph = pipelined_graph(base.graph, base.loss, batch)
-        return self._as_compiled(self._stages().refitted(graph, planned, base.graph), graph, base)
+        program = self._stages().refitted(graph, base.graph, planned, self._base.graph)
+        return self._as_compiled(program, graph, base)
 
     def _staged_other(self, base: Prepared, loss: str | None, batch: int) -> Compiled:
         """Another graph of a model that was planned in stages: evaluation, other inputs, other gradients."""

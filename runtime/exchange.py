@@ -15,7 +15,8 @@ from .groups import MeshGroups
 
 
 class Exchange:
-    """All ranks of a mesh, ``ranks`` in row-major order. Making one is collective, and so is each of its methods."""
+    """All ranks of a mesh, ``ranks`` in row-major order. Making the first one of these ranks is collective, and so is
+    each method."""
 
     def __init__(self, groups: MeshGroups) -> None:
         self.ranks: tuple[int, ...] = tuple(groups.mesh.mesh.flatten().tolist())
@@ -23,7 +24,7 @@ class Exchange:
         self.index = everyone.index
         self._group = everyone.group
         if self._group is not None and "gloo" not in str(dist.get_backend_config(self._group)):
-            self._group = dist.new_group(list(self.ranks), backend="gloo", use_local_synchronization=True)
+            self._group = groups.through_processors()
 
     @property
     def alone(self) -> bool:

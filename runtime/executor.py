@@ -34,11 +34,13 @@ def instruction_axes(sections: Iterable[Section]) -> set[tuple[int, ...]]:
 
 
 def operations_of(collectives: Collectives) -> dict[str, Operation]:
-    """The ``autopar.*`` and ``collective.*`` operations by name, and the guarded ones of ATen."""
+    """The ``autopar.*`` and ``collective.*`` operations by name, and on processors the guarded ones of ATen: those of a
+    GPU assert by themselves that indices are inside."""
 
     public = [name for name in dir(collectives) if not name.startswith("_") and name != "groups"]
     bound = {f"collective.{name}": getattr(collectives, name) for name in public}
-    return {**LOCAL_OPS, **GUARDED, **bound}
+    guarded = GUARDED if collectives.groups.device.type == "cpu" else {}
+    return {**LOCAL_OPS, **guarded, **bound}
 
 
 def _with_shared_random(section: Section, run: Run, groups: MeshGroups) -> Run:

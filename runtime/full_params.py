@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 
+from .collectives import Collectives
 from .groups import MeshGroups
 from .parameters import broadcast_first, local_of
 from .stage_mesh import whole_everywhere
@@ -31,7 +32,8 @@ PATIENCE = timedelta(minutes=10)
 def whole_parameters(weights: Weights, *, rank0_only: bool, writeback: bool) -> Iterator[None]:
     """Within, ``weights.module`` has whole plain parameters: on the first rank of the mesh alone with ``rank0_only``,
     and meta tensors elsewhere. With ``writeback``, what the first rank has in them at the end is kept, unless an
-    exception ends the block. Collective, at both ends. Raises :class:`AutoparError` if there are no values yet."""
+    exception ends the block on some rank: then every other rank has an :class:`AutoparError`. Collective, at both ends.
+    Raises :class:`AutoparError` if there are no values yet."""
     module, groups = weights.module, weights.groups
     await_everyone(groups, "full_params()")
     holds = not rank0_only or is_first(groups)
@@ -42,10 +44,20 @@ def whole_parameters(weights: Weights, *, rank0_only: bool, writeback: bool) -> 
         for key, parameter in parameters.items():
             part._parameters[key] = None if parameter is None else plain.get(id(parameter), parameter)
     listed = _flat_weights(module)
+    failure: Exception | None = None
+    wholes: list[torch.Tensor] = []
     try:
-        yield
+        try:
+            yield
+            if writeback:
+                wholes = _all_changed(named, before, groups, holds)
+        except Exception as error:
+            failure = error
         if writeback:
-            _write_back(weights, named, before, holds)
+            _check_success(failure, groups)
+            _write_back(weights, named, wholes)
+        elif failure is not None:
+            raise failure
     finally:
         for part, parameters in before:
             part._parameters.clear()
@@ -130,15 +142,36 @@ def _flat_weights(module: nn.Module) -> list[tuple[nn.RNNBase, list[torch.Tensor
     return listed
 
 
-def _write_back(
-    weights: Weights, named: Mapping[str, nn.Parameter], before: Sequence[tuple[nn.Module, Members]], holds: bool
-) -> None:
-    """Gives every rank its part of what the first one has in the places of the parameters."""
+def _check_success(failure: Exception | None, groups: MeshGroups) -> None:
+    """Raises ``failure``, and an :class:`AutoparError` where there is none but other ranks have one: they will not take
+    part in what follows. Collective."""
+    ranks = groups.mesh.mesh.flatten().tolist()
+    own = torch.tensor([failure is not None], dtype=torch.uint8, device=groups.device)
+    everyone = Collectives(groups).all_gather(own, groups.axes, 0, len(ranks)).wait()
+    if failure is not None:
+        raise failure
+    failed = [rank for rank, flag in zip(ranks, everyone.tolist(), strict=True) if flag]
+    if failed:
+        raise AutoparError(
+            "the block of full_params(writeback=True) ended with an error on rank"
+            f"{'s' if len(failed) > 1 else ''} {', '.join(map(str, failed))}, which says why: nothing was written "
+            "back, on any rank"
+        )
+
+
+def _all_changed(
+    named: Mapping[str, nn.Parameter], before: Sequence[tuple[nn.Module, Members]], groups: MeshGroups, holds: bool
+) -> list[torch.Tensor]:
+    """What stands in the places of the parameters."""
     now: dict[int, torch.Tensor | None] = {}
     for part, parameters in before:
         for key, parameter in parameters.items():
             now.setdefault(id(parameter), part._parameters.get(key))
-    wholes = [_changed(name, p, now[id(p)], weights.groups, holds) for name, p in named.items()]
+    return [_changed(name, p, now[id(p)], groups, holds) for name, p in named.items()]
+
+
+def _write_back(weights: Weights, named: Mapping[str, nn.Parameter], wholes: list[torch.Tensor]) -> None:
+    """Gives every rank its part of what the first one has."""
     targets = list(named.items())
     with torch.no_grad():
         for index, value in broadcast_first(wholes, weights.groups):

@@ -87,6 +87,16 @@ class MeshGroups:
             self._made[live] = self._make(live)
         return self._made[live]
 
+    def through_processors(self) -> dist.ProcessGroup:
+        """A gloo group of all ranks, whatever backend the mesh has. Made once for all meshes of these ranks,
+        collectively: a group has threads of its own."""
+        ranks = tuple(self.mesh.mesh.flatten().tolist())
+        world, group = _THROUGH_PROCESSORS.get(ranks, (None, None))
+        if group is None or world is not dist.group.WORLD:
+            group = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+            _THROUGH_PROCESSORS[ranks] = dist.group.WORLD, group
+        return group
+
     def regrouped(self, shape: tuple[int, ...]) -> MeshGroups:
         """The same devices in the same order on a mesh of another ``shape``; made once, collectively."""
         if shape == self.shape:
@@ -124,6 +134,8 @@ class MeshGroups:
 # Keyed by identity and never dropped: making a group anew is collective, and ranks collect garbage at
 # different times.
 _GROUPS: dict[int, MeshGroups] = {}
+# By ranks: the world in which a group was made, and the group.
+_THROUGH_PROCESSORS: dict[tuple[int, ...], tuple[dist.ProcessGroup | None, dist.ProcessGroup]] = {}
 
 
 def mesh_groups(mesh: DeviceMesh) -> MeshGroups:

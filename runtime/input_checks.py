@@ -15,12 +15,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import InputMismatchError
+from autopar.errors import InputMismatchError, OptionsError
 from autopar.spec import coordinate_of, is_shard
 
 from .call_kind import CallKind
@@ -37,13 +36,13 @@ REMEMBERED = 1024
 
 @dataclass(frozen=True)
 class CheckedCall:
-    """A call to compare: its ``kind``, its ``leaves`` in the order of ``kind.leaves``, and the ``program`` it would run
-    (None if one is to be made). ``names`` gives the names of the leaves, ``because`` says why a program is to be made;
-    both are called only where something differs."""
+    """A call to compare: its ``kind``, its ``leaves`` in the order of ``kind.leaves``, and the number of the
+    ``program`` it would run (None if one is to be made). ``names`` gives the names of the leaves, ``because`` says why
+    a program is to be made; both are called only where something differs."""
 
     kind: CallKind
     leaves: Sequence[Any]
-    program: object | None
+    program: int | None
     names: Callable[[], Sequence[str]]
     because: Callable[[], str]
 
@@ -54,11 +53,20 @@ class InputChecks:
     def __init__(self, exchange: Exchange, when: Check) -> None:
         self._exchange, self._when = exchange, when
         self._counts: OrderedDict[Key, int] = OrderedDict()
-        self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
     @property
     def active(self) -> bool:
         return self._when != "never" and not self._exchange.alone
+
+    def compare_options(self) -> None:
+        """Raises :class:`OptionsError`, on every rank, if ranks are to compare at different calls: some would wait for
+        an exchange that others skip. Collective."""
+        everyone = self._exchange.all_objects(self._when)
+        if len(set(everyone)) > 1:
+            each = ", ".join(
+                f"{when!r} on rank {rank}" for rank, when in zip(self._exchange.ranks, everyone, strict=True)
+            )
+            raise OptionsError(f"Options(check_inputs=...) is {each}: pass the same on every rank")
 
     def check(self, call: CheckedCall) -> None:
         """Raises :class:`InputMismatchError`, on every rank, if ranks make different calls. Collective."""
@@ -80,18 +88,12 @@ class InputChecks:
             self._counts.popitem(last=False)
 
     def _kind_hash(self, call: CheckedCall, laid_out: tuple[str, ...]) -> bytes:
-        return hashlib.sha256(repr((call.kind, laid_out, self._number(call.program))).encode()).digest()
-
-    def _number(self, program: object | None) -> int:
-        """Programs in the order in which they are first run, the same on all ranks."""
-        if program is None:
-            return -1
-        return self._numbers.setdefault(program, len(self._numbers))
+        return hashlib.sha256(repr((call.kind, laid_out, _number(call))).encode()).digest()
 
     def _raise_different_kinds(self, call: CheckedCall) -> None:
         layouts = {name: _layout(leaf) for name, leaf in zip(call.names(), call.leaves, strict=True)}
         because = call.because() if call.program is None else ""
-        own = Description.of(call.kind, layouts, self._number(call.program), because)
+        own = Description.of(call.kind, layouts, _number(call), because)
         raise InputMismatchError(explain_kind(self._exchange.ranks, self._exchange.all_objects(own)))
 
     def _check_content(self, call: CheckedCall) -> None:
@@ -107,6 +109,10 @@ class InputChecks:
                 if others:
                     named = [self._exchange.ranks[rank] for rank in (ranks[0], *others)]
                     raise InputMismatchError(explain_content(call.names()[place], tensor, named))
+
+
+def _number(call: CheckedCall) -> int:
+    return -1 if call.program is None else call.program
 
 
 def _layout(leaf: object) -> str:

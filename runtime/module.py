@@ -91,6 +91,7 @@ class ParallelModule(OwnSamples, Delegating):
         weights = Weights(module, mesh_groups(mesh), seed)
         random = RandomState(shared_seed(weights.groups, seed))
         self._hold(module, weights, random, compile, LossScale() if scaled else None, check_inputs)
+        self._checks.compare_options()
 
     def _hold(
         self,
@@ -221,7 +222,8 @@ class ParallelModule(OwnSamples, Delegating):
         def because() -> str:
             return "; ".join(difference.text for difference in self._programs.why(kind, named()))
 
-        return CheckedCall(kind, leaves, found, lambda: list(named()), because)
+        number = None if found is None else self._programs.number(found)
+        return CheckedCall(kind, leaves, number, lambda: list(named()), because)
 
     def _make(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: CallKind) -> AnyCall:
         """Compiles a program for calls of this kind."""

@@ -90,6 +90,10 @@ class Programs:
                 return entry.call
         return None
 
+    def number(self, call: AnyCall) -> int:
+        """How many programs had been made before this one, which is kept; the same on all ranks."""
+        return next(index for index in reversed(self._entries) if self._entries[index].call is call)
+
     def why(self, kind: CallKind, leaves: Mapping[str, Leaf]) -> tuple[Difference, ...]:
         """How a call that has no program differs from the one most like it, of these the latest; empty for the
         first."""
