@@ -50,7 +50,7 @@ def test_a_block_that_fails_on_one_rank_writes_nothing_back() -> None:
         model = autopar.parallelize(Net(), (2,))
         loss = model.step(*batch())
         with (
-            pytest.raises(KeyError if rank == 1 else autopar.AutoparError, match="mine|on rank 1"),
+            pytest.raises(KeyError if rank == 1 else autopar.AutoparError, match=r"mine|on rank 1"),
             model.full_params(writeback=True) as whole,
         ):
             whole.a.weight.data.zero_()
