@@ -32,6 +32,6 @@ class Signature:
     differentiable: tuple[str, ...]
     constants: Mapping[int, Any] = field(default_factory=dict)
     output_constants: Mapping[int, Any] = field(default_factory=dict)
-    lost: Mapping[str, str] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
     training: bool = True
+    lost: Mapping[str, str] = field(default_factory=dict)
