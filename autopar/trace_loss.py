@@ -99,6 +99,8 @@ def _takes_batch(loss_fn: LossFunction) -> bool:
 def _needs_targets(loss_fn: LossFunction) -> bool:
     """Whether the second argument that ``loss_fn`` needs is surely not the batch: that of torch's losses."""
     second = _positional(loss_fn)[1:2]
+    if any(p.name == "batch" for p in second):
+        return False
     named = isinstance(loss_fn, nn.Module) or any(p.name in ("target", TARGETS) for p in second)
     return named and any(p.default is p.empty for p in second)
 

@@ -80,17 +80,19 @@ def _input_gradients(ctx: Any, call: Call, found: dict[tuple[str, str], torch.Te
     return results
 
 
-def differentiate(call: Call, leaves: Sequence[Any], other: OtherCall) -> dict[str, torch.Tensor]:
+def differentiate(
+    call: Call, leaves: Sequence[Any], other: OtherCall, name_of: Callable[[object], str]
+) -> dict[str, torch.Tensor]:
     """Runs ``call`` with a backward: presented outputs by name. Gradients of outputs that ``call`` does not
-    differentiate are those of the ``other`` program. Raises :class:`AutoparError` if an input
-    wants a gradient that the program does not compute."""
+    differentiate are those of the ``other`` program. ``name_of`` says what the author of the call calls a leaf. Raises
+    :class:`AutoparError` if an input wants a gradient that the program does not compute."""
     names = call.signature.input_names
     wanted = [
         (name, leaf)
         for name, leaf in zip(names, leaves, strict=True)
         if name is not None and isinstance(leaf, torch.Tensor) and leaf.requires_grad
     ]
-    missing = [name for name, _ in wanted if name not in call.input_gradients]
+    missing = [name_of(leaf) for name, leaf in wanted if name not in call.input_gradients]
     if missing:
         raise AutoparError(
             f"the input {missing[0]} requires a gradient, but the program computes none for it: pass "

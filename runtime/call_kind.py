@@ -14,7 +14,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
 from autopar.graph import TensorType
 
 from .compiled import OutputsWanted
-from .module_hooks import Hook, hooks_inside
+from .module_hooks import Hook, hooks_of
 
 
 @dataclass(frozen=True)
@@ -55,22 +55,29 @@ class CallKind:
     outputs: OutputsWanted
     hooks: tuple[Hook, ...] = ()
 
+    @property
+    def circumstances(self) -> tuple[object, ...]:
+        """What it says of the model and of torch, rather than of the inputs."""
+        return self.modes, self.wanted, self.around, self.hooks
+
 
 def kind_of(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], grad: bool, outputs: OutputsWanted
 ) -> CallKind:
     """The kind of the call ``model(*args, **kwargs)``, whatever the order of its keywords."""
     leaves, spec = tree_flatten((args, dict(sorted(kwargs.items()))))
-    with_inputs = grad and outputs == "all"
+    parts = [*model.named_modules()]  # The only walk: this runs at every call.
+    parameters = {id(p): p for _, part in parts for p in part._parameters.values() if p is not None}
+    with_inputs = grad and outputs != "loss"
     return CallKind(
         str(spec),
         tuple(Leaf.of(leaf, with_inputs) for leaf in leaves),
-        tuple(module.training for module in model.modules()),
-        tuple(parameter.requires_grad for parameter in model.parameters()),
+        tuple(part.training for _, part in parts),
+        tuple(parameter.requires_grad for parameter in parameters.values()),
         _around(),
         grad,
         outputs,
-        hooks_inside(model),
+        hooks_of(parts),
     )
 
 
@@ -91,6 +98,13 @@ def leaf_names(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     """The names of the leaves of a call, in the order of :class:`CallKind`."""
     names = _positional(model)
     return [_path_name(path, names) for path, _ in tree_flatten_with_path((args, dict(sorted(kwargs.items()))))[0]]
+
+
+def name_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaf: object) -> str:
+    """What the author of a call calls one of its leaves."""
+    leaves = tree_flatten((args, dict(sorted(kwargs.items()))))[0]
+    names = zip(leaf_names(model, args, kwargs), leaves, strict=True)
+    return next((name for name, given in names if given is leaf), "given")
 
 
 def _positional(model: nn.Module) -> list[str]:

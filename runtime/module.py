@@ -22,7 +22,7 @@ from autopar.timeline import Timeline
 from .agreement import check_agreement
 from .autograd import differentiate
 from .call import Call
-from .call_kind import CallKind, Leaf, kind_of, named_leaves
+from .call_kind import CallKind, Leaf, kind_of, name_of, named_leaves
 from .compiled import Compile, OutputsWanted, Request
 from .copies import compile_for, copied_module, hook_dicts
 from .delegation import Delegating, check_plain
@@ -153,7 +153,8 @@ class ParallelModule(OwnSamples, Delegating):
         if self._is_whole:
             return self._original(*args, **kwargs)
         grad = torch.is_grad_enabled() and self._wants_grad(args, kwargs)
-        call = self.prepare(args, kwargs, self._outputs if grad else "all", grad=grad)
+        kind = self._kind(args, kwargs, grad, self._outputs if grad else "all")
+        call = self._prepared(args, kwargs, kind)
         if not (self.training and grad) and self._programs.speaks:  # In training the loss is what is wanted.
             call.warn_of_lost(self._told_lost)
         leaves = call.leaves(args, kwargs)
@@ -162,8 +163,8 @@ class ParallelModule(OwnSamples, Delegating):
                 raise AutoparError(_NO_TAPE)
             return call.rebuild(call.run(leaves))
         if grad:
-            modes = kind_of(self._original, (), {}, True, "each")
-            return call.rebuild(differentiate(call, leaves, partial(self._for_each, args, kwargs, modes)))
+            other = partial(self._for_each, args, kwargs, kind)
+            return call.rebuild(differentiate(call, leaves, other, partial(name_of, self._original, args, kwargs)))
         outputs, _ = call.run(leaves)
         return call.rebuild({name: call.present(name, value) for name, value in outputs.items()})
 
@@ -178,15 +179,16 @@ class ParallelModule(OwnSamples, Delegating):
         call = self.prepare(args, kwargs, "loss", grad=True)
         return call.step(call.leaves(args, kwargs), factor)
 
-    def _for_each(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], modes: CallKind) -> Call:
-        """The program that differentiates every output of a call made in these ``modes``, as later calls do."""
-        if kind_of(self._original, (), {}, True, "each") != modes:
+    def _for_each(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], before: CallKind) -> Call:
+        """The program that differentiates every output of a call of the kind ``before``, as later calls do."""
+        kind = self._kind(args, kwargs, True, "each")
+        if kind.circumstances != before.circumstances:
             raise AutoparError(
                 "backward() of a loss of your own, computed from outputs beside the model's loss, came after the "
                 "model's mode or which parameters are trained changed: call backward() before model.eval() and the like"
             )
         self._outputs = "each"
-        call = self.prepare(args, kwargs, "each", grad=True)
+        call = self._prepared(args, kwargs, kind)
         assert isinstance(call, Call)
         return call
 
@@ -200,8 +202,13 @@ class ParallelModule(OwnSamples, Delegating):
     ) -> AnyCall:
         """Compiles a program for calls like this one, unless there is one already, without running it. Collective over
         the mesh."""
+        return self._prepared(args, kwargs, self._kind(args, kwargs, grad, outputs))
+
+    def _kind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], grad: bool, outputs: OutputsWanted) -> CallKind:
         self._check_parallel()
-        kind = kind_of(self._original, args, kwargs, grad, outputs)
+        return kind_of(self._original, args, kwargs, grad, outputs)
+
+    def _prepared(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: CallKind) -> AnyCall:
         found = self._programs.find(kind)
         if self._checks.active:
             self._checks.check(self._to_check(args, kwargs, kind, found))

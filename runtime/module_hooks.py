@@ -9,9 +9,11 @@ alone, which is warned of. Backward hooks there are refused. Hooks of torch's an
 
 from __future__ import annotations
 
+import itertools
 import warnings
+import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +26,11 @@ _FORWARD = ("_forward_hooks", "_forward_pre_hooks")
 _BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 _WITH_KWARGS = {"_forward_hooks": "_forward_hooks_with_kwargs", "_forward_pre_hooks": "_forward_pre_hooks_with_kwargs"}
 _LIBRARIES = ("torch.", "transformers.", "autopar.")
-# A number for each hook seen, the same on all ranks that register the same hooks; hooks are held, so that none takes
-# the place of another.
-_numbers: dict[int, tuple[Any, int]] = {}
+# A number for each hook seen, by identity, as long as the hook is there. No number is given twice, so that ranks that
+# register the same hooks count alike, whenever each of them drops one.
+_numbers: dict[int, int] = {}
+_count = itertools.count()
+_held: list[Any] = []
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,13 @@ class Hook:
 
 def hooks_inside(module: nn.Module) -> tuple[Hook, ...]:
     """The hooks of ``module``, of the modules inside it, and of every module."""
+    return hooks_of(module.named_modules())
+
+
+def hooks_of(parts: Iterable[tuple[str, nn.Module]]) -> tuple[Hook, ...]:
+    """The hooks of modules, given with their paths, and of every module."""
     found = list(_everywhere())
-    for path, part in module.named_modules():
+    for path, part in parts:
         if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
             found += _of(part, f"of {path or 'the model'} ({type(part).__name__})")
     return tuple(found)
@@ -64,10 +73,20 @@ def _everywhere() -> Iterator[Hook]:
 
 def _described(hook: Any, kind: str, where: str) -> Hook:
     library = _is_library(hook)
-    number = -1 if library else _numbers.setdefault(id(hook), (hook, len(_numbers)))[1]
+    number = -1 if library else _number(hook)
     name = getattr(hook, "__qualname__", type(hook).__qualname__)
     text = f"the {kind.strip('_').removesuffix('s').replace('_', ' ')} {name} {where}"
     return Hook(text, kind in _BACKWARD, library, number)
+
+
+def _number(hook: Any) -> int:
+    if id(hook) not in _numbers:
+        _numbers[id(hook)] = next(_count)
+        try:
+            weakref.finalize(hook, _numbers.pop, id(hook), None).atexit = False
+        except TypeError:  # No weak reference to it: held, so that no other object takes its identity.
+            _held.append(hook)
+    return _numbers[id(hook)]
 
 
 def _is_library(hook: Any) -> bool:

@@ -130,8 +130,10 @@ class Programs:
     def _drop(self) -> None:
         spare = [index for index, entry in self._entries.items() if not entry.planned]
         for index in spare[: max(0, len(spare) - self._kept)]:
-            same = self._by_kind[self._entries.pop(index).kind]
-            same.remove(index)
+            kind = self._entries.pop(index).kind
+            self._by_kind[kind].remove(index)
+            if not self._by_kind[kind]:
+                del self._by_kind[kind]
 
     def _tell(self, why: tuple[Difference, ...], reason: str, seconds: float) -> None:
         """A line in the log for each program, of level warning the first time an input differs; and a warning where an

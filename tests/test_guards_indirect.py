@@ -68,10 +68,10 @@ class Indirect(nn.Module):
     def seen(self) -> float:
         return GLOBAL
 
-    def forward(self, x: Tensor, given: Slotted = Slotted(), *, more: list[float] = [1.0]) -> Tensor:  # noqa: B006, B008
+    def forward(self, x: Tensor, given: Slotted = Slotted(), *, more: dict[str, float] = {"gain": 1.0}) -> Tensor:  # noqa: B006, B008
         kind = type(self)
         x = x * FinerSettings.scale * FinerSettings.table["gain"] * FinerSettings.factor() * kind.beta * self.seen
-        return self.partial(self.other(self.one(x))) * given.gain * more[0]
+        return self.partial(self.other(self.one(x))) * given.gain * more["gain"]
 
 
 def _default(name: str, key: Any) -> Any:
@@ -92,14 +92,14 @@ INDIRECT: dict[str, tuple[str, Callable[[Indirect, pytest.MonkeyPatch], None]]] 
     "one closure": ("gained.<locals>.function.gain was 1.0", lambda m, p: m.put_one(2.0)),
     "other closure": ("gained.<locals>.function.gain was 1.0", lambda m, p: m.put_other(2.0)),
     "partial": ("model.partial.keywords['slotted'].gain was 1.0", lambda m, p: p.setattr(m.slotted, "gain", 2.0)),
-    "list in partial": ("model.partial.keywords['table'][0] was 1.0", lambda m, p: p.setitem(m.table, 0, 2.0)),
+    "list in partial": ("model.partial.keywords['table'][0] was 1.0", lambda m, p: m.table.append(m.table.pop() + 1)),
     "default": (
         "Indirect.forward.__defaults__[0].gain was 1.0",
         lambda m, p: p.setattr(_default("__defaults__", 0), "gain", 2.0),
     ),
     "keyword default": (
-        "Indirect.forward.__kwdefaults__['more'][0] was 1.0",
-        lambda m, p: p.setitem(_default("__kwdefaults__", "more"), 0, 2.0),
+        "Indirect.forward.__kwdefaults__['more']['gain'] was 1.0",
+        lambda m, p: p.setitem(_default("__kwdefaults__", "more"), "gain", 2.0),
     ),
 }  # fmt: skip
 

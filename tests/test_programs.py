@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any, cast
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+import autopar
+from autopar.runtime import module_hooks
 from autopar.runtime.call import Call
 from autopar.runtime.call_kind import kind_of, named_leaves
 from autopar.runtime.programs import MANY, Programs
@@ -97,6 +100,53 @@ def test_few_are_kept_and_the_planned_one_among_them() -> None:
     assert call(programs, model, torch.zeros(6, 2))[0] is not calls[6]
     assert call(programs, model, torch.zeros(4, 2))[0] is planned
     assert len(programs.listing()) == 3
+    assert len(programs._by_kind) == 3, "nothing is kept of kinds whose programs went"
+
+
+def test_hooks_are_numbered_while_they_are_there() -> None:
+    model, before = Gated(), len(module_hooks._numbers)
+
+    def number() -> int:
+        kept = model.linear.register_forward_hook(lambda *_: None)
+        (hook,) = kind_of(model, (), {}, True, "all").hooks
+        assert kind_of(model, (), {}, True, "all").hooks == (hook,)
+        kept.remove()
+        return hook.number
+
+    assert number() < number(), "another hook, though it may be where the first one was"
+    assert len(module_hooks._numbers) == before
+
+
+def test_the_kind_says_modes_and_parameters_in_torchs_order() -> None:
+    model = nn.Sequential(Gated().eval(), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].linear.weight
+    model[0].linear.bias.requires_grad_(False)
+    kind = kind_of(model, (), {}, True, "all")
+    assert kind.modes == tuple(module.training for module in model.modules())
+    assert kind.wanted == tuple(parameter.requires_grad for parameter in model.parameters()) == (True, False)
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.linear(x)
+        return {"loss": y.square().mean(), "y": y}
+
+
+def test_inputs_that_want_a_gradient_after_a_loss_of_ones_own() -> None:
+    model = Both()
+    parallel, x = autopar.parallelize(copy.deepcopy(model), (1,)), torch.randn(4, 2)
+    for _ in range(2):
+        out = parallel(x)
+        (out["loss"] + out["y"].sum()).backward()
+    found, expected = x.clone().requires_grad_(), x.clone().requires_grad_()
+    for each, given in ((parallel, found), (model, expected)):
+        out = each(given)
+        (out["loss"] + out["y"].sum()).backward()
+    torch.testing.assert_close(found.grad, expected.grad)
 
 
 @pytest.mark.parametrize(("by_shape", "advice"), [(True, "pad it to one of a few shapes"), (False, "make it a tensor")])

@@ -14,7 +14,7 @@ from torch import nn
 import autopar
 from autopar.errors import OptionsError, TraceError
 from autopar.trace import trace
-from autopar.trace_loss import run_with_loss
+from autopar.trace_loss import call_loss, run_with_loss
 from tests.questions import CLUSTER, on, slow_devices
 from tests.test_calls import Flagged, batch, check_gradients, check_own_loss, check_step, pair
 
@@ -169,6 +169,16 @@ def test_targets_of_a_models_own_go_to_the_model() -> None:
         traced = trace(Own(), (x,), {"targets": y}, device="cpu", loss_fn=loss_fn)
         assert traced.signature.loss == "loss" and "targets" in traced.signature.input_names
     assert trace(Own(), (x,), {"targets": y}, device="cpu").signature.output_names == ("0",)
+
+
+class OfBatch(nn.Module):
+    def forward(self, output: torch.Tensor, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return (output - batch[0]).square().mean()
+
+
+def test_a_loss_that_is_a_module_gets_the_batch_by_that_name() -> None:
+    x, output = torch.randn(2, 4), torch.randn(2, 4)
+    torch.testing.assert_close(call_loss(OfBatch(), output, (x,), {}), (output - x).square().mean())
 
 
 def test_a_flagged_model_has_no_loss_without_labels() -> None:
