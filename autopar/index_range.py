@@ -1,8 +1,8 @@
 """Indices outside of what they index: token ids beyond the vocabulary, labels beyond the classes.
 
 A device that raised in the middle of a program would leave the others waiting for it. So an operation that meets such
-an index notes it (:func:`any_outside`) and computes on, with a result of nan (:func:`poisoned`), which reaches every
-device through the loss; :func:`noted` gives what was met, for the error that follows. Only on processors: a GPU is not
+an index notes it (:func:`any_outside`) and computes on, with a result of nan (:func:`poisoned`); :func:`noted` gives
+what was met, for the error that follows on every device. Only on processors: a GPU is not
 waited for, and its kernels assert that indices are inside, as in eager execution.
 """
 

@@ -1,10 +1,8 @@
-"""Tells every rank of indices out of range that some ranks met, once what they computed with them has reached all."""
+"""Tells every rank of indices out of range that some ranks met, after the call and before gradients are kept."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
-import torch
+from collections.abc import Sequence
 
 from autopar.errors import IndexRangeError
 from autopar.index_range import OutOfRange, noted
@@ -15,16 +13,12 @@ from .section_code import describe_place
 Found = tuple[OutOfRange, str]
 
 
-def raise_bad_indices(exchange: Exchange, results: Iterable[torch.Tensor]) -> None:
-    """Raises :class:`IndexRangeError` if indices were out of range in a call with these ``results``, which are the same
-    on all ranks: on every rank if a result is nan, and only then ranks exchange anything, else where they were."""
+def raise_bad_indices(exchange: Exchange) -> None:
+    """Raises :class:`IndexRangeError`, on every rank, if indices were out of range in the call before. Collective: one
+    byte, since no result tells of an index whose nan is masked, or is looked up for integers."""
     found = [(one, describe_place(one.place)) for one in noted()]
-    if any(result.device.type == "cpu" and bool(result.sum().isnan()) for result in results):
-        everyone: Sequence[list[Found]] = exchange.all_objects(found)
-    else:
-        everyone = [found if rank == exchange.index else [] for rank in range(len(exchange.ranks))]
-    if any(everyone):
-        raise IndexRangeError(_explain(exchange.ranks, everyone))
+    if any(map(any, exchange.all_bytes(bytes([bool(found)])))):
+        raise IndexRangeError(_explain(exchange.ranks, exchange.all_objects(found)))
 
 
 def _explain(ranks: Sequence[int], everyone: Sequence[list[Found]]) -> str:

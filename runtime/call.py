@@ -3,7 +3,7 @@ the model gives them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError, PlanMismatchError
 from autopar.index_range import noted
-from autopar.program import Program, TensorSlot
+from autopar.program import Program, Section, TensorSlot
 from autopar.spec import PARTIAL_SUM, REPLICATE, local_shape, take_local
 
 from .calling import Calling
@@ -50,6 +50,9 @@ class Call(Calling):
         self.results = {slot.target: slot for slot in program.results if slot.kind == "output"}
         self.input_gradients = {s.target: s for s in program.gradients if s.kind == "input_gradient"}
 
+    def sections(self) -> Iterator[Section]:
+        yield from (self.program.refresh, self.program.forward, self.program.backward)
+
     def own_input(self, slot: TensorSlot, value: torch.Tensor) -> torch.Tensor:
         """This rank's part of an input: a global tensor, or a DTensor as it lies or redistributed."""
         if tuple(value.shape) != slot.shape:
@@ -75,7 +78,7 @@ class Call(Calling):
         date. ``past`` is filled in."""
         started, saved = self.start(leaves, past)
         outputs = {name: settled(value) for name, value in started.items()}
-        self.check_indices(outputs)
+        self.check_indices()
         return outputs, saved
 
     def saved_again(self, leaves: Sequence[Any], past: Past) -> list[torch.Tensor]:
@@ -207,7 +210,7 @@ class Call(Calling):
         tangents = self.tangents({name: one}, {s.target: one.dtype for s in self.program.tangents})
         gradients = self.backward(saved, tangents)
         loss = gather_whole(settled(outputs.pop(name)), self.results[name], self.groups).detach()
-        self.check_indices({name: loss})
+        self.check_indices()
         with torch.no_grad():
             for slot, parameter in zip(self.program.parameters, self.parameters, strict=True):
                 gradient = gradients.pop(("gradient", slot.target), None)

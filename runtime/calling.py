@@ -4,18 +4,20 @@ returns."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from autopar.errors import AutoparError, PlanMismatchError
+from autopar.program import Section
 
 from .bad_indices import raise_bad_indices
 from .compiled import Compiled
 from .exchange import Exchange
 from .groups import MeshGroups
+from .index_guards import looks_up
 from .loss_scale import LossScale
 from .weights import Weights
 
@@ -64,7 +66,7 @@ class Calling:
         self.signature = compiled.signature
         self.weights, self.groups = weights, groups
         self.loss_scale = loss_scale
-        self.exchange: Exchange | None = None
+        self._exchange: Exchange | None = None
         self._draw_state = draw_state
         self._leaf_index = {name: i for i, name in enumerate(self.signature.input_names) if name is not None}
         self._bind_program(compiled.program)
@@ -87,12 +89,21 @@ class Calling:
                 )
         return leaves
 
-    def check_indices(self, outputs: Mapping[str, torch.Tensor]) -> None:
-        """Raises :class:`IndexRangeError` if indices were out of range in the call that gave ``outputs``, by name and
-        whole on every rank."""
-        if self.exchange is not None:
-            loss = outputs.get(self.signature.loss or "")
-            raise_bad_indices(self.exchange, outputs.values() if loss is None else [loss])
+    def sections(self) -> Iterator[Section]:
+        """All that this rank runs."""
+        raise NotImplementedError
+
+    def watch_indices(self, exchange: Exchange) -> None:
+        """From now on every rank is told of indices out of range, if the program looks up any on processors.
+        Collective: under stages other ranks may do so, and this one not."""
+        own = self.groups.device.type == "cpu" and looks_up(self.sections())
+        self._exchange = exchange if any(exchange.all_objects(own)) else None
+
+    def check_indices(self) -> None:
+        """Raises :class:`IndexRangeError`, on every rank, if on any of them indices were out of range in the call that
+        has just run. Collective."""
+        if self._exchange is not None:
+            raise_bad_indices(self._exchange)
 
     def leaf_name(self, index: int) -> str:
         """Where leaf ``index`` of the inputs stands in the call, such as ``kwargs['use_cache']``."""

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from autopar.index_range import any_outside, poisoned
+from autopar.program import Section
 
 Operation = Callable[..., Any]
 
@@ -69,3 +70,9 @@ GUARDED: Mapping[str, Operation] = {
     **{name: _guarded_indexing(_operation(name)) for name in _INDEXED},
 }
 """By the names that programs use."""
+
+
+def looks_up(sections: Iterable[Section]) -> bool:
+    """Whether ``sections`` have an operation that notes indices out of range, where they run on processors."""
+    operations = {instruction.op for section in sections for instruction in section.instructions}
+    return any(name in GUARDED or name.startswith("autopar.masked_") for name in operations)

@@ -244,7 +244,7 @@ class ParallelModule(OwnSamples, Delegating):
         bound = PipelineCall if isinstance(compiled.program, PipelineProgram) else Call
         draw_state = partial(self._random.advance, self.training and kind.grad)
         call = bound(compiled, self._weights, self._groups, draw_state, self._loss_scale)
-        call.exchange = self._exchange
+        call.watch_indices(self._exchange)
         self._plan = compiled.plan
         seconds = time.perf_counter() - begin
         guards, planned = compiled.guards, compiled.planned

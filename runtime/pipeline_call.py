@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from autopar.errors import AutoparError
 from autopar.index_range import noted
 from autopar.pipeline import PipelineProgram, StagedParameter, StagedResult
+from autopar.program import Section
 from autopar.spec import PARTIAL_SUM, take_local
 from autopar.timeline import Timeline
 
@@ -46,6 +47,12 @@ class PipelineCall(Calling):
         self._shapes = input_shapes(program)
         self._prelude = None if program.prelude is None else Prelude(program.prelude, self.groups)
 
+    def sections(self) -> Iterator[Section]:
+        if self._prelude is not None:
+            yield self._prelude.program.forward
+        for chunk in self.chunks.values():
+            yield from chunk.program.sections
+
     def step(self, leaves: Sequence[Any], scale: float = 1.0) -> torch.Tensor:
         """All microbatches forward and backward, gradients of the loss times ``scale`` added to ``.grad`` of the
         parameters; the detached loss, unscaled, on every rank."""
@@ -55,7 +62,7 @@ class PipelineCall(Calling):
         run = self._run(leaves, scale)
         totals = self._shared.add_up(self._gradients(run))
         outputs = self._finish(run)
-        self.check_indices(outputs)
+        self.check_indices()
         with torch.no_grad():
             everything = self.weights.module.parameters()
             if self.loss_scale is not None and not self.loss_scale.settle(totals.values(), everything, self.groups):
@@ -68,7 +75,7 @@ class PipelineCall(Calling):
     def run(self, leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
         """Forward alone: outputs by name, whole on every rank. Buffers are brought up to date."""
         outputs = self._finish(self._run(leaves))
-        self.check_indices(outputs)
+        self.check_indices()
         return outputs
 
     def _run(self, leaves: Sequence[Any], scale: float = 1.0) -> PipelineRun:

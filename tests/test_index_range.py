@@ -75,6 +75,41 @@ def test_every_rank_is_told_of_an_index_that_some_meet(name: str) -> None:
         assert "(met on rank 3)" in label, "the others were told"
 
 
+class Masked(nn.Module):
+    """The nan of the first token reaches neither output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up = nn.Embedding(ROWS, 16), nn.Linear(16, 32)
+
+    def forward(self, ids: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.up(self.embed(ids)).relu()
+        return torch.where(keep[:, None], scores, 0.0).mean(), scores.argmax(-1)
+
+
+@pytest.mark.parametrize("integers", [False, True])
+def test_every_rank_is_told_of_an_index_that_no_result_tells_of(integers: bool) -> None:
+    def work(rank: int, world: int) -> str:
+        options = autopar.Options(stages=2, microbatches=2)  # Stage 0 alone meets it.
+        model = autopar.parallelize(Masked(), (2,), options=options, loss_fn=lambda out: out[0], cluster=slow_devices())
+        ids, keep = torch.arange(8), torch.zeros(8, dtype=torch.bool)
+        model.step(ids, keep)
+        before = model.full_tensor(model.get_parameter("embed.weight").grad)
+        ids[7] = ROWS
+        with pytest.raises(autopar.IndexRangeError) as raised:
+            if integers:
+                with torch.no_grad():
+                    model(ids, keep)
+            else:
+                model.step(ids, keep)
+        torch.testing.assert_close(model.full_tensor(model.get_parameter("embed.weight").grad), before)
+        model.step(torch.arange(8), keep)
+        return str(raised.value)
+
+    first, second = on(2, work)
+    assert first == second and "(met on rank 0)" in first, "one was told"
+
+
 INDEX = torch.tensor([0, 4])
 CALLS: dict[str, tuple[Any, ...]] = {
     "aten.embedding.default": (torch.ones(5, 2), INDEX),
