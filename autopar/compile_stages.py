@@ -26,7 +26,7 @@ from .plan import Plan
 from .plan_offers import check_offered
 from .planned_pipeline import PlannedPipeline
 from .prices import BUCKET_BYTES, Prices
-from .refit import refit_plan
+from .refit import corresponding, refit_plan
 from .schedule import Schedule, loop_placement
 from .schedule_messages import forward_only
 from .schedules import SCHEDULES
@@ -75,7 +75,7 @@ class StageCompiler:
         pieces = self._pieces(graph, symbolic)
         after = self.annotate(InsertRests()(pieces.graph))
         assignment = refit_plan(self.plan, before, after)
-        names = {old.name: new.name for old, new in zip(before.nodes, after.nodes, strict=True)}
+        names = corresponding(before, after)
         staged = cut(pieces, tuple(names[name] for name in self.pipeline.cuts))
         return self._program(pieces, staged, assignment, after, checked=True)
 

@@ -16,15 +16,14 @@ def refit(assignment: Assignment, known: Graph, other: Graph) -> Assignment:
     """The assignment of the annotated graph ``known`` for ``other``: the same model, annotated for the same mesh, at
     another batch size.
 
-    Nodes correspond by position: a call that passes inputs by keyword instead of position names them otherwise. Each
-    node takes the strategy that is alike but for sizes inside placements; if several are, the one at the same
-    position.
+    Nodes correspond as :func:`corresponding` says. Each node takes the strategy that is alike but for sizes inside
+    placements; if several are, the one at the same position.
 
     Raises:
         PlanMismatchError: a dim that was divided evenly no longer is, or a strategy is not to be had at the new size;
             names both shapes and a batch size that works.
     """
-    names = {old.name: new.name for old, new in zip(known.nodes, other.nodes, strict=True)}
+    names = corresponding(known, other)
     _check_inputs(assignment, known, other, names)
     strategies = {}
     for name, chosen in assignment.strategies.items():
@@ -38,6 +37,30 @@ def refit(assignment: Assignment, known: Graph, other: Graph) -> Assignment:
     parameters = {names[name]: place for name, place in assignment.parameters.items()}
     recomputed = frozenset(names[name] for name in assignment.recomputed)
     return Assignment(assignment.mesh, strategies, parameters, recomputed=recomputed)
+
+
+def corresponding(known: Graph, other: Graph) -> dict[str, str]:
+    """Which node of ``other`` is which of ``known``, the same model. Nodes correspond by position, inputs by who uses
+    them: a call that passes them in another form (by keyword, in another order) names and lists them otherwise.
+
+    Raises:
+        PlanMismatchError: the graphs run other operations.
+    """
+    before, after = _without_inputs(known), _without_inputs(other)
+    inputs, others = known.placeholders("input"), other.placeholders("input")
+    if [node.op for node in before] != [node.op for node in after] or len(inputs) != len(others):
+        raise PlanMismatchError("the model runs other operations on these inputs than on those the plan was made for")
+    names = {old.name: new.name for old, new in zip(before, after, strict=True)}
+    for old, new in zip(before, after, strict=True):
+        used = zip(old.operands, new.operands, strict=True)
+        names |= {mine.node: its.node for mine, its in used if known[mine.node].op == "input"}
+    taken = set(names.values())
+    unused = (node.name for node in others if node.name not in taken)
+    return names | dict(zip((node.name for node in inputs if node.name not in names), unused, strict=False))
+
+
+def _without_inputs(graph: Graph) -> list[Node]:
+    return [node for node in graph.nodes if node.op != "input"]
 
 
 def refit_plan(plan: Plan, known: Graph, other: Graph) -> Assignment:

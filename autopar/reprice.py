@@ -31,7 +31,7 @@ from .prepared import Prepared
 from .prices import Prices
 from .problem import Solution, evaluate
 from .question import Question
-from .refit import refit_plan
+from .refit import corresponding, refit_plan
 from .repeats import ONCE, Repeats
 from .stage_meshes import StageMeshes
 from .stage_search import inner_repeats, scheduled_answer
@@ -93,7 +93,7 @@ def _reprice_staged(plan: Plan, pipeline: PlannedPipeline, question: Question) -
     known, other = (annotate(InsertRests()(one.graph), plan.mesh) for one in (before, pieces))
     repeats = inner_repeats(count, stages)
     solved = _answer(question, other, refit_plan(plan, known, other), repeats)
-    renamed = {old.name: new.name for old, new in zip(before.graph.nodes, pieces.graph.nodes, strict=True)}
+    renamed = corresponding(before.graph, pieces.graph)
     cuts = tuple(renamed[name] for name in pipeline.cuts)
     layout = StageMeshes(stages, plan.mesh, tuple(range(len(plan.mesh))))
     made = scheduled_answer(layout, cut(pieces, cuts), cuts, pipeline.schedule, solved)

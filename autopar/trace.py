@@ -26,7 +26,7 @@ from .trace_capture import Captured, Request, capture
 from .trace_chance import DrawError
 from .trace_convert import BATCH, convert
 from .trace_counters import warn_of_counters
-from .trace_errors import explain, is_data_dependent
+from .trace_errors import explain, explain_call, is_data_dependent
 from .trace_guards import Guards, guards_of
 from .trace_loss import LossFunction
 from .trace_model import State, model_state, unchanged
@@ -220,7 +220,8 @@ def _captured_as(request: Request, *, select: bool) -> tuple[Captured, Graph]:
     except TraceError:
         raise
     except Exception as error:
-        raise explain(error, tracker.path, request.model) from error
+        wrong = explain_call(error, request.model, *request.call.rebuild(request.call.tensors.values()))
+        raise (wrong or explain(error, tracker.path, request.model)) from error
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import inspect
 import os
 import re
 import traceback
+from collections.abc import Mapping
 
 import numpy as np
 import sympy
@@ -111,6 +112,25 @@ def explain(error: BaseException, module: str, model: torch.nn.Module) -> TraceE
     at = f" at {location[0]}\n    {location[1]}" if location else ""
     reason = _reason(error, location[1] if location else "")
     return TraceError(f"{type(model).__name__} could not be captured as one graph: {where}{at}\n{reason}")
+
+
+def explain_call(
+    error: BaseException, model: torch.nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> TraceError | None:
+    """A :class:`TraceError` for a call that ``forward`` does not take; None if ``error`` is about something else."""
+    if not isinstance(error, TypeError):
+        return None
+    try:
+        signature = inspect.signature(model.forward)
+        signature.bind(*args, **kwargs)
+    except TypeError as wrong:
+        return TraceError(
+            f"{type(model).__name__} cannot be called so: {wrong}; its forward is forward{signature}. What only a loss "
+            "function takes goes to model.step(..., targets=...), with loss_fn given to parallelize"
+        )
+    except ValueError:  # Nothing is known of what forward takes.
+        pass
+    return None
 
 
 def _reason(error: BaseException, line: str) -> str:

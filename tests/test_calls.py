@@ -179,3 +179,27 @@ def test_a_given_plan_meets_an_evaluation_first_and_a_batch_too_large_is_an_erro
         check_step(model, reference, **given)
 
     on(2, work, timeout=400.0)
+
+
+class Compared(nn.Module):
+    """Its inputs differ in rank, and come in another order by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.down(self.up(x).relu()).squeeze(-1), t)
+
+
+@pytest.mark.parametrize("options", [{"microbatches": 2}, STAGED], ids=["microbatches", "stages"])
+def test_a_batch_in_another_form_under_microbatches(options: dict[str, Any]) -> None:
+    x, t = torch.randn(4, 4), torch.randn(4)
+
+    def forms(rank: int, world: int) -> list[float]:
+        model = autopar.parallelize(Compared(), (2,), options=autopar.Options(**options))
+        by_keyword, by_position = model.step(x, t=t), model.step(x, t)
+        return [float(loss) for loss in (by_keyword, by_position, model.step(t=t, x=x))]
+
+    for losses in on(2, forms):
+        assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)

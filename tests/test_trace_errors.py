@@ -288,3 +288,10 @@ class Remembers(nn.Module):
 def test_modules_that_cannot_be_traced(make: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(TraceError, match=message):
         trace(nn.Sequential(nn.Identity(), make()), (torch.randn(6, 4),), device="cpu")
+
+
+def test_a_call_that_forward_does_not_take() -> None:
+    with pytest.raises(TraceError, match=r"cannot be called so: too many positional arguments.*targets="):
+        trace(nn.Linear(4, 2), (torch.randn(3, 4), torch.zeros(3)), device="cpu")
+    with pytest.raises(TraceError, match=r"missing a required argument: 'input'; its forward is forward"):
+        trace(nn.Linear(4, 2), (), {"inputs": torch.randn(3, 4)}, device="cpu")
