@@ -68,6 +68,11 @@ class Contents:
         self.code.finish()
         return self._digest.hexdigest()
 
+    @property
+    def known(self) -> int:
+        """How many objects were met."""
+        return len(self._seen)
+
     def say(self, *words: object) -> None:
         """Feeds texts and numbers as they are."""
         for word in words:

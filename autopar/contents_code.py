@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from .code_origin import code_text, file_of, is_library, version_of
+from .contents_libraries import modules_with_registries, package_digest, registered
 
 if TYPE_CHECKING:
     from .contents import Contents
@@ -38,7 +39,19 @@ _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 _OUTSIDE = frozenset(
     ("os", "random", "time", "datetime", "secrets", "uuid", "socket", "subprocess", "platform", "getpass", "tempfile")
 ) | {"numpy.random", "torch.distributed", "sys", "gc", "psutil", "requests", "urllib"}
+_OUTSIDE |= {"safetensors", "pyarrow", "h5py", "sqlite3", "pathlib", "mmap", "pickle"}
 _OUTSIDE_NAMES = frozenset(("open", "input", "globals", "exec", "eval", "__import__", "id", "hash"))
+# Names under which libraries read files.
+_READERS = frozenset(("load", "loadtxt", "genfromtxt", "fromfile", "from_file", "memmap", "load_file", "safe_open")) | {
+    *("read_text", "read_bytes", "read_csv", "read_json", "read_parquet", "read_pickle", "read_table", "read_feather"),
+    *("read_image", "imread", "from_pretrained", "load_state_dict_from_url"),
+}
+# By these any member of a module may be found.
+_ANY_MEMBER = frozenset(("getattr", "vars", "__dict__"))
+_PLAIN = (type(None), bool, int, float, complex, str, tuple, torch.dtype)
+_OF_MODULES = frozenset(
+    ("__name__", "__doc__", "__package__", "__file__", "__cached__", "__builtins__", "__dict__")
+) | {*("__path__", "__spec__", "__loader__")}
 # What Python itself keeps in a class.
 _OF_CLASSES = (
     "__dict__",
@@ -72,6 +85,9 @@ class Code:
         self._functions: dict[int, _Function] = {}
         # By name what it may stand for.
         self._named: dict[str, set[int]] = {}
+        # Modules of the user's, and what was fed of them.
+        self._modules: dict[str, tuple[types.ModuleType, set[str]]] = {}
+        self._searched: set[str] = set()
 
     def note(self, name: str, value: object) -> None:
         """That ``name`` may stand for ``value``."""
@@ -115,14 +131,46 @@ class Code:
         called reads what is outside of it."""
         from .contents import Unkeyable
 
+        done: set[str] = set()
+        known = -1
+        while known != self._contents.known:
+            known = self._contents.known
+            self._members_of_modules()
+            self._registries()
+            while left := [name for name in self._libraries if name not in done]:
+                for name in left:
+                    done.add(name)
+                    self._library(name)
+        for top in sorted({name.partition(".")[0] for name in self._libraries}):
+            self._contents.say(top, package_digest(top))
         for function in self._reached():
             if function.outside:
                 raise Unkeyable(f"{function.name} uses {function.outside}, which is outside of the model")
-        done: set[str] = set()
-        while left := [name for name in self._libraries if name not in done]:
-            for name in left:
-                done.add(name)
-                self._library(name)
+
+    def _members_of_modules(self) -> None:
+        """What functions of the user's may read of modules of the user's: members that any of them names."""
+        names = {name for function in self._functions.values() for name in function.names} | {"__getattr__"}
+        is_any = not names.isdisjoint(_ANY_MEMBER)
+        while True:
+            before = len(self._modules)
+            for module, fed in list(self._modules.values()):
+                held = {name: value for name, value in vars(module).items() if name not in fed}
+                picked = {n for n, v in held.items() if n in names or (is_any and type(v) in _PLAIN)}
+                fed |= picked
+                members = [(name, held[name]) for name in sorted(picked - _OF_MODULES)]
+                self._contents.feed_all("members", members, module.__name__)
+            if len(self._modules) == before:
+                return
+
+    def _registries(self) -> None:
+        """The user's code that was registered in libraries, which call it."""
+        for name in modules_with_registries(set(self._libraries)):
+            if name not in self._searched:
+                self._searched.add(name)
+                module = sys.modules.get(name)
+                found = list(registered(module)) if isinstance(module, types.ModuleType) else []
+                if found:
+                    self._contents.feed_all("registered", found, name)
 
     def _reached(self) -> Iterator[_Function]:
         """The functions that may run when the model is called: those that others which do refer to by name."""
@@ -167,7 +215,8 @@ class Code:
         contents.feed((function.__defaults__, function.__kwdefaults__), where)
         contents.feed_all("closure", zip(code.co_freevars, map(_held, function.__closure__ or ())), where)  # noqa: B905
         if is_library(file_of(function)):
-            self._libraries.setdefault(function.__module__)
+            # What wraps a function of the user's has the name of its module.
+            self._libraries.setdefault(str(function.__globals__.get("__name__", function.__module__)))
             return
         contents.feed_all("attributes", function.__dict__.items(), where)
         self._references(function)
@@ -178,6 +227,7 @@ class Code:
         known = function.__globals__
         found = {name: known[name] for name in sorted(names) if name in known}
         reasons = [n for n in names & _OUTSIDE_NAMES if n not in known and hasattr(builtins, n)]
+        reasons += names & _READERS
         reasons += [name for name in imported if _is_outside(name)]
         modules = {n: v for n, v in found.items() if isinstance(v, types.ModuleType)}
         modules |= {name: sys.modules[name] for name in imported if name in sys.modules}
@@ -190,13 +240,12 @@ class Code:
         self._contents.feed_all("globals", values.items(), where)
         for name, module in modules.items():
             self.feed(module, name)
-            if not is_library(file_of(module)):
-                members = [(n, vars(module)[n]) for n in sorted(names) if n in vars(module)]
-                self._contents.feed_all("members", members, name)
 
     def _note_module(self, module: types.ModuleType) -> None:
         if is_library(file_of(module)):
             self._libraries.setdefault(module.__name__)
+        elif not module.__name__.startswith("torch."):  # As torch.ops, which has no file.
+            self._modules.setdefault(module.__name__, (module, set()))
 
     def _library(self, name: str) -> None:
         """A module of a library: its version, and its functions, which someone may have replaced."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .trace_counters import digest
+from .tensor_digest import tensor_digest
 
 PLAIN = (
     type(None),
@@ -232,6 +232,6 @@ def _version(tensor: torch.Tensor) -> int:
 def _digest(tensor: torch.Tensor) -> str | None:
     """What a tensor holds, or None where that cannot be read."""
     try:
-        return None if tensor.is_meta else digest(tensor)
-    except (TypeError, RuntimeError):
+        return tensor_digest(tensor)
+    except RuntimeError:
         return None

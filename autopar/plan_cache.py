@@ -85,7 +85,10 @@ def _remember(key: str, plan: Plan) -> None:
 
 
 def _may_be_kept(question: Question, plan: Plan) -> bool:
-    """Not if rules were found for a microbatch, whose sizes the key does not look at."""
+    """Not if the time limit cut it off: the next search may do better. Not if rules were found for a microbatch, whose
+    sizes the key does not look at."""
+    if plan.status != "optimal" and plan.gap > question.options.gap:
+        return False
     return plan.pipeline is None or not needs_finding(question.graph)
 
 

@@ -17,9 +17,11 @@ from autopar.runtime.groups import AxisGroup
 
 from .cache_folder import keeps_work
 from .errors import AutoparError, TraceError
+from .files_read import files_read
 from .kept_work import read, write
 from .trace import Traced, traced_request
 from .trace_capture import Request
+from .trace_counters import warn_of_counters
 from .trace_entry import Entry, Unkeepable, differences
 from .trace_key import trace_key
 
@@ -62,10 +64,13 @@ def _kept(key: str | None, request: Request) -> Traced | None:
             return None
     _known.move_to_end(key)
     try:
-        return _known[key].bind(request)
+        found = _known[key].bind(request)
     except (ValueError, AttributeError, KeyError) as error:
         _log.debug("trace %s does not fit: %s", key, error)
         return None
+    if found.counted:  # As making it would.
+        warn_of_counters(request.model, found.counted)
+    return found
 
 
 def _learn(key: str, text: str) -> bool:
@@ -85,10 +90,13 @@ def _remember(key: str, entry: Entry) -> None:
 
 
 def _made(key: str | None, request: Request) -> Traced:
-    traced = traced_request(request)
+    with files_read() as read_files:
+        traced = traced_request(request)
     if key is None:
         return traced
     try:
+        if read_files:
+            raise Unkeepable(f"while it was made there was {read_files[0]}")
         text = Entry.of(traced, request).to_text()
         entry = Entry.from_text(text)
         found = differences(traced, entry.bind(request))

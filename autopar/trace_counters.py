@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +11,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from .tensor_digest import tensor_digest
 from .trace_model import contents_of, refill
 
 # The mode, members and hooks of any module.
@@ -160,18 +160,14 @@ class Operations(TorchDispatchMode):
         if not isinstance(leaf, torch.Tensor):
             return repr(leaf)
         shown = f"#{self._number(leaf)} {leaf.dtype}{list(leaf.shape)}{leaf.stride()}{leaf.storage_offset()}"
-        return shown if isinstance(leaf, FakeTensor) else f"{shown} {digest(leaf)}"
+        if isinstance(leaf, FakeTensor):
+            return shown
+        found = tensor_digest(leaf)
+        if found is None:
+            raise TypeError(f"what a {type(leaf).__name__} has in it is not known")
+        return f"{shown} {found}"
 
     def _number(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
         # Kept: the address of one that is gone may be another's.
         return self._storages.setdefault(storage._cdata, (len(self._storages), storage))[0]
-
-
-def digest(tensor: torch.Tensor) -> str:
-    """What a real tensor has in it. Raises an error for tensors that hide it."""
-    if type(tensor) not in (torch.Tensor, nn.Parameter):
-        raise TypeError(f"what a {type(tensor).__name__} has in it is not known")
-    with _disable_current_modes(), torch.no_grad():
-        flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -24,7 +24,6 @@ from .signature import Signature
 from .trace import Traced, traced_call
 from .trace_call import Returned
 from .trace_capture import Request
-from .trace_counters import warn_of_counters
 from .trace_read_names import Names, guards_by_name, same_guards
 
 # Every field of what a trace consists of. One that is not named here makes every entry refused: decide how it is kept.
@@ -84,7 +83,7 @@ class Entry:
         return Entry(graph, held, returned, traced.guards, traced.notes, traced.read_names, traced.counted)
 
     def bind(self, request: Request) -> Traced:
-        """The trace of ``request``, and the warning that came with it. Raises ValueError if its model is another."""
+        """The trace of ``request``. Raises ValueError if its model is another."""
         own = {s.name: s.tensor for s in request.state if s.role == "constant"}
         if not set(self.held.values()) <= own.keys():
             raise ValueError("the model has other constants")
@@ -94,8 +93,6 @@ class Entry:
         constants = {name: tensor for name in order for tensor in ({**held, **made}.get(name),) if tensor is not None}
         graph = replace(self.graph, constants={**constants, **held, **made})
         reads = guards_by_name(request.model, request.loss_fn, self.read_names)
-        if self.counted:
-            warn_of_counters(request.model, self.counted)
         found = traced_call(request, self.returned, graph, self.guards, self.notes)
         return replace(found, reads=reads, read_names=self.read_names, counted=self.counted)
 

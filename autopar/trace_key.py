@@ -16,6 +16,8 @@ from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from autopar.runtime.module_hooks import hooks_everywhere
+
 from .code_origin import is_library
 from .contents import Contents, Unkeyable
 from .source_hash import code_version
@@ -26,6 +28,8 @@ def trace_key(request: Request) -> str:
     """The key of a trace. Raises :class:`Unkeyable` if something that it may follow from cannot be told."""
     if _get_current_function_mode_stack() or _get_current_dispatch_mode_stack():
         raise Unkeyable("a mode of torch is active, which may do anything")
+    for hook in hooks_everywhere():
+        raise Unkeyable(f"{hook.text} may do anything")
     contents = Contents()
     contents.say(code_version(), *_surroundings(request.device))
     for name, text in _user_modules():

@@ -50,7 +50,7 @@ def hooks_inside(module: nn.Module) -> tuple[Hook, ...]:
 
 def hooks_of(parts: Iterable[tuple[str, nn.Module]]) -> tuple[Hook, ...]:
     """The hooks of modules, given with their paths, and of every module."""
-    found = list(_everywhere())
+    found = list(hooks_everywhere())
     for path, part in parts:
         if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
             found += _of(part, f"of {path or 'the model'} ({type(part).__name__})")
@@ -63,7 +63,7 @@ def _of(part: nn.Module, where: str) -> Iterator[Hook]:
             yield _described(hook, kind, where)
 
 
-def _everywhere() -> Iterator[Hook]:
+def hooks_everywhere() -> Iterator[Hook]:
     """Of users alone: torch's own, such as those of its counters, come and go at every call."""
     for kind in (*_FORWARD, *_BACKWARD):
         for hook in getattr(module_hooks, f"_global{kind}").values():

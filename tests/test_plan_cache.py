@@ -161,3 +161,14 @@ def test_planning_twice_searches_once(searches: list[Question]) -> None:
 
     assert plan() == plan()
     assert len(searches) == 1
+
+
+def test_a_plan_that_the_time_limit_cut_off_is_not_kept(
+    question: Question, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_off(question: Question, timings: Timings) -> Plan:
+        return replace(answer(question, timings), status="feasible", gap=0.5)
+
+    monkeypatch.setattr(plan_cache, "answer", cut_off)
+    answered(question, Timings())
+    assert not folder.exists()
