@@ -34,7 +34,8 @@ def test_a_model_of_unknown_operations_is_divided_and_right() -> None:
         for axis in range(2):
             assert any(isinstance(p[axis], Shard) for p in (*strategy.inputs, *strategy.outputs)), f"{name}: {strategy}"
         assert "probed (" in str(plan.why(name))
-    assert plan.fallbacks == () and plan.warnings == ()
+    assert plan.fallbacks == ()
+    assert [warning for warning in plan.warnings if "FSDP2 is priced" not in warning] == []
     assert any(str(row[0]).startswith("probed") for row in plan.table(by="rule").rows)
     assert autopar.Plan.from_json(plan.to_json()).rules == plan.rules
 
