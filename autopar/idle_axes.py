@@ -38,7 +38,9 @@ def _is_idle(plan: Plan, axis: int) -> bool:
 
 def _alike(plan: Plan, axis: int) -> float:
     """The share of the computing, in seconds, that is the same on all devices along ``axis``; 0 if there is none."""
-    lines = [line for line in plan.lines if line.kind in ("compute", "optimizer")]
+    # What agreeing on the loss scale takes, and what is computed again, is of no node of its own.
+    kinds = {"compute": plan.strategies, "optimizer": plan.nodes}
+    lines = [line for line in plan.lines if line.name in kinds.get(line.kind, ())]
     alike = sum(line.seconds for line in lines if not _is_divided(plan, line, axis))
     total = sum(line.seconds for line in lines)
     return alike / total if total else 0.0

@@ -188,10 +188,9 @@ def test_training_and_evaluation(name: str, wanted: Wanted) -> None:
     assert all(one == names[0] for one in names)
 
 
-def refuses(model: ParallelModule, reference: nn.Module, batch: Any) -> None:
-    step(model, batch)
-    with pytest.raises(AutoparError, match="pass the global batch"):
-        model.local_batch(**batch)
+def takes_parts(model: ParallelModule, reference: nn.Module, batch: Any) -> tuple[float, float]:
+    whole = model.step(**batch)
+    return float(whole), float(model.step(**model.local_batch(**batch)))
 
 
 def clips(model: ParallelModule, reference: nn.Module, batch: Any) -> None:
@@ -226,8 +225,9 @@ def test_torchs_own_clipping_over_stages() -> None:
     on_ranks("gpt2", Wanted((2, 2), "1f1b", 2), clips)
 
 
-def test_what_a_pipeline_refuses() -> None:
-    on_ranks("llama", Wanted((2, 1), "1f1b", 2), refuses)
+def test_a_local_batch_is_the_batch() -> None:
+    for whole, parts in on_ranks("llama", Wanted((2, 1), "1f1b", 2), takes_parts):
+        assert parts == whole
 
 
 def records(model: ParallelModule, reference: nn.Module, batch: Any) -> Any:
