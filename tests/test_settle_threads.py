@@ -11,10 +11,10 @@ from autopar.runtime.groups import mesh_groups, mesh_of_one
 
 
 def test_threads_of_gloo_are_seen_and_waited_for() -> None:
-    assert settle_threads._activity() == {}
+    before = settle_threads._activity().keys()  # Other tests of this process may have left some.
     mesh_groups(mesh_of_one())
     dist.all_reduce(torch.ones(3))
-    assert len(settle_threads._activity()) >= 1
+    assert settle_threads._activity().keys() - before
     settle_threads.settle_threads()
 
 
