@@ -108,9 +108,9 @@ def test_what_only_rounding_excuses_is_named() -> None:
     alone = OneStep(loss, {"weight": weight, "other": torch.full((2,), 10.0)})
     exact = OneStep(loss, {**alone.gradients, "weight": weight + 2e-5})
     found = OneStep(loss, {**alone.gradients, "weight": weight + 5e-5}, plan=plan)
-    report = judge(found, (alone, exact), Closeness(), (1,), 0.0)
+    report = judge(found, (alone, exact), Closeness(), 0.0, (1,))
     assert report.ok and report.eased == ("weight",) and "by no more than their rounding" in str(report)
-    assert not judge(found, (alone, alone), Closeness(), (1,), 0.0).ok
+    assert not judge(found, (alone, alone), Closeness(), 0.0, (1,)).ok
 
 
 def test_complex_buffers_stay_complex_in_float64() -> None:
