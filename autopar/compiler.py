@@ -259,10 +259,11 @@ class Compiler:
         return StageCompiler(self.plan, self.cluster, optimizer, index, self._annotated_alike, solve)
 
     def _as_compiled(
-        self, program: PipelineProgram, graph: Graph, base: Prepared, *, planned: bool = False
+        self, program: Program | PipelineProgram, graph: Graph, base: Prepared, *, planned: bool = False
     ) -> Compiled:
         assert self.plan is not None
-        text = f"{plan_identity(self.plan)}{graph.to_text()}{program.schedule}{torch.__version__}"
+        order = program.schedule if isinstance(program, PipelineProgram) else _messages(program)
+        text = f"{plan_identity(self.plan)}{graph.to_text()}{order}{torch.__version__}"
         fingerprint = hashlib.sha256(text.encode()).hexdigest()
         return Compiled(
             program, base.traced.signature, self.plan, fingerprint, guards=base.traced.reads, planned=planned
@@ -295,12 +296,7 @@ class Compiler:
         prices = Prices.of(self.cluster, self.plan.mesh, annotated)
         graph, assignment = recomputed(graph, assignment)
         job = Lowering(graph, assignment, coordinate_of(self.ranks.index, self.plan.mesh), prices.path, BUCKET_BYTES)
-        program = overlap(lower(job, graph.outputs))
-        text = f"{plan_identity(self.plan)}{graph.to_text()}{_messages(program)}{torch.__version__}"
-        fingerprint = hashlib.sha256(text.encode()).hexdigest()
-        return Compiled(
-            program, base.traced.signature, self.plan, fingerprint, guards=base.traced.reads, planned=planned
-        )
+        return self._as_compiled(overlap(lower(job, graph.outputs)), graph, base, planned=planned)
 
 
 def _messages(program: Program) -> list[tuple[str, Any]]:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.runtime.call_kind import positional
+
 from .errors import TraceError
 
 LossFunction = Callable[..., Any]
@@ -80,25 +82,15 @@ def _check_loss_module(loss_fn: LossFunction) -> None:
             )
 
 
-def _positional(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The positional parameters of a function; of a module, of its forward."""
-    called = function.forward if isinstance(function, nn.Module) else function
-    try:
-        parameters = inspect.signature(called).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    return [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-
-
 def _takes_batch(loss_fn: LossFunction) -> bool:
     """Whether ``loss_fn`` must be given the batch as a second positional argument."""
-    positional = _positional(loss_fn)
-    return sum(p.default is p.empty for p in positional) >= 2 or any(p.name == "batch" for p in positional[1:])
+    parameters = positional(loss_fn)
+    return sum(p.default is p.empty for p in parameters) >= 2 or any(p.name == "batch" for p in parameters[1:])
 
 
 def _needs_targets(loss_fn: LossFunction) -> bool:
     """Whether the second argument that ``loss_fn`` needs is surely not the batch: that of torch's losses."""
-    second = _positional(loss_fn)[1:2]
+    second = positional(loss_fn)[1:2]
     if any(p.name == "batch" for p in second):
         return False
     named = isinstance(loss_fn, nn.Module) or any(p.name in ("target", TARGETS) for p in second)
@@ -116,13 +108,13 @@ def _takes_targets(model: nn.Module) -> bool:
 def _goes_to_model(model: nn.Module, loss_fn: LossFunction) -> bool:
     """Whether the input called targets is the model's own although there is a loss function: one that takes the output
     alone, or asks for the batch by that name. Raises :class:`TraceError` if nobody takes it."""
-    positional = _positional(loss_fn)
-    if not positional or (len(positional) > 1 and positional[1].name != "batch"):
+    parameters = positional(loss_fn)
+    if not parameters or (len(parameters) > 1 and parameters[1].name != "batch"):
         return False
     if not _takes_targets(model):
         raise TraceError(
             f"{TARGETS}= is given, but the loss function {_name(loss_fn)} takes the output"
-            f"{' and the batch' if len(positional) > 1 else ' alone'}: give it a second parameter, as in "
+            f"{' and the batch' if len(parameters) > 1 else ' alone'}: give it a second parameter, as in "
             "loss_fn(output, targets)"
         )
     return True

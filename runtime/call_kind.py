@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,7 +96,7 @@ def named_leaves(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 def leaf_names(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
     """The names of the leaves of a call, in the order of :class:`CallKind`."""
-    names = _positional(model)
+    names = [parameter.name for parameter in positional(model)]
     return [_path_name(path, names) for path, _ in tree_flatten_with_path((args, dict(sorted(kwargs.items()))))[0]]
 
 
@@ -107,12 +107,14 @@ def name_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     return next((name for name, given in names if given is leaf), "given")
 
 
-def _positional(model: nn.Module) -> list[str]:
+def positional(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The positional parameters of a function; of a module, of its forward. None where nothing is known of them."""
+    called = function.forward if isinstance(function, nn.Module) else function
     try:
-        parameters = inspect.signature(model.forward).parameters.values()
+        parameters = inspect.signature(called).parameters.values()
     except (TypeError, ValueError):
         return []
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 def _path_name(path: tuple[Any, ...], names: list[str]) -> str:

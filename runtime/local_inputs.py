@@ -25,6 +25,7 @@ from autopar.spec import Placements, shard_dim, take_local
 from .collectives import Collectives
 from .exchange import Exchange
 from .groups import MeshGroups
+from .parameters import contiguous_stride
 
 SHARD_0 = Shard(0)
 
@@ -108,7 +109,7 @@ def whole_dtensor(tensor: torch.Tensor, groups: MeshGroups) -> DTensor:
 
 
 def _dtensor(local: torch.Tensor, placement: TorchPlacement, shape: tuple[int, ...], groups: MeshGroups) -> DTensor:
-    stride = tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+    stride = contiguous_stride(shape)
     placements = [placement] * len(groups.shape)
     return DTensor.from_local(local, groups.mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
