@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .assignment import travels_unseen, uses
-from .graph import REST, Phase
 from .item_prices import adding_seconds, agreement_seconds, casting_seconds, offload_seconds, optimizer_seconds
+from .node import REST, Phase
 from .placed_step import PlacedStep, trained
-from .plan import LineKind
+from .plan_record import LineKind
 from .reshard import Collective, Hop, make_hop
 from .step_memory import Memory, memory
 from .windows import Beside, Priced, sides_of_sections, windows_of

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from .assignment import Assignment, ParameterPlacement
-from .graph import DTYPE_NAMES, REST, Graph, Node
+from .graph import Graph
 from .instance import Instance
+from .node import DTYPE_NAMES, REST, Node
 from .offer import Choice
 from .placed_step import PlacedStep
-from .plan import Alternative, Alternatives, Holding, PlanNode
+from .plan_record import Alternative, Alternatives, Holding, PlanNode
 from .prices import local_bytes
 from .problem import Floats, Ints, Problem, Transfer, Window, sides_of
 from .restrict import module_outputs

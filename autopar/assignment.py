@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from .graph import Graph, Node, Output, Phase, TensorType, Value
+from .graph import Graph
+from .node import Node, Output, Phase, TensorType, Value
 from .spec import REPLICATE, Placements, Strategy
 
 

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from .assignment import Assignment
-from .graph import Graph, Node
+from .graph import Graph
+from .node import Node
 from .spec import Placement, is_shard, shard_before, shard_dim
 
 

@@ -30,8 +30,9 @@ from autopar.cost import bucketed_seconds, collective_seconds
 from .account import Account, Line, rebilled
 from .assignment import ParameterPlacement
 from .axis_names import weight_values
-from .graph import Graph, Node
+from .graph import Graph
 from .instance import Instance
+from .node import Node
 from .offer import Choice
 from .paths import block_of
 from .placed_step import PlacedStep

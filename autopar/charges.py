@@ -8,7 +8,6 @@ from functools import cached_property
 import numpy as np
 
 from .assignment import Again, ParameterPlacement
-from .graph import REST, Node, Value
 from .item_prices import (
     accumulator_bytes,
     adding_seconds,
@@ -20,6 +19,7 @@ from .item_prices import (
     parameter_bytes,
     temporary_bytes,
 )
+from .node import REST, Node, Value
 from .offer import OUTPUTS, Choice, Offer
 from .prices import local_bytes
 from .problem import Group, Transfer

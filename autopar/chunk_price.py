@@ -11,7 +11,7 @@ from autopar.passes.stages import split_backward
 
 from .account import Account, Line
 from .graph import Graph
-from .plan import ONCE_A_STEP
+from .plan_record import ONCE_A_STEP
 from .prices import BUCKET_BYTES, local_bytes
 from .stage_chunks import Chunk
 from .windows import Priced, Shares, Sides, sides_of_sections

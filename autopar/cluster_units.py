@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from .links import require
-
-if TYPE_CHECKING:
-    from .cluster import Cluster
+from .device import Device
+from .links import Link, require
 
 # No hardware has less (of memory, rates), or takes longer (a step of a message, starting an operation).
 LEAST_BYTES, LEAST_RATE, LEAST_BANDWIDTH, MOST_SECONDS = 2**20, 1e6, 1e3, 1.0
@@ -18,7 +16,16 @@ _OF_CLUSTER = ("collective_seconds", "synchronisation_seconds")
 _OF_RATE = ("latency", "start", "ramp")
 
 
-def check_units(cluster: Cluster, where: str) -> None:
+class Described(Protocol):
+    """What is checked of a :class:`~autopar.cluster.Cluster`."""
+
+    @property
+    def device(self) -> Device: ...
+    @property
+    def links(self) -> tuple[Link, ...]: ...
+
+
+def check_units(cluster: Described, where: str) -> None:
     """Raises :class:`OptionsError` that names the key and its unit; ``where`` is the file. What is 0 is not said."""
     for key, value, least, unit in _amounts(cluster):
         meant = f"{where}: {key} is {value!r} {unit}; is it meant in other units? Write 80e9 for 80 G"
@@ -33,7 +40,7 @@ def check_units(cluster: Cluster, where: str) -> None:
     )
 
 
-def _amounts(cluster: Cluster) -> Iterator[tuple[str, float, float, str]]:
+def _amounts(cluster: Described) -> Iterator[tuple[str, float, float, str]]:
     device = cluster.device
     for name in ("memory_bytes", "host_memory_bytes"):
         yield f"device: {name}", getattr(device, name), LEAST_BYTES, "bytes"
@@ -50,7 +57,7 @@ def _amounts(cluster: Cluster) -> Iterator[tuple[str, float, float, str]]:
                 yield key, line.bandwidth, LEAST_BANDWIDTH, "bytes per second"
 
 
-def _seconds(cluster: Cluster) -> Iterator[tuple[str, float]]:
+def _seconds(cluster: Described) -> Iterator[tuple[str, float]]:
     for name in _OF_CLUSTER:
         yield name, getattr(cluster, name)
     for name in _OF_DEVICE:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import sysconfig
 import types
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
+import sympy
+import torch
+
 # Where distributions are installed, also those of an environment that this one is made of.
 _INSTALLED = frozenset(("site-packages", "dist-packages"))
+_HANDLERS = ("__torch_function__", "__torch_dispatch__")
+_STANDARD = os.path.dirname(os.__file__) + os.sep
 _texts: WeakKeyDictionary[types.CodeType, str] = WeakKeyDictionary()
 
 
@@ -40,13 +48,31 @@ def is_library(file: str) -> bool:
 
 @lru_cache(maxsize=1)
 def _folders() -> tuple[str, ...]:
-    import autopar.cost
-    import autopar.passes
-    import autopar.runtime
-
     paths = sysconfig.get_paths()
-    own = (str(Path(str(p.__file__)).parent) for p in (autopar, autopar.cost, autopar.passes, autopar.runtime))
-    return (*(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")), *own)
+    return (*(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")), *own_folders().values())
+
+
+@lru_cache(maxsize=1)
+def own_folders() -> dict[str, str]:
+    """The packages of autopar that have folders of their own in a checkout -> their folders."""
+    specs = {name: find_spec(name) for name in ("autopar", "autopar.passes", "autopar.cost", "autopar.runtime")}
+    return {name: next(iter(spec.submodule_search_locations or ())) for name, spec in specs.items() if spec}
+
+
+def is_users(filename: str, function: str) -> bool:
+    """Whether a frame is of the author of a model: neither torch's, nor ours, nor the standard library's, nor one that
+    only handles a call of torch made elsewhere."""
+    return function not in _HANDLERS and not filename.startswith((*_known_folders(), "<")) and not _is_stdlib(filename)
+
+
+@lru_cache(maxsize=1)
+def _known_folders() -> tuple[str, ...]:
+    libraries = (os.path.dirname(file) for file in (torch.__file__, sympy.__file__, np.__file__))
+    return tuple(folder + os.sep for folder in (*libraries, *own_folders().values()))
+
+
+def _is_stdlib(filename: str) -> bool:
+    return filename.startswith(_STANDARD) and "site-packages" not in filename
 
 
 def _stdlib() -> str:

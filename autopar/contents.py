@@ -27,12 +27,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from .contents_code import Code
+from .contents_feed import Unkeyable
 from .tensor_digest import tensor_digest
-
-
-class Unkeyable(Exception):
-    """What an object is cannot be told; the message says which and why."""
-
 
 _ATOMS = (
     *(type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented)),
@@ -55,8 +52,6 @@ class Contents:
     tying of weights, counts as well."""
 
     def __init__(self) -> None:
-        from .contents_code import Code
-
         self._digest = hashlib.sha256()
         self._seen: dict[int, int] = {}
         self._kept: list[object] = []

@@ -15,16 +15,14 @@ import threading
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from .code_origin import code_text, file_of, is_library, version_of
+from .contents_feed import Feed, Unkeyable
 from .contents_libraries import modules_with_registries, package_digest, registered
-
-if TYPE_CHECKING:
-    from .contents import Contents
 
 _BUILTIN: tuple[type, ...] = (
     *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType),
@@ -79,7 +77,7 @@ class _Function:
 class Code:
     """What one :class:`.Contents` knows of code."""
 
-    def __init__(self, contents: Contents) -> None:
+    def __init__(self, contents: Feed) -> None:
         self._contents = contents
         self._libraries: dict[str, None] = dict.fromkeys(("torch", "torch.nn.functional", "torch.nn.modules.module"))
         self._functions: dict[int, _Function] = {}
@@ -129,8 +127,6 @@ class Code:
     def finish(self) -> None:
         """Feeds what all that was met stands on. Raises :class:`.Unkeyable` if code that may run when the model is
         called reads what is outside of it."""
-        from .contents import Unkeyable
-
         done: set[str] = set()
         known = -1
         while known != self._contents.known:
@@ -184,8 +180,6 @@ class Code:
                 left |= set(self._named) if "getattr" in function.names else function.names & set(self._named)
 
     def _builtin(self, value: Any, where: str) -> None:
-        from .contents import Unkeyable
-
         owner = getattr(value, "__self__", None)
         module = getattr(value, "__module__", None) or getattr(getattr(value, "__objclass__", None), "__module__", "")
         if isinstance(module, str) and module in _OUTSIDE:

@@ -8,8 +8,8 @@ from functools import cached_property
 
 import torch
 
-from .graph import DTYPE_NAMES
 from .links import is_amount, is_rate, require
+from .node import DTYPE_NAMES
 
 
 @dataclass(frozen=True)

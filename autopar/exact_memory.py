@@ -17,7 +17,7 @@ from .assignment import Assignment
 from .graph import Graph
 from .instance import Instance
 from .placed_step import PlacedStep
-from .plan import Holding
+from .plan_record import Holding
 from .prices import BUCKET_BYTES
 from .repeats import ONCE
 from .step_memory import HostMemory, Memory, host_memory

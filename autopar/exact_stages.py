@@ -15,7 +15,7 @@ from .graph import Graph
 from .loans import loans
 from .pipeline import PipelineProgram, StagedParameter
 from .placed_step import PlacedStep
-from .plan import Predicted
+from .plan_record import Predicted
 from .prices import BUCKET_BYTES
 from .stage_plan import rank_holdings
 from .stage_search import Ask, StagedAnswer, search

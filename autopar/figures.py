@@ -13,7 +13,7 @@ from .account import Account, Line
 from .cluster import Cluster
 from .graph import Graph
 from .instance import Instance
-from .plan import PlanLine, Predicted, Step
+from .plan_record import PlanLine, Predicted, Step
 from .spec import short
 from .step_memory import Memory
 

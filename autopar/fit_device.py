@@ -12,9 +12,9 @@ import numpy as np
 from autopar.cost.products import attention_seconds, product_seconds
 
 from .device import Device
-from .graph import SHORT_DTYPES
 from .least_error import least_error, nonnegative_fit
 from .measure_device import FUNCTION_ELEMENTS, HEADS, UPDATED, AttentionSample, DeviceSamples, MatrixSample
+from .node import SHORT_DTYPES
 from .problem import Floats
 
 # What AdamW reads and writes of each element at the least: value, gradient and two states; value and two states.

@@ -12,8 +12,9 @@ from autopar.passes.recompute import recomputed
 
 from .assignment import Assignment, ParameterPlacement
 from .errors import InfeasibleError
-from .graph import Graph, Node
+from .graph import Graph
 from .instance import Instance, build_instance
+from .node import Node
 from .offer import Choice
 from .placed_step import PlacedStep
 from .prices import Prices

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from .assignment import Assignment
 from .axis_names import default_names
 from .graph import Graph
-from .plan import Plan, Predicted
+from .plan import Plan
+from .plan_record import Predicted
 from .question import Question
 from .stage_meshes import StageMeshes
 

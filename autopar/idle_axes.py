@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from .plan import Plan, PlanLine, Predicted
+from .plan_record import PlanLine, PlanRecord, Predicted
 from .plan_units import duration
 from .spec import is_shard
 
@@ -14,7 +14,7 @@ from .spec import is_shard
 MOSTLY = 0.9
 
 
-def idle_devices(plan: Plan, priced: Mapping[str, Predicted | None]) -> Iterator[str]:
+def idle_devices(plan: PlanRecord, priced: Mapping[str, Predicted | None]) -> Iterator[str]:
     """A sentence for people, if devices of ``plan`` compute the same; ``priced`` are baselines by name."""
     axes = [axis for axis, size in enumerate(plan.mesh) if size > 1 and _is_idle(plan, axis)]
     if not axes:
@@ -30,13 +30,13 @@ def idle_devices(plan: Plan, priced: Mapping[str, Predicted | None]) -> Iterator
     )
 
 
-def _is_idle(plan: Plan, axis: int) -> bool:
+def _is_idle(plan: PlanRecord, axis: int) -> bool:
     """Not if most parameters rest in shards over ``axis``, which then serves for their memory."""
     shared = sum(is_shard(place.optimizer[axis]) for place in plan.parameters.values())
     return 2 * shared <= len(plan.parameters) and _alike(plan, axis) >= MOSTLY
 
 
-def _alike(plan: Plan, axis: int) -> float:
+def _alike(plan: PlanRecord, axis: int) -> float:
     """The share of the computing, in seconds, that is the same on all devices along ``axis``; 0 if there is none."""
     # What agreeing on the loss scale takes, and what is computed again, is of no node of its own.
     kinds = {"compute": plan.strategies, "optimizer": plan.nodes}
@@ -46,14 +46,14 @@ def _alike(plan: Plan, axis: int) -> float:
     return alike / total if total else 0.0
 
 
-def _is_divided(plan: Plan, line: PlanLine, axis: int) -> bool:
+def _is_divided(plan: PlanRecord, line: PlanLine, axis: int) -> bool:
     if line.kind == "optimizer":
         return is_shard(plan.parameters[plan.nodes[line.name].target].optimizer[axis])
     strategy = plan.strategies[line.name]
     return any(is_shard(places[axis]) for places in (*strategy.inputs, *strategy.outputs))
 
 
-def _reason(plan: Plan, priced: Mapping[str, Predicted | None]) -> str:
+def _reason(plan: PlanRecord, priced: Mapping[str, Predicted | None]) -> str:
     other, seconds = priced.get("data parallel"), plan.predicted.step_seconds
     if plan.pinned:
         return "nothing quicker was found under these pins"

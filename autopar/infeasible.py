@@ -10,8 +10,8 @@ import numpy as np
 
 from .cluster import Cluster
 from .errors import InfeasibleError
-from .graph import REST
 from .instance import Instance
+from .node import REST
 from .options import Options
 from .plan_units import size
 from .problem import Group, Ints, host_binds, host_of, memory_of

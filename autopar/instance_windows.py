@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .graph import REST
+from .node import REST
 from .offer import OUTPUTS, Offer
 from .problem import Window
 from .routes import Route

@@ -10,7 +10,8 @@ from torch.distributed.tensor import Partial
 from autopar.cost import collective_seconds
 
 from .assignment import ParameterPlacement
-from .graph import REST, VIEWS, Graph, Node, TensorType, Value
+from .graph import Graph
+from .node import REST, VIEWS, Node, TensorType, Value
 from .optimizers import optimizer_bytes
 from .prices import Prices, local_bytes, local_type
 from .repeats import Repeats

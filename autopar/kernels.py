@@ -21,7 +21,8 @@ import networkx as nx
 
 from autopar.cost import family_of
 
-from .graph import REST, VIEWS, Graph, Node, Value
+from .graph import Graph
+from .node import REST, VIEWS, Node, Value
 
 Moves = Callable[[Node, Node], bool]
 Alone = Callable[[Node], bool]

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from torch.distributed.tensor import Partial
 
-from .graph import VIEWS, Graph, Value
+from .graph import Graph
+from .node import VIEWS, Value
 from .problem import Floats
 from .spec import Placements
 

@@ -19,7 +19,6 @@ from autopar.cost import family_of
 from .assignment import Use, uses
 from .cluster import Cluster
 from .depth import Depth
-from .graph import Node, TensorType, Value
 from .kernels import Kernel, Kernels, find_kernels, readers
 from .layout import Layout, matches
 from .layout_experts import BACKWARD, are_cast, bill_block, check_degree, expert_weights, find_blocks
@@ -30,6 +29,7 @@ from .layout_place import Placed
 from .layout_saved import Saved
 from .layout_section import Seconds, Section, Sections, Weight
 from .layout_transients import Transients
+from .node import Node, TensorType, Value
 from .prices import local_type
 from .spec import Placements
 

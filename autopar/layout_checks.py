@@ -15,9 +15,10 @@ from autopar.passes.rules import RULES
 from .axis_names import weight_values
 from .depth import Depth, inside
 from .errors import OptionsError
-from .graph import REST, Graph, Node, Value
+from .graph import Graph
 from .layout import Layout, degrees, matches, matches_whole
 from .layout_experts import FORWARD, MATRICES
+from .node import REST, Node, Value
 from .paths import meant
 from .spec import Placement, is_shard
 

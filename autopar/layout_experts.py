@@ -23,10 +23,11 @@ from autopar.cost import compute_seconds, family_of
 from .assignment import Assignment
 from .cluster import Cluster
 from .errors import OptionsError
-from .graph import Graph, Node, Value
+from .graph import Graph
 from .kernels import origin
 from .layout import Layout, degrees
 from .layout_exchange import Block, sent_rows
+from .node import Node, Value
 from .prices import local_type
 
 FORWARD, BACKWARD = "autopar.experts.default", "autopar.experts_backward.default"

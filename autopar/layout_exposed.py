@@ -24,11 +24,12 @@ from torch.distributed.tensor import Partial
 from autopar.cost import family_of
 
 from .axis_names import weight_values
-from .graph import VIEWS, Graph, Node, Value
+from .graph import Graph
 from .instance import Instance
 from .kernels import is_heavy, origin
 from .layout import TENSOR, Layout
 from .layout_experts import OPERATIONS
+from .node import VIEWS, Node, Value
 from .offer import OUTPUTS, Choice, operand_place, result_place
 from .problem import Floats, Ints, Transfer
 from .routes import Route

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .depth import Depth
-from .graph import Graph, Value
+from .graph import Graph
 from .kernels import readers
+from .node import Value
 
 BEFORE, AFTER = "(before)", "(after)"
 

@@ -10,12 +10,13 @@ import torch
 from autopar.cost import compute_seconds, family_of, node_seconds
 
 from .axis_names import weight_values
-from .graph import REST, Graph, Node, TensorType, Value
+from .graph import Graph
 from .kernels import Kernel, Kernels, is_alias, origin, readers
 from .layout import Layout, matches
 from .layout_experts import FP8, OPERATIONS, are_cast, routers
 from .layout_homes import AFTER, BEFORE
 from .layout_place import Placed
+from .node import REST, Node, TensorType, Value
 from .prices import local_bytes, local_type
 
 PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default"))

@@ -23,12 +23,13 @@ from autopar.passes.fold import fold_layers
 from .assignment import Assignment, ParameterPlacement
 from .cluster import Cluster
 from .errors import OptionsError
-from .graph import REST, Graph, Node, TensorType, Value
+from .graph import Graph
 from .instance import Instance, build_instance
 from .kernels import readers
 from .layout import CONTEXT, TENSOR, Layout, matches
 from .layout_experts import routers
 from .layout_exposed import as_billed, scattering
+from .node import REST, Node, TensorType, Value
 from .offer import Choice
 from .prices import Prices, exchanged_bytes, placement_options
 from .problem import Solution, evaluate

@@ -13,7 +13,7 @@ from .layout_precision import DTYPES
 from .layout_ranks import held_chunks
 from .layout_section import Sections
 from .layout_step import LayoutStep
-from .plan import Predicted
+from .plan_record import Predicted
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
-from .graph import Graph, Node, Value
+from .graph import Graph
 from .kernels import Kernels, is_alias, is_heavy, origin
+from .node import Node, Value
 
 
 def remakeable(graph: Graph, saved: tuple[Value, ...], moved: Set[tuple[Value, str]]) -> Mapping[Value, Set[Value]]:

@@ -10,7 +10,7 @@ import torch
 from autopar.cost import compute_seconds
 
 from .assignment import Use, operand_uses
-from .graph import Graph, Node, Value
+from .graph import Graph
 from .kernels import origin, readers
 from .layout import Layout, matches, matches_whole
 from .layout_attention import inside_attention
@@ -19,6 +19,7 @@ from .layout_kernels import KernelPrices
 from .layout_place import Placed
 from .layout_remade import computed_again, remakeable, remaking
 from .layout_section import Seconds
+from .node import Node, Value
 from .prices import local_bytes
 from .spec import Placements
 

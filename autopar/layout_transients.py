@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .assignment import Assignment, Use, operand_uses
-from .graph import Graph, Value
+from .graph import Graph
 from .kernels import Kernel, readers
 from .layout_experts import OPERATIONS
+from .node import Value
 from .prices import local_bytes
 from .spec import Placements
 

@@ -10,7 +10,8 @@ from functools import cached_property
 from autopar.passes.recomputable import Recomputable
 
 from .assignment import Again, ParameterPlacement
-from .graph import Graph, Node, Value
+from .graph import Graph
+from .node import Node, Value
 from .optimizers import optimizer_bytes
 from .placed_step import trained
 from .prices import Prices

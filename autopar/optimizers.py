@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from .graph import Dim, TensorType
+from .node import Dim, TensorType
 
 Shape = tuple[Dim, ...]
 

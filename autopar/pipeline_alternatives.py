@@ -17,7 +17,7 @@ from .found_plan import Found, named_axes
 from .graph import Graph
 from .infeasible_pipeline import pipeline_infeasible
 from .options import SOLVED, Options
-from .plan import Predicted
+from .plan_record import Predicted
 from .question import Question, memory_limit_of
 from .stage_attempts import attempts
 from .stage_meshes import StageMeshes

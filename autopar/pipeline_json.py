@@ -8,7 +8,7 @@ from dataclasses import astuple
 from typing import Any
 
 from .planned_pipeline import ChunkFigures, LinkFigures, PlannedPipeline
-from .schedule_text import schedule_from_json
+from .schedule import Schedule
 from .spec import Placements, short
 from .stages import Edge
 
@@ -43,7 +43,7 @@ def pipeline_from_data(data: Any, places: Callable[[str], Placements]) -> Planne
     edges = [(Edge(int(s), int(t), str(name)), text, int(n)) for s, t, name, text, n in data["wires"]]
     return PlannedPipeline(
         cuts=tuple(map(str, data["cuts"])),
-        schedule=schedule_from_json(data["schedule"]),
+        schedule=Schedule.from_json(data["schedule"]),
         wires={edge: places(text) for edge, text, _ in edges},
         wire_bytes={edge: count for edge, _, count in edges},
         chunk_figures=tuple(ChunkFigures(*map(float, row)) for row in data["chunk_figures"]),

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import get_args
 
 from .errors import OptionsError
-from .graph import RECOMPUTED
+from .node import RECOMPUTED
 from .paths import meant
-from .plan import LineKind, Plan, PlanLine, Predicted
+from .plan_record import LineKind, PlanLine, PlanRecord, Predicted
 from .plan_stages import busiest_stage
 from .plan_types import wrong_fields
 from .program import COLLECTIVES
@@ -31,15 +31,17 @@ _TYPES = r"(\w+\[[\d, ]*\](, \w+\[[\d, ]*\])*)?"
 HOLDINGS = ("weight", "gradient", "optimizer", "activation", "input")
 
 
-def validate(plan: Plan) -> None:
+def validate(plan: PlanRecord) -> None:
     """Raises :class:`OptionsError` that names what is wrong, the first few of it."""
-    wrong = list(itertools.islice(wrong_fields(plan, Plan, ""), SHOWN)) or list(itertools.islice(_wrong(plan), SHOWN))
+    wrong = list(itertools.islice(wrong_fields(plan, PlanRecord, ""), SHOWN)) or list(
+        itertools.islice(_wrong(plan), SHOWN)
+    )
     if wrong:
         more = "; there is more" if len(wrong) == SHOWN else ""
         raise OptionsError(f"this is not a plan that can be: {'; '.join(wrong)}{more}")
 
 
-def _wrong(plan: Plan) -> Iterator[str]:
+def _wrong(plan: PlanRecord) -> Iterator[str]:
     """Each check relies on those before it: the first that finds something is the last."""
     for check in (_settings, _names, _places, _lines, _figures, _pipeline):
         found = list(itertools.islice(check(plan), SHOWN))
@@ -48,7 +50,7 @@ def _wrong(plan: Plan) -> Iterator[str]:
             return
 
 
-def _settings(plan: Plan) -> Iterator[str]:
+def _settings(plan: PlanRecord) -> Iterator[str]:
     if not plan.mesh or min(plan.mesh) < 1 or math.prod(plan.mesh) > 1 << 30:
         yield f"mesh is {plan.mesh}: its axes have at least one device each"
     if len(plan.axis_names) != len(plan.mesh) or len(set(plan.axis_names)) < len(plan.axis_names):
@@ -70,7 +72,7 @@ def _unknown(where: str, names: Iterable[str], known: Mapping[str, object]) -> I
             yield f"{where} names {name!r}, which the plan has not{meant(name, list(known))}"
 
 
-def _names(plan: Plan) -> Iterator[str]:
+def _names(plan: PlanRecord) -> Iterator[str]:
     """Every name must be one of a node, or of a parameter."""
     nodes = plan.nodes
     parameters = plan.parameter_nodes
@@ -106,7 +108,7 @@ def _shapes(text: str) -> list[tuple[int, ...]] | None:
     return [tuple(map(int, re.findall(r"\d+", dims))) for dims in re.findall(r"\[([\d, ]*)\]", plain)]
 
 
-def _places(plan: Plan) -> Iterator[str]:
+def _places(plan: PlanRecord) -> Iterator[str]:
     """Every placement must be possible for the shape it is of."""
     shapes = {name: _shapes(node.type) for name, node in plan.nodes.items()}
     for name, strategy in plan.strategies.items():
@@ -129,7 +131,7 @@ def _places(plan: Plan) -> Iterator[str]:
     yield from _copies(plan)
 
 
-def _resting_places(plan: Plan, shapes: Mapping[str, list[tuple[int, ...]] | None]) -> Iterator[str]:
+def _resting_places(plan: PlanRecord, shapes: Mapping[str, list[tuple[int, ...]] | None]) -> Iterator[str]:
     for path, node in plan.parameter_nodes.items():
         resting, known = plan.parameters[path], shapes[node]
         if not known:
@@ -146,7 +148,7 @@ def _resting_places(plan: Plan, shapes: Mapping[str, list[tuple[int, ...]] | Non
                 yield f"gradient_values[{path!r}] is {value!r}: {producer!r} has {count} results"
 
 
-def _impossible(plan: Plan, where: str, place: Placements, shape: tuple[int, ...] | None) -> Iterator[str]:
+def _impossible(plan: PlanRecord, where: str, place: Placements, shape: tuple[int, ...] | None) -> Iterator[str]:
     if len(place) != len(plan.mesh):
         yield f"{where} is placed {short(place)} on the mesh {plan.mesh}"
     elif any(shard_before(p) < 1 for p in place):
@@ -155,7 +157,7 @@ def _impossible(plan: Plan, where: str, place: Placements, shape: tuple[int, ...
         yield f"{where}: {short(place)} is no placement of shape {list(shape)} on the mesh {plan.mesh}"
 
 
-def _copies(plan: Plan) -> Iterator[str]:
+def _copies(plan: PlanRecord) -> Iterator[str]:
     """What runs again in backward is placed as it was."""
     for name in plan.recomputed:
         copy = name + RECOMPUTED
@@ -163,7 +165,7 @@ def _copies(plan: Plan) -> Iterator[str]:
             yield f"strategies[{copy!r}] differs from that of {name!r}, of which it is a copy"
 
 
-def _lines(plan: Plan) -> Iterator[str]:
+def _lines(plan: PlanRecord) -> Iterator[str]:
     kinds = get_args(LineKind)
     for position, line in enumerate(plan.lines):
         where = f"lines[{position}] ({line.kind} {line.name})"
@@ -181,7 +183,7 @@ def _lines(plan: Plan) -> Iterator[str]:
             yield f"holdings: {holding.bytes} bytes of {holding.kind!r} for {holding.name}"
 
 
-def _steps(plan: Plan, line: PlanLine, where: str) -> Iterator[str]:
+def _steps(plan: PlanRecord, line: PlanLine, where: str) -> Iterator[str]:
     """The hops of a line lead from one placement to the next."""
     for step in line.steps:
         if step.kind not in STEP_KINDS or step.bytes < 0 or not all(axis < len(plan.mesh) for axis in step.axes):
@@ -200,7 +202,7 @@ def _steps(plan: Plan, line: PlanLine, where: str) -> Iterator[str]:
             yield f"{where}: one step ends at {first.target}, the next begins at {second.source}"
 
 
-def _gradient_lines(plan: Plan) -> Iterator[str]:
+def _gradient_lines(plan: PlanRecord) -> Iterator[str]:
     """Each gradient that is moved has its line."""
     from .plan_why import moved_gradients
 
@@ -211,7 +213,7 @@ def _gradient_lines(plan: Plan) -> Iterator[str]:
             yield f"lines has {listed[name]} gradients moved from {name!r}; by the placements it is {needed[name]}"
 
 
-def _figures(plan: Plan) -> Iterator[str]:
+def _figures(plan: PlanRecord) -> Iterator[str]:
     yield from _gradient_lines(plan)
     for name, found in (("predicted", plan.predicted), *((f"baselines[{n!r}]", b) for n, b in plan.baselines.items())):
         if found is not None:
@@ -241,7 +243,7 @@ def _parts(name: str, p: Predicted) -> Iterator[str]:
         yield f"{name}.peak_bytes is {p.peak_bytes}, but its parts add up to {held}"
 
 
-def _pipeline(plan: Plan) -> Iterator[str]:
+def _pipeline(plan: PlanRecord) -> Iterator[str]:
     pipeline = plan.pipeline
     if pipeline is None:
         return

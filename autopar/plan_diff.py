@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from .paths import fold_path
-from .plan import Plan, Predicted
 from .plan_columns import columns
+from .plan_record import PlanRecord, Predicted
 from .plan_units import duration, signed_duration, signed_size, size
 from .planned_pipeline import PlannedPipeline
 from .spec import short
@@ -117,7 +117,7 @@ def _seconds(value: float | None) -> str:
     return ABSENT if value is None else duration(value)
 
 
-def difference(before: Plan, after: Plan) -> Difference:
+def difference(before: PlanRecord, after: PlanRecord) -> Difference:
     """``before.diff(after)``."""
     shared = before.strategies.keys() | after.strategies.keys()
     names = (*before.baselines, *(name for name in after.baselines if name not in before.baselines))
@@ -130,12 +130,12 @@ def difference(before: Plan, after: Plan) -> Difference:
     )
 
 
-def _step(plan: Plan, name: str) -> float | None:
+def _step(plan: PlanRecord, name: str) -> float | None:
     found = plan.baselines.get(name)
     return None if found is None else found.step_seconds
 
 
-def _settings(before: Plan, after: Plan) -> Iterator[Change]:
+def _settings(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
     for name in (
         "model",
         "batch",
@@ -172,7 +172,7 @@ def _setting(name: str, value: object) -> str:
     return size(value) if name == "memory_limit" and isinstance(value, int) else str(value)
 
 
-def _placements(before: Plan, after: Plan) -> Iterator[Change]:
+def _placements(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
     for path in dict.fromkeys([*before.parameters, *after.parameters]):
         first, second = before.parameters.get(path), after.parameters.get(path)
         for what in ("weight", "gradient", "optimizer"):

@@ -10,19 +10,21 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from .errors import OptionsError
-from .plan import Plan
 from .plan_page import PAGE
+from .plan_record import PlanRecord
 from .plan_rows import ModuleRow, module_rows
 from .plan_stage_text import stage_lines
 from .plan_stages import busiest_stage, mesh_text
-from .plan_text import compared
+from .plan_table import plan_table
+from .plan_text import compared, plan_text
 from .plan_units import duration, share, signed_duration, size
+from .plan_why import explain
 from .spec import short
 
 MOST_STAGE_LINES = 400
 
 
-def write_html(plan: Plan, path: str | PathLike[str]) -> None:
+def write_html(plan: PlanRecord, path: str | PathLike[str]) -> None:
     """``plan.to_html(path)``. Raises :class:`OptionsError` if the file cannot be written."""
     try:
         Path(path).write_text(render(plan), encoding="utf-8")
@@ -30,7 +32,7 @@ def write_html(plan: Plan, path: str | PathLike[str]) -> None:
         raise OptionsError(f"cannot write {fspath(path)!r}: {error.strerror}") from error
 
 
-def render(plan: Plan) -> str:
+def render(plan: PlanRecord) -> str:
     """The page."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"duration": duration, "size": size, "signed": signed_duration}
@@ -45,12 +47,12 @@ def render(plan: Plan) -> str:
         is_open=lambda row, times: _is_open(plan, row, times),
         parameters=_parameters(plan),
         baselines=[(name, " ".join(compared(plan, other).split())) for name, other in plan.baselines.items()],
-        tables=[(by, plan.table(by)) for by in ("collective", "op", "kind")],
-        text=str(plan),
+        tables=[(by, plan_table(plan, by)) for by in ("collective", "op", "kind")],
+        text=plan_text(plan),
     )
 
 
-def _parts(plan: Plan) -> list[tuple[str, float, float]]:
+def _parts(plan: PlanRecord) -> list[tuple[str, float, float]]:
     """``(name, seconds, percent)`` of what a step is made of; with stages that of the busiest."""
     kinds = {"compute": "compute", "optimizer": "optimizer", "reshard": "reshard", "weight": "weight gather"}
     kinds |= {"gradient": "grad sync", "refresh": "weight refresh", "hidden": "hidden by computing"}
@@ -66,25 +68,25 @@ def _parts(plan: Plan) -> list[tuple[str, float, float]]:
     return [(label, seconds, 100 * seconds / total) for label, seconds in found if seconds]
 
 
-def _memory(plan: Plan) -> list[tuple[str, int, float]]:
+def _memory(plan: PlanRecord) -> list[tuple[str, int, float]]:
     names = ("weight", "gradient", "optimizer", "activation", "temporary", "input")
     found = [(name, int(getattr(plan.predicted, f"{name}_bytes"))) for name in names]
     return [(name, count, 100 * count / max(plan.predicted.peak_bytes, 1)) for name, count in found if count]
 
 
-def _is_open(plan: Plan, row: ModuleRow, times: int) -> bool:
+def _is_open(plan: PlanRecord, row: ModuleRow, times: int) -> bool:
     return row.seconds * row.count * times > 0.2 * _time(plan)
 
 
-def _time(plan: Plan) -> float:
+def _time(plan: PlanRecord) -> float:
     """The step of all stages: what modules of all stages are shares of."""
     return plan.predicted.step_seconds * plan.stages
 
 
-def _parameters(plan: Plan) -> list[Mapping[str, Any]]:
+def _parameters(plan: PlanRecord) -> list[Mapping[str, Any]]:
     found: list[Mapping[str, Any]] = []
     for path, place in plan.parameters.items():
-        why = plan.why(path)
+        why = explain(plan, path)
         found.append(
             {
                 "path": path,

@@ -10,7 +10,7 @@ from .assignment import ParameterPlacement
 from .errors import AutoparError, OptionsError
 from .paths import meant
 from .pipeline_json import pipeline_from_data, pipeline_to_data
-from .plan import Alternative, Alternatives, Holding, Plan, PlanLine, PlanNode, Predicted, Step
+from .plan_record import Alternative, Alternatives, Holding, PlanLine, PlanNode, PlanRecord, Predicted, Step
 from .spec import Placements, Strategy, parse_placements, short
 
 VERSION = 7
@@ -24,7 +24,7 @@ _TABLES = ("predicted", "baselines", "parameters", "outputs", "strategy_table", 
 _KNOWN = ("version", *_PLAIN, *_TABLES, "holdings", "lines", "pipeline")
 
 
-def plan_to_json(plan: Plan) -> str:
+def plan_to_json(plan: PlanRecord) -> str:
     """``plan.to_json()``: strict JSON (numbers that are not finite as strings), indented, each entry of a table on one
     line."""
     entries = (f"  {json.dumps(name)}: {_indented(value)}" for name, value in plan_to_dict(plan).items())
@@ -42,13 +42,13 @@ def _indented(value: Any) -> str:
     return json.dumps(value, allow_nan=False)
 
 
-def plan_from_json(text: str) -> Plan:
-    """``Plan.from_json``. Raises :class:`OptionsError`."""
+def fields_from_json(text: str) -> dict[str, Any]:
+    """The fields of the plan that :func:`plan_to_json` wrote. Raises :class:`OptionsError`."""
     try:
         data = json.loads(text, object_pairs_hook=without_repeats)
     except (ValueError, TypeError, RecursionError) as error:
         raise OptionsError(f"this is not a plan: it does not parse as JSON, or is cut off ({error})") from error
-    return plan_from_dict(data)
+    return fields_from_dict(data)
 
 
 def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def plan_to_dict(plan: Plan) -> dict[str, Any]:
+def plan_to_dict(plan: PlanRecord) -> dict[str, Any]:
     """The plan as plain data: dicts, lists, strings and numbers that JSON has."""
     data: dict[str, Any] = {"version": VERSION} | {name: getattr(plan, name) for name in _PLAIN}
     data |= {name: _number(getattr(plan, name)) for name in _NUMBERS}
@@ -99,8 +99,8 @@ def _line_data(line: PlanLine) -> list[Any]:
     return [line.kind, line.name, line.module, line.phase, line.seconds, steps, line.times, line.stage]
 
 
-def plan_from_dict(data: Any) -> Plan:
-    """The inverse of :func:`plan_to_dict`.
+def fields_from_dict(data: Any) -> dict[str, Any]:
+    """The fields of the plan that :func:`plan_to_dict` wrote as ``data``.
 
     Raises:
         OptionsError: what is missing or of the wrong kind, or which version wrote it.
@@ -118,14 +118,12 @@ def plan_from_dict(data: Any) -> Plan:
     if unknown:
         raise OptionsError(f"a plan has no field {unknown[0]!r}{meant(unknown[0], _KNOWN)}")
     try:
-        plan = Plan(**_fields(data))
+        return _fields(data)
     except KeyError as error:
         raise OptionsError(f"this is not a whole plan: {error} is missing") from error
     except (ValueError, TypeError, IndexError, AttributeError, OverflowError, RecursionError, AutoparError) as error:
         said = str(error) if isinstance(error, AutoparError) else f"{type(error).__name__}: {error}"
         raise OptionsError(f"this is not a plan that autopar wrote: {said}") from error
-    plan.validate()
-    return plan
 
 
 def _truth(value: Any) -> bool:

@@ -22,22 +22,23 @@ from typing import Any
 
 from .errors import OptionsError
 from .page_width import fixed_width
-from .plan import Plan
-from .plan_json import VERSION, plan_from_dict, plan_to_dict, without_repeats
+from .plan_json import VERSION, fields_from_dict, plan_to_dict, without_repeats
+from .plan_record import PlanRecord
+from .plan_text import plan_text
 
 HEAD = "autopar plan"
 
 
-def plan_to_lines(plan: Plan) -> str:
+def plan_to_lines(plan: PlanRecord) -> str:
     """``plan.to_text()``."""
     with fixed_width():
         return "\n".join(_lines(plan)) + "\n"
 
 
-def _lines(plan: Plan) -> Iterator[str]:
+def _lines(plan: PlanRecord) -> Iterator[str]:
     data = plan_to_dict(plan)
     yield f"{HEAD} {data.pop('version')}"
-    yield from (f"# {line}".rstrip() for line in str(plan).splitlines())
+    yield from (f"# {line}".rstrip() for line in plan_text(plan).splitlines())
     tables = {name: value for name, value in data.items() if isinstance(value, dict) or name in _LISTS}
     yield from (f"{name} = {_compact(value)}" for name, value in data.items() if name not in tables)
     for name, table in tables.items():
@@ -56,8 +57,8 @@ def _compact(value: object) -> str:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
-def plan_from_lines(text: str) -> Plan:
-    """``Plan.from_text``. Raises :class:`OptionsError` naming the line."""
+def fields_from_lines(text: str) -> dict[str, Any]:
+    """The fields of the plan that :func:`plan_to_lines` wrote. Raises :class:`OptionsError` naming the line."""
     # Not splitlines: JSON may hold characters (U+2028) that it takes for the end of a line.
     rows = [(i, row) for i, row in enumerate(text.split("\n"), 1) if row.strip() and not row.startswith("#")]
     if not rows or not rows[0][1].startswith(f"{HEAD} "):
@@ -72,7 +73,7 @@ def plan_from_lines(text: str) -> Plan:
             table = _read(row, data, table)
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise OptionsError(f"line {number} of this plan does not parse: {row[:80]!r} ({error})") from error
-    return plan_from_dict(data)
+    return fields_from_dict(data)
 
 
 def _read(row: str, data: dict[str, Any], table: Any) -> Any:

@@ -13,7 +13,8 @@ from autopar.passes.recompute import recomputed
 
 from .assignment import ParameterPlacement
 from .errors import PlanMismatchError
-from .graph import RECOMPUTED, Graph, Node
+from .graph import Graph
+from .node import RECOMPUTED, Node
 from .paths import meant
 from .placed_step import trained
 from .plan import Plan

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from .plan import Plan, PlanLine, Step
+from .plan_record import PlanLine, PlanRecord, Step
 from .spec import Placements, parse_placements, short
 
 MOVES = ("reshard", "weight")
@@ -80,7 +80,7 @@ class _Module:
         return not (self.compute or self.moves or self.weights)
 
 
-def moves_of(plan: Plan, *kinds: str) -> tuple[Move, ...]:
+def moves_of(plan: PlanRecord, *kinds: str) -> tuple[Move, ...]:
     """The reshards among the lines of these kinds, equal ones counted together, the dearest first."""
     found: dict[Hashable, Move] = {}
     for line in plan.lines:
@@ -89,7 +89,7 @@ def moves_of(plan: Plan, *kinds: str) -> tuple[Move, ...]:
     return tuple(sorted(found.values(), key=lambda m: -m.seconds))
 
 
-def move(plan: Plan, line: PlanLine) -> Move:
+def move(plan: PlanRecord, line: PlanLine) -> Move:
     """The reshard of one line."""
     wires = [step for step in line.steps if step.communicates] or list(line.steps)
     what = " + ".join(
@@ -100,7 +100,7 @@ def move(plan: Plan, line: PlanLine) -> Move:
     return Move(what, way(source, target), sum(step.bytes for step in line.steps), line.kind, line.times, line.seconds)
 
 
-def _axes(plan: Plan, step: Step) -> str:
+def _axes(plan: PlanRecord, step: Step) -> str:
     return ",".join(plan.axis_names[axis] for axis in step.axes)
 
 
@@ -126,7 +126,7 @@ def _add_move(moves: dict[Hashable, Move], one: Move) -> None:
     )
 
 
-def module_rows(plan: Plan) -> tuple[ModuleRow, ...]:
+def module_rows(plan: PlanRecord) -> tuple[ModuleRow, ...]:
     """The top rows of the tree; what belongs to no module is a row of its own, the last."""
     root = _gather(plan)
     rows = [row for name, child in root.children.items() for row in _rows(plan, child, name, name)]
@@ -138,7 +138,7 @@ def module_rows(plan: Plan) -> tuple[ModuleRow, ...]:
     return tuple(rows)
 
 
-def _gather(plan: Plan) -> _Module:
+def _gather(plan: PlanRecord) -> _Module:
     root = _Module()
 
     def at(path: str) -> _Module:
@@ -163,7 +163,7 @@ def _gather(plan: Plan) -> _Module:
     return root
 
 
-def _rows(plan: Plan, module: _Module, label: str, path: str) -> Iterator[ModuleRow]:
+def _rows(plan: PlanRecord, module: _Module, label: str, path: str) -> Iterator[ModuleRow]:
     """The rows of a module: one, or for a mere container of numbered modules those of its elements, equal ones
     folded.
     """
@@ -178,11 +178,11 @@ def _rows(plan: Plan, module: _Module, label: str, path: str) -> Iterator[Module
         yield _row(plan, module, label, path)
 
 
-def _rows_of_element(plan: Plan, module: _Module, path: str) -> ModuleRow:
+def _rows_of_element(plan: PlanRecord, module: _Module, path: str) -> ModuleRow:
     return _row(plan, module, path.rpartition(".")[2], path)
 
 
-def _row(plan: Plan, module: _Module, label: str, path: str) -> ModuleRow:
+def _row(plan: PlanRecord, module: _Module, label: str, path: str) -> ModuleRow:
     children = tuple(
         row
         for name, child in module.children.items()

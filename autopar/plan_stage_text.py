@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 
 from .page_width import page_width
-from .plan import Plan
+from .plan_record import PlanRecord
 from .plan_rows import numbers
 from .plan_stages import Sent, StageRow, busiest_stage, folded_modules, stage_rows
 from .plan_units import clip, duration, share, size
@@ -13,7 +13,7 @@ from .plan_units import clip, duration, share, size
 _NAME, _RANKS, _FIGURE = 9, 10, 10
 
 
-def schedule_line(plan: Plan) -> str:
+def schedule_line(plan: PlanRecord) -> str:
     """``2 stages · 1f1b · 4 microbatches · 1 chunk a stage · bubble 1.2 ms (18%) in stage 0``: of the busiest."""
     chunks = plan.pipeline.chunks_per_stage if plan.pipeline else 1
     bubble = plan.predicted.bubble_seconds
@@ -27,7 +27,7 @@ def schedule_line(plan: Plan) -> str:
     return clip(" · ".join(filter(None, parts)), page_width())
 
 
-def stage_lines(plan: Plan, budget: int) -> list[str]:
+def stage_lines(plan: PlanRecord, budget: int) -> list[str]:
     """The table of stages in at most ``budget`` lines (at least 4): if they are short, messages of backward are left
     out first, then all messages, then stages."""
     head = [schedule_line(plan), _row("stage", "ranks", "holds", "fwd, 1 mb", "bwd, 1 mb", "busy, step", "peak")]
@@ -43,7 +43,7 @@ def stage_lines(plan: Plan, budget: int) -> list[str]:
     return head + body[:kept] + [more]
 
 
-def _groups(plan: Plan) -> list[list[StageRow]]:
+def _groups(plan: PlanRecord) -> list[list[StageRow]]:
     """Stages that read alike, in order of the first."""
     found: dict[Hashable, list[StageRow]] = {}
     for row in stage_rows(plan):

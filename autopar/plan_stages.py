@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from .plan import Plan
+from .plan_record import PlanRecord
 from .plan_rows import numbers, readable
 from .stages import Edge
 
@@ -50,13 +50,13 @@ class StageRow:
         return self.compute + self.comm
 
 
-def stage_rows(plan: Plan) -> tuple[StageRow, ...]:
+def stage_rows(plan: PlanRecord) -> tuple[StageRow, ...]:
     """Every stage of a plan; one that holds everything if the plan has no pipeline."""
     held = modules_of_chunks(plan)
     return tuple(_stage_row(plan, stage, held) for stage in range(plan.stages))
 
 
-def _stage_row(plan: Plan, stage: int, held: Mapping[int, tuple[str, ...]]) -> StageRow:
+def _stage_row(plan: PlanRecord, stage: int, held: Mapping[int, tuple[str, ...]]) -> StageRow:
     lines = [line for line in plan.lines if line.stage == stage]
     compute = sum(line.seconds for line in lines if line.kind in ("compute", "optimizer"))
     each = [line for line in lines if line.kind in ("compute", "reshard", "weight")]
@@ -78,13 +78,13 @@ def _stage_row(plan: Plan, stage: int, held: Mapping[int, tuple[str, ...]]) -> S
     )
 
 
-def ranks_of(plan: Plan, stage: int) -> tuple[int, int]:
+def ranks_of(plan: PlanRecord, stage: int) -> tuple[int, int]:
     """The first and the last rank of a stage."""
     size = math.prod(plan.mesh)
     return stage * size, (stage + 1) * size - 1
 
 
-def busiest_stage(plan: Plan) -> int:
+def busiest_stage(plan: PlanRecord) -> int:
     """The stage whose lines take longest in sum: its step is ``predicted`` computing, communicating and bubble."""
     totals = [0.0] * plan.stages
     for line in plan.lines:
@@ -92,13 +92,13 @@ def busiest_stage(plan: Plan) -> int:
     return max(range(plan.stages), key=totals.__getitem__)
 
 
-def fullest_stage(plan: Plan) -> int:
+def fullest_stage(plan: PlanRecord) -> int:
     """The stage whose memory ``predicted`` and ``holdings`` are."""
     peaks = plan.pipeline.peaks if plan.pipeline else ()
     return max(range(len(peaks)), key=peaks.__getitem__, default=0)
 
 
-def sends(plan: Plan) -> tuple[Sent, ...]:
+def sends(plan: PlanRecord) -> tuple[Sent, ...]:
     """What travels between stages, by source and target."""
     if plan.pipeline is None:
         return ()
@@ -136,7 +136,7 @@ class _Tree:
     children: dict[str, _Tree] = field(default_factory=dict)
 
 
-def modules_of_chunks(plan: Plan) -> dict[int, tuple[str, ...]]:
+def modules_of_chunks(plan: PlanRecord) -> dict[int, tuple[str, ...]]:
     """For each chunk the largest modules whose forward runs wholly in it, in order; one that is cut apart is named with
     ``(part)`` for what belongs to none of its parts."""
     root = _Tree()
@@ -168,7 +168,7 @@ def _collect(tree: _Tree, path: str, found: defaultdict[int, list[str]]) -> None
                 found[chunk].append("(model itself)")
 
 
-def _forward_places(plan: Plan) -> Iterator[tuple[str, int]]:
+def _forward_places(plan: PlanRecord) -> Iterator[tuple[str, int]]:
     """(module, chunk) of every forward computation, in order. Copies for other chunks do not count."""
     cuts = set(plan.pipeline.cuts) if plan.pipeline else set()
     chunk = 0
@@ -195,7 +195,7 @@ def folded_modules(modules: Iterable[str]) -> str:
     )
 
 
-def mesh_text(plan: Plan) -> str:
+def mesh_text(plan: PlanRecord) -> str:
     """``pp=2, dp=2``: the axis of stages, then those inside a stage; those of one device are left out."""
     inner = [f"{name}={n}" for name, n in zip(plan.axis_names, plan.mesh, strict=True)]
     if plan.stages == 1:
@@ -203,7 +203,7 @@ def mesh_text(plan: Plan) -> str:
     return ", ".join([f"pp={plan.stages}", *(inner if math.prod(plan.mesh) > 1 else ())])
 
 
-def stages_holding(plan: Plan, names: Iterable[str]) -> tuple[int, ...]:
+def stages_holding(plan: PlanRecord, names: Iterable[str]) -> tuple[int, ...]:
     """The stages whose bill has a computation of one of ``names``, or of what takes them."""
     wanted = set(names)
     found = {line.stage for name in wanted for line in plan.lines_by_name.get(name, ()) if line.kind == "compute"}

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from .errors import OptionsError
 from .paths import fold_path
-from .plan import Plan, PlanLine
 from .plan_columns import columns
+from .plan_record import PlanLine, PlanRecord
 from .plan_stages import folded_modules, stage_rows
 from .plan_units import duration, share, size
 
@@ -55,7 +55,7 @@ def _text(name: str, cell: Cell) -> str:
     return f"{cell:g}"
 
 
-def plan_table(plan: Plan, by: str) -> PlanTable:
+def plan_table(plan: PlanRecord, by: str) -> PlanTable:
     """``plan.table(by)``. Raises :class:`OptionsError` for an unknown ``by``."""
     if by not in _TABLES:
         raise OptionsError(f"a plan has no table by {by!r}; one of {', '.join(map(repr, _TABLES))}")
@@ -69,7 +69,7 @@ def plan_table(plan: Plan, by: str) -> PlanTable:
 _Rows = tuple[tuple[str, ...], list[tuple[Cell, ...]]]
 
 
-def _by_module(plan: Plan) -> _Rows:
+def _by_module(plan: PlanRecord) -> _Rows:
     """Equal layers together; what rests in memory beside what takes time."""
     lines: dict[str, list[PlanLine]] = {}
     held: dict[str, int] = {}
@@ -101,8 +101,8 @@ def _sent(lines: list[PlanLine]) -> int:
     return sum(step.bytes * line.times for line in lines for step in line.steps)
 
 
-def _by(name: str, key: Callable[[Plan, PlanLine], str]) -> Callable[[Plan], _Rows]:
-    def make(plan: Plan) -> _Rows:
+def _by(name: str, key: Callable[[PlanRecord, PlanLine], str]) -> Callable[[PlanRecord], _Rows]:
+    def make(plan: PlanRecord) -> _Rows:
         found: dict[str, list[PlanLine]] = {}
         for line in plan.lines:
             found.setdefault(key(plan, line), []).append(line)
@@ -115,18 +115,18 @@ def _by(name: str, key: Callable[[Plan, PlanLine], str]) -> Callable[[Plan], _Ro
     return make
 
 
-def _op(plan: Plan, line: PlanLine) -> str:
+def _op(plan: PlanRecord, line: PlanLine) -> str:
     if line.kind != "compute":
         return f"({line.kind})"
     return plan.nodes[line.name].op if line.name in plan.nodes else "?"
 
 
-def _rule(plan: Plan, line: PlanLine) -> str:
+def _rule(plan: PlanRecord, line: PlanLine) -> str:
     """Where the sharding rule of the operation comes from."""
     return plan.rules.get(_op(plan, line), _op(plan, line))
 
 
-def _by_collective(plan: Plan) -> _Rows:
+def _by_collective(plan: PlanRecord) -> _Rows:
     """Every collective of a step. A line of several hops is priced as one: its seconds are shared among its
     collectives by bytes.
     """
@@ -141,7 +141,7 @@ def _by_collective(plan: Plan) -> _Rows:
     return ("collective", "axes", "for", "count", "bytes", "seconds"), rows
 
 
-def _collectives(plan: Plan, line: PlanLine) -> Iterator[tuple[tuple[str, str, int], float]]:
+def _collectives(plan: PlanRecord, line: PlanLine) -> Iterator[tuple[tuple[str, str, int], float]]:
     total = sum(step.bytes for step in line.steps)
     for step in line.steps:
         if step.communicates:
@@ -149,7 +149,7 @@ def _collectives(plan: Plan, line: PlanLine) -> Iterator[tuple[tuple[str, str, i
             yield (step.kind, axes, step.bytes), line.seconds * step.bytes / total
 
 
-def _by_stage(plan: Plan) -> _Rows:
+def _by_stage(plan: PlanRecord) -> _Rows:
     """What each pipeline stage does in a step, and idles; ``sent``: to other stages, by each of its devices."""
     rows: list[tuple[Cell, ...]] = []
     for row in stage_rows(plan):
@@ -161,7 +161,7 @@ def _by_stage(plan: Plan) -> _Rows:
     return ("stage", "ranks", "holds", "compute", "comm", "idle", "seconds", "communicated", "held"), rows
 
 
-_TABLES: dict[str, Callable[[Plan], _Rows]] = {
+_TABLES: dict[str, Callable[[PlanRecord], _Rows]] = {
     "module": _by_module,
     "kind": _by("kind", lambda plan, line: line.kind),
     "op": _by("op", _op),

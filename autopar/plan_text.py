@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from .page_width import page_width
-from .plan import Plan, Predicted
+from .plan_record import PlanRecord, Predicted
 from .plan_rows import ModuleRow, Move, module_rows, moves_of
 from .plan_stage_text import stage_lines
 from .plan_stages import busiest_stage, fullest_stage, mesh_text
@@ -30,7 +30,7 @@ MOST_BASELINES = 4
 MOST_WARNINGS = 3
 
 
-def plan_text(plan: Plan) -> str:
+def plan_text(plan: PlanRecord) -> str:
     """``str(plan)``."""
     head, foot = list(_head(plan)), list(_foot(plan))
     left = LINES - len(head) - len(foot)
@@ -39,7 +39,7 @@ def plan_text(plan: Plan) -> str:
     return "\n".join(line.rstrip() for line in (*head, *stages, *table, *foot))
 
 
-def _head(plan: Plan) -> Iterator[str]:
+def _head(plan: PlanRecord) -> Iterator[str]:
     names, p = mesh_text(plan), plan.predicted
     policy = "" if plan.precision == "fp32" else f", {plan.precision}"
     yield f"Plan   {trim(plan.model, page_width() - 7 - len(policy))}{policy}"
@@ -59,7 +59,7 @@ def _head(plan: Plan) -> Iterator[str]:
     yield ""
 
 
-def _table(plan: Plan, budget: int) -> Iterator[str]:
+def _table(plan: PlanRecord, budget: int) -> Iterator[str]:
     ranks = math.prod(plan.mesh)
     named = f"ranks 0-{ranks - 1}" if ranks > 1 else "rank 0"
     microbatches = f"{plan.microbatches} microbatches" if plan.microbatches > 1 else "1 microbatch"
@@ -242,7 +242,7 @@ def _side_by_side(first: ModuleRow, second: ModuleRow) -> ModuleRow:
     )
 
 
-def _foot(plan: Plan) -> Iterator[str]:
+def _foot(plan: PlanRecord) -> Iterator[str]:
     yield ""
     yield from _sync(plan)
     yield from _totals(plan)
@@ -259,7 +259,7 @@ def _foot(plan: Plan) -> Iterator[str]:
     yield clip(" · ".join(asks), page_width())
 
 
-def _sync(plan: Plan) -> Iterator[str]:
+def _sync(plan: PlanRecord) -> Iterator[str]:
     """Gradients to where they rest, and updated weights back to where they are used: once a step, in buckets; those of
     the busiest stage.
     """
@@ -282,13 +282,13 @@ def _sync(plan: Plan) -> Iterator[str]:
             yield _move_line(text, sum(one.seconds for one in rest))
 
 
-def _of_busiest(plan: Plan) -> Plan:
+def _of_busiest(plan: PlanRecord) -> PlanRecord:
     """The plan with the lines of its busiest stage alone: these and the bubble are the step."""
     busiest = busiest_stage(plan)
     return replace(plan, lines=tuple(line for line in plan.lines if line.stage == busiest))
 
 
-def _totals(plan: Plan) -> Iterator[str]:
+def _totals(plan: PlanRecord) -> Iterator[str]:
     label, filled = "total", "memory"
     if plan.stages > 1:
         label, filled = f"stage {busiest_stage(plan)}", f"in stage {fullest_stage(plan)}"
@@ -333,7 +333,7 @@ def _wrapped(label: str, parts: Sequence[str]) -> Iterator[str]:
         yield f"{label if position == 0 else '':<11}{line}".replace("\0", " ")
 
 
-def _also_priced(plan: Plan) -> Iterator[str]:
+def _also_priced(plan: PlanRecord) -> Iterator[str]:
     others = sorted(plan.baselines.items(), key=lambda item: item[1].step_seconds if item[1] else math.inf)
     shown = others if len(others) <= MOST_BASELINES else others[: MOST_BASELINES - 1]
     for position, (name, other) in enumerate(shown):
@@ -344,7 +344,7 @@ def _also_priced(plan: Plan) -> Iterator[str]:
         yield f"{'':<12}{len(others) - len(shown)} more in plan.baselines"
 
 
-def compared(plan: Plan, other: Predicted | None) -> str:
+def compared(plan: PlanRecord, other: Predicted | None) -> str:
     """How a baseline compares: its step, how much longer that is, and by how much it is too large for the memory
     limit.
     """

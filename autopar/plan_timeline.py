@@ -5,7 +5,8 @@ from __future__ import annotations
 from autopar.cost.pipeline import simulate
 from autopar.cost.pipeline_prices import ChunkPrice, EdgePrice, PipelinePrices, SharedProcessors
 
-from .plan import ONCE_A_STEP, Plan
+from .plan import Plan
+from .plan_record import ONCE_A_STEP
 from .planned_pipeline import PlannedPipeline
 from .timeline import Lane, Span, Timeline
 

@@ -10,7 +10,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from .page_width import page_width
-from .plan import Plan
+from .plan_record import PlanRecord
 from .plan_rows import ModuleRow, Move, module_rows, numbers
 from .plan_stages import mesh_text
 from .plan_units import duration, share, size
@@ -24,7 +24,7 @@ class PlanTree:
     modules.
     """
 
-    plan: Plan
+    plan: PlanRecord
 
     @property
     def rows(self) -> tuple[ModuleRow, ...]:

@@ -54,8 +54,7 @@ def wrong_fields(value: Any, kind: Any, where: str) -> Iterator[str]:
 
 @cache
 def _hints(kind: Any) -> dict[str, Any]:
-    known = {"Difference": object, "PlanTable": object, "PlanTree": object, "Explanation": object}
-    hints = typing.get_type_hints(kind, localns=known)
+    hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 

@@ -14,8 +14,8 @@ from typing import Literal
 from .errors import OptionsError
 from .page_width import page_width
 from .paths import meant
-from .plan import Alternatives, Plan, PlanLine
 from .plan_columns import columns
+from .plan_record import Alternatives, PlanLine, PlanRecord
 from .plan_rows import move, numbers
 from .plan_units import clip, duration, signed_duration, signed_size, size
 from .plan_why_stage import is_stage_pin, sent_reasons, stage_reason
@@ -135,7 +135,7 @@ class Explanation:
         return signed_size(count) + (", does not fit" if count > self.spare_bytes else "")
 
 
-def explain(plan: Plan, name: str) -> Explanation:
+def explain(plan: PlanRecord, name: str) -> Explanation:
     """``plan.why(name)``. Raises :class:`OptionsError` for an unknown name."""
     found = _explained(plan, name)
     if plan.stages == 1:
@@ -144,7 +144,7 @@ def explain(plan: Plan, name: str) -> Explanation:
     return replace(found, stage=stage_reason(plan, found.name, found.kind), sent=sent_reasons(plan, plain))
 
 
-def _explained(plan: Plan, name: str) -> Explanation:
+def _explained(plan: PlanRecord, name: str) -> Explanation:
     plain = name.removeprefix("%")
     if plain in plan.parameters:
         return _explain_parameter(plan, plain)
@@ -156,13 +156,13 @@ def _explained(plan: Plan, name: str) -> Explanation:
     raise OptionsError(_unknown(plan, name))
 
 
-def _unknown(plan: Plan, name: str) -> str:
+def _unknown(plan: PlanRecord, name: str) -> str:
     known = list(dict.fromkeys([*plan.parameters, *plan.outputs, *plan.nodes]))
     hint = meant(name, known) or "; plan.tree() shows the paths there are"
     return f"the plan knows no parameter, module or node called {name!r}{hint}"
 
 
-def _explain_parameter(plan: Plan, path: str) -> Explanation:
+def _explain_parameter(plan: PlanRecord, path: str) -> Explanation:
     place, node = plan.parameters[path], plan.parameter_nodes.get(path, "")
     trained = path in plan.gradient_values
     choice = {"weight": short(place.weight)}
@@ -189,32 +189,32 @@ def _explain_parameter(plan: Plan, path: str) -> Explanation:
     )
 
 
-def _parameter_lines(plan: Plan, path: str, node: str) -> Iterator[PlanLine]:
+def _parameter_lines(plan: PlanRecord, path: str, node: str) -> Iterator[PlanLine]:
     yield from (line for line in plan.lines_by_name.get(node, ()) if line.kind != "gradient")
     if path in plan.gradient_values:
         for value in plan.gradient_values[path].split(","):
             yield from _gradient_lines(plan, path, value.partition(".")[0])
 
 
-def _gradient_lines(plan: Plan, path: str, producer: str) -> Iterator[PlanLine]:
+def _gradient_lines(plan: PlanRecord, path: str, producer: str) -> Iterator[PlanLine]:
     """One node may make several gradients: its lines are in their order, none for those that lie right already."""
     moved = [path for path, made in _moved(plan) if made == producer]
     lines = [line for line in plan.lines_by_name.get(producer, ()) if line.kind == "gradient"]
     yield from (line for other, line in zip(moved, lines, strict=True) if other == path)
 
 
-def _moved(plan: Plan) -> Iterator[tuple[str, str]]:
+def _moved(plan: PlanRecord) -> Iterator[tuple[str, str]]:
     """The parameters whose gradients are made elsewhere than they rest, each with the node that makes it."""
     for path, values in plan.gradient_values.items():
         yield from ((path, value.partition(".")[0]) for value in values.split(",") if _is_moved(plan, path, value))
 
 
-def moved_gradients(plan: Plan) -> Counter[str]:
+def moved_gradients(plan: PlanRecord) -> Counter[str]:
     """How many gradients of each node are moved to where they rest."""
     return Counter(node for _, node in _moved(plan))
 
 
-def _is_moved(plan: Plan, path: str, value: str) -> bool:
+def _is_moved(plan: PlanRecord, path: str, value: str) -> bool:
     """Whether ``value``, the gradient of a parameter, is made in another placement than it rests in."""
     producer, _, index = value.partition(".")
     if producer in plan.parameter_nodes.values():
@@ -222,7 +222,7 @@ def _is_moved(plan: Plan, path: str, value: str) -> bool:
     return plan.strategies[producer].outputs[int(index or 0)] != plan.parameters[path].gradient
 
 
-def _explain_node(plan: Plan, name: str) -> Explanation:
+def _explain_node(plan: PlanRecord, name: str) -> Explanation:
     node, strategy = plan.nodes[name], plan.strategies[name]
     choice = {"output": " ".join(map(short, strategy.outputs))}
     if strategy.inputs:
@@ -249,12 +249,12 @@ def _explain_node(plan: Plan, name: str) -> Explanation:
     )
 
 
-def _saved(plan: Plan, name: str) -> set[str]:
+def _saved(plan: PlanRecord, name: str) -> set[str]:
     """The node, and the rests that keep its results for backward."""
     return {name, *(rest for rest, n in plan.nodes.items() if n.op == "autopar.rest" and n.operands == (name,))}
 
 
-def _node_lines(plan: Plan, name: str) -> Iterator[PlanLine]:
+def _node_lines(plan: PlanRecord, name: str) -> Iterator[PlanLine]:
     """What the node computes, what it takes in another placement, and its results on the way to others."""
     yield from plan.lines_by_name.get(name, ())
     needs = {short(place) for place in plan.strategies[name].inputs}
@@ -264,7 +264,7 @@ def _node_lines(plan: Plan, name: str) -> Iterator[PlanLine]:
                 yield line
 
 
-def _explain_module(plan: Plan, path: str) -> Explanation:
+def _explain_module(plan: PlanRecord, path: str) -> Explanation:
     node = plan.module_nodes.get(path, "")
     inside = {name for name, n in plan.nodes.items() if _within(n.module, path) or _within(n.target, path)}
     parameters = {p: short(place.weight) for p, place in plan.parameters.items() if _within(p, path)}
@@ -294,16 +294,16 @@ def _within(path: str, module: str) -> bool:
     return path == module or path.startswith(f"{module}.")
 
 
-def _first(plan: Plan, node: str) -> str:
+def _first(plan: PlanRecord, node: str) -> str:
     return (plan.nodes[node].tied or node) if node in plan.nodes else node
 
 
-def _alike(plan: Plan, node: str) -> list[str]:
+def _alike(plan: PlanRecord, node: str) -> list[str]:
     """The nodes that choose as ``node`` does, itself included."""
     return list(plan.alike.get(_first(plan, node), ()))
 
 
-def _provenance(plan: Plan, node: str, path: str) -> tuple[Provenance, str]:
+def _provenance(plan: PlanRecord, node: str, path: str) -> tuple[Provenance, str]:
     """Who chose for ``node``, whose path for people is ``path``."""
     first, alike = _first(plan, node), _alike(plan, node)
     for pattern, text in plan.pinned.items():
@@ -323,14 +323,14 @@ def _provenance(plan: Plan, node: str, path: str) -> tuple[Provenance, str]:
     return "price", "price: the cheapest step of all within memory"
 
 
-def _paths(plan: Plan, name: str) -> list[str]:
+def _paths(plan: PlanRecord, name: str) -> list[str]:
     """The paths a pin may call a node by: that of its parameter, or those of the modules whose output it makes."""
     if plan.nodes[name].op == "param":
         return [plan.nodes[name].target]
     return [path for path, node in plan.module_nodes.items() if node == name]
 
 
-def _layers(path: str, plan: Plan, alike: list[str]) -> str:
+def _layers(path: str, plan: PlanRecord, alike: list[str]) -> str:
     """``h.{0..11}.attn``: ``path`` with the numbers of all tied layers."""
     places = [(plan.nodes[name].target or plan.nodes[name].module).split(".") for name in alike]
     depth = next((i for i, part in enumerate(places[0]) if part.isdigit()), len(places[0]))
@@ -343,7 +343,7 @@ def _layers(path: str, plan: Plan, alike: list[str]) -> str:
 _ONCE = {"optimizer": "update", "offload": "optimizer state to the device and back"}
 
 
-def _line_costs(plan: Plan, lines: list[PlanLine]) -> Iterator[Cost]:
+def _line_costs(plan: PlanRecord, lines: list[PlanLine]) -> Iterator[Cost]:
     """Compute in all, then each kind of move, the dearest first."""
     for kind, label in (("compute", "compute"), ("optimizer", "optimizer"), ("offload", "offload")):
         of_kind = [line for line in lines if line.kind == kind]
@@ -368,7 +368,7 @@ def _line_costs(plan: Plan, lines: list[PlanLine]) -> Iterator[Cost]:
         yield Cost("more", f"{len(rest)} other reshards", sum(line.seconds for line in rest))
 
 
-def _held(plan: Plan, names: set[str]) -> Iterator[Cost]:
+def _held(plan: PlanRecord, names: set[str]) -> Iterator[Cost]:
     for kind in ("weight", "gradient", "optimizer", "activation", "input"):
         count = sum(h.bytes for name in names for h in plan.holdings_by_name.get(name, ()) if h.kind == kind)
         if count:

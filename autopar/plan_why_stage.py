@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 
-from .plan import Plan
+from .plan_record import PlanRecord
 from .plan_stages import ranks_of, stages_holding
 from .plan_units import size
 from .spec import short
@@ -18,7 +18,7 @@ def is_stage_pin(text: str) -> bool:
     return _STAGE_PIN.match(text) is not None
 
 
-def stage_reason(plan: Plan, name: str, kind: str) -> str:
+def stage_reason(plan: PlanRecord, name: str, kind: str) -> str:
     """``1 (ranks 2-3): price: ...`` for a parameter, module or node; "" if no stage computes it."""
     stages = _stages(plan, name, kind)
     if not stages:
@@ -28,12 +28,12 @@ def stage_reason(plan: Plan, name: str, kind: str) -> str:
     return f"{places}{more}, by {_chosen(plan, name, kind)}"
 
 
-def _ranks(plan: Plan, stage: int) -> str:
+def _ranks(plan: PlanRecord, stage: int) -> str:
     first, last = ranks_of(plan, stage)
     return f"s {first}-{last}" if last > first else f" {first}"
 
 
-def _stages(plan: Plan, name: str, kind: str) -> tuple[int, ...]:
+def _stages(plan: PlanRecord, name: str, kind: str) -> tuple[int, ...]:
     if kind == "parameter":
         node = plan.parameter_nodes.get(name, "")
         updated = {line.stage for line in plan.lines_by_name.get(node, ()) if line.kind == "optimizer"}
@@ -44,7 +44,7 @@ def _stages(plan: Plan, name: str, kind: str) -> tuple[int, ...]:
     return stages_holding(plan, {name})
 
 
-def _chosen(plan: Plan, name: str, kind: str) -> str:
+def _chosen(plan: PlanRecord, name: str, kind: str) -> str:
     """The user, if a pin fixes the stage of the module ``name`` is (in)."""
     path = name if kind != "node" else plan.nodes[name].target or plan.nodes[name].module
     parts = path.split(".")
@@ -55,7 +55,7 @@ def _chosen(plan: Plan, name: str, kind: str) -> str:
     return "price: of all cuts that fit into memory, those whose slowest part is quickest"
 
 
-def sent_reasons(plan: Plan, name: str) -> tuple[str, ...]:
+def sent_reasons(plan: PlanRecord, name: str) -> tuple[str, ...]:
     """A line for each chunk that the value of the node ``name`` travels to, on another stage."""
     if plan.pipeline is None:
         return ()

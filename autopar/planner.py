@@ -14,7 +14,7 @@ from .figures import predicted
 from .graph import Graph
 from .infeasible import infeasible
 from .instance import Instance
-from .plan import Predicted
+from .plan_record import Predicted
 from .posed import posed, stretched, widest
 from .prices import Prices
 from .problem import Ints, Solution, evaluate, host_binds, memory_of

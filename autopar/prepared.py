@@ -15,7 +15,8 @@ from autopar.runtime.call_kind import kind_of
 from autopar.runtime.groups import AxisGroup
 
 from .cluster import Cluster
-from .graph import Dim, Graph
+from .graph import Graph
+from .node import Dim
 from .options import Options
 from .precision import Precision, autocast_dtype, check_precision, scales_loss
 from .question import Question

@@ -16,7 +16,8 @@ from autopar.cost import bucketed_seconds, collective_seconds, node_seconds
 
 from .cluster import Cluster
 from .errors import PlanMismatchError
-from .graph import Graph, Node, TensorType
+from .graph import Graph
+from .node import Node, TensorType
 from .reshard import Hop, neighbours
 from .spec import (
     PARTIAL_SUM,

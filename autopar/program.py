@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 import torch
 
-from .graph import Arg, Value
+from .node import Arg, Value
 from .spec import Placements
 from .text import print_arg
 

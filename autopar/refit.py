@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from .assignment import Assignment
 from .errors import PlanMismatchError
-from .graph import Graph, Node
+from .graph import Graph
+from .node import Node
 from .plan import Plan
 from .spec import Strategy, is_shard, shard_before, shard_dim, short
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from torch.distributed.tensor import Partial, Replicate
 
-from .graph import TensorType
+from .node import TensorType
 from .program import CollectiveKind
 from .spec import (
     PARTIAL_SUM,

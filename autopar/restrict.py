@@ -12,8 +12,9 @@ import numpy as np
 from .assignment import ParameterPlacement
 from .axis_names import weight_values
 from .errors import OptionsError
-from .graph import REST, Graph, Node, Value
+from .graph import Graph
 from .instance import Instance
+from .node import REST, Node, Value
 from .offer import OUTPUTS, Choice, operand_place, result_place
 from .paths import meant
 from .problem import Transfer

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from .graph import Output, Value
+from .node import Output, Value
 from .offer import OUTPUTS, Offer
 
 

@@ -6,118 +6,19 @@ computes; edges may join any two chunks, so a skip connection travels directly f
 an edge between two ranks one message goes forward per microbatch and, unless the edge says otherwise, one goes back
 with the gradient. Along an edge within a rank the value is handed over without an instruction.
 
-=========================  ==========================================================================================
-``forward``                forward of ``chunk`` for ``microbatch``
-``input_gradient``         backward as far as the chunk's inputs need it
-``weight_gradient``        the rest of backward: adds to the gradients of the chunk's parameters
-``backward``               both at once, for schedules that do not split backward
-``send_forward``           starts sending what ``chunk`` computed to the chunk ``peer``; never waits
-``receive_forward``        posts the receive of what ``chunk`` needs from ``peer``
-``send_backward``          starts sending the gradient of what ``chunk`` received from ``peer`` back to it
-``receive_backward``       posts the receive of the gradient of what ``chunk`` sent to ``peer``
-``reduce``                 starts reducing the gradients of the chunk's parameters over the devices of its rank
-``step``                   awaits every reduction and sums the gradients of weights that several ranks hold; last
-=========================  ==========================================================================================
-
-**What messages mean.** Sends are asynchronous (``isend``), and receives are posted where they stand in the list
-(``irecv``); the instruction that uses the value waits for it. Messages from one rank to another carry no tag: the k-th
-send matches the k-th receive, whichever edge, direction or microbatch each names. A list that keeps to that and cannot
-stall even if every send waits for its receive (:mod:`autopar.schedule_check` proves both) runs on buffered and on
-unbuffered transports alike.
+:mod:`.schedule_instructions` says what each instruction does and what messages mean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from .errors import ScheduleError
-
-Kind = Literal[
-    "forward",
-    "input_gradient",
-    "weight_gradient",
-    "backward",
-    "send_forward",
-    "receive_forward",
-    "send_backward",
-    "receive_backward",
-    "reduce",
-    "step",
-]
-COMPUTE: tuple[Kind, ...] = ("forward", "input_gradient", "weight_gradient", "backward")
-SENDS: tuple[Kind, ...] = ("send_forward", "send_backward")
-RECEIVES: tuple[Kind, ...] = ("receive_forward", "receive_backward")
-_SHORT: dict[Kind, str] = {
-    "forward": "F",
-    "input_gradient": "I",
-    "weight_gradient": "W",
-    "backward": "B",
-    "send_forward": "SF",
-    "receive_forward": "RF",
-    "send_backward": "SB",
-    "receive_backward": "RB",
-    "reduce": "reduce",
-    "step": "step",
-}
-
-
-class Edge(NamedTuple):
-    """The chunk ``target`` uses a value that ``source`` computes; ``gradient``: and sends its gradient back."""
-
-    source: int
-    target: int
-    gradient: bool = True
-
-
-class Message(NamedTuple):
-    """What travels from the chunk ``source`` to the chunk ``target``: a value (``"forward"``), or a gradient."""
-
-    direction: Literal["forward", "backward"]
-    source: int
-    target: int
-    microbatch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Instruction:
-    """One thing a pipeline rank does. ``chunk`` is held by that rank (-1 for ``step``); ``microbatch`` is -1 for
-    ``reduce`` and ``step``; ``peer`` is the chunk at the other end of a message, else -1."""
-
-    kind: Kind
-    chunk: int = -1
-    microbatch: int = -1
-    peer: int = -1
-
-    @property
-    def computes(self) -> bool:
-        return self.kind in COMPUTE
-
-    @property
-    def sends(self) -> bool:
-        return self.kind in SENDS
-
-    @property
-    def receives(self) -> bool:
-        return self.kind in RECEIVES
-
-    @property
-    def message(self) -> Message:
-        """What a send or receive moves; equal at both ends."""
-        source, target = (self.chunk, self.peer) if self.sends else (self.peer, self.chunk)
-        return Message("forward" if self.kind.endswith("forward") else "backward", source, target, self.microbatch)
-
-    def __str__(self) -> str:
-        """``F2.5``: forward of chunk 2 for microbatch 5; ``SB3>2.5``: send the gradient of chunk 3 to chunk 2."""
-        short = _SHORT[self.kind]
-        if self.sends or self.receives:
-            message = self.message
-            return f"{short}{message.source}>{message.target}.{self.microbatch}"
-        if self.kind == "step":
-            return short
-        return f"{short}{self.chunk}" if self.kind == "reduce" else f"{short}{self.chunk}.{self.microbatch}"
+from .schedule_instructions import Edge, Instruction, Kind
+from .schedule_text import parse_edge, parse_instruction, parse_schedule, print_edge
 
 
 @dataclass(frozen=True)
@@ -183,15 +84,49 @@ class Schedule:
                 yield rank, position, instruction
 
     def __str__(self) -> str:
-        from .schedule_text import print_schedule
+        """The text form, which :meth:`from_text` reads."""
+        ending = "training" if self.training else "forward"
+        lines = [
+            f"schedule {self.name} microbatches={self.microbatches} {ending}",
+            " ".join(["placement", *map(str, self.placement)]),
+            " ".join(["edges", *map(print_edge, self.edges)]),
+            " ".join(["in_flight", *map(str, self.in_flight)]),
+        ]
+        lines += [f"rank {rank}: {' '.join(map(str, listed))}".rstrip() for rank, listed in enumerate(self.ranks)]
+        return "\n".join(lines) + "\n"
 
-        return print_schedule(self)
+    @staticmethod
+    def from_text(text: str) -> Schedule:
+        """Inverse of ``str``. Raises :class:`ScheduleError`."""
+        return Schedule(**parse_schedule(text))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data that JSON has; inverse of :func:`autopar.schedule_text.schedule_from_json`."""
-        from .schedule_text import schedule_to_json
+        """Plain data; instructions and edges in their text form. Inverse of :meth:`from_json`."""
+        return {
+            "name": self.name,
+            "microbatches": self.microbatches,
+            "placement": list(self.placement),
+            "edges": [print_edge(edge) for edge in self.edges],
+            "in_flight": list(self.in_flight),
+            "training": self.training,
+            "ranks": [" ".join(map(str, listed)) for listed in self.ranks],
+        }
 
-        return schedule_to_json(self)
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Schedule:
+        """Inverse of :meth:`to_json`. Raises :class:`ScheduleError`."""
+        try:
+            return Schedule(
+                name=str(data["name"]),
+                microbatches=int(data["microbatches"]),
+                placement=tuple(map(int, data["placement"])),
+                edges=tuple(map(parse_edge, data["edges"])),
+                ranks=tuple(tuple(map(parse_instruction, listed.split())) for listed in data["ranks"]),
+                in_flight=tuple(map(int, data["in_flight"])),
+                training=bool(data["training"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ScheduleError(f"this is not a schedule: {type(error).__name__}: {error}") from error
 
 
 def check_chunks(placement: tuple[int, ...], edges: tuple[Edge, ...], microbatches: int) -> None:

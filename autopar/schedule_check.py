@@ -23,7 +23,8 @@ from collections.abc import Iterator
 from typing import Literal
 
 from .errors import ScheduleError
-from .schedule import Instruction, Message, Schedule
+from .schedule import Schedule
+from .schedule_instructions import Instruction, Message
 from .schedule_wiring import Wiring, prerequisites, producers, receive_of, send_of
 
 Communication = Literal["asynchronous", "batched", "blocking"]

@@ -17,7 +17,8 @@ from collections.abc import Callable
 from itertools import count
 
 from .errors import ScheduleError
-from .schedule import Edge, Instruction, Message, Schedule, check_chunks
+from .schedule import Schedule, check_chunks
+from .schedule_instructions import Edge, Instruction, Message
 from .schedule_wiring import Wiring, prerequisites, receive_of, send_of
 
 Orders = tuple[tuple[Instruction, ...], ...]

@@ -1,4 +1,4 @@
-"""The text and JSON forms of a :class:`~autopar.schedule.Schedule`; each round-trips.
+"""The text form of a :class:`~autopar.schedule.Schedule`, which round-trips.
 
 ::
 
@@ -15,11 +15,10 @@ An edge that carries no gradient back is written ``0>1!``.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from .errors import ScheduleError
-from .schedule import Edge, Instruction, Kind, Schedule
+from .schedule_instructions import Edge, Instruction, Kind
 
 _COMPUTE: dict[str, Kind] = {"F": "forward", "I": "input_gradient", "W": "weight_gradient", "B": "backward"}
 _MESSAGE: dict[str, Kind] = {
@@ -51,28 +50,15 @@ def parse_instruction(text: str) -> Instruction:
     raise ScheduleError(f"{text!r} is no instruction: F2.5, I2.5, W2.5, B2.5, SF0>1.5, RF, SB, RB, reduce2 or step")
 
 
-def _print_edge(edge: Edge) -> str:
+def print_edge(edge: Edge) -> str:
     return f"{edge.source}>{edge.target}{'' if edge.gradient else '!'}"
 
 
-def _parse_edge(text: str) -> Edge:
+def parse_edge(text: str) -> Edge:
     found = _EDGE.fullmatch(text)
     if not found:
         raise ScheduleError(f"{text!r} is no edge: 0>1, or 0>1! if no gradient comes back")
     return Edge(int(found[1]), int(found[2]), not found[3])
-
-
-def print_schedule(schedule: Schedule) -> str:
-    """The text form; ``str(schedule)``."""
-    ending = "training" if schedule.training else "forward"
-    lines = [
-        f"schedule {schedule.name} microbatches={schedule.microbatches} {ending}",
-        " ".join(["placement", *map(str, schedule.placement)]),
-        " ".join(["edges", *map(_print_edge, schedule.edges)]),
-        " ".join(["in_flight", *map(str, schedule.in_flight)]),
-    ]
-    lines += [f"rank {rank}: {' '.join(map(str, listed))}".rstrip() for rank, listed in enumerate(schedule.ranks)]
-    return "\n".join(lines) + "\n"
 
 
 def _words(line: str, head: str) -> list[str]:
@@ -88,8 +74,8 @@ def _integers(words: list[str]) -> tuple[int, ...]:
         raise ScheduleError(f"expected whole numbers, found {' '.join(words)!r}") from error
 
 
-def parse_schedule(text: str) -> Schedule:
-    """Inverse of :func:`print_schedule`. Raises :class:`ScheduleError`."""
+def parse_schedule(text: str) -> dict[str, Any]:
+    """The fields of the schedule that was printed. Raises :class:`ScheduleError`."""
     lines = text.strip().splitlines()
     if len(lines) < 5:
         raise ScheduleError("a schedule has lines for schedule, placement, edges, in_flight and at least one rank")
@@ -102,41 +88,12 @@ def parse_schedule(text: str) -> Schedule:
         if not found or int(found[1]) != rank:
             raise ScheduleError(f"expected 'rank {rank}: ...', found {line!r}")
         ranks.append(tuple(map(parse_instruction, found[2].split())))
-    return Schedule(
-        name=head[1],
-        microbatches=int(head[2]),
-        placement=_integers(_words(lines[1], "placement")),
-        edges=tuple(map(_parse_edge, _words(lines[2], "edges"))),
-        ranks=tuple(ranks),
-        in_flight=_integers(_words(lines[3], "in_flight")),
-        training=head[3] == "training",
-    )
-
-
-def schedule_to_json(schedule: Schedule) -> dict[str, Any]:
-    """Plain data; instructions and edges in their text form."""
     return {
-        "name": schedule.name,
-        "microbatches": schedule.microbatches,
-        "placement": list(schedule.placement),
-        "edges": [_print_edge(edge) for edge in schedule.edges],
-        "in_flight": list(schedule.in_flight),
-        "training": schedule.training,
-        "ranks": [" ".join(map(str, listed)) for listed in schedule.ranks],
+        "name": head[1],
+        "microbatches": int(head[2]),
+        "placement": _integers(_words(lines[1], "placement")),
+        "edges": tuple(map(parse_edge, _words(lines[2], "edges"))),
+        "ranks": tuple(ranks),
+        "in_flight": _integers(_words(lines[3], "in_flight")),
+        "training": head[3] == "training",
     }
-
-
-def schedule_from_json(data: Mapping[str, Any]) -> Schedule:
-    """Inverse of :func:`schedule_to_json`. Raises :class:`ScheduleError`."""
-    try:
-        return Schedule(
-            name=str(data["name"]),
-            microbatches=int(data["microbatches"]),
-            placement=tuple(map(int, data["placement"])),
-            edges=tuple(map(_parse_edge, data["edges"])),
-            ranks=tuple(tuple(map(parse_instruction, listed.split())) for listed in data["ranks"]),
-            in_flight=tuple(map(int, data["in_flight"])),
-            training=bool(data["training"]),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ScheduleError(f"this is not a schedule: {type(error).__name__}: {error}") from error

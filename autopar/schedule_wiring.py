@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from .schedule import Edge, Instruction, Kind, Message, Schedule
+from .schedule import Schedule
+from .schedule_instructions import Edge, Instruction, Kind, Message
 
 _AFTER: dict[Kind, Kind] = {
     "input_gradient": "forward",

@@ -27,7 +27,8 @@ from itertools import chain as concatenate
 from itertools import pairwise
 
 from .errors import ScheduleError
-from .schedule import Edge, Instruction, Schedule, chain, loop_placement, v_placement
+from .schedule import Schedule, chain, loop_placement, v_placement
+from .schedule_instructions import Edge, Instruction
 from .schedule_messages import Duration, Orders, complete, nominal_duration
 
 Order = list[Instruction]

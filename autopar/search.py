@@ -17,7 +17,8 @@ from .figures import predicted
 from .found_plan import Found, named_axes
 from .idle_axes import idle_devices
 from .pipeline_alternatives import with_stages
-from .plan import Plan, Predicted
+from .plan import Plan
+from .plan_record import Predicted
 from .planner import solve_mesh
 from .question import Question, mesh_candidates
 from .stage_meshes import StageMeshes

@@ -17,7 +17,8 @@ from autopar.cost.pipeline_bounds import step_lower_bound
 from autopar.cost.pipeline_prices import PipelinePrices
 
 from .errors import InfeasibleError
-from .schedule import Edge, Instruction, Schedule, held_chunks
+from .schedule import Schedule, held_chunks
+from .schedule_instructions import Edge, Instruction
 from .schedule_messages import Orders, complete
 from .schedule_wiring import Wiring
 from .schedules import SCHEDULES, make_schedule

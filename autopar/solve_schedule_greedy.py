@@ -14,7 +14,8 @@ from itertools import count
 
 from autopar.cost.pipeline_prices import PipelinePrices
 
-from .schedule import Instruction, Kind, held_chunks
+from .schedule import held_chunks
+from .schedule_instructions import Instruction, Kind
 from .schedule_messages import Orders
 from .schedule_wiring import Wiring, prerequisites
 from .solve_schedule_program import SPLIT, Limits, travel_seconds, whole_bytes

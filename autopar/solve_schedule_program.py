@@ -36,7 +36,8 @@ from ortools.sat.python import cp_model
 from autopar.cost.pipeline import simulate
 from autopar.cost.pipeline_prices import ChunkPrice, EdgePrice, PipelinePrices
 
-from .schedule import Instruction, Kind, Message, Schedule, held_chunks
+from .schedule import Schedule, held_chunks
+from .schedule_instructions import Instruction, Kind, Message
 from .schedule_messages import Orders
 from .schedule_wiring import Wiring, prerequisites, producers
 

@@ -10,20 +10,16 @@ from pathlib import Path
 
 import torch
 
+from .code_origin import own_folders
+
 
 @lru_cache(maxsize=1)
 def own_sources() -> str:
     """A hash of the text of every module of autopar, so that an edit never meets what the code before it made."""
-    import autopar.cost
-    import autopar.passes
-    import autopar.runtime
-
-    packages = (autopar, autopar.passes, autopar.cost, autopar.runtime)
     digest = hashlib.sha256()
-    for package in packages:
-        folder = Path(str(package.__file__)).parent
-        for file in sorted(folder.glob("*.py")):
-            digest.update(f"{package.__name__}/{file.name}\n".encode())
+    for package, folder in own_folders().items():
+        for file in sorted(Path(folder).rglob("*.py")):
+            digest.update(f"{package}/{file.relative_to(folder)}\n".encode())
             digest.update(file.read_bytes())
     return digest.hexdigest()
 

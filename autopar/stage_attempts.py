@@ -15,7 +15,8 @@ from autopar.cost.point_to_point import message_rate
 from autopar.passes.annotate import annotate
 
 from .cluster import Cluster
-from .graph import VIEWS, Graph
+from .graph import Graph
+from .node import VIEWS
 from .prices import Prices
 from .question import Question, axes_are_fixed
 from .stage_meshes import StageMeshes, layouts, microbatch_counts

@@ -20,7 +20,8 @@ from autopar.passes.recompute import recomputed
 from autopar.passes.rest import InsertRests
 
 from .assignment import Assignment
-from .graph import REST, Graph, Node, Phase, TensorType, Value
+from .graph import Graph
+from .node import REST, Node, Phase, TensorType, Value
 from .prices import Prices, local_bytes
 from .spec import Placements, Strategy
 from .stages import Edge, Staged

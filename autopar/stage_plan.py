@@ -12,7 +12,7 @@ from .alternatives import holdings, plan_nodes
 from .figures import working_dtype
 from .loans import loans
 from .placed_step import PlacedStep
-from .plan import Holding, PlanLine, PlanNode, Predicted
+from .plan_record import Holding, PlanLine, PlanNode, Predicted
 from .repeats import Repeats
 from .spec import Strategy
 from .stage_prices import StageBill, most_in_flight

@@ -32,8 +32,8 @@ from .options import SOLVED
 from .planned_pipeline import PlannedPipeline
 from .problem import Ints
 from .repeats import Repeats
-from .schedule import Edge as Link
 from .schedule import Schedule
+from .schedule_instructions import Edge as Link
 from .schedules import SCHEDULES, make_schedule
 from .stage_chunks import WirePrice, place_chunks
 from .stage_cuts import Segments, best_cuts

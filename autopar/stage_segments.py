@@ -13,9 +13,10 @@ from autopar.passes.stages import cut
 
 from .answer import Answer
 from .errors import OptionsError
-from .graph import RECOMPUTED, REST, Graph
+from .graph import Graph
 from .item_prices import parameter_bytes
-from .plan import ONCE_A_STEP
+from .node import RECOMPUTED, REST
+from .plan_record import ONCE_A_STEP
 from .prices import local_bytes
 from .problem import Ints
 from .restrict import unmatched

@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .graph import Graph, Phase
+from .graph import Graph
+from .node import Phase
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -21,7 +21,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .graph import Graph, Node
+from .graph import Graph
+from .node import Node
 
 # What is called through its elements and not itself.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .assignment import Assignment
-from .graph import REST, Graph, Node
+from .graph import Graph
 from .item_prices import accumulator_bytes, offloaded_bytes, parameter_bytes, temporary_bytes
+from .node import REST, Node
 from .placed_step import PlacedStep, trained
 from .prices import local_bytes
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import sympy
 import torch
 
 from .errors import GraphError
-from .graph import PLACEHOLDERS, SHORT_DTYPES, Arg, Dim, Graph, Node, Output, TensorType, Value, symbol
+from .node import PLACEHOLDERS, SHORT_DTYPES, Arg, Dim, Node, Output, TensorType, Value, symbol
 
 _TORCH = {
     **{str(d).removeprefix("torch."): d for d in SHORT_DTYPES.values()},
@@ -51,11 +51,11 @@ def print_node(node: Node) -> str:
     return f"{phase}{results} = {node.op}({', '.join(args)}){module}"
 
 
-def print_graph(graph: Graph) -> str:
-    """The text form of ``graph``; constants print by name only."""
-    lines = [f"graph({', '.join(f'{k}={v}' for k, v in graph.symbols)})"]
-    lines += [print_node(node) for node in graph.nodes]
-    lines += [f'return {o.kind} "{o.name}" = {o.value if o.value is not None else "none"}' for o in graph.outputs]
+def print_graph(symbols: Iterable[tuple[str, int]], nodes: Iterable[Node], outputs: Iterable[Output]) -> str:
+    """The text form of a graph of these parts."""
+    lines = [f"graph({', '.join(f'{k}={v}' for k, v in symbols)})"]
+    lines += [print_node(node) for node in nodes]
+    lines += [f'return {o.kind} "{o.name}" = {o.value if o.value is not None else "none"}' for o in outputs]
     return "\n".join(lines) + "\n"
 
 
@@ -187,8 +187,8 @@ def _parse_output(line: str) -> Output:
     return Output(match[1], match[2], value)  # type: ignore[arg-type]
 
 
-def parse_graph(text: str) -> Graph:
-    """The graph that :func:`print_graph` printed. Raises :class:`GraphError` naming the line."""
+def parse_graph(text: str) -> tuple[tuple[tuple[str, int], ...], tuple[Node, ...], tuple[Output, ...]]:
+    """The symbols, nodes and outputs that :func:`print_graph` printed. Raises :class:`GraphError` naming the line."""
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     header = re.match(r"^graph\((.*)\)$", lines[0]) if lines else None
     if header is None:
@@ -198,4 +198,4 @@ def parse_graph(text: str) -> Graph:
     symbols = {name: symbol(name) for name, _ in hints}
     nodes = tuple(_parse_node(line, symbols) for line in lines[1:] if not line.startswith("return "))
     outputs = tuple(_parse_output(line) for line in lines[1:] if line.startswith("return "))
-    return Graph(nodes, outputs, hints).verify()
+    return hints, nodes, outputs

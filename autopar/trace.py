@@ -19,7 +19,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from .errors import TraceError
-from .graph import Graph, symbol
+from .graph import Graph
+from .node import symbol
 from .signature import Signature
 from .trace_call import Call, Differentiate, Returned, describe_call
 from .trace_capture import Captured, Request, capture

@@ -18,8 +18,8 @@ from unittest.mock import patch
 
 import numpy as np
 
+from .code_origin import is_users
 from .errors import TraceError
-from .trace_errors import is_users
 
 Generator = random.Random | np.random.Generator | np.random.RandomState
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)

@@ -23,7 +23,8 @@ from torch._functorch._aot_autograd.descriptors import (
 from autopar.passes.base import with_phases
 
 from .errors import TraceError
-from .graph import DTYPE_NAMES, Arg, Graph, Node, Output, TensorType, Value, symbol
+from .graph import Graph
+from .node import DTYPE_NAMES, Arg, Node, Output, TensorType, Value, symbol
 from .trace_capture import Captured, Request, module_path_of, place_of
 from .trace_draws import number_draws
 from .trace_errors import SPARSE, defined_at

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import sympy
 
-from .graph import Dim, Graph, Node, Value
+from .graph import Graph
+from .node import Dim, Node, Value
 from .random_ops import DRAWS, STATE_OP, position_strides
 
 STATE = "random"

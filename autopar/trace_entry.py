@@ -19,7 +19,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .expression_json import expression_from_data, expression_to_data
-from .graph import Graph, Node
+from .graph import Graph
+from .node import Node
 from .signature import Signature
 from .trace import Traced, traced_call
 from .trace_call import Returned

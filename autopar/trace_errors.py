@@ -5,13 +5,10 @@ change.
 from __future__ import annotations
 
 import inspect
-import os
 import re
 import traceback
 from collections.abc import Mapping
 
-import numpy as np
-import sympy
 import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -21,12 +18,9 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from .code_origin import is_users
 from .errors import TraceError
 from .trace_row_regions import SelectionError
-
-_OWN = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, sympy.__file__, np.__file__, __file__))
-_HANDLERS = ("__torch_function__", "__torch_dispatch__")
-_STANDARD = os.path.dirname(os.__file__) + os.sep
 
 _BRANCH = (
     "the value of a tensor decides what runs next (.item(), int(), bool(), `if tensor:`, .tolist() or a "
@@ -169,12 +163,6 @@ def user_location(error: BaseException) -> tuple[str, str] | None:
     return (f"{own[-1].filename}:{own[-1].lineno}", own[-1].line or "") if own else None
 
 
-def is_users(filename: str, function: str) -> bool:
-    """Whether a frame is the author's of a model: neither torch's, nor ours, nor the standard library's, nor one that
-    only handles a call of torch made elsewhere."""
-    return function not in _HANDLERS and not filename.startswith((*_OWN, "<")) and not _is_standard(filename)
-
-
 def defined_at(model: torch.nn.Module, path: str) -> str:
     """The module at ``path`` and where its forward is written, for what torch knows no line of."""
     kind = type(model.get_submodule(path))
@@ -183,7 +171,3 @@ def defined_at(model: torch.nn.Module, path: str) -> str:
     except (OSError, TypeError):  # Written at a prompt.
         at = ""
     return f"in module {path!r} ({kind.__name__}){at}"
-
-
-def _is_standard(filename: str) -> bool:
-    return filename.startswith(_STANDARD) and "site-packages" not in filename

@@ -12,7 +12,7 @@ import torch
 from torch.utils._sympy import functions as theirs
 
 from .errors import TraceError
-from .graph import Dim
+from .node import Dim
 
 _PLAIN: dict[type, Callable[..., sympy.Expr]] = {
     theirs.FloorDiv: lambda a, b: sympy.floor(a / b),

@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from autopar.runtime.module_hooks import hooks_everywhere
 
 from .code_origin import is_library
-from .contents import Contents, Unkeyable
+from .contents import Contents
+from .contents_feed import Unkeyable
 from .source_hash import code_version
 from .trace_capture import Request
 

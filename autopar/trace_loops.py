@@ -13,7 +13,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Hashable
 
-from .trace_errors import is_users
+from .code_origin import is_users
 
 # How often one line may do the same in one call of a module.
 MOST = 256

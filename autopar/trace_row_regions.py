@@ -20,9 +20,10 @@ from types import FrameType
 
 import torch
 
+from .code_origin import own_folders
 from .trace_row_facts import Key
 
-_TORCH, _OWN = os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep
+_PASSED_OVER = tuple(folder + os.sep for folder in (os.path.dirname(torch.__file__), *own_folders().values()))
 _HINT = "; leave the condition out, for a selection without rows adds nothing"
 
 
@@ -44,7 +45,7 @@ class Region:
 def user_frame() -> FrameType:
     """The innermost frame that is neither torch's nor ours."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _OWN)):
+    while frame is not None and frame.f_code.co_filename.startswith(_PASSED_OVER):
         frame = frame.f_back
     assert frame is not None
     return frame

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from autopar.passes.rule_table import RULES
 from autopar.passes.rules import OpCall, Operand
 
-from .graph import TensorType
+from .node import TensorType
 from .spec import REPLICATE, AxisStrategy, Placement, is_shard, shard, shard_dim
 from .trace_row_regions import SelectionError
 

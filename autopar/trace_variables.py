@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from .code_origin import is_users
 from .guard_values import MISSING
-from .trace_errors import is_users
 
 _INSTALLED = ("site-packages", "dist-packages")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")

@@ -9,8 +9,8 @@ from functools import cached_property
 import numpy as np
 
 from .assignment import Again, travels_unseen
-from .graph import REST, Value
 from .late_sums import summed_late, without_sums
+from .node import REST, Value
 from .offer import OUTPUTS, Choice, Offer, operand_place, result_place
 from .prices import ReshardTable
 from .problem import Floats, Ints, Transfer

@@ -31,7 +31,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from .cluster import Cluster
-from .graph import RECOMPUTED, Graph, Phase
+from .graph import Graph
+from .node import RECOMPUTED, Phase
 from .prices import BUCKET_BYTES, exchanged_bytes
 from .repeats import Repeats
 

@@ -19,8 +19,8 @@ from autopar.passes.recomputable import Recomputable, recomputable
 from .assignment import Again, ParameterPlacement
 from .cluster import Cluster
 from .errors import OptionsError
-from .graph import REST, Node
 from .instance import Instance, build_instance
+from .node import REST, Node
 from .offer import Choice
 from .optimizers import ELEMENTWISE
 from .options import Options

@@ -13,7 +13,8 @@ from .axis_names import default_names
 from .exact_memory import exact_memory
 from .figures import plan_line, predicted
 from .graph import Graph
-from .plan import Plan, Predicted
+from .plan import Plan
+from .plan_record import Predicted
 from .question import Question, memory_limit_of
 from .restrict import module_outputs
 from .step_graphs import graph_hash

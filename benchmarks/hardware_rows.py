@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from autopar.cluster import Cluster
-from autopar.graph import SHORT_DTYPES
+from autopar.node import SHORT_DTYPES
 from autopar.program import COLLECTIVES
 
 PUBLISHED = Path(__file__).parent / "published"

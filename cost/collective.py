@@ -22,7 +22,7 @@ import sympy
 
 from autopar.cluster import Cluster
 from autopar.errors import OptionsError
-from autopar.graph import Dim
+from autopar.node import Dim
 from autopar.program import COLLECTIVES
 
 from .algorithms import Level, Route, routes, traffic

@@ -16,7 +16,8 @@ import sympy
 import torch
 
 from autopar.cluster import Cluster
-from autopar.graph import Dim, Graph, Node
+from autopar.graph import Graph
+from autopar.node import Dim, Node
 
 from .counts import Inputs, Operation, Outputs
 from .operations import Family, family_of

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import sympy
 import torch
 
-from autopar.graph import Dim, TensorType
+from autopar.node import Dim, TensorType
 
 Inputs = tuple[TensorType, ...]
 Outputs = tuple[TensorType | None, ...]

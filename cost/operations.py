@@ -13,7 +13,7 @@ from functools import cache
 
 import torch
 
-from autopar.graph import PLACEHOLDERS
+from autopar.node import PLACEHOLDERS
 
 from .counts import (
     Count,

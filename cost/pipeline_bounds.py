@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.errors import ScheduleError
-from autopar.schedule import Edge
+from autopar.schedule_instructions import Edge
 from autopar.schedule_wiring import Wiring
 
 from .pipeline_prices import ChunkPrice, PipelinePrices

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autopar.errors import ScheduleError
-from autopar.schedule import Instruction
+from autopar.schedule_instructions import Instruction
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from autopar.schedule import Instruction, Message, Schedule
+from autopar.schedule import Schedule
+from autopar.schedule_instructions import Instruction, Message
 from autopar.schedule_wiring import Wiring, send_of
 from autopar.timeline import Span, Timeline
 

@@ -7,7 +7,8 @@ from collections import defaultdict
 from itertools import count
 
 from autopar.errors import ScheduleError
-from autopar.schedule import Instruction, Message, Schedule
+from autopar.schedule import Schedule
+from autopar.schedule_instructions import Instruction, Message
 from autopar.schedule_wiring import Wiring
 
 from .pipeline_prices import EdgePrice, PipelinePrices

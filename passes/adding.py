@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from autopar.graph import Value, values_in
+from autopar.node import Value, values_in
 from autopar.program import Instruction, Section
 
 PRODUCT, ADDED_PRODUCT, ADD = "aten.mm.default", "aten.addmm_.default", "aten.add_.Tensor"

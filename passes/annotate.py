@@ -15,7 +15,8 @@ from itertools import product
 from torch.distributed.tensor import Partial, Shard
 
 from autopar.errors import OperatorError
-from autopar.graph import REST, Graph, Node, TensorType, Value
+from autopar.graph import Graph
+from autopar.node import REST, Node, TensorType, Value
 from autopar.spec import (
     PARTIAL_SUM,
     REPLICATE,

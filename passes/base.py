@@ -13,7 +13,8 @@ from typing import ClassVar
 import torch
 
 from autopar.errors import GraphError
-from autopar.graph import Graph, Node, Output, Phase, Value
+from autopar.graph import Graph
+from autopar.node import Node, Output, Phase, Value
 
 # Results of these depend on strides, which a graph does not show and dropping a copy may change.
 LAYOUT_SENSITIVE = frozenset(("aten.as_strided.default", "aten.view.dtype", "aten.as_strided_scatter.default"))

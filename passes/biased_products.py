@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from autopar.graph import Graph, Node, Value
+from autopar.graph import Graph
+from autopar.node import Node, Value
 from autopar.spec import Strategy
 
 PRODUCT, SUM, FUSED = "aten.mm.default", "aten.add.Tensor", "aten.addmm.default"

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from autopar.graph import Arg, Dim, Graph, Node, Value
+from autopar.graph import Graph
+from autopar.node import Arg, Dim, Node, Value
 
 from .base import LAYOUT_SENSITIVE, Pass, rewrite
 from .rules_view import RESHAPES

@@ -17,7 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from autopar.graph import STORED, Graph, Node, Value
+from autopar.graph import Graph
+from autopar.node import STORED, Node, Value
 
 from .base import Pass, rewrite
 

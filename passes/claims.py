@@ -13,7 +13,7 @@ from functools import wraps
 
 from torch.distributed.tensor import Shard
 
-from autopar.graph import TensorType
+from autopar.node import TensorType
 from autopar.spec import PARTIAL_SUM, REPLICATE, AxisStrategy, Placement, shard_dim
 
 from .dimension_strings import AGNOSTIC, shardable

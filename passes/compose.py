@@ -13,7 +13,8 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from autopar.graph import Arg, Graph, Node, TensorType, Value
+from autopar.graph import Graph
+from autopar.node import Arg, Node, TensorType, Value
 from autopar.spec import (
     REPLICATE,
     AxisStrategy,

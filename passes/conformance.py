@@ -17,8 +17,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.chunk import ChunkProgram
-from autopar.graph import Arg, Value
 from autopar.local_ops import LOCAL_OPS
+from autopar.node import Arg, Value
 from autopar.pipeline import PipelineProgram
 from autopar.program import COLLECTIVES, Instruction, Program, Section, TensorSlot
 from autopar.reshard import Collective

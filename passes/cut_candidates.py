@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from autopar.errors import OptionsError
-from autopar.graph import Graph, Node, Value
+from autopar.graph import Graph
+from autopar.node import Node, Value
 
 from .dependence import data_only_nodes
 from .stage_layout import ChunkLayout

@@ -31,7 +31,7 @@ import torch
 from torch.distributed.tensor import Partial, Shard
 
 from autopar.errors import AutoparError
-from autopar.graph import TensorType
+from autopar.node import TensorType
 from autopar.spec import (
     PARTIAL_SUM,
     REPLICATE,

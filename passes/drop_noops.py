@@ -9,7 +9,8 @@ from typing import ClassVar
 
 import torch
 
-from autopar.graph import Arg, Graph, Node, Value
+from autopar.graph import Graph
+from autopar.node import Arg, Node, Value
 
 from .base import LAYOUT_SENSITIVE, Pass, rewrite
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch.distributed.tensor import Partial
 
-from autopar.graph import Arg, TensorType, Value
+from autopar.node import Arg, TensorType, Value
 from autopar.program import Instruction, Section
 from autopar.reshard import Hop
 from autopar.spec import local_before, local_shape, shard_dim

@@ -14,7 +14,8 @@ from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from autopar.graph import Graph, Node
+from autopar.graph import Graph
+from autopar.node import Node
 from autopar.paths import fold_path, layers_among
 
 from .fold_loops import fold_loops

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Hashable, Iterable, Mapping
 
-from autopar.graph import Graph, Node, Value
+from autopar.graph import Graph
+from autopar.node import Node, Value
 
 from .parts import part_of
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from autopar.errors import OperatorError
-from autopar.graph import Arg, map_arg
+from autopar.node import Arg, map_arg
 from autopar.spec import AxisStrategy
 
 from .claims import leaves_none_empty

@@ -15,8 +15,9 @@ from functools import cached_property
 import torch
 
 from autopar.assignment import Assignment, travels_unseen
-from autopar.graph import REST, VIEWS, Arg, Graph, Node, Output, Phase, TensorType, Value, map_arg
+from autopar.graph import Graph
 from autopar.local_ops import layout_for
+from autopar.node import REST, VIEWS, Arg, Node, Output, Phase, TensorType, Value, map_arg
 from autopar.program import Program, Section, TensorSlot
 from autopar.reshard import Hop, make_hop
 from autopar.spec import Placements, Strategy

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from autopar.chunk import ChunkProgram, Port
 from autopar.errors import GraphError
-from autopar.graph import Output, Value
+from autopar.node import Output, Value
 from autopar.program import Section, TensorSlot
 from autopar.schedule import Schedule
 from autopar.spec import Placements, short

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from autopar.graph import Arg, Graph, Node, Value, map_arg
+from autopar.graph import Graph
+from autopar.node import Arg, Node, Value, map_arg
 
 from .base import Pass, is_pure, rewrite, with_phases
 

@@ -17,7 +17,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from autopar.errors import OptionsError
-from autopar.graph import Graph, Node, Output, Value
+from autopar.graph import Graph
+from autopar.node import Node, Output, Value
 
 from .microbatch_walk import Walk
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field, replace
 from torch.distributed.tensor import Shard
 
 from autopar.errors import OptionsError
-from autopar.graph import Arg, Graph, Node, Output, Phase, TensorType, Value, map_arg
+from autopar.graph import Graph
+from autopar.node import Arg, Node, Output, Phase, TensorType, Value, map_arg
 from autopar.program import is_random
 from autopar.random_ops import DRAWS
 from autopar.spec import PARTIAL_SUM, REPLICATE, AxisStrategy, Placement, StridedShard, is_shard, local_shape, shard_dim

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.graph import Value, values_in
+from autopar.node import Value, values_in
 from autopar.program import COLLECTIVES, Instruction, Program, Section, is_random
 
 WAIT = "collective.wait"

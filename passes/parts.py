@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from types import MappingProxyType
 
-from autopar.graph import Arg, Graph, Node, Value, map_arg
+from autopar.graph import Graph
+from autopar.node import Arg, Node, Value, map_arg
 from autopar.random_ops import DRAWS
 
 # (x, dim, index) and (x, dim, start, end, step); backward, and what writes there, have one argument more before these.

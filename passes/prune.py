@@ -18,7 +18,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch.distributed.tensor import Partial, Shard
 
-from autopar.graph import Graph, Node, Value
+from autopar.graph import Graph
+from autopar.node import Node, Value
 from autopar.spec import REPLICATE, Placement, Strategy, StridedShard, is_shard
 
 ANCHORS = [

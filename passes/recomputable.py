@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from autopar.graph import REST, Graph, Node, Value
+from autopar.graph import Graph
+from autopar.node import REST, Node, Value
 from autopar.paths import layers_among
 from autopar.program import Instruction, draws_numbers
 

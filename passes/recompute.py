@@ -26,7 +26,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from autopar.assignment import Assignment
-from autopar.graph import RECOMPUTED, Graph, Node, Value
+from autopar.graph import Graph
+from autopar.node import RECOMPUTED, Node, Value
 from autopar.spec import Strategy
 
 from .base import Pass

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.graph import Output
+from autopar.node import Output
 from autopar.program import Section
 
 from .emit import Buckets, Emitter

@@ -22,7 +22,7 @@ import torch
 
 from autopar.cache_folder import cache_folder, keeps_work
 from autopar.errors import OptionsError
-from autopar.graph import DTYPE_NAMES, TensorType
+from autopar.node import DTYPE_NAMES, TensorType
 from autopar.spec import AxisStrategy, parse_placement, shard_dim
 
 from .probe import Proven

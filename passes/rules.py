@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from autopar.graph import Arg, TensorType
+from autopar.node import Arg, TensorType
 from autopar.spec import AxisStrategy, Placements, local_offset, local_shape
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.graph import TensorType
+from autopar.node import TensorType
 from autopar.spec import AxisStrategy, Placement
 
 from .claims import P, R, S, claim, claim_rule

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from autopar.graph import Arg
+from autopar.node import Arg
 from autopar.spec import AxisStrategy
 
 from .claims import P, R, S, claim, claim_rule, operand, shape_of, shards_align

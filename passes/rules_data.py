@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.graph import Arg, TensorType
+from autopar.node import Arg, TensorType
 from autopar.spec import AxisStrategy, Placement, shard
 
 from .claims import shape_of

@@ -29,7 +29,7 @@ from torch.distributed.tensor._ops.single_dim_strategy import _ShardingPlacehold
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from autopar.graph import Arg, TensorType
+from autopar.node import Arg, TensorType
 from autopar.spec import REPLICATE, AxisStrategy, Placement
 
 from .claims import leaves_none_empty

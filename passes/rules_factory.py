@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch.distributed.tensor import Shard
 
-from autopar.graph import Arg, TensorType
+from autopar.node import Arg, TensorType
 from autopar.spec import PARTIAL_SUM, REPLICATE, AxisStrategy, Placement
 
 from .dimension_strings import agnostic, letters, shardable, strategies

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from autopar.graph import Arg
+from autopar.node import Arg
 from autopar.spec import AxisStrategy
 
 from .claims import P, S, claim, claim_rule

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 
-from autopar.graph import TensorType
+from autopar.node import TensorType
 from autopar.spec import AxisStrategy, Placement
 
 from .claims import P, R, S, claim, claim_rule, operand, shape_of, shards_align

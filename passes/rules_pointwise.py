@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autopar.graph import TensorType
+from autopar.node import TensorType
 from autopar.spec import AxisStrategy
 
 from .dimension_strings import WHOLE, agnostic, letters, strategies

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.graph import Arg
+from autopar.node import Arg
 from autopar.spec import PARTIAL_SUM, AxisStrategy, Placement, shard, shard_dim
 
 from .claims import shape_of

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from autopar.graph import SCALED, Graph, Node
+from autopar.graph import Graph
+from autopar.node import SCALED, Node
 
 from .base import Pass
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from autopar.graph import VIEWS, Graph, Node, Value
+from autopar.graph import Graph
+from autopar.node import VIEWS, Node, Value
 
 from .base import Pass, is_pure
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 
-from autopar.graph import Arg, Value, map_arg, values_in
+from autopar.node import Arg, Value, map_arg, values_in
 from autopar.program import Instruction, Section
 
 

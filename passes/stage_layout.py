@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.errors import OptionsError
-from autopar.graph import VIEWS, Graph, Node, Value
+from autopar.graph import Graph
+from autopar.node import VIEWS, Node, Value
 from autopar.program import is_random
 from autopar.random_ops import DRAWS
 

@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import OptionsError
-from autopar.graph import Graph, Node, Output, Phase, Value
+from autopar.graph import Graph
+from autopar.node import Node, Output, Phase, Value
 from autopar.program import is_random
 from autopar.stages import Edge, Staged
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autopar.graph import Arg, map_arg
+from autopar.node import Arg, map_arg
 
 from .rules import OpCall
 from .trials import Range, Shape, Tensors, Values, execute, is_float, make_operands

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from autopar.graph import Arg, TensorType, map_arg
+from autopar.node import Arg, TensorType, map_arg
 from autopar.spec import REPLICATE, Placement, chunk_bounds, shard_dim
 
 from .rules import OpCall, Operand

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
 
-from autopar.graph import TensorType
+from autopar.node import TensorType
 
 from .compiled import OutputsWanted
 from .module_hooks import Hook, hooks_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
-from autopar.graph import TensorType
+from autopar.node import TensorType
 
 from .call_kind import CallKind
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from autopar.errors import InputMismatchError, OptionsError
-from autopar.graph import TensorType
+from autopar.node import TensorType
 from autopar.spec import Placements, shard_dim, take_local
 
 from .collectives import Collectives

@@ -9,7 +9,7 @@ import torch
 
 from autopar.errors import ExecutionError
 from autopar.pipeline import PipelineProgram
-from autopar.schedule import Instruction, Kind, Message
+from autopar.schedule_instructions import Instruction, Kind, Message
 
 from .chunk_executable import ChunkExecutable, Exchange, Messages
 from .messages import Arrival, Messenger

@@ -21,8 +21,8 @@ from weakref import WeakValueDictionary
 import torch
 
 from autopar.errors import AutoparError, ExecutionError
-from autopar.graph import DTYPE_NAMES
 from autopar.index_range import PROGRAM_FILE
+from autopar.node import DTYPE_NAMES
 from autopar.program import Section
 
 from .section_source import Operation, Source, operands_of

@@ -28,7 +28,7 @@ import sympy
 import torch
 
 from autopar.errors import GraphError
-from autopar.graph import Arg, Value, values_in
+from autopar.node import Arg, Value, values_in
 from autopar.program import Instruction, Section
 
 Operation = Callable[..., Any]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from autopar.schedule import Instruction
+from autopar.schedule_instructions import Instruction
 from autopar.timeline import Span, Timeline
 
 from .stage_mesh import StageMeshes

@@ -8,8 +8,9 @@ from typing import Any
 import sympy
 import torch
 
-from autopar.graph import Arg, Graph, Node, TensorType, Value, map_arg
+from autopar.graph import Graph
 from autopar.local_ops import LOCAL_OPS, layout_for
+from autopar.node import Arg, Node, TensorType, Value, map_arg
 
 Results = dict[tuple[str, str], torch.Tensor | None]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from autopar.graph import REST, Graph, Node, Value
+from autopar.graph import Graph
+from autopar.node import REST, Node, Value
 from autopar.passes.base import rewrite
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.graph import Graph, Node, Value, map_arg
+from autopar.graph import Graph
+from autopar.node import Node, Value, map_arg
 from autopar.passes.normalise import normalise
 from autopar.trace import ModuleTracker, Request, capture, convert, describe_call, model_state, unchanged
 from autopar.trace_reads import Reads

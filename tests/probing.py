@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autopar.graph import Arg, TensorType, map_arg
+from autopar.node import Arg, TensorType, map_arg
 from autopar.passes.rules import OpCall, Operand
 from autopar.passes.trials import find_operation
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from autopar.graph import Value as V
+from autopar.node import Value as V
 from autopar.program import Instruction, Program, Section, TensorSlot
 from autopar.runtime import Compiled, Request
 from autopar.signature import Signature

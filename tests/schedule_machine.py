@@ -11,7 +11,8 @@ import random
 from collections import defaultdict, deque
 from typing import Any
 
-from autopar.schedule import Instruction, Schedule
+from autopar.schedule import Schedule
+from autopar.schedule_instructions import Instruction
 
 Queues = dict[tuple[int, int], deque[Any]]
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from autopar.graph import Arg, Value
 from autopar.local_ops import LOCAL_OPS
+from autopar.node import Arg, Value
 from autopar.program import Instruction, Program, Section, TensorSlot
 from autopar.runtime.section_source import returns_sequence
 from autopar.spec import take_local, take_shard

@@ -16,7 +16,7 @@ import torch
 from autopar.chunk import ChunkProgram
 from autopar.pipeline import PipelineProgram
 from autopar.program import Section
-from autopar.schedule import Instruction, Message
+from autopar.schedule_instructions import Instruction, Message
 from autopar.spec import take_local
 from tests.simulate import Tensors, World
 

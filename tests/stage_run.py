@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from autopar.graph import Graph, Node, Phase, Value
+from autopar.graph import Graph
+from autopar.node import Node, Phase, Value
 from autopar.stages import Staged
 from tests.interpret import Results, evaluate
 from tests.microbatches import Tensors

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from autopar.graph import Graph, Node, Value
+from autopar.graph import Graph
+from autopar.node import Node, Value
 from autopar.passes.adding import adding
 from autopar.passes.biased_products import biased_products
 from autopar.program import Instruction, Section

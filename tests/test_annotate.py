@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from autopar.graph import Graph, Value
+from autopar.graph import Graph
+from autopar.node import Value
 from autopar.passes.annotate import annotate, rule_sources
 from autopar.passes.prune import live_placements
 from autopar.passes.rest import insert_rests

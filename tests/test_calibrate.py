@@ -23,7 +23,6 @@ from autopar.errors import OptionsError, WorkerError
 from autopar.fit_device import UPDATED_BYTES, fit_attention, fit_device, fit_matrices, fit_tiles
 from autopar.fit_links import fit_rates
 from autopar.fit_processes import exchanging_in_step, fit_cluster, in_step
-from autopar.graph import Node, TensorType, Value
 from autopar.measure import MESSAGE_BYTES
 from autopar.measure_device import (
     CPU_ATTENTION,
@@ -37,6 +36,7 @@ from autopar.measure_device import (
     lower_quartile,
 )
 from autopar.measure_step import exchange_seconds, step_like_seconds
+from autopar.node import Node, TensorType, Value
 from autopar.program import COLLECTIVES
 from autopar.samples import CollectiveSample, Samples
 

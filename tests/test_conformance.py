@@ -95,7 +95,7 @@ def program_of(instructions: tuple[Instruction, ...], *slots: TensorSlot) -> Pro
 
 
 def test_reads_bytes_of_uneven_shards_as_padded() -> None:
-    from autopar.graph import Value
+    from autopar.node import Value
 
     gathered = Instruction(
         "g", "collective.all_gather", (Value("x"),), (("axes", (0,)), ("dim", 0), ("size", 5), ("before", 1))

@@ -18,8 +18,9 @@ from autopar.cost import FAMILIES, bytes_moved, compute_seconds, flops, node_sec
 from autopar.cost.counts import larger
 from autopar.cost.operations import family_of
 from autopar.cost.products import attention_seconds, product_seconds
-from autopar.graph import PLACEHOLDERS, Graph, Node, TensorType, Value, symbol
+from autopar.graph import Graph
 from autopar.local_ops import LOCAL_OPS
+from autopar.node import PLACEHOLDERS, Node, TensorType, Value, symbol
 
 aten = torch.ops.aten
 F32, BF16, I64 = torch.float32, torch.bfloat16, torch.int64

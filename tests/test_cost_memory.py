@@ -13,8 +13,9 @@ from autopar.assignment import ParameterPlacement
 from autopar.cluster import Cluster
 from autopar.cost import reserve, usable_bytes
 from autopar.errors import OptionsError
-from autopar.graph import Graph, TensorType
+from autopar.graph import Graph
 from autopar.item_prices import optimizer_seconds, parameter_bytes
+from autopar.node import TensorType
 from autopar.optimizers import OPTIMIZERS, optimizer_bytes
 from autopar.passes.annotate import annotate
 from autopar.prices import Prices

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from autopar.cost import ChunkPrice, EdgePrice, PipelinePrices, Simulation, bubble_fraction, simulate, step_lower_bound
 from autopar.cost.pipeline_prices import SharedProcessors
 from autopar.errors import ScheduleError
-from autopar.schedule import Edge, Schedule, chain
+from autopar.schedule import Schedule, chain
+from autopar.schedule_instructions import Edge
 from autopar.schedule_messages import forward_only
 from autopar.schedules import make_schedule
 from tests.chrome_trace import timeline_from_chrome_trace

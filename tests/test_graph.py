@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from autopar.errors import GraphError
-from autopar.graph import Graph, TensorType, Value, symbol
+from autopar.graph import Graph
+from autopar.node import TensorType, Value, symbol
 
 # ruff: noqa: E501
 TEXT = """graph(b=8)

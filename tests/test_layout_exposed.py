@@ -14,7 +14,6 @@ from autopar import layout_place
 from autopar.assignment import uses
 from autopar.axis_names import weight_values
 from autopar.cluster import Cluster
-from autopar.graph import Value
 from autopar.instance import Instance
 from autopar.kernels import origin
 from autopar.layout import CONTEXT, TENSOR, Layout
@@ -23,6 +22,7 @@ from autopar.layout_exposed import TAKEN, as_billed, waited
 from autopar.layout_model import LayoutModel
 from autopar.layout_place import Placed
 from autopar.layout_section import Sections
+from autopar.node import Value
 from autopar.offer import OUTPUTS
 from autopar.problem import Ints, Problem, Solution, transfer_seconds
 from autopar.solve import solve

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from autopar.cluster import Cluster
-from autopar.graph import Graph, Value
+from autopar.graph import Graph
 from autopar.kernels import Kernels, find_kernels
 from autopar.layout import Layout
 from autopar.layout_model import LayoutModel
 from autopar.layout_transients import Span, most
+from autopar.node import Value
 from benchmarks.published_models import build
 from benchmarks.published_shape import Shape
 

@@ -10,7 +10,8 @@ import torch
 import transformers
 from torch import nn
 
-from autopar.graph import Graph, Value
+from autopar.graph import Graph
+from autopar.node import Value
 from autopar.passes.annotate import annotate
 from autopar.passes.microbatch import Microbatched, microbatch
 from autopar.passes.stages import cut

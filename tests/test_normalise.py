@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from autopar.errors import GraphError
-from autopar.graph import Graph, Node, Output, TensorType, Value
+from autopar.graph import Graph
+from autopar.node import Node, Output, TensorType, Value
 from autopar.passes.base import Pass, is_pure, run
 from autopar.passes.canonical_views import CanonicalViews
 from autopar.passes.drop_noops import DropNoops

@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from autopar.graph import Graph, Value
+from autopar.graph import Graph
+from autopar.node import Value
 from autopar.passes.overlap import overlap, overlap_section
 from autopar.program import Instruction, Program, Section, TensorSlot
 from autopar.spec import REPLICATE

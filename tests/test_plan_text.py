@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.assignment import ParameterPlacement
-from autopar.plan import Holding, Plan, PlanLine, PlanNode, Predicted, Step
+from autopar.plan import Plan
+from autopar.plan_record import Holding, PlanLine, PlanNode, Predicted, Step
 from autopar.plan_rows import ModuleRow, module_rows, numbers
 from autopar.plan_units import clip, duration, share, signed_duration, signed_size, size
 from autopar.spec import PARTIAL_SUM, REPLICATE, Placements, Shard, StridedShard, short

@@ -12,7 +12,7 @@ from torch.distributed.tensor.experimental import register_sharding
 
 import tests.custom_ops  # noqa: F401
 from autopar.errors import OperatorError
-from autopar.graph import TensorType
+from autopar.node import TensorType
 from autopar.passes import found_rules, sandbox
 from autopar.passes.found_rules import KNOWN, found_strategies, refuted, source
 from autopar.passes.rules import OpCall

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
-from autopar.graph import Value
+from autopar.node import Value
 from autopar.passes.overlap import overlap
 from autopar.program import Instruction, Program, Section, TensorSlot, draws_numbers, is_random
 from autopar.runtime.groups import mesh_groups, mesh_of_one

@@ -16,7 +16,8 @@ import autopar
 from autopar import planner
 from autopar.assignment import Assignment
 from autopar.errors import OptionsError
-from autopar.graph import REST, Graph
+from autopar.graph import Graph
+from autopar.node import REST
 from autopar.options import Options
 from autopar.passes.conformance import collectives_of, difference
 from autopar.passes.recomputable import recomputable

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autopar.errors import ExecutionError
-from autopar.graph import Value
+from autopar.node import Value
 from autopar.program import Instruction, Section
 from autopar.runtime.collectives import Collectives, Handle
 from autopar.runtime.groups import mesh_groups, mesh_of_one

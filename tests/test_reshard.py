@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from autopar.graph import TensorType
+from autopar.node import TensorType
 from autopar.passes.emit import hop_arguments
 from autopar.reshard import Hop, make_hop, neighbours
 from autopar.spec import PARTIAL_SUM, REPLICATE, Placement, Placements, Shard, StridedShard, is_valid, take_local

@@ -10,7 +10,7 @@ import torch
 from oracle.harness import Case, Sample, check, join, split
 
 from autopar.errors import AutoparError
-from autopar.graph import TensorType
+from autopar.node import TensorType
 from autopar.passes import rule_table
 from autopar.passes.dimension_strings import (
     AGNOSTIC,

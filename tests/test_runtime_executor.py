@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autopar.errors import ExecutionError, GraphError
-from autopar.graph import Value
+from autopar.node import Value
 from autopar.program import Instruction, Program, Section, TensorSlot
 from autopar.runtime.executor import Executable, instruction_axes
 from autopar.runtime.groups import mesh_of_one

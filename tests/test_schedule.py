@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from schedule_machine import Broken, Machine
 
 from autopar.errors import ScheduleError
-from autopar.schedule import COMPUTE, Edge, Instruction, Schedule, chain, loop_placement, v_placement
+from autopar.schedule import Schedule, chain, loop_placement, v_placement
 from autopar.schedule_check import Communication, check
+from autopar.schedule_instructions import COMPUTE, Edge, Instruction
 from autopar.schedule_messages import complete, forward_only, most_in_flight
-from autopar.schedule_text import parse_instruction, parse_schedule, schedule_from_json
+from autopar.schedule_text import parse_instruction
 from autopar.schedules import SCHEDULES, chunks_allowed, make_schedule
 
 COMMUNICATIONS: tuple[Communication, ...] = ("asynchronous", "batched", "blocking")
@@ -140,7 +141,7 @@ def test_a_rejection_names_rank_position_and_instruction(case: str) -> None:
     text = str(TINY)
     assert text.count(before) == 1
     with pytest.raises(ScheduleError) as caught:
-        check(parse_schedule(text.replace(before, after)))
+        check(Schedule.from_text(text.replace(before, after)))
     assert message in str(caught.value)
 
 
@@ -149,7 +150,9 @@ def test_messages_in_another_order_than_sent_are_rejected() -> None:
     with pytest.raises(
         ScheduleError, match=r"rank 1, position 0, RF0>1.1: would receive what rank 0, position 1, SF0>1.0"
     ):
-        check(parse_schedule(text.replace("RF0>1.0 F1.0 RF0>1.1 F1.1", "RF0>1.1 RF0>1.0 F1.0 F1.1")), "asynchronous")
+        check(
+            Schedule.from_text(text.replace("RF0>1.0 F1.0 RF0>1.1 F1.1", "RF0>1.1 RF0>1.0 F1.0 F1.1")), "asynchronous"
+        )
 
 
 def test_crossed_messages_need_a_batch_and_crossed_values_deadlock() -> None:
@@ -162,22 +165,22 @@ in_flight 2 2
 rank 0: F0.0 SF0>3.0 RF1>2.0 F2.0 B0.0 B2.0 reduce0 reduce2 step
 rank 1: F1.0 SF1>2.0 RF0>3.0 F3.0 B1.0 B3.0 reduce1 reduce3 step
 """
-    check(parse_schedule(crossed), "asynchronous")
-    check(parse_schedule(crossed), "batched")
+    check(Schedule.from_text(crossed), "asynchronous")
+    check(Schedule.from_text(crossed), "batched")
     with pytest.raises(
         ScheduleError, match=r"rank 0, position 1, SF0>3.0: waits for RF0>3.0, while .* rank 1, position 1"
     ):
-        check(parse_schedule(crossed), "blocking")
+        check(Schedule.from_text(crossed), "blocking")
     stuck = crossed.replace("F0.0 SF0>3.0 RF1>2.0 F2.0", "RF1>2.0 F2.0 F0.0 SF0>3.0")
     stuck = stuck.replace("F1.0 SF1>2.0 RF0>3.0 F3.0", "RF0>3.0 F3.0 F1.0 SF1>2.0")
     with pytest.raises(ScheduleError, match=r"waits for SF1>2.0"):
-        check(parse_schedule(stuck), "asynchronous")
+        check(Schedule.from_text(stuck), "asynchronous")
 
 
 @given(schedules())
 def test_text_and_json_round_trip(schedule: Schedule) -> None:
-    assert parse_schedule(str(schedule)) == schedule
-    assert schedule_from_json(json.loads(json.dumps(schedule.to_json()))) == schedule
+    assert Schedule.from_text(str(schedule)) == schedule
+    assert Schedule.from_json(json.loads(json.dumps(schedule.to_json()))) == schedule
 
 
 def test_receives_are_posted_where_their_values_begin_to_be_computed() -> None:
@@ -208,7 +211,7 @@ def test_what_is_no_instruction_is_named(text: str) -> None:
 )
 def test_what_is_no_schedule_is_refused(data: dict[str, object]) -> None:
     with pytest.raises(ScheduleError, match="not a schedule"):
-        schedule_from_json(data)
+        Schedule.from_json(data)
 
 
 @given(schedules())

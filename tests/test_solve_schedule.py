@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from autopar.cost import ChunkPrice, EdgePrice, PipelinePrices, simulate
 from autopar.errors import InfeasibleError, ScheduleError
-from autopar.schedule import Edge, Instruction, Schedule, chain, loop_placement, v_placement
+from autopar.schedule import Schedule, chain, loop_placement, v_placement
 from autopar.schedule_check import check
+from autopar.schedule_instructions import Edge, Instruction
 from autopar.schedule_messages import complete
 from autopar.schedules import make_schedule
 from autopar.solve_schedule import OPTIMAL, SolvedSchedule, named_schedules, solve_schedule

@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from autopar.errors import OptionsError
-from autopar.graph import Graph, Value
+from autopar.graph import Graph
+from autopar.node import Value
 from autopar.passes.cut_candidates import cut_candidates, cuts_for_owners
 from autopar.passes.microbatch import microbatch
 from autopar.passes.normalise import normalise

@@ -12,7 +12,7 @@ from interpret import interpret
 from torch import nn
 
 from autopar.errors import TraceError
-from autopar.graph import symbol
+from autopar.node import symbol
 from autopar.trace import trace
 
 

@@ -18,7 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from autopar import trace_cache, trace_entry
-from autopar.contents import Contents, Unkeyable
+from autopar.contents import Contents
+from autopar.contents_feed import Unkeyable
 from autopar.graph import Graph, GraphError
 from autopar.trace import Traced, request_for, traced_request
 from autopar.trace_cache import traced_once

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from autopar import trace_cache
-from autopar.contents import Unkeyable
+from autopar.contents_feed import Unkeyable
 from autopar.files_read import files_read
 from autopar.trace import Traced, request_for, traced_request
 from autopar.trace_cache import traced_once

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from autopar.cluster import Cluster
-from autopar.graph import TensorType
+from autopar.node import TensorType
 from autopar.options import Options
 from autopar.planner import solve_mesh
 from autopar.prices import Prices

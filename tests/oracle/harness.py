@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Partial, Replicate
 
-from autopar.graph import Arg, TensorType, map_arg
+from autopar.node import Arg, TensorType, map_arg
 from autopar.passes.compose import replicated
 from autopar.passes.dimension_strings import strided_variants
 from autopar.passes.rule_table import RULES

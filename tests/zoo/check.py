@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 
 from autopar.assignment import Assignment
 from autopar.cluster import Cluster
-from autopar.graph import Arg, Graph, Node, TensorType, map_arg
+from autopar.graph import Graph
+from autopar.node import Arg, Node, TensorType, map_arg
 from autopar.options import Options
 from autopar.passes.annotate import annotate
 from autopar.passes.lower import Lowering, lower
