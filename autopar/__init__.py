@@ -7,10 +7,19 @@
 with one process. :func:`price` and :func:`plan_layouts` price and search layouts of large models.
 """
 
-from autopar.runtime.module import ParallelModule
+from autopar.cluster.description import Cluster
+from autopar.ir.graph import Graph
+from autopar.layouts.model import price
+from autopar.layouts.price import Priced
+from autopar.layouts.report import LayoutReport, plan_layouts
+from autopar.plans.plan import Plan
+from autopar.plans.timeline import step_timeline
+from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.search.reprice import reprice
+from autopar.verification.report import Report
+from autopar.verification.verify import verify
 
 from .api import parallelize, plan
-from .cluster import Cluster
 from .errors import (
     AutoparError,
     GraphError,
@@ -23,17 +32,8 @@ from .errors import (
     TraceError,
     WorkerError,
 )
-from .graph import Graph
 from .layout import Layout
-from .layout_model import price
-from .layout_price import Priced
-from .layout_report import LayoutReport, plan_layouts
 from .options import Options
-from .plan import Plan
-from .plan_timeline import step_timeline
-from .reprice import reprice
-from .verify import verify
-from .verify_report import Report
 
 __all__ = [
     "AutoparError",

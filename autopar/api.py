@@ -13,22 +13,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.runtime.groups import AxisGroup, mesh_groups, mesh_of_one
-from autopar.runtime.module import ParallelModule
+from autopar.calibration.default_cluster import default_cluster
+from autopar.cluster.description import Cluster
+from autopar.compiler.agreed_plan import agreed_plan
+from autopar.compiler.calls import Compiler
+from autopar.compiler.plan_cache import answered
+from autopar.compiler.rank_zero import on_first_rank
+from autopar.planner.prepare import ask, prepare
+from autopar.planner.timings import Timings
+from autopar.plans.plan import Plan
+from autopar.runtime.comm.groups import AxisGroup, mesh_groups, mesh_of_one
+from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.trace.loss import TARGETS
 
-from .agreed_plan import agreed_plan
-from .cluster import Cluster
-from .compiler import Compiler
-from .default_cluster import default_cluster
 from .errors import OptionsError
-from .first_rank import on_first_rank
 from .options import Options, under_policy
-from .plan import Plan
-from .plan_cache import answered
 from .precision import scales_loss
-from .prepared import ask, prepare
-from .timings import Timings
-from .trace_loss import TARGETS
 
 Batch = torch.Tensor | Sequence[Any] | Mapping[str, Any]
 Mesh = DeviceMesh | Sequence[int] | int
@@ -125,8 +125,8 @@ def parallelize(
     alone: rank 0's is used. What the model draws (dropout, noise) depends on
     ``options.seed`` (without one, on ``torch.initial_seed()`` of rank 0 now), on the step and on the model, and not on
     the plan; ``torch.manual_seed`` later changes nothing, ``set_random_state`` does. Without ``cluster``, processors
-    are priced as calibrated (``"local"``), GPUs as calibrated or by their name (:mod:`autopar.default_cluster`). See
-    :class:`~autopar.runtime.ParallelModule` for what it can do.
+    are priced as calibrated (``"local"``), GPUs as calibrated or by their name
+    (:mod:`autopar.calibration.default_cluster`). See :class:`~autopar.runtime.ParallelModule` for what it can do.
 
     Raises:
         OptionsError: the number of processes is not that of the mesh, or an option cannot be honoured.

@@ -8,8 +8,9 @@ from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
+from autopar.schedule.named import SCHEDULES
+
 from .errors import OptionsError
-from .schedules import SCHEDULES
 
 Recompute = Literal["none", "selective", "elementwise", "operations", "full"]
 Overlap = Literal["gradient", "weight", "message", "input_gradient", "tensor", "expert"]
@@ -61,7 +62,7 @@ class Layout:
             inputs.
         sequence_parallel: whether values between tensor-parallel regions are divided along the sequence.
         zero: 1 shards the optimizer state over data ranks, 2 also gradients, 3 also weights.
-        schedule: by name (:mod:`autopar.schedules`); default ``"1f1b"``, or ``"interleaved"`` with several chunks.
+        schedule: by name (:mod:`autopar.schedule.named`); default ``"1f1b"``, or ``"interleaved"`` with several chunks.
         precision: what is computed in. Reduced precisions keep fp32 master weights and accumulate gradients in fp32.
             ``"fp8"``: products with weights, everything else in bf16.
         overlap: what travels while devices compute: ``"gradient"`` reductions under the last backward, ``"weight"``

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from .node import Dim, TensorType
+from autopar.ir.node import Dim, TensorType
 
 Shape = tuple[Dim, ...]
 
@@ -42,7 +42,7 @@ OPTIMIZERS: Mapping[str, Callable[[Shape], Dim]] = {
 }
 
 # Those that treat every element by itself, of which torch has one: their state may rest in host memory
-# (:mod:`autopar.runtime.optimizer`).
+# (:mod:`autopar.runtime.state.optimizer`).
 ELEMENTWISE = frozenset(OPTIMIZERS) - {"adafactor", "lion", "muon"}
 
 

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from autopar.schedule.named import SCHEDULES
+
 from .errors import OptionsError, PlanMismatchError
 from .optimizers import OPTIMIZERS
 from .precision import PRECISIONS, Precision
-from .schedules import SCHEDULES
 
 # A schedule made to measure by a solver.
 SOLVED = "solved"
@@ -54,8 +55,9 @@ class Options:
             unless something else that is fixed refers to the axes of the mesh: pins, zero, named axes, or
             mesh_search=False.
         microbatches: pieces of the batch that a step computes one after the other, accumulating gradients.
-        schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zb-h1"`` or ``"zb-v"`` (:mod:`autopar.schedules`), or
-            ``"solved"``: made to measure, by a solver, for the times and memory of the best of these.
+        schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zb-h1"`` or ``"zb-v"``
+            (:mod:`autopar.schedule.named`), or ``"solved"``: made to measure, by a solver, for the times and memory
+            of the best of these.
         precision: ``"bf16"`` or ``"fp16"``: products in 16 bits as under :class:`torch.autocast`, with parameters,
             gradients and optimizer state in float32, and under fp16 a scaled loss (:mod:`autopar.precision`).
             ``"fp32"`` or None: the model's own dtypes. It is never chosen unasked.

@@ -3,9 +3,9 @@
 ``"bf16"`` and ``"fp16"`` are what :class:`torch.autocast` does on the device the model is traced for: products and
 attention in 16 bits, losses and what torch holds to be delicate in float32, everything else in what it is given. The
 parameters, which the optimizer updates, stay float32 (the *masters*), and so do their gradients; the copies that
-products read are made once a step (:mod:`autopar.passes.cast_once`), and collectives move whichever the placement
-program finds cheaper. ``"fp16"`` scales the loss besides, since gradients below 6e-8 would be zero
-(:mod:`autopar.runtime.loss_scale`). ``"fp32"`` and None leave the model as it is, whatever dtypes it has.
+products read are made once a step (:mod:`autopar.passes.normalise.cast_once`), and collectives move whichever the
+placement program finds cheaper. ``"fp16"`` scales the loss besides, since gradients below 6e-8 would be zero
+(:mod:`autopar.runtime.state.loss_scale`). ``"fp32"`` and None leave the model as it is, whatever dtypes it has.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Fits the constants of presets to published rows: ``python -m benchmarks.fit_hardware [NAME...]`` prints them as TOML.
 
-What is fitted is the very formula plans are priced with: rates of collectives by :mod:`autopar.cost.algorithms`,
-efficiency of products by :mod:`autopar.cost.products`, on the two thirds of the rows that are not held out.
+What is fitted is the very formula plans are priced with: rates of collectives by
+:mod:`autopar.cost.collective.algorithms`, efficiency of products by :mod:`autopar.cost.compute.matmul_efficiency`, on
+the two thirds of the rows that are not held out.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.cluster import Cluster, Device, Link, Rate
+from autopar.calibration.relative_least_squares import Model, least_error
+from autopar.cluster.description import Cluster, Device, Link, Rate
 from autopar.cost import compute_seconds
-from autopar.cost.algorithms import Level, routes
-from autopar.least_error import Model, least_error
-from autopar.problem import Floats
+from autopar.cost.collective.algorithms import Level, routes
+from autopar.solver.problem import Floats
 
 from .hardware_rows import CollectiveRow, ProductRow, collective_rows, dtype_of, product_rows
 

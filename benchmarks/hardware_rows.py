@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from autopar.cluster import Cluster
-from autopar.node import SHORT_DTYPES
-from autopar.program import COLLECTIVES
+from autopar.cluster.description import Cluster
+from autopar.ir.node import SHORT_DTYPES
+from autopar.ir.program import COLLECTIVES
 
 PUBLISHED = Path(__file__).parent / "published"
 # The GPU as the rows name it, and the preset whose device or links it has.
@@ -44,8 +44,8 @@ NETWORKS = (("4x HDR", 4, 200), ("8x HDR", 8, 200), ("4x Omni-Path 100", 4, 100)
 
 @dataclass(frozen=True)
 class CollectiveRow:
-    """``nbytes`` as :mod:`autopar.cost.collective` counts them; ``seconds`` measured. ``cluster`` is None where the
-    source does not say which hardware it was."""
+    """``nbytes`` as :mod:`autopar.cost.collective.collective` counts them; ``seconds`` measured. ``cluster`` is None
+    where the source does not say which hardware it was."""
 
     source: str
     gpu: str

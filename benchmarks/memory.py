@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar import Options
 from autopar.runtime.launch import run_local
-from autopar.runtime.storage_meter import StorageMeter
+from autopar.runtime.rehearse.storage_meter import StorageMeter
 
 from .report import describe_machine, emit, make_table
 

@@ -31,22 +31,22 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from autopar.assignment import Assignment, ParameterPlacement
-from autopar.cluster import Cluster
-from autopar.compile_pipeline import pipeline_program
-from autopar.graph import Graph
-from autopar.passes.annotate import annotate
-from autopar.passes.microbatch import microbatch
-from autopar.passes.normalise import normalise
-from autopar.passes.rest import InsertRests
-from autopar.passes.stages import cut
-from autopar.prices import BUCKET_BYTES, Prices
+from autopar.cluster.description import Cluster
+from autopar.compiler.pipeline import pipeline_program
+from autopar.ir.assignment import Assignment, ParameterPlacement
+from autopar.ir.graph import Graph
+from autopar.ir.placements import REPLICATE
+from autopar.passes.annotate.annotate import annotate
+from autopar.passes.normalise.standard import normalise
+from autopar.passes.pipeline.cut import cut
+from autopar.passes.pipeline.microbatch import microbatch
+from autopar.passes.recompute.saved_values import InsertRests
+from autopar.placement.prices import BUCKET_BYTES, Prices
+from autopar.planner.step_graphs import bare_step_graph
 from autopar.runtime import Compiled, ParallelModule, Request, run_local
-from autopar.spec import REPLICATE
-from autopar.stage_chunks import WirePrice, place_chunks
-from autopar.stage_search import scheduled
-from autopar.step_graphs import bare_step_graph
-from autopar.trace import trace
+from autopar.search.chunks import WirePrice, place_chunks
+from autopar.search.pipeline import scheduled
+from autopar.trace.tracer import trace
 
 from .report import describe_machine, emit, make_table
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from autopar.cost import collective_seconds, compute_seconds
-from autopar.cost.point_to_point import message_rate
+from autopar.cost.collective.point_to_point import message_rate
 
 from .hardware_rows import (
     MESSAGE,

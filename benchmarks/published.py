@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from autopar.errors import AutoparError
-from autopar.layout_model import LayoutModel
-from autopar.layout_precision import dtype_of
-from autopar.layout_price import Priced
+from autopar.layouts.model import LayoutModel
+from autopar.layouts.precision import dtype_of
+from autopar.layouts.price import Priced
 
 from .published_models import build
 from .published_open import choose

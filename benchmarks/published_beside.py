@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from autopar.cluster import Cluster
+from autopar.cluster.description import Cluster
 
 from .published_systems import system
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from autopar.cluster import Cluster
-from autopar.device import Device
-from autopar.links import MESSAGE, Link, Rate
+from autopar.cluster.description import Cluster
+from autopar.cluster.device import Device
+from autopar.cluster.links import MESSAGE, Link, Rate
 
 from .published_shape import NotExpressible, number
 from .published_systems import SECOND_FLASH, TRITON_FLASH, system

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.local_experts import experts
-from autopar.trace_experts import activation_text
+from autopar.ops.experts import experts
+from autopar.trace.moe_blocks import activation_text
 
 from .published_attention import Attention, LatentAttention, dropout
 from .published_shape import Experts, Shape

@@ -1,7 +1,7 @@
 """Rows that leave their layout open: the space of layouts that their method allows, and which of it is chosen.
 
 A row may name a method (Megatron's grid of degrees, ZeRO-3, Alpa's automatic plans) or only some degrees. Everything it
-leaves open is chosen by the search over layouts that planning uses (:mod:`autopar.layout_search`), within what the
+leaves open is chosen by the search over layouts that planning uses (:mod:`autopar.layouts.search`), within what the
 method allows: the quickest by our prices that fits into memory, and the leanest where none fits. That need not be the
 layout that ran.
 """
@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from autopar.cluster import Cluster
+from autopar.cluster.description import Cluster
 from autopar.layout import Layout
-from autopar.layout_model import LayoutModel
-from autopar.layout_price import Priced
-from autopar.layout_space import Space, candidates
-from autopar.layout_trials import node_size, quickest_layouts, tried_layouts
+from autopar.layouts.model import LayoutModel
+from autopar.layouts.price import Priced
+from autopar.layouts.space import Space, candidates
+from autopar.layouts.trials import node_size, quickest_layouts, tried_layouts
 
 from .published_shape import NotExpressible, number
 

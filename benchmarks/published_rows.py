@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autopar.cluster import Cluster
+from autopar.cluster.description import Cluster
 from autopar.errors import OptionsError
 from autopar.layout import Layout
-from autopar.layout_space import Space
-from autopar.schedules import SCHEDULES
+from autopar.layouts.space import Space
+from autopar.schedule.named import SCHEDULES
 
 from .published_beside import beside_seconds
 from .published_clusters import cluster_of

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from autopar.layout_price import Priced
+from autopar.layouts.price import Priced
 
 from .published_rows import Question
 

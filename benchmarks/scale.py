@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from autopar.layout import Layout
-from autopar.layout_report import plan_layouts
+from autopar.layouts.report import plan_layouts
 
 from .published_models import build
 from .published_shape import Experts, Shape

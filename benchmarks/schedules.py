@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.cost import ChunkPrice, EdgePrice, PipelinePrices, simulate
-from autopar.schedule import chain, loop_placement, v_placement
-from autopar.schedules import SCHEDULES
-from autopar.solve_schedule import solve_schedule
+from autopar.schedule.named import SCHEDULES
+from autopar.schedule.schedule import chain, loop_placement, v_placement
+from autopar.search.schedule_solver import solve_schedule
 
 from .report import describe_machine, emit, make_table
 

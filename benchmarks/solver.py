@@ -1,4 +1,4 @@
-"""Synthetic placement problems shaped like transformer layers, and how long :func:`autopar.solve.solve` takes
+"""Synthetic placement problems shaped like transformer layers, and how long :func:`autopar.solver.solve.solve` takes
 on them.
 
     python benchmarks/solver.py [--axes 2] [--layers 2] [--tight 0.5] [--json]
@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.problem import Floats, Group, Ints, Problem, Transfer, memory_of
-from autopar.reduce import reduce, size_of
-from autopar.solve import smallest_memory, solve
+from autopar.solver.problem import Floats, Group, Ints, Problem, Transfer, memory_of
+from autopar.solver.reduce import reduce, size_of
+from autopar.solver.solve import smallest_memory, solve
 
 # Price of a hop on one axis, R S(0) S(1) S(2) P down, the same across; 9 is forbidden.
 HOP = np.array([[0, 0.01, 0.01, 0.01, 0.02], [1, 0, 1, 1, 9], [1, 1, 0, 1, 9], [1, 1, 1, 0, 9], [2, 1, 1, 1, 0]])

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.problem import Floats
+from autopar.solver.problem import Floats
 
 from .published_rows import question_of, read_rows
 from .published_scores import LEAST, kendall

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar import Options
-from autopar.cluster import Cluster, Link
+from autopar.cluster.description import Cluster, Link
 
 from .emulated_hosts import emulated_hosts, run_on_hosts
 from .pipeline_plans import BATCH, PLANS, SEQUENCE, make_batch, make_model, make_step, rank_correlation

@@ -24,20 +24,20 @@ from typing import Any
 import transformers
 from rich.console import Console
 
-from autopar.assignment import Assignment
-from autopar.cluster import Cluster
+from autopar.cluster.description import Cluster
 from autopar.cost import usable_bytes
-from autopar.cost.operations import family_of
+from autopar.cost.compute.op_families import family_of
 from autopar.errors import AutoparError
-from autopar.graph import Graph
-from autopar.instance import build_instance
+from autopar.ir.assignment import Assignment
+from autopar.ir.graph import Graph
 from autopar.options import Options
-from autopar.passes.annotate import annotate, rule_sources
-from autopar.passes.fold import fold_layers
-from autopar.passes.rule_table import RULES
-from autopar.prices import Prices, local_type
-from autopar.restrict import with_choices, zero_allows
-from autopar.solve import solve
+from autopar.passes.annotate.annotate import annotate, rule_sources
+from autopar.passes.annotate.fold import fold_layers
+from autopar.passes.rules import RULES
+from autopar.placement.constraints import with_choices, zero_allows
+from autopar.placement.formulation import build_instance
+from autopar.placement.prices import Prices, local_type
+from autopar.solver.solve import solve
 from tests.zoo.check import Case, check_assignment, compute_bound, make_case
 from tests.zoo.models import ZOO
 from tests.zoo.processes import run_on_processes

@@ -4,13 +4,14 @@ cluster.
 Formulas, their sources and what they leave out: ``docs/cost-model.md``.
 """
 
-from .collective import bucketed_seconds, bytes_sent, check_mesh, collective_seconds, fan_out
-from .compute import bytes_moved, compute_seconds, flops, node_seconds, total_bytes, total_flops
+from autopar.cost.collective.collective import bucketed_seconds, bytes_sent, check_mesh, collective_seconds, fan_out
+from autopar.cost.compute.op_families import FAMILIES, Family, family_of
+from autopar.cost.compute.roofline import bytes_moved, compute_seconds, flops, node_seconds, total_bytes, total_flops
+from autopar.cost.pipeline.bounds import bubble_fraction, step_lower_bound
+from autopar.cost.pipeline.prices import ChunkPrice, EdgePrice, PipelinePrices
+from autopar.cost.pipeline.simulate import Simulation, simulate
+
 from .memory import reserve, usable_bytes, usable_host_bytes
-from .operations import FAMILIES, Family, family_of
-from .pipeline import Simulation, simulate
-from .pipeline_bounds import bubble_fraction, step_lower_bound
-from .pipeline_prices import ChunkPrice, EdgePrice, PipelinePrices
 
 __all__ = [
     "FAMILIES",

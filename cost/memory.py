@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from autopar.cluster import Cluster
+from autopar.cluster.description import Cluster
 from autopar.errors import OptionsError
 
 

@@ -13,8 +13,8 @@ from typing import ClassVar
 import torch
 
 from autopar.errors import GraphError
-from autopar.graph import Graph
-from autopar.node import Node, Output, Phase, Value
+from autopar.ir.graph import Graph
+from autopar.ir.node import Node, Output, Phase, Value
 
 # Results of these depend on strides, which a graph does not show and dropping a copy may change.
 LAYOUT_SENSITIVE = frozenset(("aten.as_strided.default", "aten.view.dtype", "aten.as_strided_scatter.default"))
@@ -24,7 +24,7 @@ class Pass(ABC):
     """Graph to graph. Subclasses are frozen dataclasses with a kebab-case ``name`` and an ``apply``;
     calling one also verifies.
 
-    >>> from autopar.passes.remove_dead import RemoveDead
+    >>> from autopar.passes.normalise.eliminate_dead import RemoveDead
     >>> RemoveDead().name
     'remove-dead'
     """

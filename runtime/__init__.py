@@ -1,6 +1,6 @@
 """Runs lowered programs: process groups, collectives, the executor, the parallel module, and local ranks.
 
-A :class:`~autopar.program.Program` says everything a rank does; nothing is decided here. ``Partial``
+A :class:`~autopar.ir.program.Program` says everything a rank does; nothing is decided here. ``Partial``
 placements of whole values follow torch: the sum is carried by the first device of the axis, the others hold
 zeros (``collective.partial``).
 
@@ -19,14 +19,15 @@ zeros (``collective.partial``).
 ===================  ========================================================================================
 """
 
-from .collectives import Collectives, Handle
-from .compiled import Compile, Compiled, Request
-from .executor import Executable
-from .groups import AxisGroup, MeshGroups, mesh_groups, mesh_of_one
+from autopar.runtime.calls.compiled import Compile, Compiled, Request
+from autopar.runtime.comm.collectives import Collectives, Handle
+from autopar.runtime.comm.groups import AxisGroup, MeshGroups, mesh_groups, mesh_of_one
+from autopar.runtime.execute.executor import Executable
+from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.state.materialise import materialise
+from autopar.runtime.state.parameters import gather_whole, place_parameters, torch_placements
+
 from .launch import run_local
-from .materialise import materialise
-from .module import ParallelModule
-from .parameters import gather_whole, place_parameters, torch_placements
 
 __all__ = [
     "AxisGroup",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autopar.timeline import Lane, Span, Timeline
+from autopar.schedule.timeline import Lane, Span, Timeline
 
 LANES: tuple[Lane, ...] = ("compute", "communication")
 MICRO = 1e6

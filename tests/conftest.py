@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
-from autopar import plan_cache, trace_cache
-from autopar.cache_folder import cache_folder
+from autopar.compiler import plan_cache
+from autopar.content.cache_folder import cache_folder
+from autopar.trace.cache import cache as trace_cache
 
 torch.set_num_threads(1)
 

@@ -12,8 +12,8 @@ import torch
 from interpret import interpret
 from torch import nn
 
-from autopar.graph import Graph
-from autopar.trace import Traced
+from autopar.ir.graph import Graph
+from autopar.trace.tracer import Traced
 
 Batch = dict[str, Any]
 # transformers computes losses in single precision, whatever the model has.

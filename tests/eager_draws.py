@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.decompositions_random import RANDOM
-from autopar.random_ops import DRAWS
-from autopar.trace_patches import patched
+from autopar.ops.random import DRAWS
+from autopar.trace.decompositions.random import RANDOM
+from autopar.trace.patches import patched
 
 STATE = torch.tensor([7, 0, 3, 0])
 

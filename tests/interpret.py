@@ -8,9 +8,9 @@ from typing import Any
 import sympy
 import torch
 
-from autopar.graph import Graph
-from autopar.local_ops import LOCAL_OPS, layout_for
-from autopar.node import Arg, Node, TensorType, Value, map_arg
+from autopar.ir.graph import Graph
+from autopar.ir.node import Arg, Node, TensorType, Value, map_arg
+from autopar.ops.masked import LOCAL_OPS, layout_for
 
 Results = dict[tuple[str, str], torch.Tensor | None]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autopar.graph import Graph
-from autopar.node import REST, Node, Value
+from autopar.ir.graph import Graph
+from autopar.ir.node import REST, Node, Value
 from autopar.passes.base import rewrite
 
 

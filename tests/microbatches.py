@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from autopar.passes.microbatch import Microbatched
+from autopar.passes.pipeline.microbatch import Microbatched
 from tests.eager_draws import STATE
 from tests.interpret import Results, interpret
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.graph import Graph
-from autopar.node import Node, Value, map_arg
-from autopar.passes.normalise import normalise
-from autopar.trace import ModuleTracker, Request, capture, convert, describe_call, model_state, unchanged
-from autopar.trace_reads import Reads
+from autopar.ir.graph import Graph
+from autopar.ir.node import Node, Value, map_arg
+from autopar.passes.normalise.standard import normalise
+from autopar.trace.guards.reads import Reads
+from autopar.trace.tracer import ModuleTracker, Request, capture, convert, describe_call, model_state, unchanged
 
 Batch = tuple[Any, ...] | Mapping[str, Any]
 ADD = "aten.add.Tensor"

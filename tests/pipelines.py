@@ -13,28 +13,28 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from autopar.api import split_batch
-from autopar.assignment import ParameterPlacement
-from autopar.compile_pipeline import pipeline_program
-from autopar.graph import Graph
-from autopar.passes.annotate import annotate
-from autopar.passes.cut_candidates import cut_candidates, cuts_for_owners
-from autopar.passes.lower_chunk import Wires
-from autopar.passes.microbatch import Microbatched, microbatch
-from autopar.passes.normalise import normalise
-from autopar.passes.rest import InsertRests
-from autopar.passes.stages import cut
-from autopar.pipeline import PipelineProgram
-from autopar.prices import Prices
+from autopar.compiler.pipeline import pipeline_program
+from autopar.ir.assignment import ParameterPlacement
+from autopar.ir.graph import Graph
+from autopar.ir.pipeline_program import PipelineProgram
+from autopar.ir.signature import Signature
+from autopar.ir.staged_graph import Staged
+from autopar.passes.annotate.annotate import annotate
+from autopar.passes.lower.lower_chunk import Wires
+from autopar.passes.normalise.standard import normalise
+from autopar.passes.pipeline.cut import cut
+from autopar.passes.pipeline.cut_candidates import cut_candidates, cuts_for_owners
+from autopar.passes.pipeline.microbatch import Microbatched, microbatch
+from autopar.passes.recompute.saved_values import InsertRests
+from autopar.placement.prices import Prices
+from autopar.planner.step_graphs import step_graph
 from autopar.runtime import Compiled, Request
-from autopar.schedule import Schedule
-from autopar.schedule_messages import forward_only
-from autopar.schedules import SCHEDULES
-from autopar.signature import Signature
-from autopar.stage_chunks import Chunk, WirePrice, place_chunks
-from autopar.stage_search import scheduled
-from autopar.stages import Staged
-from autopar.step_graphs import step_graph
-from autopar.trace import Traced, trace
+from autopar.schedule.messages import forward_only
+from autopar.schedule.named import SCHEDULES
+from autopar.schedule.schedule import Schedule
+from autopar.search.chunks import Chunk, WirePrice, place_chunks
+from autopar.search.pipeline import scheduled
+from autopar.trace.tracer import Traced, trace
 from tests.lowering import plain
 from tests.zoo.check import prices_for, random_assignment
 

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import autopar
-from autopar import write_plan
-from autopar.alternatives import answers
-from autopar.graph import Graph
-from autopar.instance import Instance
-from autopar.plan import Plan
-from autopar.problem import Ints
+from autopar.ir.graph import Graph
+from autopar.placement.alternatives import answers
+from autopar.placement.formulation import Instance
+from autopar.planner import to_plan as write_plan
+from autopar.plans.plan import Plan
+from autopar.solver.problem import Ints
 
 PIN = "blocks.1.first.weight"
 

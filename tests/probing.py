@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from autopar.node import Arg, TensorType, map_arg
-from autopar.passes.rules import OpCall, Operand
-from autopar.passes.trials import find_operation
+from autopar.ir.node import Arg, TensorType, map_arg
+from autopar.passes.probe.trials import find_operation
+from autopar.passes.rule_language.registry import OpCall, Operand
 
 
 def call_of(op: str, *args: Any, size: int = 2, **kwargs: Any) -> OpCall:

@@ -11,26 +11,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.account import account
 from autopar.api import split_batch
-from autopar.assignment import Assignment
-from autopar.cluster import Cluster
-from autopar.graph import Graph
+from autopar.cluster.description import Cluster
+from autopar.ir.assignment import Assignment
+from autopar.ir.graph import Graph
+from autopar.ir.program import Program
 from autopar.options import Options
-from autopar.passes.annotate import annotate
-from autopar.passes.lower import Lowering, lower
-from autopar.passes.overlap import overlap
-from autopar.placed_step import PlacedStep
-from autopar.plan import Plan
-from autopar.prepared import Prepared, prepare
-from autopar.prepared import ask as described
-from autopar.prices import BUCKET_BYTES, Prices
-from autopar.program import Program
-from autopar.question import Question
+from autopar.passes.annotate.annotate import annotate
+from autopar.passes.lower.lower import Lowering, lower
+from autopar.passes.lower.overlap import overlap
+from autopar.placement.bill import account
+from autopar.placement.placed_step import PlacedStep
+from autopar.placement.prices import BUCKET_BYTES, Prices
+from autopar.planner.prepare import Prepared, prepare
+from autopar.planner.prepare import ask as described
+from autopar.planner.request import Question
+from autopar.planner.step_graphs import step_graph
+from autopar.planner.timings import Timings
+from autopar.plans.plan import Plan
 from autopar.runtime.launch import run_local
-from autopar.search import answer
-from autopar.step_graphs import step_graph
-from autopar.timings import Timings
+from autopar.search.best_plan import answer
 from tests.models import Batch, Case, make
 
 CLUSTER = "dgx-a100-80gb"

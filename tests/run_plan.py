@@ -11,14 +11,14 @@ from simulate import World
 from simulate_pipeline import Pipeline
 from torch import nn
 
-from autopar import compiler
-from autopar.cluster import Cluster
-from autopar.compiler import Compiler, Prepared, prepare
+from autopar.cluster.description import Cluster
+from autopar.compiler import calls as compiler
+from autopar.compiler.calls import Compiler, Prepared, prepare
+from autopar.ir.pipeline_program import PipelineProgram
 from autopar.options import Options
-from autopar.pipeline import PipelineProgram
-from autopar.plan import Plan
-from autopar.runtime.compiled import Request
-from autopar.runtime.groups import AxisGroup
+from autopar.plans.plan import Plan
+from autopar.runtime.calls.compiled import Request
+from autopar.runtime.comm.groups import AxisGroup
 
 
 @dataclass

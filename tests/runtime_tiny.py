@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from autopar.node import Value as V
-from autopar.program import Instruction, Program, Section, TensorSlot
+from autopar.ir.node import Value as V
+from autopar.ir.placements import parse_placements
+from autopar.ir.program import Instruction, Program, Section, TensorSlot
+from autopar.ir.signature import Signature
 from autopar.runtime import Compiled, Request
-from autopar.signature import Signature
-from autopar.spec import parse_placements
 
 FEATURES, HIDDEN, BATCH = 5, 7, 5
 

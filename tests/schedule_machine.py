@@ -11,8 +11,8 @@ import random
 from collections import defaultdict, deque
 from typing import Any
 
-from autopar.schedule import Schedule
-from autopar.schedule_instructions import Instruction
+from autopar.schedule.instructions import Instruction
+from autopar.schedule.schedule import Schedule
 
 Queues = dict[tuple[int, int], deque[Any]]
 

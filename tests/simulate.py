@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from autopar.local_ops import LOCAL_OPS
-from autopar.node import Arg, Value
-from autopar.program import Instruction, Program, Section, TensorSlot
-from autopar.runtime.section_source import returns_sequence
-from autopar.spec import take_local, take_shard
+from autopar.ir.node import Arg, Value
+from autopar.ir.placements import take_local, take_shard
+from autopar.ir.program import Instruction, Program, Section, TensorSlot
+from autopar.ops.masked import LOCAL_OPS
+from autopar.runtime.execute.section_source import returns_sequence
 
 Tensors = dict[str, Any]
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from autopar.chunk import ChunkProgram
-from autopar.pipeline import PipelineProgram
-from autopar.program import Section
-from autopar.schedule_instructions import Instruction, Message
-from autopar.spec import take_local
+from autopar.ir.chunk_program import ChunkProgram
+from autopar.ir.pipeline_program import PipelineProgram
+from autopar.ir.placements import take_local
+from autopar.ir.program import Section
+from autopar.schedule.instructions import Instruction, Message
 from tests.simulate import Tensors, World
 
 Shards = list[list[Any]]  # By rank inside a stage.

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from autopar.graph import Graph
-from autopar.node import Node, Phase, Value
-from autopar.stages import Staged
+from autopar.ir.graph import Graph
+from autopar.ir.node import Node, Phase, Value
+from autopar.ir.staged_graph import Staged
 from tests.interpret import Results, evaluate
 from tests.microbatches import Tensors
 

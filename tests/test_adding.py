@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from autopar.graph import Graph
-from autopar.node import Node, Value
-from autopar.passes.adding import adding
-from autopar.passes.biased_products import biased_products
-from autopar.program import Instruction, Section
-from autopar.runtime.section_code import compile_section
-from autopar.spec import REPLICATE, Strategy, parse_placement
+from autopar.ir.graph import Graph
+from autopar.ir.node import Node, Value
+from autopar.ir.placements import REPLICATE, Strategy, parse_placement
+from autopar.ir.program import Instruction, Section
+from autopar.passes.lower.accumulate_gradients import adding
+from autopar.passes.lower.fuse_bias import biased_products
+from autopar.runtime.execute.section_code import compile_section
 
 V = Value
 MADE = Section(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.agreed_plan import plan_identity
+from autopar.compiler.agreed_plan import plan_identity
 from autopar.runtime.launch import run_local
 
 OPTIONS = autopar.Options(time_limit=60)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from autopar.graph import Graph
-from autopar.node import Value
-from autopar.passes.annotate import annotate, rule_sources
-from autopar.passes.prune import live_placements
-from autopar.passes.rest import insert_rests
-from autopar.spec import Strategy, parse_placements
+from autopar.ir.graph import Graph
+from autopar.ir.node import Value
+from autopar.ir.placements import Strategy, parse_placements
+from autopar.passes.annotate.annotate import annotate, rule_sources
+from autopar.passes.annotate.prune import live_placements
+from autopar.passes.recompute.saved_values import insert_rests
 
 
 def strategies(text: str, mesh: tuple[int, ...]) -> dict[str, list[str]]:

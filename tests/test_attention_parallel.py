@@ -12,17 +12,17 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import autopar
-from autopar.assignment import Assignment
-from autopar.graph import Graph
+from autopar.ir.assignment import Assignment
+from autopar.ir.graph import Graph
+from autopar.ir.placements import local_shape, shard_dim
 from autopar.options import Options
-from autopar.passes.annotate import annotate
-from autopar.planner import solve_mesh
-from autopar.prices import Prices
-from autopar.question import Question
-from autopar.spec import local_shape, shard_dim
-from autopar.step_graphs import step_graph
-from autopar.timings import Timings
-from autopar.trace import trace
+from autopar.passes.annotate.annotate import annotate
+from autopar.placement.prices import Prices
+from autopar.planner.request import Question
+from autopar.planner.solve_mesh import solve_mesh
+from autopar.planner.step_graphs import step_graph
+from autopar.planner.timings import Timings
+from autopar.trace.tracer import trace
 from tests.interpret import interpret
 from tests.questions import asked
 from tests.zoo.check import Case, check_assignment, compute_bound, make_case

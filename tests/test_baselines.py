@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.answer import Answer, placed_step
-from autopar.axis_names import weight_values
-from autopar.baselines import Baseline, baselines
-from autopar.cluster import Cluster
-from autopar.passes.annotate import annotate
-from autopar.posed import posed
-from autopar.prices import Prices
-from autopar.solve import solve
-from autopar.spec import REPLICATE, is_shard, shard_dim
-from autopar.step_graphs import step_graph
+from autopar.cluster.description import Cluster
+from autopar.ir.placements import REPLICATE, is_shard, shard_dim
+from autopar.passes.annotate.annotate import annotate
+from autopar.placement.axis_names import weight_values
+from autopar.placement.baselines import Baseline, baselines
+from autopar.placement.prices import Prices
+from autopar.planner.formulate import posed
+from autopar.planner.mesh_solution import Answer, placed_step
+from autopar.planner.step_graphs import step_graph
+from autopar.solver.solve import solve
 from tests.models import Case
 from tests.questions import ask
 

@@ -12,19 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar import calibrate as calibration
-from autopar import fit_processes as fitting
-from autopar.calibrate import calibrate
-from autopar.cluster import Cluster, Device, Link, Rate
-from autopar.combine_samples import undisturbed
-from autopar.cost import collective_seconds, node_seconds
-from autopar.cost.products import attention_seconds, product_seconds
-from autopar.errors import OptionsError, WorkerError
-from autopar.fit_device import UPDATED_BYTES, fit_attention, fit_device, fit_matrices, fit_tiles
-from autopar.fit_links import fit_rates
-from autopar.fit_processes import exchanging_in_step, fit_cluster, in_step
-from autopar.measure import MESSAGE_BYTES
-from autopar.measure_device import (
+from autopar.calibration import fit_processes as fitting
+from autopar.calibration import machine as calibration
+from autopar.calibration.combine_samples import undisturbed
+from autopar.calibration.fit_device import UPDATED_BYTES, fit_attention, fit_device, fit_matrices, fit_tiles
+from autopar.calibration.fit_links import fit_rates
+from autopar.calibration.fit_processes import exchanging_in_step, fit_cluster, in_step
+from autopar.calibration.machine import calibrate
+from autopar.calibration.measure_device import (
     CPU_ATTENTION,
     CPU_MATRICES,
     FUNCTION_ELEMENTS,
@@ -35,10 +30,15 @@ from autopar.measure_device import (
     MatrixSample,
     lower_quartile,
 )
-from autopar.measure_step import exchange_seconds, step_like_seconds
-from autopar.node import Node, TensorType, Value
-from autopar.program import COLLECTIVES
-from autopar.samples import CollectiveSample, Samples
+from autopar.calibration.measure_process import MESSAGE_BYTES
+from autopar.calibration.measure_step import exchange_seconds, step_like_seconds
+from autopar.calibration.samples import CollectiveSample, Samples
+from autopar.cluster.description import Cluster, Device, Link, Rate
+from autopar.cost import collective_seconds, node_seconds
+from autopar.cost.compute.matmul_efficiency import attention_seconds, product_seconds
+from autopar.errors import OptionsError, WorkerError
+from autopar.ir.node import Node, TensorType, Value
+from autopar.ir.program import COLLECTIVES
 
 DEVICE = Device("cpu", {"f32": 4e10, "bf16": 1e10}, 1 << 30, 8e9, 5e-6, 2e-6, matmul_padding=8)
 

@@ -15,19 +15,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autopar import calibrate_job as calibrate_job_module
-from autopar import default_cluster as defaults
-from autopar.calibrate import run_job
-from autopar.calibrate_job import calibrate_job
-from autopar.cluster import Cluster, Device, Link, local_file
+from autopar.calibration import default_cluster as defaults
+from autopar.calibration import job as calibrate_job_module
+from autopar.calibration.default_cluster import default_cluster, preset_of
+from autopar.calibration.fit_job import fit_links, shared_adapters
+from autopar.calibration.job import calibrate_job
+from autopar.calibration.machine import run_job
+from autopar.calibration.measure_links import GPU_MESSAGE_BYTES, JobShape, LinkSample
+from autopar.cluster.description import Cluster, Device, Link, local_file
+from autopar.cluster.links import MESSAGE
 from autopar.cost import collective_seconds
-from autopar.cost.point_to_point import message_rate
-from autopar.default_cluster import default_cluster, preset_of
+from autopar.cost.collective.point_to_point import message_rate
 from autopar.errors import OptionsError, WorkerError
-from autopar.fit_job import fit_links, shared_adapters
-from autopar.links import MESSAGE
-from autopar.measure_links import GPU_MESSAGE_BYTES, JobShape, LinkSample
-from autopar.program import COLLECTIVES
+from autopar.ir.program import COLLECTIVES
 
 DEVICE = Device("gpu", {"bf16": 1e15}, 1 << 30, 1e12, 5e-6)
 SHAPE = JobShape(4, 8)

@@ -12,7 +12,7 @@ from torch import nn
 
 import autopar
 from autopar.errors import InfeasibleError
-from autopar.runtime.module import ParallelModule
+from autopar.runtime.module.parallel_module import ParallelModule
 from tests.questions import on, slow_devices
 
 WORDS, WIDTH = 11, 6

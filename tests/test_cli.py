@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from autopar import cli_commands
-from autopar.cli import main, make_parser
-from autopar.cluster import Cluster, local_file
+from autopar.cli import commands as cli_commands
+from autopar.cli.parser import main, make_parser
+from autopar.cluster.description import Cluster, local_file
 from autopar.errors import InfeasibleError, WorkerError
-from autopar.plan import Plan
+from autopar.plans.plan import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL_FILE = """
@@ -355,7 +355,7 @@ def test_bench_needs_a_checkout(
 
 
 def test_the_reader_may_close_the_pipe() -> None:
-    command = f"{sys.executable} -m autopar.cli doctor --json | head -c 1"
+    command = f"{sys.executable} -m autopar.cli.parser doctor --json | head -c 1"
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "{", "")
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from autopar.cli import main
-from autopar.cli_config import load_config, model_of
+from autopar.cli.model_config import load_config, model_of
+from autopar.cli.parser import main
 from autopar.errors import AutoparError, OptionsError
 
 TINY = {

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from autopar.cli_output import Output, jsonable
-from autopar.cli_target import load_target, parse_bytes, parse_mesh, parse_pins
+from autopar.cli.arguments import load_target, parse_bytes, parse_mesh, parse_pins
+from autopar.cli.output import Output, jsonable
 from autopar.errors import OptionsError
-from autopar.spec import StridedShard
+from autopar.ir.placements import StridedShard
 
 MODEL_FILE = """
 import torch

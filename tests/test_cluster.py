@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cluster import Cluster, Device, Link, Rate, local_file, machine_memory
+from autopar.cluster.description import Cluster, Device, Link, Rate, local_file, machine_memory
+from autopar.cluster.presets import PRESETS
 from autopar.cost import collective_seconds, compute_seconds
 from autopar.errors import OptionsError
-from autopar.presets import PRESETS
-from autopar.program import COLLECTIVES
+from autopar.ir.program import COLLECTIVES
 
 TOY = Cluster(
     "toy",

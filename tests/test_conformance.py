@@ -9,15 +9,15 @@ from functools import cache
 import pytest
 import torch
 
-from autopar.account import Account
-from autopar.assignment import Assignment
-from autopar.graph import Graph
-from autopar.passes.conformance import collectives_of, difference
-from autopar.program import Instruction, Program, Section, TensorSlot
-from autopar.question import Question
-from autopar.reshard import Collective
-from autopar.resting_places import parameter_choices
-from autopar.spec import parse_placements
+from autopar.ir.assignment import Assignment
+from autopar.ir.graph import Graph
+from autopar.ir.placements import parse_placements
+from autopar.ir.program import Instruction, Program, Section, TensorSlot
+from autopar.ir.reshard import Collective
+from autopar.passes.lower.collectives_read_back import collectives_of, difference
+from autopar.placement.bill import Account
+from autopar.placement.parameter_choices import parameter_choices
+from autopar.planner.request import Question
 from tests.models import MODELS
 from tests.questions import Setting, ask, asked, setting
 
@@ -95,7 +95,7 @@ def program_of(instructions: tuple[Instruction, ...], *slots: TensorSlot) -> Pro
 
 
 def test_reads_bytes_of_uneven_shards_as_padded() -> None:
-    from autopar.node import Value
+    from autopar.ir.node import Value
 
     gathered = Instruction(
         "g", "collective.all_gather", (Value("x"),), (("axes", (0,)), ("dim", 0), ("size", 5), ("before", 1))

@@ -11,11 +11,11 @@ import sympy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cluster import Cluster, Device, Link, Rate
+from autopar.cluster.description import Cluster, Device, Link, Rate
 from autopar.cost import bucketed_seconds, bytes_sent, collective_seconds, fan_out
-from autopar.cost.algorithms import traffic
+from autopar.cost.collective.algorithms import traffic
 from autopar.errors import OptionsError
-from autopar.program import COLLECTIVES
+from autopar.ir.program import COLLECTIVES
 
 DEVICE = Device("chip", {"f32": 1e9}, 1 << 20, 1e8, 1e-6)
 BOARD = Link("board", 4, 1000.0, 0.01)

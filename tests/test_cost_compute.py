@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopar.cluster import Cluster, Device, Link
+from autopar.cluster.description import Cluster, Device, Link
 from autopar.cost import FAMILIES, bytes_moved, compute_seconds, flops, node_seconds, total_bytes, total_flops
-from autopar.cost.counts import larger
-from autopar.cost.operations import family_of
-from autopar.cost.products import attention_seconds, product_seconds
-from autopar.graph import Graph
-from autopar.local_ops import LOCAL_OPS
-from autopar.node import PLACEHOLDERS, Node, TensorType, Value, symbol
+from autopar.cost.compute.flops_and_bytes import larger
+from autopar.cost.compute.matmul_efficiency import attention_seconds, product_seconds
+from autopar.cost.compute.op_families import family_of
+from autopar.ir.graph import Graph
+from autopar.ir.node import PLACEHOLDERS, Node, TensorType, Value, symbol
+from autopar.ops.masked import LOCAL_OPS
 
 aten = torch.ops.aten
 F32, BF16, I64 = torch.float32, torch.bfloat16, torch.int64

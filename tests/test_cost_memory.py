@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import optim
 
-from autopar.assignment import ParameterPlacement
-from autopar.cluster import Cluster
+from autopar.cluster.description import Cluster
 from autopar.cost import reserve, usable_bytes
 from autopar.errors import OptionsError
-from autopar.graph import Graph
-from autopar.item_prices import optimizer_seconds, parameter_bytes
-from autopar.node import TensorType
+from autopar.ir.assignment import ParameterPlacement
+from autopar.ir.graph import Graph
+from autopar.ir.node import TensorType
+from autopar.ir.placements import parse_placements
 from autopar.optimizers import OPTIMIZERS, optimizer_bytes
-from autopar.passes.annotate import annotate
-from autopar.prices import Prices
-from autopar.spec import parse_placements
+from autopar.passes.annotate.annotate import annotate
+from autopar.placement.item_prices import optimizer_seconds, parameter_bytes
+from autopar.placement.prices import Prices
 
 Parameters = list[torch.nn.Parameter]
 REAL: dict[str, Callable[[Parameters], optim.Optimizer]] = {

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.cost import ChunkPrice, EdgePrice, PipelinePrices, Simulation, bubble_fraction, simulate, step_lower_bound
-from autopar.cost.pipeline_prices import SharedProcessors
+from autopar.cost.pipeline.prices import SharedProcessors
 from autopar.errors import ScheduleError
-from autopar.schedule import Schedule, chain
-from autopar.schedule_instructions import Edge
-from autopar.schedule_messages import forward_only
-from autopar.schedules import make_schedule
+from autopar.schedule.instructions import Edge
+from autopar.schedule.messages import forward_only
+from autopar.schedule.named import make_schedule
+from autopar.schedule.schedule import Schedule, chain
 from tests.chrome_trace import timeline_from_chrome_trace
 
 UNIT = ChunkPrice(1.0, 1.0, 1.0, until_weight_gradient=1.0)

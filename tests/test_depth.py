@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.cluster import Cluster
-from autopar.depth import Depth, shortened, traced_short
+from autopar.cluster.description import Cluster
 from autopar.errors import TraceError
 from autopar.layout import Layout
-from autopar.layout_cuts import cut_into_chunks
-from autopar.layout_model import LayoutModel
-from autopar.layout_price import Priced
+from autopar.layouts.model import LayoutModel
+from autopar.layouts.price import Priced
+from autopar.layouts.sections.shortened_model import Depth, shortened, traced_short
+from autopar.layouts.step.chunks import cut_into_chunks
 
 DEPTH, WIDTH = 5, 16
 
@@ -155,7 +155,7 @@ def test_the_price_is_that_of_all_layers(name: str, monkeypatch: pytest.MonkeyPa
     short, found = priced(model)
     assert len(short.depth.paths) == kept and list(model.named_modules()) == before
     assert not any(module._forward_hooks for module in model.modules())
-    monkeypatch.setattr("autopar.layout_model.traced_short", every_layer)
+    monkeypatch.setattr("autopar.layouts.model.traced_short", every_layer)
     _, whole = priced(model)
     assert found.flops == whole.flops
     for part in ("weight_bytes", "gradient_bytes", "optimizer_bytes"):
@@ -239,7 +239,7 @@ def test_a_model_may_be_a_list_of_layers(monkeypatch: pytest.MonkeyPatch) -> Non
     x, layout, cluster = torch.empty(8, WIDTH, device="meta"), Layout(microbatch=8), Cluster.get("dgx-a100-80gb")
     short = LayoutModel.of(model, (x,), torch.mean)
     assert short.depth.paths == ["0", "1", "2"]
-    monkeypatch.setattr("autopar.layout_model.traced_short", every_layer)
+    monkeypatch.setattr("autopar.layouts.model.traced_short", every_layer)
     whole = LayoutModel.of(model, (x,), torch.mean).price(layout, cluster)
     assert short.price(layout, cluster).flops == whole.flops
 

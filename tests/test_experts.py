@@ -11,12 +11,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import autopar
-from autopar.graph import Graph
-from autopar.search import answer
-from autopar.spec import shard_dim
-from autopar.timings import Timings
-from autopar.trace import trace
-from autopar.trace_experts import activation_text
+from autopar.ir.graph import Graph
+from autopar.ir.placements import shard_dim
+from autopar.planner.timings import Timings
+from autopar.search.best_plan import answer
+from autopar.trace.moe_blocks import activation_text
+from autopar.trace.tracer import trace
 from tests.questions import ask
 from tests.zoo.check import check_assignments, make_case
 

@@ -201,38 +201,38 @@ def test_vocabulary_exists() -> None:
 
 VIOLATIONS = {
     "vocabulary imports a pass": (
-        "autopar/graph.py",
+        "autopar/ir/graph.py",
         "from autopar.passes import rules",
         upward_from_vocabulary,
     ),
     "vocabulary by way of another": (
         "autopar/shapes.py",
         "from autopar.cost import compute",
-        lambda imports: upward_from_vocabulary([*imports, Import("autopar.graph", "autopar.shapes", 1, 1, True)]),
+        lambda imports: upward_from_vocabulary([*imports, Import("autopar.ir.graph", "autopar.shapes", 1, 1, True)]),
     ),
     "vocabulary imports the face": (
-        "autopar/spec.py",
+        "autopar/ir/placements.py",
         "def f():\n    from . import api",
         upward_from_vocabulary,
     ),
     "a pass imports a price": (
-        "passes/rules.py",
-        "from autopar.cost.compute import roofline",
+        "passes/rule_language/registry.py",
+        "from autopar.cost.compute.roofline import roofline",
         across_upper_floors,
     ),
-    "a price imports the face": ("cost/compute.py", "import autopar.api", across_upper_floors),
+    "a price imports the face": ("cost/compute/roofline.py", "import autopar.api", across_upper_floors),
     "runtime imports by dots": ("runtime/run.py", "from ..passes import rules", across_upper_floors),
-    "relative across folders": ("passes/rules.py", "from ..graph import Graph", wrong_form),
-    "absolute inside a folder": ("autopar/spec.py", "from autopar.graph import Graph", wrong_form),
-    "a module imports itself": ("autopar/graph.py", "from .graph import Graph", cycles),
+    "relative across folders": ("passes/rule_language/registry.py", "from ..graph import Graph", wrong_form),
+    "absolute inside a folder": ("autopar/ir/placements.py", "from autopar.ir.graph import Graph", wrong_form),
+    "a module imports itself": ("autopar/ir/graph.py", "from .graph import Graph", cycles),
 }
 
 
 @pytest.mark.parametrize("case", VIOLATIONS)
 def test_a_violation_is_found(case: str, tmp_path: Path) -> None:
     """The checks above can fail: each catches its own kind in a small tree."""
-    sources = dict.fromkeys(("autopar/graph.py", "autopar/spec.py", "autopar/api.py"), "")
-    sources |= dict.fromkeys(("passes/rules.py", "cost/compute.py", "runtime/run.py"), "")
+    sources = dict.fromkeys(("autopar/ir/graph.py", "autopar/ir/placements.py", "autopar/api.py"), "")
+    sources |= dict.fromkeys(("passes/rule_language/registry.py", "cost/compute/roofline.py", "runtime/run.py"), "")
     sources |= {f"{folder}/__init__.py": "" for folder in FOLDERS}
     path, code, check = VIOLATIONS[case]
     for name, text in {**sources, path: code}.items():
@@ -244,8 +244,8 @@ def test_a_violation_is_found(case: str, tmp_path: Path) -> None:
 def test_a_cycle_is_found_and_a_deferred_import_is_none(tmp_path: Path) -> None:
     for folder in FOLDERS:
         (tmp_path / folder).mkdir()
-    (tmp_path / "autopar/graph.py").write_text("from . import text")
-    (tmp_path / "autopar/text.py").write_text("from .graph import Graph")
-    assert cycles(all_imports(tmp_path)) == [["autopar.graph", "autopar.text"]]
-    (tmp_path / "autopar/text.py").write_text("def f():\n    from .graph import Graph")
+    (tmp_path / "autopar/ir/graph.py").write_text("from . import text")
+    (tmp_path / "autopar/ir/graph_text.py").write_text("from .graph import Graph")
+    assert cycles(all_imports(tmp_path)) == [["autopar.ir.graph", "autopar.ir.graph_text"]]
+    (tmp_path / "autopar/ir/graph_text.py").write_text("def f():\n    from .graph import Graph")
     assert cycles(all_imports(tmp_path)) == []

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from autopar.graph import Graph
-from autopar.passes.fold import fold_layers
-from autopar.passes.rest import insert_rests
+from autopar.ir.graph import Graph
+from autopar.passes.annotate.fold import fold_layers
+from autopar.passes.recompute.saved_values import insert_rests
 
 LAYERS = """graph()
 %w0: f32[4, 4] = param("layers.0.fc.weight")

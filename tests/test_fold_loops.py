@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.graph import Graph
-from autopar.passes.fold import fold_layers
-from autopar.passes.fold_loops import LEAST_STEPS
-from autopar.passes.lower import Lowering, lower
-from autopar.passes.overlap import overlap
-from autopar.planner import solve_mesh
-from autopar.question import Question
-from autopar.step_graphs import step_graph
-from autopar.timings import Timings
+from autopar.ir.graph import Graph
+from autopar.passes.annotate.fold import fold_layers
+from autopar.passes.annotate.fold_loops import LEAST_STEPS
+from autopar.passes.lower.lower import Lowering, lower
+from autopar.passes.lower.overlap import overlap
+from autopar.planner.request import Question
+from autopar.planner.solve_mesh import solve_mesh
+from autopar.planner.step_graphs import step_graph
+from autopar.planner.timings import Timings
 from tests.questions import ask, gradients_of, slow_devices
 from tests.simulate import World
 

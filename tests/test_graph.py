@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from autopar.errors import GraphError
-from autopar.graph import Graph
-from autopar.node import TensorType, Value, symbol
+from autopar.ir.graph import Graph
+from autopar.ir.node import TensorType, Value, symbol
 
 # ruff: noqa: E501
 TEXT = """graph(b=8)

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import TraceError
-from autopar.trace import trace
-from autopar.trace_chance import DrawError
-from autopar.trace_guards import Guards
+from autopar.trace.guards.guards import Guards
+from autopar.trace.guards.random_numbers import DrawError
+from autopar.trace.tracer import trace
 
 GLOBAL = 2.0
 TABLE = {"gain": 1.0, "unread": 1.0}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.trace import trace
+from autopar.trace.tracer import trace
 
 GLOBAL = 2.0
 

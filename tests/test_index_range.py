@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.index_range import any_outside, noted
-from autopar.local_ops import LOCAL_OPS
-from autopar.runtime.index_guards import GUARDED
+from autopar.ops.index_range import any_outside, noted
+from autopar.ops.masked import LOCAL_OPS
+from autopar.runtime.execute.index_guards import GUARDED
 from tests.questions import on, slow_devices
 
 ROWS, CLASSES = 24, 20

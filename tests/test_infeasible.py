@@ -9,17 +9,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar import solve
-from autopar.cluster import Cluster
+from autopar.cluster.description import Cluster
 from autopar.errors import InfeasibleError
-from autopar.infeasible_pipeline import smallest_limit
 from autopar.options import Options
-from autopar.planner import solve_mesh
-from autopar.question import Question
-from autopar.search import answer
-from autopar.solve_run import Outcome
-from autopar.step_graphs import step_graph
-from autopar.timings import Timings
+from autopar.planner.request import Question
+from autopar.planner.solve_mesh import solve_mesh
+from autopar.planner.step_graphs import step_graph
+from autopar.planner.timings import Timings
+from autopar.search.best_plan import answer
+from autopar.search.infeasible import smallest_limit
+from autopar.solver import solve
+from autopar.solver.highs import Outcome
 from tests.models import Case, Stack, text
 from tests.questions import asked
 from tests.test_solve_budget import hurry

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.runtime import Compiled, ParallelModule, Request
-from autopar.runtime.content_hash import WHOLE_BYTES, content_hash
-from autopar.runtime.input_checks import Check
+from autopar.runtime.calls.input_checks import Check
+from autopar.runtime.inputs.content_hash import WHOLE_BYTES, content_hash
 from tests.questions import on
 
 BATCH = 8

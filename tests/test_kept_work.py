@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from autopar import kept_work
-from autopar.kept_work import read, write
+from autopar.content import kept_work
+from autopar.content.kept_work import read, write
 from autopar.runtime.launch import run_local
 
 

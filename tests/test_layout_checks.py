@@ -10,11 +10,11 @@ import torch
 import transformers as hf
 from torch import nn
 
-from autopar.cluster import Cluster
+from autopar.cluster.description import Cluster
 from autopar.errors import OptionsError
 from autopar.layout import Layout, degrees
-from autopar.layout_model import LayoutModel, price
-from autopar.layout_report import plan_layouts
+from autopar.layouts.model import LayoutModel, price
+from autopar.layouts.report import plan_layouts
 from autopar.options import Options
 
 H100 = Cluster.get("dgx-h100")

@@ -10,12 +10,12 @@ from typing import Literal
 import pytest
 import torch
 
-from autopar.cluster import Cluster
+from autopar.cluster.description import Cluster
 from autopar.errors import OptionsError
 from autopar.layout import Layout, Overlap, Recompute
-from autopar.layout_cuts import computed_again, cut_into_chunks
-from autopar.layout_model import LayoutModel
-from autopar.layout_section import Section
+from autopar.layouts.model import LayoutModel
+from autopar.layouts.sections.section import Section
+from autopar.layouts.step.chunks import computed_again, cut_into_chunks
 from benchmarks.published_models import build
 from benchmarks.published_shape import Shape
 

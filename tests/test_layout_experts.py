@@ -10,14 +10,14 @@ import torch
 import transformers as hf
 
 import autopar
-from autopar.cluster import Cluster
+from autopar.cluster.description import Cluster
 from autopar.cost import collective_seconds
 from autopar.errors import OptionsError
 from autopar.layout import Layout
-from autopar.layout_experts import BACKWARD, bill_block, routers
-from autopar.layout_model import LayoutModel
-from autopar.layout_search import best_layout
-from autopar.layout_space import candidates, expert_degrees
+from autopar.layouts.model import LayoutModel
+from autopar.layouts.search import best_layout
+from autopar.layouts.sections.experts import BACKWARD, bill_block, routers
+from autopar.layouts.space import candidates, expert_degrees
 from benchmarks.published_models import Decoder, build
 from benchmarks.published_shape import Experts, Latent, Shape
 

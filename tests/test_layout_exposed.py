@@ -10,23 +10,23 @@ import pytest
 import torch
 from torch.distributed.tensor import Partial
 
-from autopar import layout_place
-from autopar.assignment import uses
-from autopar.axis_names import weight_values
-from autopar.cluster import Cluster
-from autopar.instance import Instance
-from autopar.kernels import origin
+from autopar.cluster.description import Cluster
+from autopar.ir.assignment import uses
+from autopar.ir.node import Value
+from autopar.ir.placements import REPLICATE, is_shard
 from autopar.layout import CONTEXT, TENSOR, Layout
-from autopar.layout_bill import bill_sections, with_experts
-from autopar.layout_exposed import TAKEN, as_billed, waited
-from autopar.layout_model import LayoutModel
-from autopar.layout_place import Placed
-from autopar.layout_section import Sections
-from autopar.node import Value
-from autopar.offer import OUTPUTS
-from autopar.problem import Ints, Problem, Solution, transfer_seconds
-from autopar.solve import solve
-from autopar.spec import REPLICATE, is_shard
+from autopar.layouts.model import LayoutModel
+from autopar.layouts.sections import placement as layout_place
+from autopar.layouts.sections.bill import bill_sections, with_experts
+from autopar.layouts.sections.exposed_communication import TAKEN, as_billed, waited
+from autopar.layouts.sections.fusion import origin
+from autopar.layouts.sections.placement import Placed
+from autopar.layouts.sections.section import Sections
+from autopar.placement.axis_names import weight_values
+from autopar.placement.choices import OUTPUTS
+from autopar.placement.formulation import Instance
+from autopar.solver.problem import Ints, Problem, Solution, transfer_seconds
+from autopar.solver.solve import solve
 from benchmarks.published_models import build
 from benchmarks.published_shape import Experts, Shape
 

@@ -9,14 +9,14 @@ from functools import cache
 import pytest
 import torch
 
-from autopar.cluster import Cluster
+from autopar.cluster.description import Cluster
 from autopar.cost import collective_seconds
 from autopar.errors import OptionsError
 from autopar.layout import Layout
-from autopar.layout_exchange import Block, exchange_seconds, sent_rows
-from autopar.layout_experts import ARRANGING, bill_block
-from autopar.layout_exposed import TAKEN
-from autopar.layout_model import LayoutModel
+from autopar.layouts.model import LayoutModel
+from autopar.layouts.sections.expert_all_to_all import Block, exchange_seconds, sent_rows
+from autopar.layouts.sections.experts import ARRANGING, bill_block
+from autopar.layouts.sections.exposed_communication import TAKEN
 from benchmarks.published_models import build
 from benchmarks.published_shape import Experts, Shape
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 import autopar
-from autopar.assignment import uses
-from autopar.cluster import Cluster
+from autopar.cluster.description import Cluster
 from autopar.cost import collective_seconds, total_flops
 from autopar.errors import OptionsError
+from autopar.ir.assignment import uses
 from autopar.layout import Layout
-from autopar.layout_exposed import TAKEN
-from autopar.layout_memory import FRAGMENTED
-from autopar.layout_model import LayoutModel
-from autopar.step_graphs import step_graph
+from autopar.layouts.model import LayoutModel
+from autopar.layouts.sections.exposed_communication import TAKEN
+from autopar.layouts.step.memory import FRAGMENTED
+from autopar.planner.step_graphs import step_graph
 from benchmarks.published_models import Decoder, build
 from benchmarks.published_shape import Shape
 
@@ -49,7 +49,7 @@ def test_one_layer_stands_for_many() -> None:
     assert priced.predicted.weight_bytes == 2 * weights
     assert priced.predicted.optimizer_bytes == 12 * weights
     ids = batch(8)
-    from autopar.prepared import prepare
+    from autopar.planner.prepare import prepare
 
     whole = prepare(deep, ids, {}, device="cpu", loss_fn=None, training=True)
     products = float(total_flops(step_graph(whole.graph, whole.loss, 8)))
@@ -261,7 +261,7 @@ def test_many_microbatches_are_extrapolated_truly(like: dict[str, Any], monkeypa
     like = {"pipeline": 3, **like}
     quick = [price_at(size, microbatch=1, **like).predicted.step_seconds for size in (63, 64)]
     for rounds in ("ROUNDS", "LATE_ROUNDS"):
-        monkeypatch.setattr(f"autopar.layout_step.{rounds}", 100)
+        monkeypatch.setattr(f"autopar.layouts.step.step.{rounds}", 100)
     whole = [price_at(size, microbatch=1, **like).predicted.step_seconds for size in (63, 64)]
     assert whole == pytest.approx(quick, rel=2e-3 if "schedule" in like else 5e-4)
 

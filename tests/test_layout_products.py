@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.cluster import Cluster
+from autopar.cluster.description import Cluster
 from autopar.layout import Layout
-from autopar.layout_exchange import Block
-from autopar.layout_experts import bill_block
-from autopar.layout_kernels import MISALIGNED
-from autopar.layout_model import LayoutModel
-from autopar.layout_section import Section
+from autopar.layouts.model import LayoutModel
+from autopar.layouts.sections.expert_all_to_all import Block
+from autopar.layouts.sections.experts import bill_block
+from autopar.layouts.sections.kernel_seconds import MISALIGNED
+from autopar.layouts.sections.section import Section
 
 H100 = Cluster.get("dgx-h100")
 ROWS = 16384

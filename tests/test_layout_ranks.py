@@ -7,10 +7,10 @@ from functools import cache
 import pytest
 import torch
 
-from autopar.cluster import Cluster
+from autopar.cluster.description import Cluster
 from autopar.cost import collective_seconds
 from autopar.layout import Layout
-from autopar.layout_model import LayoutModel
+from autopar.layouts.model import LayoutModel
 from benchmarks.published_models import build
 from benchmarks.published_shape import Shape
 

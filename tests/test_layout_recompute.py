@@ -10,13 +10,13 @@ from functools import cache
 import pytest
 import torch
 
-from autopar.cluster import Cluster
+from autopar.cluster.description import Cluster
 from autopar.cost import collective_seconds
 from autopar.layout import Layout
-from autopar.layout_exposed import TAKEN
-from autopar.layout_model import LayoutModel
-from autopar.layout_price import Priced
-from autopar.layout_section import Section
+from autopar.layouts.model import LayoutModel
+from autopar.layouts.price import Priced
+from autopar.layouts.sections.exposed_communication import TAKEN
+from autopar.layouts.sections.section import Section
 from benchmarks.published_models import build
 from benchmarks.published_shape import Shape
 

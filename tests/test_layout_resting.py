@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.cluster import Cluster
+from autopar.cluster.description import Cluster
 from autopar.cost import collective_seconds
 from autopar.errors import OptionsError
 from autopar.layout import Layout
-from autopar.layout_model import LayoutModel
-from autopar.layout_price import Priced
+from autopar.layouts.model import LayoutModel
+from autopar.layouts.price import Priced
 from benchmarks.published_models import build
 from benchmarks.published_shape import Experts, Shape
 

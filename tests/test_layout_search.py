@@ -9,15 +9,15 @@ from functools import cache
 import pytest
 import torch
 
-from autopar.cluster import Cluster
+from autopar.cluster.description import Cluster
 from autopar.cost.memory import usable_host_bytes
 from autopar.errors import InfeasibleError, OptionsError
 from autopar.layout import Layout
-from autopar.layout_model import LayoutModel
-from autopar.layout_price import quick_price
-from autopar.layout_search import best_layout, rule_of_thumb
-from autopar.layout_space import PLANNED, Space, candidates
-from autopar.layout_trials import quickest_layouts, tried_layouts
+from autopar.layouts.model import LayoutModel
+from autopar.layouts.price import quick_price
+from autopar.layouts.search import best_layout, rule_of_thumb
+from autopar.layouts.space import PLANNED, Space, candidates
+from autopar.layouts.trials import quickest_layouts, tried_layouts
 from benchmarks.published_models import build
 from benchmarks.published_shape import Shape
 

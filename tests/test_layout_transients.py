@@ -7,13 +7,13 @@ from functools import cache
 import pytest
 import torch
 
-from autopar.cluster import Cluster
-from autopar.graph import Graph
-from autopar.kernels import Kernels, find_kernels
+from autopar.cluster.description import Cluster
+from autopar.ir.graph import Graph
+from autopar.ir.node import Value
 from autopar.layout import Layout
-from autopar.layout_model import LayoutModel
-from autopar.layout_transients import Span, most
-from autopar.node import Value
+from autopar.layouts.model import LayoutModel
+from autopar.layouts.sections.fusion import Kernels, find_kernels
+from autopar.layouts.sections.transient_memory import Span, most
 from benchmarks.published_models import build
 from benchmarks.published_shape import Shape
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.cluster import Cluster
-from autopar.cost.point_to_point import message_rate
-from autopar.plan import Plan
+from autopar.cluster.description import Cluster
+from autopar.cost.collective.point_to_point import message_rate
+from autopar.plans.plan import Plan
 from tests.questions import CLUSTER
 from tests.test_search import plan
 

@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import autopar
+from autopar.ir.placements import parse_placements, take_local
 from autopar.runtime import ParallelModule
-from autopar.runtime.exchange import Exchange
-from autopar.runtime.groups import mesh_groups
-from autopar.runtime.local_inputs import join, own_part, whole
-from autopar.runtime.sampler import GlobalBatchSampler, shares
-from autopar.spec import parse_placements, take_local
+from autopar.runtime.comm.exchange import Exchange
+from autopar.runtime.comm.groups import mesh_groups
+from autopar.runtime.inputs.rank_local import join, own_part, whole
+from autopar.runtime.inputs.sampler import GlobalBatchSampler, shares
 from tests.questions import gradients_of, on, slow_devices
 
 PLACEMENTS = [

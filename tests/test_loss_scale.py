@@ -12,7 +12,7 @@ from torch import nn
 
 import autopar
 from autopar.options import Options
-from autopar.runtime.loss_scale import FIRST, LossScale
+from autopar.runtime.state.loss_scale import FIRST, LossScale
 from tests.questions import on
 
 
@@ -120,7 +120,7 @@ def test_the_rule_is_that_of_torch() -> None:
     theirs = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
     weight = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=0.0)
-    from autopar.runtime.groups import mesh_groups, mesh_of_one
+    from autopar.runtime.comm.groups import mesh_groups, mesh_of_one
 
     try:
         groups = mesh_groups(mesh_of_one("cpu", 1))
@@ -306,7 +306,7 @@ def test_passes_that_are_added_up_are_not_warned_of() -> None:
 
 def test_who_never_consumes_gradients_is_told_once_a_step_and_goes_on() -> None:
     scale = LossScale()
-    from autopar.runtime.groups import mesh_groups, mesh_of_one
+    from autopar.runtime.comm.groups import mesh_groups, mesh_of_one
 
     try:
         groups = mesh_groups(mesh_of_one("cpu", 1))

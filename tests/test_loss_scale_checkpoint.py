@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import autopar
 from autopar.options import Options
-from autopar.runtime.loss_scale import LossScale
+from autopar.runtime.state.loss_scale import LossScale
 from tests.questions import on
 from tests.test_loss_scale import Blocks
 

@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.assignment import Assignment, uses
-from autopar.cluster import Cluster
-from autopar.graph import Graph
-from autopar.passes.annotate import annotate
-from autopar.passes.lower import Lowering, lower
-from autopar.passes.normalise import normalise
-from autopar.passes.overlap import overlap
-from autopar.prices import Prices
-from autopar.program import Program
-from autopar.resting_places import parameter_choices
-from autopar.step_graphs import step_graph
-from autopar.trace import trace
+from autopar.cluster.description import Cluster
+from autopar.ir.assignment import Assignment, uses
+from autopar.ir.graph import Graph
+from autopar.ir.program import Program
+from autopar.passes.annotate.annotate import annotate
+from autopar.passes.lower.lower import Lowering, lower
+from autopar.passes.lower.overlap import overlap
+from autopar.passes.normalise.standard import normalise
+from autopar.placement.parameter_choices import parameter_choices
+from autopar.placement.prices import Prices
+from autopar.planner.step_graphs import step_graph
+from autopar.trace.tracer import trace
 from tests.interpret import interpret
 from tests.simulate import World
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.assignment import Assignment, ParameterPlacement
-from autopar.cluster import Cluster
-from autopar.graph import Graph
-from autopar.passes.annotate import annotate
-from autopar.passes.lower import Lowering, lower
-from autopar.passes.rest import insert_rests
-from autopar.prices import Prices
-from autopar.spec import Placements, Strategy, parse_placement
+from autopar.cluster.description import Cluster
+from autopar.ir.assignment import Assignment, ParameterPlacement
+from autopar.ir.graph import Graph
+from autopar.ir.placements import Placements, Strategy, parse_placement
+from autopar.passes.annotate.annotate import annotate
+from autopar.passes.lower.lower import Lowering, lower
+from autopar.passes.recompute.saved_values import insert_rests
+from autopar.placement.prices import Prices
 
 PERCEPTRON = """graph()
 %up: f32[4, 8] = param("up")

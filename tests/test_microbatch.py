@@ -8,8 +8,8 @@ import transformers
 from torch import nn
 
 from autopar.errors import OptionsError
-from autopar.graph import Graph
-from autopar.passes.microbatch import microbatch, split_inputs
+from autopar.ir.graph import Graph
+from autopar.passes.pipeline.microbatch import microbatch, split_inputs
 from tests import models
 from tests.interpret import interpret
 from tests.lowering import plain

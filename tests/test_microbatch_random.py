@@ -10,12 +10,12 @@ import torch
 import transformers
 from torch import nn
 
-from autopar.graph import Graph
-from autopar.node import Value
-from autopar.passes.annotate import annotate
-from autopar.passes.microbatch import Microbatched, microbatch
-from autopar.passes.stages import cut
-from autopar.random_ops import DRAWS
+from autopar.ir.graph import Graph
+from autopar.ir.node import Value
+from autopar.ops.random import DRAWS
+from autopar.passes.annotate.annotate import annotate
+from autopar.passes.pipeline.cut import cut
+from autopar.passes.pipeline.microbatch import Microbatched, microbatch
 from tests.eager_draws import STATE
 from tests.interpret import interpret
 from tests.lowering import plain

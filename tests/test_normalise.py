@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from autopar.errors import GraphError
-from autopar.graph import Graph
-from autopar.node import Node, Output, TensorType, Value
+from autopar.ir.graph import Graph
+from autopar.ir.node import Node, Output, TensorType, Value
 from autopar.passes.base import Pass, is_pure, run
-from autopar.passes.canonical_views import CanonicalViews
-from autopar.passes.drop_noops import DropNoops
-from autopar.passes.merge_common import MergeCommon
-from autopar.passes.normalise import STANDARD, normalise
-from autopar.passes.remove_dead import RemoveDead
-from autopar.passes.sink_views import SinkViews
+from autopar.passes.normalise.canonical_views import CanonicalViews
+from autopar.passes.normalise.drop_noops import DropNoops
+from autopar.passes.normalise.eliminate_common import MergeCommon
+from autopar.passes.normalise.eliminate_dead import RemoveDead
+from autopar.passes.normalise.sink_views import SinkViews
+from autopar.passes.normalise.standard import STANDARD, normalise
 
 HEAD = """graph(b=8)
     %x: f32[b, 4] = input("x")
@@ -215,7 +215,7 @@ def test_remove_dead() -> None:
 
 
 def test_no_saved_value_is_a_view_after_normalising() -> None:
-    from autopar.trace import trace
+    from autopar.trace.tracer import trace
 
     class Attention(torch.nn.Module):
         def __init__(self) -> None:

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpret import interpret
 
-from autopar.graph import Graph
-from autopar.passes.normalise import normalise
+from autopar.ir.graph import Graph
+from autopar.passes.normalise.standard import normalise
 
 SMALL = st.integers(-2, 2)
 

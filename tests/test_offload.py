@@ -12,18 +12,18 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.cluster import Cluster
+from autopar.cluster.description import Cluster
 from autopar.errors import AutoparError, InfeasibleError, OptionsError
 from autopar.optimizers import ELEMENTWISE
 from autopar.options import Options
-from autopar.plan import Plan
-from autopar.planner import solve_mesh
-from autopar.problem import host_of
-from autopar.runtime import optimizer as steps
-from autopar.runtime.optimizer import make_optimizer
-from autopar.search import answer
-from autopar.step_graphs import step_graph
-from autopar.timings import Timings
+from autopar.planner.solve_mesh import solve_mesh
+from autopar.planner.step_graphs import step_graph
+from autopar.planner.timings import Timings
+from autopar.plans.plan import Plan
+from autopar.runtime.state import optimizer as steps
+from autopar.runtime.state.optimizer import make_optimizer
+from autopar.search.best_plan import answer
+from autopar.solver.problem import host_of
 from tests.models import Case, Stack, text
 from tests.questions import asked, on
 

@@ -6,11 +6,11 @@ import re
 
 import pytest
 
-from autopar.graph import Graph
-from autopar.node import Value
-from autopar.passes.overlap import overlap, overlap_section
-from autopar.program import Instruction, Program, Section, TensorSlot
-from autopar.spec import REPLICATE
+from autopar.ir.graph import Graph
+from autopar.ir.node import Value
+from autopar.ir.placements import REPLICATE
+from autopar.ir.program import Instruction, Program, Section, TensorSlot
+from autopar.passes.lower.overlap import overlap, overlap_section
 
 
 def parse_section(text: str) -> Section:

@@ -9,13 +9,13 @@ import pytest
 import torch
 import transformers
 
-from autopar.chunk_price import first_buckets_seconds
-from autopar.passes.conformance import collectives_of_stage, difference
-from autopar.passes.emit import IN_FLIGHT
-from autopar.reshard import Collective
-from autopar.schedule_check import check
-from autopar.stage_chunks import WirePrice
-from autopar.stage_prices import bill_stages
+from autopar.ir.reshard import Collective
+from autopar.passes.lower.collectives_read_back import collectives_of_stage, difference
+from autopar.passes.lower.emit import IN_FLIGHT
+from autopar.schedule.check import check
+from autopar.search.chunk_price import first_buckets_seconds
+from autopar.search.chunks import WirePrice
+from autopar.search.pipeline_bill import bill_stages
 from tests.pipelines import SCHEDULE_NAMES, Wanted, make_pipeline
 from tests.simulate_pipeline import Pipeline
 from tests.test_stages import MODELS, _case
@@ -88,7 +88,7 @@ def test_stages_communicate_what_was_priced(name: str, wanted: Wanted) -> None:
 def test_no_gradient_waits_for_a_reduction_before_it_is_sent(wanted: Wanted, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does any other computation: what a rank computes last in a step is all that awaits reductions. Of the others
     the price knows whether some set out."""
-    monkeypatch.setattr("autopar.chunk_price.BUCKET_BYTES", 256)
+    monkeypatch.setattr("autopar.search.chunk_price.BUCKET_BYTES", 256)
     made = make_pipeline(_case("gpt2").graph, wanted)
     links = {(edge.source, edge.target): WirePrice(1e-5, 1e10) for edge in made.staged.edges}
     bill = bill_stages(made.chunks, made.wires, made.schedule, made.prices, links, "adamw")

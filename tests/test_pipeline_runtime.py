@@ -24,9 +24,10 @@ from torch.utils._pytree import tree_map
 
 from autopar.api import split_batch
 from autopar.errors import AutoparError, WorkerError
-from autopar.runtime import ParallelModule, Request, materialise, run_local
-from autopar.runtime.chunk_executable import ChunkExecutable
-from autopar.trace import Traced
+from autopar.runtime import ParallelModule, Request, run_local
+from autopar.runtime.pipeline.chunk_executable import ChunkExecutable
+from autopar.runtime.state import materialise
+from autopar.trace.tracer import Traced
 from tests.pipelines import SCHEDULE_NAMES, PipelineCompiler, Ready, Wanted, cut_for_all, traced_for, training_step
 from tests.test_stages import _make
 

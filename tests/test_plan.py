@@ -8,15 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.alternatives import alternatives
-from autopar.assignment import Assignment, ParameterPlacement
-from autopar.axis_names import default_names
 from autopar.errors import OptionsError
-from autopar.graph import Graph
-from autopar.plan import Plan
-from autopar.plan_rows import ModuleRow, module_rows
-from autopar.problem import evaluate
-from autopar.spec import Strategy, parse_placements, short
+from autopar.ir.assignment import Assignment, ParameterPlacement
+from autopar.ir.graph import Graph
+from autopar.ir.placements import Strategy, parse_placements, short
+from autopar.placement.alternatives import alternatives
+from autopar.placement.axis_names import default_names
+from autopar.plans.plan import Plan
+from autopar.plans.views.module_tree import ModuleRow, module_rows
+from autopar.solver.problem import evaluate
 from tests.plan_model import PIN, pinned_plan, solved
 
 

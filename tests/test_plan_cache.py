@@ -12,16 +12,17 @@ import torch
 from torch import nn
 
 import autopar
-from autopar import plan_cache, source_hash
-from autopar.cluster import Cluster
+from autopar.cluster.description import Cluster
+from autopar.compiler import plan_cache
+from autopar.compiler.plan_cache import answered, plan_key
+from autopar.content import source_hash
+from autopar.ir.microbatching import Repeats
 from autopar.options import Options
-from autopar.plan import Plan
-from autopar.plan_cache import answered, plan_key
-from autopar.prepared import ask, prepare
-from autopar.question import Question
-from autopar.repeats import Repeats
-from autopar.search import answer
-from autopar.timings import Timings
+from autopar.planner.prepare import ask, prepare
+from autopar.planner.request import Question
+from autopar.planner.timings import Timings
+from autopar.plans.plan import Plan
+from autopar.search.best_plan import answer
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,9 @@ from run_plan import Bench
 from torch import nn
 
 import autopar
-from autopar.cli import main
+from autopar.cli.parser import main
 from autopar.errors import AutoparError, OptionsError, PlanMismatchError
-from autopar.plan import Plan
+from autopar.plans.plan import Plan
 
 TABLES = ("module", "kind", "op", "rule", "phase", "collective", "stage")
 ASKED = {

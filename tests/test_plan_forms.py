@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from autopar.errors import OptionsError
-from autopar.plan import Plan
-from autopar.spec import short
+from autopar.ir.placements import short
+from autopar.plans.plan import Plan
 from tests.plan_model import PIN, pinned_plan, solved
 
 

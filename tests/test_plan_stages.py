@@ -12,17 +12,17 @@ import pytest
 
 import autopar
 from autopar import Plan
-from autopar.cli import main
+from autopar.cli.parser import main
 from autopar.errors import OptionsError, PlanMismatchError
 from autopar.options import Options
-from autopar.plan_rows import module_rows
-from autopar.plan_stage_text import stage_lines
-from autopar.plan_stages import busiest_stage, folded_modules, sends, stage_rows
-from autopar.prepared import prepare
-from autopar.question import Question
-from autopar.schedule_check import check
-from autopar.search import answer
-from autopar.timings import Timings
+from autopar.planner.prepare import prepare
+from autopar.planner.request import Question
+from autopar.planner.timings import Timings
+from autopar.plans.views.module_tree import module_rows
+from autopar.plans.views.stage_table import stage_lines
+from autopar.plans.views.stages import busiest_stage, folded_modules, sends, stage_rows
+from autopar.schedule.check import check
+from autopar.search.best_plan import answer
 from tests.chrome_trace import timeline_from_chrome_trace
 from tests.models import Stack, text
 from tests.questions import slow_devices

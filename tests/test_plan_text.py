@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.assignment import ParameterPlacement
-from autopar.plan import Plan
-from autopar.plan_record import Holding, PlanLine, PlanNode, Predicted, Step
-from autopar.plan_rows import ModuleRow, module_rows, numbers
-from autopar.plan_units import clip, duration, share, signed_duration, signed_size, size
-from autopar.spec import PARTIAL_SUM, REPLICATE, Placements, Shard, StridedShard, short
+from autopar.ir.assignment import ParameterPlacement
+from autopar.ir.placements import PARTIAL_SUM, REPLICATE, Placements, Shard, StridedShard, short
+from autopar.ir.plan_record import Holding, PlanLine, PlanNode, Predicted, Step
+from autopar.plans.plan import Plan
+from autopar.plans.views.module_tree import ModuleRow, module_rows, numbers
+from autopar.plans.views.quantities import clip, duration, share, signed_duration, signed_size, size
 
 
 @dataclass

@@ -8,8 +8,8 @@ import pytest
 from plan_model import solved
 
 import autopar
-from autopar import page_width
-from autopar.plan import Plan
+from autopar.plans.plan import Plan
+from autopar.plans.views import page_width
 
 NAME = "blocks.1.first.weight"
 

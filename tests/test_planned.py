@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from autopar import search
-from autopar.answer import Answer
-from autopar.passes.conformance import collectives_of, difference
-from autopar.plan import Plan
-from autopar.planner import solve_mesh
-from autopar.problem import evaluate, memory_of
-from autopar.reshard import Collective
-from autopar.search import answer
-from autopar.spec import short
-from autopar.timings import Timings
+from autopar.ir.placements import short
+from autopar.ir.reshard import Collective
+from autopar.passes.lower.collectives_read_back import collectives_of, difference
+from autopar.planner.mesh_solution import Answer
+from autopar.planner.solve_mesh import solve_mesh
+from autopar.planner.timings import Timings
+from autopar.plans.plan import Plan
+from autopar.search import best_plan as search
+from autopar.search.best_plan import answer
+from autopar.solver.problem import evaluate, memory_of
 from tests.models import make
 from tests.questions import Setting, ask, asked, setting, slow_devices
 

@@ -13,25 +13,26 @@ import pytest
 import torch
 from torch import nn
 
-from autopar import planner, solve_in_time
-from autopar.cluster import Cluster
+from autopar.cluster.description import Cluster
 from autopar.cost import collective_seconds
 from autopar.errors import InfeasibleError, OptionsError
-from autopar.graph import Graph
-from autopar.instance import build_instance
+from autopar.ir.graph import Graph
+from autopar.ir.placements import parse_placements, short
 from autopar.options import Options
-from autopar.passes.annotate import annotate
-from autopar.passes.fold import fold_layers
-from autopar.plan import Plan
-from autopar.planner import solve_mesh
-from autopar.prices import Prices
-from autopar.problem import Problem, Solution, evaluate, memory_of
-from autopar.question import Question, memory_limit_of, mesh_candidates
-from autopar.search import answer
-from autopar.solve import solve
-from autopar.spec import parse_placements, short
-from autopar.step_graphs import step_graph
-from autopar.timings import Timings
+from autopar.passes.annotate.annotate import annotate
+from autopar.passes.annotate.fold import fold_layers
+from autopar.placement.formulation import build_instance
+from autopar.placement.prices import Prices
+from autopar.planner import solve_mesh as planner
+from autopar.planner import time_limit as solve_in_time
+from autopar.planner.request import Question, memory_limit_of, mesh_candidates
+from autopar.planner.solve_mesh import solve_mesh
+from autopar.planner.step_graphs import step_graph
+from autopar.planner.timings import Timings
+from autopar.plans.plan import Plan
+from autopar.search.best_plan import answer
+from autopar.solver.problem import Problem, Solution, evaluate, memory_of
+from autopar.solver.solve import solve
 from tests.models import Case, Stack, text
 from tests.questions import ask, asked, setting, slow_devices
 

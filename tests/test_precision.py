@@ -15,21 +15,21 @@ from torch import nn
 
 import autopar
 from autopar.cost import collective_seconds
-from autopar.equality import Closeness, distance
 from autopar.errors import OptionsError, PlanMismatchError, TraceError
-from autopar.graph import Graph
+from autopar.ir.graph import Graph
 from autopar.options import Options
-from autopar.passes.annotate import annotate
-from autopar.passes.cast_once import CastOnce
-from autopar.passes.conformance import collectives_of, difference
-from autopar.passes.recomputable import recomputable
-from autopar.passes.recompute import recomputed
-from autopar.passes.scaled_loss import ScaledLoss
-from autopar.plan import Plan
-from autopar.prices import Prices
-from autopar.search import answer
-from autopar.step_graphs import step_graph
-from autopar.timings import Timings
+from autopar.passes.annotate.annotate import annotate
+from autopar.passes.lower.collectives_read_back import collectives_of, difference
+from autopar.passes.normalise.cast_once import CastOnce
+from autopar.passes.normalise.scaled_loss import ScaledLoss
+from autopar.passes.recompute.recomputable import recomputable
+from autopar.passes.recompute.recompute import recomputed
+from autopar.placement.prices import Prices
+from autopar.planner.step_graphs import step_graph
+from autopar.planner.timings import Timings
+from autopar.plans.plan import Plan
+from autopar.search.best_plan import answer
+from autopar.verification.tolerance import Closeness, distance
 from tests.eager_draws import STATE
 from tests.interpret import Results, interpret
 from tests.lowering import plain
@@ -346,7 +346,7 @@ def test_experts_compute_in_16_bits() -> None:
 
 def test_casts_need_no_device() -> None:
     """A plan for devices that are not here has the casts they have; what autocast was before comes back."""
-    from autopar.trace_capture import _autocasting
+    from autopar.trace.capture import _autocasting
 
     before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), torch.is_autocast_cache_enabled()
     with _autocasting("cuda", torch.bfloat16):

@@ -12,11 +12,11 @@ from torch.distributed.tensor.experimental import register_sharding
 
 import tests.custom_ops  # noqa: F401
 from autopar.errors import OperatorError
-from autopar.node import TensorType
-from autopar.passes import found_rules, sandbox
-from autopar.passes.found_rules import KNOWN, found_strategies, refuted, source
-from autopar.passes.rules import OpCall
-from autopar.passes.sandbox import run_apart
+from autopar.ir.node import TensorType
+from autopar.passes.probe import found_rules, sandbox
+from autopar.passes.probe.found_rules import KNOWN, found_strategies, refuted, source
+from autopar.passes.probe.sandbox import run_apart
+from autopar.passes.rule_language.registry import OpCall
 from tests.probing import call_of, texts
 
 

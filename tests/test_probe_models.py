@@ -12,12 +12,12 @@ from oracle.harness import Case, Sample, check
 from torch import nn
 
 import autopar
-from autopar.passes.found_rules import KNOWN
-from autopar.passes.probe import fits, probe
-from autopar.passes.rule_table import RULES
-from autopar.passes.subject import Unfit, learn
-from autopar.passes.trials import find_operation
-from autopar.spec import Shard, StridedShard
+from autopar.ir.placements import Shard, StridedShard
+from autopar.passes.probe.found_rules import KNOWN
+from autopar.passes.probe.operator_study import Unfit, learn
+from autopar.passes.probe.probe import fits, probe
+from autopar.passes.probe.trials import find_operation
+from autopar.passes.rules import RULES
 from tests.custom_ops import Fused
 from tests.questions import slow_devices
 

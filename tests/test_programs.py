@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.runtime import module_hooks
-from autopar.runtime.call import Call
-from autopar.runtime.call_kind import kind_of, named_leaves
-from autopar.runtime.programs import MANY, Programs
+from autopar.runtime.calls import module_hooks
+from autopar.runtime.calls.call import Call
+from autopar.runtime.calls.kind import kind_of, named_leaves
+from autopar.runtime.calls.programs import MANY, Programs
 
 
 class Gated(nn.Module):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autopar.layout_space import Space, candidates
+from autopar.layouts.space import Space, candidates
 from benchmarks import published
 from benchmarks.published import price_row, report
 from benchmarks.published_flops import CONVENTIONS

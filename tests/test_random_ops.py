@@ -10,9 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.decompositions_random import RANDOM
-from autopar.random_ops import DRAWS, _blocks, position_strides, stream
-from autopar.spec import Placement, StridedShard, chunk_bounds, factor_groups, is_valid, local_runs, shard, take_local
+from autopar.ir.placements import (
+    Placement,
+    StridedShard,
+    chunk_bounds,
+    factor_groups,
+    is_valid,
+    local_runs,
+    shard,
+    take_local,
+)
+from autopar.ops.random import DRAWS, _blocks, position_strides, stream
+from autopar.trace.decompositions.random import RANDOM
 
 aten, ours = torch.ops.aten, torch.ops.autopar
 OPTIONS = {"dtype": torch.float32, "device": torch.device("cpu")}

@@ -13,13 +13,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import autopar
-from autopar.graph import Graph
-from autopar.passes.fold import fold_layers
-from autopar.passes.normalise import normalise
-from autopar.random_ops import DRAWS
-from autopar.runtime.module import ParallelModule
-from autopar.trace import trace
-from autopar.trace_draws import number_draws
+from autopar.ir.graph import Graph
+from autopar.ops.random import DRAWS
+from autopar.passes.annotate.fold import fold_layers
+from autopar.passes.normalise.standard import normalise
+from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.trace.random_draws import number_draws
+from autopar.trace.tracer import trace
 from tests.eager_draws import eager_draws
 from tests.models import VOCABULARY, text
 from tests.questions import CLUSTER, on, slow_devices

@@ -10,14 +10,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
-from autopar.node import Value
-from autopar.passes.overlap import overlap
-from autopar.program import Instruction, Program, Section, TensorSlot, draws_numbers, is_random
-from autopar.runtime.groups import mesh_groups, mesh_of_one
+from autopar.ir.node import Value
+from autopar.ir.placements import REPLICATE
+from autopar.ir.program import Instruction, Program, Section, TensorSlot, draws_numbers, is_random
+from autopar.passes.lower.overlap import overlap
+from autopar.runtime.comm.groups import mesh_groups, mesh_of_one
+from autopar.runtime.execute.randomness import RandomState, draws, shared_random
 from autopar.runtime.launch import run_local
-from autopar.runtime.parameters import shared_seed
-from autopar.runtime.randomness import RandomState, draws, shared_random
-from autopar.spec import REPLICATE
+from autopar.runtime.state.parameters import shared_seed
 
 
 def test_which_operations_are_random() -> None:

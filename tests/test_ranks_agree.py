@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.runtime.groups import mesh_groups
+from autopar.runtime.comm.groups import mesh_groups
 from tests.questions import on
 
 

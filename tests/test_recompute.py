@@ -13,23 +13,23 @@ import torch
 from torch import nn
 
 import autopar
-from autopar import planner
-from autopar.assignment import Assignment
 from autopar.errors import OptionsError
-from autopar.graph import Graph
-from autopar.node import REST
+from autopar.ir.assignment import Assignment
+from autopar.ir.graph import Graph
+from autopar.ir.node import REST
+from autopar.ir.reshard import Collective
 from autopar.options import Options
-from autopar.passes.conformance import collectives_of, difference
-from autopar.passes.recomputable import recomputable
-from autopar.passes.recompute import Recompute, recomputed
-from autopar.plan import Plan
-from autopar.prices import BUCKET_BYTES
-from autopar.problem import evaluate
-from autopar.question import Question
-from autopar.reshard import Collective
-from autopar.search import answer
-from autopar.timings import Timings
-from autopar.within_memory import widened
+from autopar.passes.lower.collectives_read_back import collectives_of, difference
+from autopar.passes.recompute.recomputable import recomputable
+from autopar.passes.recompute.recompute import Recompute, recomputed
+from autopar.placement.prices import BUCKET_BYTES
+from autopar.planner import solve_mesh as planner
+from autopar.planner.memory_limit import widened
+from autopar.planner.request import Question
+from autopar.planner.timings import Timings
+from autopar.plans.plan import Plan
+from autopar.search.best_plan import answer
+from autopar.solver.problem import evaluate
 from tests.models import Case, Stack, text
 from tests.questions import CLUSTER, Setting, ask, asked, setting
 from tests.simulate import World
@@ -126,7 +126,7 @@ def priced(found: Setting, assignment: Assignment) -> Counter[Collective]:
 
 
 def instance_of(question: Question, found: Setting) -> Any:
-    from autopar.instance import build_instance
+    from autopar.placement.formulation import build_instance
 
     return build_instance(found.graph, found.prices, optimizer="adamw", memory_limit=1e12)
 

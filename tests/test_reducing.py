@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.assignment import Assignment, ParameterPlacement
-from autopar.chunk import ChunkProgram
-from autopar.cluster import Cluster
-from autopar.graph import Graph
-from autopar.passes.annotate import annotate
-from autopar.passes.lower import Lowering
-from autopar.passes.lower_chunk import ChunkLowering, lower_chunk
-from autopar.passes.rest import insert_rests
-from autopar.prices import Prices
-from autopar.program import Section
-from autopar.schedule import chain
-from autopar.schedules import make_schedule
-from autopar.spec import Strategy
+from autopar.cluster.description import Cluster
+from autopar.ir.assignment import Assignment, ParameterPlacement
+from autopar.ir.chunk_program import ChunkProgram
+from autopar.ir.graph import Graph
+from autopar.ir.placements import Strategy
+from autopar.ir.program import Section
+from autopar.passes.annotate.annotate import annotate
+from autopar.passes.lower.lower import Lowering
+from autopar.passes.lower.lower_chunk import ChunkLowering, lower_chunk
+from autopar.passes.recompute.saved_values import insert_rests
+from autopar.placement.prices import Prices
+from autopar.schedule.named import make_schedule
+from autopar.schedule.schedule import chain
 from tests.test_lower_text import BATCH, PERCEPTRON, REPLICATED, ZERO_3, across
 
 
@@ -108,7 +108,7 @@ def test_it_stands_for_what_the_schedule_would_run(schedule: str, microbatches: 
 def test_only_the_end_of_a_rank_waits_for_a_bucket(of: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that has something to compute or to send after this backward does not hold it up: the bucket for which it
     would wait sets out after it."""
-    monkeypatch.setattr("autopar.passes.emit.IN_FLIGHT", 1)
+    monkeypatch.setattr("autopar.passes.lower.emit.IN_FLIGHT", 1)
     found = chunk(2, REPLICATED, 1, of=of)
 
     def collectives(section: Section) -> list[str]:

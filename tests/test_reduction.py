@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from autopar.errors import ExecutionError
-from autopar.node import Value
-from autopar.program import Instruction, Section
-from autopar.runtime.collectives import Collectives, Handle
-from autopar.runtime.groups import mesh_groups, mesh_of_one
-from autopar.runtime.reduction import Reducer
+from autopar.ir.node import Value
+from autopar.ir.program import Instruction, Section
+from autopar.runtime.comm.collectives import Collectives, Handle
+from autopar.runtime.comm.groups import mesh_groups, mesh_of_one
+from autopar.runtime.execute.gradient_reducer import Reducer
 
 V = Value
 

@@ -7,11 +7,11 @@ import pytest
 import autopar
 from autopar.errors import PlanMismatchError
 from autopar.options import Options
-from autopar.plan import Plan
-from autopar.prepared import Prepared, prepare
-from autopar.question import Question
-from autopar.search import answer
-from autopar.timings import Timings
+from autopar.planner.prepare import Prepared, prepare
+from autopar.planner.request import Question
+from autopar.planner.timings import Timings
+from autopar.plans.plan import Plan
+from autopar.search.best_plan import answer
 from tests.models import Stack, make, text
 from tests.questions import slow_devices
 

@@ -7,10 +7,19 @@ import itertools
 import pytest
 import torch
 
-from autopar.node import TensorType
-from autopar.passes.emit import hop_arguments
-from autopar.reshard import Hop, make_hop, neighbours
-from autopar.spec import PARTIAL_SUM, REPLICATE, Placement, Placements, Shard, StridedShard, is_valid, take_local
+from autopar.ir.node import TensorType
+from autopar.ir.placements import (
+    PARTIAL_SUM,
+    REPLICATE,
+    Placement,
+    Placements,
+    Shard,
+    StridedShard,
+    is_valid,
+    take_local,
+)
+from autopar.ir.reshard import Hop, make_hop, neighbours
+from autopar.passes.lower.emit import hop_arguments
 from tests.simulate import _one
 
 MESHES = [(2,), (4,), (2, 2), (2, 3), (2, 1, 2)]

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import tests.custom_ops  # noqa: F401
-from autopar.passes import found_rules
-from autopar.passes.found_rules import KNOWN, found_strategies
-from autopar.passes.rule_cache import Finding, describe, file_of, load, store
-from autopar.passes.rules import OpCall
+from autopar.passes.probe import found_rules
+from autopar.passes.probe.found_rules import KNOWN, found_strategies
+from autopar.passes.probe.rule_cache import Finding, describe, file_of, load, store
+from autopar.passes.rule_language.registry import OpCall
 from tests.probing import call_of, texts
 
 ASKED = call_of("probing.normed.default", torch.empty(8, 6))

@@ -9,10 +9,10 @@ import torch
 from oracle.harness import Case, Sample, Tensors, close, execute, join, split
 from oracle.random_tensors import floats, integers, permutations
 
-from autopar.passes.compose import compose
-from autopar.passes.rule_table import RULES
-from autopar.passes.rules import LocalContext, OpCall, local_call
-from autopar.spec import AxisStrategy, Placements, Strategy, local_shape
+from autopar.ir.placements import AxisStrategy, Placements, Strategy, local_shape
+from autopar.passes.rule_language.compose import compose
+from autopar.passes.rule_language.registry import LocalContext, OpCall, local_call
+from autopar.passes.rules import RULES
 
 Mesh = tuple[int, ...]
 Pieces = dict[tuple[int, ...], torch.Tensor]

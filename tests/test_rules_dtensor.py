@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar.passes.found_rules import KNOWN, found_strategies, source
-from autopar.passes.probe import check
-from autopar.passes.rule_cache import parse_strategy
-from autopar.passes.rules import OpCall
-from autopar.passes.rules_dtensor import dtensor_strategies, is_registered
-from autopar.passes.subject import learn
-from autopar.passes.trials import find_operation
+from autopar.passes.probe.dtensor_rules import dtensor_strategies, is_registered
+from autopar.passes.probe.found_rules import KNOWN, found_strategies, source
+from autopar.passes.probe.operator_study import learn
+from autopar.passes.probe.probe import check
+from autopar.passes.probe.rule_cache import parse_strategy
+from autopar.passes.probe.trials import find_operation
+from autopar.passes.rule_language.registry import OpCall
 from tests.probing import call_of, texts
 
 

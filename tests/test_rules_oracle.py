@@ -11,7 +11,7 @@ import pytest
 import torch
 from oracle.harness import Sample, failures
 
-from autopar.passes.rule_table import RULES
+from autopar.passes.rules import RULES
 
 FOLDER = Path(__file__).parent / "oracle"
 MODULES = [importlib.import_module(f"oracle.{path.stem}") for path in sorted(FOLDER.glob("samples_*.py"))]

@@ -1,6 +1,6 @@
 """Views, cuts and joins on meshes of several axes, where strided shards of several factors meet on one dim.
 
-What each device computes is compared with what :func:`autopar.spec.take_local` says it should hold.
+What each device computes is compared with what :func:`autopar.ir.placements.take_local` says it should hold.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from oracle.harness import Case, Sample, close, execute, split
 from torch.distributed.tensor import Partial, Shard
 
-from autopar.passes.annotate import axis_strategies
-from autopar.passes.compose import compose
-from autopar.passes.rules import LocalContext, OpCall, local_call
-from autopar.spec import AxisStrategy, Placements, Strategy, StridedShard, local_shape, take_local
+from autopar.ir.placements import AxisStrategy, Placements, Strategy, StridedShard, local_shape, take_local
+from autopar.passes.annotate.annotate import axis_strategies
+from autopar.passes.rule_language.compose import compose
+from autopar.passes.rule_language.registry import LocalContext, OpCall, local_call
 
 Mesh = tuple[int, ...]
 Place = tuple[int, ...]

@@ -10,9 +10,10 @@ import torch
 from oracle.harness import Case, Sample, check, join, split
 
 from autopar.errors import AutoparError
-from autopar.node import TensorType
-from autopar.passes import rule_table
-from autopar.passes.dimension_strings import (
+from autopar.ir.node import TensorType
+from autopar.ir.placements import PARTIAL_SUM, REPLICATE, AxisStrategy, Shard, StridedShard
+from autopar.passes import rules as rule_table
+from autopar.passes.rule_language.dimension_strings import (
     AGNOSTIC,
     VARIANTS,
     letters,
@@ -21,8 +22,7 @@ from autopar.passes.dimension_strings import (
     strided_variants,
     without,
 )
-from autopar.passes.rules import LOCALISERS, RULES, OpCall, Operand
-from autopar.spec import PARTIAL_SUM, REPLICATE, AxisStrategy, Shard, StridedShard
+from autopar.passes.rule_language.registry import LOCALISERS, RULES, OpCall, Operand
 
 PASSES = Path(rule_table.__file__).parent
 
@@ -245,7 +245,7 @@ def test_an_untrue_strategy_is_caught() -> None:
 
 @pytest.mark.parametrize("text", ["R", "S(1)", "S(0/2)", "P(sum)", "P(max)", "P(min)"])
 def test_splitting_and_joining_are_inverse(text: str) -> None:
-    from autopar.spec import parse_placement
+    from autopar.ir.placements import parse_placement
 
     x = torch.randn(12, 7, dtype=torch.float64)
     torch.testing.assert_close(join(split(x, parse_placement(text), 3), parse_placement(text)), x)

@@ -12,11 +12,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.errors import OptionsError
-from autopar.runtime import gloo
-from autopar.runtime.collectives import Collectives, join_pieces, split_pieces
-from autopar.runtime.groups import mesh_groups, mesh_of_one
-from autopar.runtime.launch import run_local
-from autopar.spec import (
+from autopar.ir.placements import (
     Placements,
     Shard,
     chunk_bounds,
@@ -26,6 +22,10 @@ from autopar.spec import (
     shard,
     take_local,
 )
+from autopar.runtime.comm import gloo
+from autopar.runtime.comm.collectives import Collectives, join_pieces, split_pieces
+from autopar.runtime.comm.groups import mesh_groups, mesh_of_one
+from autopar.runtime.launch import run_local
 
 DTYPES = (
     torch.float32,

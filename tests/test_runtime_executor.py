@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from autopar.errors import ExecutionError, GraphError
-from autopar.node import Value
-from autopar.program import Instruction, Program, Section, TensorSlot
-from autopar.runtime.executor import Executable, instruction_axes
-from autopar.runtime.groups import mesh_of_one
+from autopar.ir.node import Value
+from autopar.ir.placements import parse_placements
+from autopar.ir.program import Instruction, Program, Section, TensorSlot
+from autopar.runtime.comm.groups import mesh_of_one
+from autopar.runtime.execute.executor import Executable, instruction_axes
+from autopar.runtime.execute.section_code import compile_section
+from autopar.runtime.execute.section_source import Source
 from autopar.runtime.launch import run_local
-from autopar.runtime.section_code import compile_section
-from autopar.runtime.section_source import Source
-from autopar.spec import parse_placements
 
 CPU = torch.device("cpu")
 V = Value

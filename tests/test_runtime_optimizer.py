@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from autopar.runtime.launch import run_local
-from autopar.runtime.optimizer import ELEMENTWISE, make_optimizer
+from autopar.runtime.state.optimizer import ELEMENTWISE, make_optimizer
 
 PLACES = ([Shard(0), Replicate()], [Replicate(), Shard(1)], [Shard(0), Shard(1)], [Replicate(), Replicate()])
 

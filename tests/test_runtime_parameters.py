@@ -14,18 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError, PlanMismatchError
-from autopar.program import TensorSlot
-from autopar.runtime import (
-    gather_whole,
-    materialise,
-    mesh_groups,
-    place_parameters,
-    run_local,
-    torch_placements,
-)
-from autopar.runtime.materialise import Initialiser
-from autopar.runtime.parameters import make_dtensor, take_own, torch_can_gather, wrap_parameters
-from autopar.spec import Placements, is_valid, parse_placement, parse_placements, short, take_local
+from autopar.ir.placements import Placements, is_valid, parse_placement, parse_placements, short, take_local
+from autopar.ir.program import TensorSlot
+from autopar.runtime import gather_whole, mesh_groups, place_parameters, run_local, torch_placements
+from autopar.runtime.state import materialise
+from autopar.runtime.state.materialise import Initialiser
+from autopar.runtime.state.parameters import make_dtensor, take_own, torch_can_gather, wrap_parameters
 
 CPU = torch.device("cpu")
 OPTIONS = tuple(map(parse_placement, ("R", "S(0)", "S(1)", "S(0/2)", "S(0/3)", "S(1/2)")))

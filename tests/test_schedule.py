@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from schedule_machine import Broken, Machine
 
 from autopar.errors import ScheduleError
-from autopar.schedule import Schedule, chain, loop_placement, v_placement
-from autopar.schedule_check import Communication, check
-from autopar.schedule_instructions import COMPUTE, Edge, Instruction
-from autopar.schedule_messages import complete, forward_only, most_in_flight
-from autopar.schedule_text import parse_instruction
-from autopar.schedules import SCHEDULES, chunks_allowed, make_schedule
+from autopar.schedule.check import Communication, check
+from autopar.schedule.instructions import COMPUTE, Edge, Instruction
+from autopar.schedule.messages import complete, forward_only, most_in_flight
+from autopar.schedule.named import SCHEDULES, chunks_allowed, make_schedule
+from autopar.schedule.schedule import Schedule, chain, loop_placement, v_placement
+from autopar.schedule.text import parse_instruction
 
 COMMUNICATIONS: tuple[Communication, ...] = ("asynchronous", "batched", "blocking")
 

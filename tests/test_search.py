@@ -13,17 +13,19 @@ import torch
 from torch import nn
 
 import autopar
-from autopar import Options, OptionsError, Plan, search, stage_programs
-from autopar.cluster import Cluster
-from autopar.cost.pipeline_prices import SharedProcessors
+from autopar import Options, OptionsError, Plan
+from autopar.cluster.description import Cluster
+from autopar.cost.pipeline.prices import SharedProcessors
 from autopar.errors import InfeasibleError
-from autopar.found_plan import Found
-from autopar.repeats import Repeats
-from autopar.schedule_check import check
-from autopar.schedules import SCHEDULES
-from autopar.stage_meshes import StageMeshes, layout_for, layouts, microbatch_counts
-from autopar.stage_prices import shared_processors
-from autopar.timings import Timings
+from autopar.ir.microbatching import Repeats
+from autopar.planner.timings import Timings
+from autopar.schedule.check import check
+from autopar.schedule.named import SCHEDULES
+from autopar.search import best_plan as search
+from autopar.search import stage_problems as stage_programs
+from autopar.search.candidate import Found
+from autopar.search.pipeline_bill import shared_processors
+from autopar.search.stage_meshes import StageMeshes, layout_for, layouts, microbatch_counts
 from tests.models import Case
 from tests.questions import CLUSTER, asked, planned
 

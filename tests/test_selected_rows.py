@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar.errors import TraceError
-from autopar.trace import trace
+from autopar.trace.tracer import trace
 from tests.zoo.check import KINDS, check_plans, make_case
 from tests.zoo.hugging_face import FAMILIES
 from tests.zoo.models import ZOO

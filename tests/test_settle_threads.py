@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autopar.runtime import settle_threads
-from autopar.runtime.groups import mesh_groups, mesh_of_one
+from autopar.runtime.comm import settle_threads
+from autopar.runtime.comm.groups import mesh_groups, mesh_of_one
 
 
 def test_threads_of_gloo_are_seen_and_waited_for() -> None:

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import autopar
-from autopar import trace_cache
 from autopar.runtime.launch import run_local
-from autopar.trace import Traced, traced_request
-from autopar.trace_capture import Request
+from autopar.trace.cache import cache as trace_cache
+from autopar.trace.capture import Request
+from autopar.trace.tracer import Traced, traced_request
 
 
 @pytest.fixture(autouse=True)

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from autopar import solve_run
-from autopar.problem import Group, Ints, Problem, Transfer, evaluate, host_of, is_within, memory_of
-from autopar.reduce import DropForbidden, is_impossible
-from autopar.solve import smallest_memory, solve
-from autopar.solve_export import export
-from autopar.solve_local import smallest
-from autopar.solve_program import Program, build
-from autopar.solve_run import LEAST_PRESOLVED, Effort, run
+from autopar.solver import highs as solve_run
+from autopar.solver.coordinate_descent import smallest
+from autopar.solver.highs import LEAST_PRESOLVED, Effort, run
+from autopar.solver.milp import Program, build
+from autopar.solver.named_export import export
+from autopar.solver.problem import Group, Ints, Problem, Transfer, evaluate, host_of, is_within, memory_of
+from autopar.solver.reduce import DropForbidden, is_impossible
+from autopar.solver.solve import smallest_memory, solve
 
 
 def random_problem(seed: int, groups: int = 5, choices: int = 3, limited: bool = True, hosted: bool = False) -> Problem:

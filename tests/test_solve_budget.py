@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 from ortools.math_opt import result_pb2
 
-from autopar import solve_budget, solve_run
 from autopar.options import Options
-from autopar.problem import Problem, memory_of
-from autopar.solve import _solve_plain, solve
-from autopar.solve_budget import Budget
-from autopar.solve_in_time import solve_in_time
-from autopar.solve_program import build
-from autopar.solve_run import Effort, run
-from autopar.timings import Timings
+from autopar.planner.time_limit import solve_in_time
+from autopar.planner.timings import Timings
+from autopar.solver import budget as solve_budget
+from autopar.solver import highs as solve_run
+from autopar.solver.budget import Budget
+from autopar.solver.highs import Effort, run
+from autopar.solver.milp import build
+from autopar.solver.problem import Problem, memory_of
+from autopar.solver.solve import _solve_plain, solve
 from tests.test_solve import layered
 
 

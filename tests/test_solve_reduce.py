@@ -11,8 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_solve import assignments, brute_force, random_problem
 
-from autopar.problem import Floats, Group, Ints, Problem, Transfer, evaluate, is_within, memory_of
-from autopar.reduce import (
+from autopar.solver.budget import Budget
+from autopar.solver.coordinate_descent import Neighbourhood, fits, polish, repair, smallest
+from autopar.solver.lp_relaxation import relax
+from autopar.solver.message_passing import Messages
+from autopar.solver.problem import Floats, Group, Ints, Problem, Transfer, evaluate, is_within, memory_of
+from autopar.solver.reduce import (
     DropDominated,
     EliminateGroups,
     Reduction,
@@ -21,10 +25,6 @@ from autopar.reduce import (
     reduce,
     reductions,
 )
-from autopar.solve_budget import Budget
-from autopar.solve_local import Neighbourhood, fits, polish, repair, smallest
-from autopar.solve_messages import Messages
-from autopar.solve_relaxation import relax
 
 Seeds = st.integers(0, 2**32 - 1)
 DISTINCT = tuple({type(r): r for r in reductions()}.values())

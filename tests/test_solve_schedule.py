@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from autopar.cost import ChunkPrice, EdgePrice, PipelinePrices, simulate
 from autopar.errors import InfeasibleError, ScheduleError
-from autopar.schedule import Schedule, chain, loop_placement, v_placement
-from autopar.schedule_check import check
-from autopar.schedule_instructions import Edge, Instruction
-from autopar.schedule_messages import complete
-from autopar.schedules import make_schedule
-from autopar.solve_schedule import OPTIMAL, SolvedSchedule, named_schedules, solve_schedule
+from autopar.schedule.check import check
+from autopar.schedule.instructions import Edge, Instruction
+from autopar.schedule.messages import complete
+from autopar.schedule.named import make_schedule
+from autopar.schedule.schedule import Schedule, chain, loop_placement, v_placement
+from autopar.search.schedule_solver import OPTIMAL, SolvedSchedule, named_schedules, solve_schedule
 
 
 def uneven(*times: float, backward: float = 1.0, wire: float = 0.1) -> PipelinePrices:

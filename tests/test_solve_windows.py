@@ -9,15 +9,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from autopar.problem import Group, Problem, Transfer, Window, evaluate, is_within, sides_of
-from autopar.solve import solve
-from autopar.solve_budget import Budget
-from autopar.solve_export import export
-from autopar.solve_local import Neighbourhood, _Beside, polish
-from autopar.solve_program import build
-from autopar.solve_relaxation import round_up
-from autopar.solve_run import Effort, run
-from autopar.solve_windows import LEAST_PRICE, _Hunt, at_prices
+from autopar.solver.budget import Budget
+from autopar.solver.coordinate_descent import Neighbourhood, _Beside, polish
+from autopar.solver.highs import Effort, run
+from autopar.solver.lp_relaxation import round_up
+from autopar.solver.milp import build
+from autopar.solver.named_export import export
+from autopar.solver.overlap_prices import LEAST_PRICE, _Hunt, at_prices
+from autopar.solver.problem import Group, Problem, Transfer, Window, evaluate, is_within, sides_of
+from autopar.solver.solve import solve
 from tests.test_solve import assignments, brute_force, forbid, random_problem
 
 seeds = st.integers(0, 2**32 - 1)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import OptionsError
-from autopar.spec import (
+from autopar.ir.placements import (
     PARTIAL_SUM,
     REPLICATE,
     Placements,

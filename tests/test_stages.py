@@ -13,15 +13,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from autopar.errors import OptionsError
-from autopar.graph import Graph
-from autopar.node import Value
-from autopar.passes.cut_candidates import cut_candidates, cuts_for_owners
-from autopar.passes.microbatch import microbatch
-from autopar.passes.normalise import normalise
-from autopar.passes.stages import cut, split_backward
-from autopar.stages import Edge
-from autopar.step_graphs import step_graph
-from autopar.trace import trace
+from autopar.ir.graph import Graph
+from autopar.ir.node import Value
+from autopar.ir.staged_graph import Edge
+from autopar.passes.normalise.standard import normalise
+from autopar.passes.pipeline.cut import cut, split_backward
+from autopar.passes.pipeline.cut_candidates import cut_candidates, cuts_for_owners
+from autopar.passes.pipeline.microbatch import microbatch
+from autopar.planner.step_graphs import step_graph
+from autopar.trace.tracer import trace
 from tests import models
 from tests.lowering import plain
 from tests.microbatches import run_microbatches

@@ -13,8 +13,8 @@ from torch import nn
 
 import autopar
 from autopar.errors import OptionsError, TraceError
-from autopar.trace import trace
-from autopar.trace_loss import call_loss, run_with_loss
+from autopar.trace.loss import call_loss, run_with_loss
+from autopar.trace.tracer import trace
 from tests.questions import CLUSTER, on, slow_devices
 from tests.test_calls import Flagged, batch, check_gradients, check_own_loss, check_step, pair
 

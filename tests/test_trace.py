@@ -12,8 +12,8 @@ from interpret import interpret
 from torch import nn
 
 from autopar.errors import TraceError
-from autopar.node import symbol
-from autopar.trace import trace
+from autopar.ir.node import symbol
+from autopar.trace.tracer import trace
 
 
 class Nested(nn.Module):

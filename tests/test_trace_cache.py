@@ -17,15 +17,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autopar import trace_cache, trace_entry
-from autopar.contents import Contents
-from autopar.contents_feed import Unkeyable
-from autopar.graph import Graph, GraphError
-from autopar.trace import Traced, request_for, traced_request
-from autopar.trace_cache import traced_once
-from autopar.trace_capture import Request
-from autopar.trace_entry import KEPT, differences
-from autopar.trace_key import trace_key
+from autopar.content.feed import Unkeyable
+from autopar.content.objects import Contents
+from autopar.ir.graph import Graph, GraphError
+from autopar.trace.cache import cache as trace_cache
+from autopar.trace.cache import entry as trace_entry
+from autopar.trace.cache.cache import traced_once
+from autopar.trace.cache.entry import KEPT, differences
+from autopar.trace.cache.key import trace_key
+from autopar.trace.capture import Request
+from autopar.trace.tracer import Traced, request_for, traced_request
 
 SCALE = 2.0
 ACTIVATIONS = {"relu": torch.relu, "gelu": F.gelu}

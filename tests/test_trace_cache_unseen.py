@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from autopar import trace_cache
-from autopar.contents_feed import Unkeyable
-from autopar.files_read import files_read
-from autopar.trace import Traced, request_for, traced_request
-from autopar.trace_cache import traced_once
-from autopar.trace_capture import Request
-from autopar.trace_key import trace_key
+from autopar.content.feed import Unkeyable
+from autopar.content.files_read import files_read
+from autopar.trace.cache import cache as trace_cache
+from autopar.trace.cache.cache import traced_once
+from autopar.trace.cache.key import trace_key
+from autopar.trace.capture import Request
+from autopar.trace.tracer import Traced, request_for, traced_request
 
 
 @pytest.fixture(autouse=True)

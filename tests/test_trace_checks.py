@@ -27,7 +27,7 @@ from value_checks import (
 )  # fmt: skip
 
 from autopar.errors import TraceError
-from autopar.trace import trace
+from autopar.trace.tracer import trace
 
 CHECKS = (raises, raises_unless, either, both, asserts, asserts_of_numbers, otherwise, continues)
 

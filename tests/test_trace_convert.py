@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.trace import trace
+from autopar.trace.tracer import trace
 from tests.interpret import interpret
 
 

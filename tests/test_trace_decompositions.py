@@ -14,8 +14,8 @@ from eager import assert_close, assert_same_step
 from interpret import interpret
 from torch import nn
 
-from autopar.passes.normalise import normalise
-from autopar.trace import trace
+from autopar.passes.normalise.standard import normalise
+from autopar.trace.tracer import trace
 
 LEFT_BEHIND = (
     "mean",

@@ -13,7 +13,7 @@ from interpret import interpret
 from torch import nn
 
 from autopar.errors import TraceError
-from autopar.trace import trace
+from autopar.trace.tracer import trace
 
 
 class Branch(nn.Module):

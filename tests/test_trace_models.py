@@ -13,9 +13,9 @@ import transformers
 from eager import Batch, assert_same_step, doubled
 from torch import nn
 
-from autopar.graph import Graph
-from autopar.passes.normalise import normalise
-from autopar.trace import trace
+from autopar.ir.graph import Graph
+from autopar.passes.normalise.standard import normalise
+from autopar.trace.tracer import trace
 
 Case = tuple[nn.Module, Callable[[int], Batch]]
 

@@ -15,7 +15,7 @@ from torch import nn
 import autopar
 from autopar.errors import TraceError
 from autopar.runtime.launch import run_local
-from autopar.trace import trace
+from autopar.trace.tracer import trace
 
 Function = Callable[[torch.Tensor], Any]
 LABELS = torch.tensor([[3, 0, -1, 1, 1], [0, 1, 2, -1, -1], [1, -1, 1, 1, 1], [2, 3, 4, 1, 0]])

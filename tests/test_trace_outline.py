@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autopar.errors import TraceError
-from autopar.trace import trace
-from autopar.trace_record import UnrecordedError
+from autopar.trace.record import UnrecordedError
+from autopar.trace.tracer import trace
 
 LAYERS = 4
 SMALL = {

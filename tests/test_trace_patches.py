@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
-from autopar.trace import trace
-from autopar.trace_patches import patched
+from autopar.trace.patches import patched
+from autopar.trace.tracer import trace
 
 
 class Remembers(nn.Module):

@@ -10,16 +10,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autopar.cluster import Cluster
-from autopar.node import TensorType
+from autopar.cluster.description import Cluster
+from autopar.ir.node import TensorType
+from autopar.ir.placements import Strategy, is_shard, parse_placements, shard_dim
+from autopar.ir.reshard import make_hop
 from autopar.options import Options
-from autopar.planner import solve_mesh
-from autopar.prices import Prices
-from autopar.question import Question
-from autopar.reshard import make_hop
-from autopar.search import answer
-from autopar.spec import Strategy, is_shard, parse_placements, shard_dim
-from autopar.timings import Timings
+from autopar.placement.prices import Prices
+from autopar.planner.request import Question
+from autopar.planner.solve_mesh import solve_mesh
+from autopar.planner.timings import Timings
+from autopar.search.best_plan import answer
 from tests.zoo.check import Case, check_assignments, compute_bound, make_case
 
 VOCABULARY, TOKENS, HEADS, WIDTH = 257, 17, 3, 96

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.equality import Closeness
 from autopar.errors import TraceError, WorkerError
-from autopar.verify_report import OneStep, Report, _compare, judge
-from autopar.verify_steps import _doubled
+from autopar.verification.report import OneStep, Report, _compare, judge
+from autopar.verification.steps import _doubled
+from autopar.verification.tolerance import Closeness
 from tests.models import Stack, make, plain, text
 from tests.questions import CLUSTER
 

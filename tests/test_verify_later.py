@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.equality import Closeness
 from autopar.errors import OptionsError
-from autopar.verify_later import Later, compare_later
+from autopar.verification.later_steps import Later, compare_later
+from autopar.verification.tolerance import Closeness
 
 
 class Normed(nn.Module):

@@ -7,23 +7,23 @@ from typing import Any
 
 import pytest
 
-from autopar.cluster import Cluster
-from autopar.plan_timeline import step_timeline
-from autopar.planner import solve_mesh
-from autopar.prices import exchanged_bytes
-from autopar.problem import evaluate, sides_of
-from autopar.repeats import ONCE, Repeats
-from autopar.search import answer
-from autopar.step_graphs import step_graph
-from autopar.timings import Timings
-from autopar.windows import Shares, Sides, gather_windows, hidden_shares, windows_of
+from autopar.cluster.description import Cluster
+from autopar.ir.microbatching import ONCE, Repeats
+from autopar.placement.overlap_windows import Shares, Sides, gather_windows, hidden_shares, windows_of
+from autopar.placement.prices import exchanged_bytes
+from autopar.planner.solve_mesh import solve_mesh
+from autopar.planner.step_graphs import step_graph
+from autopar.planner.timings import Timings
+from autopar.plans.timeline import step_timeline
+from autopar.search.best_plan import answer
+from autopar.solver.problem import evaluate, sides_of
 from tests.questions import CLUSTER, asked
 
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """The models of tests would fit into one bucket, and hide nothing."""
-    monkeypatch.setattr("autopar.windows.BUCKET_BYTES", 1 << 10)
+    monkeypatch.setattr("autopar.placement.overlap_windows.BUCKET_BYTES", 1 << 10)
 
 
 @pytest.mark.parametrize("changes", [{}, {"zero": 3}, {"zero": 1}], ids=str)
@@ -90,7 +90,7 @@ def test_a_backward_in_halves_has_two_windows() -> None:
 
 
 def test_one_bucket_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.windows.BUCKET_BYTES", 1 << 40)
+    monkeypatch.setattr("autopar.placement.overlap_windows.BUCKET_BYTES", 1 << 40)
     question = asked("plain", (4,))
     graph = step_graph(question.graph, question.loss, question.batch)
     names = [window.name for window in windows_of(graph, question.cluster, ONCE)]

@@ -14,11 +14,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autopar.errors import AutoparError
-from autopar.graph import Graph
-from autopar.passes.annotate import annotate, rule_sources
-from autopar.passes.normalise import normalise
-from autopar.step_graphs import step_graph
-from autopar.trace import Traced, trace
+from autopar.ir.graph import Graph
+from autopar.passes.annotate.annotate import annotate, rule_sources
+from autopar.passes.normalise.standard import normalise
+from autopar.planner.step_graphs import step_graph
+from autopar.trace.tracer import Traced, trace
 from tests.eager_draws import STATE, eager_draws
 from tests.interpret import interpret
 from tests.lowering import plain

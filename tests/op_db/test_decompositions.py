@@ -16,9 +16,9 @@ from torch._C import DispatchKey
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.decompositions import decomposition_table
-from autopar.decompositions_mended import MENDED, mended
-from autopar.decompositions_random import RANDOM
+from autopar.trace.decompositions.corrected import MENDED, mended
+from autopar.trace.decompositions.general import decomposition_table
+from autopar.trace.decompositions.random import RANDOM
 
 from .calls import calls
 from .samples import MODULES, OPS, module_subjects, op_subjects

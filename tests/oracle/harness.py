@@ -16,12 +16,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Partial, Replicate
 
-from autopar.node import Arg, TensorType, map_arg
-from autopar.passes.compose import replicated
-from autopar.passes.dimension_strings import strided_variants
-from autopar.passes.rule_table import RULES
-from autopar.passes.rules import LocalContext, OpCall, Operand, local_call
-from autopar.spec import (
+from autopar.ir.node import Arg, TensorType, map_arg
+from autopar.ir.placements import (
     AxisStrategy,
     Placement,
     StridedShard,
@@ -31,6 +27,10 @@ from autopar.spec import (
     shard_dim,
     take_local,
 )
+from autopar.passes.rule_language.compose import replicated
+from autopar.passes.rule_language.dimension_strings import strided_variants
+from autopar.passes.rule_language.registry import LocalContext, OpCall, Operand, local_call
+from autopar.passes.rules import RULES
 
 DEVICES = (2, 3, 4)
 Tensors = tuple[torch.Tensor | None, ...]
@@ -69,7 +69,7 @@ class Failure:
 
 def find_op(name: str) -> Callable[..., Any]:
     """The function that runs the operation called ``name``: torch's, or one of autopar's local operations."""
-    from autopar.local_ops import LOCAL_OPS
+    from autopar.ops.masked import LOCAL_OPS
 
     if name in LOCAL_OPS:
         return LOCAL_OPS[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autopar.trace_experts import activation_text
+from autopar.trace.moe_blocks import activation_text
 
 from .harness import Sample
 from .random_tensors import floats, integers, permutations

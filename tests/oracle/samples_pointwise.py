@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autopar.passes.rules_pointwise import POINTWISE
+from autopar.passes.rules.pointwise import POINTWISE
 
 from .harness import Sample, find_op
 

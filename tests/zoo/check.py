@@ -14,23 +14,23 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autopar.assignment import Assignment
-from autopar.cluster import Cluster
-from autopar.graph import Graph
-from autopar.node import Arg, Node, TensorType, map_arg
+from autopar.cluster.description import Cluster
+from autopar.ir.assignment import Assignment
+from autopar.ir.graph import Graph
+from autopar.ir.node import Arg, Node, TensorType, map_arg
+from autopar.ir.program import Program
 from autopar.options import Options
-from autopar.passes.annotate import annotate
-from autopar.passes.lower import Lowering, lower
-from autopar.passes.normalise import normalise
-from autopar.passes.overlap import overlap
-from autopar.planner import solve_mesh
-from autopar.prices import Prices
-from autopar.program import Program
-from autopar.question import Question
-from autopar.resting_places import parameter_choices
-from autopar.step_graphs import step_graph
-from autopar.timings import Timings
-from autopar.trace import trace
+from autopar.passes.annotate.annotate import annotate
+from autopar.passes.lower.lower import Lowering, lower
+from autopar.passes.lower.overlap import overlap
+from autopar.passes.normalise.standard import normalise
+from autopar.placement.parameter_choices import parameter_choices
+from autopar.placement.prices import Prices
+from autopar.planner.request import Question
+from autopar.planner.solve_mesh import solve_mesh
+from autopar.planner.step_graphs import step_graph
+from autopar.planner.timings import Timings
+from autopar.trace.tracer import trace
 from tests.eager_draws import STATE, eager_draws
 from tests.interpret import interpret
 from tests.lowering import plain

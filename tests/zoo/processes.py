@@ -8,19 +8,19 @@ from dataclasses import replace
 from unittest.mock import patch
 
 from autopar.api import split_batch
-from autopar.cluster import Cluster
-from autopar.equality import Closeness
+from autopar.cluster.description import Cluster
 from autopar.options import Options
-from autopar.plan import Plan
-from autopar.planner import solve_only
-from autopar.prepared import Prepared, ask, prepare
-from autopar.question import Question
+from autopar.planner.prepare import Prepared, ask, prepare
+from autopar.planner.request import Question
+from autopar.planner.solve_mesh import solve_only
+from autopar.planner.step_graphs import step_graph
+from autopar.planner.timings import Timings
+from autopar.planner.to_plan import make_plan
+from autopar.plans.plan import Plan
 from autopar.runtime.launch import run_local
-from autopar.step_graphs import step_graph
-from autopar.timings import Timings
-from autopar.verify_report import OneStep, judge
-from autopar.verify_steps import Task, in_training, one_process, parallel_step
-from autopar.write_plan import make_plan
+from autopar.verification.report import OneStep, judge
+from autopar.verification.steps import Task, in_training, one_process, parallel_step
+from autopar.verification.tolerance import Closeness
 
 from .models import Maker
 
@@ -57,5 +57,5 @@ def _solved(question: Question) -> Plan:
 
 def _steps(rank: int, world: int, base: Prepared, tasks: list[Task]) -> list[OneStep]:
     """A step under every plan, on this rank. The model is not traced again: ranks have the parent's trace."""
-    with patch("autopar.compiler.prepare", lambda *_args, **_options: base):
+    with patch("autopar.compiler.calls.prepare", lambda *_args, **_options: base):
         return [parallel_step(rank, world, task) for task in tasks]

@@ -8,9 +8,9 @@ import pytest
 import transformers
 
 import autopar
-from autopar.cluster import Cluster
+from autopar.cluster.description import Cluster
 from autopar.errors import TraceError
-from autopar.spec import is_shard
+from autopar.ir.placements import is_shard
 from tests.zoo.check import Case, check_plans, compute_bound, make_case
 from tests.zoo.models import ZOO
 

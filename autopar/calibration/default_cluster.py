@@ -1,0 +1,101 @@
+"""The hardware to price for where nobody names it: what was measured here, else the preset of the GPU's name."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from dataclasses import replace
+
+import torch
+
+from autopar.cluster.description import Cluster, Link, local_file
+from autopar.cluster.presets import PRESETS
+from autopar.errors import OptionsError
+
+from .machine import measure_gpu
+
+# What calibrations of GPUs are called, of one host first.
+CALIBRATIONS = ("local-gpu", "local-job")
+# Chips as torch names them; boards on PCIe have no NVLink, so presets do not describe them.
+_CHIP = re.compile(r"\b(GB300|GB200|B300|B200|H200|H100|A100|V100|MI300X|MI250X)\b")
+_PCIE = re.compile(r"PCIe|NVL$", re.IGNORECASE)
+# A preset's device may differ by so much in memory from the one at hand.
+ALIKE = 0.1
+# Links that join more devices than this are of racks, whatever a host holds.
+LARGEST_HOST = 16
+# What is assumed between GPUs of which only one was measured: PCIe 4.0, shared.
+UNKNOWN_BANDWIDTH, UNKNOWN_LATENCY = 10e9, 20e-6
+
+
+def default_cluster(device_type: str, devices: int) -> Cluster:
+    """What ``devices`` of this type are, as far as this process can see.
+
+    For processors the calibration ``local``. For GPUs the first of: a calibration (``local-gpu``, ``local-job``) of
+    this GPU, of at least as many devices and as many in a host; the preset of the GPU's name; and the GPU measured now
+    for seconds with links assumed. ``source`` says which. Raises :class:`OptionsError` for other types of devices.
+    """
+    if device_type == "cpu":
+        return Cluster.get("local")
+    if device_type != "cuda":
+        raise OptionsError(
+            f"nothing is known of {device_type!r} devices: say what they are, parallelize(..., cluster=...), by a "
+            f"preset ({', '.join(sorted(PRESETS))}) or a TOML file like Cluster.get('dgx-a100-80gb').to_toml()"
+        )
+    about = torch.cuda.get_device_properties(torch.cuda.current_device())
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", str(devices)))
+    for name in CALIBRATIONS:
+        if local_file(name).is_file() and _is_of(measured := Cluster.get(name), about.name, per_host, devices):
+            return measured
+    found = preset_of(about.name, int(about.total_memory))
+    return _measured_now(about.name, per_host) if found is None else _of_hosts(found, per_host, devices)
+
+
+def _is_of(measured: Cluster, gpu: str, per_host: int, devices: int) -> bool:
+    """Whether that many of these GPUs, ``per_host`` of them in each host, are part of what was ``measured``: caches are
+    often shared between hosts that have others."""
+    if measured.backend != "nccl" or measured.device.name != gpu or (measured.size or devices) < devices:
+        return False
+    facts = measured.measurement
+    known = facts["processes"] / facts["hosts"] if "hosts" in facts else measured.links[0].size or devices
+    return per_host == known or devices <= min(known, per_host)
+
+
+def preset_of(name: str, memory_bytes: int) -> Cluster | None:
+    """The preset of a GPU that torch calls ``name``, None if there is none.
+
+    >>> preset_of("NVIDIA A100-SXM4-80GB", 85 * 10**9).name
+    'dgx-a100-80gb'
+    >>> preset_of("NVIDIA H100 PCIe", 85 * 10**9) is None
+    True
+    """
+    chip = _CHIP.search(name.replace("_", " "))
+    if chip is None or _PCIE.search(name):
+        return None
+    presets = (Cluster.get(known) for known in PRESETS if known != "local")
+    named = (cluster for cluster in presets if re.match(rf"{chip[1]}\b", cluster.device.name))
+    found = next((c for c in named if abs(c.device.memory_bytes / memory_bytes - 1) <= ALIKE), None)
+    return found and replace(found, source=f"taken because torch calls the GPU {name!r}; {found.source}")
+
+
+def _of_hosts(found: Cluster, per_host: int, devices: int) -> Cluster:
+    """``found`` with as many devices in a node as the launcher started on each host."""
+    inner = found.links[0].size or devices
+    smaller = per_host < min(inner, devices) and inner <= LARGEST_HOST and not found.links[0].torus
+    return found.with_node(per_host) if smaller else found
+
+
+def _measured_now(name: str, per_host: int) -> Cluster:
+    measured = _measure_once()
+    link = Link("unknown", None, UNKNOWN_BANDWIDTH, UNKNOWN_LATENCY)
+    source = (
+        f"{measured.source}; links between GPUs assumed ({UNKNOWN_BANDWIDTH / 1e9:g} GB/s), since no preset describes "
+        f"{name!r}: run `autopar calibrate` to measure them"
+    )
+    share = measured.device.host_memory_bytes // per_host
+    return replace(measured, source=source, links=(link,), device=replace(measured.device, host_memory_bytes=share))
+
+
+@functools.cache
+def _measure_once() -> Cluster:
+    return measure_gpu(4.0)

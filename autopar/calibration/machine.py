@@ -1,0 +1,146 @@
+"""Measures this machine: a :class:`~autopar.cluster.description.Cluster` called ``local`` from a minute of work of
+local processes.
+
+All processes work at once while each figure is taken: on a machine with fewer cores than processes what
+matters is the rate each gets. :mod:`.fit_processes` makes the cluster of what they measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from autopar.cluster.description import Cluster, Link, local_file
+from autopar.errors import OptionsError, WorkerError
+
+from .fit_device import fit_gpu
+from .fit_processes import available_cores, fit_cluster
+from .measure_device import measure_device
+from .measure_host import with_host
+from .samples import Samples
+
+STARTUP_SECONDS = 12.0
+_WORKER = (
+    "import sys; from autopar.calibration.measure_process import measure_process; "
+    "measure_process(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))"
+)
+
+
+def _run_processes(processes: int, seconds: float, threads: int, folder: Path) -> tuple[Samples, ...]:
+    """Starts the processes, waits at most three times ``seconds`` (and a minute), and ends them whatever
+    happens."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    if sys.platform == "linux":
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    running = []
+    try:
+        for rank in range(processes):
+            command = [sys.executable, "-c", _WORKER, str(folder), str(rank), str(processes), str(seconds)]
+            with open(folder / f"{rank}.log", "w") as log:
+                running.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+        _wait(running, time.monotonic() + STARTUP_SECONDS + 3 * seconds + 60, folder)
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    return tuple(Samples.from_json((folder / f"{rank}.json").read_text()) for rank in range(processes))
+
+
+def _wait(running: Sequence[subprocess.Popen[bytes]], deadline: float, folder: Path) -> None:
+    while any(process.poll() is None for process in running):
+        failed = [rank for rank, process in enumerate(running) if process.poll() not in (None, 0)]
+        if failed or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    for rank, process in enumerate(running):
+        code = process.poll()
+        if code not in (None, 0):
+            log = (folder / f"{rank}.log").read_text()[-4000:]
+            raise WorkerError(f"rank {rank} of {len(running)} failed while measuring (exit code {code}):\n{log}")
+    late = [rank for rank, process in enumerate(running) if process.poll() is None]
+    if late:
+        raise WorkerError(f"measuring did not end in time; ranks {late} of {len(running)} were still at work")
+
+
+def calibrate(processes: int = 4, seconds: float = 40.0, path: str | os.PathLike[str] | None = None) -> Cluster:
+    """Measures ``processes`` gloo processes on this machine in about ``seconds`` and writes the cluster to
+    ``path``.
+
+    By default it goes where ``Cluster.get("local")`` looks (:func:`autopar.cluster.description.local_file`). Where
+    there are GPUs, they and their links are measured too and described beside it as ``local-gpu``. Raises
+    :class:`WorkerError` if a process fails or hangs.
+    """
+    if processes < 2:
+        raise OptionsError(f"calibrating collectives takes at least 2 processes, not {processes}")
+    threads = max(1, available_cores() // processes)
+    with tempfile.TemporaryDirectory(prefix="autopar-calibrate-") as folder:
+        work = max(1.0, seconds - STARTUP_SECONDS)
+        samples = _run_processes(processes, work, threads, Path(folder))
+    cluster = fit_cluster(samples, threads)
+    target = Path(path).expanduser() if path is not None else local_file()
+    write_cluster(target, cluster)
+    if torch.cuda.is_available():
+        _calibrate_gpus(target.with_name("local-gpu.toml"), seconds)
+    return cluster
+
+
+def _calibrate_gpus(target: Path, seconds: float) -> None:
+    """Writes what the GPUs of this machine are to ``target``: several are measured by a job of a process each
+    (:mod:`.job`), as torchrun starts it."""
+    count = torch.cuda.device_count()
+    if count == 1:
+        write_cluster(target, measure_gpu())
+        return
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    command += ["-m", "autopar", "calibrate", "--seconds", str(seconds), "--output", str(target)]
+    run_job(command, 300 + 4 * seconds)
+
+
+def run_job(command: Sequence[str], limit: float) -> None:
+    """Runs a launcher and whatever it starts. Raises :class:`WorkerError` if it fails, or, all of it ended, if it takes
+    longer than ``limit`` seconds."""
+    with tempfile.TemporaryFile("w+") as log:
+        launcher = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        try:
+            code: int | None = launcher.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            # Workers outlive a launcher that is killed.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(launcher.pid, signal.SIGKILL)
+            launcher.wait()
+        if code != 0:
+            log.seek(0)
+            why = f"did not end in {limit:.0f} s" if code is None else f"failed (exit code {code})"
+            raise WorkerError(f"measuring GPUs {why}:\n{log.read()[-4000:]}")
+
+
+def write_cluster(path: Path, cluster: Cluster) -> None:
+    """Writes beside, then renames: another process may be reading."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(cluster.to_toml())
+    unfinished.replace(path)
+
+
+def measure_gpu(seconds: float = 10.0) -> Cluster:
+    """One GPU of this machine as a cluster of one device called ``local-gpu``."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    about = torch.cuda.get_device_properties(device)
+    samples = measure_device(device, seconds)
+    found, error = fit_gpu(samples, about.name, int(about.total_memory), int(about.multi_processor_count))
+    found = with_host(found, device, 1, 1.0)
+    when = time.strftime("%Y-%m-%d %H:%M")
+    source = f"measured on this machine {when}: one {about.name}; fit error matmul {error:.0%}"
+    # One device has no links: the numbers below are never used.
+    return Cluster("local-gpu", source, found, (Link("none", 1, 1.0, 0.0),), overlaps=True)

@@ -1,0 +1,83 @@
+"""A piece of work like a training step, by which calibration learns how much slower operations and collectives are in
+a step than one by one: neither operands nor code are in a cache, results are new memory, and of processes that share
+cores the last one counts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from autopar.cluster.description import Cluster
+from autopar.cost.collective.collective import collective_seconds
+from autopar.cost.compute.roofline import compute_seconds
+
+LAYERS, ROWS, WIDTH, WIDER = 8, 256, 256, 1024
+
+
+# Tiny operations behind each product of forward while the time of launching is measured.
+TINY = 4
+
+
+def step_like(launches: list[float] | None = None) -> Callable[[], list[torch.Tensor]]:
+    """Forward and backward of :data:`LAYERS` pairs of products with elementwise operations between them, which gives
+    the gradients. ``launches`` gets the seconds, of processor time, of a tiny operation that comes behind each product
+    of forward."""
+    small, add = torch.ones(4, 16), torch.ops.aten.add.Tensor
+
+    weights = [(torch.ones(WIDTH, WIDER), torch.ones(WIDER, WIDTH)) for _ in range(LAYERS)]
+    start = torch.full((ROWS, WIDTH), 1e-9)
+
+    def launch() -> None:
+        if launches is not None:
+            start = time.thread_time()
+            for _ in range(TINY):
+                add(small, small)
+            launches.append((time.thread_time() - start) / TINY)
+
+    def work() -> list[torch.Tensor]:
+        saved, x = [], start
+        for up, down in weights:
+            wide = x @ up
+            launch()
+            twice = wide + wide
+            square = twice * wide
+            saved.append((x, wide, square))
+            x = x + square @ down
+            launch()
+        gradients = []
+        for (up, down), (given, wide, square) in zip(reversed(weights), reversed(saved), strict=True):
+            gradients.append(square.t() @ x)
+            inner = (x @ down.t()) * wide
+            inner = inner + wide
+            gradients.append(given.t() @ inner)
+            x = x + inner @ up.t()
+        return gradients
+
+    return work
+
+
+def step_like_seconds(cluster: Cluster) -> float:
+    """What :func:`step_like` is priced at, operation by operation."""
+    wide, narrow = 4 * ROWS * WIDER, 4 * ROWS * WIDTH
+    shapes = 2 * [(ROWS, WIDER, WIDTH), (ROWS, WIDTH, WIDER)] + [(WIDER, WIDTH, ROWS), (WIDTH, WIDER, ROWS)]
+    products = sum(
+        compute_seconds(cluster, 2.0 * m * n * k, 4.0 * (m * k + k * n + m * n), torch.float32, (m, n, k))
+        for m, n, k in shapes
+    )
+    moved = 4 * [3 * wide] + 2 * [3 * narrow]
+    return LAYERS * (products + sum(compute_seconds(cluster, n / 12.0, float(n), torch.float32) for n in moved))
+
+
+def exchange_seconds(cluster: Cluster, processes: int) -> tuple[float, float]:
+    """What reducing and scattering the gradients of :func:`step_like` and gathering them again, each in one bucket, is
+    priced at: seconds in all, and those of the bytes on the wire among them."""
+    nbytes = 2 * LAYERS * 4 * WIDER * WIDTH
+    packing = 4.0 * nbytes / cluster.device.memory_bandwidth
+
+    def both(size: int) -> float:
+        kinds = ("reduce_scatter", "all_gather")
+        return sum(collective_seconds(cluster, (processes,), kind, (0,), size) for kind in kinds)
+
+    return packing + both(nbytes), both(nbytes) - both(0)

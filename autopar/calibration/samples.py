@@ -1,0 +1,53 @@
+"""Everything that one process measures while a machine is calibrated, as plain numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+from .measure_device import AttentionSample, DeviceSamples, MatrixSample
+
+# Times, and what is derived from times.
+TIMES = ("step", "launch", "exchange")
+FIGURES = ("synchronisation", "alone")
+
+
+@dataclass(frozen=True)
+class CollectiveSample:
+    """One collective among ``members`` processes took ``seconds``; ``nbytes`` is the full tensor, as in
+    :mod:`autopar.cost.collective.collective`."""
+
+    kind: str
+    members: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Samples:
+    """All one rank measured; ``synchronisation`` is by how many seconds a collective takes longer after computing
+    than after another collective, ``alone`` how many times as fast as with all at work it computes while the others
+    wait. ``step``, ``launch``, ``exchange``: see :func:`measure_step`."""
+
+    device: DeviceSamples
+    collectives: tuple[CollectiveSample, ...]
+    synchronisation: float = 0.0
+    alone: float = 1.0
+    step: float = 0.0
+    launch: float = 0.0
+    exchange: float = 0.0
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Samples:
+        table = json.loads(text)
+        device = table["device"]
+        matrices = tuple(MatrixSample(**sample) for sample in device.pop("matrices"))
+        pointwise = tuple((int(nbytes), float(seconds)) for nbytes, seconds in device.pop("pointwise"))
+        attention = tuple(AttentionSample(**sample) for sample in device.pop("attention"))
+        collectives = tuple(CollectiveSample(**sample) for sample in table["collectives"])
+        found = DeviceSamples(matrices=matrices, pointwise=pointwise, attention=attention, **device)
+        return Samples(found, collectives, **{name: float(table[name]) for name in (*TIMES, *FIGURES)})

@@ -1,0 +1,1 @@
+"""The command line, ``autopar plan | explain | diff | run | verify | doctor | calibrate | bench``."""

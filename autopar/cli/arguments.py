@@ -1,0 +1,155 @@
+"""What the words of a command line mean: models by ``module:attribute``, meshes, sizes in bytes, pins."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import nn
+
+from autopar.errors import OptionsError
+
+Batch = tuple[Any, ...] | Mapping[str, Any]
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([A-Za-z]*)\s*$")
+_EXAMPLE = "a function without arguments that returns (model, batch), written file.py:function or module:function"
+
+
+def parse_mesh(text: str) -> tuple[int, ...]:
+    """``"2,2"`` or ``"2x2"`` as ``(2, 2)``, outermost axis (slowest link) first.
+
+    Raises:
+        OptionsError: if a size is not a positive integer.
+    """
+    parts = re.split(r"[,x]", text.strip("() ").removesuffix(","))
+    if not all(re.fullmatch(r"\s*[1-9]\d*\s*", part) for part in parts):
+        raise OptionsError(f"{text!r} is not a mesh; write positive sizes, outermost first: 4 or 2,2 or 2,1,2")
+    return tuple(map(int, parts))
+
+
+def parse_bytes(text: str) -> int:
+    """``"10GiB"``, ``"80GB"``, ``"1.5e9"`` or ``"1024"`` in bytes.
+
+    Raises:
+        OptionsError: if it is no size.
+    """
+    match = _SIZE.match(text)
+    if match is None or match[2].upper() not in _UNITS:
+        raise OptionsError(f"{text!r} is not a size in bytes; write 10GiB, 80GB or 1024")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def parse_pins(texts: list[str]) -> dict[str, str]:
+    """``["lm_head.weight=S(0),R"]`` as ``{"lm_head.weight": "S(0),R"}``.
+
+    Raises:
+        OptionsError: if one has no ``=``, or two disagree.
+    """
+    pins: dict[str, str] = {}
+    for text in texts:
+        name, equals, placements = (part.strip() for part in text.partition("="))
+        if not (name and equals and placements):
+            raise OptionsError(f"{text!r} is not a pin; write NAME=PLACEMENTS, such as 'lm_head.weight=S(0),R'")
+        if pins.setdefault(name, placements) != placements:
+            raise OptionsError(f"{name!r} is pinned twice: to {pins[name]} and to {placements}")
+    return pins
+
+
+def load_target(text: str, meta: bool = False) -> tuple[nn.Module, Batch]:
+    """The model and the global batch that ``file.py:function`` or ``module:function`` names.
+
+    Args:
+        text: the attribute is called if it is callable; it (or its result) is the pair ``(model, batch)``.
+        meta: call it under ``torch.device("meta")``: a model too large for this machine takes no memory.
+
+    Raises:
+        OptionsError: if there is no such file, module or attribute, or it is not such a pair. What the
+            function itself raises comes through untouched.
+    """
+    source, colon, attribute = text.rpartition(":")
+    if not (colon and source and attribute):
+        raise OptionsError(f"{text!r} names no model; give {_EXAMPLE}")
+    module = _load_file(Path(source)) if source.endswith(".py") else _load_module(source)
+    found: Any = module
+    for name in attribute.split("."):
+        if not hasattr(found, name):
+            raise OptionsError(f"{source} has no {attribute!r}{_public_functions(module)}")
+        found = getattr(found, name)
+    device = torch.device("meta") if meta else contextlib.nullcontext()
+    with device:
+        result = found() if callable(found) and not isinstance(found, nn.Module) else found
+    return _model_and_batch(text, result)
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise OptionsError(f"there is no file {str(path)!r} in {os.getcwd()}")
+    # A file called random.py must not replace the module everyone else imports.
+    name = f"autopar_target_{path.stem}" if path.stem in sys.modules else path.stem
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    if spec is None or spec.loader is None:
+        raise OptionsError(f"{str(path)!r} cannot be imported as Python")
+    sys.path.insert(0, str(path.resolve().parent))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    # Worker processes cannot import the file by name: its classes travel whole.
+    cloudpickle.register_pickle_by_value(module)
+    return module
+
+
+def _load_module(name: str) -> ModuleType:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # A missing import inside the user's module is the user's to see; only the given name is ours.
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise OptionsError(f"there is no module {name!r}; for a file, write its name with .py") from error
+
+
+def _public_functions(module: ModuleType) -> str:
+    names = [
+        name
+        for name, value in vars(module).items()
+        if callable(value) and not name.startswith("_") and getattr(value, "__module__", "") == module.__name__
+    ]
+    return f"; it has {', '.join(names[:8])}" if names else ""
+
+
+def _model_and_batch(text: str, result: object) -> tuple[nn.Module, Batch]:
+    match result:
+        case (nn.Module() as model, torch.Tensor() as tensor):
+            return model, (tensor,)
+        case (nn.Module() as model, Mapping() | tuple() as batch):
+            return model, batch
+        case (nn.Module() as model, list() as batch):
+            return model, tuple(batch)
+        case tuple():
+            kinds = ", ".join(type(item).__name__ for item in result)
+            raise OptionsError(f"{text} gave ({kinds}), not (model, batch); give {_EXAMPLE}")
+    raise OptionsError(f"{text} gave a {type(result).__name__}, not (model, batch); give {_EXAMPLE}")

@@ -1,0 +1,110 @@
+"""Whether this machine has what autopar needs: versions, communication backends, devices, calibration."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from autopar.cluster.description import Cluster, local_file, machine_memory
+from autopar.errors import OptionsError
+
+NEEDED = ("torch", "numpy", "ortools", "networkx", "sympy", "rich", "cloudpickle")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at. A finding that is not ``ok`` fails the examination; ``advice`` says what to do."""
+
+    name: str
+    value: str
+    ok: bool = True
+    advice: str = ""
+
+    def __str__(self) -> str:
+        mark = "ok" if self.ok else "!!"
+        return f"{mark}  {self.name:<14} {self.value}" + (f"\n    {'':<14} {self.advice}" if self.advice else "")
+
+
+@dataclass(frozen=True)
+class Examination:
+    """All findings; ``str`` is a table."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(finding.ok for finding in self.findings)
+
+    def data(self) -> dict[str, object]:
+        """As JSON shows it."""
+        findings = {f.name: {"value": f.value, "ok": f.ok, "advice": f.advice} for f in self.findings}
+        return {"ok": self.ok, "findings": findings}
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.findings))
+
+
+def examine() -> Examination:
+    """Looks at this machine; starts no process and changes nothing."""
+    return Examination((*_versions(), *_backends(), _devices(), _memory(), _calibration()))
+
+
+def _versions() -> list[Finding]:
+    supported = sys.version_info >= (3, 11)
+    advice = "" if supported else "autopar needs Python 3.11 or newer"
+    return [
+        Finding("python", platform.python_version(), supported, advice),
+        Finding("autopar", importlib.metadata.version("autopar")),
+        *map(_version, NEEDED),
+    ]
+
+
+def _version(package: str) -> Finding:
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(package, "missing", False, f"pip install {package}")
+    if package == "torch" and not version.startswith("2.13."):
+        return Finding(package, version, False, "autopar reads private interfaces of torch 2.13; install torch==2.13.0")
+    return Finding(package, version)
+
+
+def _backends() -> list[Finding]:
+    gloo = dist.is_available() and dist.is_gloo_available()
+    nccl = dist.is_available() and dist.is_nccl_available()
+    needs_nccl = torch.cuda.is_available() and not nccl
+    return [
+        Finding("gloo", "available" if gloo else "missing", gloo, "" if gloo else "needed to run on CPU processes"),
+        Finding(
+            "nccl",
+            "available" if nccl else "missing",
+            not needs_nccl,
+            "GPUs are here but this build of torch lacks NCCL" if needs_nccl else "",
+        ),
+    ]
+
+
+def _devices() -> Finding:
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        return Finding("devices", ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)))
+    return Finding("devices", f"CPU with {os.cpu_count()} cores, {torch.get_num_threads()} threads per process")
+
+
+def _memory() -> Finding:
+    return Finding("memory", f"{machine_memory() / 2**30:.1f} GiB")
+
+
+def _calibration() -> Finding:
+    if not local_file().is_file():
+        return Finding("calibration", "none", True, "run `autopar calibrate` to price plans for this machine")
+    try:
+        return Finding("calibration", str(Cluster.get("local")))
+    except OptionsError as error:
+        return Finding("calibration", str(local_file()), False, f"unreadable: {error}; run `autopar calibrate`")

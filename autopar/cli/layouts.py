@@ -1,0 +1,97 @@
+"""``autopar plan --devices N``: the best layouts of a large model, beside those somebody names."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.errors import OptionsError
+from autopar.layout import Layout
+from autopar.layouts.report import plan_layouts
+
+from .arguments import Batch, load_target
+from .model_config import load_config, model_of
+from .output import Output
+
+# What plans by layouts have no use for, by the name of the option.
+_OF_MESHES = (
+    "microbatches",
+    "stages",
+    "schedule",
+    "time_limit",
+    "gap",
+    "seed",
+    "optimizer",
+    "pin",
+)
+_FILES = ("output", "html")
+# What plans with --mesh have no use for.
+OF_LAYOUTS = ("batch", "sequence", "tokens", "compare")
+DEFAULT_SEQUENCE = 2048
+
+
+def plan_by_layouts(arguments: argparse.Namespace, output: Output) -> int:
+    """Prints a :class:`autopar.layouts.report.LayoutReport`; returns the exit status."""
+    useless = [name for name in (*_OF_MESHES, *_FILES) if getattr(arguments, name) not in (None, [], "")]
+    useless += ["show"] * (arguments.show != "plan") + ["no-mesh-search"] * (not arguments.mesh_search)
+    if useless:
+        word = useless[0].replace("_", "-")
+        raise OptionsError(
+            f"--{word} is for plans with --mesh; with --devices layouts are searched (--compare names one)"
+        )
+    compare = [Layout.parse(text) for text in arguments.compare]
+    model, batch = _load(arguments)
+    with output.progress(f"planning {type(model).__name__} on {arguments.devices} devices"):
+        report = plan_layouts(
+            model,
+            batch,
+            arguments.cluster or "local",
+            devices=arguments.devices,
+            global_batch=arguments.batch,
+            tokens=arguments.tokens,
+            compare={f"given {i}" if len(compare) > 1 else "given": one for i, one in enumerate(compare, 1)},
+            precision=arguments.precision or "bf16",
+            memory_limit=arguments.memory_limit,
+            zero=arguments.zero,
+            recompute=arguments.recompute,
+            offload=bool(arguments.offload),
+        )
+    output.result(report, report.data())
+    return 0
+
+
+def _load(arguments: argparse.Namespace) -> tuple[nn.Module, Batch]:
+    if not arguments.target.endswith(".json"):
+        return load_target(arguments.target, meta=arguments.meta)
+    if arguments.batch is None:
+        raise OptionsError("a config.json has no batch: give --batch SAMPLES (and --sequence TOKENS)")
+    path = Path(arguments.target)
+    config = load_config(path)
+    model = model_of(config, path)
+    sequence = _sequence(config, model, arguments.sequence)
+    ids = torch.empty(arguments.batch, sequence, dtype=torch.long, device="meta")
+    return model, {"input_ids": ids, "labels": ids}
+
+
+def _sequence(config: Any, model: nn.Module, said: int | None) -> int:
+    """Tokens of a sample: those asked for, else :data:`DEFAULT_SEQUENCE`, or as many as the model has positions. Raises
+    :class:`OptionsError` for more than a table of positions has; rotary ones go on."""
+    most = getattr(config, "max_position_embeddings", None)
+    if not isinstance(most, int) or most < 1:
+        return said or DEFAULT_SEQUENCE
+    if said is not None and said > most and _has_table(model, most, config.vocab_size):
+        raise OptionsError(
+            f"--sequence {said}: the model has {most} positions (max_position_embeddings); raise them in the "
+            "configuration if it is to learn longer sequences"
+        )
+    return said or min(DEFAULT_SEQUENCE, most)
+
+
+def _has_table(model: nn.Module, positions: int, vocab: int) -> bool:
+    """Whether there is an embedding of so many positions, a few more where the first are for padding."""
+    sizes = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
+    return any(positions <= size <= positions + 2 for size in sizes - {vocab})

@@ -1,0 +1,90 @@
+"""What a command says: JSON for programs, text for people, progress on a terminal only."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Set
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+
+from autopar.ir.placements import StridedShard, short
+
+Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+
+
+def jsonable(value: Any) -> Json:
+    """``value`` as plain JSON: dataclasses by field, objects with ``to_json`` by that, placements as short
+    strings, numbers that JSON lacks (infinity, not-a-number) as null."""
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if math.isfinite(value) else None
+        case TorchPlacement() | StridedShard():
+            return short(value)
+        case torch.Tensor():
+            return jsonable(value.tolist())
+        case Mapping():
+            return {str(key): jsonable(item) for key, item in value.items()}
+        case list() | tuple():
+            return [jsonable(item) for item in value]
+        case Set():
+            return sorted((jsonable(item) for item in value), key=str)
+    return _object_jsonable(value)
+
+
+def _object_jsonable(value: Any) -> Json:
+    if hasattr(value, "to_json"):
+        decoded: Json = json.loads(value.to_json())
+        return decoded
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {name: jsonable(item) for name, item in fields.items()}
+    if hasattr(value, "item"):
+        return jsonable(value.item())
+    return str(value) if isinstance(value, (PurePath, torch.dtype, torch.device)) else repr(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """Where a command's result goes: with ``json`` one JSON document, else text.
+
+    Results go to standard output; progress and errors to standard error, so that output can be piped.
+    """
+
+    json: bool = False
+
+    def result(self, text: object, data: object) -> None:
+        """Prints ``data`` as JSON, or else ``text`` exactly as it reads: tables keep their columns."""
+        if self.json:
+            print(json.dumps(jsonable(data), indent=2))
+        else:
+            print(str(text).rstrip("\n"))
+
+    def error(self, message: str, kind: str) -> None:
+        """One clear message; with ``json`` also as a document, so that a program need not read prose."""
+        if self.json:
+            print(json.dumps({"error": message, "kind": kind}, indent=2))
+        print(f"autopar: {message}", file=sys.stderr)
+
+    def note(self, message: str) -> None:
+        """A remark to people, beside the result."""
+        print(message, file=sys.stderr)
+
+    @contextlib.contextmanager
+    def progress(self, message: str) -> Iterator[None]:
+        """Shows ``message`` with a spinner while the body runs, if standard error is a terminal."""
+        console = Console(stderr=True)
+        if not console.is_terminal:
+            yield
+            return
+        with console.status(message):
+            yield

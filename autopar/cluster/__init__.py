@@ -1,0 +1,1 @@
+"""Descriptions of hardware: devices, links, presets, and cluster files."""

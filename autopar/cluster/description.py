@@ -1,0 +1,243 @@
+"""Description of the hardware a plan is priced for: one kind of device, and the links between devices.
+
+A cluster is a table of numbers with a source, written as TOML (:meth:`Cluster.to_toml`) or chosen by name
+(:meth:`Cluster.get`). Adding hardware is adding a table: :mod:`autopar.cluster.presets` holds the same text a user
+would write.
+
+Devices are numbered so that neighbours are close: ranks ``0 .. size-1`` share the first (innermost) link, and
+so on outward. A mesh is laid over them row-major, so its last axis runs over the fastest links.
+
+Invariants (checked on construction, :class:`~autopar.errors.OptionsError`): every rate is positive; link
+sizes grow, each a multiple of the one before; only the outermost link may be without a size.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+from autopar.content.cache_folder import cache_folder
+from autopar.errors import OptionsError
+
+from .device import Device
+from .links import ALGORITHMS, Link, Rate, is_amount, require
+from .presets import PRESETS
+from .toml import dump, read, table_of
+from .units import check_units
+
+__all__ = ["Cluster", "Device", "Link", "Rate", "local_file", "machine_memory"]
+
+
+BACKENDS = ("nccl", "gloo")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """One kind of device, and the links between devices.
+
+    Args:
+        source: where the numbers come from; printed with every plan.
+        links: innermost first.
+        collective_seconds: what starting any collective costs.
+        measurement: facts of a calibration (processes, threads, fit errors).
+        synchronisation_seconds: what a collective costs on top because its members come to it from computing, each at
+            its own time, and the first waits for the last: processes that share processors are out of step by time
+            slices.
+        algorithms: those of the library of collectives (:mod:`autopar.cost.collective.algorithms`); if none are
+            named, a hierarchical one in logarithmically many steps is assumed.
+        overlaps: whether messages travel while the device computes, without taking of its time: true of adapters that
+            fetch from memory themselves, not of processes that share cores with what they send.
+        sharing, cores: ``sharing`` consecutive devices share the processors of a host, which give ``cores`` of them at
+            once all that one can use; the rates of ``device`` are those with all at work.
+        backend: what moves messages; buffers are counted as it needs them.
+    """
+
+    name: str
+    source: str
+    device: Device
+    links: tuple[Link, ...]
+    collective_seconds: float = 0.0
+    measurement: Mapping[str, float] = field(default_factory=dict)
+    synchronisation_seconds: float = 0.0
+    algorithms: tuple[str, ...] = ()
+    overlaps: bool = False
+    sharing: int = 1
+    cores: float = 1.0
+    backend: str = "nccl"
+
+    def __post_init__(self) -> None:
+        require(len(self.links) > 0, f"cluster {self.name!r} has no links; one device needs one link of size 1")
+        for name in ("collective_seconds", "synchronisation_seconds"):
+            value = getattr(self, name)
+            require(is_amount(value), f"cluster {self.name!r}: {name} {value!r} is not a number of seconds")
+        require(self.backend in BACKENDS, f"cluster {self.name!r}: backend {self.backend!r} is not of {BACKENDS}")
+        known = ", ".join(ALGORITHMS)
+        for name in self.algorithms:
+            require(name in ALGORITHMS, f"cluster {self.name!r}: {name!r} is not an algorithm; one of {known}")
+        require(
+            0 < self.cores <= self.sharing,
+            f"cluster {self.name!r}: cores {self.cores!r} is not above 0 and at most sharing {self.sharing!r}, the "
+            "number of devices that share them",
+        )
+        for inner, outer in zip(self.links, self.links[1:], strict=False):
+            require(
+                inner.size is not None,
+                f"cluster {self.name!r}: link {inner.name!r} has no size, so it joins any number of devices, and no "
+                f"link can lie outside it, as {outer.name!r} does; give it a size",
+            )
+            require(
+                outer.size is None or outer.size % (inner.size or 1) == 0,
+                f"cluster {self.name!r}: link {outer.name!r} joins {outer.size} devices and {inner.name!r} "
+                f"inside it {inner.size}; sizes count all devices joined, each a multiple of the one before",
+            )
+
+        self._check_toruses()
+
+    def _check_toruses(self) -> None:
+        """A torus has as many places as its level joins blocks."""
+        below = 1
+        for link in self.links:
+            if link.torus:
+                places = (link.size or 0) // below
+                require(
+                    math.prod(link.torus) == places,
+                    f"cluster {self.name!r}: link {link.name!r} joins {places} blocks, its torus "
+                    f"{' x '.join(map(str, link.torus))} has {math.prod(link.torus)}",
+                )
+            below = link.size or below
+
+    # A price is asked for thousands of times with the cluster as part of a cache's key.
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.source, self.to_toml()))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def size(self) -> int | None:
+        """How many devices there are, None if any number."""
+        return self.links[-1].size
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.source})"
+
+    def speed(self, computing: int) -> float:
+        """How many times as fast as ``device`` says each of ``computing`` devices of a host is while the others of it
+        wait.
+
+        >>> [Cluster.get("dgx-a100-80gb").speed(k) for k in (1, 8)]
+        [1.0, 1.0]
+        """
+        return min(self.sharing / self.cores, max(1.0, self.sharing / computing))
+
+    def with_node(self, devices: int) -> Cluster:
+        """The same hardware with ``devices`` in each node (what the innermost link joins) instead of as many as
+        described; adapters stay as many per node, or one per device. Raises :class:`OptionsError` if levels further out
+        cannot be made of such nodes."""
+        inner, *outer = self.links
+        if inner.torus:
+            raise OptionsError(f"cluster {self.name!r}: the innermost link is a torus, which has no nodes to resize")
+        return replace(self, links=(replace(inner, size=devices), *outer))
+
+    def of_devices(self, devices: int) -> Cluster:
+        """The same hardware with ``devices`` in all: levels of links beyond them are left out. Raises
+        :class:`OptionsError` if they do not fill whole blocks of a level, or are more than there are."""
+        if self.size is not None and devices > self.size:
+            raise OptionsError(f"cluster {self.name!r} has {self.size} devices, not {devices}")
+        kept: list[Link] = []
+        for link in self.links:
+            if link.size is None or link.size >= devices:
+                return replace(self, links=(*kept, replace(link, size=devices, torus=_part(link, kept, devices))))
+            kept.append(link)
+        raise AssertionError("the outermost link joins all devices")
+
+    def to_toml(self) -> str:
+        """The description as TOML; :meth:`from_toml` reads it back to an equal cluster."""
+        return dump(table_of(self))
+
+    @staticmethod
+    def from_toml(text: str, where: str = "the cluster description") -> Cluster:
+        """The cluster described by ``text``; ``where`` names it in errors. Raises :class:`OptionsError`."""
+        try:
+            table = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise OptionsError(f"{where} is not TOML: {error}") from error
+        return read(Cluster, table, where)
+
+    @staticmethod
+    def get(cluster: str | os.PathLike[str] | Cluster) -> Cluster:
+        """The cluster itself, the preset of that name, or the one a TOML file describes.
+
+        ``"local"`` is the last calibration of this machine (:func:`local_file`) if there is one, else
+        cautious shipped numbers; ``source`` tells which. Raises :class:`OptionsError`.
+        """
+        if isinstance(cluster, Cluster):
+            return cluster
+        require(isinstance(cluster, (str, os.PathLike)), f"{cluster!r} is no cluster: give a Cluster, a name or a file")
+        name = os.fspath(cluster)
+        measured = local_file(name)
+        if name.startswith("local") and Path(name).name == name and measured.is_file():
+            found = Cluster.from_toml(_text(measured), str(measured))
+            # Files from before backends were told are of gloo.
+            found = replace(found, backend="gloo") if name == "local" else found
+            return replace(found, source=f"{found.source}; read from {measured}")
+        if name in PRESETS:
+            found = Cluster.from_toml(PRESETS[name], f"preset {name!r}")
+            return _with_memory_of_this_machine(found) if name == "local" else found
+        path = Path(name).expanduser()
+        if path.is_file():
+            found = Cluster.from_toml(_text(path), str(path))
+            check_units(found, str(path))
+            return found
+        known = ", ".join(sorted(PRESETS))
+        raise OptionsError(
+            f"no cluster called {name!r} and no such file; known are {known}. To describe your own, run "
+            "`autopar calibrate`, or save Cluster.get('dgx-a100-80gb').to_toml() as a .toml file, edit it, "
+            "and give its path"
+        )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionsError(f"{path} cannot be read as a cluster's TOML: {error}") from error
+
+
+def _part(link: Link, inside: list[Link], devices: int) -> tuple[int, ...]:
+    """The dims of the part of a torus that joins the first ``devices``."""
+    left, dims = devices // ((inside[-1].size or 1) if inside else 1), []
+    for dim in link.torus:
+        dims.append(math.gcd(dim, left))
+        left //= dims[-1]
+    if link.torus and left > 1:
+        raise OptionsError(f"{devices} devices are no block of the torus {' x '.join(map(str, link.torus))}")
+    return tuple(dims)
+
+
+def local_file(name: str = "local") -> Path:
+    """Where a calibration of this machine is kept: ``<name>.toml`` in ``$AUTOPAR_CACHE``, by default
+    ``~/.cache/autopar``."""
+    return cache_folder() / f"{name}.toml"
+
+
+def machine_memory() -> int:
+    """Bytes of memory this machine (or the control group we run in) has."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            total = min(total, int(Path(name).read_text()))
+        except (OSError, ValueError):  # no control group, or "max"
+            continue
+    return total
+
+
+def _with_memory_of_this_machine(cluster: Cluster) -> Cluster:
+    memory = machine_memory() // int(cluster.measurement["processes"])
+    return replace(cluster, device=replace(cluster.device, memory_bytes=memory))

@@ -1,0 +1,145 @@
+"""One kind of device: how quick it computes, and what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from autopar.ir.node import DTYPE_NAMES
+
+from .links import is_amount, is_rate, require
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, or the share of a processor that one process gets.
+
+    Args:
+        peak_flops: nominal FLOP/s of matrix products by dtype (``"f32"``, ``"bf16"``, ...); utilisation is
+            counted against it.
+        memory_bytes: what a process can allocate; ``reserve_bytes`` and ``reserve_fraction`` of it are kept free.
+        memory_bandwidth: sustained bytes per second, reads and writes together.
+        launch_seconds, view_seconds: what any operation, and one that moves no data, costs besides its work.
+        host_seconds: what the host takes to start one operation from a program (its interpreter, its bookkeeping of
+            gradients); operations that are not started one by one do not wait for it.
+        matmul_efficiency: share of the peak a large matrix product reaches; ``dtype_efficiency`` times that where
+            a dtype differs.
+        matmul_padding: every dim of a matrix product takes the time of one this much longer (tiles partly
+            filled, pipelines that ramp up), so small ones are slower per FLOP.
+        memory_stalls: share of an operation's memory traffic (or of its computing, if that takes less) that does not
+            overlap the other: 0 of devices that fetch ahead, 1 where a product packs its operands before it computes.
+        processors: multiprocessors among which a product's tiles are dealt out, in waves; 0: products are not
+            priced by tiles but by padding.
+        tile_depth: a tile takes the time of an inner dim this many bytes longer (filling the pipeline, writing the
+            result).
+        tile_border: a tile of a x b loses the shares ``tile_border / a`` and ``tile_border / b`` to fetching its
+            operands.
+        attention_efficiency: share of the peak that fused attention reaches with wide heads, 0: priced as a product
+            is; heads of ``attention_width`` reach half of it.
+        function_seconds: what one transcendental function (tanh, exp, ...) of one element takes; 0: nothing worth
+            speaking of.
+        update_bandwidth: bytes per second of an optimizer that reads and writes each tensor once: less than
+            ``memory_bandwidth`` of one that goes through them several times, operation by operation; 0: as much.
+        host_bandwidth: bytes per second each way between the device and its share of the host's memory while all
+            devices of the host use theirs; 0: the host has no memory apart from the device's.
+        host_memory_bytes: that share.
+        sustained: clock of a long run over that of a short one, in which the rates were measured: chips that reach
+            their limit of power slow down.
+    """
+
+    name: str
+    peak_flops: Mapping[str, float]
+    memory_bytes: int
+    memory_bandwidth: float
+    launch_seconds: float
+    view_seconds: float = 0.0
+    matmul_efficiency: float = 1.0
+    matmul_padding: float = 0.0
+    reserve_bytes: int = 0
+    reserve_fraction: float = 0.0
+    processors: int = 0
+    tile_depth: float = 0.0
+    tile_border: float = 0.0
+    attention_efficiency: float = 0.0
+    attention_width: float = 0.0
+    sustained: float = 1.0
+    memory_stalls: float = 0.0
+    function_seconds: float = 0.0
+    update_bandwidth: float = 0.0
+    host_bandwidth: float = 0.0
+    host_memory_bytes: int = 0
+    host_seconds: float = 0.0
+    dtype_efficiency: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        where = f"device {self.name!r}"
+        rates = {"memory_bytes": self.memory_bytes, "memory_bandwidth": self.memory_bandwidth, **self.peak_flops}
+        for name, value in {**rates, **self.dtype_efficiency}.items():
+            require(is_rate(value), f"{where}: {name} is {value!r}, which is not a positive number")
+        for name in _NOT_NEGATIVE:
+            value = getattr(self, name)
+            require(is_amount(value), f"{where}: {name} is {value!r}, which is not a number of at least 0")
+        for table in ("peak_flops", "dtype_efficiency"):
+            unknown = [name for name in getattr(self, table) if name not in {*DTYPE_NAMES.values(), "tf32"}]
+            require(not unknown, f"{where}: {table} of unknown dtypes {unknown}; write f32, bf16, f16, ...")
+        require(len(self.peak_flops) > 0, f"{where} has no peak_flops; give at least f32")
+        require(
+            (self.host_bandwidth > 0) == (self.host_memory_bytes > 0),
+            f"{where}: host_bandwidth and host_memory_bytes go together; give both or neither",
+        )
+        for name in ("matmul_efficiency", "sustained"):
+            require(0 < getattr(self, name) <= 1, f"{where}: {name} is not in (0, 1]")
+        for name in ("attention_efficiency", "memory_stalls"):
+            require(getattr(self, name) <= 1, f"{where}: {name} is not in [0, 1]")
+        require(0 <= self.reserve_fraction < 1, f"{where}: reserve_fraction is not in [0, 1)")
+
+    @property
+    def updates(self) -> float:
+        """Bytes per second of an optimizer."""
+        return self.update_bandwidth or self.memory_bandwidth
+
+    @property
+    def has_host(self) -> bool:
+        """Whether there is memory besides the device's own, to which optimizer state can be put."""
+        return self.host_memory_bytes > 0
+
+    @cached_property
+    def _rates(self) -> Mapping[torch.dtype, float]:
+        slowest = min(self.peak_flops.values())
+        return {dtype: self.peak_flops.get(name, slowest) for dtype, name in DTYPE_NAMES.items()}
+
+    def has_rate(self, dtype: torch.dtype) -> bool:
+        """Whether the description gives a rate in ``dtype``."""
+        return DTYPE_NAMES.get(dtype) in self.peak_flops
+
+    def flops(self, dtype: torch.dtype) -> float:
+        """Nominal FLOP/s in ``dtype``; a dtype the description leaves out runs at the slowest rate it
+        gives."""
+        return self._rates[dtype] if dtype in self._rates else min(self.peak_flops.values())
+
+    def matmul_rate(self, dtype: torch.dtype) -> float:
+        """FLOP/s in ``dtype`` that a product comes near whose every dim is large."""
+        factor = self.dtype_efficiency.get(DTYPE_NAMES.get(dtype, ""), 1.0)
+        return self.flops(dtype) * self.matmul_efficiency * factor * self.sustained
+
+
+_NOT_NEGATIVE = (
+    "launch_seconds",
+    "view_seconds",
+    "matmul_padding",
+    "memory_stalls",
+    "reserve_bytes",
+    "processors",
+    "tile_depth",
+    "tile_border",
+    "attention_efficiency",
+    "attention_width",
+    "function_seconds",
+    "update_bandwidth",
+    "host_seconds",
+    "host_bandwidth",
+    "host_memory_bytes",
+)

@@ -1,0 +1,1 @@
+"""From a plan to compiled calls: what a parallel module runs for each kind of call."""

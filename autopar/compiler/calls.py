@@ -1,0 +1,363 @@
+"""Answers the calls of a parallel module: traces, plans once, lowers for this rank, and carries the plan over to other
+sizes of inputs.
+
+The first call decides where parameters rest; every later program keeps them there. Where its operations are those that
+were planned, and its sizes divide alike, it takes the plan's choices; else (evaluation, further inputs, other values of
+flags, a last batch that does not divide) its choices are solved anew. Plans are made on rank 0 and sent to all others,
+so that a solver's whim cannot make ranks disagree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.cluster.description import Cluster
+from autopar.errors import InfeasibleError, OptionsError, PlanMismatchError
+from autopar.ir.assignment import Assignment
+from autopar.ir.graph import Graph
+from autopar.ir.pipeline_program import PipelineProgram
+from autopar.ir.placements import coordinate_of
+from autopar.ir.program import Program
+from autopar.options import Options, without_stages
+from autopar.passes.annotate.annotate import annotate, needs_finding
+from autopar.passes.lower.lower import Lowering, lower
+from autopar.passes.lower.overlap import overlap
+from autopar.passes.probe.found_rules import KNOWN, Known
+from autopar.passes.recompute.recompute import recomputed
+from autopar.passes.recompute.saved_values import InsertRests
+from autopar.placement.memory_bound import memory
+from autopar.placement.placed_step import PlacedStep
+from autopar.placement.prices import BUCKET_BYTES, Prices
+from autopar.planner.check_strategies import check_offered
+from autopar.planner.fixed_parameters import fixed_assignment
+from autopar.planner.prepare import LossFunction, Prepared, ask, batch_size, circumstances, prepare
+from autopar.planner.refit import refit
+from autopar.planner.request import Question
+from autopar.planner.step_graphs import bare_step_graph, graph_hash, pipelined_graph, step_graph
+from autopar.planner.timings import Timings
+from autopar.plans.plan import Plan
+from autopar.runtime.calls.compiled import Compiled, OutputsWanted, Request
+from autopar.runtime.calls.kind import Leaf
+from autopar.runtime.calls.signature import flatten_as
+from autopar.runtime.comm.groups import AxisGroup
+
+from .agreed_plan import plan_identity
+from .plan_cache import answered
+from .rank_zero import alike, everyones, on_first_rank
+from .stages import StageCompiler
+
+# Traces that are kept for other batch sizes.
+TRACES = 15
+
+
+@dataclass
+class Compiler:
+    """Compiles requests for the model on this rank; see the module docstring. ``ranks`` are those of the mesh,
+    row-major."""
+
+    model: nn.Module
+    mesh: tuple[int, ...]
+    axis_names: tuple[str, ...]
+    cluster: Cluster
+    options: Options
+    device: torch.device
+    ranks: AxisGroup
+    loss_fn: LossFunction | None = None
+    plan: Plan | None = None
+    _base: Prepared | None = None
+    _annotated: dict[int, Graph] = field(default_factory=dict)
+    _source: Compiler | None = None
+    _traced: list[tuple[tuple[bool, bool, OutputsWanted], Prepared]] = field(default_factory=list)
+
+    def copied_for(self, model: nn.Module) -> Compiler:
+        """Compiles for ``model``, a copy of this one, under this one's plan, if there is one when it is first called.
+        What is traced of this one says nothing of the copy, whose attributes may change."""
+        return replace(self, model=model, _annotated={}, _source=self, _traced=[])
+
+    def __call__(self, request: Request) -> Compiled:
+        source = self._source
+        if source is not None and self._base is None:
+            self.plan, self._base, self.cluster = source.plan, source._base, source.cluster
+        if self.plan is None or self._base is None:
+            self._plan_for(replace(request, training=True))
+        base = self._known(request) or self._prepare(request, grad=request.grad)
+        batch = batch_size(request.args, request.kwargs)
+        if self._base is not None and request.grad and request.outputs != "each" and self._carries_over(base, batch):
+            with suppress(_Indivisible):
+                return self._training_program(request, base, batch)
+        return self._other_program(request, base, batch)
+
+    def _plan_for(self, request: Request) -> None:
+        """Plans training on such inputs, whatever the first call is for: parameters must rest somewhere, and training
+        needs most. A model that is called, and not stepped, may be trained by ``backward()``, which only plans without
+        stages can do: then none is chosen unasked. Prices are rank 0's, or a calibration file that differs between
+        hosts would make them take different ways."""
+        timings = Timings()
+        base = self._prepare(request, grad=True, timings=timings)
+        self.cluster = on_first_rank(self.ranks, lambda: self.cluster)
+        question, called = self._question(base), request.outputs != "loss"
+
+        def made() -> Plan:
+            try:
+                return answered(_without_stages(question) if called else question, timings)
+            except InfeasibleError:
+                if request.grad or not called:
+                    raise
+            return answered(question, timings)
+
+        if self.plan is None:
+            self.plan = on_first_rank(self.ranks, made)
+        else:
+            self.plan.validate()
+            _check_devices(self.plan, self.mesh)
+            if not request.grad and self._may_be_for_training(base):
+                return
+            _check(self.plan, base)
+            if self.plan.pipeline is None:
+                check_offered(self.plan, self._annotate(base, self.plan.batch))
+        self._base = base
+
+    def _may_be_for_training(self, base: Prepared) -> bool:
+        """Whether the user's plan, which is not for these inputs, may be for those of training, of which there are none
+        yet: it is checked with them."""
+        assert self.plan is not None
+        names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        is_another = graph_hash(step_graph(base.graph, base.loss, self.plan.batch)) != self.plan.graph_hash
+        return is_another and self.plan.pipeline is None and names.issuperset(self.plan.parameters)
+
+    def _question(self, base: Prepared) -> Question:
+        return ask(self.model, base, self.mesh, self.cluster, self.options, self.axis_names)
+
+    def _prepare(self, request: Request, *, grad: bool, timings: Timings | None = None) -> Prepared:
+        """The trace of a call, the same on all ranks. Raises :class:`PlanMismatchError` on every rank if theirs
+        differ: what follows depends on it, and ranks would wait for each other for ever."""
+        base = alike(self.ranks, lambda: self._trace(request, grad, timings), lambda made: made.graph.to_text())
+        self._traced = [*self._traced[-TRACES:], ((grad, request.training, request.outputs), base)]
+        return base
+
+    def _trace(self, request: Request, grad: bool, timings: Timings | None) -> Prepared:
+        """A model that is called returns no loss of ``loss_fn``: what is differentiated are its own outputs."""
+        return prepare(
+            self.model,
+            request.args,
+            request.kwargs,
+            device=self.device,
+            loss_fn=self.loss_fn if request.outputs == "loss" else None,
+            training=request.training,
+            grad=grad,
+            differentiate="all" if request.outputs == "each" else "loss",
+            precision=self.options.precision,
+            timings=timings,
+            ranks=self.ranks,
+        )
+
+    def _known(self, request: Request) -> Prepared | None:
+        """An earlier trace that is one of this call too, but for the batch size; none if it is not on every rank."""
+        wanted = request.grad, request.training, request.outputs
+        held = (i for i, (made, base) in enumerate(self._traced) if made == wanted and self._holds(base, request))
+        everyone = everyones(self.ranks, next(held, None))
+        index = everyone[0]
+        return None if index is None or set(everyone) != {index} else self._traced[index][1]
+
+    def _holds(self, base: Prepared, request: Request) -> bool:
+        loss_fn = self.loss_fn if request.outputs == "loss" else None
+        if base.loss_fn is not loss_fn or base.circumstances != circumstances(self.model, request.training):
+            return False
+        if base.traced.reads.changed(self.model) is not None:
+            return False
+        batch = batch_size(request.args, request.kwargs)
+        # A symbolic size stands for 2 and more: models treat a batch of one otherwise (``squeeze``), unguarded.
+        holds = batch == base.batch or (batch >= 2 and base.traced.holds_for(batch))
+        return holds and _same_but_batch(base, request)
+
+    def _carries_over(self, base: Prepared, batch: int) -> bool:
+        """Whether the choices of the plan are choices for this trace: the same operations on the same parameters."""
+        if base is self._base:
+            return True
+        assert self.plan is not None and self._base is not None
+        known, other = (bare_step_graph(b.graph, b.loss, n) for b, n in ((self._base, self.plan.batch), (base, batch)))
+        return [(n.op, n.is_placeholder and n.op == "param" and n.target) for n in known.nodes] == [
+            (n.op, n.is_placeholder and n.op == "param" and n.target) for n in other.nodes
+        ]
+
+    def _training_program(self, request: Request, base: Prepared, batch: int) -> Compiled:
+        """The planned step, or the same with other sizes of inputs. Raises :class:`_Indivisible` if the plan's choices
+        are none for these, and something else is to be done about it."""
+        assert self._base is not None and self.plan is not None
+        try:
+            if self.plan.pipeline is not None:
+                return self._staged_training(base, batch)
+            return self._whole_training(request, base, batch)
+        except (PlanMismatchError, OptionsError) as error:
+            if self.options.last_batch == "error":
+                raise
+            raise _Indivisible from error
+
+    def _whole_training(self, request: Request, base: Prepared, batch: int) -> Compiled:
+        assert self._base is not None and self.plan is not None
+        known = self._annotate(self._base, self.plan.batch)
+        names = {node.target: node.name for node in known.placeholders("param")}
+        assignment = self.plan.assignment(names)
+        other, same = known, base is self._base and batch == self.plan.batch
+        if not same:
+            other = self._annotated_alike(step_graph(base.graph, base.loss, batch))
+            assignment = refit(assignment, known, other)
+            prices = Prices.of(self.cluster, self.plan.mesh, other)
+            held = memory(PlacedStep(*recomputed(other, assignment), prices, self.options.optimizer))
+            if held.peak > self.plan.memory_limit:
+                raise _Indivisible
+        whole = base.graph if request.outputs == "all" else replace(base.graph, outputs=_loss_outputs(base))
+        sizes = {name: batch for name, _ in whole.symbols}
+        graph = InsertRests()(whole.without_dead().at(**sizes))
+        return self._lowered(graph, assignment, other, base, planned=same)
+
+    def _other_program(self, request: Request, base: Prepared, batch: int) -> Compiled:
+        """A program of another kind: solved anew with every parameter where it is."""
+        assert self.plan is not None
+        loss = base.loss if request.outputs == "loss" else None
+        if self.plan.pipeline is not None:
+            return self._staged_other(base, loss, batch)
+        graph = self._annotated_alike(step_graph(base.graph, loss, batch))
+        question = replace(self._question(base), mesh=self.plan.mesh)
+        places, limit = self.plan.parameters, float(self.plan.memory_limit) if request.grad else math.inf
+        assignment = on_first_rank(self.ranks, lambda: fixed_assignment(question, graph, places, limit))
+        return self._lowered(graph, assignment, graph, base)
+
+    def _staged_training(self, base: Prepared, batch: int) -> Compiled:
+        """The planned step in microbatches, or the same at another batch size."""
+        assert self.plan is not None and self._base is not None
+        planned = pipelined_graph(self._base.graph, self._base.loss, self.plan.batch)
+        if base is self._base and batch == self.plan.batch:
+            return self._as_compiled(self._stages().planned(planned, base.graph), planned, base, planned=True)
+        graph = pipelined_graph(base.graph, base.loss, batch)
+        program = self._stages().refitted(graph, base.graph, planned, self._base.graph)
+        return self._as_compiled(program, graph, base)
+
+    def _staged_other(self, base: Prepared, loss: str | None, batch: int) -> Compiled:
+        """Another graph of a model that was planned in stages: evaluation, other inputs, other gradients."""
+        assert self.plan is not None and self._base is not None
+        planned = pipelined_graph(self._base.graph, self._base.loss, self.plan.batch)
+        graph = pipelined_graph(base.graph, loss, batch)
+        program = self._stages().other(graph, base.graph, planned, self._base.graph)
+        return self._as_compiled(program, graph, base)
+
+    def _stages(self) -> StageCompiler:
+        assert self.plan is not None and self._base is not None
+        question, places = replace(self._question(self._base), mesh=self.plan.mesh), self.plan.parameters
+
+        def solve(graph: Graph) -> Assignment:
+            return on_first_rank(self.ranks, lambda: fixed_assignment(question, graph, places))
+
+        optimizer, index = self.options.optimizer, self.ranks.index
+        return StageCompiler(self.plan, self.cluster, optimizer, index, self._annotated_alike, solve)
+
+    def _as_compiled(
+        self, program: Program | PipelineProgram, graph: Graph, base: Prepared, *, planned: bool = False
+    ) -> Compiled:
+        assert self.plan is not None
+        order = program.schedule if isinstance(program, PipelineProgram) else _messages(program)
+        text = f"{plan_identity(self.plan)}{graph.to_text()}{order}{torch.__version__}"
+        fingerprint = hashlib.sha256(text.encode()).hexdigest()
+        return Compiled(
+            program, base.traced.signature, self.plan, fingerprint, guards=base.traced.reads, planned=planned
+        )
+
+    def _annotate(self, base: Prepared, batch: int) -> Graph:
+        assert self.plan is not None
+        if batch not in self._annotated:
+            self._annotated[batch] = self._annotated_alike(step_graph(base.graph, base.loss, batch))
+        return self._annotated[batch]
+
+    def _annotated_alike(self, graph: Graph) -> Graph:
+        """Annotated by what the first rank found out about operations without a rule: what ranks find must not differ,
+        and one of them is enough to look."""
+        assert self.plan is not None
+        mesh = self.plan.mesh
+
+        def find() -> Known:
+            annotate(graph, mesh)
+            return KNOWN
+
+        if needs_finding(graph):
+            KNOWN.adopt(on_first_rank(self.ranks, find))
+        return annotate(graph, mesh)
+
+    def _lowered(
+        self, graph: Graph, assignment: Assignment, annotated: Graph, base: Prepared, *, planned: bool = False
+    ) -> Compiled:
+        assert self.plan is not None
+        prices = Prices.of(self.cluster, self.plan.mesh, annotated)
+        graph, assignment = recomputed(graph, assignment)
+        job = Lowering(graph, assignment, coordinate_of(self.ranks.index, self.plan.mesh), prices.path, BUCKET_BYTES)
+        return self._as_compiled(overlap(lower(job, graph.outputs)), graph, base, planned=planned)
+
+
+def _messages(program: Program) -> list[tuple[str, Any]]:
+    """The collectives of a program in order: what all ranks must agree on, or they wait for each other for ever."""
+    sections = (program.refresh, program.forward, program.backward)
+    everything = (instruction for section in sections for instruction in section.instructions)
+    return [(i.op, dict(i.kwargs)["axes"]) for i in everything if "axes" in dict(i.kwargs)]
+
+
+def _loss_outputs(base: Prepared) -> tuple[Any, ...]:
+    return tuple(o for o in base.graph.outputs if o.kind != "output" or base.loss is None or o.name == base.loss)
+
+
+class _Indivisible(Exception):
+    """The choices of the plan are none for inputs of these sizes, or do not fit into memory."""
+
+
+def _same_but_batch(base: Prepared, request: Request) -> bool:
+    """Whether the request's inputs are the traced ones at another batch size."""
+    signature = base.traced.signature
+    try:
+        leaves = flatten_as(signature.input_spec, request.args, request.kwargs)
+    except PlanMismatchError:
+        return False
+    batch = batch_size(request.args, request.kwargs)
+    graph = base.graph.at(**{name: batch for name, _ in base.graph.symbols})
+    types = {node.target: node.type for node in graph.placeholders("input")}
+    gradients = {output.name for output in graph.outputs if output.kind == "input_gradient"}
+
+    def same(index: int, name: str | None, leaf: object) -> bool:
+        if name is None:
+            return Leaf.of(leaf, False) == Leaf.of(signature.constants[index], False)
+        kind = types[name]
+        if not isinstance(leaf, torch.Tensor) or (leaf.requires_grad and name not in gradients):
+            return False
+        return tuple(leaf.shape) == tuple(kind.shape) and leaf.dtype == kind.dtype
+
+    return all(same(*entry) for entry in zip(range(len(leaves)), signature.input_names, leaves, strict=True))
+
+
+def _without_stages(question: Question) -> Question:
+    return replace(question, options=without_stages(question.options))
+
+
+def _check_devices(plan: Plan, mesh: tuple[int, ...]) -> None:
+    """A plan given by the user must be for this number of devices."""
+    devices, planned = math.prod(mesh), plan.stages * math.prod(plan.mesh)
+    if devices != planned:
+        stages = f"{plan.stages} stages of " if plan.stages > 1 else ""
+        raise PlanMismatchError(
+            f"the plan is for {stages}mesh {plan.mesh} of {planned} devices, but the mesh is {mesh} of {devices}"
+        )
+
+
+def _check(plan: Plan, base: Prepared) -> None:
+    """A plan given by the user must be for this model."""
+    found = graph_hash(step_graph(base.graph, base.loss, plan.batch))
+    if found != plan.graph_hash:
+        raise PlanMismatchError(
+            f"the plan was made for {plan.model!r} (graph {plan.graph_hash}); this model, at batch {plan.batch}, "
+            f"has graph {found}. Same device type, configuration, inputs (those given, their shapes and dtypes, values "
+            "of flags), loss_fn, mode (train or eval) and torch version give the same graph: make the plan with the "
+            "inputs of the first training call, or leave plan= out"
+        )

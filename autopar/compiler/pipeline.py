@@ -1,0 +1,108 @@
+"""From a cut and placed graph to what one rank runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from autopar.errors import PlanMismatchError
+from autopar.ir.assignment import Assignment
+from autopar.ir.graph import Graph
+from autopar.ir.pipeline_program import PipelineProgram, StagedParameter, StagedResult
+from autopar.ir.program import Program
+from autopar.ir.staged_graph import Staged
+from autopar.passes.lower.lower import Lowering, Path, lower, stored_slot
+from autopar.passes.lower.lower_chunk import ChunkLowering, Wires, lower_chunk
+from autopar.passes.pipeline.microbatch import Microbatched
+from autopar.schedule.schedule import Schedule
+
+
+class PlacedChunk(Protocol):
+    """A chunk's graph, rests inserted, and the choice for each of its nodes."""
+
+    @property
+    def graph(self) -> Graph: ...
+
+    @property
+    def assignment(self) -> Assignment: ...
+
+
+def pipeline_program(
+    pieces: Microbatched,
+    staged: Staged,
+    chunks: Sequence[PlacedChunk],
+    wires: Wires,
+    schedule: Schedule,
+    coordinate: tuple[int, ...],
+    path: Path,
+    bucket_bytes: int,
+) -> PipelineProgram:
+    """The program of the rank at ``coordinate`` of the mesh (stages, \\*mesh inside a stage).
+
+    Gradients of inputs are left out: a step gives none. ``path`` and ``bucket_bytes`` as in
+    :class:`~autopar.passes.lower.lower.Lowering`. Raises :class:`PlanMismatchError` if the parts do not belong
+    together, or if chunks store a parameter they share differently.
+    """
+    _check(pieces, chunks, schedule, coordinate)
+    jobs = [Lowering(_stepping(c.graph), c.assignment, coordinate[1:], path, bucket_bytes) for c in chunks]
+    held = schedule.held[coordinate[0]]
+    return PipelineProgram(
+        mesh=(schedule.stages, *jobs[0].mesh),
+        coordinate=coordinate,
+        schedule=schedule,
+        chunks={index: lower_chunk(ChunkLowering(jobs[index], index, wires, schedule)) for index in held},
+        parameters=tuple(_parameters(staged, jobs)),
+        results=tuple(_results(pieces, jobs)),
+        inputs=pieces.inputs,
+        draws=any(job.graph.placeholders("random") for job in jobs)
+        or (staged.prelude is not None and bool(staged.prelude.placeholders("random"))),
+        prelude=None if staged.prelude is None else prelude_program(staged.prelude),
+    )
+
+
+def _stepping(graph: Graph) -> Graph:
+    return replace(graph, outputs=tuple(o for o in graph.outputs if o.kind != "input_gradient"))
+
+
+def _check(
+    pieces: Microbatched, chunks: Sequence[PlacedChunk], schedule: Schedule, coordinate: tuple[int, ...]
+) -> None:
+    if pieces.count != schedule.microbatches:
+        raise PlanMismatchError(f"{pieces.count} microbatches under a schedule of {schedule.microbatches}")
+    if len(chunks) != schedule.chunks:
+        raise PlanMismatchError(f"{len(chunks)} chunks under a schedule of {schedule.chunks}")
+    meshes = {chunk.assignment.mesh for chunk in chunks}
+    if len(meshes) > 1:
+        raise PlanMismatchError(f"the chunks are placed on different meshes: {', '.join(map(str, sorted(meshes)))}")
+    if not all(0 <= at < size for at, size in zip(coordinate, (schedule.stages, *next(iter(meshes))), strict=True)):
+        raise PlanMismatchError(f"no rank is at {coordinate} of {schedule.stages} stages of mesh {next(iter(meshes))}")
+
+
+def prelude_program(graph: Graph) -> Program:
+    """What is computed once a step and for the whole batch, as every rank does it alone."""
+    nobody = Assignment((), {}, {})
+    alone = Lowering(graph, nobody, (), lambda kind, source, target, bucketed: (), 0)
+    return lower(alone, graph.outputs)
+
+
+def _parameters(staged: Staged, jobs: Sequence[Lowering]) -> Iterable[StagedParameter]:
+    for path, users in staged.owners.items():
+        slots = [stored_slot(jobs[chunk], jobs[chunk].graph.parameters[path]) for chunk in users]
+        if any(slot.placements != slots[0].placements for slot in slots):
+            places = "; ".join(f"chunk {c}: {s.placements}" for c, s in zip(users, slots, strict=True))
+            raise PlanMismatchError(f"the parameter {path} is stored differently by the chunks that share it: {places}")
+        gradients = tuple(chunk for chunk in users if path in jobs[chunk].graph.gradients)
+        yield StagedParameter(slots[0], users, gradients)
+
+
+def _results(pieces: Microbatched, jobs: Sequence[Lowering]) -> Iterable[StagedResult]:
+    """Results of all chunks, each once: what depends on data alone is computed in several."""
+    seen: set[tuple[str, str]] = set()
+    for index, job in enumerate(jobs):
+        for output in job.graph.outputs:
+            key = (output.kind, output.name)
+            if output.kind in ("output", "mutation") and output.value is not None and key not in seen:
+                seen.add(key)
+                slot = job.output_slot(output, job.assignment.replicated)
+                yield StagedResult(slot, index, pieces.combine.get(key, "same"))

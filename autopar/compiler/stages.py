@@ -1,0 +1,150 @@
+"""Programs of plans with pipeline stages or microbatches: the plan's cut, schedule and placements, applied to a graph.
+
+The graph that was planned takes them as they are; at another batch size every choice is carried over
+(:mod:`autopar.planner.refit`); another graph of the same model (evaluation) is cut so that each parameter is used
+where it lies, and its placements are solved anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autopar.cluster.description import Cluster
+from autopar.errors import InfeasibleError
+from autopar.ir.assignment import Assignment
+from autopar.ir.graph import Graph
+from autopar.ir.pipeline_program import PipelineProgram
+from autopar.ir.placements import coordinate_of
+from autopar.ir.planned_pipeline import PlannedPipeline
+from autopar.ir.staged_graph import Staged
+from autopar.passes.pipeline.cut import cut
+from autopar.passes.pipeline.cut_candidates import cuts_for_owners
+from autopar.passes.pipeline.microbatch import Microbatched, microbatch, split_inputs
+from autopar.passes.recompute.saved_values import InsertRests
+from autopar.placement.prices import BUCKET_BYTES, Prices
+from autopar.planner.check_strategies import check_offered
+from autopar.planner.refit import corresponding, refit_plan
+from autopar.plans.plan import Plan
+from autopar.schedule.messages import forward_only
+from autopar.schedule.named import SCHEDULES
+from autopar.schedule.schedule import Schedule, loop_placement
+from autopar.search.chunks import place_chunks
+from autopar.search.pipeline import scheduled
+from autopar.search.pipeline_bill import bill_stages, wire_prices
+
+from .pipeline import pipeline_program
+
+Annotate = Callable[[Graph], Graph]
+Solve = Callable[[Graph], Assignment]
+
+
+@dataclass(frozen=True)
+class StageCompiler:
+    """Compiles for the rank ``index`` of the mesh; ``annotate`` and ``solve`` (for a graph whose parameters lie as
+    planned) work on the mesh inside a stage."""
+
+    plan: Plan
+    cluster: Cluster
+    optimizer: str
+    index: int
+    annotate: Annotate
+    solve: Solve
+
+    @property
+    def pipeline(self) -> PlannedPipeline:
+        assert self.plan.pipeline is not None
+        return self.plan.pipeline
+
+    def planned(self, graph: Graph, symbolic: Graph) -> PipelineProgram:
+        """The program of the planned step; ``graph`` is concrete and without rests, ``symbolic`` in the batch."""
+        pieces = self._pieces(graph, symbolic)
+        annotated = self.annotate(InsertRests()(pieces.graph))
+        return self._program(pieces, cut(pieces, self.pipeline.cuts), self._choices(annotated), annotated)
+
+    def refitted(self, graph: Graph, symbolic: Graph, planned: Graph, planned_symbolic: Graph) -> PipelineProgram:
+        """The program of ``graph``, the ``planned`` one at another batch size; inputs may have other names.
+
+        Raises:
+            OptionsError: the batch does not divide into the plan's microbatches.
+            PlanMismatchError: a dim that was divided evenly no longer is.
+            InfeasibleError: the device cannot hold it.
+        """
+        before = self.annotate(InsertRests()(self._pieces(planned, planned_symbolic).graph))
+        pieces = self._pieces(graph, symbolic)
+        after = self.annotate(InsertRests()(pieces.graph))
+        assignment = refit_plan(self.plan, before, after)
+        names = corresponding(before, after)
+        staged = cut(pieces, tuple(names[name] for name in self.pipeline.cuts))
+        return self._program(pieces, staged, assignment, after, checked=True)
+
+    def other(self, graph: Graph, symbolic: Graph, planned: Graph, planned_symbolic: Graph) -> PipelineProgram:
+        """The program of another graph of the model: forward only if it has no gradients. Fewer microbatches where the
+        batch does not divide into as many as planned.
+
+        Raises:
+            InfeasibleError: the device cannot hold it.
+        """
+        owners = cut(self._pieces(planned, planned_symbolic), self.pipeline.cuts).owners
+        count = self.plan.microbatches
+        while not _divides(graph, symbolic, count):
+            count -= 1
+        pieces = microbatch(graph, count, split_inputs(symbolic))
+        cuts = cuts_for_owners(pieces.graph, owners, self.pipeline.chunks) if self.pipeline.cuts else ()
+        rests = {path: chunks[0] for path, chunks in owners.items() if chunks}
+        annotated = self.annotate(InsertRests()(pieces.graph))
+        trains = any(output.kind == "gradient" for output in graph.outputs)
+        return self._program(pieces, cut(pieces, cuts, rests), self.solve(annotated), annotated, checked=trains)
+
+    def _pieces(self, graph: Graph, symbolic: Graph) -> Microbatched:
+        return microbatch(graph, self.plan.microbatches, split_inputs(symbolic))
+
+    def _choices(self, annotated: Graph) -> Assignment:
+        check_offered(self.plan, annotated)
+        return self.plan.assignment({node.target: node.name for node in annotated.placeholders("param")})
+
+    def _program(
+        self, pieces: Microbatched, staged: Staged, whole: Assignment, annotated: Graph, checked: bool = False
+    ) -> PipelineProgram:
+        schedule = self._schedule(staged, pieces)
+        prices = Prices.of(self.cluster, self.plan.mesh, annotated)
+        devices = math.prod(self.plan.mesh)
+        pairs = tuple((edge.source, edge.target) for edge in staged.edges)
+        links = wire_prices(self.cluster, schedule.placement, devices, pairs)
+        chunks, wires = place_chunks(staged, whole, prices, links, self.pipeline.wires)
+        if checked:
+            peak = max(bill_stages(chunks, wires, schedule, prices, links, self.optimizer).peaks)
+            check_memory(self.plan, peak, pieces.graph, "microbatches of ")
+        coordinate = coordinate_of(self.index, (self.plan.stages, *self.plan.mesh))
+        return pipeline_program(pieces, staged, chunks, wires, schedule, coordinate, prices.path, BUCKET_BYTES)
+
+    def _schedule(self, staged: Staged, pieces: Microbatched) -> Schedule:
+        """The planned schedule, or its like for another graph: fewer microbatches, other edges, forward only."""
+        planned = self.pipeline.schedule
+        name, each = planned.name, planned.chunks // planned.stages
+        if name not in SCHEDULES:
+            name = "gpipe" if planned.placement == loop_placement(planned.stages, each) else "zb-v"
+        made = scheduled((name, each), planned.stages, pieces.count, staged)
+        if not any(output.kind == "gradient" for chunk in staged.chunks for output in chunk.outputs):
+            return forward_only(made)
+        same = made.edges == planned.edges and made.microbatches == planned.microbatches
+        return planned if same else made
+
+
+def check_memory(plan: Plan, peak: int, graph: Graph, what: str = "") -> None:
+    """Refuses a batch that the plan can run but the device cannot hold: ``peak`` bytes for ``graph``, which computes
+    ``what`` of it. Raises :class:`InfeasibleError`."""
+    if peak > plan.memory_limit:
+        shapes = ", ".join(f"{node.target} {node.type}" for node in graph.placeholders("input"))
+        raise InfeasibleError(
+            f"the plan made for batch {plan.batch} needs {peak} bytes per device for {what}({shapes}), more than its "
+            f"limit of {plan.memory_limit}; use a smaller batch, or make a plan for this one"
+        )
+
+
+def _divides(graph: Graph, symbolic: Graph, count: int) -> bool:
+    """Whether every divided input divides into ``count`` microbatches."""
+    dims = split_inputs(symbolic)
+    sizes = [int(n.type.shape[d]) for n in graph.placeholders("input") if (d := dims.get(n.target)) is not None]
+    return count == 1 or (bool(sizes) and all(size % count == 0 for size in sizes))

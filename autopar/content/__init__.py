@@ -1,0 +1,1 @@
+"""What objects, code and files hold, as hashes, and the folder where work is kept under them."""

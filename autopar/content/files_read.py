@@ -1,0 +1,48 @@
+"""What code reads from outside of Python while it runs: files, other programs, connections.
+
+Python tells it to audit hooks. Libraries that open files in C or Rust do not (safetensors, ``torch.jit.load``): code
+that refers to those is told by name (:mod:`.code`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+from .code_origin import is_library
+
+_EVENTS = frozenset(("open", "subprocess.Popen", "os.system", "os.exec", "socket.connect", "sqlite3.connect"))
+_CODE = (".py", ".pyc", ".so", ".pyd")
+_watching: list[list[str]] = []
+
+
+@contextmanager
+def files_read() -> Iterator[list[str]]:
+    """The list of what is opened meanwhile, by any thread. Code, and files of installed libraries, do not count."""
+    _install()
+    found: list[str] = []
+    _watching.append(found)
+    try:
+        yield found
+    finally:
+        del _watching[next(i for i, one in enumerate(_watching) if one is found)]
+
+
+@lru_cache(maxsize=1)
+def _install() -> None:
+    """Once: an audit hook cannot be removed."""
+    sys.addaudithook(_heard)
+
+
+def _heard(event: str, args: tuple[Any, ...]) -> None:
+    if not _watching or event not in _EVENTS:
+        return
+    name = args[0] if args else ""
+    text = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
+    if event == "open" and (text.endswith(_CODE) or is_library(text)):
+        return
+    for found in list(_watching):
+        found.append(f"{event} {text}")

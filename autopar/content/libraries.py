@@ -1,0 +1,109 @@
+"""The part of :mod:`.objects` that is about installed libraries: their files, and the user's code registered there."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import sys
+import types
+from collections import deque
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from .code_origin import file_of, is_library
+
+# Of packages with more files the sizes count, not the text.
+_READ_FILES = 512
+# Their version says what they are, and nothing of the user's is registered there that a model would find.
+_WHOLE = frozenset(("torch", "autopar", *sys.stdlib_module_names))
+
+
+def package_digest(top: str) -> str:
+    """A hash of the source files of the package ``top``; "" for torch and Python, which versions tell."""
+    if top in _WHOLE:
+        return ""
+    files = _files(top)
+    return _sizes(top) if len(files) > _READ_FILES else _hash((str(f), _text(f)) for f in files)
+
+
+@lru_cache(maxsize=256)
+def _files(top: str) -> tuple[Path, ...]:
+    module = sys.modules.get(top)
+    folders = [Path(folder) for folder in getattr(module, "__path__", ())]
+    if folders:
+        return tuple(sorted(file for folder in folders for file in folder.rglob("*.py")))
+    file = str(getattr(module, "__file__", None) or "")
+    return (Path(file),) if file.endswith(".py") else ()
+
+
+@lru_cache(maxsize=256)
+def _sizes(top: str) -> str:
+    """Read once: a large package takes a tenth of a second."""
+    stats = ((file, file.stat()) for file in _files(top) if file.exists())
+    return _hash((str(file), f"{stat.st_size} {stat.st_mtime_ns}") for file, stat in stats)
+
+
+def _text(file: Path) -> str:
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError:
+        return "unread"
+
+
+def _hash(lines: Iterator[tuple[str, str]]) -> str:
+    digest = hashlib.sha256()
+    for line in lines:
+        digest.update(repr(line).encode())
+    return digest.hexdigest()
+
+
+def modules_with_registries(met: set[str]) -> list[str]:
+    """The modules ``met`` in which the user's code may be registered."""
+    return sorted(
+        name for name in met if name.partition(".")[0] not in _WHOLE and is_library(file_of(sys.modules.get(name)))
+    )
+
+
+def registered(module: types.ModuleType) -> Iterator[tuple[str, Any]]:
+    """The user's functions, classes and objects in mappings, lists and objects of a library's module."""
+    for name, value in list(vars(module).items()):
+        if isinstance(value, type) and value.__module__ != module.__name__ and not _is_users(value):
+            continue
+        for found in _users_in(value, 2):
+            yield name, found
+
+
+def _users_in(value: Any, depth: int) -> Iterator[Any]:
+    if isinstance(value, types.ModuleType):
+        return
+    if _is_users(value):
+        yield value
+    elif depth:
+        for part in _parts(value):
+            yield from _users_in(part, depth - 1)
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(dict.values(value))
+    if isinstance(value, (list, tuple, deque)):
+        return list(value)
+    if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type(None), str, bytes, int, float)):
+        return []
+    kinds = value.__mro__ if isinstance(value, type) else type(value).__mro__
+    held = [part for kind in kinds if is_library(file_of(kind)) for part in list(vars(kind).values())]
+    if not isinstance(value, type):
+        with contextlib.suppress(AttributeError):
+            held += list(object.__getattribute__(value, "__dict__").values())
+    return [part for part in held if isinstance(part, (dict, list))]
+
+
+def _is_users(value: Any) -> bool:
+    while isinstance(value, (functools.partial, types.MethodType)):
+        value = value.func if isinstance(value, functools.partial) else value.__func__
+    code = value if isinstance(value, (types.FunctionType, type)) else type(value)
+    file = file_of(code)
+    return not is_library(file) if file else code.__module__ == "__main__"

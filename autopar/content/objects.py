@@ -1,0 +1,209 @@
+"""A hash of what Python objects are: their classes, code and values, so that two processes can tell equal ones.
+
+Only what is understood is hashed. Anything that may hide state, or read what is outside of it (files, clocks, the
+environment, other random numbers than torch's), raises :class:`Unkeyable`. Code of the user's counts with all that it
+refers to; that of installed libraries by version and by the code of its functions, so that one that was replaced counts
+(:mod:`.code`).
+"""
+
+from __future__ import annotations
+
+import datetime
+import enum
+import functools
+import hashlib
+import io
+import logging
+import pathlib
+import random
+import re
+import types
+import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from .code import Code
+from .feed import Unkeyable
+from .tensor_digest import tensor_digest
+
+_ATOMS = (
+    *(type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+    *(range, datetime.date, datetime.datetime, datetime.timedelta),
+)
+_SEQUENCES = (list, tuple, deque)
+_MAPPINGS = (dict, OrderedDict, defaultdict, Counter, types.MappingProxyType)
+_REFUSED = (random.Random, torch.Generator, np.random.Generator, np.random.RandomState, io.IOBase, types.FrameType)
+# Members of transformers' configurations that differ from process to process, and that nothing is computed with.
+_IGNORED = frozenset(("_original_object_hash",))
+# Values that code refers to by name.
+_NAMED = frozenset(("members", "globals", "attributes", "closure"))
+# They hold nothing that a model computes with.
+_EMPTY = (logging.Logger, logging.Handler)
+
+
+class Contents:
+    """Feeds objects to a hash. What is met again counts as a reference to where it was met first, so that sharing, and
+    tying of weights, counts as well."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+        self._seen: dict[int, int] = {}
+        self._kept: list[object] = []
+        self._name = ""  # By which code refers to what is fed; "" if it may in any way.
+        self.code = Code(self)
+
+    def hexdigest(self) -> str:
+        """The hash of all that was fed."""
+        self.code.finish()
+        return self._digest.hexdigest()
+
+    @property
+    def known(self) -> int:
+        """How many objects were met."""
+        return len(self._seen)
+
+    def say(self, *words: object) -> None:
+        """Feeds texts and numbers as they are."""
+        for word in words:
+            text = str(word).encode(errors="surrogatepass")
+            self._digest.update(b"%d:" % len(text))
+            self._digest.update(text)
+
+    def is_known(self, value: object) -> bool:
+        """Whether ``value`` was met before: then feeds a reference to it, else numbers it."""
+        number = self._seen.get(id(value))
+        if number is not None:
+            self.say("again", number)
+            return True
+        self._seen[id(value)] = len(self._seen)
+        self._kept.append(value)  # The address of one that is gone may be another's.
+        return False
+
+    def feed(self, value: Any, where: str) -> None:
+        """Feeds ``value``, which is called ``where`` in errors. Raises :class:`Unkeyable`."""
+        kind = type(value)
+        if kind in _ATOMS:
+            self.say(kind.__name__, repr(value))
+        elif isinstance(value, enum.Enum):
+            self.say("enum", kind.__module__, kind.__qualname__, value.name)
+            self.feed(value.value, where)
+        elif kind is slice:
+            self.feed(("slice", value.start, value.stop, value.step), where)
+        elif self._is_noted(value):
+            return
+        elif isinstance(value, torch.Tensor):
+            self._tensor(value, where)
+        elif isinstance(value, nn.Module):
+            self._module(value, where)
+        elif not self._container(value, where) and not self.code.feed(value, where):
+            self._object(value, where)
+
+    def _is_noted(self, value: object) -> bool:
+        self.code.note(self._name, value)
+        return self.is_known(value)
+
+    def feed_all(self, label: str, values: Iterable[tuple[object, Any]], where: str) -> None:
+        """Feeds named values in order."""
+        self.say(label)
+        outer = self._name
+        for name, value in values:
+            self.say("name", name) if isinstance(name, str) else self.feed(name, where)
+            self._name = str(name) if label in _NAMED else ""
+            self.feed(value, f"{where}.{name}" if where else str(name))
+        self._name = outer
+        self.say("end")
+
+    def _container(self, value: Any, where: str) -> bool:
+        kind = type(value)
+        if kind in _SEQUENCES:
+            self.feed_all(kind.__name__, enumerate(value), where)
+        elif kind in _MAPPINGS:
+            self.feed_all(kind.__name__, value.items(), where)
+            self.feed(getattr(value, "default_factory", None), where)
+        elif kind in (set, frozenset):
+            self._set(value, where)
+        elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+            self.say("array", value.dtype.str, value.shape, hashlib.sha256(value.tobytes()).hexdigest())
+        elif isinstance(value, (np.generic, np.dtype)):
+            self.say(kind.__name__, repr(value))
+        elif isinstance(value, re.Pattern):
+            self.say("pattern", value.pattern, value.flags)
+        elif isinstance(value, pathlib.PurePath):
+            self.say(kind.__name__, value)
+        elif isinstance(value, weakref.ref):
+            self.say("weak")
+            self.feed(value(), where)
+        else:
+            return False
+        return True
+
+    def _set(self, value: Any, where: str) -> None:
+        if any(type(item) not in _ATOMS for item in value):
+            raise Unkeyable(f"{where} is a set of objects, which have no order")
+        self.say(type(value).__name__, *sorted(f"{type(item).__name__} {item!r}" for item in value))
+
+    def _tensor(self, tensor: torch.Tensor, where: str) -> None:
+        """A tensor that is no parameter or buffer: a trace takes over what is in it."""
+        found = tensor_digest(tensor)
+        if found is None:
+            raise Unkeyable(f"what is in {where}, a {type(tensor).__name__} on {tensor.device}, cannot be read")
+        self.say("tensor", found, tensor.requires_grad, tensor.device.type, tensor.stride())
+
+    def _module(self, module: nn.Module, where: str) -> None:
+        self.code.feed(type(module), where)
+        members = dict(vars(module))
+        for role in ("_parameters", "_buffers"):
+            self.say(role)
+            for name, tensor in members.pop(role, {}).items():
+                self._state(name, tensor, f"{where}.{name}" if where else name)
+        self.feed_all("members", [item for item in members.items() if item[0] not in _IGNORED], where)
+
+    def _state(self, name: str, tensor: torch.Tensor | None, where: str) -> None:
+        """A parameter or buffer: a trace takes its kind, and never what is in it."""
+        self.say(name)
+        if tensor is None or self.is_known(tensor):
+            return
+        hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
+        if any(getattr(tensor, hook, None) for hook in hooks):
+            raise Unkeyable(f"{where} has hooks")
+        self.say(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, isinstance(tensor, nn.Parameter))
+
+    def _object(self, value: Any, where: str) -> None:
+        """An instance of a class written in Python: its attributes, and what it contains."""
+        kind = type(value)
+        if isinstance(value, _EMPTY):
+            self.say("empty", kind.__module__, kind.__qualname__)
+            return
+        if isinstance(value, _REFUSED) or not (hasattr(value, "__dict__") or _slots(kind)):
+            raise Unkeyable(f"{where} is a {kind.__module__}.{kind.__qualname__}, which may hold anything")
+        if isinstance(value, functools.partial):
+            self.feed((value.func, value.args, value.keywords), where)
+        self.code.feed(kind, where)
+        self._inherited(value, where)
+        members = dict(getattr(value, "__dict__", {}))
+        members.update({name: getattr(value, name) for name in _slots(kind) if hasattr(value, name)})
+        self.feed_all("members", [item for item in members.items() if item[0] not in _IGNORED], where)
+
+    def _inherited(self, value: Any, where: str) -> None:
+        """What an instance of a subclass of a container or of a number contains."""
+        if isinstance(value, dict):
+            self.feed(dict(value), where)
+        elif isinstance(value, _SEQUENCES):
+            self.feed(list(value), where)
+        elif isinstance(value, (set, frozenset)):
+            self._set(value, where)
+        elif isinstance(value, (int, float, complex, str, bytes)):
+            plain: Any = next(kind for kind in (int, float, complex, str, bytes) if isinstance(value, kind))
+            self.say(repr(plain(value)))
+
+
+def _slots(kind: type) -> list[str]:
+    found = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    names = [name for slots in found for name in ((slots,) if isinstance(slots, str) else slots)]
+    return [name for name in names if name not in ("__dict__", "__weakref__")]

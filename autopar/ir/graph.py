@@ -1,0 +1,176 @@
+"""The graph every pass reads and writes: a flat list of ATen operations with types.
+
+A :class:`Graph` is immutable and holds no torch objects but dtypes, devices and lifted constants, so that
+passes are pure functions and tests compare text. Shapes are integers or sympy expressions of the
+symbols in ``Graph.symbols`` (the batch size); ``graph.at(b=8)`` gives the concrete graph.
+
+Text form (round-trips through :meth:`Graph.to_text` / :meth:`Graph.from_text`)::
+
+    graph(b=8)
+    %weight: f32[16, 4] = param("embed.weight")
+    %ids: i64[b] = input("ids")
+    %out: f32[b, 4] = aten.embedding.default(%weight, %ids)  @embed
+    return gradient "embed.weight" = %out
+
+Invariants (:meth:`Graph.verify`): names are unique; every operand is defined before its use; every
+operand index exists; placeholder operations are ``param``, ``buffer``, ``input``, ``tangent``, ``constant`` and
+``receive`` (a value of another pipeline stage) and ``random`` (the state of :mod:`autopar.ops.random`) with one string
+argument. A ``param`` may also say in which dtype it is ``stored`` (:attr:`Node.stored`) and
+that its gradient is of a ``scaled`` loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import sympy
+import torch
+
+from autopar.errors import GraphError
+
+from .graph_text import parse_graph, print_graph
+from .node import PLACEHOLDERS, REST, Arg, Node, Output, TensorType, Value, map_arg
+from .placements import Strategy
+
+
+@dataclass(frozen=True)
+class Graph:
+    """See the module docstring. ``constants`` maps the names of ``constant`` nodes to tensors.
+
+    Annotations, filled in by passes and not part of the text: ``strategies`` lists the ways to run each node on a mesh,
+    ``classes`` maps each node to a representative of the nodes that must choose the same.
+    """
+
+    nodes: tuple[Node, ...]
+    outputs: tuple[Output, ...]
+    symbols: tuple[tuple[str, int], ...] = ()
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
+    strategies: Mapping[str, tuple[Strategy, ...]] = field(default_factory=dict, compare=False)
+    classes: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self.nodes)
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def __getitem__(self, name: str) -> Node:
+        return self._by_name[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._by_name
+
+    @cached_property
+    def _by_name(self) -> dict[str, Node]:
+        return {node.name: node for node in self.nodes}
+
+    @cached_property
+    def users(self) -> Mapping[Value, tuple[tuple[Node, int], ...]]:
+        """For each value its uses ``(node, operand index)``; values nobody uses are absent."""
+        found: dict[Value, list[tuple[Node, int]]] = {}
+        for node in self.nodes:
+            for index, value in enumerate(node.operands):
+                found.setdefault(value, []).append((node, index))
+        return {value: tuple(uses) for value, uses in found.items()}
+
+    @cached_property
+    def output_values(self) -> frozenset[Value]:
+        return frozenset(output.value for output in self.outputs if output.value is not None)
+
+    def placeholders(self, kind: str) -> tuple[Node, ...]:
+        return tuple(node for node in self.nodes if node.op == kind)
+
+    @cached_property
+    def kept(self) -> frozenset[str]:
+        """The rests whose values are held until backward; others only pass on what forward needs, or what backward
+        has computed again."""
+        read = {v.node for node in self.nodes if node.phase == "backward" for v in node.operands}
+        read |= {o.value.node for o in self.outputs if o.value is not None and o.kind.endswith("gradient")}
+        return frozenset(n.name for n in self.nodes if n.op == REST and n.phase == "forward" and n.name in read)
+
+    @cached_property
+    def parameters(self) -> Mapping[str, Node]:
+        """The placeholders of the parameters by their paths."""
+        return {node.target: node for node in self.placeholders("param")}
+
+    @cached_property
+    def gradients(self) -> Mapping[str, Value]:
+        """By the path of each parameter that gets a gradient, the value that is it."""
+        made = ((output.name, output.value) for output in self.outputs if output.kind == "gradient")
+        return {path: value for path, value in made if value is not None}
+
+    def type_of(self, value: Value) -> TensorType:
+        found = self[value.node].types[value.index]
+        if found is None:
+            raise GraphError(f"{value} is not a tensor")
+        return found
+
+    def at(self, **symbols: int) -> Graph:
+        """The graph with every symbol replaced by an integer (by its traced hint if not given)."""
+        sizes = {**dict(self.symbols), **symbols}
+        if not self.symbols:
+            return self
+        names = {sympy.Symbol(k, positive=True, integer=True): v for k, v in sizes.items()}
+        cache: dict[sympy.Expr, int | float] = {}
+
+        def leaf(arg: Arg) -> Arg:
+            if not isinstance(arg, sympy.Expr):
+                return arg
+            if arg not in cache:
+                number = sympy.sympify(arg).subs(names)
+                cache[arg] = int(number) if number.is_integer else float(number)
+            return cache[arg]
+
+        def concrete(node: Node) -> Node:
+            types = tuple(t and TensorType(tuple(map(leaf, t.shape)), t.dtype) for t in node.types)
+            kwargs = tuple((key, map_arg(arg, leaf)) for key, arg in node.kwargs)
+            return replace(node, args=map_arg(node.args, leaf), kwargs=kwargs, types=types)
+
+        return replace(self, nodes=tuple(map(concrete, self.nodes)), symbols=())
+
+    def verify(self) -> Graph:
+        """Returns itself, or raises :class:`GraphError` naming the first broken invariant."""
+        defined: dict[str, Node] = {}
+        for node in self.nodes:
+            for value in node.operands:
+                if value.node not in defined:
+                    raise GraphError(f"%{node.name} = {node.op} uses {value} before its definition")
+                if value.index >= len(defined[value.node].types):
+                    raise GraphError(f"%{node.name} uses {value}, but {defined[value.node].op} has no such result")
+            if node.name in defined:
+                raise GraphError(f"%{node.name} is defined twice")
+            defined[node.name] = node
+        for output in self.outputs:
+            if output.value is not None and output.value.node not in defined:
+                raise GraphError(f"the {output.kind} {output.name!r} is {output.value}, which is not defined")
+        return self
+
+    def needed_for(self, values: Iterable[Value]) -> set[str]:
+        """Names of the nodes that ``values`` depend on, their own included."""
+        needed = {value.node for value in values}
+        for node in reversed(self.nodes):
+            if node.name in needed:
+                needed.update(value.node for value in node.operands)
+        return needed
+
+    def without_dead(self) -> Graph:
+        """The graph without nodes that no output needs; placeholders stay."""
+        needed = self.needed_for(self.output_values)
+        return replace(self, nodes=tuple(n for n in self.nodes if n.name in needed or n.is_placeholder))
+
+    def to_text(self) -> str:
+        """The text form, which :meth:`from_text` reads; constants print by name only."""
+        return print_graph(self.symbols, self.nodes, self.outputs)
+
+    @staticmethod
+    def from_text(text: str) -> Graph:
+        """The graph that :meth:`to_text` printed. Raises :class:`GraphError` naming the line."""
+        symbols, nodes, outputs = parse_graph(text)
+        return Graph(nodes, outputs, symbols).verify()
+
+    def __str__(self) -> str:
+        counts = {kind: len(self.placeholders(kind)) for kind in PLACEHOLDERS}
+        placed = ", ".join(f"{count} {kind}s" for kind, count in counts.items() if count)
+        return f"Graph with {len(self.nodes) - sum(counts.values())} operations ({placed})"

@@ -1,0 +1,202 @@
+"""The text form of a :class:`~autopar.ir.graph.Graph`: printing and parsing, inverse to each other."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import sympy
+import torch
+
+from autopar.errors import GraphError
+
+from .node import PLACEHOLDERS, SHORT_DTYPES, Arg, Dim, Node, Output, TensorType, Value, symbol
+
+_TORCH = {
+    **{str(d).removeprefix("torch."): d for d in SHORT_DTYPES.values()},
+    "strided": torch.strided,
+    "sparse_coo": torch.sparse_coo,
+    "contiguous_format": torch.contiguous_format,
+    "preserve_format": torch.preserve_format,
+    "channels_last": torch.channels_last,
+    "channels_last_3d": torch.channels_last_3d,
+}
+_VALUE = re.compile(r"%(\w+)(?:\.(\d+))?")
+_MODULE = re.compile(r"  @(\S+)$")
+_NODE = re.compile(r"^(?P<results>%.*?) = (?P<op>[\w.]+)\((?P<args>.*)\)$")
+
+
+def print_arg(arg: Arg) -> str:
+    """``arg`` as in the text form: values as ``%name``, tuples in brackets, torch constants as ``torch.name``."""
+    if isinstance(arg, tuple):
+        return f"[{', '.join(map(print_arg, arg))}]"
+    if isinstance(arg, str):
+        return repr(arg).replace("'", '"') if '"' not in arg else repr(arg)
+    if isinstance(arg, torch.device):
+        return f'device("{arg}")'
+    if isinstance(arg, float) and not isinstance(arg, bool):
+        return repr(arg) if arg == arg and abs(arg) != float("inf") else f'float("{arg}")'
+    return str(arg)
+
+
+def print_node(node: Node) -> str:
+    names = [str(Value(node.name, i)) for i in range(len(node.types))] or [f"%{node.name}"]
+    types = [str(t) if t is not None else "none" for t in node.types] or ["none"]
+    args = [print_arg(a) for a in node.args] + [f"{k}={print_arg(a)}" for k, a in node.kwargs]
+    results = ", ".join(f"{n}: {t}" for n, t in zip(names, types, strict=True))
+    phase = "backward " if node.phase == "backward" else ""
+    module = f"  @{node.module}" if node.module else ""
+    return f"{phase}{results} = {node.op}({', '.join(args)}){module}"
+
+
+def print_graph(symbols: Iterable[tuple[str, int]], nodes: Iterable[Node], outputs: Iterable[Output]) -> str:
+    """The text form of a graph of these parts."""
+    lines = [f"graph({', '.join(f'{k}={v}' for k, v in symbols)})"]
+    lines += [print_node(node) for node in nodes]
+    lines += [f'return {o.kind} "{o.name}" = {o.value if o.value is not None else "none"}' for o in outputs]
+    return "\n".join(lines) + "\n"
+
+
+def _parse_expression(tree: ast.expr, symbols: dict[str, sympy.Symbol]) -> Arg:
+    match tree:
+        case ast.Constant(value=value):
+            return value
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return tuple(_parse_expression(item, symbols) for item in items)
+        case ast.Name(id=name) if name.startswith("VALUE_"):
+            index, _, rest = name.removeprefix("VALUE_").partition("_")
+            return Value(rest, int(index))
+        case ast.Name(id=name) if name in symbols:
+            return symbols[name]
+        case ast.Attribute(value=ast.Name(id="torch"), attr=name) if name in _TORCH:
+            return _TORCH[name]
+        case ast.Call(func=ast.Name(id="device"), args=[ast.Constant(value=name)]):
+            return torch.device(str(name))
+        case ast.Call(func=ast.Name(id="float"), args=[ast.Constant(value=name)]):
+            return float(str(name))
+        case ast.UnaryOp() | ast.BinOp() | ast.Call():
+            return _parse_arithmetic(tree, symbols)
+    raise GraphError(f"cannot read the argument {ast.unparse(tree)}")
+
+
+_FUNCTIONS = {
+    "floor": sympy.floor,
+    "ceiling": sympy.ceiling,
+    "Max": sympy.Max,
+    "Min": sympy.Min,
+    "Mod": sympy.Mod,
+    "Abs": sympy.Abs,
+    "sqrt": sympy.sqrt,
+}
+_OPERATIONS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+_LARGEST_EXPONENT = 64
+
+
+def _parse_arithmetic(tree: ast.expr, symbols: dict[str, sympy.Symbol]) -> int | float | sympy.Expr:
+    """An expression of numbers and symbols. Text may come from anywhere, so only arithmetic is read."""
+    value = _arithmetic(tree, symbols)
+    if value.is_Integer:
+        return int(value)
+    return float(value) if value.is_Float else value
+
+
+def _arithmetic(tree: ast.expr, symbols: dict[str, sympy.Symbol]) -> Any:
+    match tree:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return sympy.sympify(number)
+        case ast.Name(id=name) if name in symbols:
+            return symbols[name]
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_arithmetic(operand, symbols)
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _arithmetic(operand, symbols)
+        case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _OPERATIONS:
+            sides = _arithmetic(left, symbols), _arithmetic(right, symbols)
+            if isinstance(operation, ast.Pow) and not (sides[1].is_number and abs(sides[1]) <= _LARGEST_EXPONENT):
+                raise GraphError(f"the exponent in {ast.unparse(tree)} is no number of at most {_LARGEST_EXPONENT}")
+            return _OPERATIONS[type(operation)](*sides)
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:
+            return _FUNCTIONS[name](*(_arithmetic(arg, symbols) for arg in args))
+    raise GraphError(f"cannot read the argument {ast.unparse(tree)}")
+
+
+def _parse_args(text: str, symbols: dict[str, sympy.Symbol]) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
+    python = _VALUE.sub(lambda m: f"VALUE_{m[2] or 0}_{m[1]}", text)
+    try:
+        call = ast.parse(f"f({python})", mode="eval").body
+    except SyntaxError as error:
+        raise GraphError(f"cannot read the arguments ({text}): {error.msg}") from error
+    assert isinstance(call, ast.Call)
+    args = tuple(_parse_expression(a, symbols) for a in call.args)
+    return args, tuple((str(k.arg), _parse_expression(k.value, symbols)) for k in call.keywords)
+
+
+def parse_type(text: str, symbols: dict[str, sympy.Symbol]) -> TensorType | None:
+    """``f32[b, 4]`` as a type, ``none`` as None."""
+    if text == "none":
+        return None
+    dtype, _, shape = text.removesuffix("]").partition("[")
+    if dtype not in SHORT_DTYPES:
+        raise GraphError(f"unknown dtype {dtype!r} in {text!r}; one of {', '.join(SHORT_DTYPES)}")
+    dims: tuple[Dim, ...] = _parse_args(shape, symbols)[0]
+    return TensorType(dims, SHORT_DTYPES[dtype])
+
+
+def _parse_node(line: str, symbols: dict[str, sympy.Symbol]) -> Node:
+    module = _MODULE.search(line)
+    body = _MODULE.sub("", line)
+    backward = body.startswith("backward ")
+    match = _NODE.match(body.removeprefix("backward "))
+    if match is None:
+        raise GraphError(f"cannot read the line {line!r}")
+    results = re.findall(r"%(\w+)(?:\.\d+)?: (none|\w+\[[^\]]*\])", match["results"])
+    if not results:
+        raise GraphError(f"no typed result in the line {line!r}")
+    args, kwargs = _parse_args(match["args"], symbols)
+    if match["op"] in PLACEHOLDERS and len(args) != 1:
+        raise GraphError(f"a placeholder takes one name: {line!r}")
+    types = tuple(parse_type(t, symbols) for _, t in results)
+    path = module[1] if module else ""
+    return Node(
+        name=results[0][0],
+        op=match["op"],
+        args=args,
+        kwargs=kwargs,
+        types=types,
+        module=path,
+        source="",
+        phase="backward" if backward else "forward",
+    )
+
+
+def _parse_output(line: str) -> Output:
+    match = re.match(r'^return (\w+) "([^"]*)" = (?:none|%(\w+)(?:\.(\d+))?)$', line)
+    if match is None:
+        raise GraphError(f"cannot read the line {line!r}")
+    value = Value(match[3], int(match[4] or 0)) if match[3] else None
+    return Output(match[1], match[2], value)  # type: ignore[arg-type]
+
+
+def parse_graph(text: str) -> tuple[tuple[tuple[str, int], ...], tuple[Node, ...], tuple[Output, ...]]:
+    """The symbols, nodes and outputs that :func:`print_graph` printed. Raises :class:`GraphError` naming the line."""
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    header = re.match(r"^graph\((.*)\)$", lines[0]) if lines else None
+    if header is None:
+        raise GraphError('a graph starts with a line such as "graph(b=8)"')
+    pairs = [part.split("=") for part in header[1].replace(" ", "").split(",") if part]
+    hints = tuple((name, int(size)) for name, size in pairs)
+    symbols = {name: symbol(name) for name, _ in hints}
+    nodes = tuple(_parse_node(line, symbols) for line in lines[1:] if not line.startswith("return "))
+    outputs = tuple(_parse_output(line) for line in lines[1:] if line.startswith("return "))
+    return hints, nodes, outputs

@@ -1,0 +1,183 @@
+"""The parts of a :class:`~autopar.ir.graph.Graph`: tensor types, values, operations and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias
+
+import sympy
+import torch
+
+from autopar.errors import GraphError
+
+Dim: TypeAlias = int | sympy.Expr
+Phase = Literal["forward", "backward"]
+OutputKind = Literal["output", "gradient", "input_gradient", "mutation", "send"]
+
+PLACEHOLDERS = ("param", "buffer", "input", "tangent", "constant", "receive", "random")
+# The keyword of a parameter that is stored in another dtype than the graph reads (:attr:`Node.stored`).
+STORED = "stored"
+# The keyword of one whose gradient is that of a scaled loss.
+SCALED = "scaled"
+# The identity that keeps a value for backward (:mod:`autopar.passes.recompute.saved_values`).
+REST = "autopar.rest"
+# What the copy of a forward node is called that backward computes again (:mod:`autopar.passes.recompute.recompute`).
+RECOMPUTED = "_recomputed"
+# The views of a normalised graph: they cost nothing to repeat and hold no memory of their own.
+VIEWS = frozenset(("aten.reshape.default", "aten.permute.default", "aten.expand.default"))
+
+SHORT_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "f64": torch.float64,
+        "f32": torch.float32,
+        "f16": torch.float16,
+        "bf16": torch.bfloat16,
+        "f8e4m3": torch.float8_e4m3fn,
+        "f8e5m2": torch.float8_e5m2,
+        "i64": torch.int64,
+        "i32": torch.int32,
+        "i16": torch.int16,
+        "i8": torch.int8,
+        "u8": torch.uint8,
+        "b8": torch.bool,
+        "c64": torch.complex64,
+        "c128": torch.complex128,
+    }
+)
+DTYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType({v: k for k, v in SHORT_DTYPES.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """Shape (``int`` or sympy) and dtype of one tensor, both global."""
+
+    shape: tuple[Dim, ...]
+    dtype: torch.dtype
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    @property
+    def numel(self) -> Dim:
+        count: Dim = 1
+        for size in self.shape:
+            count = count * size
+        return count
+
+    @property
+    def bytes(self) -> Dim:
+        return self.numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{DTYPE_NAMES[self.dtype]}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """Result ``index`` of the node called ``node``; prints as ``%node`` or ``%node.index``."""
+
+    node: str
+    index: int = 0
+
+    def __str__(self) -> str:
+        return f"%{self.node}" if self.index == 0 else f"%{self.node}.{self.index}"
+
+
+# An argument is None, bool, int, float, str, sympy.Expr, Value, a torch dtype/device/layout/memory format,
+# or a (nested) tuple of these.
+Arg = Any
+
+
+def map_arg(arg: Arg, function: Callable[[Arg], Arg]) -> Arg:
+    """``arg`` with ``function`` applied to every leaf; tuples keep their structure."""
+    if isinstance(arg, (tuple, list)):
+        return tuple(map_arg(item, function) for item in arg)
+    return function(arg)
+
+
+def values_in(arg: Arg) -> Iterator[Value]:
+    """The :class:`Value` leaves of ``arg``, left to right."""
+    if isinstance(arg, Value):
+        yield arg
+    elif isinstance(arg, tuple):
+        for item in arg:
+            yield from values_in(item)
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation. ``types`` has one entry per result; None where the operation returns no tensor there.
+
+    ``op`` is an overload name (``aten.mm.default``), an autopar local operation (``autopar.masked_gather``) or one of
+    :data:`PLACEHOLDERS`. ``module`` is the path of the module that called it, ``source`` is ``file:line``.
+    """
+
+    name: str
+    op: str
+    args: tuple[Arg, ...] = ()
+    kwargs: tuple[tuple[str, Arg], ...] = ()
+    types: tuple[TensorType | None, ...] = ()
+    module: str = ""
+    source: str = field(default="", compare=False)
+    phase: Phase = "forward"
+
+    @cached_property
+    def operands(self) -> tuple[Value, ...]:
+        """Tensor operands in order of appearance, repeats included: ``mul(%x, %x)`` has two."""
+        return (*values_in(self.args), *values_in(tuple(arg for _, arg in self.kwargs)))
+
+    @property
+    def type(self) -> TensorType:
+        """The type of the only (or first) result."""
+        if not self.types or self.types[0] is None:
+            raise GraphError(f"%{self.name} = {self.op} has no tensor result")
+        return self.types[0]
+
+    @property
+    def stored(self) -> TensorType:
+        """The type a parameter is stored in, updated in and has its gradient in: its own, unless the graph reads a copy
+        of fewer bits, made once a step: ``%w: bf16[4] = param("w", stored=torch.float32)``."""
+        dtype: torch.dtype | None = dict(self.kwargs).get(STORED)
+        return self.type if dtype is None else replace(self.type, dtype=dtype)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the gradient of a parameter is computed of a scaled loss: ``param("w", scaled=True)``."""
+        return bool(dict(self.kwargs).get(SCALED, False))
+
+    @property
+    def is_placeholder(self) -> bool:
+        return self.op in PLACEHOLDERS
+
+    @property
+    def target(self) -> str:
+        """The fully qualified name behind a placeholder (parameter path, input name, ...)."""
+        return str(self.args[0])
+
+    def map_values(self, function: Callable[[Value], Value]) -> Node:
+        def leaf(arg: Arg) -> Arg:
+            return function(arg) if isinstance(arg, Value) else arg
+
+        kwargs = tuple((key, map_arg(arg, leaf)) for key, arg in self.kwargs)
+        return replace(self, args=map_arg(self.args, leaf), kwargs=kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One result of the graph: a model ``output`` (``name`` is its index), the ``gradient`` of the parameter ``name``,
+    the ``input_gradient`` of an input, the new value (``mutation``) of the buffer ``name``, or the value ``name`` to
+    ``send`` to other pipeline stages. ``value`` is None for a
+    result that is None (a parameter without gradient)."""
+
+    kind: OutputKind
+    name: str
+    value: Value | None
+
+
+def symbol(name: str) -> sympy.Symbol:
+    """The sympy symbol for a graph symbol such as ``b``: a positive integer."""
+    return sympy.Symbol(name, positive=True, integer=True)

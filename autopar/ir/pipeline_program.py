@@ -1,0 +1,94 @@
+"""What one rank runs for a step in microbatches, over one stage or several: its chunks, and the list of instructions.
+
+The devices form a mesh ``(stages, *mesh inside a stage)``; the rank at stage s holds the chunks that the schedule
+places there. Everything else in a :class:`PipelineProgram` is the same on every rank, so that each can name every
+parameter and every result, also those of stages it is no part of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.schedule.schedule import Schedule
+
+from .chunk_program import ChunkProgram
+from .program import Program, TensorSlot
+
+
+@dataclass(frozen=True, slots=True)
+class StagedParameter:
+    """A parameter, stored as ``slot`` says on the mesh inside the stage of the first of ``chunks``, its owner.
+
+    The other chunks that use it are sent what is stored, once a step, and lie on equal meshes. Those of ``gradients``
+    have a part of its gradient, placed as stored, which the owner adds up.
+    """
+
+    slot: TensorSlot
+    chunks: tuple[int, ...]
+    gradients: tuple[int, ...]
+
+    @property
+    def owner(self) -> int:
+        return self.chunks[0]
+
+
+@dataclass(frozen=True, slots=True)
+class StagedResult:
+    """A model output or the new value of a buffer: ``slot`` as each microbatch gives it, whole on every rank of the
+    stage that has ``chunk``. ``combine`` makes the step's of those of the microbatches: ``concatenate:<dim>``, ``sum``
+    or ``same``."""
+
+    slot: TensorSlot
+    chunk: int
+    combine: str
+
+    @property
+    def dim(self) -> int | None:
+        """The dim along which microbatches are put one behind the other, if they are."""
+        kind, _, dim = self.combine.partition(":")
+        return int(dim) if kind == "concatenate" else None
+
+    def shape(self, microbatches: int) -> tuple[int, ...]:
+        """The shape of the step's result."""
+        sizes = list(self.slot.shape)
+        if self.dim is not None:
+            sizes[self.dim] *= microbatches
+        return tuple(sizes)
+
+
+@dataclass(frozen=True)
+class PipelineProgram:
+    """See the module docstring. ``mesh`` and ``coordinate``: stages first. ``chunks``: those of this rank.
+
+    ``inputs`` gives for each input the dim along which microbatch k takes piece k of equal ones, None if it takes all.
+    The forward of ``prelude`` (on a mesh of no axes: every rank alone, on whole tensors) runs once, before anything
+    else; its results are further inputs, by their names. ``draws``: whether anything takes a random state; microbatch k
+    finds k in place 3 of it, the prelude 0.
+    """
+
+    mesh: tuple[int, ...]
+    coordinate: tuple[int, ...]
+    schedule: Schedule
+    chunks: Mapping[int, ChunkProgram]
+    parameters: tuple[StagedParameter, ...]
+    results: tuple[StagedResult, ...]
+    inputs: Mapping[str, int | None]
+    prelude: Program | None = None
+    draws: bool = False
+
+    @property
+    def stage(self) -> int:
+        return self.coordinate[0]
+
+    @property
+    def microbatches(self) -> int:
+        return self.schedule.microbatches
+
+    def stage_of(self, chunk: int) -> int:
+        return self.schedule.placement[chunk]
+
+    def __str__(self) -> str:
+        head = f"# stage {self.stage} of {self.mesh[0]}, {self.microbatches} microbatches\n"
+        listed = " ".join(map(str, self.schedule.ranks[self.stage]))
+        return head + "".join(str(self.chunks[chunk]) for chunk in sorted(self.chunks)) + f"# {listed}\n"

@@ -1,0 +1,275 @@
+"""What a plan says, as plain data, and what follows from it alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, TypeVar
+
+from autopar.precision import Precision
+
+from .assignment import Assignment, ParameterPlacement
+from .node import RECOMPUTED
+from .placements import Placements, Strategy
+from .planned_pipeline import PlannedPipeline
+from .program import CollectiveKind
+
+Item = TypeVar("Item")
+Status = Literal["optimal", "feasible", "fallback"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One hop of a reshard: ``kind`` as in :mod:`autopar.ir.program`, over mesh ``axes`` together; ``bytes`` of the
+    full tensor of a group (0 for local steps); ``source`` and ``target`` in short form.
+    """
+
+    kind: str
+    axes: tuple[int, ...]
+    source: str
+    target: str
+    bytes: int
+
+    @property
+    def communicates(self) -> bool:
+        return self.bytes > 0
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLine:
+    """One priced item of a step, ``seconds`` in all. ``kind``: compute, reshard, weight (gathered for use), gradient,
+    refresh, optimizer, offload, or hidden, which takes back (below zero) what travels while the step computes.
+    ``name`` is the node computed, the value moved, or where it hides; ``times`` in a step (once for each microbatch, or
+    once), by the devices of pipeline stage ``stage``.
+    """
+
+    kind: str
+    name: str
+    module: str
+    phase: str
+    seconds: float
+    steps: tuple[Step, ...] = ()
+    times: int = 1
+    stage: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PlanNode:
+    """What a node of the planned graph is: its operation, result types, module, the path behind a placeholder
+    (``target``), the nodes it takes, and the node it chooses alike with because it plays the same part in an equal
+    layer (``tied``; "" if it is the first).
+    """
+
+    op: str
+    type: str
+    module: str
+    target: str
+    operands: tuple[str, ...]
+    tied: str
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Bytes that rest on the fullest device through the step: a "weight", "gradient", "optimizer" state, saved
+    "activation" or "input". ``name`` is the node.
+    """
+
+    kind: str
+    name: str
+    module: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another choice for one node, by how many ``seconds`` a step and resting ``bytes`` on a device would change if
+    it alone changed (with the nodes tied to it).
+    """
+
+    choice: str
+    seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Alternatives:
+    """The cheapest other choices of a node, out of ``possible`` ones; ``impossible`` others would need neighbours to
+    change too.
+    """
+
+    cheapest: tuple[Alternative, ...]
+    possible: int
+    impossible: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCollective:
+    """``count`` collectives of one kind, over the same axes, of the same bytes each, for the same reason."""
+
+    kind: CollectiveKind
+    axes: tuple[int, ...]
+    bytes: int
+    count: int
+    reason: str
+
+
+LineKind = Literal["compute", "reshard", "weight", "gradient", "refresh", "optimizer", "offload", "hidden"]
+# Those that are paid once, however many microbatches a step has.
+ONCE_A_STEP: tuple[LineKind, ...] = ("gradient", "refresh", "optimizer", "offload")
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """Seconds of one step, and peak bytes of the device that holds most, with their parts.
+
+    Attributes:
+        comm_seconds: communication that is waited for; what travels while devices compute is no part of it. Of a
+            layout, waiting for the host counts as computing.
+        mfu: FLOPs of the model over what all devices could do in the step.
+        freed_seconds: what the busiest stage computes faster than its lines say because others that share its
+            processors wait: step = compute + comm + bubble - freed.
+        host_bytes: optimizer state in host memory, not part of the peak.
+    """
+
+    step_seconds: float
+    compute_seconds: float
+    comm_seconds: float
+    bubble_seconds: float
+    peak_bytes: int
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    temporary_bytes: int
+    input_bytes: int
+    mfu: float
+    freed_seconds: float = 0.0
+    host_bytes: int = 0
+
+    def to_dict(self) -> dict[str, float | int]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(frozen=True)
+class PlanRecord:
+    """What a plan says, see :class:`~autopar.plans.plan.Plan`.
+
+    Attributes:
+        mesh, axis_names: with several ``stages``, those inside a stage.
+        objective: what the placement program minimises, in seconds. For one stage it is the step. For several it is the
+            work of all stages together, since the program is solved before the graph is cut: without the bubble,
+            messages between stages, and how unevenly the work is divided; ``predicted.step_seconds`` includes these.
+        bound: what the solver proves that no choice of placements is below; ``gap`` is its distance from ``objective``.
+        placements: by path, how each parameter's value is placed during a step, and the output of each module;
+            ``parameters`` adds where gradients and optimizer state rest.
+        strategies: the choice for each node of the graph whose fingerprint is ``graph_hash``; ``nodes`` describes them.
+        lines: the bill of a step.
+        baselines: other plans with the same prices; None: not possible.
+        alternatives: by the first node of those that choose alike, what else was possible and by how many seconds a
+            step would change.
+        microbatches: pieces of the batch; one stage with several of them accumulates gradients.
+        pipeline: how the model is cut and run, and what its parts were priced at.
+        module_nodes: the node that makes a module's output, by path.
+        gradient_values: the value that is a parameter's gradient, by path; with stages one for each chunk that uses the
+            parameter, separated by commas.
+        rules: where the sharding rules of an operation come from: written, DTensor, registered, probed, or fallback and
+            why there are none.
+        recomputed: the forward nodes that backward runs again because memory is short; their copies are nodes too.
+        precision: the policy (:mod:`autopar.precision`); "fp32" leaves the model's dtypes as they are.
+    """
+
+    model: str
+    batch: int
+    mesh: tuple[int, ...]
+    axis_names: tuple[str, ...]
+    cluster: str
+    cluster_source: str
+    status: Status
+    objective: float
+    bound: float
+    gap: float
+    solve_seconds: float
+    memory_limit: int
+    graph_hash: str
+    predicted: Predicted
+    lines: tuple[PlanLine, ...]
+    strategies: Mapping[str, Strategy]
+    parameters: Mapping[str, ParameterPlacement]
+    outputs: Mapping[str, Placements]
+    baselines: Mapping[str, Predicted | None] = field(default_factory=dict)
+    alternatives: Mapping[str, Alternatives] = field(default_factory=dict)
+    pinned: Mapping[str, str] = field(default_factory=dict)
+    fallbacks: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    timings: Mapping[str, float] = field(default_factory=dict, compare=False)
+    stages: int = 1
+    schedule: str | None = None
+    microbatches: int = 1
+    nodes: Mapping[str, PlanNode] = field(default_factory=dict)
+    module_nodes: Mapping[str, str] = field(default_factory=dict)
+    gradient_values: Mapping[str, str] = field(default_factory=dict)
+    holdings: tuple[Holding, ...] = ()
+    rules: Mapping[str, str] = field(default_factory=dict)
+    pipeline: PlannedPipeline | None = None
+    recomputed: tuple[str, ...] = ()
+    precision: Precision = "fp32"
+
+    @property
+    def placements(self) -> Mapping[str, Placements]:
+        return {**self.outputs, **{path: place.weight for path, place in self.parameters.items()}}
+
+    @cached_property
+    def parameter_nodes(self) -> Mapping[str, str]:
+        """The node of each parameter path."""
+        return {node.target: name for name, node in self.nodes.items() if node.op == "param"}
+
+    @cached_property
+    def lines_by_name(self) -> Mapping[str, tuple[PlanLine, ...]]:
+        """The lines of each node, in order."""
+        return _grouped((line.name, line) for line in self.lines)
+
+    @cached_property
+    def holdings_by_name(self) -> Mapping[str, tuple[Holding, ...]]:
+        """What rests in memory for each node."""
+        return _grouped((holding.name, holding) for holding in self.holdings)
+
+    @cached_property
+    def alike(self) -> Mapping[str, tuple[str, ...]]:
+        """For the first node of those that choose alike all of them, itself included."""
+        return _grouped((node.tied or name, name) for name, node in self.nodes.items())
+
+    def assignment(self, names: Mapping[str, str]) -> Assignment:
+        """The choice as lowering takes it; ``names`` maps a parameter's path to its node."""
+        parameters = {names[path]: place for path, place in self.parameters.items()}
+        copies = {name + RECOMPUTED for name in self.recomputed}
+        strategies = {name: strategy for name, strategy in self.strategies.items() if name not in copies}
+        return Assignment(self.mesh, strategies, parameters, recomputed=frozenset(self.recomputed))
+
+    def collectives(self, stage: int | None = None) -> tuple[PlannedCollective, ...]:
+        """Every collective of a step, equal ones counted together; of all pipeline stages, or those that the devices of
+        one ``stage`` take part in. Messages between stages are none.
+        """
+        counts: Counter[tuple[str, tuple[int, ...], int, str]] = Counter()
+        for line in self.lines:
+            if stage not in (None, line.stage):
+                continue
+            for step in line.steps:
+                if step.communicates:
+                    counts[step.kind, step.axes, step.bytes, line.kind] += line.times
+        return tuple(
+            PlannedCollective(kind, axes, size, count, reason)  # type: ignore[arg-type]
+            for (kind, axes, size, reason), count in sorted(counts.items())
+        )
+
+    def seconds_of(self, *kinds: str) -> float:
+        """Seconds of the lines of these kinds."""
+        return sum(line.seconds for line in self.lines if line.kind in kinds)
+
+
+def _grouped(pairs: Iterable[tuple[str, Item]]) -> dict[str, tuple[Item, ...]]:
+    found: dict[str, list[Item]] = {}
+    for name, item in pairs:
+        found.setdefault(name, []).append(item)
+    return {name: tuple(items) for name, items in found.items()}

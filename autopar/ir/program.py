@@ -1,0 +1,154 @@
+"""The lowered program of one rank: straight-line local operations and collectives, nothing left to decide.
+
+Operations are named as in the graph (``aten.mm.default``, run as they are), ``autopar.*`` (see
+:mod:`autopar.ops.masked`) or ``collective.*``:
+
+=========================================== =========================================================================
+``collective.all_reduce(x, axes, op)``        P(op) -> R
+``collective.all_gather(x, axes, dim, size, before)``  S(dim/before) -> R; ``size`` is the length of ``dim`` afterwards
+``collective.reduce_scatter(x, axes, op, dim, before)``  P(op) -> S(dim/before)
+``collective.all_to_all(x, axes, gather_dim, gather_size, gather_before, scatter_dim, scatter_before)``
+``collective.wait(handle)``                   the tensor of a collective started before
+``collective.slice(x, axes, dim, before)``    R -> S, no communication
+``collective.partial(x, axes)``               R -> P(sum): zero except on the first device of the axes
+=========================================== =========================================================================
+
+The four communicating ones start asynchronously and return a handle; every handle is awaited exactly once. Each has a
+bucketed form, ``collective.all_reduce_bucket([x, y, ...], axes, op)`` and
+``collective.reduce_scatter_bucket`` / ``all_gather_bucket`` with lists of dims, which ``collective.wait`` turns into as
+many results. ``before`` is counted on the device (see :func:`autopar.ir.placements.local_before`); uneven shards are
+padded by the runtime to the largest. ``axes`` are mesh axes, outermost first: the devices that differ only there, in
+row-major order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal
+
+import torch
+
+from .graph_text import print_arg
+from .node import Arg, Value
+from .placements import Placements
+
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+COLLECTIVES: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+@cache
+def _overload(op: str) -> torch._ops.OpOverload | None:
+    """The torch operation of that name, None for what is none."""
+    found: Any = torch.ops
+    for part in op.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, torch._ops.OpOverload) else None
+
+
+def is_random(op: str) -> bool:
+    """Whether the torch operation ``op`` takes numbers from the generator: its instructions keep their order, for all
+    ranks draw what one device would."""
+    found = _overload(op)
+    return found is not None and torch.Tag.nondeterministic_seeded in found.tags
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """``results = op(*args, **kwargs)``; arguments as in :class:`autopar.ir.node.Node`, values refer to
+    ``Value(result name)`` of one-result instructions or ``Value(first result name, index)`` of several."""
+
+    name: str
+    op: str
+    args: tuple[Arg, ...] = ()
+    kwargs: tuple[tuple[str, Arg], ...] = ()
+    results: int = 1
+    module: str = ""
+
+    def __str__(self) -> str:
+        names = ", ".join(str(Value(self.name, i)) for i in range(self.results))
+        args = [print_arg(a) for a in self.args] + [f"{k}={print_arg(a)}" for k, a in self.kwargs]
+        return f"{names} = {self.op}({', '.join(args)})"
+
+
+def draws_numbers(instruction: Instruction) -> bool:
+    """Whether ``instruction`` takes numbers from the generator: a random operation, unless it is an attention told to
+    drop nothing (``dropout_p`` is 0)."""
+    operation = _overload(instruction.op)
+    if operation is None or not is_random(instruction.op):
+        return False
+    given = dict(instruction.kwargs)
+    for position, argument in enumerate(operation._schema.arguments):
+        if argument.name == "dropout_p":
+            known = instruction.args[position] if position < len(instruction.args) else argument.default_value
+            return given.get("dropout_p", known) != 0
+    return True
+
+
+@dataclass(frozen=True)
+class Section:
+    """A function of the program: ``inputs`` by name, ``outputs`` in order (None where there is none)."""
+
+    name: str
+    inputs: tuple[str, ...]
+    instructions: tuple[Instruction, ...]
+    outputs: tuple[Value | None, ...]
+
+    def __str__(self) -> str:
+        head = f"{self.name}({', '.join('%' + name for name in self.inputs)}):"
+        tail = f"  return {', '.join('none' if v is None else str(v) for v in self.outputs)}"
+        return "\n".join([head, *(f"  {instruction}" for instruction in self.instructions), tail])
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlot:
+    """A placeholder or result of the program: which tensor (``kind`` as in the graph: param, buffer, input, tangent,
+    constant, output, gradient, mutation, input_gradient; ``target``: path, input name or output index) and how it lies
+    on the mesh."""
+
+    name: str
+    kind: str
+    target: str
+    shape: tuple[int, ...]
+    placements: Placements
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class Program:
+    """What the rank at ``coordinate`` of the mesh runs for one step.
+
+    ``parameters`` says how each parameter is *stored*: the DTensor that the user and the optimizer see, whose gradient
+    has the same placements. Some work in another placement for the whole step (their optimizer state is sharded, the
+    weight is not: ZeRO-1 and 2): ``refresh`` takes the stored local tensors of all parameters and returns the working
+    ones; it need run only after stored values changed. (A weight gathered at each use, ZeRO-3, is gathered inside
+    ``forward`` and ``backward``.)
+
+    ``forward`` takes ``placeholders`` (params as working tensors, buffers, inputs, constants) in order and returns
+    ``results`` (model outputs and buffer mutations), then the values saved for backward. ``backward`` takes the saved
+    values, then one gradient per entry of ``tangents``, placed as that says, and returns one local tensor per entry of
+    ``gradients`` (None: the parameter or input has no gradient), placed as stored. A forward-only program has an empty
+    ``backward``.
+    """
+
+    mesh: tuple[int, ...]
+    coordinate: tuple[int, ...]
+    parameters: tuple[TensorSlot, ...]
+    placeholders: tuple[TensorSlot, ...]
+    results: tuple[TensorSlot, ...]
+    tangents: tuple[TensorSlot, ...]
+    gradients: tuple[TensorSlot, ...]
+    refresh: Section
+    forward: Section
+    backward: Section
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
+
+    @property
+    def draws(self) -> bool:
+        """Whether it takes a random state."""
+        return any(slot.kind == "random" for slot in self.placeholders)
+
+    def __str__(self) -> str:
+        head = f"# rank at {self.coordinate} of mesh {self.mesh}"
+        return "\n".join([head, str(self.refresh), str(self.forward), str(self.backward)]) + "\n"

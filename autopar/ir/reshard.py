@@ -1,0 +1,145 @@
+"""Which single steps turn one placement of a tensor into another, and what each communicates.
+
+A *hop* changes the placement of one mesh axis, or of several by one collective over all of them. Legal hops:
+
+======================  ====================  ==========================================
+R -> S(d)               ``slice``             local
+R -> P(sum)             ``partial``           local: zero except on the first device
+S(d) -> R               ``all_gather``        axes together if they divide d evenly
+P(op) -> R              ``all_reduce``        axes together
+P(op) -> S(d)           ``reduce_scatter``    axes together if they divide d evenly
+S(d) -> S(e)            ``all_to_all``        one axis
+======================  ====================  ==========================================
+
+When several axes chunk the same factor of a dim (see :mod:`autopar.ir.placements`), a hop may touch only the
+innermost of them: what the outer ones hold is contiguous only then. ``bytes`` follow nccl-tests: the full tensor of
+the group (all-gather output, reduce-scatter input), padding of uneven shards included.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch.distributed.tensor import Partial, Replicate
+
+from .node import TensorType
+from .placements import (
+    PARTIAL_SUM,
+    Placement,
+    Placements,
+    Shape,
+    is_even,
+    is_shard,
+    is_valid,
+    largest_local_shape,
+    shard_dim,
+    short,
+)
+from .program import CollectiveKind
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One communication: its kind, the mesh axes it runs over together and the bytes of the full tensor of a group."""
+
+    kind: CollectiveKind
+    axes: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One step ``source -> target``; ``collective`` is None for local steps (``kind`` is then slice or partial)."""
+
+    kind: str
+    axes: tuple[int, ...]
+    source: Placements
+    target: Placements
+    collective: Collective | None
+
+    def __str__(self) -> str:
+        return f"{self.kind}{list(self.axes)} {short(self.source)} -> {short(self.target)}"
+
+
+def _kind(source: Placement, target: Placement) -> str | None:
+    if isinstance(source, Replicate):
+        return "slice" if is_shard(target) else "partial" if target == PARTIAL_SUM else None
+    if isinstance(source, Partial):
+        return "reduce_scatter" if is_shard(target) else "all_reduce" if isinstance(target, Replicate) else None
+    if isinstance(target, Replicate):
+        return "all_gather"
+    return "all_to_all" if is_shard(target) and shard_dim(source) != shard_dim(target) else None
+
+
+def _is_innermost(placements: Placements, axes: tuple[int, ...]) -> bool:
+    """Whether no other axis inside ``axes`` chunks the same factor as one of them."""
+    return not any(
+        is_shard(placements[axis]) and placements[inner] == placements[axis]
+        for axis in axes
+        for inner in range(axis + 1, len(placements))
+        if inner not in axes
+    )
+
+
+def _bytes(tensor: TensorType, kind: str, source: Placements, target: Placements, mesh: tuple[int, ...]) -> int:
+    """Bytes of the full tensor of a group, uneven shards padded to the largest."""
+    shape: Shape = tuple(int(s) for s in tensor.shape)
+    changed = [axis for axis in range(len(mesh)) if source[axis] != target[axis]]
+    group = math.prod(mesh[axis] for axis in changed)
+    held = list(largest_local_shape(shape, source, mesh))
+    if kind == "all_reduce":
+        group = 1
+    elif kind == "reduce_scatter":
+        held = list(largest_local_shape(shape, target, mesh))
+    elif kind == "all_to_all":
+        dim = shard_dim(target[changed[0]])
+        assert dim is not None
+        held[dim] = -(-held[dim] // group) * group
+    return group * math.prod(held) * tensor.dtype.itemsize
+
+
+def _together(
+    kind: str, source: Placements, target: Placements, axes: tuple[int, ...], shape: Shape, mesh: tuple[int, ...]
+) -> bool:
+    """Whether one collective over all of ``axes`` does it: the same change on each, and flat chunks equal to nested
+    ones."""
+    if kind in ("slice", "partial", "all_to_all") or len({(source[a], target[a]) for a in axes}) > 1:
+        return False
+    return kind == "all_reduce" or is_even(target if kind == "reduce_scatter" else source, shape, mesh)
+
+
+def make_hop(tensor: TensorType, source: Placements, target: Placements, mesh: tuple[int, ...]) -> Hop | None:
+    """The hop from ``source`` to ``target`` of a tensor of that (concrete) type, or None if that takes several."""
+    axes = tuple(a for a in range(len(mesh)) if source[a] != target[a])
+    kinds = {_kind(source[a], target[a]) for a in axes}
+    if len(kinds) != 1 or None in kinds:
+        return None
+    kind = str(kinds.pop())
+    shape: Shape = tuple(int(s) for s in tensor.shape)
+    if not (is_valid(source, shape, mesh) and is_valid(target, shape, mesh)):
+        return None
+    if not (_is_innermost(source, axes) and _is_innermost(target, axes)):
+        return None
+    if len(axes) > 1 and not _together(kind, source, target, axes, shape, mesh):
+        return None
+    if kind in ("slice", "partial"):
+        return Hop(kind, axes, source, target, None)
+    size = _bytes(tensor, kind, source, target, mesh)
+    return Hop(kind, axes, source, target, Collective(kind, axes, size))  # type: ignore[arg-type]
+
+
+def neighbours(
+    tensor: TensorType, source: Placements, options: tuple[tuple[Placement, ...], ...], mesh: tuple[int, ...]
+) -> Iterator[Hop]:
+    """Every hop from ``source`` to placements drawn from ``options[axis]``, over axes of more than one device."""
+    live = [a for a in range(len(mesh)) if mesh[a] > 1]
+    for count in range(1, len(live) + 1):
+        for axes in itertools.combinations(live, count):
+            for choice in dict.fromkeys(p for a in axes for p in options[a]):
+                target = tuple(choice if a in axes else p for a, p in enumerate(source))
+                hop = make_hop(tensor, source, target, mesh)
+                if hop is not None and hop.axes == axes:
+                    yield hop

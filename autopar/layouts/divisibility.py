@@ -1,0 +1,156 @@
+"""What a layout cannot divide, said before anything is solved: which dim of which module, and what would do instead."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import nn
+from torch.distributed.tensor import Partial, Shard
+
+from autopar.cost import family_of
+from autopar.errors import OptionsError
+from autopar.ir.graph import Graph
+from autopar.ir.module_paths import meant
+from autopar.ir.node import REST, Node, Value
+from autopar.ir.placements import Placement, is_shard
+from autopar.layout import Layout, degrees, matches, matches_whole
+from autopar.layouts.sections.experts import FORWARD, MATRICES
+from autopar.layouts.sections.shortened_model import Depth, inside
+from autopar.passes.rule_language.compose import op_call
+from autopar.passes.rule_language.registry import RULES
+from autopar.placement.axis_names import weight_values
+
+# Fields of a layout that name modules by globs.
+_NAMING = ("eager", "whole", "apart", "graphed", "holds", "recomputed")
+
+
+def check_modules(model: nn.Module, layout: Layout) -> None:
+    """Raises :class:`OptionsError` for a field that names modules which ``model`` does not have."""
+    paths = [path for path, _ in model.named_modules()]
+    for name in _NAMING:
+        for pattern in getattr(layout, name):
+            if not any(matches(path, (pattern,)) for path in paths):
+                raise OptionsError(f"Layout({name}=...): the model has no module {pattern!r}{meant(pattern, paths)}")
+
+
+def check_represented(modules: Sequence[str], depth: Depth, layout: Layout) -> None:
+    """Raises :class:`OptionsError` for a field that names, of the paths ``modules``, some in a layer that stands for
+    others but not those in all of these, or the other way around: they have one price."""
+    for name in _NAMING:
+        patterns = getattr(layout, name)
+        named = [path for path in modules if matches(path, patterns)]
+        for path, kinds in depth.kinds.items() if named else ():
+            parts = _parts(named, path)
+            for layer, kind in kinds.items():
+                own, other = (parts.get(one, set()) for one in (layer, kind))
+                if own != other:
+                    part = min(own ^ other)
+                    one, not_one = (layer, kind) if part in own else (kind, layer)
+                    count = list(kinds.values()).count(kind)
+                    raise OptionsError(
+                        f"Layout({name}={patterns!r}) names {inside(path, one + part)} and not "
+                        f"{inside(path, not_one + part)}, but one price stands for both, as for all "
+                        f"{count} layers equal to {inside(path, kind)}; name it in all of them, such as by "
+                        f"{inside(path, '*' + part)!r}, or in none"
+                    )
+
+
+def check_recomputed(graph: Graph, layout: Layout) -> None:
+    """Raises :class:`OptionsError` if a block of experts is to be computed again by itself."""
+    for node in graph.nodes:
+        if node.op == FORWARD and matches_whole(node.module, layout.recomputed):
+            raise OptionsError(
+                f"Layout(recomputed={layout.recomputed!r}) names {node.module or node.name}, whose experts are billed "
+                'apart, and would send their rows once more; name other modules, or take recompute="full"'
+            )
+
+
+def _parts(paths: Iterable[str], layers: str) -> dict[str, set[str]]:
+    """Of the elements of the list at ``layers``, by name, what follows the element's own path in those ``paths`` that
+    are of it or of its parts."""
+    below, found = inside(layers, ""), dict[str, set[str]]()
+    for path in paths:
+        if path.startswith(below):
+            name, dot, rest = path.removeprefix(below).partition(".")
+            found.setdefault(name, set()).add(dot + rest)
+    return found
+
+
+def check_division(graph: Graph, layout: Layout) -> None:
+    """Raises :class:`OptionsError` for a concrete step graph that ``layout`` cannot divide: among context ranks no
+    sequence, or one that does not come out even, among tensor ranks heads or experts that do not."""
+    for node in graph.placeholders("input"):
+        if layout.context > 1 and node.type.rank > 1:
+            _check_sequence(graph, node, layout)
+    counts = dict(_counted(graph, layout))
+    common = math.gcd(*counts.values())
+    for node, count in counts.items():
+        if count % layout.tensor:
+            what = "experts" if node.op == FORWARD else "heads"
+            works = degrees("tensor", common, layout.tensor)
+            whole = f", or whole=({node.module!r},), so that every tensor rank computes all of them"
+            raise OptionsError(
+                f"{layout}: {node.module or node.name} has {count} {what}, which do not divide among {layout.tensor} "
+                f"tensor ranks; {works}{whole if what == 'heads' else ''}"
+            )
+
+
+def _counted(graph: Graph, layout: Layout) -> Iterator[tuple[Node, int]]:
+    """What tensor ranks have several of each. Query heads of an attention, since no system that is laid out so gives
+    some ranks one more, for whom all wait; attention that is spelled out in products has no heads to be seen. Experts,
+    of which each tensor rank has its own."""
+    for node in graph.nodes:
+        if node.phase != "forward" or matches(node.module, layout.whole):
+            continue
+        if node.op == FORWARD:
+            yield node, int(graph.type_of(node.operands[MATRICES]).shape[0])
+        elif family_of(node.op).is_attention:
+            yield node, int(graph.type_of(node.operands[0]).shape[1])
+
+
+def _check_sequence(graph: Graph, node: Node, layout: Layout) -> None:
+    size = int(node.type.shape[1])
+    product = _summed_over(graph, Value(node.name), size) if size > 1 else None
+    if product is not None:
+        raise OptionsError(
+            f"{layout}: context ranks share a sequence, dim 1 of every input, and that of {node.target!r} {node.type} "
+            f"is none: {product.module or product.name} ({product.op}) sums over it; take context=1, and more "
+            "data or tensor ranks"
+        )
+    if size % layout.context:
+        raise OptionsError(
+            f"{layout}: the input {node.target!r} {node.type} has a sequence of {size} (dim 1), which does not "
+            f"divide among {layout.context} context ranks; {degrees('context', size, layout.context)}"
+        )
+
+
+def _summed_over(graph: Graph, value: Value, size: int) -> Node | None:
+    """A product with weights, convolution included, that sums over dim 1 of ``value``, or over what becomes of that dim
+    until then: of which devices with a piece each make parts of a sum and nothing else. Products of activations sum
+    over sequences too (a masked mean), weights over features."""
+    weights = weight_values(graph)
+    waiting: list[tuple[Value, Placement]] = [(value, Shard(1))]
+    seen = set(waiting)
+    while waiting:
+        here, place = waiting.pop()
+        for user, index in graph.users.get(here, ()):
+            made = _results(graph, user, index, place, size) if user.phase == "forward" else []
+            if made and family_of(user.op).matrix is not None:
+                if all(isinstance(one, Partial) for one in made) and weights & {v.node for v in user.operands}:
+                    return user
+                continue
+            further = [(Value(user.name), one) for one in made if is_shard(one)]
+            waiting += [one for one in further if one not in seen]
+            seen.update(further)
+    return None
+
+
+def _results(graph: Graph, node: Node, index: int, place: Placement, size: int) -> list[Placement]:
+    """How the first result of a node may lie on ``size`` devices if operand ``index`` lies as ``place``."""
+    if node.op == REST:
+        return [place]
+    if node.op not in RULES:
+        return []
+    strategies = RULES[node.op](op_call(graph, node, size))
+    return list(dict.fromkeys(s.outputs[0] for s in strategies if s.inputs[index] == place))

@@ -1,0 +1,147 @@
+"""A model ready to be priced under layouts: traced once, short, with what was placed and billed remembered."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+from torch import nn
+
+from autopar.api import Batch, split_batch
+from autopar.cluster.description import Cluster
+from autopar.errors import OptionsError
+from autopar.layout import Layout
+from autopar.layouts.sections.bill import bill_sections, with_experts
+from autopar.layouts.sections.experts import expert_counts
+from autopar.layouts.sections.placement import Placed, place
+from autopar.layouts.sections.section import Sections
+from autopar.layouts.sections.section_of_node import standing_for
+from autopar.layouts.sections.shortened_model import Depth, traced_short
+from autopar.layouts.sections.stand_in import read_by_others
+from autopar.options import Options
+from autopar.planner.prepare import Prepared, batch_size, prepare
+from autopar.planner.step_graphs import step_graph
+
+from .divisibility import check_division, check_modules, check_recomputed, check_represented
+from .precision import computed_in, dtype_of
+from .price import Priced, price_sections
+
+
+@dataclass(frozen=True, eq=False)
+class LayoutModel:
+    """See the module docstring; ``batch`` is the global batch that layouts divide, ``modules`` the paths of all."""
+
+    prepared: Prepared
+    depth: Depth
+    batch: int
+    modules: tuple[str, ...]
+    _sections: dict[object, Sections] = field(default_factory=dict)
+    _placed: dict[object, Placed] = field(default_factory=dict)
+
+    @staticmethod
+    def of(model: nn.Module, batch: Batch, loss_fn: Callable[..., torch.Tensor] | None = None) -> LayoutModel:
+        """``model`` traced with three layers of each kind at work if these tell of all. Raises :class:`TraceError`."""
+        args, kwargs = split_batch(batch)
+        prepared, depth = traced_short(
+            model, lambda: prepare(model, args, kwargs, device="cpu", loss_fn=loss_fn, training=True), _needed_whole
+        )
+        modules = tuple(path for path, _ in model.named_modules())
+        return LayoutModel(prepared, depth, batch_size(args, kwargs), modules)
+
+    def price(self, layout: Layout, cluster: Cluster, batch: int | None = None, limit: int | None = None) -> Priced:
+        """The price of ``layout`` on ``cluster`` for a global batch, and memory of ``limit`` bytes."""
+        batch = batch or self.batch
+        return price_sections(self.sections(layout, cluster, batch), layout, batch, cluster, limit)
+
+    @property
+    def experts(self) -> int:
+        """How many experts the blocks of the model have (of several numbers what divides all); 0: there are none."""
+        return math.gcd(*expert_counts(self.prepared.graph))
+
+    @property
+    def every_placed(self) -> tuple[Placed, ...]:
+        return tuple(self._placed.values())
+
+    def sections(self, layout: Layout, cluster: Cluster, batch: int | None = None) -> Sections:
+        """What one microbatch of a global batch costs under ``layout``."""
+        billed = (layout.eager, layout.precision, layout.graphed, layout.balanced, layout.holds, layout.recomputed)
+        key = (*self._key(layout, cluster), *billed)
+        if key not in self._sections:
+            check_represented(self.modules, self.depth, layout)
+            check_recomputed(self.prepared.graph, layout)
+            self._sections[key] = bill_sections(self.placed(layout, cluster), self.depth, layout)
+        # Products add nothing to the gradients of a single microbatch, as where operations of their own do it.
+        is_single = (batch or self.batch) <= layout.data * layout.microbatch
+        layout = replace(layout, adding=layout.adding or is_single)
+        divided = (*key, layout.expert, layout.capacity, layout.dispatch, layout.adding, layout.gradients)
+        if divided not in self._sections:
+            self._sections[divided] = with_experts(self._sections[key], layout, cluster)
+        return self._sections[divided]
+
+    @staticmethod
+    def _key(layout: Layout, cluster: Cluster) -> tuple[object, ...]:
+        """What placements depend on."""
+        said = (layout.tensor, layout.context, layout.microbatch, layout.sequence_parallel, layout.operands)
+        return *said, layout.apart, layout.whole, layout.hides_input_gradients, cluster
+
+    def placed(self, layout: Layout, cluster: Cluster) -> Placed:
+        key = self._key(layout, cluster)
+        if key not in self._placed:
+            graph = step_graph(self.prepared.graph, self.prepared.loss, layout.microbatch)
+            check_division(graph, layout)
+            self._placed[key] = place(graph, layout, cluster, standing_for(graph, self.depth))
+        return self._placed[key]
+
+
+def _needed_whole(prepared: Prepared, depth: Depth) -> list[str]:
+    """The lists of layers of which every layer must be traced."""
+    graph, loss = prepared.traced.graph, prepared.loss
+    return [path for path, kinds in depth.kinds.items() if read_by_others(graph, loss, path, kinds)]
+
+
+def price(
+    model: nn.Module,
+    batch: Batch,
+    cluster: str | Cluster,
+    *,
+    layout: Layout,
+    options: Options | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+) -> Priced:
+    """What a step of ``model`` on global batches like ``batch`` takes under a layout chosen by hand, and whether it
+    fits: the prices, placements and schedules are those that planning uses. A model in another dtype than the layout's
+    precision is priced as converted to it.
+
+    Args:
+        cluster: the hardware: a name, a file or a :class:`Cluster`.
+        options: ``memory_limit``, what tensors may take, and nothing else; default the device's memory less its
+            ``reserve_bytes`` and what fragmentation loses of it.
+        loss_fn: as for :func:`autopar.plan`.
+
+    Raises:
+        TraceError: the model cannot be captured.
+        OptionsError: layers, batch, sequence, heads or devices do not divide so, there is no such module, or options
+            ask for what the layout says.
+    """
+    if not isinstance(layout, Layout):
+        raise OptionsError(f"layout={layout!r}: give an autopar.Layout, such as Layout(tensor=2, data=4)")
+    hardware = Cluster.get(cluster)
+    check_modules(model, layout)
+    limit = _limit_of(options or Options())
+    converted, inputs = computed_in(model, batch, dtype_of(layout.precision))
+    return LayoutModel.of(converted, inputs, loss_fn).price(layout, hardware, limit=limit)
+
+
+def _limit_of(options: Options) -> int | None:
+    """The memory limit. Raises :class:`OptionsError` for options that would be passed over."""
+    usual, known = Options(), {one.name for one in fields(Layout)}
+    for name in (one.name for one in fields(Options)):
+        value = getattr(options, name)
+        if name != "memory_limit" and value != getattr(usual, name):
+            works = f"write layout=Layout({name}={value!r})" if name in known else "leave it out"
+            raise OptionsError(
+                f"price(options=Options({name}={value!r})): of options only memory_limit counts; {works}"
+            )
+    return options.memory_limit

@@ -1,0 +1,119 @@
+"""The price of a layout: seconds of a step and bytes of every rank, or a quick bound of both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.cluster.description import Cluster
+from autopar.ir.plan_record import Predicted
+from autopar.layout import Layout
+from autopar.layouts.sections.section import Sections
+from autopar.layouts.step.chunks import cut_into_chunks
+from autopar.layouts.step.memory import Held, held_by
+from autopar.layouts.step.pipeline_ranks import held_chunks
+from autopar.layouts.step.step import LayoutStep
+
+from .hardware import check_hardware, check_host, notes_on
+from .precision import DTYPES
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A layout and what it was priced at: ``predicted`` as of a plan, its bytes those of the fullest pipeline rank;
+    ``held`` the bytes of every rank; ``reserved`` those that libraries take and fragmentation loses; ``flops`` of
+    products of a step, nothing computed again among them; ``parts`` of the step in seconds of the rank that is
+    busiest; ``notes`` what the cluster's description left to be assumed."""
+
+    layout: Layout
+    batch: int
+    cluster: str
+    predicted: Predicted
+    held: tuple[Held, ...]
+    memory_limit: int
+    reserved: int
+    flops: float
+    parts: dict[str, float]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        return self.predicted.peak_bytes <= self.memory_limit
+
+    @property
+    def excess_bytes(self) -> int:
+        """By how much the fullest device is over the limit; negative: what is left free."""
+        return self.predicted.peak_bytes - self.memory_limit
+
+    @property
+    def flops_per_second(self) -> float:
+        """FLOP/s of the model per device."""
+        return self.flops / self.predicted.step_seconds / self.layout.devices
+
+
+def price_sections(
+    sections: Sections, layout: Layout, batch: int, cluster: Cluster, limit: int | None = None
+) -> Priced:
+    """The price of a layout whose sections are billed. Raises :class:`OptionsError` if layers, batch or devices do not
+    divide so."""
+    microbatches = layout.microbatches(batch)
+    check_hardware(layout, cluster)
+    chunks = cut_into_chunks(sections, layout)
+    step = LayoutStep(chunks, layout, microbatches, cluster)
+    seconds = step.seconds()
+    held = tuple(
+        held_by(rank, [chunks[c] for c in held_chunks(rank, layout)], layout, microbatches)
+        for rank in range(layout.pipeline)
+    )
+    check_host(held, layout, cluster)
+    fullest = max(held, key=lambda one: one.total + one.lost)
+    reserved = cluster.device.reserve_bytes + fullest.lost
+    flops = sum(section.flops for chunk in chunks for section in chunk) * microbatches * layout.data
+    compute, communicate = step.busiest()
+    peak = cluster.device.flops(DTYPES[layout.precision])
+    predicted = Predicted(
+        step_seconds=seconds,
+        compute_seconds=compute,
+        comm_seconds=communicate,
+        bubble_seconds=_beyond(compute + communicate, seconds),
+        peak_bytes=fullest.total,
+        weight_bytes=fullest.weights,
+        gradient_bytes=fullest.gradients,
+        optimizer_bytes=fullest.optimizer,
+        activation_bytes=fullest.activations,
+        temporary_bytes=fullest.working,
+        input_bytes=0,
+        mfu=flops / (seconds * layout.devices * peak),
+    )
+    limit = limit or cluster.device.memory_bytes - reserved
+    parts, notes = dict(step.parts()), notes_on(layout, cluster)
+    return Priced(layout, batch, cluster.name, predicted, held, limit, reserved, flops, parts, notes)
+
+
+@dataclass(frozen=True)
+class Quick:
+    """A layout's ``seconds`` at the least, and its ``peak`` bytes beside the ``limit`` of the device."""
+
+    layout: Layout
+    seconds: float
+    peak: int
+    limit: int
+
+
+def quick_price(sections: Sections, layout: Layout, batch: int, cluster: Cluster) -> Quick:
+    """A bound of the step without simulating it: the busiest rank, and filling and draining the pipeline. Raises
+    :class:`OptionsError` as :func:`price_sections` does."""
+    microbatches = layout.microbatches(batch)
+    check_hardware(layout, cluster)
+    chunks = cut_into_chunks(sections, layout)
+    ends = sorted({0, layout.pipeline // 2, layout.pipeline - 1})
+    held = [held_by(rank, [chunks[c] for c in held_chunks(rank, layout)], layout, microbatches) for rank in ends]
+    check_host(held, layout, cluster)
+    step = LayoutStep(chunks, layout, microbatches, cluster)
+    fullest = max(held, key=lambda one: one.total + one.lost)
+    allowed = cluster.device.memory_bytes - cluster.device.reserve_bytes - fullest.lost
+    return Quick(layout, step.bound(), fullest.total, allowed)
+
+
+def _beyond(busy: float, seconds: float) -> float:
+    """What of a step is neither, rounding left out."""
+    return seconds - busy if seconds > busy * (1 + 1e-9) else 0.0

@@ -1,0 +1,106 @@
+"""The best layout of a space (:mod:`.space`), and the rule of thumb it is compared with.
+
+A candidate is billed from sections that all candidates of the same tensor degree and microbatch share, so that each
+placement program is solved once; it is then ranked by a bound of its step (the busiest rank and the filling of the
+pipeline), and the best few are simulated. Planning time therefore grows neither with layers (equal ones are one) nor
+with devices (only with the ways to divide them).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from autopar.cluster.description import Cluster
+from autopar.errors import InfeasibleError
+from autopar.layout import Layout
+
+from .infeasible import nothing_divides, nothing_fits
+from .model import LayoutModel
+from .price import Priced, Quick
+from .space import MICROBATCHES, ONE, PLANNED, Space, divisors, expert_degrees
+from .trials import SIMULATED, LayoutSearch, node_size, quick_layout
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best layouts of ``considered``, of which ``fitting`` fit, best first; ``gap``: the largest that a placement
+    program among them was solved to."""
+
+    ranked: tuple[Priced, ...]
+    considered: int
+    fitting: int
+    gap: float
+    rule: Priced | None
+
+    @property
+    def best(self) -> Priced:
+        return self.ranked[0]
+
+
+def best_layout(
+    model: LayoutModel,
+    cluster: Cluster,
+    devices: int,
+    *,
+    batch: int,
+    limit: int | None = None,
+    like: Layout = ONE,
+    space: Space = PLANNED,
+) -> Found:
+    """The quickest layout that fits, and the rule of thumb to compare it with (:func:`rule_of_thumb`).
+
+    Fields that are not searched (precision, overlap, offload) are taken from ``like``. Where the largest microbatches
+    are the quickest, larger ones are tried too, as long as they are quicker still.
+
+    Raises:
+        InfeasibleError: none fits; says what would, in bytes.
+    """
+    search = LayoutSearch(model, cluster, batch, limit, like, space)
+    tried = search.tried(devices)
+    if not tried:
+        raise InfeasibleError(nothing_divides(search, devices))
+    priced = search.quickest(tried)
+    if not priced:
+        raise InfeasibleError(nothing_fits(search, devices, tried))
+    while larger := _larger_microbatches(search, devices, priced[0].layout):
+        found = search.quickest(larger)
+        tried += larger
+        if not found or found[0].predicted.step_seconds >= priced[0].predicted.step_seconds:
+            break
+        priced = sorted([*priced, *found], key=lambda one: one.predicted.step_seconds)[:SIMULATED]
+    gap = max(placed.gap for placed in model.every_placed)
+    rule = rule_of_thumb(model, cluster, devices, batch=batch, limit=limit, like=like)
+    return Found(tuple(priced), len(tried), search.fitting(tried), gap, rule)
+
+
+def _larger_microbatches(search: LayoutSearch, devices: int, best: Layout) -> list[Quick]:
+    """Layouts like the best with microbatches twice as large, if its are the largest that were tried."""
+    if search.space.microbatch or search.space.microbatches or best.microbatch < MICROBATCHES[-1]:
+        return []
+    space = replace(search.space, tensor=(best.tensor,), pipeline=(best.pipeline,), expert=(best.expert,))
+    return search.tried(devices, replace(space, microbatch=(2 * best.microbatch,)))
+
+
+def rule_of_thumb(
+    model: LayoutModel, cluster: Cluster, devices: int, *, batch: int, limit: int | None = None, like: Layout = ONE
+) -> Priced | None:
+    """As many tensor ranks as a node has devices, the fewest pipeline stages that fit, and data ranks for the rest.
+    Layers are computed again, microbatches have one sample, and experts are divided among as many data ranks as
+    possible. None if no number of stages fits."""
+    layers, tensor = len(model.depth.standing), node_size(cluster, devices)
+    for pipeline in (p for p in divisors(devices // tensor) if p <= max(1, layers)):
+        data = devices // (tensor * pipeline)
+        layout = replace(
+            like,
+            tensor=tensor,
+            pipeline=pipeline,
+            data=data,
+            expert=expert_degrees(model.experts, tensor, data)[-1],
+            recompute="full",
+            sequence_parallel=tensor > 1,
+            zero=1 if data > 1 else 0,
+        )
+        for quick in quick_layout(model, layout, cluster, batch):
+            if quick.peak <= (limit or quick.limit):
+                return model.price(layout, cluster, batch, limit)
+    return None

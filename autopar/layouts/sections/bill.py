@@ -1,0 +1,221 @@
+"""What one microbatch costs on one device, section by section of the model.
+
+Sections are what comes before the layers, every kept layer (:mod:`.shortened_model`) and what comes after them. Each
+is billed from the placed graph: kernels by the roofline of their local shapes, collectives at their links, the bytes
+that forward keeps, and what it takes to compute again what recomputation did not keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import cycle
+
+from torch.distributed.tensor import Partial
+
+from autopar.cluster.description import Cluster
+from autopar.cost import family_of
+from autopar.ir.assignment import Use, uses
+from autopar.ir.node import Node, TensorType, Value
+from autopar.ir.placements import Placements
+from autopar.layout import Layout, matches
+from autopar.placement.prices import local_type
+
+from .experts import BACKWARD, are_cast, bill_block, check_degree, expert_weights, find_blocks
+from .exposed_communication import beside, waited
+from .fusion import Kernel, Kernels, find_kernels, readers
+from .kernel_seconds import KernelPrices, graphed, local_size
+from .placement import Placed
+from .saved_activations import Saved
+from .section import Seconds, Section, Sections, Weight
+from .section_of_node import AFTER, BEFORE, homes_of, using
+from .shortened_model import Depth
+from .transient_memory import Transients
+
+
+def with_experts(sections: Sections, layout: Layout, cluster: Cluster) -> Sections:
+    """The sections with their blocks of experts, divided as ``layout`` says. Raises :class:`OptionsError` if experts do
+    not come out even."""
+    check_degree([block for section in sections.every for block in section.blocks], layout)
+    before, *layers, after = (
+        _with_experts(section, layout, cluster) for section in (sections.before, *sections.layers, sections.after)
+    )
+    return Sections(before, tuple(layers), after, sections.standing)
+
+
+def _with_experts(section: Section, layout: Layout, cluster: Cluster) -> Section:
+    if not section.blocks:
+        return section
+    bills = [bill_block(block, layout, cluster) for block in section.blocks]
+    forward, backward = Seconds(), Seconds()
+    for block, bill in zip(section.blocks, bills, strict=True):
+        each = 0.0 if graphed(block.module, layout) else cluster.device.host_seconds
+        forward += Seconds(bill.forward, 0.0, max(0.0, bill.starts[0] * each - bill.forward))
+        backward += Seconds(bill.backward, 0.0, max(0.0, bill.starts[1] * each - bill.backward))
+    weights = (
+        replace(w, elements=w.elements // layout.expert, experts=layout.expert) if w.experts else w
+        for w in section.weights
+    )
+    return replace(
+        section,
+        forward=section.forward + forward,
+        backward=section.backward + backward,
+        saved=section.saved + sum(bill.saved for bill in bills),
+        working=section.working + max(bill.working for bill in bills),
+        weights=tuple(weights),
+        exchanged=tuple(bill.exchanged for bill in bills if bill.exchanged),
+    )
+
+
+def bill_sections(placed: Placed, depth: Depth, layout: Layout) -> Sections:
+    """The sections of a placed graph of one microbatch, blocks of experts set apart."""
+    paths, standing = depth.paths, depth.standing
+    biller = _Biller(placed, homes_of(placed.graph, paths), layout)
+    layers = tuple(biller.section(path) for path in paths)
+    return Sections(biller.section(BEFORE), layers, biller.section(AFTER), standing)
+
+
+class _Biller:
+    """Holds what all sections share while they are billed."""
+
+    def __init__(self, placed: Placed, homes: Mapping[str, str], layout: Layout) -> None:
+        self.placed, self.homes, self.layout = placed, homes, layout
+        self.graph, self.prices, self.assignment = placed.graph, placed.prices, placed.assignment
+        reshards = list(uses(self.graph, self.assignment))
+        self.kernels = self._find_kernels(reshards)
+        self.using = using(self.graph, homes)
+        self.moves = [use for use in reshards if use.source != use.target]
+        self.blocks = find_blocks(self.graph, self.assignment, self.prices.mesh)
+        self.expert_weights = expert_weights(self.graph)
+        self.priced = KernelPrices(placed, homes, layout, self.kernels)
+        moved = {(use.value, use.consumer) for use in self.moves}
+        self.saved = Saved(placed, homes, layout, self.priced, moved)
+        read = self.saved.read
+        self.transients = Transients(self.graph, self.assignment, self.priced.local, read, self.kernels.kernels)
+
+    def _find_kernels(self, reshards: Sequence[Use]) -> Kernels:
+        placed = {(use.value, use.consumer): use.source != use.target for use in reshards}
+        eager = self.layout.eager
+
+        def moves(producer: Node, consumer: Node) -> bool:
+            if self.homes[producer.name] != self.homes[consumer.name]:
+                return True
+            return any(placed.get((v, consumer.name), False) for v in consumer.operands if v.node == producer.name)
+
+        def runs_alone(node: Node) -> bool:
+            return matches(node.module, eager)
+
+        return find_kernels(self.graph, moves, runs_alone, partial(local_size, self.placed))
+
+    def section(self, name: str) -> Section:
+        """The bill of one section. Of its collectives, half of forward's seconds are taken to be reductions, which
+        recomputation keeps, and half gathers, which it repeats."""
+        kernels = [kernel for kernel in self.kernels.kernels if self.homes[kernel.nodes[0].name] == name]
+        ahead = [kernel for kernel in kernels if kernel.phase == "forward"]
+        back = [kernel for kernel in kernels if kernel.phase == "backward"]
+        forward, kept = self._seconds(name, "forward", ahead), list(self._kept(ahead))
+        saved = [value for value in self.kernels.saved if self.homes[value.node] == name]
+        return Section(
+            forward,
+            self._seconds(name, "backward", back),
+            Seconds(self._computing(kernel for kernel in ahead if self._is_inside(kernel))),
+            entry=self.saved.entry(name),
+            working=self.transients.working(ahead, back, saved),
+            flops=self.flops(name),
+            weights=self.weights(name),
+            is_layer=name not in (BEFORE, AFTER),
+            blocks=tuple(block for node, block in self.blocks.items() if self.homes[node] == name),
+            kept=Seconds(self._computing(kept), forward.communicate / 2),
+            saved_kept=sum(map(self._written, kept)),
+            again=self._repeating(name, ahead),
+            **self.saved.of(name),
+        )
+
+    def _seconds(self, name: str, phase: str, kernels: Sequence[Kernel]) -> Seconds:
+        """Of a phase: its kernels, the collectives it waits for, and the host where starting takes longer than both."""
+        moves = (use for use in self.moves if use.role == "operand" and self.homes[use.consumer] == name)
+        found = Seconds(self._computing(kernels), sum((self.exposed(use) for use in moves if use.phase == phase), 0.0))
+        started = sum(map(self.priced.host_seconds, kernels), 0.0)
+        return replace(found, host=max(0.0, started - found.total))
+
+    def _computing(self, kernels: Iterable[Kernel]) -> float:
+        return sum(map(self.priced.seconds, kernels), 0.0)
+
+    def _written(self, kernel: Kernel) -> int:
+        """Bytes that a kernel writes."""
+        return sum(map(self.priced.local, kernel.writes))
+
+    def _is_inside(self, kernel: Kernel) -> bool:
+        return any(node.name in self.saved.inside for node in kernel.nodes)
+
+    def _kept(self, forward: Iterable[Kernel]) -> Iterator[Kernel]:
+        """What ``recompute="operations"`` does not run again: attention, and every other product with weights."""
+        is_kept = cycle((True, False))
+        for kernel in forward:
+            if self.priced.is_attention(kernel) or (self.priced.is_product(kernel) and next(is_kept)):
+                yield kernel
+
+    def _repeating(self, name: str, forward: Sequence[Kernel]) -> Seconds:
+        """What backward takes once more of the modules that the layout has computed again."""
+        kernels = (kernel for kernel in forward if any(node.name in self.saved.again.nodes for node in kernel.nodes))
+        moves = (use for use in self.moves if use.role == "operand" and use.phase == "forward")
+        repeated = (use for use in moves if use.consumer in self.saved.again.nodes and self.homes[use.consumer] == name)
+        return Seconds(self._computing(kernels), sum(map(self.exposed, repeated), 0.0))
+
+    def exposed(self, use: Use) -> float:
+        """Seconds of a reshard for which devices wait. Where collectives travel in pieces (``"tensor"``), all of them
+        do, under the products next to them."""
+        seconds = self.prices.table(use.kind).cost(use.source, use.target)
+        if use.phase == "forward" or not self.layout.hides_input_gradients:
+            return seconds
+        products = beside(self.graph, use.value, use.source, use.target, self._takers(use))
+        return waited(sum(self.priced.seconds(self.kernels.of[product.name]) for product in products), seconds)
+
+    def _takers(self, use: Use) -> Iterator[Node]:
+        """The operations that take a value so, in the same phase."""
+        for user, operand in self.graph.users.get(use.value, ()):
+            same = user.phase == use.phase and self.homes[user.name] == self.homes[use.consumer]
+            if same and self.assignment.strategies[user.name].inputs[operand] == use.target:
+                yield user
+
+    def flops(self, name: str) -> float:
+        """Of the matrix products of a section, on whole tensors."""
+        found = 0.0
+        for node in self.graph.nodes:
+            family = family_of(node.op)
+            if family.matrix is not None and self.homes[node.name] == name:
+                inputs = tuple(map(self.graph.type_of, node.operands))
+                # The operation computes a third of its backward products again, which training libraries do not.
+                share = 2 / 3 if node.op == BACKWARD else 1.0
+                found += share * float(family.flops(node, inputs, node.types))
+        return found
+
+    def weights(self, name: str) -> tuple[Weight, ...]:
+        return tuple(
+            replace(self._weight(node), again=self._taken_again(node, name))
+            for node in self.graph.placeholders("param")
+            if name in self.using[node.name]
+        )
+
+    def _taken_again(self, node: Node, name: str) -> frozenset[str]:
+        """The ways of recomputation in which what a section computes again takes a parameter."""
+        users = {user.name for user in readers(self.graph, Value(node.name)) if user.phase == "forward"}
+        here = {user for user in users if self.homes[user] == name}
+        return frozenset(way for way, nodes in self.saved.repeated.items() if here & nodes)
+
+    def _weight(self, node: Node) -> Weight:
+        place = self.assignment.parameters[node.name].weight
+        kind: TensorType = local_type(node.type, place, self.prices.mesh)
+        trained = node.target in self.graph.gradients
+        raw: Placements = self.assignment.placements_of(self.graph.gradients[node.target]) if trained else ()
+        partial = tuple(axis for axis, one in enumerate(raw) if isinstance(one, Partial))
+        is_expert = node.name in self.expert_weights
+        about = partial, int(is_expert), trained, self._is_cast(node, kind), len(self.using[node.name]) > 1
+        return Weight(node.target, int(kind.numel), node.type.dtype.itemsize, *about)
+
+    def _is_cast(self, node: Node, local: TensorType) -> bool:
+        """Whether products take a parameter in fp8: of what has an entry of every expert the matrices."""
+        if node.name not in self.expert_weights:
+            return node.name in self.priced.cast_weights
+        return self.layout.precision == "fp8" and local.rank == 3 and are_cast(*map(int, local.shape[1:]))

@@ -1,0 +1,177 @@
+"""Blocks of experts under a layout: what a microbatch's rows cost on one device, and what they exchange.
+
+Tokens choose experts, and a row is one choice of a token. Among the ``expert`` ranks of a layout each has as many of
+the experts and the tokens of its own microbatch; every row travels to a rank that has its expert and back, by an
+all-to-all before the experts and one behind them, and so do their gradients. Experts are taken to be chosen equally
+often; with ``capacity`` c every expert has slots for c times its equal share, and all slots are sent and computed,
+filled or not. On tensor ranks experts are divided as well, and each rank takes the rows for its own.
+
+Products of an expert are those of a training library: forward keeps the rows that came and what the activation takes,
+and backward computes no product again. A block's FLOPs are 2 products forward and 4 backward for each row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autopar.cluster.description import Cluster
+from autopar.cost import compute_seconds, family_of
+from autopar.errors import OptionsError
+from autopar.ir.assignment import Assignment
+from autopar.ir.graph import Graph
+from autopar.ir.node import Node, Value
+from autopar.layout import Layout, degrees
+from autopar.placement.prices import local_type
+
+from .expert_all_to_all import Block, sent_rows
+from .fusion import origin
+
+FORWARD, BACKWARD = "autopar.experts.default", "autopar.experts_backward.default"
+OPERATIONS = frozenset((FORWARD, BACKWARD))
+# Operands of the forward operation: tokens, then choices and their weights, then what has an entry of every expert.
+CHOICES, MATRICES = 1, 3
+# What products in fp8 are of, and what their dims are multiples of.
+FP8, FP8_MULTIPLE = torch.float8_e4m3fn, 16
+# Operations that rows take besides products: counted, gathered, exchanged, activated, put back.
+ARRANGING = 8
+
+
+@dataclass(frozen=True)
+class Bill:
+    """Seconds of computing in each phase, the bytes of rows that one device hands to an exchange, bytes kept for
+    backward, the largest result, gradients of matrices among them, and how many operations the host starts in each
+    phase: some for every expert."""
+
+    forward: float
+    backward: float
+    exchanged: float
+    saved: int
+    working: int
+    starts: tuple[int, int] = (0, 0)
+
+
+def find_blocks(graph: Graph, assignment: Assignment, mesh: tuple[int, ...]) -> Mapping[str, Block]:
+    """The blocks of a placed graph by the names of their forward nodes."""
+    return {node.name: _block(graph, node, assignment, mesh) for node in graph.nodes if node.op == FORWARD}
+
+
+def _block(graph: Graph, node: Node, assignment: Assignment, mesh: tuple[int, ...]) -> Block:
+    taken = zip(map(graph.type_of, node.operands), assignment.strategies[node.name].inputs, strict=True)
+    tokens, choices, _, up, down = [local_type(kind, place, mesh) for kind, place in taken][:5]
+    held, count = int(up.shape[0]), int(graph.type_of(node.operands[MATRICES]).shape[0])
+    rows = math.prod(map(int, choices.shape)) * held / count
+    width = int(tokens.shape[-1])
+    sent, each = int(tokens.shape[0]), int(choices.shape[-1])
+    matrices = int(up.shape[1]), int(down.shape[2]), tokens.dtype.itemsize
+    return Block(rows, held, count, width, *matrices, sent, each, node.module)
+
+
+def expert_counts(graph: Graph) -> list[int]:
+    """How many experts each block has."""
+    return [int(graph.type_of(node.operands[MATRICES]).shape[0]) for node in graph.nodes if node.op == FORWARD]
+
+
+def expert_weights(graph: Graph) -> frozenset[str]:
+    """Parameters that have an entry of every expert, by node name."""
+    found = set()
+    for node in graph.nodes:
+        if node.op == FORWARD:
+            found |= {_source(graph, value) for value in node.operands[MATRICES:]}
+    return frozenset(found)
+
+
+def routers(graph: Graph) -> frozenset[str]:
+    """Parameters by whose products experts are chosen, by node name: nobody divides these."""
+    found: set[str] = set()
+    seen: set[str] = set()
+    open_now = [value.node for node in graph.nodes if node.op == FORWARD for value in node.operands[CHOICES:MATRICES]]
+    while open_now:
+        node = graph[open_now.pop()]
+        if node.name in seen or node.is_placeholder:
+            continue
+        seen.add(node.name)
+        if family_of(node.op).matrix is None:
+            open_now += [value.node for value in node.operands]
+        else:
+            found |= {_source(graph, value) for value in node.operands}
+    return frozenset(name for name in found if graph[name].op == "param")
+
+
+def _source(graph: Graph, value: Value) -> str:
+    """What a view or cast is of."""
+    node = graph[origin(graph, value).node]
+    while not node.is_placeholder and len(node.operands) == 1:
+        node = graph[origin(graph, node.operands[0]).node]
+    return node.name
+
+
+def check_degree(blocks: Sequence[Block], layout: Layout) -> None:
+    """Raises :class:`OptionsError` if experts do not come out even."""
+    if layout.expert > 1 and not blocks:
+        raise OptionsError(
+            f"Layout(expert={layout.expert}): the model has no block of experts in one operation (mixtures of experts "
+            "of transformers, or autopar.ops.experts.experts); take expert=1"
+        )
+    for block in blocks:
+        if block.held % layout.expert:
+            shared = f" / {layout.tensor} tensor ranks" if layout.tensor > 1 else ""
+            ranks, common = layout.data * layout.context, math.gcd(*(one.held for one in blocks))
+            works, here = (degrees("expert", n, layout.expert) for n in (common, math.gcd(common, ranks)))
+            raise OptionsError(
+                f"Layout(expert={layout.expert}): {block.module or 'a block'} has {block.count} experts{shared}, which "
+                f"do not divide among {layout.expert} ranks; {works}"
+                + (f", of {ranks} data x context ranks {here}" if works != here else "")
+            )
+
+
+def are_cast(*dims: int) -> bool:
+    """Whether libraries multiply matrices of these dims in fp8."""
+    return not any(dim % FP8_MULTIPLE for dim in dims)
+
+
+def bill_block(block: Block, layout: Layout, cluster: Cluster) -> Bill:
+    """What a block costs on a device of ``layout``. Products add the gradients of weights to those of microbatches
+    before, which are read and written, unless ``layout.adding``: then they write their own."""
+    held = block.held // layout.expert
+    rows = block.rows * layout.capacity
+    each = max(1.0, rows / held)
+    is_fp8 = layout.precision == "fp8" and are_cast(block.width, block.up, block.down)
+    dtype = FP8 if is_fp8 else torch.float16 if layout.precision == "fp16" else _DTYPES[block.itemsize]
+    taken = dtype.itemsize
+    added = block.itemsize if layout.adding else 2 * layout.gradient_itemsize(block.itemsize)
+
+    def product(m: float, n: float, k: float, made: int = block.itemsize) -> float:
+        moved = held * (made * m * n + taken * (n * k + m * k))
+        return compute_seconds(cluster, 2.0 * held * m * n * k, moved, dtype, (m, n, k))
+
+    def passes(width: float) -> float:
+        """Seconds of a kernel that reads or writes ``width`` elements of every row."""
+        return compute_seconds(cluster, 0.0, rows * width * block.itemsize, torch.float32)
+
+    def casts(width: float) -> float:
+        """Seconds of casting ``width`` elements of every row, for products with rows and with columns of them."""
+        return passes(width * (1 + 2 * taken / block.itemsize)) if is_fp8 else 0.0
+
+    wide, up, down = block.width, block.up, block.down
+    # Rows are gathered into the order of their experts, and what comes back is weighed and added up for each token.
+    forward = product(each, up, wide) + product(each, wide, down) + passes(up + down) + 2 * passes(2 * wide)
+    backward = (
+        *(product(each, wide, up), product(up, wide, each, added)),
+        *(product(each, down, wide), product(wide, down, each, added)),
+        *(passes(2 * up + down), 2 * passes(2 * wide), casts(wide), casts(up)),
+    )
+    exchanged = sent_rows(block, layout) * wide * block.itemsize if layout.expert > 1 else 0.0
+    # Only products take the rows again, in fp8 as they were cast.
+    saved = int(rows * (wide * taken + up * block.itemsize))
+    # In backward: what is activated once more and its gradient, that of what the activation takes, rows and theirs.
+    at_work = rows * (2 * down + up + 2 * wide)
+    starts = (2 + 2 * is_fp8) * held + ARRANGING, (4 + 2 * is_fp8) * held + ARRANGING
+    working = int(at_work * block.itemsize)
+    return Bill(forward + casts(wide) + casts(down), sum(backward), exchanged, saved, working, starts)
+
+
+_DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}

@@ -1,0 +1,200 @@
+"""What a layout waits for of the collectives of its tensor and context ranks, in its bill and in its placement program.
+
+With ``"input_gradient"`` in ``overlap`` a collective of backward travels beside a product (Korthikanti et al. 2022,
+section 4.2.2): while the gradient of an input is summed over tensor ranks that of the weight is computed, a product of
+as many FLOPs; while what forward kept in shards is gathered again the input's gradient is. What is waited for is
+known of each placement by itself, so that the program has it as prices:
+
+    waited(seconds, computing) = max(computing + TAKEN min(computing, seconds), seconds) - computing
+
+The bill knows under which placements products compute, and which of them take what is gathered. The program takes the
+placements quickest for a product that fit the ends of the collective, and all products that may take what is gathered;
+what they took of a first answer, and prices with which the answer is found again if it was much mistaken, are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+from torch.distributed.tensor import Partial
+
+from autopar.cost import family_of
+from autopar.ir.graph import Graph
+from autopar.ir.node import VIEWS, Node, Value
+from autopar.ir.placements import REPLICATE, Placements, Strategy, is_shard
+from autopar.layout import TENSOR, Layout
+from autopar.placement.axis_names import weight_values
+from autopar.placement.choices import OUTPUTS, Choice, operand_place, result_place
+from autopar.placement.edges import Route
+from autopar.placement.formulation import Instance
+from autopar.solver.problem import Floats, Ints, Transfer
+
+from .experts import OPERATIONS
+from .fusion import is_heavy, origin
+
+# Share of a device's processors that collectives take while they travel (HybridEP: 32 of 148).
+TAKEN = 0.2
+
+
+def at_once(computing: float, travelling: float) -> float:
+    """Seconds of both at once: what travels takes processors from what computes."""
+    return max(computing + TAKEN * min(computing, travelling), travelling)
+
+
+def waited(computing: float, travelling: float) -> float:
+    """Seconds that what travels adds to the computing beside it."""
+    return at_once(computing, travelling) - computing
+
+
+def beside(graph: Graph, value: Value, source: Placements, target: Placements, takers: Iterable[Node]) -> list[Node]:
+    """The products that compute while ``value`` is resharded in backward, if any. ``takers``: all operations that
+    take it as ``target``; where they are products (the weights' gradients of query, key and value) as many of the
+    input's gradient are."""
+    if source[TENSOR] == target[TENSOR]:
+        return []
+    if isinstance(source[TENSOR], Partial):
+        return list(_products(graph, value))
+    made = graph[origin(graph, value).node]
+    kept = made.phase == "forward" and not made.is_placeholder
+    return list(filter(is_heavy, takers)) if kept else []
+
+
+def _products(graph: Graph, value: Value) -> Iterator[Node]:
+    """Products whose sum a value is."""
+    node = graph[value.node]
+    if node.op in VIEWS or node.op.startswith("aten.add."):
+        for operand in node.operands:
+            yield from _products(graph, operand)
+    elif family_of(node.op).matrix is not None:
+        yield node
+
+
+def as_billed(instance: Instance, layout: Layout, chosen: Ints | None = None) -> Instance:
+    """The instance with the prices of the bill of ``layout``: collectives of backward at what is waited for; sums of
+    the gradients of weights free, which are taken once a step with those over data ranks; and none on weights, which
+    a layout divides once and for all. ``chosen``: an assignment that says what takes values how."""
+    weights, transfers = weight_values(instance.graph), list(instance.problem.transfers)
+    for index, route in enumerate(instance.routes):
+        transfer = transfers[index]
+        if route.role == "gradient":
+            cost = _reweighed(instance, route, transfer, _summed_once)
+        elif route.producer in weights:
+            cost = _reweighed(instance, route, transfer, _at_home)
+        elif route.role == "backward" and layout.hides_input_gradients:
+            cost = _exposed(instance, route, transfer, chosen)
+        else:
+            continue
+        transfers[index] = replace(transfer, cost=cost)
+    # What windows hide of weights and their gradients is no part of a microbatch.
+    return replace(instance, problem=replace(instance.problem, transfers=tuple(transfers), windows=()))
+
+
+def scattering(instance: Instance) -> Instance:
+    """The instance in which sums of products are scattered and never made whole: with sequence parallelism all that
+    lies between products is in shards, though an all-reduce that hides may be waited for less than the gather after a
+    scatter."""
+    transfers = list(instance.problem.transfers)
+    for index, route in enumerate(instance.routes):
+        if route.role != "gradient" and any(_products(instance.graph, Value(route.producer, route.result))):
+            transfers[index] = replace(transfers[index], cost=_reweighed(instance, route, transfers[index], _scattered))
+    return replace(instance, problem=replace(instance.problem, transfers=tuple(transfers)))
+
+
+Reweigh = Callable[[Placements, Placements, float], float]
+
+
+def _reweighed(instance: Instance, route: Route, transfer: Transfer, reweigh: Reweigh) -> Floats:
+    rows, columns = _ends(instance, route, transfer)
+    cost = transfer.cost.copy()
+    for (p, source), (q, target) in product(enumerate(rows), enumerate(columns)):
+        if source is not None and target is not None and np.isfinite(cost[p, q]):
+            cost[p, q] = reweigh(source, target, float(cost[p, q]))
+    return cost
+
+
+def _ends(instance: Instance, route: Route, transfer: Transfer) -> tuple[list[Placements | None], ...]:
+    """The placements of the rows and of the columns of a transfer."""
+    rows: list[Placements | None] = [None] * transfer.cost.shape[0]
+    columns: list[Placements | None] = [None] * transfer.cost.shape[1]
+    for choice, row in zip(instance.choices[transfer.producer], transfer.source, strict=True):
+        rows[int(row)] = result_place(choice, route.result)
+    for (_, operand), group, target in zip(route.consumers, transfer.consumers, transfer.targets, strict=True):
+        for choice, column in zip(instance.choices[group], target, strict=True):
+            columns[int(column)] = operand_place(choice, operand)
+    return rows, columns
+
+
+def _at_home(source: Placements, target: Placements, seconds: float) -> float:
+    """Weights are cut where they are whole, and nothing else."""
+    here = all(start in (end, REPLICATE) for start, end in zip(source, target, strict=True))
+    return seconds if here else float("inf")
+
+
+def _scattered(source: Placements, target: Placements, seconds: float) -> float:
+    return float("inf") if isinstance(source[TENSOR], Partial) and target[TENSOR] == REPLICATE else seconds
+
+
+def _summed_once(source: Placements, target: Placements, seconds: float) -> float:
+    """Gradients of what is whole on tensor ranks are summed once a step; those of shards are made where they rest."""
+    start, end = source[TENSOR], target[TENSOR]
+    if start == end or (isinstance(start, Partial) and end == REPLICATE):
+        return 0.0
+    return float("inf") if is_shard(end) and start != REPLICATE else seconds
+
+
+def _exposed(instance: Instance, route: Route, transfer: Transfer, chosen: Ints | None) -> Floats:
+    """What is waited for of a value's reshards in backward."""
+    graph, value = instance.graph, Value(route.producer, route.result)
+    rows, columns = _ends(instance, route, transfer)
+    seconds = instance.prices.table(graph.type_of(value)).cost
+    cost = transfer.cost.copy()
+    for (p, source), (q, target) in product(enumerate(rows), enumerate(columns)):
+        if source is None or target is None or source == target or not np.isfinite(cost[p, q]):
+            continue
+        nodes = beside(graph, value, source, target, _takers(instance, route, target, chosen))
+        computing = sum(_quickest(instance, node, _fits(node, value, source, target)) for node in nodes)
+        full = seconds(source, target)
+        cost[p, q] *= waited(computing, full) / full if full else 1.0
+    return cost
+
+
+def _takers(instance: Instance, route: Route, target: Placements, chosen: Ints | None) -> list[Node]:
+    """The operations that take the value so, or if none does all that may."""
+
+    def taking(choices_of: Callable[[str], Iterable[Choice]]) -> list[Node]:
+        return [
+            instance.graph[name]
+            for name, operand in route.consumers
+            if name != OUTPUTS and any(operand_place(choice, operand) == target for choice in choices_of(name))
+        ]
+
+    def choice_of(name: str) -> list[Choice]:
+        group = instance.group_of(name)
+        return [] if chosen is None else [instance.choices[group][int(chosen[group])]]
+
+    return taking(choice_of) or taking(lambda name: _offered(instance, name))
+
+
+def _offered(instance: Instance, name: str) -> Iterator[Choice]:
+    """The choices of an operation that are not forbidden."""
+    group = instance.group_of(name)
+    cost = instance.problem.groups[group].cost
+    return (choice for choice, seconds in zip(instance.choices[group], cost, strict=True) if np.isfinite(seconds))
+
+
+def _fits(node: Node, value: Value, source: Placements, target: Placements) -> Callable[[Strategy], bool]:
+    """Whether a strategy of the product has the ends of the reshard: it takes the value, or made a part of the sum."""
+    if value in node.operands:
+        return lambda strategy: strategy.inputs[node.operands.index(value)] == target
+    return lambda strategy: strategy.outputs[0][TENSOR] == source[TENSOR]
+
+
+def _quickest(instance: Instance, node: Node, fits: Callable[[Strategy], bool]) -> float:
+    if node.op in OPERATIONS:
+        return 0.0
+    kinds = tuple(map(instance.graph.type_of, node.operands))
+    offered = (choice for choice in _offered(instance, node.name) if isinstance(choice, Strategy) and fits(choice))
+    return min((instance.prices.node(node, kinds, choice) for choice in offered), default=0.0)

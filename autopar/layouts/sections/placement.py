@@ -1,0 +1,234 @@
+"""Where a layout puts every tensor: the placement program, restricted to what the layout says.
+
+One data rank's share of a step is placed on the mesh (context, tensor): on the context axis inputs lie in shards of
+their dim 1, the sequence, and weights whole; on the tensor axis inputs lie whole, every matrix of weights is divided
+and no weight is gathered. Which matrix is divided by rows and which by columns follows from solving: it is what
+communicates least. Without sequence parallelism no activation may be divided along the sequence on the tensor axis;
+which dim of each tensor that is is found by placing the sequence alone. With it, what products take is kept in shards
+and gathered again in backward, or kept whole, as the layout says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch.distributed.tensor import Partial, Shard
+
+from autopar.cluster.description import Cluster
+from autopar.cost import family_of
+from autopar.errors import OptionsError
+from autopar.ir.assignment import Assignment, ParameterPlacement
+from autopar.ir.graph import Graph
+from autopar.ir.node import REST, Node, TensorType, Value
+from autopar.ir.placements import REPLICATE, Placement, Strategy, is_shard
+from autopar.ir.reshard import Hop
+from autopar.layout import CONTEXT, TENSOR, Layout, matches
+from autopar.passes.annotate.annotate import annotate
+from autopar.passes.annotate.fold import fold_layers
+from autopar.placement.choices import Choice
+from autopar.placement.constraints import Allowed, with_choices
+from autopar.placement.formulation import Instance, build_instance
+from autopar.placement.prices import Prices, exchanged_bytes, placement_options
+from autopar.solver.problem import Solution, evaluate
+from autopar.solver.solve import solve
+
+from .experts import routers
+from .exposed_communication import as_billed, scattering
+from .fusion import readers
+
+# Seconds of counted work, so that what a layout costs does not hang on how busy the machine is.
+SECONDS = 60.0
+GAP = 0.005
+# How often placements are found, at prices that those found before tell.
+ROUNDS = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A step graph at one microbatch, and how it lies on the mesh (context, tensor); ``gap`` is how far from the proven
+    bound of its placement program it was left, at the prices which that knew when it was asked."""
+
+    graph: Graph
+    assignment: Assignment
+    prices: Prices
+    gap: float = 0.0
+
+
+def place(graph: Graph, layout: Layout, cluster: Cluster, standing: Mapping[str, int]) -> Placed:
+    """The placements of ``layout``; ``standing``: for how many nodes of the whole model each stands. Raises
+    :class:`OptionsError` if the model cannot be divided so."""
+    annotated = annotate(graph, (layout.context, layout.tensor))
+    folded = fold_layers(annotated, 1)
+    for prices, scatters in _prices(annotated, layout, cluster):
+        instance = build_instance(folded, prices, optimizer="sgd", memory_limit=math.inf, standing=standing)
+        rules = (_weights(instance), _inputs(layout), _whole(layout), _kept(instance, layout), _apart(instance, layout))
+        instance = with_choices(instance, _all_of(*rules))
+        found = _solved(scattering(instance) if scatters else instance, layout)
+        if found.status != "infeasible":
+            return Placed(annotated, instance.assignment(found.choices), prices, found.gap)
+    raise OptionsError(f"the model cannot be laid out as {layout}: no placements communicate what it would need")
+
+
+def _solved(instance: Instance, layout: Layout) -> Solution:
+    """The placements at the prices of the bill. Found again, from there, where the answer costs more than the program
+    knew when it was asked; of both answers the one that costs less by its own bill."""
+    priced = as_billed(instance, layout)
+    answers: list[tuple[float, Solution]] = []
+    for _ in range(ROUNDS):
+        known = [found.choices for _, found in answers]
+        found = solve(priced.problem, time_limit=SECONDS, gap=GAP, incumbents=known, counted=True)
+        if found.status == "infeasible":
+            break
+        priced = as_billed(instance, layout, found.choices)
+        answers.append((evaluate(priced.problem, found.choices), found))
+        if answers[-1][0] <= (1 + GAP) * found.objective:
+            break
+    return min(answers, key=lambda answer: answer[0])[1] if answers else found
+
+
+def _prices(annotated: Graph, layout: Layout, cluster: Cluster) -> Iterator[tuple[Prices, bool]]:
+    """The prices to place at, and whether sums of products must be scattered (:func:`scattering`).
+
+    Without sequence parallelism, at first those at which all-reduces are enough; where they are not (a normalisation
+    between two matrices that are divided, as in latent attention), values may be gathered. With it, at first those at
+    which values are gathered and sums scattered."""
+    mesh = (layout.context, layout.tensor)
+    options, exchanged = placement_options(annotated, mesh), exchanged_bytes(annotated)
+    if layout.sequence_parallel:
+        yield Scattering(cluster, mesh, options, exchanged), True
+        yield Prices(cluster, mesh, options, exchanged), False
+        return
+    gathered = frozenset(
+        annotated.type_of(value)
+        for node in annotated.nodes
+        if matches(node.module, layout.whole)
+        for value in node.operands
+        if not matches(annotated[value.node].module, layout.whole)
+    )
+    yield ReducedOnly(cluster, mesh, options, exchanged, gathered=gathered), False
+    yield ReducedOnly(cluster, mesh, options, exchanged, gathered=frozenset(options)), False
+
+
+def _whole(layout: Layout) -> Allowed:
+    """Operations of whole modules divide nothing on the tensor axis."""
+
+    def allowed(node: Node, choice: Choice) -> bool:
+        if isinstance(choice, ParameterPlacement) or node.is_placeholder or not matches(node.module, layout.whole):
+            return True
+        return not any(is_shard(place[TENSOR]) for place in choice.inputs)
+
+    return allowed
+
+
+@dataclass(frozen=True, eq=False)
+class ReducedOnly(Prices):
+    """Prices at which only all-reduces can be had on the tensor axis, but for what whole modules take
+    (``gathered``)."""
+
+    gathered: frozenset[TensorType] = frozenset()
+
+    def hop(self, kind: TensorType, hop: Hop, *, bucketed: bool = False) -> float:
+        if kind in self.gathered and hop.kind in ("all_gather", "slice"):
+            return super().hop(kind, hop, bucketed=bucketed)
+        if TENSOR in hop.axes and hop.kind not in ("all_reduce", "partial"):
+            return math.inf
+        return super().hop(kind, hop, bucketed=bucketed)
+
+
+@dataclass(frozen=True, eq=False)
+class Scattering(Prices):
+    """Prices at which tensor ranks know no all-to-all: what lies between two products is divided along the sequence
+    or by what the products divide, and no system goes from one to the other but through the whole."""
+
+    def hop(self, kind: TensorType, hop: Hop, *, bucketed: bool = False) -> float:
+        if TENSOR in hop.axes and hop.kind == "all_to_all":
+            return math.inf
+        return super().hop(kind, hop, bucketed=bucketed)
+
+
+def _all_of(*rules: Allowed) -> Allowed:
+    return lambda node, choice: all(rule(node, choice) for rule in rules)
+
+
+def _weights(instance: Instance) -> Allowed:
+    """Weights whole on the context axis; matrices divided on the tensor axis where they can be, but for routers; states
+    as weights."""
+    chosen_by = routers(instance.graph)
+    divisible = {
+        name
+        for name, choices in zip(instance.names, instance.choices, strict=True)
+        if any(isinstance(choice, ParameterPlacement) and is_shard(choice.weight[TENSOR]) for choice in choices)
+    }
+
+    def allowed(node: Node, choice: Choice) -> bool:
+        if not isinstance(choice, ParameterPlacement):
+            return True
+        weight = choice.weight
+        if weight[CONTEXT] != REPLICATE or not weight == choice.gradient == choice.optimizer:
+            return False
+        matrix = (
+            node.type.rank > 1
+            and node.name not in chosen_by
+            and instance.graph.classes.get(node.name, node.name) in divisible
+        )
+        return not matrix or is_shard(weight[TENSOR])
+
+    return allowed
+
+
+def _kept(instance: Instance, layout: Layout) -> Allowed:
+    """With sequence parallelism, operands of products are kept in shards where they can be (Korthikanti et al. 2022,
+    section 4.2.2)."""
+    graph = instance.graph
+    rests = {node.name for node in graph.nodes if node.op == REST and _feeds_product(graph, node)}
+    divisible = {
+        name
+        for name, choices in zip(instance.names, instance.choices, strict=True)
+        if layout.sequence_parallel
+        and layout.operands == "shards"
+        and name in rests
+        and any(isinstance(choice, Strategy) and is_shard(choice.outputs[0][TENSOR]) for choice in choices)
+    }
+
+    def allowed(node: Node, choice: Choice) -> bool:
+        kept = node.op == REST and graph.classes.get(node.name, node.name) in divisible
+        return not kept or isinstance(choice, ParameterPlacement) or is_shard(choice.outputs[0][TENSOR])
+
+    return allowed
+
+
+def _apart(instance: Instance, layout: Layout) -> Allowed:
+    """Gradients that products of modules ``apart`` make of their inputs are summed before anything else takes them."""
+    graph = instance.graph
+
+    def summed(name: str) -> bool:
+        node = graph[name]
+        return node.phase == "backward" and family_of(node.op).matrix is not None and matches(node.module, layout.apart)
+
+    def allowed(node: Node, choice: Choice) -> bool:
+        if isinstance(choice, ParameterPlacement) or node.is_placeholder or not layout.apart:
+            return True
+        partial = (isinstance(place[TENSOR], Partial) for place in choice.inputs)
+        return not any(is_sum and summed(value.node) for is_sum, value in zip(partial, node.operands, strict=True))
+
+    return allowed
+
+
+def _feeds_product(graph: Graph, node: Node) -> bool:
+    """Whether a matrix product takes a node's result, views looked through."""
+    return any(family_of(user.op).matrix is not None for user in readers(graph, Value(node.name)))
+
+
+def _inputs(layout: Layout) -> Allowed:
+    """Inputs in shards of the sequence on the context axis, whole on the tensor axis."""
+    context: Placement = Shard(1) if layout.context > 1 else REPLICATE
+
+    def allowed(node: Node, choice: Choice) -> bool:
+        if node.op != "input" or isinstance(choice, ParameterPlacement):
+            return True
+        place = choice.outputs[0]
+        return place[TENSOR] == REPLICATE and place[CONTEXT] == (context if node.type.rank > 1 else REPLICATE)
+
+    return allowed

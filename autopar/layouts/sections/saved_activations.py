@@ -1,0 +1,135 @@
+"""Bytes that sections keep of a microbatch for backward, by what recomputation would drop, and what comes into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Set
+from typing import Any
+
+import torch
+
+from autopar.cost import compute_seconds
+from autopar.ir.assignment import Use, operand_uses
+from autopar.ir.graph import Graph
+from autopar.ir.node import Node, Value
+from autopar.ir.placements import Placements
+from autopar.layout import Layout, matches, matches_whole
+from autopar.placement.prices import local_bytes
+
+from .attention import inside_attention
+from .fusion import origin, readers
+from .kernel_seconds import KernelPrices
+from .placement import Placed
+from .rematerialised import computed_again, remakeable, remaking
+from .section import Seconds
+from .section_of_node import AFTER, BEFORE
+
+
+class Saved:
+    """What all sections share: ``homes`` is the section of each node, ``moved`` are values and the operations that take
+    them resharded."""
+
+    def __init__(
+        self,
+        placed: Placed,
+        homes: Mapping[str, str],
+        layout: Layout,
+        priced: KernelPrices,
+        moved: Set[tuple[Value, str]],
+    ) -> None:
+        self.homes, self.layout, self.priced = homes, layout, priced
+        self.graph, self.prices, self.assignment = placed.graph, placed.prices, placed.assignment
+        self.varying, self.inside, self.last = _varying(self.graph), inside_attention(self.graph), self._after_layers()
+        saved = priced.kernels.saved
+        self.remade = remakeable(self.graph, saved, moved)
+        self.again = computed_again(priced.kernels, self._is_recomputed, homes)
+        # The operations that run once more, by what asks for it.
+        inside = self.inside
+        ways = {"selective": inside, "elementwise": inside | remaking(self.graph, self.remade)}
+        self.repeated = {"recomputed": self.again.nodes, **ways}
+        # What backward reads of what forward makes, and with it what is kept to compute some of that again.
+        self.read = {value: priced.kept(value) for value in saved}
+        taken = (value for value in self.again.taken if value.node in self.varying)
+        self.kept = {**self.read, **{value: priced.kept(value) for value in taken}}
+
+    def of(self, name: str) -> dict[str, Any]:
+        """Of the values that a section keeps for backward the bytes, by what recomputation would drop."""
+        here = [value for value in self.kept if self.homes[value.node] == name]
+        saved = [value for value in here if value not in self.again.dropped]
+        held = self._held_by_callers(name)
+        inside = [value for value in saved if self._stays_inside(value)]
+        remade = [value for value in saved if value in self.remade and value not in inside]
+        return {
+            "saved": sum(self.kept[value] for value in saved) + held,
+            "saved_last": sum(self.kept[value] for value in saved if value.node in self.last)
+            + (held if name == AFTER else 0),
+            "saved_inside": sum(self.kept[value] for value in inside),
+            "saved_remade": sum(self.kept[value] for value in remade),
+            "remade": Seconds(sum(map(self._remaking, remade))),
+            "saved_again": sum(self.kept[value] for value in here if value in self.again.dropped),
+        }
+
+    def _held_by_callers(self, name: str) -> int:
+        """Bytes of what comes into the modules of :attr:`Layout.holds` from others, and of the copies that collectives
+        make of it for them, where these are not kept anyway; what backward computes again would not be."""
+        found: dict[tuple[Value, Placements], int] = {}
+        for use in self._operands(name):
+            source = origin(self.graph, use.value)
+            if not self._is_held(use.consumer) or not self._is_made_elsewhere(source):
+                continue
+            if use.target != use.source or source not in self.kept or source in self.again.dropped:
+                found[source, use.target] = self._taken(use)
+        return sum(found.values())
+
+    def _is_made_elsewhere(self, value: Value) -> bool:
+        return value.node in self.varying and not self._is_held(value.node)
+
+    def _is_held(self, name: str) -> bool:
+        return matches(self.graph[name].module, self.layout.holds)
+
+    def _remaking(self, value: Value) -> float:
+        """Seconds of making a value again from what is kept."""
+        moved = sum(map(self.priced.local, (value, *self.remade[value])))
+        return compute_seconds(self.prices.cluster, 0.0, moved, torch.float32)
+
+    def _stays_inside(self, value: Value) -> bool:
+        """Whether forward uses a value inside attention only: it is remade from what goes in."""
+        users = (user for user in readers(self.graph, value) if user.phase == "forward")
+        return value.node in self.inside and all(user.name in self.inside for user in users)
+
+    def entry(self, name: str) -> int:
+        """Bytes of what comes in from the sections before, in forward."""
+        taken = {origin(self.graph, use.value): self._taken(use) for use in self._operands(name)}
+        return sum(size for value, size in taken.items() if self._comes_in(value, name))
+
+    def _comes_in(self, value: Value, name: str) -> bool:
+        return value.node in self.varying and self.homes[value.node] != name
+
+    def _operands(self, name: str) -> Iterator[Use]:
+        """What the operations of a section take in forward."""
+        for node in self.graph.nodes:
+            if node.phase == "forward" and self.homes[node.name] == name:
+                yield from operand_uses(self.graph, self.assignment, node)
+
+    def _taken(self, use: Use) -> int:
+        """Bytes of a value on one device, as it is taken."""
+        return local_bytes(use.kind, use.target, self.prices.mesh)
+
+    def _is_recomputed(self, node: Node) -> bool:
+        return matches_whole(node.module, self.layout.recomputed)
+
+    def _after_layers(self) -> frozenset[str]:
+        """The operations of forward that no layer comes after."""
+        names = [node.name for node in self.graph.nodes if node.phase == "forward" and not node.is_placeholder]
+        end = max((i for i, name in enumerate(names) if self.homes[name] not in (BEFORE, AFTER)), default=-1)
+        return frozenset(names[end + 1 :])
+
+
+def _varying(graph: Graph) -> frozenset[str]:
+    """Nodes that depend on weights or inputs: all else, such as a mask, is made where it is needed."""
+    found: set[str] = set()
+    for node in graph.nodes:
+        if not node.is_placeholder:
+            taken = (graph[value.node] for value in node.operands)
+            if any(one.op in ("param", "input") or one.name in found for one in taken):
+                found.add(node.name)
+    return frozenset(found)

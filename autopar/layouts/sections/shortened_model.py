@@ -1,0 +1,198 @@
+"""Deep models made short: of equal layers only three are kept, and it is remembered which others they stand for.
+
+A model of a hundred equal layers costs what a model of three does, and the third layer ninety-seven times more. Layers
+are the elements of a ``ModuleList``, ``ModuleDict`` or ``Sequential``; two are equal if they have the same types,
+parameters, buffers and plain attributes all the way down, their own number aside. The first three of each kind stay:
+the first may differ by what comes before it, the second lies between equal ones, the third stands for the rest. These
+keep their places in the model, where others stand in for them that do nothing (:mod:`.stand_in`), so that a model finds
+as many layers as it had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from autopar.errors import TraceError
+
+from .stand_in import Represented, UnlikeError
+
+_PLAIN = (bool, int, float, str, type(None))
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+Traced = TypeVar("Traced")
+# The path of a part of a layer, its type, and the name of an attribute of it.
+_Attribute = tuple[str, type, str]
+
+
+@dataclass(frozen=True)
+class Depth:
+    """Which layers stand for which: ``kinds[path]`` says, for the list of layers at ``path``, by name as which layer
+    each is priced: itself, or one before it. ``called``: paths of layers in the order in which forward comes to them,
+    which may go from list to list, or backwards; those that are not among them follow the one before in their list."""
+
+    kinds: dict[str, dict[str, str]]
+    called: tuple[str, ...] = ()
+
+    @property
+    def paths(self) -> list[str]:
+        """Paths of the kept layers."""
+        return [inside(path, name) for path, kinds in self.kinds.items() for name in dict.fromkeys(kinds.values())]
+
+    @property
+    def standing(self) -> tuple[int, ...]:
+        """For each layer of the whole model, in the order in which they run, the position in :attr:`paths` of the one
+        it is priced as."""
+        position = {path: i for i, path in enumerate(self.paths)}
+        turns, found = {path: turn for turn, path in enumerate(self.called)}, list[tuple[int, int]]()
+        for path, kinds in self.kinds.items():
+            turn = -1
+            for name, kind in kinds.items():
+                turn = turns.get(inside(path, name), turn)
+                found.append((turn, position[inside(path, kind)]))
+        return tuple(at for _, at in sorted(found, key=lambda one: one[0]))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no layer stands for another."""
+        return all(name == kind for kinds in self.kinds.values() for name, kind in kinds.items())
+
+
+def inside(path: str, name: str) -> str:
+    """The path of an element of the module at ``path``, which is empty for the model."""
+    return f"{path}.{name}" if path else name
+
+
+def _signature(module: nn.Module, numbers: frozenset[_Attribute], path: str = "") -> Hashable:
+    own = tuple(
+        (name, _hashable(value))
+        for name, value in sorted(vars(module).items())
+        if not name.startswith("_") and _is_plain(value) and (path, type(module), name) not in numbers
+    )
+    state = tuple(
+        (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
+    )
+    children = tuple(
+        (name, _signature(child, numbers, f"{path}.{name}"))
+        for name, child in module._modules.items()
+        if child is not None
+    )
+    return type(module), own, state, children
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)
+
+
+def _hashable(value: object) -> Hashable:
+    return tuple(map(_hashable, value)) if isinstance(value, (tuple, list)) else value
+
+
+def _numbers(layers: Sequence[nn.Module]) -> frozenset[_Attribute]:
+    """Attributes that number the layers, from whatever first number: which all parts of a type have at their place."""
+    offsets: dict[_Attribute, list[int]] = {}
+    parts: Counter[tuple[str, type]] = Counter()
+    for number, layer in enumerate(layers):
+        for path, module in layer.named_modules():
+            part = f".{path}" if path else "", type(module)
+            parts[part] += 1
+            for name, value in vars(module).items():
+                if type(value) is int:
+                    offsets.setdefault((*part, name), []).append(value - number)
+    numbering = (a for a, found in offsets.items() if len(set(found)) == 1 and len(found) == parts[a[:2]])
+    return frozenset(numbering)
+
+
+def _kinds(layers: Mapping[str, nn.Module]) -> dict[str, str]:
+    """For every layer the name of the one it is priced as."""
+    numbers = _numbers(list(layers.values()))
+    kinds: dict[Hashable, list[str]] = {}
+    for name, layer in layers.items():
+        kinds.setdefault(_signature(layer, numbers), []).append(name)
+    priced_as = {name: names[2] for names in kinds.values() for name in names[3:]}
+    return {name: priced_as.get(name, name) for name in layers}
+
+
+def _is_list_of_layers(module: nn.Module, layers: Mapping[str, nn.Module]) -> bool:
+    """A sequence of unlike modules is one thing made of parts, a list of them several; a dict holds layers if all are
+    of one class. Layers that are one module several times are computed where that is."""
+    if len(layers) < 2 or len({id(layer) for layer in layers.values()}) < len(layers):
+        return False
+    if isinstance(module, nn.ModuleDict):
+        return len({type(layer) for layer in layers.values()}) == 1
+    return isinstance(module, nn.ModuleList) or len(set(_kinds(layers).values())) < len(layers)
+
+
+@contextlib.contextmanager
+def shortened(model: nn.Module, whole: frozenset[str] = frozenset()) -> Iterator[Depth]:
+    """``model`` with only three of each kind of layer at work in its lists of layers while the context is open;
+    afterwards it is as before. Yields what the kept ones stand for; lists within layers are left alone, and of those at
+    the paths ``whole`` every layer is kept."""
+    kinds: dict[str, dict[str, str]] = {}
+    with contextlib.ExitStack() as stack:
+        for path, module in list(model.named_modules()):
+            is_part = any(path.startswith(inside(known, "")) for known in kinds)
+            layers = {name: child for name, child in module._modules.items() if child is not None}
+            if is_part or not isinstance(module, _LISTS) or not _is_list_of_layers(module, layers):
+                continue
+            kinds[path] = {name: name for name in layers} if path in whole else _kinds(layers)
+            represented = Represented(path)
+            stack.callback(represented.close)
+            stack.callback(setattr, module, "_modules", dict(module._modules))
+            module._modules = {
+                name: layers[name] if name == kind else represented.stand_in(layers[name], layers[kind])
+                for name, kind in kinds[path].items()
+            }
+        yield Depth(kinds)
+
+
+@contextlib.contextmanager
+def _noted(model: nn.Module, depth: Depth) -> Iterator[Mapping[str, None]]:
+    """The paths of layers in the order in which they, or parts of them, are first called while the context is open."""
+    places: dict[int, str] = {}
+    for path, kinds in depth.kinds.items():
+        for name in kinds:
+            for part in model.get_submodule(inside(path, name)).modules():
+                places.setdefault(id(part), inside(path, name))
+    called: dict[str, None] = {}
+
+    def note(module: nn.Module, _: object) -> None:
+        if id(module) in places:
+            called.setdefault(places[id(module)])
+
+    hook = register_module_forward_pre_hook(note)
+    try:
+        yield called
+    finally:
+        hook.remove()
+
+
+def traced_short(
+    model: nn.Module, trace: Callable[[], Traced], needed: Callable[[Traced, Depth], Iterable[str]]
+) -> tuple[Traced, Depth]:
+    """What ``trace`` makes of ``model`` made short, and what its layers stand for. Layers that turn out to be unlike
+    are all kept, as of the lists that are ``needed`` whole by what was traced, and those of every list where a model
+    that is made short cannot be traced. Raises :class:`TraceError` if it cannot be traced as it is."""
+    whole = frozenset[str]()
+    while True:
+        with shortened(model, whole) as depth, _noted(model, depth) as called:
+            try:
+                found = trace()
+                more = frozenset(needed(found, depth))
+                if not more:
+                    return found, replace(depth, called=tuple(called))
+                whole |= more
+            except TraceError as error:
+                if depth.is_whole:
+                    raise
+                cause = error.__cause__
+                whole |= {cause.path} if isinstance(cause, UnlikeError) else set(depth.kinds)

@@ -1,0 +1,137 @@
+"""What a section has in memory for a moment, beside what it keeps for backward.
+
+The kernels of a section run in order. A value is there from the kernel that writes it to the last one that reads it,
+and what a collective makes of it from the first kernel that takes it so to the last. What is kept for backward is
+counted elsewhere, and whole: in forward what of it is not yet made is taken off here, and in backward what has had its
+last reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from autopar.ir.assignment import Assignment, Use, operand_uses
+from autopar.ir.graph import Graph
+from autopar.ir.node import Value
+from autopar.ir.placements import Placements
+from autopar.placement.prices import local_bytes
+
+from .experts import OPERATIONS
+from .fusion import Kernel, readers
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes that are there from the kernel at ``first`` to the one at ``last``."""
+
+    first: int
+    last: int
+    nbytes: int
+
+    def __post_init__(self) -> None:
+        assert self.first <= self.last, "kernels are given in the order in which they run"
+
+
+def most(spans: Iterable[Span], length: int) -> int:
+    """The most bytes that are there at once while ``length`` kernels run.
+
+    >>> most([Span(0, 1, 5), Span(1, 2, 3), Span(2, 2, 4)], 3)
+    8
+    """
+    change = [0] * (length + 1)
+    for span in spans:
+        change[span.first] += span.nbytes
+        change[span.last + 1] -= span.nbytes
+    highest = now = 0
+    for step in change:
+        now += step
+        highest = max(highest, now)
+    return highest
+
+
+@dataclass(frozen=True)
+class Transients:
+    """``size``: bytes of a value on one device; ``kept``: bytes of each value that forward keeps for backward;
+    ``running``: all kernels in the order in which they run."""
+
+    graph: Graph
+    assignment: Assignment
+    size: Callable[[Value], int]
+    kept: Mapping[Value, int]
+    running: Sequence[Kernel]
+
+    @cached_property
+    def place(self) -> Mapping[int, int]:
+        return {id(kernel): at for at, kernel in enumerate(self.running)}
+
+    @cached_property
+    def gradients(self) -> frozenset[Value | None]:
+        return frozenset(self.graph.gradients.values())
+
+    @cached_property
+    def last_read(self) -> Mapping[Value, int]:
+        """The last kernel of backward that reads a value, by its place among all."""
+        return {v: at for at, kernel in enumerate(self.running) if kernel.phase == "backward" for v in kernel.reads}
+
+    def working(self, forward: Sequence[Kernel], backward: Sequence[Kernel], kept: Collection[Value]) -> int:
+        """The most bytes beyond those of ``kept``, what the section of these kernels keeps for backward."""
+        counted = sum(self.kept[value] for value in kept)
+        return max(0, *(self._most(kernels, kept) - counted for kernels in (forward, backward)))
+
+    def _most(self, kernels: Sequence[Kernel], kept: Collection[Value]) -> int:
+        made = {value: at for at, kernel in enumerate(kernels) for value in kernel.writes}
+        read = {value: at for at, kernel in enumerate(kernels) for value in kernel.reads}
+        spans = [*self._written(kernels, made, read), *self._taken(kernels, made, read), *self._moved(kernels)]
+        spans += [span for value in kept if (span := self._held(value, kernels, made, read)) is not None]
+        return most(spans, len(kernels))
+
+    def _written(self, kernels: Sequence[Kernel], made: dict[Value, int], read: dict[Value, int]) -> Iterator[Span]:
+        """What is made and not kept; a gradient of a weight goes into the sum of microbatches at once."""
+        names = {node.name for kernel in kernels for node in kernel.nodes}
+        for value, at in made.items():
+            if value in self.kept:
+                continue
+            phase = self.graph[value.node].phase
+            leaves = any(user.phase == phase and user.name not in names for user in readers(self.graph, value))
+            last = len(kernels) - 1 if leaves else read.get(value, at)
+            # Blocks of experts are billed apart.
+            if not (value in self.gradients and self.graph[value.node].op in OPERATIONS):
+                yield Span(at, last, self.size(value))
+
+    def _taken(self, kernels: Sequence[Kernel], made: dict[Value, int], read: dict[Value, int]) -> Iterator[Span]:
+        """What comes in from other sections in the same phase and is not kept."""
+        phase = kernels[0].phase if kernels else None
+        for value, last in read.items():
+            node = self.graph[value.node]
+            if value not in made and value not in self.kept and not node.is_placeholder and node.phase == phase:
+                yield Span(0, last, self.size(value))
+
+    def _held(
+        self, value: Value, kernels: Sequence[Kernel], made: Mapping[Value, int], read: Mapping[Value, int]
+    ) -> Span | None:
+        """What is kept: from its kernel to the end, and in backward to its last reader, which may be in a section that
+        runs later; None if all have run in sections before."""
+        end, nbytes = len(kernels) - 1, self.kept[value]
+        if value in made:
+            return Span(made[value], end, nbytes)
+        if not kernels or self.last_read.get(value, -1) < self.place[id(kernels[0])]:
+            return None
+        is_read_later = self.last_read[value] > self.place[id(kernels[-1])]
+        return Span(0, end if is_read_later else read.get(value, end), nbytes)
+
+    def _moved(self, kernels: Sequence[Kernel]) -> Iterable[Span]:
+        """What collectives make of values, for all kernels that take them so."""
+        found: dict[tuple[Value, Placements], Span] = {}
+        for at, use in self._resharded(kernels):
+            nbytes, taken = local_bytes(use.kind, use.target, self.assignment.mesh), (use.value, use.target)
+            found[taken] = Span(found[taken].first if taken in found else at, at, nbytes)
+        return found.values()
+
+    def _resharded(self, kernels: Sequence[Kernel]) -> Iterator[tuple[int, Use]]:
+        """The operands that kernels take otherwise than they lie, each with the place of the kernel."""
+        for at, kernel in enumerate(kernels):
+            for node in kernel.nodes:
+                moved = (use for use in operand_uses(self.graph, self.assignment, node) if use.source != use.target)
+                yield from ((at, use) for use in moved)

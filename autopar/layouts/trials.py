@@ -1,0 +1,110 @@
+"""Layouts tried on a cluster: each with a quick bound of its step, the most promising of them simulated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from autopar.cluster.description import Cluster
+from autopar.errors import OptionsError
+from autopar.layout import Layout, Recompute
+from autopar.layouts.sections.section import Sections
+
+from .model import LayoutModel
+from .price import Priced, Quick, quick_price
+from .space import ANY, ONE, RECOMPUTE, Space, candidates
+
+# How many candidates are simulated.
+SIMULATED = 8
+
+
+def tried_layouts(
+    model: LayoutModel, cluster: Cluster, devices: int, *, batch: int, like: Layout = ONE, space: Space = ANY
+) -> list[Quick]:
+    """All layouts of ``space`` that divide the model, each with a bound of its step and its memory. Layouts sharing a
+    placement program have it solved once; the model remembers it."""
+    layers, node = len(model.depth.standing), node_size(cluster, devices)
+    return [
+        quick
+        for layout in candidates(devices, batch, layers, node, model.experts, like, space)
+        for quick in quick_layout(model, layout, cluster, batch, space.recompute or RECOMPUTE)
+    ]
+
+
+def quickest_layouts(
+    model: LayoutModel, cluster: Cluster, tried: Sequence[Quick], batch: int, limit: int | None = None
+) -> list[Priced]:
+    """Those of ``tried`` that fit and have the least bounds, simulated, the quickest first; empty if none fits."""
+    fitting = [one for one in tried if one.peak <= (limit or one.limit)]
+    priced = _simulated(model, cluster, sorted(fitting, key=lambda one: one.seconds), batch, limit)
+    return sorted(priced, key=lambda one: one.predicted.step_seconds)
+
+
+@dataclass(frozen=True)
+class LayoutSearch:
+    """What a search is about; ``limit``: bytes of memory, None: what the device has."""
+
+    model: LayoutModel
+    cluster: Cluster
+    batch: int
+    limit: int | None
+    like: Layout
+    space: Space
+
+    def tried(self, devices: int, space: Space | None = None, like: Layout | None = None) -> list[Quick]:
+        """:func:`tried_layouts` on so many devices, with another ``space`` or ``like`` if given."""
+        space, like = space or self.space, like or self.like
+        return tried_layouts(self.model, self.cluster, devices, batch=self.batch, like=like, space=space)
+
+    def quickest(self, tried: Sequence[Quick]) -> list[Priced]:
+        return quickest_layouts(self.model, self.cluster, tried, self.batch, self.limit)
+
+    def fitting(self, tried: Sequence[Quick]) -> int:
+        return sum(one.peak <= (self.limit or one.limit) for one in tried)
+
+
+def _simulated(
+    model: LayoutModel, cluster: Cluster, ranked: list[Quick], batch: int, limit: int | None
+) -> list[Priced]:
+    """The first few that fit on every pipeline rank, not only on those that :func:`quick_price` looks at."""
+    found: list[Priced] = []
+    for one in ranked:
+        try:
+            priced = model.price(one.layout, cluster, batch, limit)
+        except OptionsError:
+            continue  # A rank that was not looked at has more states than the host has room for.
+        if priced.fits:
+            found.append(priced)
+        if len(found) == SIMULATED:
+            break
+    return found
+
+
+def node_size(cluster: Cluster, devices: int) -> int:
+    """Devices that the innermost link joins, at most 8 of them: more never share one layer in practice."""
+    inner = cluster.links[0].size or devices
+    return math.gcd(min(inner, 8), devices)
+
+
+def quick_layout(
+    model: LayoutModel, layout: Layout, cluster: Cluster, batch: int, recomputed: Sequence[Recompute] = ()
+) -> Iterator[Quick]:
+    """The quick price of a layout: one, or none if the layout cannot be had, or comes to the same as another of
+    ``recomputed``, which is tried too."""
+    try:
+        sections = model.sections(layout, cluster, batch)
+        same = _comes_to(layout.recompute, sections)
+        if same == layout.recompute or same not in recomputed:
+            yield quick_price(sections, layout, batch, cluster)
+    except OptionsError:
+        return
+
+
+def _comes_to(recompute: Recompute, sections: Sections) -> Recompute:
+    """The least recomputation that is the same in these sections: a kernel of attention keeps nothing of its inside."""
+    if recompute == "elementwise" and not any(section.saved_remade for section in sections.every):
+        recompute = "selective"
+    if recompute == "selective" and not any(section.saved_inside for section in sections.every):
+        recompute = "none"
+    return recompute

@@ -1,0 +1,1 @@
+"""Operations of autopar's own (``autopar.*``), registered with torch."""

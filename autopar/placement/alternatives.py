@@ -1,0 +1,165 @@
+"""What a plan keeps of its instance so that it can be questioned: its nodes, what rests in memory, and every other
+choice.
+
+An alternative's price is the objective with one group's choice changed and all others as they are: the group's own
+cost and the transfers it takes part in, for all its choices at once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from autopar.ir.assignment import Assignment, ParameterPlacement
+from autopar.ir.graph import Graph
+from autopar.ir.node import DTYPE_NAMES, REST, Node
+from autopar.ir.placements import short
+from autopar.ir.plan_record import Alternative, Alternatives, Holding, PlanNode
+from autopar.solver.problem import Floats, Ints, Problem, Transfer, Window, sides_of
+
+from .choices import Choice
+from .constraints import module_outputs
+from .formulation import Instance
+from .memory_bound import held_bytes
+from .placed_step import PlacedStep
+from .prices import local_bytes
+
+KEPT = 6
+
+
+def answers(instance: Instance, graph: Graph, assignment: Assignment, chosen: Ints) -> dict[str, Any]:
+    """The fields of a :class:`~autopar.plans.plan.Plan` that :meth:`~autopar.plans.plan.Plan.why` and its kin read;
+    ``chosen`` is ``assignment`` by group, ``graph`` that of ``instance`` with what is recomputed.
+    """
+    step = PlacedStep(graph, assignment, instance.prices, instance.optimizer, instance.repeats)
+    gradients = {path: str(value).removeprefix("%") for path, value in graph.gradients.items()}
+    return {
+        "nodes": plan_nodes(graph),
+        "module_nodes": module_outputs(graph),
+        "gradient_values": gradients,
+        "holdings": tuple(holdings(step)),
+        "alternatives": alternatives(instance, chosen),
+    }
+
+
+def plan_nodes(graph: Graph) -> dict[str, PlanNode]:
+    """What each node of ``graph`` is."""
+    found = {}
+    for node in graph.nodes:
+        first = graph.classes.get(node.name, node.name)
+        found[node.name] = PlanNode(
+            op=node.op,
+            type=_types(node),
+            module=node.module,
+            target=node.target if node.is_placeholder else "",
+            operands=tuple(dict.fromkeys(value.node for value in node.operands)),
+            tied="" if first == node.name else first,
+        )
+    return found
+
+
+def _types(node: Node) -> str:
+    """The types of the results; of a parameter that is stored in another, that too."""
+    found = ", ".join(str(kind) for kind in node.types if kind is not None)
+    apart = node.op == "param" and node.stored != node.type
+    return f"{found}, stored {DTYPE_NAMES[node.stored.dtype]}" if apart else found
+
+
+def holdings(step: PlacedStep) -> Iterator[Holding]:
+    """What :func:`autopar.placement.memory_bound.memory` adds up, item by item."""
+    for node in step.graph.nodes:
+        if node.op == "param":
+            parts = zip(("weight", "gradient", "optimizer"), held_bytes(step, node), strict=True)
+            module = node.target.rpartition(".")[0]
+            yield from (Holding(kind, node.name, module, count) for kind, count in parts if count)
+        elif node.is_placeholder or node.name in step.graph.kept:
+            place = step.assignment.strategies[node.name].outputs[0]
+            count = local_bytes(node.type, place, step.prices.mesh)
+            kept = node.op in (REST, "receive")
+            held = count * step.repeats.in_flight if kept else count
+            yield Holding("activation" if kept else "input", node.name, node.module, held)
+
+
+def alternatives(instance: Instance, chosen: Ints, kept: int = KEPT) -> dict[str, Alternatives]:
+    """For each group with more than one choice, by its node, the ``kept`` cheapest others."""
+    problem = instance.problem
+    touching: defaultdict[int, list[Transfer]] = defaultdict(list)
+    for transfer in problem.transfers:
+        for group in {transfer.producer, *transfer.consumers}:
+            touching[group].append(transfer)
+    return {
+        name: _cheapest(instance, group, prices_alone(problem, touching[group], group, chosen), chosen, kept)
+        for group, name in enumerate(instance.names)
+        if len(instance.choices[group]) > 1
+    }
+
+
+def prices_alone(problem: Problem, transfers: list[Transfer], group: int, chosen: Ints) -> Floats:
+    """Seconds, shape [K], of the terms of the objective that ``group`` takes part in, for each of its choices."""
+    total = problem.groups[group].cost.copy()
+    moved = {id(transfer): _moves(transfer, group, chosen, len(total)) for transfer in transfers}
+    for seconds in moved.values():
+        total += seconds
+    for window in problem.windows:
+        total -= window.hidden * _at_once(problem, window, moved, group, chosen)
+    return total
+
+
+def _at_once(problem: Problem, window: Window, moved: Mapping[int, Floats], group: int, chosen: Ints) -> Floats:
+    """Seconds, shape [K], in which the computing and the messages of a window run beside each other, for each choice of
+    ``group``."""
+    messages, computing = sides_of(problem, window, chosen)
+    now, sent = int(chosen[group]), np.zeros(len(problem.groups[group].cost))
+    for index, part in window.transfers.items():
+        sent += part * moved.get(id(problem.transfers[index]), 0.0)
+    own = window.groups.get(group, 0.0) * problem.groups[group].cost if group in window.groups else np.zeros(len(sent))
+    possible = np.isfinite(sent) & np.isfinite(own)
+    sides = messages + np.where(possible, sent - sent[now], 0.0), computing + np.where(possible, own - own[now], 0.0)
+    return np.where(possible, np.minimum(*sides), 0.0)
+
+
+def _moves(transfer: Transfer, group: int, chosen: Ints, count: int) -> Floats:
+    """Seconds of one transfer for each choice of ``group``: every distinct column once, as
+    :func:`autopar.solver.problem.evaluate` has it.
+    """
+    rows = transfer.source if transfer.producer == group else transfer.source[chosen[transfer.producer]]
+    pairs = list(zip(transfer.consumers, transfer.targets, strict=True))
+    others = sorted({int(target[chosen[consumer]]) for consumer, target in pairs if consumer != group})
+    own = [target for consumer, target in pairs if consumer == group]
+    seconds = np.zeros(count)
+    if others:
+        seconds += transfer.cost[:, others].sum(axis=1)[rows]
+    for position, columns in enumerate(own):
+        is_new = ~np.isin(columns, others)
+        for earlier in own[:position]:
+            is_new &= columns != earlier
+        seconds += np.where(is_new, transfer.cost[rows, columns], 0.0)
+    return seconds
+
+
+def _cheapest(instance: Instance, group: int, seconds: Floats, chosen: Ints, kept: int) -> Alternatives:
+    now, memory = int(chosen[group]), instance.problem.groups[group].memory
+    possible = np.isfinite(seconds)
+    possible[now] = False
+    order = [int(k) for k in np.argsort(seconds, kind="stable") if possible[k]]
+    cheapest = tuple(
+        Alternative(
+            choice_text(instance.choices[group][k]), float(seconds[k] - seconds[now]), int(memory[k] - memory[now])
+        )
+        for k in order[:kept]
+    )
+    return Alternatives(cheapest, len(order), len(seconds) - 1 - len(order))
+
+
+def choice_text(choice: Choice) -> str:
+    """A choice as people read it: ``(R,S(0)) (S(0),R) -> (S(0),R)``, or the resting places of a parameter."""
+    if not isinstance(choice, ParameterPlacement):
+        return str(choice)
+    weight, gradient, optimizer = map(short, (choice.weight, choice.gradient, choice.optimizer))
+    host = " in host memory" if choice.offload else ""
+    if weight == gradient == optimizer:
+        return weight + (", optimizer state" + host if host else "")
+    return f"weight {weight}, gradient {gradient}, optimizer {optimizer}{host}"

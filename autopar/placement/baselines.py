@@ -1,0 +1,180 @@
+"""What people run without autopar, priced beside a plan: DDP, FSDP2, and Megatron's tensor parallelism.
+
+Each is a restriction of the placement program, so it computes the same numbers and has the same prices:
+
+- *data parallel* (DDP): weights whole on every device, every operation that takes one on the device's own samples,
+  gradients all-reduced in buckets.
+- *FSDP* (FSDP2): the same with weights, gradients and optimizer state sharded over all devices.
+- *tensor parallel t* (Megatron, Shoeybi et al. 2019, section 3): matrices and tables sharded over the innermost axis,
+  samples divided over the other axes.
+
+A rank may read any slice of the batch, so an input may also be whole where that saves an exchange: the number of labels
+that count is then known to every rank, as it is to none under DDP, which averages the ranks' means instead. Statistics
+of batch norm are those of the whole batch, as under SyncBatchNorm.
+
+FSDP2 gathers the weights of a block (an element of a list of modules) in one all-gather, and those outside of blocks
+once a step; a plan gathers tensor by tensor. The figures of that baseline are those of FSDP2.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch.distributed.tensor import Shard
+
+from autopar.cost import bucketed_seconds, collective_seconds
+from autopar.ir.assignment import ParameterPlacement
+from autopar.ir.graph import Graph
+from autopar.ir.module_paths import block_of
+from autopar.ir.node import Node
+from autopar.ir.placements import REPLICATE, is_shard
+from autopar.ir.reshard import Collective
+
+from .axis_names import weight_values
+from .bill import Account, Line, rebilled
+from .choices import Choice
+from .constraints import Allowed, live_axes, with_choices, zero_allows
+from .formulation import Instance
+from .placed_step import PlacedStep
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A layout people choose by hand, as a restriction of the search: it is priced at the best that is possible within
+    it. ``gathers_blocks``: weights are gathered block by block, see the module docstring."""
+
+    name: str
+    instance: Instance
+    gathers_blocks: bool = False
+
+    def billed(self, step: PlacedStep, bill: Account) -> Account:
+        """The bill of what people run of the bill of a plan that does the same."""
+        return rebilled(step, bill, _by_blocks(bill, self.instance)) if self.gathers_blocks else bill
+
+
+def baselines(instance: Instance) -> Iterator[Baseline]:
+    """The baselines on a mesh: none on one device."""
+    live = live_axes(instance.prices.mesh)
+    if not live:
+        return
+    samples = Samples(instance.graph)
+    outer, inner = live[:-1], live[-1]
+    whole = _narrowed(instance, samples, live)
+    yield Baseline("data parallel", with_choices(whole, _replicated, gathers=False))
+    yield Baseline("FSDP", with_choices(whole, _of_parameters(zero_allows(instance, 3))), gathers_blocks=True)
+    tensor = with_choices(instance, samples.divided_over(outer)) if outer else instance
+    for allowed in (_whole_outside(inner), _sharded_on(inner)):
+        tensor = with_choices(tensor, allowed)
+    label = f"tensor parallel {instance.prices.mesh[inner]}" + (" x data parallel" if outer else "")
+    yield Baseline(label, with_choices(tensor, lambda node, choice: True, gathers=False))
+
+
+def _narrowed(instance: Instance, samples: Samples, axes: tuple[int, ...]) -> Instance:
+    """With operations that take whole weights and, where they can, only the device's own samples."""
+    return with_choices(with_choices(instance, samples.takes_whole_weights), samples.divided_over(axes))
+
+
+def _of_parameters(allowed: Allowed) -> Allowed:
+    return lambda node, choice: not isinstance(choice, ParameterPlacement) or allowed(node, choice)
+
+
+def _replicated(node: Node, choice: Choice) -> bool:
+    return not isinstance(choice, ParameterPlacement) or all(place == REPLICATE for place in choice.optimizer)
+
+
+def _whole_outside(inner: int) -> Allowed:
+    """Parameters rest as they are used, and are sharded on no axis but ``inner``."""
+
+    def allowed(node: Node, choice: Choice) -> bool:
+        if not isinstance(choice, ParameterPlacement):
+            return True
+        outside = (place for axis, place in enumerate(choice.weight) if axis != inner)
+        return choice.optimizer == choice.weight and all(place == REPLICATE for place in outside)
+
+    return allowed
+
+
+def _sharded_on(axis: int) -> Allowed:
+    """Matrices and tables are sharded on ``axis``."""
+
+    def allowed(node: Node, choice: Choice) -> bool:
+        return not isinstance(choice, ParameterPlacement) or node.type.rank < 2 or is_shard(choice.weight[axis])
+
+    return allowed
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Which operations of a graph take weights, and which of their operands depend on the samples of the batch."""
+
+    graph: Graph
+
+    @cached_property
+    def weights(self) -> frozenset[str]:
+        return weight_values(self.graph)
+
+    @cached_property
+    def dependent(self) -> frozenset[str]:
+        """The nodes that some input with the batch's dim 0 leads to."""
+        inputs = self.graph.placeholders("input")
+        sizes = Counter(int(node.type.shape[0]) for node in inputs if node.type.rank and int(node.type.shape[0]) > 1)
+        batch = max(sizes, key=sizes.__getitem__, default=0)
+        found = {node.name for node in inputs if node.type.rank and int(node.type.shape[0]) == batch}
+        for node in self.graph.nodes:
+            if any(value.node in found for value in node.operands):
+                found.add(node.name)
+        return frozenset(found)
+
+    def takes_whole_weights(self, node: Node, choice: Choice) -> bool:
+        """Whether an operation takes weights only as they are stored under data parallelism."""
+        if isinstance(choice, ParameterPlacement):
+            return True
+        places = zip(node.operands, choice.inputs, strict=True)
+        return all(set(place) <= {REPLICATE} for value, place in places if value.node in self.weights)
+
+    def divided_over(self, axes: tuple[int, ...]) -> Allowed:
+        """Operations that take a weight run on a part of the samples on each of ``axes``, where inputs are whole or
+        sharded by samples."""
+
+        def allowed(node: Node, choice: Choice) -> bool:
+            if isinstance(choice, ParameterPlacement):
+                return True
+            if node.op == "input":
+                return all(choice.outputs[0][axis] in (REPLICATE, Shard(0)) for axis in axes)
+            if not any(value.node in self.weights for value in node.operands):
+                return True
+            places = zip(node.operands, choice.inputs, strict=True)
+            own = (place for value, place in places if value.node in self.dependent)
+            return all(is_shard(place[axis]) for place in own for axis in axes)
+
+        return allowed
+
+
+def _by_blocks(bill: Account, instance: Instance) -> dict[int, Line]:
+    """The lines of ``bill``, by position, that cost less where weights are gathered block by block."""
+    gathers = {i: line for i, line in enumerate(bill.lines) if line.kind == "weight"}
+    sums = Counter[object]()
+    for line in gathers.values():
+        for wire in line.collectives:
+            sums[_group(line, wire)] += wire.bytes
+    found = {}
+    for i, line in gathers.items():
+        if not block_of(line.module) and line.phase == "backward":
+            found[i] = replace(line, seconds=0.0)
+            continue
+        saved = sum(_saved(instance, wire, sums[_group(line, wire)]) for wire in line.collectives)
+        found[i] = replace(line, seconds=max(0.0, line.seconds - line.times * saved))
+    return found
+
+
+def _group(line: Line, wire: Collective) -> object:
+    return line.phase, block_of(line.module), wire.kind, wire.axes
+
+
+def _saved(instance: Instance, wire: Collective, together: int) -> float:
+    """Seconds that a collective costs less as its share of one of ``together`` bytes."""
+    where = instance.prices.cluster, instance.prices.mesh, wire.kind, wire.axes
+    return collective_seconds(*where, wire.bytes) - bucketed_seconds(*where, wire.bytes, together)

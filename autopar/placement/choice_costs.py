@@ -1,0 +1,121 @@
+"""What each choice of a class costs: its seconds in a step, and its bytes on a device and in the host's memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from autopar.ir.assignment import Again, ParameterPlacement
+from autopar.ir.node import REST, Node, Value
+from autopar.ir.placements import Strategy
+from autopar.solver.problem import Group, Transfer
+
+from .choices import OUTPUTS, Choice, Offer
+from .item_prices import (
+    accumulator_bytes,
+    adding_seconds,
+    agreement_seconds,
+    casting_seconds,
+    offload_seconds,
+    offloaded_bytes,
+    optimizer_seconds,
+    parameter_bytes,
+    temporary_bytes,
+)
+from .prices import local_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Charges:
+    """The prices of what ``offer`` has to choose from."""
+
+    offer: Offer
+
+    @cached_property
+    def gradients(self) -> frozenset[Value]:
+        """The gradients of parameters, as backward makes them."""
+        return frozenset(self.offer.graph.gradients.values())
+
+    def group(self, name: str) -> Group:
+        """The charges of a class: those of one node times how many it has. Of temporary bytes only the most count."""
+        offer = self.offer
+        if name == OUTPUTS:
+            seconds = np.array([agreement_seconds(offer.prices, (offer.graph,))])
+            return Group(name, seconds, np.zeros(1), np.zeros(1), np.zeros(1))
+        count, node, choices = offer.counts[name], offer.graph[name], offer.choices[name]
+        rows = np.array([self._charges(node, choice) for choice in choices], dtype=np.float64)
+        host = np.array([self._away(node, choice) for choice in choices], dtype=np.float64)
+        return Group(name, rows[:, 0] * count, rows[:, 1] * count, rows[:, 2], host * count)
+
+    def rerun(self, name: str) -> Transfer:
+        """The price of the second run, apart from the first: messages are not taken to travel beside it."""
+        offer = self.offer
+        cost = [[self._seconds_again(name, choice)] for choice in offer.choices[name]]
+        rows, end = np.arange(len(cost)), np.zeros(1, dtype=np.int64)
+        return Transfer(
+            name=f"{name} again",
+            producer=offer.index[name],
+            source=rows,
+            consumers=(offer.index[OUTPUTS],),
+            targets=(end,),
+            cost=np.array(cost),
+        )
+
+    def _charges(self, node: Node, choice: Choice) -> tuple[float, float, float]:
+        """Seconds, resting bytes and temporary bytes of one node."""
+        if isinstance(choice, ParameterPlacement):
+            return self._parameter_charges(node, choice)
+        prices, raw = self.offer.prices, float(self._accumulated(node, choice))
+        if node.is_placeholder or node.op == REST:
+            held = local_bytes(node.type, choice.outputs[0], prices.mesh)
+            return 0.0, self._copies_held(node, choice) * held + raw, 0.0
+        seconds = self._running(node, choice)
+        seconds += adding_seconds(prices, node, choice, self.gradients, self.offer.repeats)
+        kinds = tuple(self.offer.graph.type_of(value) for value in node.operands)
+        return seconds, raw, float(temporary_bytes(prices, node, kinds, choice))
+
+    def _parameter_charges(self, node: Node, place: ParameterPlacement) -> tuple[float, float, float]:
+        prices, optimizer = self.offer.prices, self.offer.optimizer
+        parts = parameter_bytes(prices, node, place, optimizer)
+        casting = casting_seconds(prices, node, place)
+        if node.target not in self.offer.trained:
+            return casting, float(parts[0]), 0.0
+        seconds = casting + optimizer_seconds(prices, node, place, optimizer)
+        seconds += offload_seconds(prices, node, place, optimizer)
+        if place.weight != place.optimizer:
+            seconds += prices.table(node.type, bucketed=True).cost(place.optimizer, place.weight)
+        return seconds, float(sum(parts)), float(self._away(node, place))
+
+    def _away(self, node: Node, choice: Choice) -> int:
+        """Bytes in the host's memory; brought to the device they are temporary."""
+        if not isinstance(choice, ParameterPlacement) or node.target not in self.offer.trained:
+            return 0
+        return offloaded_bytes(self.offer.prices, node, choice, self.offer.optimizer)
+
+    def _running(self, node: Node, choice: Strategy) -> float:
+        """Seconds of one node in all microbatches."""
+        kinds = tuple(self.offer.graph.type_of(value) for value in node.operands)
+        return self.offer.prices.node(node, kinds, choice) * self.offer.repeats.microbatches
+
+    def _seconds_again(self, name: str, choice: Choice) -> float:
+        node = self.offer.graph[name]
+        if not isinstance(choice, Again) or node.op == REST:
+            return 0.0
+        return self._running(node, choice) * self.offer.counts[name]
+
+    def _copies_held(self, node: Node, choice: Strategy) -> float:
+        """How many copies of a value the device holds at once."""
+        if isinstance(choice, Again) and self.offer.again is not None:
+            return self.offer.again.shares[node.name]
+        return self.offer.repeats.in_flight if node.op == REST else 1
+
+    def _accumulated(self, node: Node, choice: Strategy) -> int:
+        """Bytes of the gradients that the node makes as partial sums, added up over microbatches."""
+        made = ((Value(node.name, i), place) for i, place in enumerate(choice.outputs))
+        return sum(
+            accumulator_bytes(self.offer.prices, self.offer.graph.type_of(value), place, self.offer.repeats)
+            for value, place in made
+            if value in self.gradients
+        )

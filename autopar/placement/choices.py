@@ -1,0 +1,105 @@
+"""What an annotated graph on a mesh offers to choose from: the classes of its nodes, and the choices of each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from autopar.ir.assignment import Again, ParameterPlacement
+from autopar.ir.graph import Graph
+from autopar.ir.microbatching import ONCE, Repeats
+from autopar.ir.node import Node, Value
+from autopar.ir.placements import REPLICATE, Placements, Strategy
+from autopar.optimizers import optimizer_bytes
+from autopar.passes.recompute.recomputable import Recomputable
+
+from .parameter_choices import in_host_memory, parameter_choices
+from .placed_step import trained
+from .prices import Prices
+
+Choice = Strategy | ParameterPlacement
+# What takes the results of the model, whole; a class with one choice.
+OUTPUTS = "(outputs)"
+
+
+@dataclass(frozen=True, eq=False)
+class Offer:
+    """The arguments are those of :func:`autopar.placement.formulation.build_instance`; without ``graph.classes``
+    every node is its own class."""
+
+    graph: Graph
+    prices: Prices
+    optimizer: str
+    repeats: Repeats = ONCE
+    again: Recomputable | None = None
+    offload: bool = False
+    standing: Mapping[str, int] = field(default_factory=dict)
+
+    def class_of(self, node: str) -> str:
+        return self.graph.classes.get(node, node)
+
+    def often(self, node: str) -> int:
+        """For how many nodes of the whole model a node stands."""
+        return self.standing.get(node, 1)
+
+    @cached_property
+    def counts(self) -> Counter[str]:
+        """How many nodes a class has."""
+        found = Counter[str]()
+        for node in self.graph.nodes:
+            found[self.class_of(node.name)] += self.often(node.name)
+        return found
+
+    @cached_property
+    def choices(self) -> Mapping[str, tuple[Choice, ...]]:
+        """The choices of each class, in the order of groups."""
+        return {name: self._choices(name) for name in (*self.counts, OUTPUTS)}
+
+    @cached_property
+    def index(self) -> Mapping[str, int]:
+        """The group of each class."""
+        return {name: i for i, name in enumerate(self.choices)}
+
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """Paths of the parameters that get a gradient."""
+        return frozenset(trained(self.graph))
+
+    @cached_property
+    def results(self) -> frozenset[Value | None]:
+        """What the model returns or writes to its buffers."""
+        return frozenset(o.value for o in self.graph.outputs if o.kind in ("output", "mutation"))
+
+    def may_run_again(self, name: str) -> bool:
+        return self.again is not None and name in self.again.nodes
+
+    def _choices(self, name: str) -> tuple[Choice, ...]:
+        if name == OUTPUTS:
+            return (Strategy(((REPLICATE,) * len(self.prices.mesh),), ()),)
+        strategies = self.graph.strategies[name]
+        if self.graph[name].op == "param":
+            return self._parameter_choices(strategies, self.graph[name])
+        if self.may_run_again(name):
+            return (*strategies, *map(again, strategies))
+        return strategies
+
+    def _parameter_choices(self, strategies: tuple[Strategy, ...], node: Node) -> tuple[ParameterPlacement, ...]:
+        is_trained = node.target in self.trained
+        places = parameter_choices(strategies, is_trained)
+        has_state = is_trained and optimizer_bytes(self.optimizer, node.stored)
+        return (*places, *in_host_memory(places)) if self.offload and has_state else places
+
+
+def again(strategy: Strategy) -> Again:
+    """The choice of ``strategy`` in forward and once more in backward."""
+    return Again(strategy.inputs, strategy.outputs, strategy.local)
+
+
+def result_place(choice: Choice, result: int) -> Placements:
+    return choice.weight if isinstance(choice, ParameterPlacement) else choice.outputs[result]
+
+
+def operand_place(choice: Choice, operand: int) -> Placements:
+    return choice.gradient if isinstance(choice, ParameterPlacement) else choice.inputs[operand]

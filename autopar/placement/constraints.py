@@ -1,0 +1,223 @@
+"""Choices taken away from the planner: pins and ZeRO stages."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from autopar.errors import OptionsError
+from autopar.ir.assignment import ParameterPlacement
+from autopar.ir.graph import Graph
+from autopar.ir.module_paths import meant
+from autopar.ir.node import REST, Node, Value
+from autopar.ir.placements import Placements, is_shard, parse_placements, short
+from autopar.solver.problem import Transfer
+
+from .axis_names import weight_values
+from .choices import OUTPUTS, Choice, operand_place, result_place
+from .edges import Route
+from .formulation import Instance
+
+Allowed = Callable[[Node, Choice], bool]
+
+
+def live_axes(mesh: tuple[int, ...]) -> tuple[int, ...]:
+    """The axes of more than one device."""
+    return tuple(axis for axis, size in enumerate(mesh) if size > 1)
+
+
+def degree(placements: Placements, mesh: tuple[int, ...]) -> int:
+    """Into how many shards a tensor is cut."""
+    return math.prod(mesh[axis] for axis, placement in enumerate(placements) if is_shard(placement))
+
+
+def with_choices(instance: Instance, allowed: Allowed, *, gathers: bool = True, strict: str = "") -> Instance:
+    """The instance with every choice forbidden that is not ``allowed`` and, unless ``gathers``, every collective on a
+    weight forbidden. A group that would be left with none keeps all, or, given ``strict``, raises :class:`OptionsError`
+    starting with it."""
+    groups = []
+    for name, choices, group in zip(instance.names, instance.choices, instance.problem.groups, strict=True):
+        node = None if name == OUTPUTS else instance.graph[name]
+        keep = np.array([node is None or allowed(node, choice) for choice in choices])
+        keep &= np.isfinite(group.cost)
+        if not keep.any():
+            if strict and node is not None:
+                raise OptionsError(_nothing_left(strict, node, choices))
+            keep = np.isfinite(group.cost)
+        groups.append(replace(group, cost=np.where(keep, group.cost, np.inf)))
+    transfers = instance.problem.transfers
+    if not gathers:
+        weights = weight_values(instance.graph)
+        known = {i for i, route in enumerate(instance.routes) if route.producer in weights}
+        transfers = tuple(
+            _without_gathers(instance, instance.routes[i], transfer) if i in known else transfer
+            for i, transfer in enumerate(transfers)
+        )
+    return replace(instance, problem=replace(instance.problem, groups=tuple(groups), transfers=transfers))
+
+
+def _nothing_left(reason: str, node: Node, choices: tuple[Choice, ...]) -> str:
+    places = dict.fromkeys(short(_place(choice)) for choice in choices)
+    offered = ", ".join(list(places)[:12])
+    where = node.target if node.is_placeholder else f"{node.module} ({node.op})"
+    return f"{reason}: no strategy of {where}, {node.type}, meets it; possible are {offered}"
+
+
+def _place(choice: Choice) -> Placements:
+    return choice.weight if isinstance(choice, ParameterPlacement) else choice.outputs[0]
+
+
+def _without_gathers(instance: Instance, route: Route, transfer: Transfer) -> Transfer:
+    """Forbids communication on the way from a parameter, or a view or cast of one, to its uses."""
+    choices = instance.choices[transfer.producer]
+    sources = {row: result_place(choice, route.result) for row, choice in zip(transfer.source, choices, strict=True)}
+    targets: dict[int, Placements] = {}
+    for (_, operand), consumer, columns in zip(route.consumers, transfer.consumers, transfer.targets, strict=True):
+        places = (operand_place(choice, operand) for choice in instance.choices[consumer])
+        targets.update(zip(map(int, columns), places, strict=True))
+    kind = instance.graph.type_of(Value(route.producer, route.result))
+    cost = transfer.cost.copy()
+    for row, column in np.argwhere((cost > 0) & np.isfinite(cost)):
+        path = instance.prices.path(kind, sources[row], targets[int(column)], route.role == "gradient")
+        if any(hop.collective is not None for hop in path):
+            cost[row, column] = np.inf
+    return replace(transfer, cost=cost)
+
+
+def zero_allows(instance: Instance, stage: int) -> Allowed:
+    """The choices of ZeRO ``stage`` for parameters: 1 and up shard the optimizer state over as many devices as the
+    tensor allows, 2 and up the gradient likewise, 3 the weight; below 3 the weight rests as it is used."""
+    mesh = instance.prices.mesh
+    most = {
+        name: max(degree(c.optimizer, mesh) for c in choices if isinstance(c, ParameterPlacement))
+        for name, choices in zip(instance.names, instance.choices, strict=True)
+        if isinstance(choices[0], ParameterPlacement)
+    }
+
+    def allowed(node: Node, choice: Choice) -> bool:
+        if not isinstance(choice, ParameterPlacement):
+            return True
+        if stage == 0:
+            return choice.optimizer == choice.weight
+        full = degree(choice.optimizer, mesh) == most[instance.graph.classes.get(node.name, node.name)]
+        if stage == 3:
+            return full and choice.weight == choice.optimizer
+        return full and choice.gradient == (choice.weight if stage == 1 else choice.optimizer)
+
+    return allowed
+
+
+def pin_instance(
+    instance: Instance, pins: Mapping[str, str], free: Instance | None = None, option: str = ""
+) -> Instance:
+    """The instance with ``pins`` honoured. ``free`` is the instance before an ``option`` took choices away.
+
+    Raises:
+        OptionsError: for a pin that matches nothing or that no strategy meets; names the other pins or the option that
+            it contradicts.
+    """
+    start = instance
+    for position, (pattern, text) in enumerate(pins.items()):
+        try:
+            instance = _pinned(instance, pattern, text)
+        except OptionsError as error:
+            others = list(pins.items())[:position]
+            against = _contradicted(start, free or start, (pattern, text), others, option)
+            if not against:
+                raise
+            raise OptionsError(
+                f"the pin {pattern!r}: {text!r} contradicts {' and '.join(against)}: no placement meets both; leave "
+                "one of them out"
+            ) from error
+    return instance
+
+
+def _contradicted(
+    restricted: Instance, free: Instance, pin: tuple[str, str], others: list[tuple[str, str]], option: str
+) -> list[str]:
+    """What keeps ``pin``, which alone can be had, from being had: the option, or some of the pins before it."""
+    if not _is_possible(free, [pin]):
+        return []
+    if option and not _is_possible(restricted, [pin]):
+        return [option]
+    return [f"the pin {name!r}: {text!r}" for name, text in others if not _is_possible(free, [(name, text), pin])]
+
+
+def _is_possible(instance: Instance, pins: list[tuple[str, str]]) -> bool:
+    try:
+        for pattern, text in pins:
+            instance = _pinned(instance, pattern, text)
+    except OptionsError:
+        return False
+    return True
+
+
+def _pinned(instance: Instance, pattern: str, text: str) -> Instance:
+    """With one pin."""
+    wanted = _wanted(pattern, text)
+    mesh = instance.prices.mesh
+    if len(wanted) != len(mesh):
+        raise OptionsError(
+            f"the pin {pattern!r}: {text!r} has {len(wanted)} placements, but the mesh {mesh} has "
+            f"{len(mesh)} axes; "
+            f"write one for each, for example {','.join(['S(0)', *['R'] * (len(mesh) - 1)])!r}"
+        )
+    names = set(_pinned_nodes(instance.graph, pattern))
+    if not names:
+        raise unmatched(instance.graph, pattern)
+    groups = {instance.graph.classes.get(name, name) for name in names}
+    return with_choices(
+        instance,
+        lambda node, choice: node.name not in groups or _place(choice) == wanted,
+        strict=f"the pin {pattern!r}: {text!r} cannot be met",
+    )
+
+
+def _wanted(pattern: str, text: str) -> Placements:
+    try:
+        return parse_placements(text)
+    except OptionsError as error:
+        raise OptionsError(
+            f"the pin {pattern!r}: {text!r}: {error}, or 'stage 1' for the pipeline stage of a module"
+        ) from error
+
+
+def unmatched(graph: Graph, pattern: str) -> OptionsError:
+    """The error for a pin that matches nothing."""
+    known = [*(node.target for node in graph.placeholders("param")), *module_outputs(graph)]
+    return OptionsError(f"the pin {pattern!r} matches no parameter and no module of the model{meant(pattern, known)}")
+
+
+def pinned_apart(graph: Graph, pins: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """For each pinned node the pins it has: one layer may be pinned while its equals are free."""
+    found: dict[str, tuple[str, ...]] = {}
+    for pattern in pins:
+        for name in _pinned_nodes(graph, pattern):
+            found[name] = (*found.get(name, ()), pattern)
+    return found
+
+
+def _pinned_nodes(graph: Graph, pattern: str) -> Iterator[str]:
+    """The parameters a pattern names, or else the nodes that make the outputs of the modules it names."""
+    parameters = [n.name for n in graph.placeholders("param") if fnmatch.fnmatchcase(n.target, pattern)]
+    if parameters:
+        yield from parameters
+        return
+    for path, name in module_outputs(graph).items():
+        if fnmatch.fnmatchcase(path, pattern):
+            yield name
+
+
+def module_outputs(graph: Graph) -> dict[str, str]:
+    """For each module path the last forward node that ran in it or below it: the one that makes its output."""
+    found: dict[str, str] = {}
+    for node in graph.nodes:
+        if node.phase == "forward" and not node.is_placeholder and node.op != REST and node.module:
+            parts = node.module.split(".")
+            for length in range(1, len(parts) + 1):
+                found[".".join(parts[:length])] = node.name
+    return found

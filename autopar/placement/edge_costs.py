@@ -1,0 +1,97 @@
+"""What it takes to bring values from how classes leave them to how others need them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from autopar.ir.assignment import Again, travels_unseen
+from autopar.ir.node import REST, Value
+from autopar.ir.placements import Placements
+from autopar.solver.problem import Floats, Ints, Transfer
+
+from .choices import OUTPUTS, Choice, Offer, operand_place, result_place
+from .edges import Route
+from .full_precision_reduction import summed_late, without_sums
+from .prices import ReshardTable
+
+# None: at its source, a value is not there; at its end, it is not needed.
+_Places = Sequence[Placements | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Transfers:
+    """The prices of the routes of ``offer``."""
+
+    offer: Offer
+
+    @cached_property
+    def late(self) -> frozenset[Value]:
+        """What may not be added up across devices before it is widened."""
+        return summed_late(self.offer.graph)
+
+    @cached_property
+    def only_backward(self) -> frozenset[str]:
+        """The rests that nothing in forward reads."""
+        offer = self.offer
+        read = {v.node for n in offer.graph.nodes if n.phase == "forward" for v in n.operands}
+        read |= {value.node for value in offer.results if value is not None}
+        classes = {offer.class_of(name) for name in read}
+        return frozenset(n for n in offer.counts if offer.graph[n].op == REST and n not in classes)
+
+    def of(self, route: Route, count: int) -> Transfer:
+        """The transfer of a route that there is ``count`` times."""
+        offer, name = self.offer, f"{route.producer}.{route.result} {route.role}"
+        rows = [self._row(route, choice) for choice in offer.choices[route.producer]]
+        needs = [
+            [self._column(consumer, operand, route.role, choice) for choice in offer.choices[consumer]]
+            for consumer, operand in route.consumers
+        ]
+        sources, targets = list(dict.fromkeys(rows)), list(dict.fromkeys(place for need in needs for place in need))
+        consumers = tuple(offer.index[consumer] for consumer, _ in route.consumers)
+        columns = tuple(_positions(need, targets) for need in needs)
+        cost = self._cost(route, count, sources, targets)
+        return Transfer(name, offer.index[route.producer], _positions(rows, sources), consumers, columns, cost)
+
+    def _cost(self, route: Route, count: int, sources: _Places, targets: _Places) -> Floats:
+        """Seconds from sources to targets in a step. What a microbatch hands on travels with each, gradients once."""
+        offer, value = self.offer, Value(route.producer, route.result)
+        is_gradient = route.role == "gradient"
+        table = offer.prices.table(offer.graph.type_of(value), bucketed=is_gradient)
+        often = 1 if is_gradient else offer.repeats.microbatches
+        cost = count * often * _submatrix(table, sources, targets)
+        if not is_gradient and travels_unseen(offer.graph, value):
+            cost = np.where(np.isfinite(cost), 0.0, cost)
+        return without_sums(cost, sources, targets) if value in self.late else cost
+
+    def _row(self, route: Route, choice: Choice) -> Placements | None:
+        """How a value lies at its source; None if backward asks for it and it is not there."""
+        node = self.offer.graph[route.producer]
+        gone = route.role == "backward" and node.phase == "forward" and not node.is_placeholder and node.op != REST
+        return None if gone and not isinstance(choice, Again) else result_place(choice, route.result)
+
+    def _column(self, consumer: str, operand: int, role: str, choice: Choice) -> Placements | None:
+        """How a consumer needs a value; None if it does not: in backward, because it ran in forward only, or in
+        forward, because it is a rest for backward alone that is not kept."""
+        forward = consumer != OUTPUTS and self.offer.graph[consumer].phase == "forward"
+        unneeded = role == "forward" and forward and isinstance(choice, Again) and consumer in self.only_backward
+        repeated = role == "backward" and forward and not isinstance(choice, Again)
+        return None if unneeded or repeated else operand_place(choice, operand)
+
+
+def _positions(places: _Places, among: _Places) -> Ints:
+    index = {place: i for i, place in enumerate(among)}
+    return np.array([index[place] for place in places], dtype=np.int64)
+
+
+def _submatrix(table: ReshardTable, rows: _Places, columns: _Places) -> Floats:
+    """Seconds from rows to columns; to need nothing is free, what is not there cannot be had."""
+    found = np.full((len(rows), len(columns)), np.inf)
+    found[:, [column is None for column in columns]] = 0.0
+    there, needed = ([i for i, place in enumerate(places) if place is not None] for places in (rows, columns))
+    starts, ends = ([table.index[place] for place in places if place is not None] for places in (rows, columns))
+    found[np.ix_(there, needed)] = table.seconds[np.ix_(starts, ends)]
+    return found

@@ -1,0 +1,115 @@
+"""The memory of a placed step, as the placement program counts it: an upper bound of what the step needs.
+
+What it needs to the byte, by rehearsing its program: :mod:`autopar.planner.rehearsed_memory`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autopar.ir.assignment import Assignment
+from autopar.ir.graph import Graph
+from autopar.ir.node import REST, Node
+
+from .item_prices import accumulator_bytes, offloaded_bytes, parameter_bytes, temporary_bytes
+from .placed_step import PlacedStep, trained
+from .prices import local_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Peak bytes on the device that holds most, by part; ``host``: bytes of optimizer state in host memory, which are
+    not among them."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    temporary: int
+    inputs: int
+    host: int = 0
+
+    @property
+    def peak(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.temporary + self.inputs
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Optimizer state in host memory: ``bytes`` in all, and of the ``largest``, which visits the device alone."""
+
+    bytes: int = 0
+    largest: int = 0
+
+
+def memory(step: PlacedStep) -> Memory:
+    """Peak bytes by part: everything that rests on the device through the step, and the largest operation's operands
+    and results beside what backward has recomputed and needs still."""
+    graph, assignment, prices = step.graph, step.assignment, step.prices
+    host = host_memory(step)
+    weights, gradients, states = map(sum, zip((0, 0, 0), *_held_parameters(step), strict=True))
+    activations = inputs = 0
+    temporary = host.largest
+    for node in graph.nodes:
+        if node.op == "param" or (node.op == REST and node.name not in graph.kept):
+            continue
+        if node.op in (REST, "receive"):
+            held = local_bytes(node.type, assignment.strategies[node.name].outputs[0], prices.mesh)
+            activations += held * step.repeats.in_flight
+        elif node.is_placeholder:
+            inputs += local_bytes(node.type, assignment.strategies[node.name].outputs[0], prices.mesh)
+        else:
+            kinds = tuple(graph.type_of(value) for value in node.operands)
+            temporary = max(temporary, temporary_bytes(prices, node, kinds, assignment.strategies[node.name]))
+    temporary += recomputed_bytes(graph, assignment)
+    return Memory(weights, gradients, states, activations, temporary, inputs, host.bytes)
+
+
+def _held_parameters(step: PlacedStep) -> Iterator[tuple[int, int, int]]:
+    """Bytes of (weights, gradients, optimizer state) of each parameter."""
+    for node in step.graph.placeholders("param"):
+        yield held_bytes(step, node)
+
+
+def host_memory(step: PlacedStep) -> HostMemory:
+    """What the step leaves in the host memory of each device."""
+    counts = [
+        offloaded_bytes(step.prices, node, step.assignment.parameters[node.name], step.optimizer)
+        for path, node in ((path, step.graph.parameters[path]) for path in trained(step.graph))
+        if path not in step.loans
+    ]
+    return HostMemory(sum(counts), max(counts, default=0))
+
+
+def held_bytes(step: PlacedStep, node: Node) -> tuple[int, int, int]:
+    """Bytes on a device of (weights, gradients, optimizer state) of the parameter ``node``, sums over microbatches
+    included. What whoever lends it counts is left out: the optimizer state, and on the same devices the stored tensor.
+    One that is not trained has only weights."""
+    place, mesh = step.assignment.parameters[node.name], step.prices.mesh
+    weight, gradient, state = parameter_bytes(step.prices, node, place, step.optimizer)
+    loan, made = step.loans.get(node.target), step.graph.gradients.get(node.target)
+    if loan is not None:
+        weight -= 0 if loan.apart else local_bytes(node.stored, place.optimizer, mesh)
+        state = 0
+    if made is None:
+        return weight, 0, 0
+    raw = step.assignment.placements_of(made)
+    return weight, gradient + accumulator_bytes(step.prices, node.stored, raw, step.repeats), state
+
+
+def recomputed_bytes(graph: Graph, assignment: Assignment) -> int:
+    """The most bytes of recomputed values that backward holds at once, each from when its rest is made to its last
+    use."""
+    last = {v.node: i for i, n in enumerate(graph.nodes) for v in n.operands}
+    held = most = 0
+    leaving: dict[int, int] = {}
+    for position, node in enumerate(graph.nodes):
+        if node.op == REST and node.phase == "backward":
+            size = local_bytes(node.type, assignment.strategies[node.name].outputs[0], assignment.mesh)
+            held += size
+            end = last.get(node.name, position)
+            leaving[end] = leaving.get(end, 0) + size
+        most = max(most, held)
+        held -= leaving.pop(position, 0)
+    return most

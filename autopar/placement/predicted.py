@@ -1,0 +1,63 @@
+"""Figures and lines of a plan, from the bill."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+from autopar.cluster.description import Cluster
+from autopar.cost import total_flops
+from autopar.ir.graph import Graph
+from autopar.ir.placements import short
+from autopar.ir.plan_record import PlanLine, Predicted, Step
+
+from .bill import Account, Line
+from .formulation import Instance
+from .memory_bound import Memory
+
+
+def predicted(bill: Account, instance: Instance, cluster: Cluster, memory: Memory | None = None) -> Predicted:
+    """The figures of a bill; its memory as ``memory``, where that is known better."""
+    compute, seconds, memory = bill.seconds_of("compute", "optimizer"), bill.seconds, memory or bill.memory
+    dtype = working_dtype(instance.graph)
+    possible = instance.prices.devices * cluster.device.flops(dtype) * seconds
+    return Predicted(
+        step_seconds=seconds,
+        compute_seconds=compute,
+        comm_seconds=seconds - compute,
+        bubble_seconds=0.0,
+        **memory_figures(memory),
+        mfu=float(total_flops(instance.graph)) / possible if possible else 0.0,
+    )
+
+
+def working_dtype(graph: Graph) -> torch.dtype:
+    """What most of the parameters' elements are read in."""
+    elements = Counter[torch.dtype]()
+    for node in graph.placeholders("param"):
+        elements[node.type.dtype] += int(node.type.numel)
+    return max(elements, key=elements.__getitem__, default=torch.float32)
+
+
+def memory_figures(memory: Memory) -> dict[str, Any]:
+    """The figures of a prediction that are about memory, by field."""
+    return {
+        "peak_bytes": memory.peak,
+        "weight_bytes": memory.weights,
+        "gradient_bytes": memory.gradients,
+        "optimizer_bytes": memory.optimizer,
+        "activation_bytes": memory.activations,
+        "temporary_bytes": memory.temporary,
+        "input_bytes": memory.inputs,
+        "host_bytes": memory.host,
+    }
+
+
+def plan_line(line: Line) -> PlanLine:
+    steps = tuple(
+        Step(hop.kind, hop.axes, short(hop.source), short(hop.target), hop.collective.bytes if hop.collective else 0)
+        for hop in line.hops
+    )
+    return PlanLine(line.kind, line.name, line.module, line.phase, line.seconds, steps, line.times)

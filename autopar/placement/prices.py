@@ -1,0 +1,209 @@
+"""What each choice costs on a mesh of a cluster: seconds of a strategy, seconds and path of a reshard, bytes on one
+device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cluster.description import Cluster
+from autopar.cost import bucketed_seconds, collective_seconds, node_seconds
+from autopar.errors import PlanMismatchError
+from autopar.ir.graph import Graph
+from autopar.ir.node import Node, TensorType
+from autopar.ir.placements import (
+    PARTIAL_SUM,
+    REPLICATE,
+    Placement,
+    Placements,
+    Strategy,
+    is_valid,
+    largest_local_shape,
+    shard_dim,
+    short,
+)
+from autopar.ir.reshard import Hop, neighbours
+
+BUCKET_BYTES = 25 << 20
+Options = tuple[tuple[Placement, ...], ...]
+
+
+def placement_options(graph: Graph, mesh: tuple[int, ...]) -> dict[TensorType, Options]:
+    """For each tensor type of an annotated graph and each axis, the placements some strategy has for it. A reshard may
+    go by any of them, so that its price depends on the type alone and not on who asks."""
+    seen: dict[TensorType, list[set[Placement]]] = {}
+
+    def add(kind: TensorType | None, place: Placements) -> None:
+        if kind is not None:
+            base: set[Placement] = {REPLICATE, PARTIAL_SUM}
+            found = seen.setdefault(kind, [set(base) if devices > 1 else {REPLICATE} for devices in mesh])
+            for axis, placement in enumerate(place):
+                found[axis].add(placement)
+
+    for node in graph.nodes:
+        kinds = tuple(graph.type_of(value) for value in node.operands)
+        for strategy in dict.fromkeys(graph.strategies[node.name]):
+            if node.op == "param" and node.stored != node.type:  # Its gradient lies where it does.
+                add(node.stored, strategy.outputs[0])
+            for kind, place in zip((*kinds, *node.types), strategy.places, strict=True):
+                add(kind, place)
+    return {kind: tuple(tuple(sorted(p, key=str)) for p in per_axis) for kind, per_axis in seen.items()}
+
+
+def exchanged_bytes(graph: Graph) -> int:
+    """Bytes of the gradients of a step, whole tensors: those of the parameters that learn (without gradients, of all
+    parameters)."""
+    nodes = graph.placeholders("param")
+    return sum(int(node.stored.bytes) for node in nodes if not graph.gradients or node.target in graph.gradients)
+
+
+def local_type(kind: TensorType, placements: Placements, mesh: tuple[int, ...]) -> TensorType:
+    """The type of the largest shard of a tensor of global type ``kind``."""
+    return TensorType(largest_local_shape(tuple(map(int, kind.shape)), placements, mesh), kind.dtype)
+
+
+def local_bytes(kind: TensorType, placements: Placements, mesh: tuple[int, ...]) -> int:
+    """Bytes of the largest shard."""
+    return int(local_type(kind, placements, mesh).bytes)
+
+
+@dataclass(frozen=True, eq=False)
+class ReshardTable:
+    """Cheapest ways between placements of one tensor: ``seconds[i, j]`` from ``states[i]`` to ``states[j]``, infinite
+    if there is none, and the hops (:class:`autopar.ir.reshard.Hop`) that do it."""
+
+    states: tuple[Placements, ...]
+    seconds: NDArray[np.float64]
+    hops: dict[tuple[int, int], Hop]
+    next_state: NDArray[np.int64]
+
+    @cached_property
+    def index(self) -> dict[Placements, int]:
+        return {state: i for i, state in enumerate(self.states)}
+
+    def cost(self, source: Placements, target: Placements) -> float:
+        return float(self.seconds[self.index[source], self.index[target]])
+
+    def path(self, source: Placements, target: Placements) -> tuple[Hop, ...]:
+        """The hops from ``source`` to ``target``, none if they are equal. Raises :class:`PlanMismatchError` if there is
+        no way."""
+        if not {source, target} <= self.index.keys() or not np.isfinite(self.cost(source, target)):
+            raise PlanMismatchError(
+                f"no reshard leads from {short(source)} to {short(target)}; the plan is for other shapes"
+            )
+        here, there, found = self.index[source], self.index[target], []
+        while here != there:
+            onward = int(self.next_state[here, there])
+            found.append(self.hops[here, onward])
+            here = onward
+        return tuple(found)
+
+
+def _shortest_paths(seconds: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Floyd-Warshall: least cost between all pairs, and the first step of the way."""
+    best = seconds.copy()
+    count = len(best)
+    onward = np.tile(np.arange(count), (count, 1))
+    for middle in range(count):
+        through = best[:, middle, None] + best[None, middle, :]
+        better = through < best - 1e-18
+        best = np.where(better, through, best)
+        onward = np.where(better, onward[:, middle, None], onward)
+    return best, onward
+
+
+@dataclass(frozen=True, eq=False)
+class Prices:
+    """Prices on ``mesh`` (a shape) of ``cluster``; remembers what it has computed.
+
+    ``options[type][axis]`` are the placements that tensors of a type may have on the way (see
+    :func:`placement_options`). ``exchanged`` is how many bytes of gradients (or weights) a step has to exchange, whole
+    tensors: a bucket never holds more than all of them.
+    """
+
+    cluster: Cluster
+    mesh: tuple[int, ...]
+    options: Mapping[TensorType, Options]
+    exchanged: int
+    _nodes: dict[object, float] = field(default_factory=dict)
+    _tables: dict[object, ReshardTable] = field(default_factory=dict)
+
+    @staticmethod
+    def of(cluster: Cluster, mesh: tuple[int, ...], graph: Graph) -> Prices:
+        """The prices of an annotated graph."""
+        return Prices(cluster, mesh, placement_options(graph, mesh), exchanged_bytes(graph))
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.mesh)
+
+    def node(self, node: Node, inputs: tuple[TensorType, ...], strategy: Strategy) -> float:
+        """Seconds of one run of ``node`` under ``strategy`` on the device with the largest shards."""
+        local_in = tuple(local_type(t, p, self.mesh) for t, p in zip(inputs, strategy.inputs, strict=True))
+        outputs = zip(node.types, strategy.outputs, strict=True)
+        local_out = tuple(t and local_type(t, p, self.mesh) for t, p in outputs)
+        key = (node.op, node.args if not node.operands else repr(node.args), local_in, local_out, strategy.local)
+        if key not in self._nodes:
+            self._nodes[key] = node_seconds(self.cluster, node, local_in, local_out, strategy.local)
+        return self._nodes[key]
+
+    def hop(self, kind: TensorType, hop: Hop, *, bucketed: bool = False) -> float:
+        """Seconds of one hop, the copies that make its shards contiguous included."""
+        if hop.collective is None:
+            return self.cluster.device.launch_seconds
+        wire, copies = hop.collective, self._copies(kind, hop)
+        if not bucketed or wire.kind == "all_to_all":  # These go one by one.
+            return copies + collective_seconds(self.cluster, self.mesh, wire.kind, wire.axes, wire.bytes)
+        bucket = self._bucket_bytes(kind, wire.bytes)
+        packing = 2.0 * self._whole(kind, hop) / self.cluster.device.memory_bandwidth
+        return packing + copies + bucketed_seconds(self.cluster, self.mesh, wire.kind, wire.axes, wire.bytes, bucket)
+
+    def _bucket_bytes(self, kind: TensorType, nbytes: int) -> float:
+        """What a bucket holds at the most in which a tensor of that type, ``nbytes`` of it on the wire, travels: as
+        much again of all others, until it is full."""
+        return min(float(BUCKET_BYTES), nbytes * max(1.0, self.exchanged / max(1, int(kind.bytes))))
+
+    def _copies(self, kind: TensorType, hop: Hop) -> float:
+        """Collectives work on dim 0 of contiguous buffers: any other dim is read and written once more."""
+        axis = hop.axes[0]
+        dims = {shard_dim(hop.source[axis]), shard_dim(hop.target[axis])} - {None}
+        if dims <= {0}:
+            return 0.0
+        return 2.0 * self._whole(kind, hop) / self.cluster.device.memory_bandwidth
+
+    def _whole(self, kind: TensorType, hop: Hop) -> int:
+        """Bytes on the side of a hop that has more: what goes into a bucket, or comes out of it, is copied once."""
+        return max(local_bytes(kind, hop.source, self.mesh), local_bytes(kind, hop.target, self.mesh))
+
+    def table(self, kind: TensorType, *, bucketed: bool = False) -> ReshardTable:
+        """The reshard table of tensors of that type, between all placements that occur in the graph."""
+        key = (kind, bucketed)
+        if key not in self._tables:
+            self._tables[key] = self._make_table(kind, self.options[kind], bucketed)
+        return self._tables[key]
+
+    def path(self, kind: TensorType, source: Placements, target: Placements, bucketed: bool = False) -> tuple[Hop, ...]:
+        """The hops a reshard is priced with."""
+        return self.table(kind, bucketed=bucketed).path(source, target)
+
+    def _make_table(self, kind: TensorType, options: tuple[tuple[Placement, ...], ...], bucketed: bool) -> ReshardTable:
+        shape = tuple(map(int, kind.shape))
+        states = tuple(p for p in product(*options) if is_valid(p, shape, self.mesh))
+        index = {state: i for i, state in enumerate(states)}
+        seconds = np.full((len(states), len(states)), np.inf)
+        np.fill_diagonal(seconds, 0.0)
+        hops: dict[tuple[int, int], Hop] = {}
+        for i, state in enumerate(states):
+            for hop in neighbours(kind, state, options, self.mesh):
+                j = index.get(hop.target)
+                if j is not None:
+                    seconds[i, j] = self.hop(kind, hop, bucketed=bucketed)
+                    hops[i, j] = hop
+        best, onward = _shortest_paths(seconds)
+        return ReshardTable(states, best, hops, onward)

@@ -1,0 +1,100 @@
+"""Placements of another graph of a model whose parameters already rest somewhere: evaluation, other inputs, a batch
+that does not divide."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from autopar.errors import InfeasibleError
+from autopar.ir.assignment import Assignment, ParameterPlacement
+from autopar.ir.graph import Graph
+from autopar.ir.node import Node
+from autopar.passes.annotate.fold import fold_layers
+from autopar.passes.recompute.recompute import recomputed
+from autopar.placement.choices import Choice
+from autopar.placement.constraints import Allowed, with_choices
+from autopar.placement.formulation import Instance, build_instance
+from autopar.placement.memory_bound import memory
+from autopar.placement.placed_step import PlacedStep
+from autopar.placement.prices import Prices
+from autopar.solver.problem import Ints, Solution
+
+from .memory_limit import ROUNDS, may_widen, solve_wide, tightened, widened
+from .request import Question
+from .time_limit import solve_in_time
+from .timings import Timings
+
+Places = Mapping[str, ParameterPlacement]
+
+
+def fixed_assignment(question: Question, graph: Graph, parameters: Places, limit: float = math.inf) -> Assignment:
+    """The best assignment of an annotated graph whose parameters rest where ``parameters`` says (those it does not
+    name: anywhere), of those found that need at most ``limit`` bytes. Where need be, values are recomputed.
+
+    Raises:
+        InfeasibleError: none was found.
+    """
+    prices = Prices.of(question.cluster, question.mesh, graph)
+    instance = build_instance(fold_layers(graph), prices, optimizer=question.options.optimizer, memory_limit=math.inf)
+    allowed = _as_placed(parameters)
+    plain = with_choices(instance, allowed)
+    timings = Timings()
+
+    def run(posed: Instance, known: Sequence[Ints] = ()) -> Solution:
+        return solve_in_time(posed.problem, question.options, timings, known)
+
+    free = run(plain)
+    found = _assignment(plain, free, parameters)
+    needed = _peak(plain, found)
+    if needed <= limit:
+        return found
+    if may_widen(question.options, plain):
+        tight = replace(plain, problem=replace(plain.problem, memory_limit=limit))
+        plain = with_choices(widened(tight, question.options), allowed)
+        solution = solve_wide(plain, run, [free.choices])
+    else:
+        solution = free
+    for _ in range(ROUNDS):
+        if solution.status == "infeasible":
+            break
+        found = _assignment(plain, solution, parameters)
+        needed = _peak(plain, found)
+        less = tightened(plain, solution.choices, needed, limit)
+        if less is None:
+            return found
+        plain, solution = less, run(less)
+    raise _does_not_fit(graph, needed, limit)
+
+
+def _as_placed(parameters: Places) -> Allowed:
+    def allowed(node: Node, choice: Choice) -> bool:
+        if not isinstance(choice, ParameterPlacement) or node.target not in parameters:
+            return True
+        return choice.weight == parameters[node.target].weight
+
+    return allowed
+
+
+def _assignment(instance: Instance, solution: Solution, parameters: Places) -> Assignment:
+    chosen = instance.assignment(solution.choices)
+    places = {
+        node.name: parameters.get(node.target, chosen.parameters[node.name])
+        for node in instance.graph.placeholders("param")
+    }
+    return replace(chosen, parameters=places)
+
+
+def _peak(instance: Instance, assignment: Assignment) -> int:
+    step = PlacedStep(*recomputed(instance.graph, assignment), instance.prices, instance.optimizer)
+    return memory(step).peak
+
+
+def _does_not_fit(graph: Graph, needed: int, limit: float) -> InfeasibleError:
+    shapes = ", ".join(f"{node.target} {node.type}" for node in graph.placeholders("input"))
+    return InfeasibleError(
+        f"a call with ({shapes}) needs {needed} bytes per device with the parameters where the plan has them, more "
+        f"than the limit of {limit:.0f}: pass a smaller batch or shorter inputs, or let "
+        "parallelize(example_inputs=...) plan for the largest inputs there will be"
+    )

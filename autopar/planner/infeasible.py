@@ -1,0 +1,108 @@
+"""What to say of a model that fits nowhere: what would make it fit, with bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from autopar.cluster.description import Cluster
+from autopar.errors import InfeasibleError
+from autopar.ir.node import REST
+from autopar.options import Options
+from autopar.placement.formulation import Instance
+from autopar.plans.views.quantities import size
+from autopar.solver.problem import Group, Ints, host_binds, host_of, memory_of
+from autopar.solver.solve import smallest_choices, smallest_search
+
+from .memory_limit import widened
+
+
+def infeasible(instance: Instance, limit: float, known: int | None = None) -> InfeasibleError:
+    """The error for an ``instance`` that has no solution within ``limit`` bytes per device; ``known``: bytes in which a
+    step was found to fit."""
+    groups = instance.problem.groups
+    check_host(instance.prices.cluster, sum(_least_away(group) for group in groups), instance.problem.host_limit)
+    choices, is_proven = smallest_search(instance.problem)
+    where = f"on mesh {instance.prices.mesh}"
+    if choices is None and is_proven:
+        return InfeasibleError(f"no plan {where} is possible at all, with any memory limit.")
+    if choices is None:
+        return InfeasibleError(
+            f"no plan {where} that fits into {size(limit)} per device was found in the work allowed, nor one with any "
+            f"other limit, which proves nothing. Largest tensors: {_largest(instance)}."
+        )
+    least = float(known or memory_of(instance.problem, choices))
+    advice = "; ".join(_advice(instance, choices, least))
+    return InfeasibleError(
+        f"no plan {where} fits into {size(limit)} per device. The smallest limit found to fit is {math.ceil(least)} "
+        f"bytes ({size(least)}): Options(memory_limit={math.ceil(least)}). Largest tensors: {_largest(instance)}. "
+        f"What would lower it: {advice}."
+    )
+
+
+def _least_away(group: Group) -> float:
+    return float(np.where(np.isfinite(group.cost), group.host, np.inf).min())
+
+
+def check_host(cluster: Cluster, needed: float, usable: float) -> None:
+    """Raises :class:`InfeasibleError` if a plan has to put ``needed`` bytes of ``usable`` into the host's memory, and
+    these are more."""
+    if needed > usable:
+        raise InfeasibleError(
+            f"a step needs {math.ceil(needed)} bytes ({size(needed)}) of optimizer state in host memory, of which "
+            f"cluster {cluster.name!r} leaves {size(usable)}. What would lower it: offload=None, so that only some of "
+            "it goes there; zero=1, 2 or 3, so that it is sharded over every axis; twice the devices; an optimizer "
+            "with less state."
+        )
+
+
+def _more_host(instance: Instance, least: float) -> Iterator[str]:
+    """What more of the host's memory would do, if it binds."""
+    if not host_binds(instance.problem):
+        return
+    problem = replace(instance.problem, host_limit=math.inf)
+    found = smallest_choices(problem)
+    if found is not None and memory_of(problem, found) < least:
+        asked = f"{size(host_of(problem, found))} of the host's memory instead of {size(instance.problem.host_limit)}"
+        yield f"{asked}, {size(memory_of(problem, found))}"
+
+
+def _largest(instance: Instance) -> str:
+    values = [n for n in instance.graph.nodes if n.op in ("param", REST)]
+    largest = sorted(values, key=lambda n: -int(n.type.bytes))[:5]
+    return "; ".join(
+        f"{n.target if n.op == 'param' else 'activation of ' + (n.module or n.name)} {n.type}, "
+        f"{size(int(n.type.bytes))}"
+        for n in largest
+    )
+
+
+def _wider(instance: Instance) -> Iterator[tuple[str, Options]]:
+    """Options that allow what the instance does not."""
+    now = Options(recompute="none" if instance.again is None else None, offload=None if instance.offload else False)
+    if instance.again is None:
+        yield "recompute=None or 'full'", replace(now, recompute=None)
+    if not instance.offload and instance.prices.cluster.device.has_host:
+        yield "offload=None or True", replace(now, offload=None)
+
+
+def _advice(instance: Instance, choices: Ints, known: float) -> Iterator[str]:
+    """Changes that help, with the bytes per device they come to; ``known``: those that are enough without."""
+    groups, chosen = instance.problem.groups, zip(instance.names, choices, strict=True)
+    memory = {name: float(groups[i].memory[int(k)]) for i, (name, k) in enumerate(chosen)}
+    parameters = sum(b for name, b in memory.items() if name in instance.graph and instance.graph[name].op == "param")
+    least = memory_of(instance.problem, choices)
+    batch, least = least - parameters, min(least, known)
+    for text, options in _wider(instance):
+        wide = widened(instance, options)
+        found = smallest_choices(wide.problem)
+        if found is not None and memory_of(wide.problem, found) < least:
+            yield f"{text}, {size(memory_of(wide.problem, found))}"
+    yield from _more_host(instance, least)
+    if instance.repeats.microbatches == 1:
+        yield f"half the batch, or microbatches=2, about {size(parameters + batch / 2)}"
+    yield f"twice the devices, about {size(least / 2)} if all divides"
+    yield f"an optimizer with less state (weights, gradients and state take {size(parameters)})"

@@ -1,0 +1,189 @@
+"""The placement program within its memory limit: recomputation and offload join it only where they are needed.
+
+Both cost time and save nothing but memory. A solution of the program without them that fits, found as if there were no
+limit, is therefore the answer; only if it does not fit is the larger program solved, in which every saved value is kept
+or recomputed, and every optimizer state rests on the device or in host memory (:mod:`autopar.placement.formulation`),
+whose own limit is a row of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.cluster.description import Cluster
+from autopar.errors import OptionsError
+from autopar.ir.assignment import Again, ParameterPlacement
+from autopar.ir.node import REST, Node
+from autopar.optimizers import ELEMENTWISE
+from autopar.options import Options
+from autopar.passes.recompute.recomputable import Recomputable, recomputable
+from autopar.placement.choices import Choice
+from autopar.placement.constraints import with_choices
+from autopar.placement.formulation import Instance, build_instance
+from autopar.solver.problem import Ints, Solution, evaluate, is_within, memory_of
+
+Solve = Callable[[Instance, Sequence[Ints]], Solution]
+ROUNDS = 4
+
+
+def fits(instance: Instance, solution: Solution) -> bool:
+    """Whether a solution of a restricted instance is one of ``instance``."""
+    return (
+        solution.status != "infeasible"
+        and is_within(instance.problem, solution.choices)
+        and math.isfinite(evaluate(instance.problem, solution.choices))
+    )
+
+
+def without_limit(instance: Instance) -> Instance:
+    return replace(instance, problem=replace(instance.problem, memory_limit=math.inf))
+
+
+@dataclass(frozen=True, eq=False)
+class Solved:
+    """A solution, and the instance that had to be solved for it. ``unlimited``: seconds that no choices take less than,
+    whatever the memory limit, where that is known."""
+
+    instance: Instance
+    solution: Solution
+    unlimited: float = -math.inf
+
+
+def solve_within(
+    options: Options, plain: Instance, widen: Callable[[], Instance], solve: Solve, incumbents: Sequence[Ints]
+) -> Solved:
+    """Solves ``plain`` where that does, else what ``widen`` makes of it. ``incumbents`` are choices of ``plain``, which
+    mean the same in both. Raises :class:`OptionsError` if ``options`` ask for offload where there can be none."""
+    check_offload(options, plain.prices.cluster)
+    if not may_widen(options, plain):
+        return Solved(plain, solve(plain, [c for c in incumbents if _within(plain, c)]))
+    unlimited = -math.inf
+    if options.recompute in (None, "none") and not options.offload:
+        free = solve(without_limit(plain), incumbents)
+        if fits(plain, free):
+            return Solved(plain, free, free.bound)
+        unlimited = free.bound
+        incumbents = [free.choices, *incumbents] if free.status != "infeasible" else incumbents
+    wide = widen()
+    return Solved(wide, solve_wide(wide, solve, incumbents), unlimited)
+
+
+def solve_wide(wide: Instance, solve: Solve, incumbents: Sequence[Ints]) -> Solution:
+    """The solution of a widened instance, from choices of the one that is not."""
+    recomputing = list(_recomputing(wide, incumbents))
+    fuller = [*incumbents, *recomputing]
+    if not wide.offload:
+        return solve(wide, fuller)
+    return solve(wide, [*fuller, *(_with_offload(wide, choices) for choices in [*incumbents[:1], *recomputing])])
+
+
+def _within(instance: Instance, choices: Ints) -> bool:
+    return is_within(instance.problem, choices)
+
+
+def may_widen(options: Options, plain: Instance) -> bool:
+    """Whether ``options`` leave anything that :func:`widened` adds to ``plain``."""
+    return not plain.is_wide and (options.recompute != "none" or _may_offload(options, plain))
+
+
+def _may_offload(options: Options, plain: Instance) -> bool:
+    has_host = plain.prices.cluster.device.has_host
+    return options.offload is not False and has_host and plain.optimizer in ELEMENTWISE
+
+
+def widened(plain: Instance, options: Options) -> Instance:
+    """The instance in which values may be recomputed and optimizer state may rest in host memory, as far as ``options``
+    leave both; where they ask for one, it is all there is."""
+    possible = None if options.recompute == "none" else recomputable(plain.graph)
+    wide = build_instance(
+        plain.graph,
+        plain.prices,
+        optimizer=plain.optimizer,
+        memory_limit=plain.problem.memory_limit,
+        host_limit=plain.problem.host_limit,
+        repeats=plain.repeats,
+        again=possible,
+        offload=_may_offload(options, plain),
+    )
+    if options.offload:
+        wide = with_choices(wide, lambda _, choice: not isinstance(choice, ParameterPlacement) or choice.offload)
+    if possible is None or options.recompute is None:
+        return wide
+    dropped = possible.full if options.recompute == "full" else possible.selective
+    return with_choices(wide, _follows(wide, dropped))
+
+
+def check_offload(options: Options, cluster: Cluster) -> None:
+    """Raises :class:`OptionsError` if optimizer state is to rest in host memory where there is none, or that of an
+    optimizer that cannot."""
+    if options.offload and options.optimizer not in ELEMENTWISE:
+        raise OptionsError(
+            f"offload=True: {options.optimizer} does not treat every element by itself, and its state must stay on the "
+            f"device; leave offload out, or use one of {', '.join(sorted(ELEMENTWISE))}"
+        )
+    if options.offload and not cluster.device.has_host:
+        raise OptionsError(
+            f"offload=True: a device of cluster {cluster.name!r} has no host memory besides its own; leave offload "
+            "out, or give host_bandwidth and host_memory_bytes in the [device] table of the cluster"
+        )
+
+
+def _follows(wide: Instance, dropped: frozenset[str]) -> Callable[[Node, Choice], bool]:
+    def allowed(node: Node, choice: Choice) -> bool:
+        return node.op != REST or isinstance(choice, Again) == (node.name in dropped)
+
+    return allowed
+
+
+def _recomputing(wide: Instance, incumbents: Sequence[Ints]) -> Iterator[Ints]:
+    """The first of ``incumbents`` with less and less of it kept, to start from."""
+    if wide.again is None:
+        return
+    rests = frozenset(name for name in wide.again.nodes if wide.graph[name].op == REST)
+    for choices in incumbents[:1]:
+        for dropped in (wide.again.selective, _cheap(wide.again), wide.again.full, rests):
+            yield _with_again(wide, choices, wide.again.chain(dropped))
+
+
+def _cheap(again: Recomputable) -> frozenset[str]:
+    """The rests that can be had again without a product."""
+    rests = [n.name for n in again.graph.nodes if n.op == REST and n.name in again.nodes]
+    return frozenset(r for r in rests if not any("mm" in again.graph[n].op for n in again.chain(frozenset((r,)))))
+
+
+def _with_again(wide: Instance, choices: Ints, names: frozenset[str]) -> Ints:
+    """``choices`` of an instance without recomputation, with all of ``names`` recomputed. The choices that recompute
+    stand behind the others in the same order."""
+    shift = [len(c) // 2 if name in names and isinstance(c[-1], Again) else 0 for name, c in _groups(wide)]
+    return choices + np.array(shift, dtype=np.int64)
+
+
+def _with_offload(wide: Instance, choices: Ints) -> Ints:
+    """``choices`` with as much optimizer state in host memory as that has room for."""
+    found, left = choices.copy(), wide.problem.host_limit
+    for index, (offered, group) in enumerate(zip(wide.choices, wide.problem.groups, strict=True)):
+        place, last = offered[int(choices[index])], offered[-1]
+        if isinstance(place, ParameterPlacement) and isinstance(last, ParameterPlacement) and last.offload:
+            away = offered.index(replace(place, offload=True))
+            if group.host[away] <= left:
+                found[index] = away
+                left -= float(group.host[away])
+    return found
+
+
+def _groups(instance: Instance) -> Iterator[tuple[str, tuple[Choice, ...]]]:
+    return zip(instance.names, instance.choices, strict=True)
+
+
+def tightened(instance: Instance, choices: Ints, peak: int, limit: float) -> Instance | None:
+    """The instance with less memory, and less than its ``choices`` count, if their ``peak``, seen closer than the
+    program can, exceeds ``limit``; None if it fits."""
+    if peak <= limit:
+        return None
+    problem = instance.problem
+    less = min(problem.memory_limit - 1.02 * (peak - limit), memory_of(problem, choices) - 1.0)
+    return replace(instance, problem=replace(problem, memory_limit=less))

@@ -1,0 +1,53 @@
+"""What solving a mesh gives: choices for every group of its program, the placements that they mean, and their bill."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from autopar.ir.assignment import Assignment
+from autopar.passes.recompute.recompute import recomputed
+from autopar.placement.alternatives import holdings
+from autopar.placement.bill import Account, account
+from autopar.placement.formulation import Instance
+from autopar.placement.placed_step import PlacedStep
+from autopar.placement.prices import Prices
+from autopar.solver.problem import Solution
+
+from .rehearsed_memory import exact_memory
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One solved mesh: the instance, the solution, and its bill. ``unlimited``: seconds that no choices take less than,
+    whatever the memory limit, where that is known."""
+
+    instance: Instance
+    solution: Solution
+    assignment: Assignment
+    account: Account
+    unlimited: float = -math.inf
+
+    @staticmethod
+    def of(instance: Instance, solution: Solution) -> Answer:
+        """The answer that a solution of ``instance`` means."""
+        assignment = instance.assignment(solution.choices)
+        return Answer(instance, solution, assignment, account(placed_step(instance, assignment)))
+
+    @property
+    def prices(self) -> Prices:
+        return self.instance.prices
+
+
+def placed_step(instance: Instance, assignment: Assignment) -> PlacedStep:
+    """The step of ``instance`` that is placed by ``assignment``, with what that recomputes."""
+    graph, placed = recomputed(instance.graph, assignment)
+    return PlacedStep(graph, placed, instance.prices, instance.optimizer, instance.repeats)
+
+
+def peak_bytes(found: Answer) -> int:
+    """Peak bytes of the step, rehearsed where that can be; else those of its bill."""
+    instance = found.instance
+    step = placed_step(instance, found.assignment)
+    memory = exact_memory(step.graph, step.assignment, instance, tuple(holdings(step))).memory
+    return (memory or found.account.memory).peak

@@ -1,0 +1,133 @@
+"""A model traced for one kind of call and normalised, ready to be planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.cluster.description import Cluster
+from autopar.ir.graph import Graph
+from autopar.ir.node import Dim
+from autopar.options import Options
+from autopar.passes.normalise.scaled_loss import with_scaled_loss
+from autopar.passes.normalise.standard import normalise
+from autopar.precision import Precision, autocast_dtype, check_precision, scales_loss
+from autopar.runtime.calls.kind import kind_of
+from autopar.runtime.comm.groups import AxisGroup
+from autopar.trace.cache.cache import traced_once
+from autopar.trace.call import Differentiate, describe_call
+from autopar.trace.tracer import Traced, request_for
+
+from .request import Question
+from .timings import Timings
+
+LossFunction = Callable[..., torch.Tensor]
+
+
+def describe(model: nn.Module, inputs: Mapping[str, tuple[Dim, ...]]) -> str:
+    """A model and its batch for people: ``LlamaForCausalLM, 6.7M parameters, input_ids 8x128``."""
+    count = float(sum(p.numel() for p in model.parameters()))
+    for unit in ("", "K", "M", "B"):
+        if count < 1000 or unit == "B":
+            break
+        count /= 1000
+    shapes = ", ".join(f"{name} {'x'.join(map(str, shape)) or 'scalar'}" for name, shape in list(inputs.items())[:3])
+    return f"{type(model).__name__}, {count:.3g}{unit} parameters, {shapes}"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A traced and normalised model, with the batch size it was called with, the loss function that was traced with it,
+    and the :func:`circumstances` of the trace."""
+
+    traced: Traced
+    graph: Graph
+    batch: int
+    loss_fn: LossFunction | None = None
+    circumstances: object = None
+
+    @property
+    def loss(self) -> str | None:
+        return self.traced.signature.loss
+
+
+def prepare(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    device: torch.device | str,
+    loss_fn: LossFunction | None,
+    training: bool | None = None,
+    grad: bool = True,
+    differentiate: Differentiate = "loss",
+    precision: Precision | None = None,
+    timings: Timings | None = None,
+    ranks: AxisGroup | None = None,
+) -> Prepared:
+    """Traces a call under a policy of :mod:`autopar.precision`, once for all ``ranks``, and normalises the graph.
+    Raises :class:`OptionsError` if the policy is not for such a model."""
+    timings = timings or Timings()
+    check_precision(model, precision)
+    around = circumstances(model, model.training if training is None else training)
+    half = autocast_dtype(precision)
+    with timings.phase("trace"):
+        request = request_for(
+            model,
+            args,
+            kwargs,
+            device=device,
+            loss_fn=loss_fn,
+            training=training,
+            grad=grad,
+            differentiate=differentiate,
+            autocast=half,
+        )
+        traced = traced_once(request, ranks)
+    with timings.phase("normalise"):
+        graph = normalise(traced.graph)
+        graph = with_scaled_loss(graph) if scales_loss(precision) else graph
+    sizes = dict(graph.symbols)
+    batch = next(iter(sizes.values()), batch_size(args, kwargs))
+    return Prepared(traced, graph, batch, loss_fn, around)
+
+
+def circumstances(model: nn.Module, training: bool) -> object:
+    """What a trace depends on besides the inputs of the call: the modes of modules, which parameters are trained,
+    torch's state and hooks."""
+    kind = kind_of(model, (), {}, True, "loss")
+    # Asked for another mode than the model's, the trace puts every part of it into that.
+    modes = kind.modes if model.training == training else (training,) * len(kind.modes)
+    return modes, kind.wanted, kind.around, kind.hooks
+
+
+def batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """The size of dim 0 that most tensor inputs share, as the trace takes it; 1 if there is none."""
+    return describe_call(args, dict(kwargs)).batch or 1
+
+
+def ask(
+    model: nn.Module,
+    base: Prepared,
+    mesh: tuple[int, ...],
+    cluster: Cluster,
+    options: Options,
+    axis_names: tuple[str, ...] = (),
+) -> Question:
+    """What to plan for a prepared model, described for people."""
+    inputs = {node.target: node.type.shape for node in base.graph.at().placeholders("input")}
+    return Question(
+        graph=base.graph,
+        loss=base.loss,
+        batch=base.batch,
+        mesh=mesh,
+        cluster=cluster,
+        options=options,
+        model=describe(model, inputs),
+        axis_names=axis_names,
+        notes=base.traced.notes,
+    )

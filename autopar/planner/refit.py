@@ -1,0 +1,112 @@
+"""Carries a choice over to the same graph at another batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autopar.errors import PlanMismatchError
+from autopar.ir.assignment import Assignment
+from autopar.ir.graph import Graph
+from autopar.ir.node import Node
+from autopar.ir.placements import Strategy, is_shard, shard_before, shard_dim, short
+from autopar.plans.plan import Plan
+
+
+def refit(assignment: Assignment, known: Graph, other: Graph) -> Assignment:
+    """The assignment of the annotated graph ``known`` for ``other``: the same model, annotated for the same mesh, at
+    another batch size.
+
+    Nodes correspond as :func:`corresponding` says. Each node takes the strategy that is alike but for sizes inside
+    placements; if several are, the one at the same position.
+
+    Raises:
+        PlanMismatchError: a dim that was divided evenly no longer is, or a strategy is not to be had at the new size;
+            names both shapes and a batch size that works.
+    """
+    names = corresponding(known, other)
+    _check_inputs(assignment, known, other, names)
+    strategies = {}
+    for name, chosen in assignment.strategies.items():
+        before, after = known.strategies[name], other.strategies[names[name]]
+        same = [s for s in after if _kind(s) == _kind(chosen)]
+        place = before.index(chosen)
+        if not same:
+            raise PlanMismatchError(_lost(known[name], other[names[name]], chosen, _changed(known, other, names)))
+        kept = len(before) == len(after) and after[place] in same
+        strategies[names[name]] = after[place] if kept else same[0]
+    parameters = {names[name]: place for name, place in assignment.parameters.items()}
+    recomputed = frozenset(names[name] for name in assignment.recomputed)
+    return Assignment(assignment.mesh, strategies, parameters, recomputed=recomputed)
+
+
+def corresponding(known: Graph, other: Graph) -> dict[str, str]:
+    """Which node of ``other`` is which of ``known``, the same model. Nodes correspond by position, inputs by who uses
+    them: a call that passes them in another form (by keyword, in another order) names and lists them otherwise.
+
+    Raises:
+        PlanMismatchError: the graphs run other operations.
+    """
+    before, after = _without_inputs(known), _without_inputs(other)
+    inputs, others = known.placeholders("input"), other.placeholders("input")
+    if [node.op for node in before] != [node.op for node in after] or len(inputs) != len(others):
+        raise PlanMismatchError("the model runs other operations on these inputs than on those the plan was made for")
+    names = {old.name: new.name for old, new in zip(before, after, strict=True)}
+    for old, new in zip(before, after, strict=True):
+        used = zip(old.operands, new.operands, strict=True)
+        names |= {mine.node: its.node for mine, its in used if known[mine.node].op == "input"}
+    taken = set(names.values())
+    unused = (node.name for node in others if node.name not in taken)
+    return names | dict(zip((node.name for node in inputs if node.name not in names), unused, strict=False))
+
+
+def _without_inputs(graph: Graph) -> list[Node]:
+    return [node for node in graph.nodes if node.op != "input"]
+
+
+def refit_plan(plan: Plan, known: Graph, other: Graph) -> Assignment:
+    """:func:`refit` of the choices of ``plan``, made for ``known``. What only a cut graph has is left out."""
+    chosen = plan.assignment({node.target: node.name for node in known.placeholders("param")})
+    strategies = {name: strategy for name, strategy in chosen.strategies.items() if name in known}
+    return refit(replace(chosen, strategies=strategies), known, other)
+
+
+def _kind(strategy: Strategy) -> object:
+    """The strategy without the sizes inside its placements."""
+
+    def kind(places: tuple[object, ...]) -> tuple[object, ...]:
+        return tuple((shard_dim(p), shard_before(p) > 1) if is_shard(p) else p for p in places)  # type: ignore[arg-type]
+
+    return tuple(map(kind, strategy.inputs)), tuple(map(kind, strategy.outputs)), strategy.local
+
+
+def _check_inputs(assignment: Assignment, known: Graph, other: Graph, names: Mapping[str, str]) -> None:
+    for node in known.placeholders("input"):
+        place, old = assignment.strategies[node.name].outputs[0], node.type.shape
+        new = other[names[node.name]].type.shape
+        for dim, (before, after) in enumerate(zip(old, new, strict=True)):
+            parts = 1
+            for axis, placement in enumerate(place):
+                parts *= assignment.mesh[axis] if shard_dim(placement) == dim else 1
+            if before % parts == 0 and after % parts:
+                raise PlanMismatchError(
+                    f"the input {node.target!r} has shape {tuple(new)}, but the plan was made for {tuple(old)} "
+                    f"and divides dim {dim} "
+                    f"among {parts} devices ({short(place)}); {after} is not a multiple of {parts}. Pad or drop to "
+                    f"{after // parts * parts or parts} along that dim (drop_last=True in a DataLoader), "
+                    "or make a plan for this shape"
+                )
+
+
+def _changed(known: Graph, other: Graph, names: Mapping[str, str]) -> str:
+    """The inputs whose type is another, with both types."""
+    inputs = [(node, other[names[node.name]]) for node in known.placeholders("input")]
+    return ", ".join(f"{old.target!r} {new.type} instead of {old.type}" for old, new in inputs if old.type != new.type)
+
+
+def _lost(old: Node, new: Node, chosen: Strategy, changed: str) -> str:
+    return (
+        f"the plan does not carry over to inputs {changed}: it runs {old.op} in {old.module or 'the model'} on "
+        f"{old.type} as {chosen}, which is not possible on {new.type}. Use a batch that divides like the first one "
+        "(drop_last=True in a DataLoader), or make a plan for this shape"
+    )

@@ -1,0 +1,29 @@
+"""Solving within what is left of the time that planning may take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.options import Options
+from autopar.solver.problem import Ints, Problem, Solution
+from autopar.solver.solve import solve
+
+from .timings import Timings
+
+
+def solve_in_time(
+    problem: Problem, options: Options, timings: Timings, incumbents: Sequence[Ints] = (), least_gap: float = 0.0
+) -> Solution:
+    """Solves in at most half of the time that is left, so that a hard program leaves some to those after it. One that
+    needs less is solved as it would be with any other limit. The gap is that of ``options``, or ``least_gap`` if that
+    is larger."""
+    solution = solve(
+        problem,
+        time_limit=timings.left(options.time_limit) / 2,
+        gap=max(options.gap, least_gap),
+        seed=options.solver_seed,
+        incumbents=incumbents,
+        counted=timings.counted,
+    )
+    timings.solving += solution.seconds
+    return solution

@@ -1,0 +1,33 @@
+"""What planning took, by phase, and what is left of its time limit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Timings:
+    """CPU seconds by phase, and those that solvers took of ``Options.time_limit``: of the processor or, if ``counted``,
+    of counted work (:mod:`autopar.solver.budget`)."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    solving: float = 0.0
+    counted: bool = False
+
+    def left(self, time_limit: float) -> float:
+        return max(time_limit - self.solving, 0.0)
+
+    def is_spent(self, time_limit: float) -> bool:
+        """Whether too little is left to solve anything; each program leaves half of what it finds."""
+        return self.left(time_limit) <= 0.02 * time_limit
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.process_time()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.process_time() - start

@@ -1,0 +1,81 @@
+"""A solved mesh as a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from autopar.ir.graph import Graph
+from autopar.ir.plan_record import Predicted
+from autopar.passes.annotate.annotate import rule_sources
+from autopar.passes.recompute.recompute import recomputed
+from autopar.placement.alternatives import answers
+from autopar.placement.axis_names import default_names
+from autopar.placement.constraints import module_outputs
+from autopar.placement.predicted import plan_line, predicted
+from autopar.plans.plan import Plan
+
+from .mesh_solution import Answer
+from .rehearsed_memory import exact_memory
+from .request import Question, memory_limit_of
+from .step_graphs import graph_hash
+from .timings import Timings
+
+
+def make_plan(
+    question: Question, graph: Graph, best: Answer, priced: Mapping[str, Predicted | None], timings: Timings
+) -> Plan:
+    """The answer as a plan."""
+    instance, solution = best.instance, best.solution
+    whole, assignment = recomputed(instance.graph, best.assignment)
+    named = {node.name: node.target for node in graph.placeholders("param")}
+    rules = rule_sources(graph, question.mesh)
+    fallbacks = tuple(op for op, said in rules.items() if said[0].startswith("fallback"))
+    known = answers(instance, whole, assignment, solution.choices)
+    exact = exact_memory(whole, assignment, instance, known["holdings"])
+    known["holdings"] = exact.holdings
+    return Plan(
+        model=question.model,
+        batch=question.batch,
+        mesh=question.mesh,
+        axis_names=question.axis_names or default_names(question.mesh, assignment, graph),
+        cluster=question.cluster.name,
+        cluster_source=question.cluster.source,
+        status="optimal" if solution.status == "optimal" else "feasible",
+        objective=solution.objective,
+        bound=solution.bound,
+        gap=solution.gap,
+        solve_seconds=solution.seconds,
+        memory_limit=memory_limit_of(question),
+        graph_hash=graph_hash(graph),
+        predicted=predicted(best.account, instance, question.cluster, exact.memory or best.account.memory),
+        lines=tuple(map(plan_line, best.account.lines)),
+        strategies=assignment.strategies,
+        parameters={named[name]: place for name, place in assignment.parameters.items()},
+        outputs={path: assignment.strategies[name].outputs[0] for path, name in module_outputs(graph).items()},
+        baselines=priced,
+        **known,
+        recomputed=tuple(sorted(best.assignment.recomputed)),
+        pinned=dict(question.options.pins),
+        fallbacks=fallbacks,
+        rules={op: "; ".join(said) for op, said in rules.items()},
+        warnings=(*question.notes, *_warnings(best, graph, rules), *exact.warnings),
+        timings=dict(timings.seconds),
+        precision=question.options.precision or "fp32",
+    )
+
+
+def _warnings(best: Answer, graph: Graph, rules: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+    if best.account.memory.host:
+        yield "optimizer state rests in host memory: only an optimizer made by model.optimizer(...) puts it there"
+    for op, said in rules.items():
+        for text in said:
+            kind, _, reason = text.partition(": ")
+            if kind == "fallback":
+                lines = (line for line in best.account.lines if line.kind == "compute" and graph[line.name].op == op)
+                seconds = sum(line.seconds for line in lines)
+                price = f"{seconds * 1e3:.3g} ms a step"
+                yield f"{op} has no sharding rule ({reason}): it runs whole on every device, {price}"
+            elif kind == "refuted":
+                yield f"{op}: {reason} is registered for it, but not true when executed, and was left out"
+            elif kind == "registered, not proven":
+                yield f"{op}: the registered sharding rule is trusted and could not be proven ({reason})"

@@ -1,0 +1,107 @@
+"""Whether the fields of a plan are of the types they are declared with, all the way down.
+
+A plan may come from a file that somebody edited, so what the dataclasses declare is checked as data is.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+
+from autopar.ir.placements import StridedShard
+
+# Numbers that may be infinite: what no solver proved, time that nothing limits, and links within a device.
+_UNBOUNDED = ("objective", "bound", "gap", "unawaited", "bandwidth")
+MOST = 1e300
+
+
+def wrong_types(value: Any, kind: Any, where: str) -> Iterator[str]:
+    """For each part of ``value`` that is not of the declared type ``kind``, where it is and what is wrong."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return
+    if origin is typing.Literal:
+        if not isinstance(value, str) or value not in arguments:
+            yield f"{where} is {value!r}, not one of {', '.join(map(str, arguments))}"
+    elif origin in (typing.Union, types.UnionType):
+        yield from _of_union(value, arguments, where)
+    elif origin is tuple:
+        yield from _of_tuple(value, arguments, where)
+    elif origin is collections.abc.Mapping:
+        yield from _of_mapping(value, arguments, where)
+    elif dataclasses.is_dataclass(kind) and kind is not StridedShard:
+        yield from wrong_fields(value, kind, where)
+    else:
+        yield from _of_plain(value, kind, where)
+
+
+def wrong_fields(value: Any, kind: Any, where: str) -> Iterator[str]:
+    """The same for each field of a dataclass."""
+    if not isinstance(value, kind):
+        yield f"{where} is {value!r}, not a {kind.__name__}"
+        return
+    for name, hint in _hints(kind).items():
+        yield from wrong_types(getattr(value, name), hint, f"{where}.{name}" if where else name)
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+def _of_union(value: Any, kinds: tuple[Any, ...], where: str) -> Iterator[str]:
+    if isinstance(value, (TorchPlacement, StridedShard)):
+        return
+    if value is None and type(None) in kinds:
+        return
+    real = [kind for kind in kinds if kind is not type(None)]
+    found = [list(wrong_types(value, kind, where)) for kind in real]
+    if all(found):
+        yield from found[0]
+
+
+def _of_tuple(value: Any, kinds: tuple[Any, ...], where: str) -> Iterator[str]:
+    if not isinstance(value, tuple):
+        yield f"{where} is {value!r}, not a list"
+    elif len(kinds) == 2 and kinds[1] is Ellipsis:
+        for position, item in enumerate(value):
+            yield from wrong_types(item, kinds[0], f"{where}[{position}]")
+    elif len(value) != len(kinds):
+        yield f"{where} has {len(value)} entries, not {len(kinds)}"
+    else:
+        for position, (item, kind) in enumerate(zip(value, kinds, strict=True)):
+            yield from wrong_types(item, kind, f"{where}[{position}]")
+
+
+def _of_mapping(value: Any, kinds: tuple[Any, ...], where: str) -> Iterator[str]:
+    if not isinstance(value, collections.abc.Mapping):
+        yield f"{where} is {value!r}, not a table"
+        return
+    for key, item in value.items():
+        yield from wrong_types(key, kinds[0], f"a name in {where}")
+        yield from wrong_types(item, kinds[1], f"{where}[{key!r}]" if isinstance(key, str) else where)
+
+
+def _of_plain(value: Any, kind: Any, where: str) -> Iterator[str]:
+    name = where.rpartition(".")[2]
+    if kind is float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            yield f"{where} is {value!r}, not a number"
+        elif math.isnan(value) or (not abs(value) < MOST and not (math.isinf(value) and name in _UNBOUNDED)):
+            yield f"{where} is {value!r}, not a finite number"
+    elif kind is int:
+        if isinstance(value, bool) or not isinstance(value, int):
+            yield f"{where} is {value!r}, not a whole number"
+        elif abs(value) >= 1 << 62:
+            yield f"{where} is {value!r}, too large a number"
+    elif isinstance(kind, type) and not isinstance(value, kind):
+        yield f"{where} is {value!r}, not {'a text' if kind is str else kind.__name__}"

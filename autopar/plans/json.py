@@ -1,0 +1,213 @@
+"""Plans as JSON: placements in short form, strategies in a table, exact numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from autopar.errors import AutoparError, OptionsError
+from autopar.ir.assignment import ParameterPlacement
+from autopar.ir.module_paths import meant
+from autopar.ir.placements import Placements, Strategy, parse_placements, short
+from autopar.ir.plan_record import Alternative, Alternatives, Holding, PlanLine, PlanNode, PlanRecord, Predicted, Step
+
+from .pipeline_json import pipeline_from_data, pipeline_to_data
+
+VERSION = 7
+_STRINGS = ("model", "cluster", "cluster_source", "graph_hash", "precision")
+_NUMBERS = ("objective", "bound", "gap", "solve_seconds")
+_COUNTS = ("batch", "memory_limit", "stages", "microbatches")
+_NAMES = ("pinned", "module_nodes", "gradient_values", "rules")
+_OTHERS = ("mesh", "axis_names", "status", "fallbacks", "warnings", "timings", "schedule", "recomputed")
+_PLAIN = (*_STRINGS, *_COUNTS, *_NUMBERS, *_OTHERS, *_NAMES)
+_TABLES = ("predicted", "baselines", "parameters", "outputs", "strategy_table", "strategies", "nodes", "alternatives")
+_KNOWN = ("version", *_PLAIN, *_TABLES, "holdings", "lines", "pipeline")
+
+
+def plan_to_json(plan: PlanRecord) -> str:
+    """``plan.to_json()``: strict JSON (numbers that are not finite as strings), indented, each entry of a table on one
+    line."""
+    entries = (f"  {json.dumps(name)}: {_indented(value)}" for name, value in plan_to_dict(plan).items())
+    return "{\n" + ",\n".join(entries) + "\n}"
+
+
+def _indented(value: Any) -> str:
+    """A field, with each entry of a table on a line of its own; entries stay on one, or a plan would be ten times as
+    long."""
+    if isinstance(value, dict) and value:
+        rows = [f"{json.dumps(name)}: {json.dumps(item, allow_nan=False)}" for name, item in value.items()]
+        return "{\n    " + ",\n    ".join(rows) + "\n  }"
+    if isinstance(value, (list, tuple)) and any(isinstance(item, (list, str)) for item in value):
+        return "[\n    " + ",\n    ".join(json.dumps(item, allow_nan=False) for item in value) + "\n  ]"
+    return json.dumps(value, allow_nan=False)
+
+
+def fields_from_json(text: str) -> dict[str, Any]:
+    """The fields of the plan that :func:`plan_to_json` wrote. Raises :class:`OptionsError`."""
+    try:
+        data = json.loads(text, object_pairs_hook=without_repeats)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise OptionsError(f"this is not a plan: it does not parse as JSON, or is cut off ({error})") from error
+    return fields_from_dict(data)
+
+
+def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises ``ValueError`` for a name that is there twice, of which JSON would keep the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return found
+
+
+def plan_to_dict(plan: PlanRecord) -> dict[str, Any]:
+    """The plan as plain data: dicts, lists, strings and numbers that JSON has."""
+    data: dict[str, Any] = {"version": VERSION} | {name: getattr(plan, name) for name in _PLAIN}
+    data |= {name: _number(getattr(plan, name)) for name in _NUMBERS}
+    data["predicted"] = plan.predicted.to_dict()
+    data["baselines"] = {name: p and p.to_dict() for name, p in plan.baselines.items()}
+    data["parameters"] = {
+        path: [short(p.weight), short(p.gradient), short(p.optimizer), p.offload] for path, p in plan.parameters.items()
+    }
+    data["outputs"] = {path: short(p) for path, p in plan.outputs.items()}
+    table = {strategy: i for i, strategy in enumerate(dict.fromkeys(plan.strategies.values()))}
+    data["strategy_table"] = [_strategy_data(strategy) for strategy in table]
+    data["strategies"] = {name: table[strategy] for name, strategy in plan.strategies.items()}
+    data["nodes"] = {
+        name: [n.op, n.type, n.module, n.target, list(n.operands), n.tied] for name, n in plan.nodes.items()
+    }
+    data["alternatives"] = {
+        name: [a.possible, a.impossible, [[c.choice, c.seconds, c.bytes] for c in a.cheapest]]
+        for name, a in plan.alternatives.items()
+    }
+    data["holdings"] = [[h.kind, h.name, h.module, h.bytes] for h in plan.holdings]
+    data["lines"] = [_line_data(line) for line in plan.lines]
+    data["pipeline"] = plan.pipeline and pipeline_to_data(plan.pipeline)
+    return data
+
+
+def _number(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+def _strategy_data(strategy: Strategy) -> list[Any]:
+    return [[short(p) for p in strategy.inputs], [short(p) for p in strategy.outputs], strategy.local]
+
+
+def _line_data(line: PlanLine) -> list[Any]:
+    steps = [[s.kind, list(s.axes), s.source, s.target, s.bytes] for s in line.steps]
+    return [line.kind, line.name, line.module, line.phase, line.seconds, steps, line.times, line.stage]
+
+
+def fields_from_dict(data: Any) -> dict[str, Any]:
+    """The fields of the plan that :func:`plan_to_dict` wrote as ``data``.
+
+    Raises:
+        OptionsError: what is missing or of the wrong kind, or which version wrote it.
+    """
+    if not isinstance(data, dict) or "version" not in data:
+        raise OptionsError(
+            "this is not a plan: it has no version; Plan.to_json() (or `autopar plan --output`) writes one"
+        )
+    if data["version"] != VERSION:
+        raise OptionsError(
+            f"this plan has format version {data['version']!r}, but this autopar reads version {VERSION}; "
+            "plan the model again"
+        )
+    unknown = [name for name in data if name not in _KNOWN]
+    if unknown:
+        raise OptionsError(f"a plan has no field {unknown[0]!r}{meant(unknown[0], _KNOWN)}")
+    try:
+        return _fields(data)
+    except KeyError as error:
+        raise OptionsError(f"this is not a whole plan: {error} is missing") from error
+    except (ValueError, TypeError, IndexError, AttributeError, OverflowError, RecursionError, AutoparError) as error:
+        said = str(error) if isinstance(error, AutoparError) else f"{type(error).__name__}: {error}"
+        raise OptionsError(f"this is not a plan that autopar wrote: {said}") from error
+
+
+def _truth(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{value!r} is neither true nor false")
+    return value
+
+
+def _fields(data: dict[str, Any]) -> dict[str, Any]:
+    mesh = tuple(_count(n) for n in data["mesh"])
+
+    def places(text: str) -> Placements:
+        found = parse_placements(text)
+        if len(found) != len(mesh):
+            raise ValueError(f"{text!r} has {len(found)} placements on the mesh {mesh}")
+        return found
+
+    fields: dict[str, Any] = {name: data[name] for name in _PLAIN} | {"mesh": mesh}
+    fields |= {name: tuple(map(_string, data[name])) for name in ("axis_names", "fallbacks", "warnings", "recomputed")}
+    fields |= {name: _string(data[name]) for name in _STRINGS}
+    fields |= {name: float(data[name]) for name in _NUMBERS} | {name: _count(data[name]) for name in _COUNTS}
+    fields |= {name: {_string(k): _string(v) for k, v in data[name].items()} for name in _NAMES}
+    fields["timings"] = {name: float(seconds) for name, seconds in data["timings"].items()}
+    fields["predicted"] = Predicted(**data["predicted"])
+    fields["baselines"] = {name: p and Predicted(**p) for name, p in data["baselines"].items()}
+    fields["parameters"] = {
+        path: ParameterPlacement(places(weight), places(gradient), places(optimizer), _truth(offload))
+        for path, (weight, gradient, optimizer, offload) in data["parameters"].items()
+    }
+    fields["outputs"] = {path: places(p) for path, p in data["outputs"].items()}
+    fields |= _node_fields(data, [_strategy(item, places) for item in data["strategy_table"]])
+    fields["holdings"] = tuple(Holding(kind, name, module, _count(n)) for kind, name, module, n in data["holdings"])
+    fields["lines"] = tuple(map(_line, data["lines"]))
+    fields["pipeline"] = data["pipeline"] and pipeline_from_data(data["pipeline"], places)
+    if data["status"] not in ("optimal", "feasible", "fallback") or len(fields["axis_names"]) != len(mesh):
+        raise ValueError(f"status {data['status']!r} with axes {fields['axis_names']} of mesh {mesh}")
+    return fields
+
+
+def _node_fields(data: dict[str, Any], table: list[Strategy]) -> dict[str, Any]:
+    return {
+        "strategies": {name: table[_count(i)] for name, i in data["strategies"].items()},
+        "nodes": {
+            name: PlanNode(op, kind, module, target, tuple(operands), tied)
+            for name, (op, kind, module, target, operands, tied) in data["nodes"].items()
+        },
+        "alternatives": {
+            name: Alternatives(
+                tuple(Alternative(_string(c), float(s), int(b)) for c, s, b in cheapest), possible, impossible
+            )
+            for name, (possible, impossible, cheapest) in data["alternatives"].items()
+        },
+    }
+
+
+def _strategy(data: Any, places: Any) -> Strategy:
+    inputs, outputs, local = data
+    return Strategy(tuple(map(places, inputs)), tuple(map(places, outputs)), _string(local))
+
+
+def _line(data: Any) -> PlanLine:
+    kind, name, module, phase, seconds, steps, times, stage = data
+    hops = tuple(Step(k, tuple(map(_count, axes)), s, t, _count(b)) for k, axes, s, t, b in steps)
+    kind, name, module, phase = map(_string, (kind, name, module, phase))
+    return PlanLine(
+        kind=kind,
+        name=name,
+        module=module,
+        phase=phase,
+        seconds=float(seconds),
+        steps=hops,
+        times=_count(times),
+        stage=_count(stage),
+    )
+
+
+def _string(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not a string")
+    return value
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise TypeError(f"{value!r} is not a count")
+    return value

@@ -1,0 +1,103 @@
+"""A plan: what was chosen, what it costs and why; frozen, without solver or torch model, and equal to its JSON.
+
+Invariants: ``predicted.step_seconds`` is the sum of ``lines`` (with stages: of those of the stage that is busy longest,
+and the bubble); ``collectives()`` are those of ``lines``;
+``predicted.peak_bytes`` is the sum of ``holdings`` and the temporary bytes; ``Plan.from_json(plan.to_json()) == plan
+== Plan.from_text(plan.to_text())``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+from autopar.ir.plan_record import PlanRecord
+from autopar.plans.views.diff import Difference, difference
+from autopar.plans.views.html import write_html
+from autopar.plans.views.summary import plan_text
+from autopar.plans.views.table import PlanTable, plan_table
+from autopar.plans.views.tree import PlanTree
+from autopar.plans.views.why import Explanation, explain
+
+from .json import fields_from_json, plan_to_json
+from .text import fields_from_lines, plan_to_lines
+from .validate import validate
+
+
+@dataclass(frozen=True)
+class Plan(PlanRecord):
+    """A plan; see the module docstring, and :class:`.PlanRecord` for its fields."""
+
+    def validate(self) -> None:
+        """Checks that every field is of its type, that names, placements and shapes fit each other, and that figures
+        are the sums of what they consist of. Plans are checked when they are read, and before they are run, where each
+        strategy must also be one that the rules offer for its operation.
+
+        Raises:
+            OptionsError: names what is wrong.
+        """
+        validate(self)
+
+    def __str__(self) -> str:
+        return plan_text(self)
+
+    def why(self, name: str) -> Explanation:
+        """Why ``name`` (the path of a parameter or module, or a node of the graph) is placed as it is: the choice,
+        who made it, what it costs, and what the alternatives would.
+
+        Raises:
+            OptionsError: the plan knows no such name; names those that are close.
+        """
+        return explain(self, name)
+
+    def diff(self, other: Plan) -> Difference:
+        """What ``other`` does otherwise, and how its predictions differ from this plan's."""
+        return difference(self, other)
+
+    def tree(self) -> PlanTree:
+        """The tree of modules with their placements and shares of a step."""
+        return PlanTree(self)
+
+    def table(self, by: str = "module") -> PlanTable:
+        """The step's seconds and bytes summed ``by`` "module", "kind", "op", "rule", "phase", "collective" or "stage".
+
+        Raises:
+            OptionsError: for another ``by``.
+        """
+        return plan_table(self, by)
+
+    def to_html(self, path: str | PathLike[str]) -> None:
+        """Writes the plan as one self-contained page. Raises :class:`~autopar.errors.OptionsError` if it cannot be
+        written.
+        """
+        write_html(self, path)
+
+    def to_json(self) -> str:
+        """The whole plan as JSON; placements in short form."""
+        return plan_to_json(self)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """The plan :meth:`to_json` wrote. Raises :class:`~autopar.errors.OptionsError` if it is not one."""
+        return Plan._read(fields_from_json(text))
+
+    def to_text(self) -> str:
+        """The whole plan as lines: what ``str`` says as comments, then every choice and price, for people, diff and
+        version control.
+        """
+        return plan_to_lines(self)
+
+    @staticmethod
+    def from_text(text: str) -> Plan:
+        """The plan :meth:`to_text` wrote. Raises :class:`~autopar.errors.OptionsError`, naming the line, if it is not
+        one.
+        """
+        return Plan._read(fields_from_lines(text))
+
+    @staticmethod
+    def _read(fields: Mapping[str, Any]) -> Plan:
+        plan = Plan(**fields)
+        plan.validate()
+        return plan

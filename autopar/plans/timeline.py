@@ -1,0 +1,92 @@
+"""When each pipeline rank does what in a step, as a plan was priced."""
+
+from __future__ import annotations
+
+from autopar.cost.pipeline.prices import ChunkPrice, EdgePrice, PipelinePrices, SharedProcessors
+from autopar.cost.pipeline.simulate import simulate
+from autopar.ir.plan_record import ONCE_A_STEP
+from autopar.ir.planned_pipeline import PlannedPipeline
+from autopar.schedule.timeline import Lane, Span, Timeline
+
+from .plan import Plan
+
+# A step without stages is priced as a sum; its lines run in this order.
+_ORDER = ("weight", "compute", "reshard", "gradient", "optimizer", "offload", "refresh")
+_COMPUTES = ("compute", "optimizer")
+
+
+def step_timeline(plan: Plan) -> Timeline:
+    """When each pipeline rank does what in a step of ``plan``, simulated from the prices it was made with; without
+    stages, the priced items one after the other. ``save_chrome_trace(path)`` of the result writes it for
+    ``chrome://tracing``.
+    """
+    if plan.pipeline is None:
+        return _one_after_the_other(plan)
+    return simulate(plan.pipeline.schedule, pipeline_prices(plan.pipeline)).timeline
+
+
+def pipeline_prices(pipeline: PlannedPipeline) -> PipelinePrices:
+    """The prices the schedule was simulated with."""
+    chunks = tuple(
+        ChunkPrice(
+            c.forward,
+            c.input_gradient,
+            c.weight_gradient,
+            backward=c.input_gradient + c.weight_gradient - c.joined,
+            reduce=c.reduce,
+            beside_weight_gradient=c.beside_half,
+            beside_backward=c.beside_whole,
+            unawaited=c.unawaited,
+            until_weight_gradient=c.saved,
+            static=c.resting,
+        )
+        for c in pipeline.chunk_figures
+    )
+    edges = {
+        (link.source, link.target): EdgePrice(link.forward_bytes, link.bandwidth, link.latency, link.backward_bytes)
+        for link in pipeline.link_figures
+    }
+    shared = SharedProcessors(pipeline.hosts, pipeline.speeds) if pipeline.hosts else None
+    return PipelinePrices(chunks, edges, step=pipeline.update_seconds, hides=pipeline.hides, shared=shared)
+
+
+def _one_after_the_other(plan: Plan) -> Timeline:
+    def when(position: int) -> tuple[bool, int, int]:
+        line = plan.lines[position]
+        once = line.kind in ONCE_A_STEP
+        return line.phase == "backward" or once, _ORDER.index(line.kind) if once else 0, position
+
+    exposed = _exposed(plan)
+    spans: list[Span] = []
+    now, link_free = 0.0, -1.0
+    for position in sorted(range(len(plan.lines)), key=when):
+        line = plan.lines[position]
+        if line.kind == "hidden" or not line.seconds:
+            continue
+        lane: Lane = "compute" if line.kind in _COMPUTES else "communication"
+        share = exposed.get((line.kind, line.phase), 1.0)
+        if line.kind == "gradient" and link_free < 0:
+            # The last gradients are what a step waits for; those before travel while backward runs.
+            link_free = now - (1.0 - share) * plan.seconds_of("gradient")
+        end = now + share * line.seconds
+        if line.kind == "gradient":
+            link_free = end = link_free + line.seconds
+        spans.append(Span(0, f"{line.kind} {line.name}", line.kind, end - line.seconds, end, lane))
+        now += share * line.seconds
+    return Timeline(1, tuple(spans), (), "step")
+
+
+def _exposed(plan: Plan) -> dict[tuple[str, str], float]:
+    """For messages that travel while the step computes, by kind and phase, which share of them it waits for."""
+    hidden: dict[str, float] = {}
+    for line in plan.lines:
+        if line.kind == "hidden":
+            hidden[line.phase] = hidden.get(line.phase, 0.0) + line.seconds
+    found: dict[tuple[str, str], float] = {}
+    for phase, seconds in hidden.items():
+        messages = [line for line in plan.lines if line.kind == "weight" and line.phase == phase]
+        if phase == "backward":
+            messages += [line for line in plan.lines if line.kind == "gradient"]
+        share = 1.0 + seconds / sum(line.seconds for line in messages)
+        found.update({(line.kind, line.phase): share for line in messages})
+    return found

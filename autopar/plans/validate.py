@@ -1,0 +1,271 @@
+"""Whether the parts of a plan belong together: :meth:`autopar.plans.plan.Plan.validate`.
+
+A plan that autopar writes always passes. One that somebody edited passes if everything it says refers to something it
+has, every placement can be, and its figures are sums of its lines. Whether an operation can run as the plan says is
+known where its graph is (:mod:`autopar.planner.check_strategies`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import get_args
+
+from autopar.errors import OptionsError
+from autopar.ir.module_paths import meant
+from autopar.ir.node import RECOMPUTED
+from autopar.ir.placements import REPLICATE, Placements, is_shard, is_valid, parse_placements, shard_before, short
+from autopar.ir.plan_record import LineKind, PlanLine, PlanRecord, Predicted
+from autopar.ir.program import COLLECTIVES
+from autopar.plans.views.stages import busiest_stage
+
+from .field_types import wrong_fields
+
+SHOWN = 5
+# Sums of floating-point numbers in another order.
+CLOSE = 1e-6
+STEP_KINDS = (*COLLECTIVES, "slice", "partial")
+_TYPES = r"(\w+\[[\d, ]*\](, \w+\[[\d, ]*\])*)?"
+HOLDINGS = ("weight", "gradient", "optimizer", "activation", "input")
+
+
+def validate(plan: PlanRecord) -> None:
+    """Raises :class:`OptionsError` that names what is wrong, the first few of it."""
+    wrong = list(itertools.islice(wrong_fields(plan, PlanRecord, ""), SHOWN)) or list(
+        itertools.islice(_wrong(plan), SHOWN)
+    )
+    if wrong:
+        more = "; there is more" if len(wrong) == SHOWN else ""
+        raise OptionsError(f"this is not a plan that can be: {'; '.join(wrong)}{more}")
+
+
+def _wrong(plan: PlanRecord) -> Iterator[str]:
+    """Each check relies on those before it: the first that finds something is the last."""
+    for check in (_settings, _names, _places, _lines, _figures, _pipeline):
+        found = list(itertools.islice(check(plan), SHOWN))
+        if found:
+            yield from found
+            return
+
+
+def _settings(plan: PlanRecord) -> Iterator[str]:
+    if not plan.mesh or min(plan.mesh) < 1 or math.prod(plan.mesh) > 1 << 30:
+        yield f"mesh is {plan.mesh}: its axes have at least one device each"
+    if len(plan.axis_names) != len(plan.mesh) or len(set(plan.axis_names)) < len(plan.axis_names):
+        yield f"axis_names {plan.axis_names} do not name each axis of the mesh {plan.mesh}"
+    for name in ("batch", "stages", "microbatches", "memory_limit"):
+        if getattr(plan, name) < 1:
+            yield f"{name} is {getattr(plan, name)}, not a positive number"
+    if (plan.stages > 1 or plan.microbatches > 1) != (plan.pipeline is not None):
+        yield f"a plan of {plan.stages} stages and {plan.microbatches} microbatches has a pipeline if either is several"
+    for name in ("solve_seconds", "gap"):
+        if getattr(plan, name) < 0:
+            yield f"{name} is {getattr(plan, name)}, below 0"
+
+
+def _unknown(where: str, names: Iterable[str], known: Mapping[str, object]) -> Iterator[str]:
+    """``names`` in ``where`` that are not among the known ones."""
+    for name in names:
+        if name not in known:
+            yield f"{where} names {name!r}, which the plan has not{meant(name, list(known))}"
+
+
+def _names(plan: PlanRecord) -> Iterator[str]:
+    """Every name must be one of a node, or of a parameter."""
+    nodes = plan.nodes
+    parameters = plan.parameter_nodes
+    operations = {name: node for name, node in nodes.items() if node.op != "param"}
+    yield from _unknown("strategies", plan.strategies, {**operations, **dict.fromkeys(plan.recomputed)})
+    yield from (f"nodes has {name!r}, which strategies has not" for name in operations if name not in plan.strategies)
+    yield from _unknown("parameters", plan.parameters, parameters)
+    yield from (f"nodes has the parameter {p!r}, which parameters has not" for p in parameters.keys() - plan.parameters)
+    if len(parameters) < len(nodes) - len(operations):
+        yield "two nodes are the same parameter"
+    for name, node in nodes.items():
+        yield from _unknown(f"nodes[{name!r}]", (*node.operands, *filter(None, [node.tied])), nodes)
+    # A rest that is not kept has a strategy, and only its copy is a node.
+    yield from _unknown("alternatives", plan.alternatives, {**nodes, **plan.strategies})
+    yield from _unknown("recomputed", plan.recomputed, plan.strategies)
+    yield from _unknown("module_nodes", plan.module_nodes.values(), operations)
+    yield from _unknown("outputs", plan.outputs, plan.module_nodes)
+    yield from _unknown("gradient_values", plan.gradient_values, plan.parameters)
+    for values in plan.gradient_values.values():
+        yield from _unknown("gradient_values", (value.partition(".")[0] for value in values.split(",")), nodes)
+    yield from _unknown("holdings", (holding.name for holding in plan.holdings), nodes)
+    yield from _unknown("lines", (line.name for line in plan.lines if line.kind != "hidden"), nodes)
+    if plan.pipeline is not None:
+        wired = (edge.name for edge in plan.pipeline.wires)
+        yield from _unknown("pipeline", (*plan.pipeline.cuts, *wired), nodes)
+
+
+def _shapes(text: str) -> list[tuple[int, ...]] | None:
+    """The shapes in the types of a node, ``f32[8, 4], i64[]``; None if it is no list of types."""
+    plain = text.partition(", stored ")[0]
+    if not re.fullmatch(_TYPES, plain):
+        return None
+    return [tuple(map(int, re.findall(r"\d+", dims))) for dims in re.findall(r"\[([\d, ]*)\]", plain)]
+
+
+def _places(plan: PlanRecord) -> Iterator[str]:
+    """Every placement must be possible for the shape it is of."""
+    shapes = {name: _shapes(node.type) for name, node in plan.nodes.items()}
+    for name, strategy in plan.strategies.items():
+        known = shapes[name] if name in plan.nodes else []
+        # Results that are None have no type.
+        if known is None or len(known) > len(strategy.outputs):
+            yield f"nodes[{name!r}] has other types than it is placed: {len(strategy.outputs)} times"
+            known = None
+        apart: list[tuple[int, ...] | None] = [None] * len(strategy.outputs)
+        whole = known if known and len(known) == len(strategy.outputs) else apart
+        for place, shape in zip(strategy.outputs, whole, strict=True):
+            yield from _impossible(plan, f"strategies[{name!r}]", place, shape)
+        for place in strategy.inputs:
+            yield from _impossible(plan, f"strategies[{name!r}]", place, None)
+    yield from _resting_places(plan, shapes)
+    for path, place in plan.outputs.items():
+        node = plan.module_nodes[path]
+        if (place,) != plan.strategies[node].outputs[:1]:
+            yield f"outputs[{path!r}] is {short(place)}, but {node!r}, which makes it, is placed otherwise"
+    yield from _copies(plan)
+
+
+def _resting_places(plan: PlanRecord, shapes: Mapping[str, list[tuple[int, ...]] | None]) -> Iterator[str]:
+    for path, node in plan.parameter_nodes.items():
+        resting, known = plan.parameters[path], shapes[node]
+        if not known:
+            yield f"nodes[{node!r}] has the type {plan.nodes[node].type!r}"
+        for place in (resting.weight, resting.gradient, resting.optimizer):
+            yield from _impossible(plan, f"parameters[{path!r}]", place, known[0] if known else None)
+            if not all(p == REPLICATE or is_shard(p) for p in place):
+                yield f"parameters[{path!r}]: {short(place)} is a sum still to be taken; a parameter rests as R or S"
+    for path, values in plan.gradient_values.items():
+        for value in values.split(","):
+            producer, dot, index = value.partition(".")
+            count = 1 if producer not in plan.strategies else len(plan.strategies[producer].outputs)
+            if (dot and not re.fullmatch(r"\d{1,6}", index)) or int(index or 0) >= count:
+                yield f"gradient_values[{path!r}] is {value!r}: {producer!r} has {count} results"
+
+
+def _impossible(plan: PlanRecord, where: str, place: Placements, shape: tuple[int, ...] | None) -> Iterator[str]:
+    if len(place) != len(plan.mesh):
+        yield f"{where} is placed {short(place)} on the mesh {plan.mesh}"
+    elif any(shard_before(p) < 1 for p in place):
+        yield f"{where}: {short(place)} divides a dim into 0 parts"
+    elif shape is not None and not is_valid(place, shape, plan.mesh):
+        yield f"{where}: {short(place)} is no placement of shape {list(shape)} on the mesh {plan.mesh}"
+
+
+def _copies(plan: PlanRecord) -> Iterator[str]:
+    """What runs again in backward is placed as it was."""
+    for name in plan.recomputed:
+        copy = name + RECOMPUTED
+        if copy in plan.strategies and plan.strategies[copy] != plan.strategies[name]:
+            yield f"strategies[{copy!r}] differs from that of {name!r}, of which it is a copy"
+
+
+def _lines(plan: PlanRecord) -> Iterator[str]:
+    kinds = get_args(LineKind)
+    for position, line in enumerate(plan.lines):
+        where = f"lines[{position}] ({line.kind} {line.name})"
+        if line.kind not in kinds or line.phase not in ("forward", "backward"):
+            yield f"{where}: {line.kind!r} in {line.phase!r} is not known; one of {', '.join(kinds)}"
+        if line.times < 1 or not 0 <= line.stage < plan.stages:
+            yield f"{where}: {line.times} times in stage {line.stage} of {plan.stages}"
+        if (line.seconds > 0) if line.kind == "hidden" else (line.seconds < 0):
+            yield f"{where}: {line.seconds} seconds"
+        if line.kind in ("reshard", "weight") and not line.steps:
+            yield f"{where}: no steps, but it moves a value"
+        yield from _steps(plan, line, where)
+    for holding in plan.holdings:
+        if holding.kind not in HOLDINGS or holding.bytes < 0:
+            yield f"holdings: {holding.bytes} bytes of {holding.kind!r} for {holding.name}"
+
+
+def _steps(plan: PlanRecord, line: PlanLine, where: str) -> Iterator[str]:
+    """The hops of a line lead from one placement to the next."""
+    for step in line.steps:
+        if step.kind not in STEP_KINDS or step.bytes < 0 or not all(axis < len(plan.mesh) for axis in step.axes):
+            yield f"{where}: {step.kind!r} of {step.bytes} bytes over axes {list(step.axes)} of the mesh {plan.mesh}"
+        for text in (step.source, step.target):
+            try:
+                fits = len(parse_placements(text)) == len(plan.mesh)
+            except OptionsError:
+                fits = False
+            if not fits:
+                yield f"{where}: {text!r} is no placement on the mesh {plan.mesh}"
+        if step.bytes > 0 and step.kind not in COLLECTIVES:
+            yield f"{where}: {step.kind!r} moves {step.bytes} bytes, but is local"
+    for first, second in itertools.pairwise(line.steps):
+        if first.target != second.source:
+            yield f"{where}: one step ends at {first.target}, the next begins at {second.source}"
+
+
+def _gradient_lines(plan: PlanRecord) -> Iterator[str]:
+    """Each gradient that is moved has its line."""
+    from autopar.plans.views.why import moved_gradients
+
+    listed = Counter(line.name for line in plan.lines if line.kind == "gradient")
+    needed = moved_gradients(plan)
+    for name in {*listed, *needed}:
+        if listed[name] != needed[name]:
+            yield f"lines has {listed[name]} gradients moved from {name!r}; by the placements it is {needed[name]}"
+
+
+def _figures(plan: PlanRecord) -> Iterator[str]:
+    yield from _gradient_lines(plan)
+    for name, found in (("predicted", plan.predicted), *((f"baselines[{n!r}]", b) for n, b in plan.baselines.items())):
+        if found is not None:
+            yield from (f"{name}.{part} is {value}, below 0" for part, value in found.to_dict().items() if value < 0)
+            yield from _parts(name, found)
+    busiest = busiest_stage(plan)
+    step = sum(line.seconds for line in plan.lines if line.stage == busiest)
+    step += plan.predicted.bubble_seconds - plan.predicted.freed_seconds
+    if not math.isclose(step, plan.predicted.step_seconds, rel_tol=CLOSE, abs_tol=1e-12):
+        yield f"predicted.step_seconds is {plan.predicted.step_seconds}, but the lines add up to {step}"
+    peak = sum(holding.bytes for holding in plan.holdings) + plan.predicted.temporary_bytes
+    if peak != plan.predicted.peak_bytes:
+        yield f"predicted.peak_bytes is {plan.predicted.peak_bytes}, but holdings and temporary bytes add up to {peak}"
+    for name, others in plan.alternatives.items():
+        if others.possible < len(others.cheapest) or others.impossible < 0:
+            yield f"alternatives[{name!r}] lists {len(others.cheapest)} of {others.possible}"
+
+
+def _parts(name: str, p: Predicted) -> Iterator[str]:
+    """A prediction is the sum of its parts."""
+    step = p.compute_seconds + p.comm_seconds + p.bubble_seconds - p.freed_seconds
+    if not math.isclose(step, p.step_seconds, rel_tol=CLOSE, abs_tol=1e-12):
+        yield f"{name}.step_seconds is {p.step_seconds}, but its parts add up to {step}"
+    held = p.weight_bytes + p.gradient_bytes + p.optimizer_bytes + p.activation_bytes
+    held += p.temporary_bytes + p.input_bytes
+    if held != p.peak_bytes:
+        yield f"{name}.peak_bytes is {p.peak_bytes}, but its parts add up to {held}"
+
+
+def _pipeline(plan: PlanRecord) -> Iterator[str]:
+    pipeline = plan.pipeline
+    if pipeline is None:
+        return
+    schedule, chunks = pipeline.schedule, pipeline.chunks
+    if (schedule.stages, schedule.microbatches, schedule.chunks) != (plan.stages, plan.microbatches, chunks):
+        yield (
+            f"the schedule is of {schedule.stages} stages, {schedule.microbatches} microbatches and {schedule.chunks} "
+            f"chunks, the plan of {plan.stages}, {plan.microbatches} and {chunks}"
+        )
+    if len(pipeline.peaks) != plan.stages or min(pipeline.peaks, default=0) < 0:
+        yield f"pipeline.peaks are {pipeline.peaks} for {plan.stages} stages"
+    if len(pipeline.chunk_figures) != chunks or pipeline.update_seconds < 0:
+        yield f"pipeline.chunk_figures are of {len(pipeline.chunk_figures)} chunks, not {chunks}"
+    if len(set(pipeline.cuts)) < len(pipeline.cuts):
+        yield "pipeline.cuts begin two chunks at one node"
+    for link in pipeline.link_figures:
+        if not 0 <= link.source < link.target < chunks or link.bandwidth <= 0 or link.latency < 0:
+            yield f"pipeline.link_figures from {link.source} to {link.target} of {chunks} chunks"
+    for edge, place in pipeline.wires.items():
+        if edge.source == edge.target or not all(0 <= c < chunks for c in (edge.source, edge.target)):
+            yield f"pipeline.wires from {edge.source} to {edge.target} of {chunks} chunks"
+        yield from _impossible(plan, f"pipeline.wires of {edge.name!r}", place, None)
+    if pipeline.hosts and (len(pipeline.hosts) != plan.stages or not pipeline.speeds):
+        yield f"pipeline.hosts are {pipeline.hosts} for {plan.stages} stages"

@@ -1,0 +1,205 @@
+"""What differs between two plans: placements by path, seconds, bytes and baselines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from autopar.ir.module_paths import fold_path
+from autopar.ir.placements import short
+from autopar.ir.plan_record import PlanRecord, Predicted
+from autopar.ir.planned_pipeline import PlannedPipeline
+
+from .columns import columns
+from .quantities import duration, signed_duration, signed_size, size
+
+SHOWN = 60
+ABSENT = "-"
+_FIGURES = (
+    ("step", "step_seconds"),
+    ("compute", "compute_seconds"),
+    ("communication", "comm_seconds"),
+    ("bubble", "bubble_seconds"),
+    ("processors freed", "freed_seconds"),
+    ("peak", "peak_bytes"),
+    ("weights", "weight_bytes"),
+    ("gradients", "gradient_bytes"),
+    ("optimizer", "optimizer_bytes"),
+    ("activations", "activation_bytes"),
+    ("temporary", "temporary_bytes"),
+    ("inputs", "input_bytes"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One path placed differently: ``what`` is weight, gradient, optimizer, output, sent (from chunk to chunk)
+    or a setting; ``-`` where a plan
+    has none.
+    """
+
+    path: str
+    what: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
+class FigureChange:
+    """One figure of both plans, in seconds or, for names of memory, bytes."""
+
+    name: str
+    before: float
+    after: float
+    is_bytes: bool
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The answer of :meth:`autopar.plans.plan.Plan.diff`: from this plan (``before``) to the other (``after``);
+    ``str`` is a table.
+
+    ``operations`` counts the nodes run by another strategy. ``figures`` are those that differ; ``baselines`` compares
+    the step seconds of baselines either plan lists (None: not listed, or not possible).
+    """
+
+    settings: tuple[Change, ...]
+    placements: tuple[Change, ...]
+    operations: int
+    figures: tuple[FigureChange, ...]
+    baselines: Mapping[str, tuple[float | None, float | None]]
+
+    @property
+    def same(self) -> bool:
+        """Whether both plans choose the same, whatever they predict."""
+        return not (self.settings or self.placements or self.operations)
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        if self.same:
+            yield "both plans choose the same"
+        if self.settings:
+            yield from columns(("setting", "before", "after"), [(c.path, c.before, c.after) for c in self.settings])
+        yield from self._placement_lines()
+        if self.operations:
+            yield f"{self.operations} operation{'s run' if self.operations > 1 else ' runs'} otherwise"
+        if self.figures:
+            figures = [_figure_row(figure) for figure in self.figures]
+            yield from columns(("predicted", "before", "after", "change"), figures, right=(1, 2, 3))
+        rows = [(name, _seconds(a), _seconds(b)) for name, (a, b) in self.baselines.items() if a != b]
+        if rows:
+            yield from columns(("also priced", "before", "after"), rows, right=(1, 2))
+
+    def _placement_lines(self) -> Iterator[str]:
+        folded: dict[tuple[str, str, str, str], list[str]] = {}
+        for c in self.placements:
+            folded.setdefault((fold_path(c.path)[0], c.what, c.before, c.after), []).append(c.path)
+        rows = [
+            (paths[0] if len(paths) == 1 else f"{pattern}  x{len(paths)}", what, before, after)
+            for (pattern, what, before, after), paths in folded.items()
+        ]
+        if rows:
+            yield from columns(("placement", "of", "before", "after"), rows[:SHOWN])
+        if len(rows) > SHOWN:
+            yield f"… {len(rows) - SHOWN} more"
+
+
+def _figure_row(figure: FigureChange) -> tuple[str, str, str, str]:
+    show: Callable[[float], str] = size if figure.is_bytes else duration
+    change = figure.after - figure.before
+    text = signed_size(change) if figure.is_bytes else signed_duration(change)
+    relative = f" ({change / figure.before:+.1%})" if figure.before else ""
+    return figure.name, show(figure.before), show(figure.after), text + relative
+
+
+def _seconds(value: float | None) -> str:
+    return ABSENT if value is None else duration(value)
+
+
+def difference(before: PlanRecord, after: PlanRecord) -> Difference:
+    """``before.diff(after)``."""
+    shared = before.strategies.keys() | after.strategies.keys()
+    names = (*before.baselines, *(name for name in after.baselines if name not in before.baselines))
+    return Difference(
+        settings=tuple(_settings(before, after)),
+        placements=(*_placements(before, after), *_wires(before.pipeline, after.pipeline)),
+        operations=sum(before.strategies.get(name) != after.strategies.get(name) for name in shared),
+        figures=tuple(_figures(before.predicted, after.predicted)),
+        baselines={name: (_step(before, name), _step(after, name)) for name in names},
+    )
+
+
+def _step(plan: PlanRecord, name: str) -> float | None:
+    found = plan.baselines.get(name)
+    return None if found is None else found.step_seconds
+
+
+def _settings(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
+    for name in (
+        "model",
+        "batch",
+        "mesh",
+        "axis_names",
+        "cluster",
+        "memory_limit",
+        "stages",
+        "schedule",
+        "microbatches",
+    ):
+        first, second = getattr(before, name), getattr(after, name)
+        # Names that follow from the placements are no setting of their own.
+        if first != second and not (name == "axis_names" and before.mesh == after.mesh):
+            yield Change(name, "setting", _setting(name, first), _setting(name, second))
+    yield from _pipeline_settings(before.pipeline, after.pipeline)
+    for pattern in dict.fromkeys([*before.pinned, *after.pinned]):
+        first, second = before.pinned.get(pattern, ABSENT), after.pinned.get(pattern, ABSENT)
+        if first != second:
+            yield Change(f"pin {pattern}", "setting", first, second)
+
+
+def _pipeline_settings(before: PlannedPipeline | None, after: PlannedPipeline | None) -> Iterator[Change]:
+    """Chunks per stage and the places of cuts."""
+    chunks = [str(p.chunks_per_stage) if p is not None else "1" for p in (before, after)]
+    if chunks[0] != chunks[1]:
+        yield Change("chunks per stage", "setting", *chunks)
+    cuts = [", ".join(p.cuts) if p is not None and p.cuts else ABSENT for p in (before, after)]
+    if cuts[0] != cuts[1]:
+        yield Change("cuts", "setting", *cuts)
+
+
+def _setting(name: str, value: object) -> str:
+    return size(value) if name == "memory_limit" and isinstance(value, int) else str(value)
+
+
+def _placements(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
+    for path in dict.fromkeys([*before.parameters, *after.parameters]):
+        first, second = before.parameters.get(path), after.parameters.get(path)
+        for what in ("weight", "gradient", "optimizer"):
+            was = short(getattr(first, what)) if first is not None else ABSENT
+            now = short(getattr(second, what)) if second is not None else ABSENT
+            if was != now:
+                yield Change(path, what, was, now)
+    for path in dict.fromkeys([*before.outputs, *after.outputs]):
+        was = short(before.outputs[path]) if path in before.outputs else ABSENT
+        now = short(after.outputs[path]) if path in after.outputs else ABSENT
+        if was != now:
+            yield Change(path, "output", was, now)
+
+
+def _wires(before: PlannedPipeline | None, after: PlannedPipeline | None) -> Iterator[Change]:
+    """Values that travel between other chunks, or placed otherwise."""
+    first, second = (p.wires if p is not None else {} for p in (before, after))
+    for edge in sorted(first.keys() | second.keys()):
+        was = short(first[edge]) if edge in first else ABSENT
+        now = short(second[edge]) if edge in second else ABSENT
+        if was != now:
+            yield Change(edge.name, f"sent {edge.source} to {edge.target}", was, now)
+
+
+def _figures(before: Predicted, after: Predicted) -> Iterator[FigureChange]:
+    for name, attribute in _FIGURES:
+        first, second = getattr(before, attribute), getattr(after, attribute)
+        if first != second:
+            yield FigureChange(name, first, second, attribute.endswith("_bytes"))

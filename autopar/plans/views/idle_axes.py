@@ -1,0 +1,64 @@
+"""Mesh axes that a plan leaves idle: along them, all devices compute the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from autopar.ir.placements import is_shard
+from autopar.ir.plan_record import PlanLine, PlanRecord, Predicted
+
+from .quantities import duration
+
+# An axis is idle if at least this much of the computing is the same on all its devices: slices that cost nothing may
+# well be divided.
+MOSTLY = 0.9
+
+
+def idle_devices(plan: PlanRecord, priced: Mapping[str, Predicted | None]) -> Iterator[str]:
+    """A sentence for people, if devices of ``plan`` compute the same; ``priced`` are baselines by name."""
+    axes = [axis for axis, size in enumerate(plan.mesh) if size > 1 and _is_idle(plan, axis)]
+    if not axes:
+        return
+    count = math.prod(plan.mesh[axis] for axis in axes)
+    names = " and ".join(plan.axis_names[axis] for axis in axes)
+    where = f"ax{'is' if len(axes) == 1 else 'es'} {names}{' of each stage' if plan.stages > 1 else ''}"
+    share = min(_alike(plan, axis) for axis in axes)
+    what = "all compute the same" if share > 0.995 else f"spend {share:.0%} of their computing on the same"
+    yield (
+        f"the {count} devices along {where} {what}: {_reason(plan, priced)}; fewer processes would do as well, and a "
+        "larger batch or model could use them"
+    )
+
+
+def _is_idle(plan: PlanRecord, axis: int) -> bool:
+    """Not if most parameters rest in shards over ``axis``, which then serves for their memory."""
+    shared = sum(is_shard(place.optimizer[axis]) for place in plan.parameters.values())
+    return 2 * shared <= len(plan.parameters) and _alike(plan, axis) >= MOSTLY
+
+
+def _alike(plan: PlanRecord, axis: int) -> float:
+    """The share of the computing, in seconds, that is the same on all devices along ``axis``; 0 if there is none."""
+    # What agreeing on the loss scale takes, and what is computed again, is of no node of its own.
+    kinds = {"compute": plan.strategies, "optimizer": plan.nodes}
+    lines = [line for line in plan.lines if line.name in kinds.get(line.kind, ())]
+    alike = sum(line.seconds for line in lines if not _is_divided(plan, line, axis))
+    total = sum(line.seconds for line in lines)
+    return alike / total if total else 0.0
+
+
+def _is_divided(plan: PlanRecord, line: PlanLine, axis: int) -> bool:
+    if line.kind == "optimizer":
+        return is_shard(plan.parameters[plan.nodes[line.name].target].optimizer[axis])
+    strategy = plan.strategies[line.name]
+    return any(is_shard(places[axis]) for places in (*strategy.inputs, *strategy.outputs))
+
+
+def _reason(plan: PlanRecord, priced: Mapping[str, Predicted | None]) -> str:
+    other, seconds = priced.get("data parallel"), plan.predicted.step_seconds
+    if plan.pinned:
+        return "nothing quicker was found under these pins"
+    if other is None or other.step_seconds <= seconds:
+        return "for this model and batch nothing quicker was found"
+    figures = f"data parallel is priced at {duration(other.step_seconds)} against {duration(seconds)}"
+    return f"for this model and batch an exchange costs more than it saves ({figures})"

@@ -1,0 +1,106 @@
+"""The stages of a plan as a table: equal stages folded, what travels on lines of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+
+from autopar.ir.plan_record import PlanRecord
+
+from .module_tree import numbers
+from .page_width import page_width
+from .quantities import clip, duration, share, size
+from .stages import Sent, StageRow, busiest_stage, folded_modules, stage_rows
+
+_NAME, _RANKS, _FIGURE = 9, 10, 10
+
+
+def schedule_line(plan: PlanRecord) -> str:
+    """``2 stages · 1f1b · 4 microbatches · 1 chunk a stage · bubble 1.2 ms (18%) in stage 0``: of the busiest."""
+    chunks = plan.pipeline.chunks_per_stage if plan.pipeline else 1
+    bubble = plan.predicted.bubble_seconds
+    parts = [
+        f"{plan.stages} stages",
+        plan.schedule or "",
+        f"{plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''}",
+        f"{chunks} chunk{'s' if chunks > 1 else ''} a stage",
+        f"bubble {duration(bubble)} ({share(bubble, plan.predicted.step_seconds)}) in stage {busiest_stage(plan)}",
+    ]
+    return clip(" · ".join(filter(None, parts)), page_width())
+
+
+def stage_lines(plan: PlanRecord, budget: int) -> list[str]:
+    """The table of stages in at most ``budget`` lines (at least 4): if they are short, messages of backward are left
+    out first, then all messages, then stages."""
+    head = [schedule_line(plan), _row("stage", "ranks", "holds", "fwd, 1 mb", "bwd, 1 mb", "busy, step", "peak")]
+    groups = _groups(plan)
+    for phases in (("forward", "backward"), ("forward",), ()):
+        body = [line for group in groups for line in _group_lines(group, plan.microbatches, phases)]
+        if len(head) + len(body) <= budget:
+            return head + body
+    kept = max(budget - len(head) - 1, 1)
+    hidden = [row for group in groups[kept:] for row in group]
+    busy = sorted(row.busy for row in hidden)
+    more = f'… {len(hidden)} more stages, busy {duration(busy[0])} to {duration(busy[-1])}: plan.table(by="stage")'
+    return head + body[:kept] + [more]
+
+
+def _groups(plan: PlanRecord) -> list[list[StageRow]]:
+    """Stages that read alike, in order of the first."""
+    found: dict[Hashable, list[StageRow]] = {}
+    for row in stage_rows(plan):
+        sent = tuple((s.target - s.source, s.phase, s.place, size(s.bytes), duration(s.seconds)) for s in row.sent)
+        key = duration(row.forward), duration(row.backward), duration(row.busy), size(row.peak), sent
+        found.setdefault(key, []).append(row)
+    return list(found.values())
+
+
+def _group_lines(group: list[StageRow], microbatches: int, phases: tuple[str, ...]) -> Iterator[str]:
+    first = group[0]
+    name = numbers([str(row.stage) for row in group])
+    each = " each" if len(group) > 1 else ""
+    chunks = [[module for row in group for module in row.modules[i]] for i in range(len(first.modules))]
+    yield _row(
+        name + each,
+        _ranks(group),
+        " | ".join(map(folded_modules, chunks)),
+        duration(first.forward),
+        duration(first.backward),
+        duration(first.busy),
+        size(first.peak),
+    )
+    for one in first.sent:
+        if one.phase in phases:
+            yield _sent_line(one, microbatches, len(group) > 1)
+
+
+def _ranks(group: list[StageRow]) -> str:
+    low, high = group[0].ranks[0], group[-1].ranks[1]
+    apart = group[-1].stage - group[0].stage + 1 > len(group)
+    return f"{low}-{high}{'…' if apart else ''}" if high > low else str(low)
+
+
+def _row(name: str, ranks: str, holds: str, *figures: str) -> str:
+    room = page_width() - _NAME - _RANKS - 4 * _FIGURE - 6
+    cells = f"{clip(name, _NAME):<{_NAME}} {clip(ranks, _RANKS):<{_RANKS}} {clip(holds, room):<{room}}"
+    return cells + "".join(f" {figure:>{_FIGURE}}" for figure in figures)
+
+
+def _sent_line(one: Sent, microbatches: int, folded: bool) -> str:
+    text = f"  ↳ send {sent_text(one, microbatches)} → {_target(one, folded)}"
+    room = page_width() - _FIGURE - 1
+    return f"{clip(text, room):<{room}} {duration(one.seconds):>{_FIGURE}}"
+
+
+def sent_text(one: Sent, microbatches: int) -> str:
+    """``add_12  (S(0))  128 KiB x4``."""
+    more = f" and {len(one.names) - 1} more" if len(one.names) > 1 else ""
+    return f"{one.names[0]}{more}  {one.place}  {size(one.bytes)} x{microbatches}"
+
+
+def _target(one: Sent, folded: bool) -> str:
+    away = one.target - one.source
+    if not folded:
+        return f"stage {one.target}"
+    if abs(away) == 1:
+        return "the next" if away > 0 else "the one before"
+    return f"{abs(away)} stages {'on' if away > 0 else 'back'}"

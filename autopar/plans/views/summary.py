@@ -1,0 +1,357 @@
+"""The text of a plan: at most 40 lines of 100 columns (fewer where the terminal has fewer) for any model, identical
+layers folded, communication on lines of its own.
+
+Rows are opened where the time goes: as long as there are lines left, the dearest row that hides something shows what
+is in it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.ir.plan_record import PlanRecord, Predicted
+
+from .module_tree import ModuleRow, Move, module_rows, moves_of
+from .page_width import page_width
+from .quantities import clip, duration, share, size, trim
+from .stage_table import stage_lines
+from .stages import busiest_stage, fullest_stage, mesh_text
+
+LINES = 40
+FIGURES = 10
+MOST_MOVES = 4
+# Communication is what a plan is about: a row is opened for it before one that only computes.
+COMM_WEIGHT = 10
+MOST_BASELINES = 4
+MOST_WARNINGS = 3
+
+
+def plan_text(plan: PlanRecord) -> str:
+    """``str(plan)``."""
+    head, foot = list(_head(plan)), list(_foot(plan))
+    left = LINES - len(head) - len(foot)
+    stages = [*stage_lines(plan, max(4, (left - 1) // 2)), ""] if plan.stages > 1 else []
+    table = list(_table(plan, left - len(stages)))
+    return "\n".join(line.rstrip() for line in (*head, *stages, *table, *foot))
+
+
+def _head(plan: PlanRecord) -> Iterator[str]:
+    names, p = mesh_text(plan), plan.predicted
+    policy = "" if plan.precision == "fp32" else f", {plan.precision}"
+    yield f"Plan   {trim(plan.model, page_width() - 7 - len(policy))}{policy}"
+    reading = f"placements read ({', '.join(plan.axis_names)}): S(d) shard dim d · R replicate · P partial"
+    if plan.stages > 1 and math.prod(plan.mesh) == 1:
+        reading = "each stage on one device: nothing is sharded"
+    lines = [f"mesh   ({names})   {reading}"]
+    if len(lines[0]) > page_width():
+        lines = [f"mesh   ({names})", f"       {reading}"]
+    yield from (clip(line, page_width()) for line in lines)
+    status = plan.status.upper() + (f" within {plan.gap:.2%}" if math.isfinite(plan.gap) else ", no bound proven")
+    step = f"predicted step {duration(p.step_seconds)}"
+    peak = f"peak {size(p.peak_bytes)} of {size(plan.memory_limit)} per rank"
+    said = f"status {status}   {step}   {peak}"
+    yield from [said] if len(said) <= page_width() else [f"status {status}", f"       {step}   {peak}"]
+    yield trim(f"prices {plan.cluster}: {plan.cluster_source}".rstrip(": "), page_width())
+    yield ""
+
+
+def _table(plan: PlanRecord, budget: int) -> Iterator[str]:
+    ranks = math.prod(plan.mesh)
+    named = f"ranks 0-{ranks - 1}" if ranks > 1 else "rank 0"
+    microbatches = f"{plan.microbatches} microbatches" if plan.microbatches > 1 else "1 microbatch"
+    if plan.pipeline is not None:
+        microbatches = f"a whole step of {microbatches}"
+    what = f"stage 0 · {named} · {microbatches}"
+    if plan.stages > 1:
+        what = f"modules of all stages · {microbatches}"
+    yield f"{what:<{page_width() - 21}}{'forward + backward':>21}"
+    rows = module_rows(plan)
+    widths = _widths(rows)
+    yield _line(widths, "module", "weight", "output", "compute", "comm")
+    whole = _Body(rows, budget - 2, widths)
+    yield from (whole if whole.is_whole else _Body(_joined(rows, widths.name), budget - 2, widths)).lines()
+
+
+@dataclass(frozen=True)
+class _Widths:
+    name: int
+    weight: int
+    output: int
+
+
+def _widths(rows: Sequence[ModuleRow]) -> _Widths:
+    every = list(_all_rows(rows))
+    weight = min(18, max([14, *(len(row.weight) for row in every)]))
+    output = min(22, max([16, *(len(row.output) for row in every)]))
+    return _Widths(page_width() - weight - output - 2 * FIGURES - 4, weight, output)
+
+
+def _all_rows(rows: Sequence[ModuleRow]) -> Iterator[ModuleRow]:
+    for row in rows:
+        yield row
+        yield from _all_rows(row.children)
+
+
+def _line(widths: _Widths, name: str, weight: str, output: str, compute: str, comm: str) -> str:
+    return (
+        f"{clip(name, widths.name):<{widths.name}} {clip(weight, widths.weight):<{widths.weight}} "
+        f"{clip(output, widths.output):<{widths.output}} {compute:>{FIGURES}} {comm:>{FIGURES}}"
+    )
+
+
+class _Body:
+    """Chooses which rows show what they hide, within ``budget`` lines; lives while one plan prints."""
+
+    def __init__(self, rows: tuple[ModuleRow, ...], budget: int, widths: _Widths) -> None:
+        self.widths, self.budget = widths, max(budget, 1)
+        self.root = ModuleRow("", ("",), children=tuple(rows))
+        # For each row that is open how many of its children are shown.
+        self.open: dict[int, int] = {}
+        self.order = itertools.count()
+        self._choose()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no row is left out."""
+        hiding = (row for row in (self.root, *_all_rows(self.root.children)) if row.children or row.moves)
+        return all(self.open.get(id(row)) == len(row.children) for row in hiding)
+
+    def _choose(self) -> None:
+        left = self.budget - self._open(self.root, self.budget)
+        queue: list[tuple[float, int, float, ModuleRow]] = []
+        self._enqueue(queue, self.root, 1)
+        while queue and left > 0:
+            _, _, times, row = heapq.heappop(queue)
+            taken = self._open(row, left)
+            left -= taken
+            if taken:
+                self._enqueue(queue, row, times)
+
+    def _enqueue(self, queue: list[tuple[float, int, float, ModuleRow]], row: ModuleRow, times: float) -> None:
+        for child in self._shown(row):
+            if child.moves or child.children:
+                interest = (child.compute + COMM_WEIGHT * child.comm) * child.count * times
+                heapq.heappush(queue, (-interest, next(self.order), times * child.count, child))
+
+    def _open(self, row: ModuleRow, left: int) -> int:
+        """Opens ``row`` if that takes at most ``left`` lines; returns how many it takes. A row with too many children
+        shows the dearest, if there is room for a few, and leaves some lines to what is in them.
+        """
+        moves, children = min(len(row.moves), MOST_MOVES), len(row.children)
+        shown = children if moves + children <= left else (left - moves - 1) * 3 // 4
+        if shown < min(children, 3):
+            return 0
+        self.open[id(row)] = shown
+        return moves + shown + (shown < children)
+
+    def _shown(self, row: ModuleRow) -> list[ModuleRow]:
+        """The children that an open row shows, in their order."""
+        dearest = sorted(row.children, key=lambda child: -child.seconds * child.count)[: self.open.get(id(row), 0)]
+        kept = set(map(id, dearest))
+        return [child for child in row.children if id(child) in kept]
+
+    def lines(self) -> Iterator[str]:
+        yield from self._below(self.root, 0)
+
+    def _below(self, row: ModuleRow, depth: int) -> Iterator[str]:
+        if id(row) not in self.open:
+            return
+        yield from self._move_lines(row, depth)
+        shown = self._shown(row)
+        for child in shown:
+            yield self._row_line(child, depth)
+            yield from self._below(child, depth + 1)
+        kept = set(map(id, shown))
+        hidden = [child for child in row.children if id(child) not in kept]
+        if hidden:
+            count = sum(child.count for child in hidden)
+            compute = sum(child.compute * child.count for child in hidden)
+            comm = sum(child.comm * child.count for child in hidden)
+            label = f"{'  ' * depth}… {count} more module{'s' if count > 1 else ''}"
+            yield _line(self.widths, label, "", "", _figure(compute), _figure(comm))
+
+    def _row_line(self, row: ModuleRow, depth: int) -> str:
+        each = f"  x{row.count}, each:" if row.count > 1 else ""
+        room = self.widths.name - 2 * depth - len(each)
+        label = f"{'  ' * depth}{clip(row.label, room)}{each}"
+        return _line(self.widths, label, row.weight, row.output, _figure(row.compute), _figure(row.comm))
+
+    def _move_lines(self, row: ModuleRow, depth: int) -> Iterator[str]:
+        shown = row.moves if len(row.moves) <= MOST_MOVES else row.moves[: MOST_MOVES - 1]
+        for one in shown:
+            yield _move_line(f"{'  ' * depth}↳ {_move_text(one)}", one.seconds)
+        if len(shown) < len(row.moves):
+            rest = row.moves[len(shown) :]
+            count = sum(one.count for one in rest)
+            yield _move_line(f"{'  ' * depth}↳ {count:g} more reshards", sum(one.seconds for one in rest))
+
+
+def _move_line(text: str, seconds: float) -> str:
+    room = page_width() - FIGURES - 1
+    return f"{clip(text, room):<{room}} {_figure(seconds):>{FIGURES}}"
+
+
+def _move_text(one: Move) -> str:
+    what = f"{one.what}  {one.way}  "
+    return what + (f"{size(one.bytes)} x{one.count:.3g}" if one.bytes else f"local x{one.count:.3g}")
+
+
+def _figure(seconds: float) -> str:
+    return duration(seconds) if seconds else ""
+
+
+def _joined(rows: tuple[ModuleRow, ...], width: int) -> tuple[ModuleRow, ...]:
+    """Neighbours that are placed alike and move nothing share a row, as long as their names fit into it; in every
+    layer.
+    """
+    found: list[ModuleRow] = []
+    for row in rows:
+        row = _with_children(row, _joined(row.children, width - 2))
+        if found and _alike(found[-1], row) and len(found[-1].label) + 1 + len(row.label) <= width:
+            found[-1] = _side_by_side(found[-1], row)
+        else:
+            found.append(row)
+    return tuple(found)
+
+
+def _with_children(row: ModuleRow, children: tuple[ModuleRow, ...]) -> ModuleRow:
+    return ModuleRow(
+        row.label, row.paths, row.weight, row.output, row.compute, row.comm, row.held, row.moves, children, row.kind
+    )
+
+
+def _alike(first: ModuleRow, second: ModuleRow) -> bool:
+    rows = (first, second)
+    return (first.weight, first.output) == (second.weight, second.output) and not any(
+        row.moves or row.children or row.count > 1 or row.label.startswith("(") for row in rows
+    )
+
+
+def _side_by_side(first: ModuleRow, second: ModuleRow) -> ModuleRow:
+    return ModuleRow(
+        f"{first.label} {second.label}",
+        first.paths,
+        first.weight,
+        first.output,
+        first.compute + second.compute,
+        held=first.held + second.held,
+    )
+
+
+def _foot(plan: PlanRecord) -> Iterator[str]:
+    yield ""
+    yield from _sync(plan)
+    yield from _totals(plan)
+    yield from _also_priced(plan)
+    shown = plan.warnings if len(plan.warnings) <= MOST_WARNINGS else plan.warnings[: MOST_WARNINGS - 1]
+    yield from (f"warning    {trim(warning, page_width() - 11)}" for warning in shown)
+    if len(shown) < len(plan.warnings):
+        yield f"warning    {len(plan.warnings) - len(shown)} more in plan.warnings"
+    paths = list(plan.parameters) or list(plan.outputs) or [""]
+    path = next((path for path in paths if len(path) < 40), paths[0])
+    asks = [f'ask        plan.why("{path}")', "plan.diff(other)", "plan.tree()", 'plan.table(by="op")']
+    while len(asks) > 1 and len(" · ".join(asks)) > page_width():
+        asks.pop()
+    yield clip(" · ".join(asks), page_width())
+
+
+def _sync(plan: PlanRecord) -> Iterator[str]:
+    """Gradients to where they rest, and updated weights back to where they are used: once a step, in buckets; those of
+    the busiest stage.
+    """
+    plan = _of_busiest(plan)
+    for kind, label in (("gradient", "gradients"), ("refresh", "weights")):
+        found: dict[tuple[str, str], list[Move]] = {}
+        for one in moves_of(plan, kind):
+            found.setdefault((one.what, one.way), []).append(one)
+        groups = list(found.items())
+        shown = groups if len(groups) <= 2 else groups[:1]
+        for (what, changed), moves in shown:
+            total = sum(one.bytes * one.count for one in moves)
+            count = sum(one.count for one in moves)
+            amount = f"{size(total)} in {count:g} tensor{'s' if count > 1 else ''}" if total else "local"
+            yield _move_line(f"{label:<10} {what}  {changed}  {amount}", sum(one.seconds for one in moves))
+        if len(shown) < len(groups):
+            rest = [one for _, moves in groups[len(shown) :] for one in moves]
+            total = sum(one.bytes * one.count for one in rest)
+            text = f"{label:<10} {size(total)} more in {len(groups) - len(shown)} other ways"
+            yield _move_line(text, sum(one.seconds for one in rest))
+
+
+def _of_busiest(plan: PlanRecord) -> PlanRecord:
+    """The plan with the lines of its busiest stage alone: these and the bubble are the step."""
+    busiest = busiest_stage(plan)
+    return replace(plan, lines=tuple(line for line in plan.lines if line.stage == busiest))
+
+
+def _totals(plan: PlanRecord) -> Iterator[str]:
+    label, filled = "total", "memory"
+    if plan.stages > 1:
+        label, filled = f"stage {busiest_stage(plan)}", f"in stage {fullest_stage(plan)}"
+    plan = _of_busiest(plan)
+    parts = {
+        "compute": plan.seconds_of("compute"),
+        "optimizer": plan.seconds_of("optimizer"),
+        "state to and from the host": plan.seconds_of("offload"),
+        "reshard": plan.seconds_of("reshard"),
+        "weight gather": plan.seconds_of("weight", "refresh"),
+        "grad sync": plan.seconds_of("gradient"),
+        "bubble": plan.predicted.bubble_seconds,
+        "hidden by computing": plan.seconds_of("hidden"),
+        "processors of waiting ranks": -plan.predicted.freed_seconds,
+    }
+    p, total = plan.predicted, plan.predicted.step_seconds
+    yield from _wrapped(
+        label, [f"{name} {duration(s)}" + (f" ({share(s, total)})" if s > 0 else "") for name, s in parts.items() if s]
+    )
+    yield from _wrapped(filled, [f"{name} {size(count)}" for name, count in _held(p).items() if count])
+
+
+def _held(p: Predicted) -> dict[str, int]:
+    """Bytes by part, as the text of a plan names them."""
+    held = {
+        "weights": p.weight_bytes,
+        "gradients": p.gradient_bytes,
+        "optimizer": p.optimizer_bytes,
+        "activations": p.activation_bytes,
+        "temporary": p.temporary_bytes,
+        "inputs": p.input_bytes,
+    }
+    if p.host_bytes:
+        held["optimizer state in host memory, besides"] = p.host_bytes
+    return held
+
+
+def _wrapped(label: str, parts: Sequence[str]) -> Iterator[str]:
+    # Breaks come between the parts only: a figure stays with its unit.
+    tied = " · ".join(part.replace(" ", "\0") for part in parts)
+    for position, line in enumerate(textwrap.wrap(tied, page_width() - 11, break_on_hyphens=False)):
+        yield f"{label if position == 0 else '':<11}{line}".replace("\0", " ")
+
+
+def _also_priced(plan: PlanRecord) -> Iterator[str]:
+    others = sorted(plan.baselines.items(), key=lambda item: item[1].step_seconds if item[1] else math.inf)
+    shown = others if len(others) <= MOST_BASELINES else others[: MOST_BASELINES - 1]
+    for position, (name, other) in enumerate(shown):
+        lead, said = "also priced" if position == 0 else "", compared(plan, other)
+        room = min(34, page_width() - 13 - len(said))
+        yield f"{lead:<12}{clip(name, room):<{room}} {said}"
+    if len(shown) < len(others):
+        yield f"{'':<12}{len(others) - len(shown)} more in plan.baselines"
+
+
+def compared(plan: PlanRecord, other: Predicted | None) -> str:
+    """How a baseline compares: its step, how much longer that is, and by how much it is too large for the memory
+    limit.
+    """
+    if other is None:
+        return f"{'not possible':>21}"
+    longer = other.step_seconds / plan.predicted.step_seconds - 1 if plan.predicted.step_seconds else 0.0
+    fits = other.peak_bytes <= plan.memory_limit
+    note = f"peak {size(other.peak_bytes)}" + ("" if fits else ", does not fit")
+    return f"{duration(other.step_seconds):>9} {longer:>+7.0%}   {note}"

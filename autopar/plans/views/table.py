@@ -1,0 +1,173 @@
+"""The step of a plan summed by module, kind of line, operation, origin of its rule, phase, collective or stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from autopar.errors import OptionsError
+from autopar.ir.module_paths import fold_path
+from autopar.ir.plan_record import PlanLine, PlanRecord
+
+from .columns import columns
+from .quantities import duration, share, size
+from .stages import folded_modules, stage_rows
+
+Cell = str | int | float
+
+
+@dataclass(frozen=True)
+class PlanTable:
+    """The answer of :meth:`autopar.plans.plan.Plan.table`: ``rows`` of ``columns``, the dearest first; ``str`` prints
+    it with units. Columns called ``seconds`` are in seconds, ``bytes`` in bytes. ``step_seconds`` is what shares are
+    of: the step, times the pipeline stages if the rows sum over them.
+    """
+
+    by: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    step_seconds: float
+
+    def __str__(self) -> str:
+        shown = {"seconds": "time", "communicated": "sent", "held": "memory"}
+        header = [shown.get(name, name) for name in self.columns]
+        places = [i for i, name in enumerate(self.columns) if name in ("count", *_TIMES, *_SIZES)]
+        rows = [[_text(name, cell) for name, cell in zip(self.columns, row, strict=True)] for row in self.rows]
+        if "seconds" in self.columns:
+            at = self.columns.index("seconds")
+            header.append("share")
+            for row, raw in zip(rows, self.rows, strict=True):
+                row.append(share(float(raw[at]), self.step_seconds))
+            places.append(len(header) - 1)
+        return "\n".join(columns(header, rows, right=places)) if rows else f"nothing by {self.by}"
+
+
+_TIMES = ("seconds", "compute", "comm", "idle")
+_SIZES = ("bytes", "communicated", "held")
+
+
+def _text(name: str, cell: Cell) -> str:
+    if isinstance(cell, str):
+        return cell
+    if name in _TIMES:
+        return duration(cell) if cell else ""
+    if name in _SIZES:
+        return size(cell) if cell else ""
+    return f"{cell:g}"
+
+
+def plan_table(plan: PlanRecord, by: str) -> PlanTable:
+    """``plan.table(by)``. Raises :class:`OptionsError` for an unknown ``by``."""
+    if by not in _TABLES:
+        raise OptionsError(f"a plan has no table by {by!r}; one of {', '.join(map(repr, _TABLES))}")
+    names, rows = _TABLES[by](plan)
+    at = names.index("seconds")
+    ordered = sorted(rows, key=lambda row: (-float(row[at]), str(row[0])))
+    stages = 1 if by == "stage" else plan.stages
+    return PlanTable(by, names, tuple(ordered), plan.predicted.step_seconds * stages)
+
+
+_Rows = tuple[tuple[str, ...], list[tuple[Cell, ...]]]
+
+
+def _by_module(plan: PlanRecord) -> _Rows:
+    """Equal layers together; what rests in memory beside what takes time."""
+    lines: dict[str, list[PlanLine]] = {}
+    held: dict[str, int] = {}
+    layers = {
+        fold_path(line.module)[0].rpartition(".*.")[0] for line in plan.lines if ".*." in fold_path(line.module)[0]
+    }
+
+    def pattern(path: str) -> str:
+        """``h.*`` for ``h.3``, the part of a layer that is in none of its modules, too."""
+        folded = fold_path(path)[0]
+        stem, _, name = folded.rpartition(".")
+        return f"{stem}.*" if name.isdigit() and stem in layers else folded
+
+    for line in plan.lines:
+        lines.setdefault(pattern(line.module), []).append(line)
+    for holding in plan.holdings:
+        path = pattern(holding.module)
+        held[path] = held.get(path, 0) + holding.bytes
+    rows: list[tuple[Cell, ...]] = []
+    for path in dict.fromkeys([*lines, *held]):
+        found = lines.get(path, [])
+        compute = sum(line.seconds for line in found if line.kind in ("compute", "optimizer"))
+        seconds = sum(line.seconds for line in found)
+        rows.append((path or "(model)", compute, seconds - compute, seconds, _sent(found), held.get(path, 0)))
+    return ("module", "compute", "comm", "seconds", "communicated", "held"), rows
+
+
+def _sent(lines: list[PlanLine]) -> int:
+    return sum(step.bytes * line.times for line in lines for step in line.steps)
+
+
+def _by(name: str, key: Callable[[PlanRecord, PlanLine], str]) -> Callable[[PlanRecord], _Rows]:
+    def make(plan: PlanRecord) -> _Rows:
+        found: dict[str, list[PlanLine]] = {}
+        for line in plan.lines:
+            found.setdefault(key(plan, line), []).append(line)
+        rows: list[tuple[Cell, ...]] = [
+            (text, sum(line.times for line in lines), sum(line.seconds for line in lines), _sent(lines))
+            for text, lines in found.items()
+        ]
+        return (name, "count", "seconds", "communicated"), rows
+
+    return make
+
+
+def _op(plan: PlanRecord, line: PlanLine) -> str:
+    if line.kind != "compute":
+        return f"({line.kind})"
+    return plan.nodes[line.name].op if line.name in plan.nodes else "?"
+
+
+def _rule(plan: PlanRecord, line: PlanLine) -> str:
+    """Where the sharding rule of the operation comes from."""
+    return plan.rules.get(_op(plan, line), _op(plan, line))
+
+
+def _by_collective(plan: PlanRecord) -> _Rows:
+    """Every collective of a step. A line of several hops is priced as one: its seconds are shared among its
+    collectives by bytes.
+    """
+    found: dict[tuple[str, str, int, str], list[tuple[int, float]]] = {}
+    for line in plan.lines:
+        for (kind, axes, count), seconds in _collectives(plan, line):
+            found.setdefault((kind, axes, count, line.kind), []).append((line.times, seconds))
+    rows: list[tuple[Cell, ...]] = [
+        (kind, axes, reason, sum(times for times, _ in lines), count, sum(seconds for _, seconds in lines))
+        for (kind, axes, count, reason), lines in found.items()
+    ]
+    return ("collective", "axes", "for", "count", "bytes", "seconds"), rows
+
+
+def _collectives(plan: PlanRecord, line: PlanLine) -> Iterator[tuple[tuple[str, str, int], float]]:
+    total = sum(step.bytes for step in line.steps)
+    for step in line.steps:
+        if step.communicates:
+            axes = ",".join(plan.axis_names[axis] for axis in step.axes)
+            yield (step.kind, axes, step.bytes), line.seconds * step.bytes / total
+
+
+def _by_stage(plan: PlanRecord) -> _Rows:
+    """What each pipeline stage does in a step, and idles; ``sent``: to other stages, by each of its devices."""
+    rows: list[tuple[Cell, ...]] = []
+    for row in stage_rows(plan):
+        sent = sum(one.bytes for one in row.sent) * plan.microbatches
+        idle = plan.predicted.step_seconds - row.busy
+        held = " | ".join(map(folded_modules, row.modules))
+        ranks = f"{row.ranks[0]}-{row.ranks[1]}"
+        rows.append((str(row.stage), ranks, held, row.compute, row.comm, idle, row.busy, sent, row.peak))
+    return ("stage", "ranks", "holds", "compute", "comm", "idle", "seconds", "communicated", "held"), rows
+
+
+_TABLES: dict[str, Callable[[PlanRecord], _Rows]] = {
+    "module": _by_module,
+    "kind": _by("kind", lambda plan, line: line.kind),
+    "op": _by("op", _op),
+    "rule": _by("rule", _rule),
+    "phase": _by("phase", lambda plan, line: line.phase),
+    "collective": _by_collective,
+    "stage": _by_stage,
+}

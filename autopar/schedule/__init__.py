@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: instructions, named schedules, their text, and the proof that they run."""

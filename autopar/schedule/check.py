@@ -1,0 +1,258 @@
+"""Proves of any schedule that it runs to its end and computes the step it should.
+
+What is proven, in this order (the first that fails is the one reported):
+
+1. every instruction names a chunk of its rank, a microbatch of the step and an edge between ranks;
+2. every forward, every backward (whole, or both halves), every send and receive of every edge, every reduction and
+   every rank's step is listed exactly once;
+3. on each rank, forward comes before the input gradient and that before the weight gradient; nothing is computed
+   before what it uses was received, or computed on the same rank; nothing is sent before it is computed; a chunk is
+   reduced after its last weight gradient, and the step comes last;
+4. from any rank to any other, messages are received in the order in which they are sent;
+5. no deadlock: the lists are played under the rules of ``communication``;
+6. no rank holds more in flight than it promised.
+
+Given 1 to 3 each rank would compute the right thing if all messages arrived, by 4 the right ones arrive, and by 5 they
+all do. How long anything takes does not enter, so the proof holds for any durations.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Literal
+
+from autopar.errors import ScheduleError
+
+from .dependencies import Wiring, prerequisites, producers, receive_of, send_of
+from .instructions import Instruction, Message
+from .schedule import Schedule
+
+Communication = Literal["asynchronous", "batched", "blocking"]
+Where = dict[Instruction, tuple[int, int]]
+_SHOWN = 5
+
+
+def check(schedule: Schedule, communication: Communication = "batched") -> None:
+    """Raises :class:`ScheduleError`, naming rank, position and instruction, unless ``schedule`` is proven right.
+
+    ``communication`` says when an instruction lets its rank go on. ``"asynchronous"``: sends and receives at once, and
+    a computation when its values have been sent (buffered ``isend``). ``"batched"``: sends and receives that follow
+    each other are posted together and pass when the other end of each is posted (``batch_isend_irecv`` without
+    buffers). ``"blocking"``: each alone. A list that passes a stricter rule passes the ones before it.
+    """
+    wiring = Wiring.of(schedule)
+    _report(schedule, _strangers(schedule, wiring))
+    _report(schedule, _miscounts(schedule, wiring))
+    where = {instruction: (rank, at) for rank, at, instruction in schedule.instructions()}
+    _report(schedule, _disorder(schedule, wiring, where))
+    _report(schedule, _mismatches(schedule, wiring))
+    _report(schedule, _Playing(schedule, wiring, communication).deadlock())
+    _report(schedule, _overflow(schedule))
+
+
+def _report(schedule: Schedule, findings: Iterator[str]) -> None:
+    found = list(findings)
+    if found:
+        shown = found[:_SHOWN] + ([f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])
+        raise ScheduleError(f"schedule {schedule.name!r} cannot run:\n  " + "\n  ".join(shown))
+
+
+def _at(rank: int, position: int, instruction: Instruction) -> str:
+    return f"rank {rank}, position {position}, {instruction}"
+
+
+def _strangers(schedule: Schedule, wiring: Wiring) -> Iterator[str]:
+    for rank, at, instruction in schedule.instructions():
+        if fault := _stranger(schedule, wiring, rank, instruction):
+            yield f"{_at(rank, at, instruction)}: {fault}"
+
+
+def _stranger(schedule: Schedule, wiring: Wiring, rank: int, instruction: Instruction) -> str | None:
+    """Why ``instruction`` has no meaning on ``rank`` of the schedule; None if it has."""
+    if instruction.kind == "step":
+        return None if instruction == Instruction("step") else "a step names no chunk, microbatch or peer"
+    if instruction.chunk not in schedule.held[rank]:
+        return f"rank {rank} holds chunks {schedule.held[rank]}, not {instruction.chunk}"
+    if instruction.kind == "reduce":
+        return (
+            None if instruction.microbatch == instruction.peer == -1 else "a chunk is reduced once for all microbatches"
+        )
+    if not 0 <= instruction.microbatch < schedule.microbatches:
+        return f"there are microbatches 0 to {schedule.microbatches - 1}"
+    if instruction.computes:
+        return None if instruction.peer == -1 else "a computation has no peer"
+    return _stray(schedule, wiring, instruction.message)
+
+
+def _stray(schedule: Schedule, wiring: Wiring, message: Message) -> str | None:
+    edges = {edge[:2]: edge.gradient for edge in schedule.edges}
+    ends = (message.source, message.target)
+    if ends not in edges if message.direction == "forward" else not edges.get(ends[::-1], False):
+        return (
+            f"no edge carries a {'value' if message.direction == 'forward' else 'gradient'} from {ends[0]} to {ends[1]}"
+        )
+    if not wiring.crosses(message):
+        return f"chunks {ends[0]} and {ends[1]} lie on one rank, where values are handed over without a message"
+    return None
+
+
+def _expected(schedule: Schedule, wiring: Wiring) -> Iterator[Instruction]:
+    """All that must be listed once, but for backward, which has two forms."""
+    for chunk in range(schedule.chunks):
+        for microbatch in range(schedule.microbatches):
+            yield from _expected_of(Instruction("forward", chunk, microbatch), wiring)
+            if schedule.training:
+                yield from _expected_of(Instruction("backward", chunk, microbatch), wiring)
+        if schedule.training:
+            yield Instruction("reduce", chunk)
+
+
+def _expected_of(computation: Instruction, wiring: Wiring) -> Iterator[Instruction]:
+    yield computation
+    yield from (receive_of(message) for message in wiring.arrivals(computation) if wiring.crosses(message))
+    yield from (send_of(message) for message in wiring.departures(computation) if wiring.crosses(message))
+
+
+def _halves(instruction: Instruction) -> tuple[Instruction, Instruction]:
+    chunk, microbatch = instruction.chunk, instruction.microbatch
+    return Instruction("input_gradient", chunk, microbatch), Instruction("weight_gradient", chunk, microbatch)
+
+
+def _miscounts(schedule: Schedule, wiring: Wiring) -> Iterator[str]:
+    """What is listed twice, is listed and should not be, or is missing."""
+    seen: set[tuple[int, Instruction]] = set()
+    for rank, at, instruction in schedule.instructions():
+        if (rank, instruction) in seen:
+            yield f"{_at(rank, at, instruction)}: is on this list a second time"
+        seen.add((rank, instruction))
+        if not schedule.training and (instruction.kind in _BACKWARD or instruction.kind.endswith("backward")):
+            yield f"{_at(rank, at, instruction)}: the schedule only goes forward"
+    for instruction in _expected(schedule, wiring):
+        rank = schedule.placement[instruction.chunk]
+        missing = [instruction] if (rank, instruction) not in seen else []
+        if instruction.kind == "backward":
+            halves = [half for half in _halves(instruction) if (rank, half) in seen]
+            if halves and not missing:
+                yield f"rank {rank}: {instruction} is listed whole, and {halves[0]} a second time"
+            missing = [half for half in _halves(instruction) if half not in halves] if halves else missing
+        for lost in missing:
+            yield f"rank {rank}: {lost} is missing"
+    for rank in range(schedule.stages if schedule.training else 0):
+        if (rank, Instruction("step")) not in seen:
+            yield f"rank {rank}: step is missing"
+
+
+_BACKWARD = ("input_gradient", "weight_gradient", "reduce", "step")
+
+
+def _disorder(schedule: Schedule, wiring: Wiring, where: Where) -> Iterator[str]:
+    """Instructions that stand before something of their own rank that they need."""
+    for rank, at, instruction in schedule.instructions():
+        for needed in _needed(schedule, wiring, instruction):
+            if needed in where and where[needed][1] > at:
+                later = f"{needed} (position {where[needed][1]})"
+                yield f"{_at(rank, at, instruction)}: comes before {later}, which it needs"
+        if instruction.kind == "step" and at < len(schedule.ranks[rank]) - 1:
+            yield f"{_at(rank, at, instruction)}: the step comes last, {schedule.ranks[rank][at + 1]} follows it"
+
+
+def _needed(schedule: Schedule, wiring: Wiring, instruction: Instruction) -> Iterator[Instruction]:
+    """What the same rank must have done before ``instruction``; of the two forms of backward, whichever is listed."""
+    if instruction.sends:
+        yield from producers(instruction.message)
+    elif instruction.kind == "reduce":
+        for microbatch in range(schedule.microbatches):
+            yield Instruction("backward", instruction.chunk, microbatch)
+            yield Instruction("weight_gradient", instruction.chunk, microbatch)
+    elif instruction.computes:
+        yield from prerequisites(instruction)
+        for message in wiring.arrivals(instruction):
+            yield from (receive_of(message),) if wiring.crosses(message) else producers(message)
+
+
+def _mismatches(schedule: Schedule, wiring: Wiring) -> Iterator[str]:
+    """Where two ranks disagree about the order of the messages from one to the other."""
+    sent: dict[tuple[int, int], list[tuple[int, int, Instruction]]] = defaultdict(list)
+    received: dict[tuple[int, int], list[tuple[int, int, Instruction]]] = defaultdict(list)
+    for found in schedule.instructions():
+        if found[2].sends or found[2].receives:
+            message = found[2].message
+            ends = schedule.placement[message.source], schedule.placement[message.target]
+            (sent if found[2].sends else received)[ends].append(found)
+    for ends in sent:
+        for send, receive in zip(sent[ends], received[ends], strict=True):
+            if send[2].message != receive[2].message:
+                yield f"{_at(*receive)}: would receive what {_at(*send)} sends; both must keep one order"
+                break
+
+
+class _Playing:
+    """The lists, played until nothing moves."""
+
+    def __init__(self, schedule: Schedule, wiring: Wiring, communication: Communication) -> None:
+        self.schedule, self.wiring, self.communication = schedule, wiring, communication
+        self.position = [0] * schedule.stages
+        self.posted: set[Instruction] = set()
+
+    def deadlock(self) -> Iterator[str]:
+        """What each rank that does not come to its end waits for."""
+        moved = True
+        while moved:
+            moved = any([self._advance(rank) for rank in range(self.schedule.stages)])  # noqa: C419 (each must move)
+        for rank, listed in enumerate(self.schedule.ranks):
+            if self.position[rank] < len(listed):
+                yield self._stuck(rank)
+
+    def _advance(self, rank: int) -> bool:
+        """Goes on as far as it can; whether it did or posted anything."""
+        listed, before = self.schedule.ranks[rank], (self.position[rank], len(self.posted))
+        while self.position[rank] < len(listed):
+            batch = self._batch(rank)
+            self.posted.update(batch)
+            if any(other not in self.posted for other in self._awaited(batch)):
+                break
+            self.position[rank] += len(batch)
+        return (self.position[rank], len(self.posted)) != before
+
+    def _batch(self, rank: int) -> tuple[Instruction, ...]:
+        """The instructions at the position of ``rank`` that pass together."""
+        listed, start = self.schedule.ranks[rank], self.position[rank]
+        end = start + 1
+        if self.communication == "batched" and (listed[start].sends or listed[start].receives):
+            while end < len(listed) and (listed[end].sends or listed[end].receives):
+                end += 1
+        return listed[start:end]
+
+    def _awaited(self, batch: tuple[Instruction, ...]) -> Iterator[Instruction]:
+        """The instructions of other ranks without which ``batch`` does not pass."""
+        for instruction in batch:
+            if self.communication == "asynchronous":
+                arrivals = self.wiring.arrivals(instruction) if instruction.computes else ()
+                yield from (send_of(message) for message in arrivals if self.wiring.crosses(message))
+            elif instruction.sends or instruction.receives:
+                message = instruction.message
+                yield receive_of(message) if instruction.sends else send_of(message)
+
+    def _stuck(self, rank: int) -> str:
+        batch = self._batch(rank)
+        other = next(other for other in self._awaited(batch) if other not in self.posted)
+        its = self.schedule.placement[other.chunk]
+        stands = self.position[its]
+        there = _at(its, stands, self.schedule.ranks[its][stands])
+        return f"{_at(rank, self.position[rank], batch[0])}: waits for {other}, while the other end stands at {there}"
+
+
+def _overflow(schedule: Schedule) -> Iterator[str]:
+    """Where a rank first holds more than it promised."""
+    if not schedule.training:
+        return
+    held = [0] * schedule.stages
+    told: set[int] = set()
+    for rank, at, instruction in schedule.instructions():
+        held[rank] += instruction.kind == "forward"
+        if held[rank] > schedule.in_flight[rank] and rank not in told:
+            told.add(rank)
+            promised = f"{held[rank]} in flight, {schedule.in_flight[rank]} promised"
+            yield f"{_at(rank, at, instruction)}: {promised}; finish a backward first, or promise more"
+        held[rank] -= instruction.kind in ("weight_gradient", "backward")

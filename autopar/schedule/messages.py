@@ -1,0 +1,182 @@
+"""Completes lists of computations with sends, receives, reductions and the step.
+
+The lists are played once with nominal durations, and every computation and message is written down when it happens: a
+message right after the computation that makes its value begins, on both its ranks, so that a receive is posted before
+the computation that it can overlap with. Each rank's list is thus its part of *one* sequence in which everything
+could happen one at a time. Of the instructions not yet done, the first of that sequence can always
+go on, for both ends of it stand there: nothing deadlocks, even if every send waits for its receive (rendezvous) and
+nothing is batched; and two ranks see the messages between them in the same order, so tags are not needed. Buffered or
+batched transports only wait less. An executor that waits in every receive, rather than where its value is used, would
+idle while the value is being computed: for it, ``prefetch=False`` puts messages where that computation ends.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from itertools import count
+
+from autopar.errors import ScheduleError
+
+from .dependencies import Wiring, prerequisites, receive_of, send_of
+from .instructions import Edge, Instruction, Message
+from .schedule import Schedule, check_chunks
+
+Orders = tuple[tuple[Instruction, ...], ...]
+Duration = Callable[[Instruction], float]
+
+
+def nominal_duration(instruction: Instruction) -> float:
+    """Forward, input gradient and weight gradient take as long as each other."""
+    return 2.0 if instruction.kind == "backward" else 1.0
+
+
+class _Play:
+    """The event loop: a computation starts as soon as its rank is free and what it needs is there."""
+
+    def __init__(self, orders: Orders, wiring: Wiring, duration: Duration, prefetch: bool) -> None:
+        self.orders, self.wiring, self.duration, self.prefetch = orders, wiring, duration, prefetch
+        self.position = [0] * len(orders)
+        self.free = [0.0] * len(orders)
+        self.arrived: dict[Message | Instruction, float] = {}
+        self.waiting: dict[Message | Instruction, int] = {}
+        # (time, computes, serial number, rank, or message and when it is ready): at equal times messages go first.
+        self.events: list[tuple[float, bool, int, int | tuple[Message, float]]] = []
+        self.serial = count()
+        self.lists: list[list[Instruction]] = [[] for _ in orders]
+
+    def needs(self, rank: int) -> tuple[Message | Instruction, ...]:
+        instruction = self.orders[rank][self.position[rank]]
+        return (*prerequisites(instruction), *self.wiring.arrivals(instruction))
+
+    def look(self, rank: int) -> None:
+        """Queues the next computation of ``rank``, or notes what it waits for."""
+        if self.position[rank] == len(self.orders[rank]):
+            return
+        needs = self.needs(rank)
+        missing = next((need for need in needs if need not in self.arrived), None)
+        if missing is None:
+            start = max([self.free[rank], *(self.arrived[need] for need in needs)])
+            heapq.heappush(self.events, (start, True, next(self.serial), rank))
+        else:
+            self.waiting[missing] = rank
+
+    def arrive(self, what: Message | Instruction, time: float) -> None:
+        self.arrived[what] = time
+        if what in self.waiting:
+            self.look(self.waiting.pop(what))
+
+    def compute(self, rank: int, start: float) -> None:
+        instruction = self.orders[rank][self.position[rank]]
+        end = start + self.duration(instruction)
+        self.lists[rank].append(instruction)
+        self.free[rank] = end
+        self.position[rank] += 1
+        self.arrived[instruction] = end
+        for message in self.wiring.departures(instruction):
+            if self.wiring.crosses(message):
+                heapq.heappush(self.events, (start if self.prefetch else end, False, next(self.serial), (message, end)))
+            else:
+                self.arrived[message] = end
+        self.look(rank)
+
+    def move(self, message: Message, ready: float) -> None:
+        self.lists[self.wiring.placement[message.source]].append(send_of(message))
+        self.lists[self.wiring.placement[message.target]].append(receive_of(message))
+        self.arrive(message, ready)
+
+    def run(self) -> None:
+        for rank in range(len(self.orders)):
+            self.look(rank)
+        while self.events:
+            time, _, _, what = heapq.heappop(self.events)
+            if isinstance(what, int):
+                self.compute(what, time)
+            else:
+                self.move(*what)
+
+    def stuck(self) -> list[str]:
+        """What each rank that did not come to its end waits for."""
+        return [
+            f"rank {rank} cannot compute {self.orders[rank][at]} (position {at}): "
+            + ", ".join(
+                f"no {send_of(need) if isinstance(need, Message) else need}"
+                for need in self.needs(rank)
+                if need not in self.arrived
+            )
+            for rank, at in enumerate(self.position)
+            if at < len(self.orders[rank])
+        ]
+
+
+def insert_messages(
+    orders: Orders, wiring: Wiring, duration: Duration = nominal_duration, prefetch: bool = True
+) -> Orders:
+    """Computations per rank, with the sends and receives of every edge between ranks.
+
+    ``duration``: seconds (or any unit, not negative) of a computation; it only decides where messages stand.
+    ``prefetch``: whether receives stand where the values begin to be computed, or where they are ready. Raises
+    :class:`ScheduleError` if the computations wait for each other in a ring, or for one that is on no list.
+    """
+    play = _Play(orders, wiring, duration, prefetch)
+    play.run()
+    if stuck := play.stuck():
+        raise ScheduleError(
+            "these computations wait for each other, or for what no rank computes:\n" + "\n".join(stuck)
+        )
+    return tuple(map(tuple, play.lists))
+
+
+def _finish(listed: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
+    """Reduces each chunk before the first computation that follows its last backward, and ends with the step."""
+    last = {i.chunk: at for at, i in enumerate(listed) if i.kind in ("weight_gradient", "backward")}
+    due = {at: chunk for chunk, at in last.items()}
+    finished: list[Instruction] = []
+    pending: list[Instruction] = []
+    for at, instruction in enumerate(listed):
+        if instruction.computes:
+            finished += pending
+            pending = []
+        finished.append(instruction)
+        if at in due:
+            pending.append(Instruction("reduce", due[at]))
+    return (*finished, *pending, Instruction("step"))
+
+
+def complete(
+    name: str,
+    orders: Orders,
+    placement: tuple[int, ...],
+    edges: tuple[Edge, ...],
+    in_flight: tuple[int, ...] | None = None,
+    duration: Duration = nominal_duration,
+    prefetch: bool = True,
+) -> Schedule:
+    """The training schedule of the computations in ``orders``: messages, reductions and the step are added.
+
+    ``in_flight``: what to promise; by default what the lists hold. Raises :class:`ScheduleError`.
+    """
+    check_chunks(placement, edges, 1)
+    microbatches = 1 + max((i.microbatch for listed in orders for i in listed), default=-1)
+    ranks = tuple(map(_finish, insert_messages(orders, Wiring(placement, edges), duration, prefetch)))
+    promised = in_flight or tuple(map(most_in_flight, ranks))
+    return Schedule(name, microbatches, placement, edges, ranks, promised)
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """The same chunks and microbatches for evaluation: the forwards in their order, with their messages."""
+    orders = tuple(tuple(i for i in listed if i.kind == "forward") for listed in schedule.ranks)
+    ranks = insert_messages(orders, Wiring.of(schedule))
+    none = (0,) * schedule.stages
+    name = f"{schedule.name}-forward"
+    return Schedule(name, schedule.microbatches, schedule.placement, schedule.edges, ranks, none, training=False)
+
+
+def most_in_flight(listed: tuple[Instruction, ...]) -> int:
+    """The most (chunk, microbatch) pairs at any position that began forward and did not finish backward."""
+    now = most = 0
+    for instruction in listed:
+        now += instruction.kind == "forward"
+        most = max(most, now)
+        now -= instruction.kind in ("weight_gradient", "backward")
+    return most

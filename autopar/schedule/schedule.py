@@ -1,0 +1,164 @@
+"""Pipeline schedules as data: what each pipeline rank does in a step, in order.
+
+The model is cut into *chunks*, numbered so that values only travel from lower to higher numbers. ``placement`` says
+which pipeline rank (a group of devices) holds each chunk. An :class:`Edge` says that a chunk uses a value another one
+computes; edges may join any two chunks, so a skip connection travels directly from its producer to its consumer. Along
+an edge between two ranks one message goes forward per microbatch and, unless the edge says otherwise, one goes back
+with the gradient. Along an edge within a rank the value is handed over without an instruction.
+
+:mod:`.instructions` says what each instruction does and what messages mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from autopar.errors import ScheduleError
+
+from .instructions import Edge, Instruction, Kind
+from .text import parse_edge, parse_instruction, parse_schedule, print_edge
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every pipeline rank does in one step.
+
+    ``placement[chunk]`` is the rank that holds a chunk; ``ranks[rank]`` its instructions in order. ``in_flight[rank]``
+    is promised: at no position of the list have more (chunk, microbatch) pairs begun forward without having finished
+    backward, weight gradients included. A schedule that is not ``training`` only goes forward, and promises nothing.
+
+    Raises :class:`ScheduleError` if the parts do not fit each other; whether the lists can run is
+    :func:`autopar.schedule.check.check`'s to say.
+    """
+
+    name: str
+    microbatches: int
+    placement: tuple[int, ...]
+    edges: tuple[Edge, ...]
+    ranks: tuple[tuple[Instruction, ...], ...]
+    in_flight: tuple[int, ...]
+    training: bool = True
+
+    def __post_init__(self) -> None:
+        check_chunks(self.placement, self.edges, self.microbatches)
+        if max(self.placement) >= len(self.ranks):
+            held = self.placement.index(max(self.placement))
+            message = f"chunk {held} lies on rank {self.placement[held]} of a schedule of {len(self.ranks)} ranks"
+            raise ScheduleError(f"{message}: ranks are counted from 0")
+        if len(self.in_flight) != len(self.ranks):
+            message = f"in_flight has {len(self.in_flight)} entries for {len(self.ranks)} ranks"
+            raise ScheduleError(f"{message}: promise one number for each rank")
+
+    @property
+    def stages(self) -> int:
+        """The number of pipeline ranks."""
+        return len(self.ranks)
+
+    @property
+    def chunks(self) -> int:
+        return len(self.placement)
+
+    @cached_property
+    def held(self) -> tuple[tuple[int, ...], ...]:
+        """The chunks of each rank, ascending."""
+        return held_chunks(self.placement, self.stages)
+
+    def weight_gradients(self, chunk: int) -> tuple[Kind, ...]:
+        """What makes the weight gradients of a chunk, one for each microbatch in order: "backward", or, where that is
+        in halves, "weight_gradient"."""
+        listed = self.ranks[self.placement[chunk]]
+        return tuple(i.kind for i in listed if i.chunk == chunk and i.kind in ("backward", "weight_gradient"))
+
+    def ends_with(self, chunk: int) -> bool:
+        """Whether the rank of a chunk has nothing left to compute or to send once the chunk's gradients are made."""
+        listed = self.ranks[self.placement[chunk]]
+        made = [i for i, one in enumerate(listed) if one.chunk == chunk and one.kind in ("backward", "weight_gradient")]
+        return bool(made) and not any(one.computes or one.sends for one in listed[made[-1] + 1 :])
+
+    def instructions(self) -> Iterator[tuple[int, int, Instruction]]:
+        """(rank, position, instruction), rank by rank."""
+        for rank, listed in enumerate(self.ranks):
+            for position, instruction in enumerate(listed):
+                yield rank, position, instruction
+
+    def __str__(self) -> str:
+        """The text form, which :meth:`from_text` reads."""
+        ending = "training" if self.training else "forward"
+        lines = [
+            f"schedule {self.name} microbatches={self.microbatches} {ending}",
+            " ".join(["placement", *map(str, self.placement)]),
+            " ".join(["edges", *map(print_edge, self.edges)]),
+            " ".join(["in_flight", *map(str, self.in_flight)]),
+        ]
+        lines += [f"rank {rank}: {' '.join(map(str, listed))}".rstrip() for rank, listed in enumerate(self.ranks)]
+        return "\n".join(lines) + "\n"
+
+    @staticmethod
+    def from_text(text: str) -> Schedule:
+        """Inverse of ``str``. Raises :class:`ScheduleError`."""
+        return Schedule(**parse_schedule(text))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; instructions and edges in their text form. Inverse of :meth:`from_json`."""
+        return {
+            "name": self.name,
+            "microbatches": self.microbatches,
+            "placement": list(self.placement),
+            "edges": [print_edge(edge) for edge in self.edges],
+            "in_flight": list(self.in_flight),
+            "training": self.training,
+            "ranks": [" ".join(map(str, listed)) for listed in self.ranks],
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Schedule:
+        """Inverse of :meth:`to_json`. Raises :class:`ScheduleError`."""
+        try:
+            return Schedule(
+                name=str(data["name"]),
+                microbatches=int(data["microbatches"]),
+                placement=tuple(map(int, data["placement"])),
+                edges=tuple(map(parse_edge, data["edges"])),
+                ranks=tuple(tuple(map(parse_instruction, listed.split())) for listed in data["ranks"]),
+                in_flight=tuple(map(int, data["in_flight"])),
+                training=bool(data["training"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ScheduleError(f"this is not a schedule: {type(error).__name__}: {error}") from error
+
+
+def check_chunks(placement: tuple[int, ...], edges: tuple[Edge, ...], microbatches: int) -> None:
+    """Raises :class:`ScheduleError` unless there is something to do and every edge leads to a later chunk."""
+    if microbatches < 1:
+        raise ScheduleError(f"{microbatches} microbatches are not a step: at least 1")
+    if not placement or min(placement) < 0:
+        raise ScheduleError(f"placement {placement} must name a rank, counted from 0, for each of at least one chunk")
+    for edge in edges:
+        if not 0 <= edge.source < edge.target < len(placement):
+            message = f"edge {edge.source}>{edge.target} of {len(placement)} chunks"
+            raise ScheduleError(f"{message}: values travel from a lower to a higher chunk; number the chunks in order")
+    if len({edge[:2] for edge in edges}) < len(edges):
+        raise ScheduleError("an edge is named twice: one edge carries all a chunk needs from another")
+
+
+def held_chunks(placement: tuple[int, ...], stages: int) -> tuple[tuple[int, ...], ...]:
+    """The chunks that each of ``stages`` ranks holds, ascending."""
+    return tuple(tuple(c for c, at in enumerate(placement) if at == rank) for rank in range(stages))
+
+
+def chain(chunks: int) -> tuple[Edge, ...]:
+    """Each chunk feeds the next."""
+    return tuple(Edge(c, c + 1) for c in range(chunks - 1))
+
+
+def loop_placement(stages: int, chunks: int) -> tuple[int, ...]:
+    """Chunks dealt to the ranks in turn: 0 1 2 0 1 2 (``chunks`` per rank)."""
+    return tuple(c % stages for c in range(stages * chunks))
+
+
+def v_placement(stages: int) -> tuple[int, ...]:
+    """Two chunks per rank, down and back up: 0 1 2 2 1 0, so that the first rank also holds the loss."""
+    return (*range(stages), *reversed(range(stages)))

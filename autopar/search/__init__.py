@@ -1,0 +1,1 @@
+"""The outer search: stages, microbatches, cuts, chunks and schedules around the planner."""

@@ -1,0 +1,37 @@
+"""An alternative that the search for a plan has solved, not yet written as a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from autopar.ir.assignment import Assignment
+from autopar.ir.graph import Graph
+from autopar.ir.plan_record import Predicted
+from autopar.placement.axis_names import default_names
+from autopar.planner.request import Question
+from autopar.plans.plan import Plan
+
+from .stage_meshes import StageMeshes
+
+
+@dataclass(frozen=True)
+class Found:
+    """A solved alternative of ``seconds`` a step.
+
+    ``make`` writes its plan; ``figures`` gives its name and predictions. Of the alternatives of one ``layout`` (None:
+    without stages) only the quickest is listed beside the answer. ``baselines`` were priced with it. ``improved``, of
+    a pipeline, is the same under a schedule of its own."""
+
+    seconds: float
+    layout: StageMeshes | None
+    make: Callable[[], Plan]
+    figures: Callable[[], tuple[str, Predicted]]
+    baselines: Mapping[str, Predicted | None] = field(default_factory=dict)
+    improved: Callable[[], Found] | None = None
+
+
+def named_axes(question: Question, assignment: Assignment, graph: Graph) -> str:
+    """The mesh as text: ``(dp=2, tp=2)``."""
+    names = question.axis_names or default_names(question.mesh, assignment, graph)
+    return f"({', '.join(f'{name}={n}' for name, n in zip(names, question.mesh, strict=True))})"

@@ -1,0 +1,177 @@
+"""From placements of a whole graph to placements of its pipeline chunks.
+
+The placement program is solved once for the graph of a microbatch, as if all of it ran on the mesh inside one stage.
+Cutting the graph leaves every choice as it is; what is new is how values lie on the wire between stages. The sender
+reshards to the wire's placement, each rank sends its shard to its counterpart, the receiver reshards to what its
+operations need. A wire that is sharded where both ends are replicated sends each byte once and gathers it inside the
+receiving stage (the scatter/gather optimisation of Narayanan et al., SC'21, section 4.1): it is chosen by price.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from torch.distributed.tensor import Partial
+
+from autopar.ir.assignment import Assignment
+from autopar.ir.graph import Graph
+from autopar.ir.node import REST, Node, Phase, TensorType, Value
+from autopar.ir.placements import Placements, Strategy
+from autopar.ir.staged_graph import Edge, Staged
+from autopar.passes.annotate.annotate import annotate
+from autopar.passes.recompute.recompute import recomputed
+from autopar.passes.recompute.saved_values import InsertRests
+from autopar.placement.prices import Prices, local_bytes
+
+_DUPLICATE = re.compile(r"_at\d+(?=$|_)")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One chunk: its ``graph``, rests inserted, and the choice for each of its nodes."""
+
+    index: int
+    graph: Graph
+    assignment: Assignment
+
+
+@dataclass(frozen=True)
+class WirePrice:
+    """What a byte takes between two stages: ``seconds = latency + bytes / bandwidth``, of what one rank sends."""
+
+    latency: float
+    bandwidth: float
+
+
+WirePrices = Mapping[tuple[int, int], WirePrice]
+
+
+def place_chunks(
+    staged: Staged,
+    whole: Assignment,
+    prices: Prices,
+    links: WirePrices,
+    known: Mapping[Edge, Placements] | None = None,
+) -> tuple[tuple[Chunk, ...], dict[Edge, Placements]]:
+    """The chunks of ``staged`` with the choices of ``whole``, an assignment of the uncut graph, and the placement of
+    every edge on the wire: as ``known``, or chosen by price. ``links``: by (source, target) chunk."""
+    known = known or {}
+    rested = [InsertRests()(graph) for graph in staged.chunks]
+    made = [recomputed(graph, _carried(graph, whole, prices)) for graph in rested]
+    graphs, bare = [graph for graph, _ in made], [assignment for _, assignment in made]
+    senders = [_sent_values(graph) for graph in graphs]
+    wires: dict[Edge, Placements] = {}
+    for edge in sorted(staged.edges):
+        value = senders[edge.source][edge.name]
+        home, kind = bare[edge.source].placements_of(value), graphs[edge.source].type_of(value)
+        needs = _needs(graphs[edge.target], bare[edge.target], edge.name)
+        link = links[edge.source, edge.target]
+        wires[edge] = known.get(edge) or best_wire(kind, home, needs, prices, link)
+    chunks = [
+        Chunk(index, graph, _with_wires(index, graph, assignment, wires))
+        for index, (graph, assignment) in enumerate(zip(graphs, bare, strict=True))
+    ]
+    return tuple(chunks), wires
+
+
+def _sent_values(graph: Graph) -> dict[str, Value]:
+    return {o.name: o.value for o in graph.outputs if o.kind == "send" and o.value is not None}
+
+
+def _with_wires(index: int, graph: Graph, assignment: Assignment, wires: Mapping[Edge, Placements]) -> Assignment:
+    """The assignment with what the chunk receives and sends placed as on the wire."""
+    received = {edge.name: place for edge, place in wires.items() if edge.target == index}
+    strategies = dict(assignment.strategies)
+    for node in graph.placeholders("receive"):
+        strategies[node.name] = Strategy((), (received[node.target],))
+    sends: dict[str, dict[Placements, None]] = {}
+    for edge, place in wires.items():
+        if edge.source == index:
+            sends.setdefault(edge.name, {})[place] = None
+    return replace(assignment, strategies=strategies, sends={name: tuple(found) for name, found in sends.items()})
+
+
+def _carried(graph: Graph, whole: Assignment, prices: Prices) -> Assignment:
+    """The choices of ``whole`` for the nodes of a chunk, by name; a node that cutting made chooses what asks least of
+    its neighbours."""
+    parameters = {n.name: whole.parameters[_original(n.name, whole.parameters)] for n in graph.placeholders("param")}
+    strategies: dict[str, Strategy] = {}
+    annotated: Graph | None = None
+    for node in graph.nodes:
+        if node.op in ("param", "receive"):
+            continue
+        known = whole.strategies.get(_original(node.name, whole.strategies))
+        homes = [_home(value, strategies, parameters) for value in node.operands]
+        if known is None and node.op == REST and homes[0] is not None:
+            known = _resting(homes[0])
+        if known is None:
+            annotated = annotated or annotate(graph, whole.mesh)
+            known = _nearest(node, graph, annotated.strategies[node.name], homes, prices)
+        strategies[node.name] = known
+    again = frozenset(n.name for n in graph.nodes if {n.name, _DUPLICATE.sub("", n.name)} & whole.recomputed)
+    return Assignment(whole.mesh, strategies, parameters, recomputed=again)
+
+
+def _original(name: str, known: Mapping[str, object]) -> str:
+    """The node that ``name`` copies: a copy for another chunk is called ``<name>_at<chunk>``."""
+    return name if name in known else _DUPLICATE.sub("", name)
+
+
+def _home(value: Value, strategies: Mapping[str, Strategy], parameters: Mapping[str, object]) -> Placements | None:
+    """How an operand lies, None if it is received (its placement on the wire is chosen later) or a parameter."""
+    found = strategies.get(value.node)
+    return None if found is None or value.node in parameters else found.outputs[value.index]
+
+
+def _resting(home: Placements) -> Strategy:
+    return Strategy((home,), (home,))
+
+
+def _nearest(
+    node: Node, graph: Graph, strategies: tuple[Strategy, ...], homes: list[Placements | None], prices: Prices
+) -> Strategy:
+    def seconds(strategy: Strategy) -> float:
+        kinds = tuple(graph.type_of(value) for value in node.operands)
+        moved = sum(
+            prices.table(kind).cost(home, need)
+            for kind, home, need in zip(kinds, homes, strategy.inputs, strict=True)
+            if home is not None and home != need
+        )
+        return moved + prices.node(node, kinds, strategy)
+
+    return min(strategies, key=seconds)
+
+
+def _needs(graph: Graph, assignment: Assignment, name: str) -> tuple[tuple[Phase, Placements], ...]:
+    """How the received value ``name`` is needed, each way once per phase."""
+    node = next(n for n in graph.placeholders("receive") if n.target == name)
+    return tuple(dict.fromkeys(_all_needs(graph, assignment, Value(node.name))))
+
+
+def _all_needs(graph: Graph, assignment: Assignment, value: Value) -> Iterator[tuple[Phase, Placements]]:
+    for user, operand in graph.users.get(value, ()):
+        yield user.phase, assignment.strategies[user.name].inputs[operand]
+    for output in graph.outputs:
+        if output.value == value and output.kind in ("output", "mutation"):
+            yield graph[value.node].phase, assignment.replicated
+
+
+def best_wire(
+    kind: TensorType,
+    home: Placements,
+    needs: tuple[tuple[Phase, Placements], ...],
+    prices: Prices,
+    link: WirePrice,
+) -> Placements:
+    """The placement in which a value travels at least cost: resharded from ``home`` by the sender, and to each of
+    ``needs`` by the receiver. Partial sums are reduced first: sent as they are, each rank would send a whole tensor."""
+    table = prices.table(kind)
+
+    def seconds(place: Placements) -> float:
+        sent = link.latency + local_bytes(kind, place, prices.mesh) / link.bandwidth
+        return table.cost(home, place) + sent + sum(table.cost(place, need) for _, need in needs)
+
+    states = [place for place in table.states if not any(isinstance(one, Partial) for one in place)]
+    return min(states, key=lambda place: (seconds(place), str(place)))

@@ -1,0 +1,79 @@
+"""A pipeline's schedule made to measure: the cut of a named answer, in an order of its own."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from autopar.errors import InfeasibleError
+from autopar.options import SOLVED
+from autopar.schedule.named import SCHEDULES
+from autopar.schedule.schedule import Schedule
+
+from .pipeline import StagedAnswer
+from .pipeline_bill import StageBill, bill_stages, wire_prices
+from .pipeline_record import planned_pipeline
+from .rehearsed_memory import held_beyond
+from .schedule_cpsat import MOST_COMPUTATIONS, computations
+from .schedule_solver import SolvedSchedule, solve_schedule
+
+# An order of its own must save this share of the step, unless it is asked for.
+WORTH = 0.01
+# Deterministic seconds for the solver; most pipelines it can solve at all take less.
+MOST_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How to look for a schedule. ``asked``: by name, so that any gain is taken, and none is said."""
+
+    asked: bool
+    memory_limit: float
+    time_limit: float
+    seed: int
+
+
+def with_solved_schedule(made: StagedAnswer, measure: Measure) -> tuple[StagedAnswer, str]:
+    """``made`` under a schedule of its own if that is quicker and fits, else ``made``, and why (empty if it was not
+    asked for)."""
+    schedule = made.pipeline.schedule
+    small = computations(schedule.placement, schedule.microbatches) <= MOST_COMPUTATIONS
+    if not measure.asked and (schedule.stages == 1 or not small):
+        return made, ""
+    try:
+        solved = _solve(made, measure)
+    except InfeasibleError:
+        return made, _kept(made, "nothing else was found within the memory") if measure.asked else ""
+    least = made.seconds * (1.0 if measure.asked else 1.0 - WORTH)
+    bill = _billed(made, solved.schedule)
+    if bill.seconds < least and max(bill.peaks) <= measure.memory_limit and solved.schedule.name not in SCHEDULES:
+        pipeline = planned_pipeline(made.pipeline.cuts, bill, made.pipeline.wires, made.whole.prices)
+        better = replace(made, bill=bill, pipeline=pipeline)
+        if held_beyond(better, measure.memory_limit) <= 0:
+            return better, ""
+    found = f"nothing quicker was found ({solved.status}; no schedule saves more than {solved.gap:.1%})"
+    return made, _kept(made, found) if measure.asked else ""
+
+
+def _solve(made: StagedAnswer, measure: Measure) -> SolvedSchedule:
+    """The temporaries of what computes are not in the simulated bytes, so they are taken off the limit."""
+    bill, schedule = made.bill, made.pipeline.schedule
+    limits = tuple(
+        measure.memory_limit - max(bill.accounts[c].memory.temporary for c in held) for held in schedule.held
+    )
+    seconds = min(measure.time_limit, MOST_SECONDS)
+    return solve_schedule(
+        bill.prices, schedule.placement, schedule.microbatches, schedule.edges, limits, seconds, measure.seed
+    )
+
+
+def _billed(made: StagedAnswer, schedule: Schedule) -> StageBill:
+    """The same chunks under ``schedule``."""
+    prices, wires = made.whole.prices, made.pipeline.wires
+    pairs = tuple(sorted({(edge.source, edge.target) for edge in wires}))
+    links = wire_prices(prices.cluster, schedule.placement, math.prod(made.layout.mesh), pairs)
+    return bill_stages(made.bill.chunks, wires, schedule, prices, links, made.whole.instance.optimizer)
+
+
+def _kept(made: StagedAnswer, why: str) -> str:
+    return f"schedule={SOLVED!r}: {made.pipeline.schedule.name} is kept, {why}"

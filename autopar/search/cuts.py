@@ -1,0 +1,84 @@
+"""Where to cut: the model's forward divided among pipeline chunks so that the slowest is as quick as can be.
+
+Between neighbouring candidates (:func:`autopar.passes.pipeline.cut_candidates`) lies a *segment*. A chunk is a run of
+segments; it takes the sum of their seconds, or what its input takes on the wire if that is more, and it holds their
+parameters and, for each microbatch in flight, what they save. Among all ways to cut n segments into K chunks that fit
+into memory, dynamic programming over (chunk, end) finds the one with the least largest chunk in O(K n^2) (as in
+PipeDream, Narayanan et al. 2019, section 3.1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.solver.problem import Floats, Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """``starts``: the forward nodes at which segments 1, 2, ... begin. By segment: ``seconds`` for one microbatch,
+    forward and backward, ``static`` bytes (parameters, gradients, optimizer state), ``saved`` bytes of a microbatch;
+    ``wire``: seconds that what crosses the segment's start takes on a wire, forward or back (0 for the first)."""
+
+    starts: tuple[str, ...]
+    seconds: Floats
+    static: Floats
+    saved: Floats
+    wire: Floats
+
+    @property
+    def count(self) -> int:
+        return len(self.seconds)
+
+
+def best_cuts(
+    segments: Segments, in_flight: tuple[int, ...], limit: float, ranks: Ints | None = None, allowed: Ints | None = None
+) -> tuple[str, ...] | None:
+    """The nodes at which chunks 1, 2, ... begin, or None if no cut into ``len(in_flight)`` chunks of at most ``limit``
+    bytes exists.
+
+    ``ranks`` gives the pipeline rank of each chunk, ``allowed`` for each segment the rank that must hold it (-1: any).
+    """
+    chunks, count = len(in_flight), segments.count
+    if chunks > count:
+        return None
+    best = np.full((chunks + 1, count + 1), np.inf)
+    best[0, 0] = -np.inf
+    came = np.zeros((chunks + 1, count + 1), dtype=np.int64)
+    for chunk in range(1, chunks + 1):
+        cost = _chunk_costs(segments, in_flight[chunk - 1], limit)
+        if ranks is not None and allowed is not None:
+            cost = np.where(_misplaced(allowed, int(ranks[chunk - 1])), np.inf, cost)
+        slowest = np.maximum(best[chunk - 1][:, None], cost)
+        came[chunk] = slowest.argmin(axis=0)
+        best[chunk] = slowest[came[chunk], np.arange(count + 1)]
+    if not np.isfinite(best[chunks, count]):
+        return None
+    ends, end = [], count
+    for chunk in range(chunks, 1, -1):
+        end = int(came[chunk, end])
+        ends.append(end)
+    return tuple(segments.starts[end - 1] for end in reversed(ends))
+
+
+def _chunk_costs(segments: Segments, in_flight: int, limit: float) -> Floats:
+    """``[i, j]``: seconds of a chunk of segments i to j - 1, infinite if it is empty or too large."""
+    seconds, static, saved = (_between(part) for part in (segments.seconds, segments.static, segments.saved))
+    wire = np.append(segments.wire, 0.0)[:, None]
+    possible = np.triu(np.ones_like(seconds, dtype=bool), 1) & (static + in_flight * saved <= limit)
+    return np.where(possible, np.maximum(seconds, wire), np.inf)
+
+
+def _between(part: Floats) -> Floats:
+    """``[i, j]``: the sum of entries i to j - 1."""
+    total = np.concatenate([[0.0], np.cumsum(part)])
+    sums: Floats = total[None, :] - total[:, None]
+    return sums
+
+
+def _misplaced(allowed: Ints, rank: int) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    """``[i, j]``: whether some segment from i to j - 1 must lie on another rank than ``rank``."""
+    elsewhere = ((allowed >= 0) & (allowed != rank)).astype(np.float64)
+    return _between(elsewhere) > 0

@@ -1,0 +1,115 @@
+"""Schedules by list scheduling: a rank that is free does at once the most urgent computation that is ready.
+
+Input gradients are the most urgent, since other ranks wait for them; then come forwards while memory lasts, and weight
+gradients fill what time is left, or the other way round. With more chunks than one on a rank, a forward leaves room for
+the rank's later chunks, so that a microbatch that was begun can always be finished.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+from itertools import count
+
+from autopar.cost.pipeline.prices import PipelinePrices
+from autopar.schedule.dependencies import Wiring, prerequisites
+from autopar.schedule.instructions import Instruction, Kind
+from autopar.schedule.messages import Orders
+from autopar.schedule.schedule import held_chunks
+
+from .schedule_cpsat import SPLIT, Limits, travel_seconds, whole_bytes
+
+_URGENCIES: tuple[tuple[Kind, ...], ...] = (
+    ("input_gradient", "forward", "weight_gradient"),
+    ("input_gradient", "weight_gradient", "forward"),
+)
+
+
+def greedy_orders(wiring: Wiring, microbatches: int, prices: PipelinePrices, limits: Limits) -> Iterator[Orders]:
+    """The computations of each rank, for each order of urgency that comes to its end within the memory."""
+    for urgency in _URGENCIES:
+        play = _Greedy(wiring, microbatches, prices, limits, urgency)
+        if play.run():
+            yield tuple(map(tuple, play.orders))
+
+
+class _Greedy:
+    """The event loop: a rank is woken when it becomes free and when something becomes ready for it."""
+
+    def __init__(
+        self, wiring: Wiring, microbatches: int, prices: PipelinePrices, limits: Limits, urgency: tuple[Kind, ...]
+    ) -> None:
+        self.wiring, self.prices, self.urgency = wiring, prices, urgency
+        self.held = held_chunks(wiring.placement, max(wiring.placement) + 1)
+        self.free = [0.0] * len(self.held)
+        self.orders: list[list[Instruction]] = [[] for _ in self.held]
+        self.ready: list[set[Instruction]] = [set() for _ in self.held]
+        self.room = [
+            math.inf if limits is None else limits[rank] - sum(prices.chunks[c].static for c in held)
+            for rank, held in enumerate(self.held)
+        ]
+        chunks = range(len(wiring.placement))
+        every = [Instruction(kind, chunk, b) for kind in SPLIT for chunk in chunks for b in range(microbatches)]
+        self.missing = {i: len(prerequisites(i)) + len(wiring.arrivals(i)) for i in every}
+        # (time, rank, serial number, what has got one more of its inputs); the rank is looked at each time.
+        self.serial = count()
+        self.events: list[tuple[float, int, int, tuple[Instruction, ...]]] = []
+        for rank in range(len(self.held)):
+            self.wake(0.0, rank, ())
+        for instruction, missing in self.missing.items():
+            if not missing:
+                self.ready[wiring.placement[instruction.chunk]].add(instruction)
+
+    def wake(self, time: float, rank: int, arrived: tuple[Instruction, ...]) -> None:
+        heapq.heappush(self.events, (time, rank, next(self.serial), arrived))
+
+    def run(self) -> bool:
+        """Whether all is computed in the end."""
+        while self.events:
+            time, rank, _, arrived = heapq.heappop(self.events)
+            for instruction in arrived:
+                self.missing[instruction] -= 1
+                if not self.missing[instruction]:
+                    self.ready[rank].add(instruction)
+            more = self.events and self.events[0][:2] == (time, rank)
+            if not more and self.free[rank] <= time:
+                self.go(rank, time)
+        return sum(map(len, self.orders)) == len(self.missing)
+
+    def go(self, rank: int, time: float) -> None:
+        """Begins the most urgent computation that is ready, if there is one."""
+        allowed = [i for i in self.ready[rank] if i.kind != "forward" or self.needs(rank, i.chunk) <= self.room[rank]]
+        if not allowed:
+            return
+        # Later chunks first: they end sooner.
+        chosen = min(allowed, key=lambda i: (self.urgency.index(i.kind), -i.chunk, i.microbatch))
+        self.ready[rank].remove(chosen)
+        self.orders[rank].append(chosen)
+        self.free[rank] = time + self.prices.duration(chosen)
+        self.keep(rank, chosen)
+        self.wake(self.free[rank], rank, self.followers(chosen))
+        for message in self.wiring.departures(chosen):
+            kind: Kind = "forward" if message.direction == "forward" else "input_gradient"
+            target = Instruction(kind, message.target, message.microbatch)
+            arrival = self.free[rank] + travel_seconds(self.prices, self.wiring, message)
+            self.wake(arrival, self.wiring.placement[message.target], (target,))
+
+    def followers(self, done: Instruction) -> tuple[Instruction, ...]:
+        """What the same chunk can compute next for the same microbatch."""
+        after = SPLIT[SPLIT.index(done.kind) + 1 :][:1]
+        return tuple(Instruction(kind, done.chunk, done.microbatch) for kind in after)
+
+    def needs(self, rank: int, chunk: int) -> float:
+        """Bytes that must be free for a forward: the chunk's own, and one microbatch's of each later chunk."""
+        return sum(whole_bytes(self.prices, c) for c in self.held[rank] if c >= chunk)
+
+    def keep(self, rank: int, done: Instruction) -> None:
+        """Takes a forward's bytes, or gives back those of a gradient: the rank is not asked before it has ended."""
+        price = self.prices.chunks[done.chunk]
+        if done.kind == "forward":
+            self.room[rank] -= whole_bytes(self.prices, done.chunk)
+        elif done.kind == "input_gradient":
+            self.room[rank] += price.until_input_gradient
+        else:
+            self.room[rank] += price.until_weight_gradient + price.between_gradients

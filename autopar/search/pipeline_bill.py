@@ -1,0 +1,171 @@
+"""What a pipeline costs: each chunk's bill, and the step that a schedule makes of them.
+
+The bill of a chunk counts what its devices do in a step, so that its lines add up as those of a plan without stages;
+how long the step takes is more than any stage's bill, for stages wait: the simulator
+(:mod:`autopar.cost.pipeline.simulate`) replays the schedule with the durations of these lines, and what it adds to
+the fullest stage is the bubble.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from autopar.cluster.description import Cluster
+from autopar.cost.collective.point_to_point import message_rate
+from autopar.cost.pipeline.prices import EdgePrice, PipelinePrices, SharedProcessors
+from autopar.cost.pipeline.simulate import Simulation, simulate
+from autopar.ir.microbatching import Repeats
+from autopar.ir.placements import Placements
+from autopar.ir.staged_graph import Edge
+from autopar.placement.bill import Account, account
+from autopar.placement.item_prices import agreement_seconds
+from autopar.placement.overlap_windows import Shares, gather_windows, hidden_shares
+from autopar.placement.placed_step import PlacedStep
+from autopar.placement.prices import Prices, local_bytes
+from autopar.schedule.schedule import Schedule
+
+from .borrowed_parameters import loans
+from .chunk_price import SectionOf, chunk_price, sections_of
+from .chunks import Chunk, WirePrice, WirePrices
+
+
+@dataclass(frozen=True)
+class StageBill:
+    """The bills of all chunks, and the simulated step."""
+
+    chunks: tuple[Chunk, ...]
+    accounts: tuple[Account, ...]
+    prices: PipelinePrices
+    simulation: Simulation
+    schedule: Schedule
+
+    @property
+    def seconds(self) -> float:
+        return self.simulation.seconds
+
+    @cached_property
+    def peaks(self) -> tuple[int, ...]:
+        """Peak bytes of each pipeline rank's devices: all its chunks rest there, one computes at a time."""
+        held = self.schedule.held
+        return tuple(
+            sum(self.accounts[c].memory.peak - self.accounts[c].memory.temporary for c in chunks)
+            + max(self.accounts[c].memory.temporary for c in chunks)
+            for chunks in held
+        )
+
+    @property
+    def away(self) -> int:
+        """Bytes of optimizer state in host memory, for each device of the pipeline rank with most of it."""
+        return max(sum(self.accounts[c].memory.host for c in chunks) for chunks in self.schedule.held)
+
+    @property
+    def fullest(self) -> int:
+        """The pipeline rank that holds most."""
+        return max(range(len(self.peaks)), key=lambda rank: self.peaks[rank])
+
+
+def wire_prices(
+    cluster: Cluster, placement: tuple[int, ...], devices: int, pairs: tuple[tuple[int, int], ...]
+) -> WirePrices:
+    """The price of the wire of each of ``pairs`` of chunks; nothing within a rank. ``placement``: chunk to rank."""
+    found: dict[tuple[int, int], WirePrice] = {}
+    for pair in pairs:
+        source, target = placement[pair[0]], placement[pair[1]]
+        rate = (0.0, float("inf")) if source == target else message_rate(cluster, source, target, devices)
+        found[pair] = WirePrice(*rate)
+    return found
+
+
+def shared_processors(cluster: Cluster, stages: int, devices: int) -> SharedProcessors | None:
+    """Which stages of so many ``devices`` share the processors of a host, and how quick they are while others wait;
+    None if no two do. Prices hold for all devices that are there at work."""
+    each = -(-min(cluster.sharing, stages * devices) // devices)
+    if each == 1 or cluster.sharing == cluster.cores:
+        return None
+    usual = cluster.speed(min(cluster.sharing, stages * devices))
+    speeds = tuple(cluster.speed(k * devices) / usual for k in range(1, each + 1))
+    return SharedProcessors(tuple(stage * devices // cluster.sharing for stage in range(stages)), speeds)
+
+
+def bill_stages(
+    chunks: tuple[Chunk, ...],
+    wires: Mapping[Edge, Placements],
+    schedule: Schedule,
+    prices: Prices,
+    links: WirePrices,
+    optimizer: str,
+) -> StageBill:
+    """The bill of a cut and placed graph under ``schedule``."""
+    shares = [hidden_shares(chunk.graph, prices.cluster) for chunk in chunks]
+    sections = [sections_of(chunk.graph) for chunk in chunks]
+    accounts = tuple(_accounts(chunks, schedule, prices, optimizer, shares, sections))
+    step = max(sum(accounts[c].seconds_of("optimizer", "offload", "refresh") for c in held) for held in schedule.held)
+    priced = PipelinePrices(
+        tuple(map(chunk_price, chunks, accounts, shares, sections)),
+        _edge_prices(chunks, wires, prices, links),
+        step=step,
+        hides=prices.cluster.overlaps,
+        shared=shared_processors(prices.cluster, schedule.stages, prices.devices),
+    )
+    return StageBill(chunks, accounts, priced, simulate(schedule, priced), schedule)
+
+
+def _accounts(
+    chunks: tuple[Chunk, ...],
+    schedule: Schedule,
+    prices: Prices,
+    optimizer: str,
+    shares: Sequence[Shares],
+    sections: Sequence[SectionOf],
+) -> Iterator[Account]:
+    """The bill of each chunk. The first chunk of a rank pays for agreeing on overflow, once a step on every device."""
+    most, first = most_in_flight(schedule), {held[0] for held in schedule.held}
+    agreement = agreement_seconds(prices, (chunk.graph for chunk in chunks), schedule.stages)
+    borrowed = loans(chunks, schedule.placement, prices)
+    for chunk, lent, share, section_of in zip(chunks, borrowed, shares, sections, strict=True):
+        repeats = Repeats(schedule.microbatches, most[chunk.index], accumulates=True)
+        step = PlacedStep(chunk.graph, chunk.assignment, prices, optimizer, repeats, lent)
+        windows = gather_windows(share, schedule.microbatches, schedule.weight_gradients(chunk.index))
+        yield account(step, agreement if chunk.index in first else 0.0, windows, section_of)
+
+
+def most_in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """For each chunk, how many microbatches at most have begun forward there and not ended backward."""
+    most = [1] * schedule.chunks
+    for listed in schedule.ranks:
+        open_now: dict[int, int] = {}
+        for instruction in listed:
+            chunk = instruction.chunk
+            if instruction.kind == "forward":
+                open_now[chunk] = open_now.get(chunk, 0) + 1
+                most[chunk] = max(most[chunk], open_now[chunk])
+            elif instruction.kind in ("weight_gradient", "backward"):
+                open_now[chunk] -= 1
+    return tuple(most)
+
+
+def _edge_prices(
+    chunks: tuple[Chunk, ...], wires: Mapping[Edge, Placements], prices: Prices, links: WirePrices
+) -> dict[tuple[int, int], EdgePrice]:
+    """By pair of chunks, the bytes that one rank sends forward and back."""
+    kinds = [{n.target: n.type for n in chunk.graph.placeholders("receive")} for chunk in chunks]
+    sizes: dict[tuple[int, int], float] = {}
+    for edge, place in wires.items():
+        key = (edge.source, edge.target)
+        sizes[key] = sizes.get(key, 0.0) + local_bytes(kinds[edge.target][edge.name], place, prices.mesh)
+
+    def link(low: int, high: int) -> WirePrice:
+        return links.get((low, high)) or links.get((high, low)) or WirePrice(0.0, float("inf"))
+
+    pairs = {(min(pair), max(pair)) for pair in sizes}
+    return {
+        (low, high): EdgePrice(
+            sizes.get((low, high), 0.0),
+            link(low, high).bandwidth,
+            link(low, high).latency,
+            sizes.get((high, low), 0.0),
+        )
+        for low, high in sorted(pairs)
+    }

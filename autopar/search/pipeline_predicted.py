@@ -1,0 +1,144 @@
+"""A staged answer as the fields of a plan in which it differs from that of the uncut graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+from autopar.cost import total_flops
+from autopar.ir.microbatching import Repeats
+from autopar.ir.placements import Strategy
+from autopar.ir.plan_record import Holding, PlanLine, PlanNode, Predicted
+from autopar.placement.alternatives import holdings, plan_nodes
+from autopar.placement.bill import Line
+from autopar.placement.overlap_windows import REDUCTIONS
+from autopar.placement.placed_step import PlacedStep
+from autopar.placement.predicted import working_dtype
+
+from .borrowed_parameters import loans
+from .pipeline import StagedAnswer
+from .pipeline_bill import StageBill, most_in_flight
+
+
+def staged_predicted(answer: StagedAnswer) -> Predicted:
+    """The figures of a pipeline: computing and communicating are those of the rank that is busy longest, the bubble is
+    what the step takes beyond, where processors of waiting ranks have made it quicker counted without that; memory is
+    that of the fullest rank's devices."""
+    bill = answer.bill
+    busiest = busiest_rank(bill)
+    lines = rank_lines(bill, busiest)
+    compute = sum(line.seconds for line in lines if line.kind in ("compute", "optimizer"))
+    busy, freed = sum(line.seconds for line in lines), _freed_seconds(bill, busiest)
+    seconds = max(bill.seconds, busy - freed)
+    memories = [bill.accounts[c].memory for c in bill.schedule.held[bill.fullest]]
+    prices = answer.whole.prices
+    graph = answer.whole.instance.graph
+    dtype = working_dtype(graph)
+    devices = answer.layout.stages * prices.devices
+    possible = devices * prices.cluster.device.flops(dtype) * seconds
+    return Predicted(
+        step_seconds=seconds,
+        compute_seconds=compute,
+        comm_seconds=busy - compute,
+        bubble_seconds=seconds - (busy - freed),
+        peak_bytes=bill.peaks[bill.fullest],
+        weight_bytes=sum(m.weights for m in memories),
+        gradient_bytes=sum(m.gradients for m in memories),
+        optimizer_bytes=sum(m.optimizer for m in memories),
+        activation_bytes=sum(m.activations for m in memories),
+        temporary_bytes=max(m.temporary for m in memories),
+        input_bytes=sum(m.inputs for m in memories),
+        host_bytes=sum(m.host for m in memories),
+        mfu=float(total_flops(graph)) * bill.schedule.microbatches / possible if possible else 0.0,
+        freed_seconds=freed,
+    )
+
+
+def _freed_seconds(bill: StageBill, rank: int) -> float:
+    """By how much ``rank`` is quicker than priced because others that share its processors wait."""
+    if bill.prices.shared is None:
+        return 0.0
+    freed = 0.0
+    for one in bill.simulation.record.ran:
+        if one.rank == rank and one.instruction.kind != "reduce":
+            is_step = one.instruction.kind == "step"
+            freed += (bill.prices.step if is_step else bill.prices.duration(one.instruction)) - (one.end - one.start)
+    return max(0.0, freed)
+
+
+def rank_lines(bill: StageBill, rank: int) -> tuple[Line, ...]:
+    """What the devices of a pipeline rank pay for: the lines of its chunks, less what they reduce while they compute,
+    as simulated."""
+    own = [line for chunk in bill.schedule.held[rank] for line in bill.accounts[chunk].lines]
+    hidden = _reduced_meanwhile(bill, rank)
+    return (*own, *([Line("hidden", REDUCTIONS, "", "backward", -hidden)] if hidden > 0 else []))
+
+
+def _reduced_meanwhile(bill: StageBill, rank: int) -> float:
+    """How long reductions of ``rank`` travel while it computes."""
+    mine = [one for one in bill.simulation.record.ran if one.rank == rank]
+    computed = [one for one in mine if one.instruction.computes]
+    return sum(
+        max(0.0, min(one.end, two.end) - max(one.start, two.start))
+        for one in mine
+        if one.instruction.kind == "reduce"
+        for two in computed
+    )
+
+
+def busiest_rank(bill: StageBill) -> int:
+    """The pipeline rank with the longest bill."""
+    totals = [sum(line.seconds for line in rank_lines(bill, rank)) for rank in range(bill.schedule.stages)]
+    return max(range(len(totals)), key=totals.__getitem__)
+
+
+def staged_lines(bill: StageBill, make: Callable[[Line], PlanLine]) -> tuple[PlanLine, ...]:
+    """Every line of every rank as ``make`` writes it, with its stage."""
+    return tuple(
+        replace(make(line), stage=rank) for rank in range(bill.schedule.stages) for line in rank_lines(bill, rank)
+    )
+
+
+def new_strategies(answer: StagedAnswer) -> dict[str, Strategy]:
+    """The choices of nodes that only the cut graph has: sums of gradient parts, copies for other chunks."""
+    known = answer.whole.assignment.strategies
+    return {
+        name: strategy
+        for chunk in answer.bill.chunks
+        for name, strategy in chunk.assignment.strategies.items()
+        if name not in known and chunk.graph[name].op != "receive"
+    }
+
+
+def new_nodes(answer: StagedAnswer, known: Mapping[str, PlanNode]) -> dict[str, PlanNode]:
+    """What the nodes are that only the cut graph has."""
+    return {
+        name: node
+        for chunk in answer.bill.chunks
+        for name, node in plan_nodes(chunk.graph).items()
+        if name not in known and node.op != "receive"
+    }
+
+
+def gradient_values(answer: StagedAnswer) -> dict[str, str]:
+    """The value of each gradient, one for each chunk that makes a part of it."""
+    found: dict[str, list[str]] = {}
+    for chunk in answer.bill.chunks:
+        for path, value in chunk.graph.gradients.items():
+            found.setdefault(path, []).append(str(value).removeprefix("%"))
+    return {path: ",".join(dict.fromkeys(values)) for path, values in found.items()}
+
+
+def staged_holdings(answer: StagedAnswer) -> tuple[Holding, ...]:
+    """What rests on the fullest rank's devices; a saved activation once for each microbatch in flight."""
+    return tuple(rank_holdings(answer, answer.bill.fullest))
+
+
+def rank_holdings(answer: StagedAnswer, rank: int) -> Iterator[Holding]:
+    """The same of any rank."""
+    bill, prices = answer.bill, answer.whole.prices
+    most, borrowed = most_in_flight(bill.schedule), loans(bill.chunks, bill.schedule.placement, prices)
+    for index in bill.schedule.held[rank]:
+        repeats = Repeats(bill.schedule.microbatches, most[index], accumulates=True)
+        chunk, optimizer = bill.chunks[index], answer.whole.instance.optimizer
+        yield from holdings(PlacedStep(chunk.graph, chunk.assignment, prices, optimizer, repeats, borrowed[index]))

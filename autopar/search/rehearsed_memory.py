@@ -1,0 +1,135 @@
+"""The memory of every stage of a planned pipeline, by rehearsing what its ranks run; see
+:mod:`autopar.planner.rehearsed_memory`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.errors import InfeasibleError
+from autopar.ir.graph import Graph
+from autopar.ir.pipeline_program import PipelineProgram, StagedParameter
+from autopar.ir.plan_record import Predicted
+from autopar.passes.lower.lower import Lowering
+from autopar.passes.lower.lower_chunk import ChunkLowering, lower_chunk
+from autopar.placement.memory_bound import HostMemory, Memory, host_memory
+from autopar.placement.placed_step import PlacedStep
+from autopar.placement.predicted import memory_figures
+from autopar.placement.prices import BUCKET_BYTES
+from autopar.planner.rehearsed_memory import ExactMemory, of_step
+from autopar.runtime.rehearse.rehearsal import rehearse
+
+from .borrowed_parameters import loans
+from .pipeline import Ask, StagedAnswer, search
+from .pipeline_predicted import rank_holdings
+
+# Operations that a rehearsal may run in all: beyond, the bill stands.
+EFFORT = 40_000
+# How often a pipeline is sought again with less memory, and from which part of the limit on it is looked at closely.
+ROUNDS, NEAR = 4, 0.5
+
+
+def exact_stages(answer: StagedAnswer) -> tuple[ExactMemory, ...] | None:
+    """For each pipeline rank the memory of its devices at their peak, None where that would take too long or cannot be
+    rehearsed."""
+    schedule = answer.bill.schedule
+    if sum(len(chunk.graph) for chunk in answer.bill.chunks) * schedule.microbatches > EFFORT:
+        return None
+    try:
+        return tuple(_of_rank(answer, rank) for rank in range(schedule.stages))
+    except Exception:  # Any operation may have no form for tensors without data: the bill stands.
+        return None
+
+
+def search_within(ask: Ask) -> StagedAnswer:
+    """The quickest pipeline whose steps, rehearsed, are within the limit: bills may be too low by what only a few large
+    operations hold. Raises what :func:`~.pipeline.search` does."""
+    limit, allowed = ask.memory_limit, ask.memory_limit
+    for _ in range(ROUNDS):
+        made = search(replace(ask, memory_limit=allowed))
+        over = held_beyond(made, limit)
+        if over <= 0:
+            return made
+        # Another pipeline is wanted, also where the bill of this one is far within what was allowed.
+        allowed = min(allowed - 1.02 * over, max(made.bill.peaks) - 1.0)
+    raise InfeasibleError(f"no pipeline was found whose steps hold at most {limit:.0f} bytes")
+
+
+def held_beyond(made: StagedAnswer, limit: float) -> float:
+    """By how many bytes a step exceeds ``limit``; looked at closely where the bill comes near to it."""
+    exact = None if max(made.bill.peaks) < NEAR * limit else exact_stages(made)
+    return 0.0 if exact is None else peak(exact[fullest(exact)]) - limit
+
+
+def fullest(stages: tuple[ExactMemory, ...]) -> int:
+    """The rank whose devices hold most."""
+    return max(range(len(stages)), key=lambda rank: peak(stages[rank]))
+
+
+def peak(stage: ExactMemory) -> int:
+    assert isinstance(stage.memory, Memory)
+    return stage.memory.peak
+
+
+def with_memory(figures: Predicted, stages: tuple[ExactMemory, ...]) -> Predicted:
+    """``figures`` with the memory of the fullest rank's devices."""
+    memory = stages[fullest(stages)].memory
+    assert memory is not None
+    return replace(figures, **memory_figures(memory))
+
+
+def _of_rank(answer: StagedAnswer, rank: int) -> ExactMemory:
+    program = _program(answer, rank)
+    found = rehearse(program, answer.whole.prices.cluster.backend)
+    return of_step(_targets(answer), found, tuple(rank_holdings(answer, rank)), _host(answer, rank))
+
+
+def _program(answer: StagedAnswer, rank: int) -> PipelineProgram:
+    """What the first device of a rank runs; results and inputs are left out."""
+    bill, prices = answer.bill, answer.whole.prices
+    inside = (0,) * len(prices.mesh)
+    held = bill.schedule.held[rank]
+    jobs = {
+        c: Lowering(_stepping(bill.chunks[c].graph), bill.chunks[c].assignment, inside, prices.path, BUCKET_BYTES)
+        for c in held
+    }
+    wires = answer.pipeline.wires
+    chunks = {c: lower_chunk(ChunkLowering(job, c, wires, bill.schedule)) for c, job in jobs.items()}
+    owners = _owners(answer)
+    slots = {slot.target: (slot, owners[slot.target]) for c in held for slot in chunks[c].parameters}
+    return PipelineProgram(
+        mesh=(bill.schedule.stages, *prices.mesh),
+        coordinate=(rank, *inside),
+        schedule=bill.schedule,
+        chunks=chunks,
+        parameters=tuple(StagedParameter(slot, (owner,), ()) for slot, owner in slots.values()),
+        results=(),
+        inputs={},
+    )
+
+
+def _stepping(graph: Graph) -> Graph:
+    return replace(graph, outputs=tuple(o for o in graph.outputs if o.kind != "input_gradient"))
+
+
+def _owners(answer: StagedAnswer) -> dict[str, int]:
+    """The first chunk that uses each parameter, which stores it."""
+    found: dict[str, int] = {}
+    for chunk in answer.bill.chunks:
+        for node in chunk.graph.placeholders("param"):
+            found.setdefault(node.target, chunk.index)
+    return found
+
+
+def _targets(answer: StagedAnswer) -> dict[str, str]:
+    return {n.name: n.target for chunk in answer.bill.chunks for n in chunk.graph.placeholders("param")}
+
+
+def _host(answer: StagedAnswer, rank: int) -> HostMemory:
+    """The optimizer state that a rank leaves in host memory."""
+    bill, prices, optimizer = answer.bill, answer.whole.prices, answer.whole.instance.optimizer
+    borrowed = loans(bill.chunks, bill.schedule.placement, prices)
+    parts = [
+        host_memory(PlacedStep(bill.chunks[c].graph, bill.chunks[c].assignment, prices, optimizer, loans=borrowed[c]))
+        for c in bill.schedule.held[rank]
+    ]
+    return HostMemory(sum(part.bytes for part in parts), max(part.largest for part in parts))

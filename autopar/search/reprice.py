@@ -1,0 +1,120 @@
+"""What a plan costs at another batch size, without tracing or solving again.
+
+Shapes of a traced graph are sympy expressions of the batch size, so the same choice of placements can be priced at any
+size that divides like the planned one. The solver is not asked: at another size another plan may be better.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from autopar.cluster.description import Cluster
+from autopar.errors import PlanMismatchError
+from autopar.ir.assignment import Assignment
+from autopar.ir.graph import Graph
+from autopar.ir.microbatching import ONCE, Repeats
+from autopar.ir.planned_pipeline import PlannedPipeline
+from autopar.options import Options, under_policy
+from autopar.passes.annotate.annotate import annotate
+from autopar.passes.annotate.fold import fold_layers
+from autopar.passes.pipeline.cut import cut
+from autopar.passes.pipeline.microbatch import microbatch, split_inputs
+from autopar.passes.recompute.recomputable import recomputable
+from autopar.passes.recompute.saved_values import InsertRests
+from autopar.placement.formulation import Instance, build_instance
+from autopar.placement.prices import Prices
+from autopar.planner.mesh_solution import Answer
+from autopar.planner.prepare import Prepared
+from autopar.planner.refit import corresponding, refit_plan
+from autopar.planner.request import Question
+from autopar.planner.step_graphs import graph_hash, pipelined_graph, step_graph
+from autopar.planner.timings import Timings
+from autopar.planner.to_plan import make_plan
+from autopar.plans.plan import Plan
+from autopar.solver.problem import Solution, evaluate
+
+from .pipeline import inner_repeats, scheduled_answer
+from .stage_meshes import StageMeshes
+from .to_plan import staged_plan
+
+
+def reprice(
+    plan: Plan, prepared: Prepared, batch: int, *, cluster: str | Cluster | None = None, options: Options | None = None
+) -> Plan:
+    """``plan`` as it is at another global ``batch`` size: same choices, new prices.
+
+    ``prepared`` is the model it was made for (:func:`autopar.planner.prepare.prepare`). ``cluster`` and ``options``
+    (of which only the optimizer and the memory limit count) default to the plan's cluster and limit; precision is the
+    plan's. The result is "feasible", its bound is 0 and it lists no baselines: nothing was solved. A pipeline keeps
+    its cuts, schedule and number of microbatches.
+
+    Raises:
+        PlanMismatchError: the plan is of another graph, the graph is right only for its own batch size, or this size
+            does not divide as the planned one does.
+        OptionsError: the batch does not divide into the plan's microbatches; names the numbers that do.
+    """
+    known = step_graph(prepared.graph, prepared.loss, plan.batch)
+    if graph_hash(known) != plan.graph_hash:
+        raise PlanMismatchError(
+            f"the plan was made for {plan.model!r} (graph {plan.graph_hash}), not for graph {graph_hash(known)}"
+        )
+    if batch != plan.batch and not (prepared.graph.symbols and prepared.traced.holds_for(batch)):
+        raise PlanMismatchError(
+            f"the graph was traced at batch {prepared.batch} and is not the same at {batch}: trace the model at {batch}"
+        )
+    settings = under_policy(options or Options(memory_limit=plan.memory_limit), plan.precision)
+    question = Question(
+        graph=prepared.graph,
+        loss=prepared.loss,
+        batch=batch,
+        mesh=plan.mesh,
+        cluster=Cluster.get(cluster or plan.cluster),
+        options=settings,
+        model=plan.model,
+        axis_names=plan.axis_names,
+    )
+    if plan.pipeline is not None:
+        return _reprice_staged(plan, plan.pipeline, question)
+    other = annotate(step_graph(prepared.graph, prepared.loss, batch), plan.mesh)
+    assignment = refit_plan(plan, annotate(known, plan.mesh), other)
+    return make_plan(question, other, _answer(question, other, assignment, ONCE), {}, Timings())
+
+
+def _reprice_staged(plan: Plan, pipeline: PlannedPipeline, question: Question) -> Plan:
+    """The same cuts, schedule and number of microbatches: each microbatch is of another size."""
+    count, stages = plan.microbatches, plan.stages
+    before, pieces = (
+        microbatch(pipelined_graph(question.graph, question.loss, batch), count, split_inputs(question.graph))
+        for batch in (plan.batch, question.batch)
+    )
+    known, other = (annotate(InsertRests()(one.graph), plan.mesh) for one in (before, pieces))
+    repeats = inner_repeats(count, stages)
+    solved = _answer(question, other, refit_plan(plan, known, other), repeats)
+    renamed = corresponding(before.graph, pieces.graph)
+    cuts = tuple(renamed[name] for name in pipeline.cuts)
+    layout = StageMeshes(stages, plan.mesh, tuple(range(len(plan.mesh))))
+    made = scheduled_answer(layout, cut(pieces, cuts), cuts, pipeline.schedule, solved)
+    return staged_plan(question, replace(question, repeats=repeats), made, Timings())
+
+
+def _answer(question: Question, graph: Graph, assignment: Assignment, repeats: Repeats) -> Answer:
+    """The assignment as if it had been solved for; layers are folded only if they all choose alike."""
+    prices = Prices.of(question.cluster, question.mesh, graph)
+    optimizer = question.options.optimizer
+    offload = any(place.offload for place in assignment.parameters.values())
+
+    def build(one: Graph) -> Instance:
+        again = recomputable(one) if assignment.recomputed else None
+        return build_instance(
+            one, prices, optimizer=optimizer, memory_limit=math.inf, repeats=repeats, again=again, offload=offload
+        )
+
+    instance, folded = build(graph), build(fold_layers(graph))
+    if folded.assignment(folded.chosen(assignment)) == assignment:
+        instance = folded
+    chosen = np.asarray(instance.chosen(assignment))
+    solution = Solution(chosen, evaluate(instance.problem, chosen), 0.0, "feasible", 0.0)
+    return Answer.of(instance, solution)

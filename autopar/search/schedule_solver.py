@@ -1,0 +1,199 @@
+"""A schedule made to measure for chunks that are uneven, lie anyhow or leave little memory.
+
+The named schedules that the chunks admit, and two greedy orders (:mod:`.list_scheduling`), are simulated; the
+best of those that fit the memory is given to CP-SAT (:mod:`.schedule_cpsat`), whose order is kept if it
+simulates quicker. The simulator (:mod:`autopar.cost.pipeline.simulate`) has the last word: ``seconds`` are its.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NoReturn
+
+from autopar.cost.pipeline.bounds import step_lower_bound
+from autopar.cost.pipeline.prices import PipelinePrices
+from autopar.cost.pipeline.simulate import simulate
+from autopar.errors import InfeasibleError
+from autopar.schedule.dependencies import Wiring
+from autopar.schedule.instructions import Edge, Instruction
+from autopar.schedule.messages import Orders, complete
+from autopar.schedule.named import SCHEDULES, make_schedule
+from autopar.schedule.schedule import Schedule, held_chunks
+
+from .list_scheduling import greedy_orders
+from .schedule_cpsat import MOST_COMPUTATIONS, Limits, ScheduleProgram, computations, whole_bytes
+
+# Rounding durations to ticks takes about this share off the bound.
+OPTIMAL = 0.002
+ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class SolvedSchedule:
+    """``schedule`` takes ``seconds`` by simulation; no schedule of these chunks takes less than ``bound``.
+
+    ``schedule`` is called "solved", or by its name if no order better than a named one was found. ``status``:
+    "optimal" if the bound is met within what rounding durations takes (:data:`OPTIMAL`); "feasible" if not; "too
+    large" if the chunks have more computations than are given to the solver. ``named``: simulated seconds of the named
+    schedules that the chunks admit and that fit the memory.
+    """
+
+    schedule: Schedule
+    seconds: float
+    bound: float
+    status: Literal["optimal", "feasible", "too large"]
+    named: tuple[tuple[str, float], ...]
+
+    @property
+    def gap(self) -> float:
+        """How far ``bound`` lies below ``seconds``, as a share of ``seconds``."""
+        return (self.seconds - self.bound) / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class _Ask:
+    """What is scheduled."""
+
+    wiring: Wiring
+    microbatches: int
+    prices: PipelinePrices
+    limits: Limits
+
+    def overshoot(self, schedule: Schedule) -> tuple[float, ...]:
+        """Per rank, the simulated bytes beyond its limit."""
+        if self.limits is None:
+            return (0.0,) * schedule.stages
+        peaks = simulate(schedule, self.prices).peak_bytes
+        return tuple(max(0.0, peak - limit) for peak, limit in zip(peaks, self.limits, strict=True))
+
+    def fits(self, schedule: Schedule) -> bool:
+        return not any(self.overshoot(schedule))
+
+    def seconds(self, schedule: Schedule) -> float:
+        return simulate(schedule, self.prices).seconds
+
+    def rank(self, schedule: Schedule) -> float:
+        """By which schedules are compared: one with a name wins where only the order of additions differs."""
+        return self.seconds(schedule) * (1.0 if schedule.name in SCHEDULES else 1.0 + 1e-9)
+
+    def finished(self, orders: Orders) -> Schedule:
+        """The quickest list with these computations. Halves of backward that follow each other are joined where that
+        delays nobody: an executor then has less to do."""
+        everywhere = frozenset(range(len(self.wiring.placement)))
+        quiet = frozenset(c for c in everywhere if not self.wiring.gradients_to[c])
+        made = (
+            complete("solved", _joined(orders, chunks), self.wiring.placement, self.wiring.edges, None, self.duration)
+            for chunks in (everywhere, quiet, frozenset[int]())
+        )
+        return min(made, key=self.seconds)
+
+    def duration(self, instruction: Instruction) -> float:
+        return self.prices.duration(instruction)
+
+
+def solve_schedule(
+    prices: PipelinePrices,
+    placement: tuple[int, ...],
+    microbatches: int,
+    edges: tuple[Edge, ...],
+    memory_limits: Limits = None,
+    time_limit: float = 5.0,
+    seed: int = 0,
+) -> SolvedSchedule:
+    """The quickest schedule found for these chunks: never slower, simulated, than a named one that fits.
+
+    ``placement``: chunk to pipeline rank. ``memory_limits``: bytes per rank, as the simulator counts them.
+    ``time_limit`` counts CP-SAT's deterministic time, about seconds on one core, so that the same question has the
+    same answer. Raises :class:`InfeasibleError` if nothing was found that fits the memory, :class:`ScheduleError` if
+    prices and chunks do not fit each other.
+    """
+    prices.check(len(placement))
+    ask = _Ask(Wiring(placement, edges), microbatches, prices, memory_limits)
+    named = tuple(s for s in named_schedules(placement, edges, microbatches, prices) if ask.fits(s))
+    known = [*named, *filter(ask.fits, map(ask.finished, greedy_orders(ask.wiring, microbatches, prices, ask.limits)))]
+    # Where ranks share processors nothing is quicker than if each were alone all the time.
+    bound = step_lower_bound(prices, placement, edges, microbatches) / prices.quickest
+    best = min(known, key=ask.rank, default=None)
+    large = computations(placement, microbatches) > MOST_COMPUTATIONS
+    met = best is not None and ask.seconds(best) <= bound / (1 - OPTIMAL)
+    if not met and not large:
+        best, proven = _solved(ask, best, bound, time_limit, seed)
+        bound = max(bound, proven)
+    if best is None:
+        _refuse(ask)
+    seconds = ask.seconds(best)
+    status: Literal["optimal", "feasible", "too large"] = "too large" if large else "feasible"
+    if seconds <= bound / (1 - OPTIMAL):
+        status = "optimal"
+    return SolvedSchedule(best, seconds, min(bound, seconds), status, tuple((s.name, ask.seconds(s)) for s in named))
+
+
+def named_schedules(
+    placement: tuple[int, ...], edges: tuple[Edge, ...], microbatches: int, prices: PipelinePrices
+) -> Iterator[Schedule]:
+    """Every named schedule whose chunks lie as ``placement`` says."""
+    stages = max(placement) + 1
+    chunks, rest = divmod(len(placement), stages)
+    for name, named in SCHEDULES.items():
+        allowed = not rest and named.least <= chunks and (named.most is None or chunks <= named.most)
+        if allowed and named.placement(stages, chunks) == placement:
+            yield make_schedule(name, stages, microbatches, chunks, edges, prices.duration)
+
+
+def _solved(
+    ask: _Ask, best: Schedule | None, bound: float, time_limit: float, seed: int
+) -> tuple[Schedule | None, float]:
+    """CP-SAT's schedule if it is quicker than ``best``, and the seconds it proves. It does not see the bytes of
+    messages that wait; if they do not fit, it is asked again for so much less."""
+    limits, proven = ask.limits, -math.inf
+    bound *= ask.prices.quickest
+    for _ in range(ROUNDS):
+        program = ScheduleProgram(ask.wiring, ask.microbatches, ask.prices, limits, bound)
+        if best is not None:
+            program.hint(best)
+        orders, seconds = program.solve(time_limit, seed, OPTIMAL)
+        if limits is ask.limits:
+            proven = seconds / ask.prices.quickest
+        if orders is None:
+            break
+        made = ask.finished(orders)
+        over = ask.overshoot(made)
+        if not any(over):
+            better = best is None or ask.rank(made) < ask.rank(best)
+            return (made if better else best), proven
+        limits = tuple(limit - more for limit, more in zip(limits or (), over, strict=True))
+    return best, proven
+
+
+def _joined(orders: Orders, chunks: frozenset[int]) -> Orders:
+    """With an input gradient and its weight gradient that follows at once as one backward, for ``chunks``."""
+    return tuple(tuple(_join(listed, chunks)) for listed in orders)
+
+
+def _join(listed: tuple[Instruction, ...], chunks: frozenset[int]) -> Iterator[Instruction]:
+    before: Instruction | None = None
+    for instruction in listed:
+        chunk, microbatch = instruction.chunk, instruction.microbatch
+        halves = before == Instruction("input_gradient", chunk, microbatch) and instruction.kind == "weight_gradient"
+        if halves and chunk in chunks:
+            before = Instruction("backward", chunk, microbatch)
+            continue
+        if before is not None:
+            yield before
+        before = instruction
+    if before is not None:
+        yield before
+
+
+def _refuse(ask: _Ask) -> NoReturn:
+    """Says what one microbatch at a time would need, the least that any schedule holds."""
+    prices, placement = ask.prices, ask.wiring.placement
+    held = [
+        sum(prices.chunks[c].static for c in chunks) + max((whole_bytes(prices, c) for c in chunks), default=0.0)
+        for chunks in held_chunks(placement, max(placement) + 1)
+    ]
+    needs = ", ".join(f"rank {rank} at least {math.ceil(n)}" for rank, n in enumerate(held))
+    given = ", ".join(f"{limit:.0f}" for limit in ask.limits or ())
+    raise InfeasibleError(f"no schedule was found within {given} bytes per rank; needed: {needs} bytes")

@@ -1,0 +1,137 @@
+"""The segments of a graph between places where it may be cut, priced from the bill of the whole graph."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from autopar.errors import OptionsError
+from autopar.ir.graph import Graph
+from autopar.ir.node import RECOMPUTED, REST
+from autopar.ir.plan_record import ONCE_A_STEP
+from autopar.passes.pipeline.cut import cut
+from autopar.passes.pipeline.cut_candidates import CutCandidate
+from autopar.placement.constraints import unmatched
+from autopar.placement.item_prices import parameter_bytes
+from autopar.placement.overlap_windows import hidden_gathers
+from autopar.placement.prices import local_bytes
+from autopar.planner.mesh_solution import Answer
+from autopar.solver.problem import Ints
+
+from .chunks import WirePrice
+from .cuts import Segments
+
+
+class PinnedTogetherError(OptionsError):
+    """Two pins want what the given cuts do not take apart on different stages."""
+
+
+STAGE_PIN = re.compile(r"^\s*stage\s*[= ]\s*(\d+)\s*$")
+
+
+def segment_of_nodes(graph: Graph, candidates: tuple[CutCandidate, ...]) -> dict[str, int]:
+    """For each node of ``graph`` (one microbatch, without rests) the segment it runs in, backward nodes with what they
+    belong to."""
+    finest = cut(graph, tuple(candidate.name for candidate in candidates))
+    found: dict[str, int] = {}
+    for index, chunk in enumerate(finest.chunks):
+        for node in chunk.nodes:
+            if node.op != "receive":
+                found.setdefault(node.name, index)
+    return found
+
+
+def price_segments(
+    graph: Graph,
+    candidates: tuple[CutCandidate, ...],
+    where: Mapping[str, int],
+    whole: Answer,
+    link: WirePrice,
+) -> Segments:
+    """The segments of ``graph`` between ``candidates``. ``whole`` is the answer for the graph with rests; ``where`` is
+    that of :func:`segment_of_nodes`; ``link`` is the slowest wire between stages. What crosses at a candidate is
+    assumed to be sharded over the whole inner mesh: the least it can take."""
+    instance, assignment, bill = whole.instance, whole.assignment, whole.account
+    count = len(candidates) + 1
+    seconds, static, saved, wire = (np.zeros(count) for _ in range(4))
+    exposed = {phase: 1.0 - hidden for phase, hidden in hidden_gathers(bill.lines).items()}
+    for line in bill.lines:
+        if line.kind not in (*ONCE_A_STEP, "hidden"):
+            share = exposed.get(line.phase, 1.0) if line.kind == "weight" else 1.0
+            seconds[_segment(line.name, where)] += share * line.seconds / line.times
+    for node in instance.graph.nodes:
+        if node.op == "param":
+            parts = parameter_bytes(instance.prices, node, assignment.parameters[node.name], instance.optimizer)
+            static[_segment(node.name, where)] += sum(parts)
+        elif node.op == REST and node.name not in assignment.recomputed:
+            place = assignment.strategies[node.name].outputs[0]
+            saved[_segment(node.operands[0].node, where)] += local_bytes(node.type, place, instance.prices.mesh)
+    for position, candidate in enumerate(candidates, start=1):
+        crossing = max(candidate.forward_bytes, candidate.backward_bytes) / instance.prices.devices
+        wire[position] = link.latency + crossing / link.bandwidth
+    return Segments(tuple(c.name for c in candidates), seconds, static, saved, wire)
+
+
+def _segment(name: str, where: Mapping[str, int]) -> int:
+    name = name.removesuffix(RECOMPUTED)
+    return where.get(name, where.get(name.removesuffix("_rest"), 0))
+
+
+def pinned_ranks(graph: Graph, where: Mapping[str, int], count: int, pins: Mapping[str, str], stages: int) -> Ints:
+    """For each of ``count`` segments the pipeline rank that pins such as ``{"h.3": "stage 1"}`` want it on, or -1.
+
+    Raises:
+        OptionsError: a pin matches nothing or names no stage, or two pins want one segment on different ranks.
+    """
+    found = np.full(count, -1, dtype=np.int64)
+    first: dict[int, str] = {}
+    for pattern, text in pins.items():
+        match = STAGE_PIN.match(text)
+        assert match is not None
+        rank = int(match[1])
+        if rank >= stages:
+            there_are = f"there are {stages} stages, counted from 0" if stages > 1 else "there is one stage, stage 0"
+            raise OptionsError(f"the pin {pattern!r}: {text!r}: {there_are}")
+        names = _nodes_within(graph, pattern)
+        if not names:
+            raise _of_no_module(graph, pattern)
+        for segment in {where[name] for name in names if name in where}:
+            if found[segment] not in (-1, rank):
+                raise PinnedTogetherError(
+                    f"the pins {first[segment]!r}: 'stage {found[segment]}' and {pattern!r}: {text!r} want what cannot "
+                    "be cut apart on different stages"
+                )
+            found[segment] = rank
+            first.setdefault(segment, pattern)
+    return found
+
+
+def _of_no_module(graph: Graph, pattern: str) -> OptionsError:
+    """The error for a stage's pin that matches no module that computes anything."""
+    owners = sorted(n.target for n in graph.placeholders("param") if fnmatch.fnmatchcase(n.target, pattern))
+    if not owners:
+        return unmatched(graph, pattern)
+    module = owners[0].rpartition(".")[0] or "the module that uses it"
+    return OptionsError(
+        f"the pin {pattern!r} names the parameter {owners[0]!r}, but stages are fixed for modules, and parameters go "
+        f"where they are used: pin {module!r}"
+    )
+
+
+def _nodes_within(graph: Graph, pattern: str) -> list[str]:
+    """The forward nodes of the modules that a pattern names, and of the modules below them."""
+
+    def is_named(path: str) -> bool:
+        parts = path.split(".")
+        return any(fnmatch.fnmatchcase(".".join(parts[:n]), pattern) for n in range(1, len(parts) + 1))
+
+    return [n.name for n in graph.nodes if n.phase == "forward" and n.module and is_named(n.module)]
+
+
+def stage_pins(pins: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """``pins`` apart: those that fix a stage, and those that fix placements."""
+    stages = {pattern: text for pattern, text in pins.items() if STAGE_PIN.match(text)}
+    return stages, {pattern: text for pattern, text in pins.items() if pattern not in stages}

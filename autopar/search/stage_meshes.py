@@ -1,0 +1,64 @@
+"""How devices divide among pipeline stages: which stage counts, meshes inside a stage, and microbatches there are."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from autopar.errors import OptionsError
+
+
+@dataclass(frozen=True, slots=True)
+class StageMeshes:
+    """``stages`` blocks of consecutive devices, each a ``mesh`` whose axes are those of the whole named ``axes`` (by
+    position): the stages take the outermost part, where links are slowest."""
+
+    stages: int
+    mesh: tuple[int, ...]
+    axes: tuple[int, ...]
+
+
+def layout_for(mesh: tuple[int, ...], stages: int) -> StageMeshes | None:
+    """The layout with so many stages, or None if they do not take whole outermost factors of the mesh.
+
+    >>> layout_for((2, 4), 4)
+    StageMeshes(stages=4, mesh=(2,), axes=(1,))
+    """
+    left, inner, axes = stages, [], []
+    for axis, size in enumerate(mesh):
+        taken = math.gcd(left, size)
+        if left > 1 and taken < size and left != taken:
+            return None
+        left //= taken
+        if size // taken > 1:
+            inner.append(size // taken)
+            axes.append(axis)
+    if left > 1:
+        return None
+    return StageMeshes(stages, tuple(inner) or (1,), tuple(axes) or (len(mesh) - 1,))
+
+
+def layouts(mesh: tuple[int, ...], stages: int | None) -> tuple[StageMeshes, ...]:
+    """Every layout with more than one stage, or that with just ``stages``. Raises :class:`OptionsError` if there is
+    none."""
+    devices = math.prod(mesh)
+    counts = range(2, devices + 1) if stages is None else (stages,)
+    found = tuple(layout for count in counts if devices % count == 0 and (layout := layout_for(mesh, count)))
+    if stages is not None and not found:
+        works = [n for n in range(1, devices + 1) if devices % n == 0 and layout_for(mesh, n)]
+        raise OptionsError(
+            f"stages={stages}: the mesh {mesh} of {devices} devices does not divide into {stages} stages along its "
+            f"outermost axes; stages={', '.join(map(str, works))} do"
+        )
+    return found
+
+
+def microbatch_counts(batch: int, stages: int, asked: int | None) -> tuple[int, ...]:
+    """The numbers of microbatches worth trying: about 1, 2, 4 and 8 for each stage (fewer idle more, more have less to
+    do each), of those that divide the ``batch``."""
+    if asked is not None:
+        return (asked,)
+    divisors = [n for n in range(1, batch + 1) if batch % n == 0]
+    wanted = [stages * factor for factor in (1, 2, 4, 8)]
+    nearest = {min(divisors, key=lambda n, want=want: (abs(n - want), n)) for want in wanted}  # type: ignore[misc]
+    return tuple(sorted(nearest))

@@ -1,0 +1,186 @@
+"""The search's state, and its first and usually last part: message passing with rounding, until the gap
+closes or the ascent stalls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .budget import Budget, sweep_seconds
+from .coordinate_descent import Neighbourhood, fits, polish, repair, smallest
+from .message_passing import Messages
+from .problem import Floats, Ints, Problem, evaluate, host_of, is_within, memory_of
+from .reduce import Chain
+
+NONE = np.zeros(0, dtype=np.int64)
+TOLERANCE = 1e-6
+_BATCH = 20
+# Sweeps that polishing decoded choices, and repairing them, are like.
+POLISHING, _REPAIRING = 5, 30
+
+
+@dataclass
+class Search:
+    """The state of one solve: best choices of the original problem so far and the best proven bound."""
+
+    problem: Problem
+    budget: Budget
+    gap: float
+    seed: int
+    choices: Ints = field(default_factory=lambda: NONE)
+    objective: float = float("inf")
+    bound: float = float("-inf")
+    # What reduced-cost fixing dropped costs at least this much: bounds of what is left are no better.
+    floor: float = float("inf")
+    # Everything was searched and nothing fits.
+    exhausted: bool = False
+    # Something that costs no more than this is all that is asked for.
+    enough: float = float("-inf")
+
+    @property
+    def left(self) -> float:
+        """Seconds of its budget, of computing or of work."""
+        return self.budget.left
+
+    @property
+    def found(self) -> bool:
+        """Whether anything that fits is known."""
+        return bool(np.isfinite(self.objective))
+
+    @property
+    def closed(self) -> bool:
+        """Whether the gap is proven (to the tolerance of the solvers)."""
+        return self.found and self.objective - self.bound <= max(self.gap, TOLERANCE) * abs(self.objective)
+
+    @property
+    def over(self) -> bool:
+        """Whether to stop: the gap is closed, enough was found, or the budget is spent."""
+        return self.closed or self.objective <= self.enough or self.left <= 0
+
+    def offer(self, choices: Ints | None) -> None:
+        """Keeps ``choices`` (of the original problem) if they fit and are the cheapest yet."""
+        if choices is None or not is_within(self.problem, choices):
+            return
+        objective = evaluate(self.problem, choices)
+        if objective < self.objective:
+            self.choices, self.objective = choices, objective
+            self.bound = min(self.bound, objective)
+
+    def prove(self, bound: float) -> None:
+        """Raises the bound, to no more than the incumbent (more is rounding error, or says that nothing beats
+        it) and the floor."""
+        if not np.isnan(bound):
+            self.bound = max(self.bound, min(bound, self.floor, self.objective))
+
+
+@dataclass(frozen=True, eq=False)
+class Ascent:
+    """What message passing proved of a reduced problem: its bound and the slack of every choice above it."""
+
+    bound: float
+    slack: tuple[Floats, ...]
+
+
+@dataclass(eq=False)
+class _Climber:
+    """One ascent; ``chain`` leads back to the original problem."""
+
+    search: Search
+    problem: Problem
+    chain: Chain
+    near: Neighbourhood
+    messages: Messages
+    best: Ascent
+
+    def spend(self, sweeps: int) -> None:
+        """Counts work like so many sweeps."""
+        slots = self.messages.slots
+        self.search.budget.spend(sweeps * sweep_seconds(len(slots), sum(slot.share.size for slot in slots)))
+
+    def record(self) -> None:
+        bound = self.messages.bound
+        self.search.prove(bound + self.chain.offset)
+        if bound > self.best.bound:
+            self.best = Ascent(bound, self.messages.slack())
+
+    def offer(self, choices: Ints | None) -> None:
+        """Polishes what fits; without a memory limit, descends to something that does."""
+        if choices is None:
+            return
+        if fits(self.problem, choices):
+            self.search.offer(self.chain.expand(polish(self.near, choices)))
+        elif np.isinf(self.problem.memory_limit):
+            found = repair(self.near, choices)
+            self.search.offer(None if found is None else self.chain.expand(found))
+
+    def start(self, choices: Ints) -> None:
+        """Offers what takes the least of the device's memory; it may take too much of the host's."""
+        if host_of(self.problem, choices) > self.problem.host_limit:
+            self.search.offer(_expanded(self.chain, repair(self.near, choices, rounds=4)))
+        else:
+            self.offer(choices)
+
+    def climb(self, sweeps: int) -> Ints:
+        """Sweeps until the bound stalls; the decoded choices."""
+        choices, last = self.messages.decode(), self.messages.bound
+        for _ in range(0, sweeps, _BATCH):
+            self.messages.sweep(_BATCH)
+            self.spend(_BATCH + POLISHING)
+            choices = self.messages.decode()
+            self.offer(choices)
+            self.record()
+            gained, last = self.messages.bound - last, self.messages.bound
+            distance = self.search.objective - self.chain.offset - last
+            # A stall: at this rate a hundred more batches would not close the gap.
+            if self.search.over or gained * 100 < min(distance, abs(last)):
+                break
+        return choices
+
+    def price_memory(self, steps: int = 14) -> None:
+        """Searches the price of memory with the highest bound: upwards until it no longer rises, then between
+        the two."""
+        cheapest = self.messages.cheapest()
+        above = memory_of(self.problem, cheapest) - self.problem.memory_limit
+        if above <= 0:
+            self.offer(cheapest)
+            return
+        low, high = 0.0, float("inf")
+        excess = max(above, 1.0)
+        distance = self.search.objective - self.chain.offset - self.messages.bound
+        price = (distance if np.isfinite(distance) else abs(self.messages.bound)) / excess + 1e-300
+        for _ in range(steps):
+            self.messages.set_price(price)
+            choices = self.climb(3 * _BATCH)
+            if self.search.over:
+                return
+            if not fits(self.problem, choices):
+                self.search.offer(_expanded(self.chain, repair(self.near, choices, rounds=4)))
+                self.spend(_REPAIRING)
+            if self.messages.excess > 0:
+                low = price
+            else:
+                high = price
+            price = low * 2 if np.isinf(high) else high / 4 if low == 0 else float(np.sqrt(low * high))
+            if low > 0 and high < low * 1.02:
+                break
+
+
+def _expanded(chain: Chain, choices: Ints | None) -> Ints | None:
+    return None if choices is None else chain.expand(choices)
+
+
+def ascend(search: Search, problem: Problem, chain: Chain) -> Ascent:
+    """Raises the bound of ``search`` by message passing on the reduced ``problem`` and offers what the
+    messages say."""
+    messages = Messages(problem)
+    nothing = tuple(np.zeros(len(group.cost)) for group in problem.groups)
+    climber = _Climber(search, problem, chain, Neighbourhood.of(problem), messages, Ascent(-np.inf, nothing))
+    climber.record()
+    if np.isfinite(problem.memory_limit):
+        climber.start(smallest(problem))
+    climber.offer(chain.restrict(search.choices) if search.found else None)
+    climber.climb(400)
+    if np.isfinite(problem.memory_limit) and not search.over:
+        climber.price_memory()
+    return climber.best

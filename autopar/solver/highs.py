@@ -1,0 +1,157 @@
+"""A linear or integer program on its way through ``ortools.math_opt``: the solver, its limits, and what it said."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import numpy as np
+from ortools.math_opt import model_parameters_pb2, model_pb2, result_pb2
+from ortools.math_opt.core.python import solver as math_opt_solver
+from ortools.math_opt.python import mathopt
+
+from .milp import Program
+from .problem import Floats
+
+# Of its seconds of computing a solver that was stopped by the clock had enough. One that had not is given the rest, and
+# at most so many times longer for it: it may compute all that time if the machine is idle by then.
+ENOUGH, MOST_BUSY = 0.8, 3.0
+# Integer programs with fewer nonzeros are solved without presolve: 415 with up to 488 nonzeros and 151 variables took
+# at most 25 ms. Presolve was seen to hang on one of 28 nonzeros and 11 variables (``tests/test_solve.py``), on none of
+# those of 400 other random problems. Why is not known.
+LEAST_PRESOLVED = 500
+# That one ends once presolve does not substitute by equations of two variables; no other rule matters there. The bit of
+# this rule in HiGHS's ``presolve_rule_off``.
+DOUBLETON_EQUATION = 1 << 9
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How hard and how long to try: ``time_limit`` in seconds of computing, whatever else the machine does, and at most
+    so many ``nodes`` of the search tree (None: any number). ``algorithm`` is math_opt's name of a linear program
+    algorithm ("" leaves it to the solver)."""
+
+    time_limit: float
+    gap: float = 0.0
+    seed: int = 0
+    algorithm: str = ""
+    presolve: bool = True
+    nodes: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What the solver said: ``values`` of all variables (empty: none found), a proven ``bound`` in seconds,
+    and the ``duals`` of all rows in units of the program (linear program only). ``status``: "optimal",
+    "feasible", "infeasible" or "unknown". ``iterations`` of the simplex method were made."""
+
+    status: str
+    values: Floats
+    bound: float
+    duals: Floats
+    iterations: int = 0
+
+
+def run(program: Program, relaxed: bool, effort: Effort) -> Outcome:
+    """Solves the program, or with ``relaxed`` its linear relaxation.
+
+    HiGHS's presolve calls some integer programs infeasible that are not (``tests/test_solve.py`` has one): what it says
+    so is only believed if it holds without presolve. Of some with a dozen variables it never ends, whatever the time
+    limit: those that small do without.
+    """
+    if not relaxed and len(program.value) < LEAST_PRESOLVED:
+        effort = replace(effort, presolve=False)
+    outcome = _run_for(program, relaxed, effort)
+    if outcome.status == "infeasible" and effort.presolve and not relaxed:
+        return _run_for(program, relaxed, replace(effort, presolve=False))
+    return outcome
+
+
+def _run_for(program: Program, relaxed: bool, effort: Effort) -> Outcome:
+    """Solves for so many seconds of computing. The solver's clock is that of the wall: where other work kept the
+    processor from it until that ran out, it begins once more with the seconds it did not have, and as much longer as
+    they took: at most ``MOST_BUSY`` times the limit is computed in all."""
+    seconds = max(effort.time_limit, 0.01)
+    wall, computing = time.monotonic(), time.process_time()
+    result = _run(program, relaxed, replace(effort, time_limit=seconds))
+    wall, computing = time.monotonic() - wall, time.process_time() - computing
+    if result.termination.limit == result_pb2.LIMIT_TIME and computing < ENOUGH * seconds:
+        longer = min(wall / max(computing, 1e-3 * wall), MOST_BUSY)
+        again = _run(program, relaxed, replace(effort, time_limit=longer * (seconds - computing)))
+        return _better(program, relaxed, _read(program, result), _read(program, again))
+    return _read(program, result)
+
+
+def _better(program: Program, relaxed: bool, first: Outcome, second: Outcome) -> Outcome:
+    """What is known after two runs, of which the second may have been the shorter one."""
+    if relaxed or second.status in ("optimal", "infeasible"):
+        return second
+    found = [one for one in (second, first) if len(one.values)]
+    best = min(found, key=lambda one: float(program.cost @ one.values), default=second)
+    return replace(best, bound=max(first.bound, second.bound))
+
+
+def _run(program: Program, relaxed: bool, effort: Effort) -> result_pb2.SolveResultProto:
+    """Solves for at most so many seconds by the clock on the wall."""
+    parameters = mathopt.SolveParameters(
+        time_limit=timedelta(seconds=effort.time_limit),
+        node_limit=None if relaxed else effort.nodes,
+        random_seed=effort.seed,
+        relative_gap_tolerance=None if relaxed else effort.gap,
+        lp_algorithm=mathopt.LPAlgorithm[effort.algorithm] if effort.algorithm else None,
+        presolve=None if effort.presolve else mathopt.Emphasis.OFF,
+    )
+    if not relaxed:
+        parameters.highs.int_options["presolve_rule_off"] = DOUBLETON_EQUATION
+    return math_opt_solver.solve(
+        to_proto(program, relaxed), mathopt.SolverType.HIGHS.value, mathopt.StreamableSolverInitArguments().to_proto(),
+        parameters.to_proto(), model_parameters_pb2.ModelSolveParametersProto(), None,
+        mathopt.CallbackRegistration().to_proto(), None, None,
+    )  # fmt: skip
+
+
+def to_proto(program: Program, relaxed: bool) -> model_pb2.ModelProto:
+    """The program for math_opt; ``relaxed`` drops integrality."""
+    model = model_pb2.ModelProto()
+    size = len(program.cost)
+    model.variables.ids.extend(range(size))
+    model.variables.lower_bounds.extend([0.0] * size)
+    model.variables.upper_bounds.extend(np.where(program.binary, 1.0, np.inf).tolist())
+    model.variables.integers.extend(([False] * size) if relaxed else program.binary.tolist())
+    priced = np.flatnonzero(program.cost)
+    model.objective.linear_coefficients.ids.extend(priced.tolist())
+    model.objective.linear_coefficients.values.extend(program.cost[priced].tolist())
+    model.linear_constraints.ids.extend(range(len(program.lower)))
+    model.linear_constraints.lower_bounds.extend(program.lower.tolist())
+    model.linear_constraints.upper_bounds.extend(program.upper.tolist())
+    model.linear_constraint_matrix.row_ids.extend(program.row.tolist())
+    model.linear_constraint_matrix.column_ids.extend(program.column.tolist())
+    model.linear_constraint_matrix.coefficients.extend(program.value.tolist())
+    return model
+
+
+_STATUS = {
+    result_pb2.TERMINATION_REASON_OPTIMAL: "optimal",
+    result_pb2.TERMINATION_REASON_FEASIBLE: "feasible",
+    result_pb2.TERMINATION_REASON_INFEASIBLE: "infeasible",
+    result_pb2.TERMINATION_REASON_INFEASIBLE_OR_UNBOUNDED: "infeasible",
+}
+
+
+def _read(program: Program, result: result_pb2.SolveResultProto) -> Outcome:
+    status = _STATUS.get(result.termination.reason, "unknown")
+    bound = result.termination.objective_bounds.dual_bound * program.unit
+    values, duals = np.zeros(0), np.zeros(0)
+    for solution in result.solutions:
+        if solution.HasField("primal_solution") and not len(values):
+            values = _dense(solution.primal_solution.variable_values, len(program.cost))
+        if solution.HasField("dual_solution") and not len(duals):
+            duals = _dense(solution.dual_solution.dual_values, len(program.lower))
+    return Outcome(status, values, float(bound), duals, int(result.solve_stats.simplex_iterations))
+
+
+def _dense(vector: object, size: int) -> Floats:
+    dense = np.zeros(size)
+    dense[np.array(vector.ids, dtype=np.int64)] = np.array(vector.values)  # type: ignore[attr-defined]
+    return dense

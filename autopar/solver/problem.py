@@ -1,0 +1,162 @@
+"""The placement problem as arrays: what :mod:`autopar.solver.solve` minimises, free of graphs and torch.
+
+There are groups ``i`` with choices ``k``; ``x[i,k]`` is 1 for the one choice made in group i. A transfer ``t`` links one producer
+group to consumer groups: the producer's choice leaves the tensor in row ``source[k]``, consumer c's choice needs it in
+column ``target[c][k]``, and moving row p to column q costs ``cost[p, q]`` (infinite: forbidden), **once** however many consumers need column q.
+
+    minimise    sum_i sum_k cost_i[k] x[i,k]  +  sum_t sum_{p,q} cost_t[p,q] max_c e[t,c,p,q]
+    subject to  sum_k x[i,k] = 1                                            for every group                  (one_choice)
+                sum_q e[t,c,p,q] = sum_{k: source[k]=p} x[producer,k]       for every t, c, p                (leaves_row)
+                sum_p e[t,c,p,q] = sum_{k: target_c[k]=q} x[consumer,k]     for every t, c, q                (enters_column)
+                fixed + sum_i sum_k memory_i[k] x[i,k] + T <= memory_limit                                   (memory)
+                T >= sum_k temporary_i[k] x[i,k]                            for every group                  (temporary)
+                sum_i sum_k host_i[k] x[i,k] <= host_limit                                                   (host)
+                x binary, e >= 0
+
+A *window* w is computing (the cost of some groups, or a part of it) beside which messages travel (the cost of some
+transfers, or a part of it): a share ``hidden_w`` of the messages can hide behind the same share of the computing. What
+does not hide is a variable of its own, and the objective has instead of that share of the messages
+
+                + sum_w E_w,   E_w >= hidden_w (messages_w - computing_w),  E_w >= 0                           (exposed)
+
+which is hidden_w max(0, messages_w - computing_w).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """A one-of-K decision. ``cost`` in seconds (infinite: forbidden), ``memory`` (adds up) and ``temporary`` (only the largest
+    counts) in bytes of the device, ``host`` (adds up) in bytes of the host's memory, each of shape [K]. Multiplicities of
+    folded layers are multiplied in already."""
+
+    name: str
+    cost: Floats
+    memory: Floats
+    temporary: Floats
+    host: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class Transfer:
+    """A tensor on its way: ``source`` [K of producer] gives rows, ``targets[c]`` [K of consumer c] columns of ``cost`` [P, Q]
+    (seconds, multiplicity included)."""
+
+    name: str
+    producer: int
+    source: Ints
+    consumers: tuple[int, ...]
+    targets: tuple[Ints, ...]
+    cost: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """See the module docstring: the ``groups`` that compute and the ``transfers`` that travel meanwhile, by index with
+    the part of their cost that belongs to this window (the parts of all windows, each times ``hidden``, are at most 1),
+    and the share of both that can be at once."""
+
+    name: str
+    groups: Mapping[int, float]
+    transfers: Mapping[int, float]
+    hidden: float
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """See the module docstring. Limits may be infinite; ``memory_fixed`` is what no choice changes."""
+
+    groups: tuple[Group, ...]
+    transfers: tuple[Transfer, ...]
+    memory_limit: float = float("inf")
+    memory_fixed: float = 0.0
+    windows: tuple[Window, ...] = ()
+    host_limit: float = float("inf")
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the device's or the host's memory has a limit."""
+        return bool(np.isfinite(self.memory_limit) or np.isfinite(self.host_limit))
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """``choices[i]`` per group; ``status`` is "optimal" (gap proven within the asked one), "feasible" or "infeasible" (``choices`` is
+    then empty). ``gap`` is (objective - bound) / objective. ``seconds`` of computing were taken or, where work was
+    counted, of such."""
+
+    choices: Ints
+    objective: float
+    bound: float
+    status: str
+    seconds: float
+
+    @property
+    def gap(self) -> float:
+        if not np.isfinite(self.objective) or self.objective <= 0:
+            return 0.0 if self.objective == self.bound else float("inf")
+        return max(0.0, (self.objective - self.bound) / self.objective)
+
+
+def evaluate(problem: Problem, choices: Ints) -> float:
+    """The objective of a full assignment in seconds, by definition (no memory check)."""
+    total = sum(float(group.cost[k]) for group, k in zip(problem.groups, choices, strict=True))
+    total += sum(transfer_seconds(transfer, choices) for transfer in problem.transfers)
+    if problem.windows and np.isfinite(total):
+        total -= sum(window.hidden * min(sides_of(problem, window, choices)) for window in problem.windows)
+    return total
+
+
+def transfer_seconds(transfer: Transfer, choices: Ints) -> float:
+    """What a full assignment pays for one transfer."""
+    row = transfer.source[choices[transfer.producer]]
+    columns = {int(t[choices[c]]) for c, t in zip(transfer.consumers, transfer.targets, strict=True)}
+    return sum(float(transfer.cost[row, column]) for column in sorted(columns))
+
+
+def sides_of(problem: Problem, window: Window, choices: Ints) -> tuple[float, float]:
+    """Seconds of (messages, computing) of a window under a full assignment."""
+    messages = sum(part * transfer_seconds(problem.transfers[t], choices) for t, part in window.transfers.items())
+    return messages, sum(part * float(problem.groups[g].cost[choices[g]]) for g, part in window.groups.items())
+
+
+def memory_of(problem: Problem, choices: Ints) -> float:
+    """Peak bytes of a full assignment as the problem counts them."""
+    pairs = list(zip(problem.groups, choices, strict=True))
+    largest = max((float(group.temporary[k]) for group, k in pairs), default=0.0)
+    return problem.memory_fixed + sum(float(group.memory[k]) for group, k in pairs) + largest
+
+
+def host_of(problem: Problem, choices: Ints) -> float:
+    """Bytes of the host's memory that a full assignment takes."""
+    return sum(float(group.host[k]) for group, k in zip(problem.groups, choices, strict=True))
+
+
+def is_within(problem: Problem, choices: Ints) -> bool:
+    """Whether a full assignment keeps both limits."""
+    if np.isfinite(problem.host_limit) and host_of(problem, choices) > problem.host_limit:
+        return False
+    return memory_of(problem, choices) <= problem.memory_limit
+
+
+def host_binds(problem: Problem) -> bool:
+    """Whether some assignment would exceed the host's memory."""
+    return sum(float(group.host.max()) for group in problem.groups) > problem.host_limit
+
+
+def without_needless_host(problem: Problem) -> Problem:
+    """The problem without the host's memory, if no assignment can exceed that."""
+    if host_binds(problem):
+        return problem
+    groups = tuple(replace(g, host=np.zeros_like(g.cost)) if g.host.any() else g for g in problem.groups)
+    return replace(problem, groups=groups, host_limit=float("inf"))

@@ -1,0 +1,159 @@
+"""Which choices of a group another choice replaces at no loss, whatever its neighbours choose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .label_arrays import distinct, used
+from .problem import Floats, Group, Ints, Problem, Transfer
+from .reduction_memo import Settled
+
+Mask = NDArray[np.bool_]
+# Differences looked at in one piece: about what a processor has near.
+_PIECE = 1 << 17
+
+
+def undominated(problem: Problem, settled: Settled) -> tuple[list[Mask], list[Ints]]:
+    """Per group which choices to keep, and for every choice the one that stands for it (itself if kept).
+
+    Groups are treated one after another, each against what is left of the others, so that every single
+    removal is exact. Those ``settled`` had nothing to remove when they and the transfers at them were as they are.
+    """
+    masks = [np.ones(len(group.cost), dtype=bool) for group in problem.groups]
+    incident: list[list[Transfer]] = [[] for _ in problem.groups]
+    for transfer in problem.transfers:
+        for index in {transfer.producer, *transfer.consumers}:
+            incident[index].append(transfer)
+    substitutes = []
+    for index, group in enumerate(problem.groups):
+        substitute = np.arange(len(group.cost))
+        # A transfer from a group to itself couples both its ends: the bounds below take them one at a time.
+        looped = any(t.producer == index and index in t.consumers for t in incident[index])
+        if len(group.cost) > 1 and not looped and not settled.has_group(index, group, incident[index]):
+            substitute = _remove(_worst(group, index, incident[index], masks), masks[index])
+            if masks[index].all():
+                settled.add_group(index, group, incident[index])
+        substitutes.append(substitute)
+    return masks, substitutes
+
+
+def _worst(group: Group, index: int, incident: list[Transfer], masks: list[Mask]) -> Floats:
+    """[k, j] bound on how much dearer everything gets when group ``index`` takes j instead of k."""
+    worst = _own(group)
+    for transfer in incident:
+        worst = _plus(worst, _worst_change(transfer, index, masks))
+    return worst
+
+
+def _plus(left: Floats, right: Floats) -> Floats:
+    """The sum, where a forbidden change (infinite) stays forbidden whatever else it gains."""
+    with np.errstate(invalid="ignore"):
+        total = left + right
+    return np.where(np.isnan(total), np.inf, total)
+
+
+def _own(group: Group) -> Floats:
+    """[k, j] change of cost when j replaces k; infinite where j needs more memory."""
+    change = _difference(group.cost[None, :], group.cost[:, None])
+    for need in (group.memory, group.temporary, group.host):
+        if (need != need[0]).any():
+            change[need[None, :] > need[:, None]] = np.inf
+    return change
+
+
+def _remove(worst: Floats, mask: Mask) -> Ints:
+    """Clears dominated choices in ``mask`` one by one and says what stands for each."""
+    np.fill_diagonal(worst, np.inf)
+    substitute = np.arange(len(mask))
+    dominates = worst <= 0
+    for k in np.flatnonzero(dominates.any(axis=1)):
+        better = np.flatnonzero(dominates[k] & mask)
+        if len(better):
+            mask[k] = False
+            substitute[k] = better[np.argmin(worst[k, better])]
+    for k in reversed(np.flatnonzero(~mask)):
+        # The one that replaced k was kept then, and may have been removed since: follow it.
+        while not mask[substitute[k]]:
+            substitute[k] = substitute[substitute[k]]
+    return substitute
+
+
+def _worst_change(transfer: Transfer, index: int, masks: list[Mask]) -> Floats:
+    """[k, j] bound on how much dearer the transfer gets when group ``index`` takes j instead of k."""
+    if transfer.producer == index:
+        columns = _used(transfer, range(len(transfer.consumers)), masks)
+        return _by_label(
+            transfer.source,
+            len(transfer.cost),
+            lambda rows: _row_change(transfer.cost[np.ix_(rows, columns)], len(transfer.consumers)),
+        )
+    count = transfer.cost.shape[1]
+    cost = transfer.cost[used(transfer.source[masks[transfer.producer]], len(transfer.cost))]
+    slots = [c for c, consumer in enumerate(transfer.consumers) if consumer == index]
+    others = [c for c, consumer in enumerate(transfer.consumers) if consumer != index]
+    shared = np.zeros(count, dtype=bool)
+    shared[_used(transfer, others, masks)] = True
+    if len(slots) > 1:
+        shared[:] = True
+    total: Floats = np.zeros((len(masks[index]),) * 2)
+    for slot in slots:
+        change = _by_label(
+            transfer.targets[slot], count, lambda columns: _column_change(cost[:, columns], shared[columns])
+        )
+        total = _plus(total, change)
+    return total
+
+
+def _used(transfer: Transfer, slots: Iterable[int], masks: list[Mask]) -> Ints:
+    """The columns that consumers ``slots`` may need."""
+    found = [transfer.targets[c][masks[transfer.consumers[c]]] for c in slots]
+    return used(np.concatenate([*found, np.zeros(0, dtype=np.int64)]), transfer.cost.shape[1])
+
+
+def _by_label(labels: Ints, count: int, change: Callable[[Ints], Floats]) -> Floats:
+    """``change`` between distinct labels, read for every pair of choices."""
+    found, position = distinct(labels, count)
+    return change(found)[position[:, None], position[None, :]]
+
+
+def _difference(new: Floats, old: Floats) -> Floats:
+    """``new - old`` where an old cost that is infinite never occurs, so that anything is better."""
+    if np.isfinite(old).all():
+        return new - old
+    with np.errstate(invalid="ignore"):
+        return np.where(np.isinf(old), -np.inf, new - old)
+
+
+def _greatest(new: Floats, old: Floats, most: int = 1) -> Floats:
+    """[a, b] bound on ``new[b] - old[a]`` where between one and ``most`` of the entries count: the greatest difference,
+    and the next greatest of those that are positive."""
+    most = min(most, new.shape[1])
+    found = np.empty((len(old), len(new)))
+    step = max(1, _PIECE // max(new.size, 1))
+    for start in range(0, len(old), step):
+        each = _difference(new[None], old[start : start + step, None])
+        if most == 1:
+            found[start : start + step] = each.max(axis=2)
+            continue
+        each = -np.partition(-each, most - 1, axis=2)[:, :, :most]
+        each.sort(axis=2)
+        found[start : start + step] = each[:, :, -1] + np.maximum(each[:, :, :-1], 0.0).sum(axis=2)
+    return found
+
+
+def _row_change(cost: Floats, consumers: int) -> Floats:
+    """[p, r] bound when the tensor starts in row r instead of p: the consumers need between one and
+    ``consumers`` distinct columns."""
+    return _greatest(cost, cost, consumers)
+
+
+def _column_change(cost: Floats, shared: Mask) -> Floats:
+    """[q, r] bound when a consumer needs column r instead of q; a column another consumer may need as well
+    saves nothing."""
+    new = np.ascontiguousarray(cost.T)
+    change = _greatest(new, np.where(shared[:, None] & np.isfinite(new), 0.0, new))
+    np.fill_diagonal(change, 0.0)
+    return change

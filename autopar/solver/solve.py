@@ -1,0 +1,278 @@
+"""Where price meets choice: the least-cost assignment of a :class:`~autopar.solver.problem.Problem`, with a proof of
+how good it is.
+
+The program, with its constraints named as the exported model names them
+(:func:`autopar.solver.named_export.export`)::
+
+    minimise    sum_i sum_k cost_i[k] x[i,k]  +  sum_t sum_{p,q} cost_t[p,q] z[t,p,q]
+    one_choice[i]         sum_k x[i,k] = 1
+    leaves_row[t,c,p]     sum_q e[t,c,p,q] = sum_{k: source[k]=p} x[producer,k]
+    enters_column[t,c,q]  sum_p e[t,c,p,q] = sum_{k: target_c[k]=q} x[consumer,k]
+    shared[t,c,p,q]       z[t,p,q] >= e[t,c,p,q]           (a column only one consumer can need: z is that e)
+    memory                fixed + sum_i sum_k memory_i[k] x[i,k] + T <= memory_limit
+    temporary[i]          T >= sum_k temporary_i[k] x[i,k]
+    host                  sum_i sum_k host_i[k] x[i,k] <= host_limit
+    x binary, e >= 0, z >= 0
+
+The e of one consumer are a transport plan between the two ends' choices, which makes the relaxation the local
+polytope of the pairwise problem (Wainwright and Jordan 2008, section 4.1): nearly integral in practice. z is
+paid once however many consumers need a column.
+
+Method: (1) exact reductions (:mod:`autopar.solver.reduce`); (2) message passing on the dual of the relaxation bounds
+the optimum, its decoded choices, repaired and polished by coordinate descent, are incumbents
+(:mod:`autopar.solver.message_passing`, :mod:`autopar.solver.dual_ascent`, :mod:`autopar.solver.coordinate_descent`);
+(3) choices whose reduced cost exceeds the distance between incumbent and bound cannot improve on it and go
+(reduced-cost fixing, Dantzig, Fulkerson and Johnson 1954), and (1) and (2) again while that shrinks the problem; (4)
+if the gap is still open, the linear relaxation of what is left through ``ortools.math_opt`` and HiGHS
+(:mod:`autopar.solver.lp_relaxation`), fixing once more, and (5) branch and cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from .budget import Budget
+from .coordinate_descent import Neighbourhood, fits, polish, repair, smallest
+from .dual_ascent import NONE, Ascent, Search, ascend
+from .highs import Effort, run
+from .lp_relaxation import Relaxation, relax, round_up
+from .milp import build
+from .overlap_prices import solve_windows
+from .problem import Floats, Ints, Problem, Solution, memory_of, without_needless_host
+from .reduce import Chain, DropForbidden, FewerChoices, is_impossible, keep_choices, reduce
+
+# Nodes for the least memory of a program, and the seconds of computing that guard them. Most need one node, a second.
+SMALLEST_NODES, SMALLEST_GUARD = 200, 120.0
+
+
+def solve(
+    problem: Problem,
+    *,
+    time_limit: float = 60,
+    gap: float = 0.005,
+    seed: int = 0,
+    incumbents: Sequence[Ints] = (),
+    counted: bool = False,
+) -> Solution:
+    """The cheapest assignment within the memory of the device and of the host.
+
+    ``gap``: stop when (objective - bound) / objective is at most this (or 1e-6, the tolerance of the
+    solvers). ``time_limit`` in seconds of computing (the processor's time of this process), kept approximately.
+    ``incumbents``: known assignments, one choice per group, that need not fit; the result is never worse than any that
+    fits. The same input gives the same result unless the time limit cuts the search off, and even then if it is
+    ``counted``: in work done, about seconds on one core (:mod:`autopar.solver.budget`). The bound of an "infeasible"
+    solution is infinite if that is proven, finite if time ran out before anything that fits was found.
+
+    Raises ValueError for a transfer with a negative or undefined price.
+    """
+    _check(problem)
+    problem = without_needless_host(problem)
+    budget = Budget(time_limit, counted)
+    if not problem.windows:
+        return _solve_plain(problem, budget, gap, seed, incumbents)
+
+    def plain(priced: Problem, part: Budget, to: float, known: Sequence[Ints], enough: float) -> Solution:
+        return _solve_plain(priced, part, to, seed, known, enough)
+
+    return solve_windows(problem, plain, budget=budget, gap=gap, incumbents=incumbents)
+
+
+def _solve_plain(
+    problem: Problem,
+    budget: Budget,
+    gap: float,
+    seed: int,
+    incumbents: Sequence[Ints],
+    enough: float = float("-inf"),
+) -> Solution:
+    search = Search(problem, budget, gap, seed, enough=enough)
+    for choices in incumbents:
+        search.offer(np.asarray(choices, dtype=np.int64))
+    status = _explore(search)
+    if status == "infeasible":
+        bound = float("inf") if search.exhausted else search.bound
+        return Solution(NONE, float("inf"), bound, status, budget.used)
+    return Solution(search.choices, search.objective, search.bound, status, budget.used)
+
+
+def _check(problem: Problem) -> None:
+    for transfer in problem.transfers:
+        if not (transfer.cost >= 0).all():
+            p, q = np.argwhere(~(transfer.cost >= 0))[0]
+            raise ValueError(f"transfer {transfer.name}: cost[{p}, {q}] is {transfer.cost[p, q]}, which is no price")
+    for group in problem.groups:
+        if np.isnan(group.cost).any():
+            choice = int(np.argmax(np.isnan(group.cost)))
+            raise ValueError(f"group {group.name}: the cost of choice {choice} is not a number")
+
+
+def _explore(search: Search) -> str:
+    """Solves into ``search``; the status."""
+    reduced, chain = reduce(search.problem)
+    if is_impossible(reduced) or _too_large(reduced):
+        search.exhausted = True
+        return _status(search)
+    while reduced.groups:
+        before = _choices(reduced)
+        ascent = ascend(search, reduced, chain)
+        if search.over:
+            return _status(search)
+        reduced, chain = _fix(search, reduced, chain, ascent)
+        if is_impossible(reduced):
+            search.prove(search.floor)
+            return _status(search)
+        # Under a memory limit a second search for its price costs more than the exact relaxation.
+        if reduced.groups and (reduced.is_limited or _choices(reduced) > 0.8 * before):
+            return _finish(search, reduced, chain)
+    _settle(search, chain)
+    return _status(search)
+
+
+def _finish(search: Search, reduced: Problem, chain: Chain) -> str:
+    """The exact part: linear relaxation, fixing, branch and cut."""
+    relaxation = relax(reduced, search.budget.part(), search.seed)
+    if not relaxation.feasible:
+        search.prove(search.floor)
+        search.exhausted = not search.found
+        return _status(search)
+    search.prove(relaxation.bound + chain.offset)
+    if len(relaxation.rounded):
+        found = repair(Neighbourhood.of(reduced), relaxation.rounded)
+        search.offer(None if found is None else chain.expand(found))
+    for share in (0.15, 0.4, 1.0):
+        if search.over or (share < 1.0 and not search.found):
+            continue
+        _search_kernel(search, reduced, chain, relaxation, share)
+    return _status(search)
+
+
+def _search_kernel(search: Search, problem: Problem, chain: Chain, relaxation: Relaxation, share: float) -> None:
+    """Branches on the choices whose reduced cost is within ``share`` of the distance from bound to incumbent.
+
+    What is left out costs at least that much, so a searched kernel proves a bound, and a small one finds good
+    incumbents soon.
+    """
+    bound = relaxation.bound + chain.offset
+    threshold = search.objective
+    if search.found and np.isfinite(bound):
+        target = search.objective - max(0.9 * search.gap, 1e-7) * abs(search.objective)
+        threshold = bound + share * (target - bound)
+    kernel, links = _within(problem, chain, threshold - bound if np.isfinite(bound) else np.inf, relaxation.slack)
+    if is_impossible(kernel):
+        search.prove(threshold)
+    elif not kernel.groups:
+        search.offer(links.expand(NONE))
+        search.prove(min(links.offset, threshold))
+    else:
+        _branch(search, kernel, links, threshold, search.budget.part(1.0 if share == 1.0 else 0.3))
+
+
+def _settle(search: Search, chain: Chain) -> None:
+    """Takes the one assignment that the reductions left."""
+    search.offer(chain.expand(NONE))
+    search.exhausted = not search.found
+    search.prove(chain.offset)
+
+
+_STATUS = {True: "feasible", False: "infeasible"}
+
+
+def _status(search: Search) -> str:
+    if search.exhausted:
+        return "infeasible"
+    if search.found:
+        return "optimal" if search.closed else "feasible"
+    # The time is over and nothing fits yet: the least memory is the last thing worth trying.
+    seconds = SMALLEST_GUARD if search.budget.counted else max(5.0, search.left)
+    least, search.exhausted = smallest_search(search.problem, seconds)
+    search.offer(least)
+    return _STATUS[search.found]
+
+
+def _choices(problem: Problem) -> int:
+    return sum(len(group.cost) for group in problem.groups)
+
+
+def _too_large(problem: Problem) -> bool:
+    """Whether even the smallest choices, transfers not looked at, exceed the memory of the device or of the host."""
+    # Rounding of byte counts that are no integers must not reject what exactly fits.
+    if sum(float(g.host.min()) for g in problem.groups) > problem.host_limit * (1 + 1e-12):
+        return True
+    if not problem.groups or np.isinf(problem.memory_limit):
+        return problem.memory_fixed > problem.memory_limit
+    return memory_of(problem, smallest(problem)) > problem.memory_limit * (1 + 1e-12)
+
+
+def _fix(search: Search, problem: Problem, chain: Chain, ascent: Ascent) -> tuple[Problem, Chain]:
+    """Without the choices that cannot improve the incumbent by more than the gap, and reduced again."""
+    if not search.found or not np.isfinite(ascent.bound):
+        return problem, chain
+    threshold = search.objective - max(0.9 * search.gap, 1e-7) * abs(search.objective)
+    search.floor = min(search.floor, threshold)
+    return _within(problem, chain, threshold - ascent.bound - chain.offset, ascent.slack)
+
+
+def _within(problem: Problem, chain: Chain, distance: float, slack: Sequence[Floats]) -> tuple[Problem, Chain]:
+    """With only the choices whose slack is below ``distance``, reduced again."""
+    masks = [above < distance for above in slack]
+    kept = tuple(np.flatnonzero(mask) for mask in masks)
+    position = tuple(np.where(m, np.cumsum(m) - 1, -1).astype(np.int64) for m in masks)
+    link = FewerChoices(kept, position)
+    fewer = keep_choices(problem, masks)
+    if is_impossible(fewer):
+        return fewer, Chain((chain, link))
+    reduced, rest = reduce(fewer)
+    return reduced, Chain((chain, link, rest))
+
+
+def _branch(search: Search, problem: Problem, chain: Chain, floor: float, budget: Budget) -> None:
+    """Branch and cut; whatever is not in ``problem`` costs at least ``floor``."""
+    program = build(problem)
+    value = search.objective - chain.offset
+    gap = search.gap * abs(search.objective / value) if np.isfinite(value) and value else search.gap
+    answer = budget.branch(program, min(gap, 1.0), search.seed)
+    if answer.status == "infeasible":
+        search.exhausted = floor == np.inf and not search.found
+        search.prove(floor)
+        return
+    found = round_up(problem, program, answer)
+    if len(found):
+        search.offer(chain.expand(found))
+        if fits(problem, found):
+            search.offer(chain.expand(polish(Neighbourhood.of(problem), found)))
+    search.prove(min(answer.bound + chain.offset, floor))
+
+
+def smallest_memory(problem: Problem) -> float:
+    """The least peak bytes of any assignment of finite cost that the host can hold; infinite if there is none, or none
+    was found."""
+    choices = smallest_choices(problem)
+    return float("inf") if choices is None else memory_of(problem, choices)
+
+
+def smallest_choices(problem: Problem) -> Ints | None:
+    """The assignment of :func:`smallest_search`."""
+    return smallest_search(problem)[0]
+
+
+def smallest_search(problem: Problem, guard: float = SMALLEST_GUARD) -> tuple[Ints | None, bool]:
+    """The assignment of finite cost, within the host's memory, with the least peak bytes, or of those that were found
+    in ``SMALLEST_NODES`` (and ``guard`` seconds of computing); where the host's memory binds, to a thousandth. None if
+    none was found, and whether it is proven that there is none."""
+    bare, inverse = DropForbidden().apply(without_needless_host(replace(problem, memory_limit=float("inf"))))
+    if is_impossible(bare):
+        return None, True
+    if not bare.groups:
+        return inverse.expand(NONE), False
+    choices = smallest(bare)
+    if not fits(bare, choices):
+        program = build(bare, objective="memory")
+        gap = 0.0 if np.isinf(bare.host_limit) else 1e-3
+        answer = run(program, False, Effort(guard, gap=gap, nodes=SMALLEST_NODES))
+        if not len(answer.values):
+            return None, answer.status == "infeasible"
+        choices = round_up(bare, program, answer)
+    return inverse.expand(choices), False

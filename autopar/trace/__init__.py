@@ -1,0 +1,1 @@
+"""From a model and a call to a graph."""

@@ -1,0 +1,1 @@
+"""Traces kept on disk: their keys and their text."""

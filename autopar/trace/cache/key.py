@@ -1,0 +1,73 @@
+"""A hash of everything that a trace follows from: the model, the call, the code, and how torch is set up.
+
+See :mod:`autopar.content.objects` for how the model is told from others. Besides, the text of every module of the
+user's that is loaded counts, whether or not the model seems to use it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from autopar.content.code_origin import is_library
+from autopar.content.feed import Unkeyable
+from autopar.content.objects import Contents
+from autopar.content.source_hash import code_version
+from autopar.runtime.calls.module_hooks import hooks_everywhere
+from autopar.trace.capture import Request
+
+
+def trace_key(request: Request) -> str:
+    """The key of a trace. Raises :class:`Unkeyable` if something that it may follow from cannot be told."""
+    if _get_current_function_mode_stack() or _get_current_dispatch_mode_stack():
+        raise Unkeyable("a mode of torch is active, which may do anything")
+    for hook in hooks_everywhere():
+        raise Unkeyable(f"{hook.text} may do anything")
+    contents = Contents()
+    contents.say(code_version(), *_surroundings(request.device))
+    for name, text in _user_modules():
+        contents.say(name, text)
+    contents.say(request.device.type, request.training, request.grad, request.differentiate, request.autocast)
+    _say_call(contents, request)
+    contents.feed(request.model, "model")
+    contents.feed(request.loss_fn, "loss_fn")
+    return contents.hexdigest()
+
+
+def _say_call(contents: Contents, request: Request) -> None:
+    contents.say(str(request.call.spec), *request.call.names)
+    for index, leaf in enumerate(request.call.leaves):
+        if isinstance(leaf, torch.Tensor):
+            contents.say(tuple(leaf.shape), leaf.dtype, leaf.requires_grad, isinstance(leaf, nn.Parameter))
+        else:
+            contents.feed(leaf, f"input {index}")
+
+
+def _surroundings(device: torch.device) -> Iterator[object]:
+    """Settings of torch that decide which operations run."""
+    yield torch.get_default_dtype()
+    yield torch.are_deterministic_algorithms_enabled()
+    yield torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+    yield torch.backends.mha.get_fastpath_enabled()
+    yield torch.backends.mkldnn.enabled
+    cuda = torch.backends.cuda
+    yield cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()
+    if device.type == "cuda" and torch.cuda.is_available():
+        yield torch.cuda.get_device_capability(device), torch.backends.cudnn.version()
+
+
+def _user_modules() -> Iterator[tuple[str, str]]:
+    for name, module in sorted(sys.modules.items()):
+        file = str(getattr(module, "__file__", None) or "")
+        if file and not is_library(file):
+            try:
+                yield name, hashlib.sha256(Path(file).read_bytes()).hexdigest()
+            except OSError:
+                yield name, "unread"

@@ -1,0 +1,181 @@
+"""The two ends of a traced call: what the model is called with, and what it returns, as flat lists of
+leaves.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any, Literal
+
+import torch
+from torch.utils import _pytree as pytree
+
+from autopar.errors import TraceError
+
+Differentiate = Literal["loss", "all"]
+
+CONSTANT_TYPES = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    enum.Enum,
+    slice,
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """``model(*args, **kwargs)`` as leaves of a pytree. ``names[i]`` is None where leaf i is no tensor;
+    ``batch`` is the size of dim 0 that most tensor leaves share (0: none worth a symbol)."""
+
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+    names: tuple[str | None, ...]
+    batch: int
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensor leaves by name, in order."""
+        return {name: leaf for name, leaf in zip(self.names, self.leaves, strict=True) if name is not None}
+
+    @property
+    def constants(self) -> dict[int, Any]:
+        """The leaves that are no tensors, by position."""
+        return {i: leaf for i, leaf in enumerate(self.leaves) if self.names[i] is None}
+
+    def rebuild(self, tensors: Iterable[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """``(args, kwargs)`` with the given tensors in place of the tensor leaves."""
+        source = iter(tensors)
+        leaves = [leaf if name is None else next(source) for name, leaf in zip(self.names, self.leaves, strict=True)]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+
+def describe_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    """Flattens the inputs. Raises :class:`TraceError` for a leaf that is neither a tensor nor a plain
+    constant.
+    """
+    paths, spec = pytree.tree_flatten_with_path((args, dict(kwargs)))
+    names = tuple(_leaf_name(path) if isinstance(leaf, torch.Tensor) else None for path, leaf in paths)
+    for path, leaf in paths:
+        if not isinstance(leaf, (torch.Tensor, *CONSTANT_TYPES)):
+            raise TraceError(_bad_input(_leaf_name(path), leaf))
+    leaves = tuple(leaf for _, leaf in paths)
+    return Call(spec, leaves, names, _batch_size(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
+
+
+def _leaf_name(path: tuple[Any, ...]) -> str:
+    """``labels.1`` for ``kwargs["labels"][1]``; positional inputs are named by position."""
+    return _path_name(path[1:])
+
+
+def _path_name(path: tuple[Any, ...]) -> str:
+    keys = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))) for key in path]
+    return ".".join(map(str, keys))
+
+
+def _bad_input(name: str, leaf: Any) -> str:
+    kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+    advice = (
+        "pass torch.from_numpy(...) instead" if kind.startswith("numpy.") else "pass tensors, or build it in forward"
+    )
+    return (
+        f"input {name!r} is a {kind}, which a graph cannot take: inputs are tensors (traced) and None, "
+        f"numbers, strings and the like (fixed by the trace), in tuples, lists and dicts; {advice}"
+    )
+
+
+def _batch_size(tensors: Iterable[torch.Tensor]) -> int:
+    sizes = Counter(int(tensor.shape[0]) for tensor in tensors if tensor.dim() > 0)
+    common = [(count, -order, size) for order, (size, count) in enumerate(sizes.items()) if size >= 2]
+    return max(common)[2] if common else 0
+
+
+@dataclass
+class Returned:
+    """What the traced call returned, noted while it is traced: the tree, and per leaf its graph output or
+    its constant. ``lost`` names the leaves that are neither, with their types.
+    """
+
+    spec: pytree.TreeSpec | None = None
+    names: tuple[str | None, ...] = ()
+    constants: dict[int, Any] = field(default_factory=dict)
+    lost: dict[str, str] = field(default_factory=dict)
+    loss: str | None = None
+    differentiable: tuple[str, ...] = ()
+    order: tuple[str, ...] = ()
+
+
+def collect_outputs(
+    output: Any, loss: torch.Tensor | None, differentiate: Differentiate, returned: Returned
+) -> tuple[torch.Tensor, ...]:
+    """The graph outputs of one call, in the order of ``returned.order``; fills in ``returned``.
+
+    ``loss`` is what a loss function made of ``output``. An output leaf that is neither tensor nor constant (a
+    key-value cache object) becomes None, and ``returned.lost`` names it. Every result is a copy, so that no two alias
+    each other or an input; outputs that are not differentiated are detached.
+    """
+    paths, returned.spec = _flatten_output(output)
+    leaves = [leaf for _, leaf in paths]
+    named = {str(i): leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+    returned.names = tuple(str(i) if str(i) in named else None for i in range(len(leaves)))
+    returned.constants = {i: _constant(leaf) for i, leaf in enumerate(leaves) if str(i) not in named}
+    returned.lost = {_path_name(path) or "output": type(leaf).__name__ for path, leaf in paths if _is_lost(leaf)}
+    if loss is not None:
+        named["loss"] = loss
+    returned.loss = "loss" if loss is not None else _find_loss(output, named)
+    wanted = named if differentiate == "all" or returned.loss is None else {returned.loss}
+    returned.differentiable = tuple(name for name in named if name in wanted and _is_differentiable(named[name]))
+    returned.order = tuple(named)
+    return tuple(
+        leaf.clone() if name in returned.differentiable else leaf.detach().clone() for name, leaf in named.items()
+    )
+
+
+def _flatten_output(output: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], pytree.TreeSpec]:
+    """Leaves of ``output`` with their paths, and its tree; dataclasses met for the first time become trees of their
+    fields.
+    """
+    leaves, spec = pytree.tree_flatten_with_path(output)
+    fresh = {type(leaf) for _, leaf in leaves if is_dataclass(leaf) and not isinstance(leaf, type)}
+    if not fresh:
+        return leaves, spec
+    for kind in sorted(fresh, key=lambda kind: kind.__qualname__):
+        pytree.register_dataclass(kind, serialized_type_name=f"{kind.__module__}.{kind.__qualname__}")
+    return _flatten_output(output)
+
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def _is_lost(leaf: Any) -> bool:
+    return not isinstance(leaf, (torch.Tensor, *CONSTANT_TYPES, *_SYMBOLIC))
+
+
+def _constant(leaf: Any) -> Any:
+    if isinstance(leaf, _SYMBOLIC):
+        return leaf.node.expr
+    return leaf if isinstance(leaf, CONSTANT_TYPES) else None
+
+
+def _find_loss(output: Any, named: Mapping[str, torch.Tensor]) -> str | None:
+    """The name of the output called ``loss``, or of the only differentiable scalar."""
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    for name, leaf in named.items():
+        if leaf is found and leaf.numel() == 1:
+            return name
+    scalars = [name for name, leaf in named.items() if leaf.dim() == 0 and _is_differentiable(leaf)]
+    return scalars[0] if len(scalars) == 1 else None
+
+
+def _is_differentiable(leaf: torch.Tensor) -> bool:
+    return leaf.requires_grad and (leaf.is_floating_point() or leaf.is_complex())

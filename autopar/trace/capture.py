@@ -1,0 +1,392 @@
+"""Runs a model on fake tensors and captures its joint forward and backward as one torch.fx graph.
+
+All of torch's private machinery that tracing needs is in this file: fake tensors, the symbolic batch size,
+the two flags that make models take their traceable paths, module paths on nodes, and the joint export.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import sympy
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from autopar.errors import TraceError
+from autopar.trace.decompositions.general import decomposition_table
+from autopar.trace.guards.random_numbers import notes_on_draws
+from autopar.trace.guards.reads import Reads
+from autopar.trace.masked_rows.mode import SelectedRows
+
+from .call import Call, Differentiate, Returned, collect_outputs
+from .counters import (
+    Left,
+    Operations,
+    Ran,
+    attributes_of,
+    changed,
+    containers,
+    counted,
+    counters,
+    refilled,
+    with_attributes,
+)
+from .loss import LossFunction, run_with_loss
+from .model_state import State, exchanged
+from .moe_blocks import experts_as_operations
+from .outline import outline
+from .patches import patched
+from .record import PATH, PLACE, Recorder, UnrecordedError
+from .replay import Bodies, capture_outlined
+from .running_module import ModuleTracker
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to trace: see :func:`autopar.trace.tracer.trace`."""
+
+    model: nn.Module
+    state: tuple[State, ...]
+    call: Call
+    device: torch.device
+    loss_fn: LossFunction | None
+    training: bool
+    grad: bool
+    differentiate: Differentiate
+    reads: Reads
+    autocast: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A joint graph as torch.fx has it. ``symbol`` is torch's symbol for the batch size, or None;
+    ``guards`` must hold of it. ``counted`` are the plain numbers that calls of modules count, by path.
+    ``bodies`` has what stands for the calls taken out of line, if any; ``notes`` are for people.
+    """
+
+    graph_module: torch.fx.GraphModule
+    returned: Returned
+    symbol: sympy.Symbol | None
+    guards: tuple[sympy.Basic, ...]
+    counted: tuple[str, ...] = ()
+    bodies: Bodies | None = None
+    notes: tuple[str, ...] = ()
+
+
+class Step(nn.Module):
+    """One call of the model as a function of flat tensors; its own parameters and buffers ``t0, t1, ...``
+    are the model's state.
+    """
+
+    def __init__(
+        self, request: Request, tensors: Sequence[torch.Tensor], tracker: ModuleTracker, selected: SelectedRows
+    ) -> None:
+        super().__init__()
+        self.returned = Returned()
+        self.counted: tuple[str, ...] = ()
+        self.refilled: tuple[str, ...] = ()
+        # Past nn.Module's bookkeeping: as a submodule, the model would have its parameters lifted too.
+        self.__dict__["request"], self.__dict__["tracker"] = request, tracker
+        self.__dict__["selected"] = selected
+        for index, (entry, tensor) in enumerate(zip(request.state, tensors, strict=True)):
+            members = self._parameters if entry.role == "param" else self._buffers
+            members[f"t{index}"] = tensor  # type: ignore[assignment]
+
+    def _state(self, index: int) -> torch.Tensor:
+        name = f"t{index}"
+        tensor = self._parameters[name] if name in self._parameters else self._buffers[name]
+        assert tensor is not None
+        return tensor
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The model's outputs, and the loss, as :class:`Returned` orders them."""
+        self.__dict__["tracker"].restart()
+        self.__dict__["selected"].restart()
+        with self._given(inputs) as (request, args, kwargs):
+            before, held = counters(request.model), containers(request.model)
+            with request.reads.following(), request.reads.chance.watching():
+                output, loss = run_with_loss(request.model, request.loss_fn, args, kwargs)
+            self.counted = changed(before, counters(request.model))
+            self.refilled = refilled(held, request.model)
+            return collect_outputs(output, loss, request.differentiate, self.returned)
+
+    def draws(self, *inputs: torch.Tensor) -> tuple[str, ...]:
+        """What is to say about numbers that the model draws from generators other than torch's."""
+        request, tracker = self.__dict__["request"], self.__dict__["tracker"]
+
+        def run() -> object:
+            tracker.restart()
+            return self._ran(inputs, (), other_mode=False).operations
+
+        return notes_on_draws(request.reads.chance, run, lambda: tracker.path, type(request.model).__name__)
+
+    def counts_on(self, *inputs: torch.Tensor) -> tuple[str, ...]:
+        """Which of the numbers that changed a graph must not keep, see :func:`counted`."""
+        return counted(
+            partial(self._ran, inputs), self.counted, (*self.refilled, *self.__dict__["request"].reads.rewritten)
+        )
+
+    def _ran(self, inputs: Sequence[torch.Tensor], attributes: Sequence[Left], *, other_mode: bool) -> Ran:
+        """What a step runs that finds ``attributes`` in the modules: with its backward, even if the trace is without,
+        since the other mode may be training."""
+        self.__dict__["selected"].restart()
+        with self._given(inputs) as (request, args, kwargs), torch.enable_grad():
+            tensors = [*(self._state(index) for index in range(len(request.state))), *inputs]
+            given = [*(entry.tensor for entry in request.state), *request.call.tensors.values()]
+            learnt = [t.requires_grad_() for t, real in zip(tensors, given, strict=True) if real.requires_grad]
+            with_attributes(request.model, attributes)
+            if other_mode:
+                request.model.train(not request.training)
+            returned = Returned()
+            with Operations(tensors) as operations, request.reads.restoring():
+                if attributes:
+                    request.reads.carry()
+                output, loss = run_with_loss(request.model, request.loss_fn, args, kwargs)
+                outputs = collect_outputs(output, loss, request.differentiate, returned)
+                operations.note((returned.order, returned.constants, outputs, _gradients(outputs, learnt)))
+            return Ran(operations.seen, counters(request.model), attributes_of(request.model))
+
+    @contextmanager
+    def _given(self, inputs: Sequence[torch.Tensor]) -> Iterator[tuple[Request, tuple[Any, ...], dict[str, Any]]]:
+        """The model with this step's tensors, in the mode that is asked for, and the arguments of its call."""
+        request: Request = self.__dict__["request"]
+        args, kwargs = request.call.rebuild(inputs)
+        tensors = [self._state(index) for index in range(len(request.state))]
+        state = exchanged(request.model, request.state, tensors)
+        with state, torch.set_grad_enabled(request.grad), _autocast(request):
+            # Parts of the model may be in another mode on purpose (a frozen batch norm): leave them if the whole fits.
+            if request.model.training != request.training:
+                request.model.train(request.training)
+            yield request, args, kwargs
+
+
+def _gradients(outputs: Sequence[torch.Tensor], learnt: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    ends = [output for output in outputs if output.requires_grad]
+    tangents = [torch.ones_like(end) for end in ends]
+    return torch.autograd.grad(ends, learnt, tangents, allow_unused=True) if ends and learnt else ()
+
+
+def fresh_prime(sizes: set[int], batch: int) -> int:
+    """A prime that divides none of ``sizes``, so that no size equals the batch's by chance; the smallest
+    above the real ``batch``, so that comparisons with fixed numbers turn out as for that."""
+    candidate = max(11, batch + 1) | 1
+    while not sympy.isprime(candidate) or any(size % candidate == 0 for size in sizes if size):
+        candidate += 2
+    return candidate
+
+
+def _sizes(request: Request) -> set[int]:
+    tensors = [*(entry.tensor for entry in request.state), *request.call.tensors.values()]
+    return {int(size) for tensor in tensors for size in tensor.shape} | {request.call.batch}
+
+
+def _fake(tensor: torch.Tensor, shape: Sequence[Any], request: Request) -> torch.Tensor:
+    fake = torch.empty(tuple(shape), dtype=tensor.dtype, device=request.device)
+    if tensor.requires_grad and request.grad:
+        fake.requires_grad_()
+    return nn.Parameter(fake, fake.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+
+def _fake_inputs(request: Request, batch: Any) -> tuple[torch.Tensor, ...]:
+    def shape(tensor: torch.Tensor) -> tuple[Any, ...]:
+        replaced = batch is not None and tensor.dim() > 0 and tensor.shape[0] == request.call.batch
+        return (batch, *tensor.shape[1:]) if replaced else tuple(tensor.shape)
+
+    return tuple(_fake(tensor, shape(tensor), request) for tensor in request.call.tensors.values())
+
+
+@contextmanager
+def _traceable() -> Iterator[None]:
+    """Models, transformers' above all, take paths free of data-dependent checks when told that they are
+    being exported.
+    """
+    flags = ("_is_compiling_flag", "_is_exporting_flag")
+    saved = [getattr(torch.compiler, flag) for flag in flags]
+    # What torch logs about an error in a model arrives as an exception as well.
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        for flag in flags:
+            setattr(torch.compiler, flag, True)
+        yield
+    finally:
+        for flag, value in zip(flags, saved, strict=True):
+            setattr(torch.compiler, flag, value)
+        log.disabled = was_disabled
+
+
+@contextmanager
+def _collecting_rarely() -> Iterator[None]:
+    """Tracing makes many objects that live on; looking for garbage among them costs an eighth of the time."""
+    saved = gc.get_threshold()
+    gc.set_threshold(max(saved[0], 200_000), *saved[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*saved)
+
+
+def _shape_env() -> ShapeEnv:
+    return ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+
+
+def _batch_symbol(environment: ShapeEnv, hint: int) -> Any:
+    source = ConstantSource("batch")
+    created = environment.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
+    return environment.create_symintnode(created, hint=hint, source=source)
+
+
+def _guards(environment: ShapeEnv) -> tuple[sympy.Basic, ...]:
+    """Conditions that the model's code, or the validity of an operation, put on the batch size. Those from
+    torch's fake tensors are none: there a threshold picks the kernel of a convolution, which the graph does
+    not show."""
+    return tuple(guard.expr for guard in environment.guards if "_subclasses/" not in str(guard.sloc))
+
+
+def capture(
+    request: Request, tracker: ModuleTracker, *, symbolic: bool, outlined: bool = False, select: bool = False
+) -> Captured:
+    """The joint graph, with a symbol for the batch size or with the real sizes; ``outlined``, with equal calls of
+    modules captured once; ``select``, with rows selected by values as masks.
+    Raises whatever the model or torch raise, and :class:`UnrecordedError` if nothing can be
+    outlined.
+    """
+    environment = _shape_env() if symbolic else None
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment)
+    batch = (
+        _batch_symbol(environment, fresh_prime(_sizes(request), request.call.batch))
+        if environment is not None
+        else None
+    )
+    with mode:
+        inputs = _fake_inputs(request, batch)
+        tensors = [_fake(entry.tensor, entry.tensor.shape, request) for entry in request.state]
+    selected = SelectedRows(lambda: tracker.path)
+    step = Step(request, tensors, tracker, selected)
+    with ExitStack() as stack:
+        for context in (
+            _collecting_rarely(),
+            _traceable(),
+            patched(),
+            experts_as_operations(request.model, request.autocast),
+            fx_traceback.preserve_node_meta(),
+            selected if select else nullcontext(),
+        ):
+            stack.enter_context(context)
+        stack.enter_context(torch.set_grad_enabled(request.grad))
+        with tracker.listening():
+            if not outlined:
+                graph_module, bodies = _export(mode, step, inputs), None
+        if outlined:
+            graph_module, bodies = _outlined(mode, step, tensors, inputs, batch)
+        notes = (*selected.notes(), *_drawn(mode, step, inputs, batch))
+        guards = _guards(environment) if environment is not None else ()
+        numbers = _counted(mode, step, inputs, batch)
+    symbol = batch.node.expr if batch is not None else None
+    return Captured(graph_module, step.returned, symbol, guards, numbers, bodies, notes)
+
+
+def _counted(mode: FakeTensorMode, step: Step, inputs: Sequence[torch.Tensor], batch: Any) -> tuple[str, ...]:
+    """The plain numbers that calls of the model count, and what else they change and read; where a second call cannot
+    be made, all numbers that change."""
+    found, reads = step.counted, step.__dict__["request"].reads
+    if step.counted or step.refilled or reads.rewritten:
+        with suppress(Exception), _symbolic(batch), mode:
+            found = step.counts_on(*inputs)
+    return (*found, *(path for path in reads.written if path not in found))
+
+
+def _drawn(mode: FakeTensorMode, step: Step, inputs: Sequence[torch.Tensor], batch: Any) -> tuple[str, ...]:
+    """What is to say about draws that are no operations."""
+    request: Request = step.__dict__["request"]
+    if not request.reads.chance.drawn:
+        return ()
+    tracker: ModuleTracker = step.__dict__["tracker"]
+    with tracker.listening(), _symbolic(batch), mode:
+        return step.draws(*inputs)
+
+
+def _symbolic(batch: Any) -> AbstractContextManager[Any]:
+    """As torch's own tracer does, for operations whose C++ code would fix a symbolic size."""
+    return nullcontext() if batch is None else enable_python_dispatcher()
+
+
+def _export(mode: FakeTensorMode, module: nn.Module, inputs: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
+    with ExitStack() as stack:
+        stack.enter_context(tracing(TracingContext(mode)))
+        return aot_export_joint_with_descriptors(
+            stack, module, tuple(inputs), decompositions=decomposition_table()
+        ).graph_module
+
+
+def _outlined(
+    mode: FakeTensorMode, step: Step, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], batch: Any
+) -> tuple[torch.fx.GraphModule, Bodies]:
+    """The joint graphs of what the model does, recorded by one run of it."""
+    tracker: ModuleTracker = step.__dict__["tracker"]
+    recorder = Recorder((*inputs, *tensors), tracker.modules)
+    with tracker.listening(), _symbolic(batch), mode, recorder.listening():
+        outputs = step(*inputs)
+    found = outline(recorder.program(len(inputs) + len(tensors), outputs))
+    if not found.sites:
+        raise UnrecordedError("no two calls of modules are equal")
+    device = step.__dict__["request"].device
+    with _without_autocast(device):  # Its casts have been recorded.
+        with mode:
+            spare = [] if batch is None else [torch.empty((batch,), device=device)]
+        return capture_outlined(step, inputs, found, spare, mode, partial(_export, mode))
+
+
+def _autocast(request: Request) -> AbstractContextManager[Any]:
+    """What the request computes products in."""
+    return nullcontext() if request.autocast is None else _autocasting(request.device.type, request.autocast)
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    return _autocasting(device.type, None) if torch.is_autocast_enabled(device.type) else nullcontext()
+
+
+@contextmanager
+def _autocasting(device: str, dtype: torch.dtype | None) -> Iterator[None]:
+    """Casts for products on ``device`` to ``dtype``, or not at all, whether or not that device is there:
+    :class:`torch.autocast` would warn and do nothing. Without torch's cache of casts, which would outlive a trace;
+    equal casts are merged afterwards. Raises :class:`TraceError` if torch cannot."""
+    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
+    try:
+        _set_autocast(device, dtype is not None, dtype or before[1], False)
+        if torch.is_autocast_enabled(device) != (dtype is not None):
+            raise TraceError(f"torch does not cast to {dtype} on {device}: leave precision out")
+        yield
+    finally:
+        _set_autocast(device, *before)
+
+
+def _set_autocast(device: str, enabled: bool, dtype: torch.dtype, cached: bool) -> None:
+    torch.set_autocast_dtype(device, dtype)
+    torch.set_autocast_enabled(device, enabled)
+    torch.set_autocast_cache_enabled(cached)
+
+
+def module_path_of(node: torch.fx.Node) -> str | None:
+    """The path noted by :class:`ModuleTracker`, or None."""
+    found: str | None = node.meta.get("custom", {}).get(PATH)
+    return found
+
+
+def place_of(node: torch.fx.Node) -> int | None:
+    """For a node of a body, which of its operations it came from, or None."""
+    found: int | None = node.meta.get("custom", {}).get(PLACE)
+    return found

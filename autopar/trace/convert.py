@@ -1,0 +1,331 @@
+"""The captured torch.fx graph as a :class:`~autopar.ir.graph.Graph`: names, types, phases and module paths."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+
+from autopar.errors import TraceError
+from autopar.ir.graph import Graph
+from autopar.ir.node import DTYPE_NAMES, Arg, Node, Output, TensorType, Value, symbol
+from autopar.passes.base import with_phases
+
+from .capture import Captured, Request, module_path_of, place_of
+from .explain_errors import SPARSE, defined_at
+from .expressions import Expressions
+from .model_state import State
+from .random_draws import number_draws
+from .replay import BACKWARD, FORWARD, Bodies
+
+BATCH = "b"
+
+
+def convert(captured: Captured, request: Request) -> Graph:
+    """The graph of ``captured``. Raises :class:`TraceError` for a size that only running would tell."""
+    converter = _Converter(captured, request)
+    converter.convert_nodes()
+    symbols = ((BATCH, request.call.batch),) if captured.symbol is not None else ()
+    graph = Graph(tuple(converter.nodes), tuple(converter.outputs()), symbols, converter.constants)
+    return with_modules(with_phases(number_draws(graph).without_dead()), converter.unplaced).verify()
+
+
+class _Converter:
+    """Walks the fx nodes in order; ``values`` says what each one became."""
+
+    def __init__(self, captured: Captured, request: Request) -> None:
+        self.captured, self.request = captured, request
+        self.expressions = Expressions(captured.symbol, symbol(BATCH))
+        self.values: dict[fx.Node, Any] = {}
+        self.nodes: list[Node] = []
+        self.constants: dict[str, torch.Tensor] = {}
+        self.names: set[str] = set()
+        self.counts: dict[str, int] = {}  # Where to look on for a free name: no name is ever free again.
+        self.unplaced: set[str] = set()
+        self.input_names = tuple(request.call.tensors)
+        self.graph_module = captured.graph_module
+        self.path_of = module_path_of
+        self.inlined: dict[int, dict[fx.Node, Any]] = {}
+
+    def convert_nodes(self) -> None:
+        for node in self.captured.graph_module.graph.nodes:
+            self._convert(node)
+
+    def _convert(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            self.values[node] = self._placeholder(node)
+        elif node.op == "get_attr":
+            self.values[node] = self._constant(node)
+        elif node.target is FORWARD:
+            self.values[node] = self._forward_of(node)
+        elif node.target is BACKWARD:
+            self.values[node] = self._backward_of(node)
+        elif node.op == "call_function":
+            self.values[node] = self._call(node)
+
+    def _forward_of(self, node: fx.Node) -> tuple[Any, ...]:
+        """The results of a call out of line, whose forward operations now stand in line."""
+        inputs, site = self._arg(node.args)
+        body = self._bodies.graph_of(site)
+        self.inlined[site] = dict(zip(body.inputs, inputs, strict=True))
+        return self._in_line(site, body.forward, body.results)
+
+    def _backward_of(self, node: fx.Node) -> tuple[Any, ...]:
+        gradients, site, _ = self._arg(node.args)
+        body = self._bodies.graph_of(site)
+        self.inlined[site].update(zip(body.tangents, gradients, strict=True))
+        return self._in_line(site, body.backward, body.gradients)
+
+    def _in_line(self, index: int, nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> tuple[Any, ...]:
+        site, body = self._bodies.sites[index], self._bodies.graph_of(index)
+
+        def path_of(node: fx.Node) -> str | None:
+            place = place_of(node)
+            return None if place is None else site.paths[place]
+
+        outside = self.values, self.graph_module, self.path_of
+        self.values, self.graph_module, self.path_of = self.inlined[index], body.graph_module, path_of
+        try:
+            for node in nodes:
+                self._convert(node)
+            return tuple(self.values[node] for node in results)
+        finally:
+            self.values, self.graph_module, self.path_of = outside
+
+    @property
+    def _bodies(self) -> Bodies:
+        assert self.captured.bodies is not None
+        return self.captured.bodies
+
+    def _name(self, wanted: str) -> str:
+        base = re.sub(r"\W+", "_", wanted)
+        name, count = base, self.counts.get(base, 0)
+        while name in self.names:
+            count += 1
+            name = f"{base}_{count}"
+        self.names.add(name)
+        self.counts[base] = count
+        return name
+
+    def _add(self, name: str, op: str, args: tuple[Arg, ...], value: Any, module: str | None, **kwargs: Any) -> Value:
+        types = tuple(self._type(item) for item in (value if isinstance(value, (tuple, list)) else (value,)))
+        node = Node(self._name(name), op, args, types=types, module=module or "", **kwargs)
+        self.nodes.append(node)
+        if module is None:
+            self.unplaced.add(node.name)
+        return Value(node.name)
+
+    def _type(self, value: Any) -> TensorType | None:
+        if not isinstance(value, torch.Tensor):
+            return None
+        if value.dtype not in DTYPE_NAMES:
+            raise TraceError(f"a tensor of dtype {value.dtype}: graphs know {', '.join(map(str, DTYPE_NAMES))}")
+        if value.layout != torch.strided:
+            raise TraceError(f"a tensor of layout {value.layout}; but {SPARSE}")
+        return TensorType(tuple(map(self.expressions.size, value.shape)), value.dtype)
+
+    def _placeholder(self, node: fx.Node) -> Value:
+        described, value = node.meta["desc"], node.meta["val"]
+        match described:
+            case ParamAOTInput(target=target) | BufferAOTInput(target=target):
+                return self._state(self.request.state[int(target[1:])], value)
+            case PlainAOTInput(idx=index):
+                name = self.input_names[index]
+                return self._add(_placeholder_name("input", name), "input", (name,), value, "")
+            case TangentAOTInput(output=PlainAOTOutput(idx=index)):
+                name = self.captured.returned.order[index]
+                return self._add(f"tangent_{name}", "tangent", (name,), value, "", phase="backward")
+            case TangentAOTInput(output=InputMutationAOTOutput(mutated_input=ParamAOTInput(target=target))):
+                name = self.request.state[int(target[1:])].name
+                raise TraceError(
+                    f"forward changes the parameter {name!r} in place, in sight of autograd; compute a new tensor from "
+                    "it instead, or change it between steps"
+                )
+        raise TraceError(f"torch's tracer added an input that autopar does not know: {described.expr()}")
+
+    def _state(self, entry: State, value: torch.Tensor) -> Value:
+        owner = entry.name.rpartition(".")[0]
+        found = self._add(entry.name, entry.role, (entry.name,), value, owner)
+        if entry.role == "constant":
+            self.nodes[-1] = replace(self.nodes[-1], args=(found.node,))
+            self.constants[found.node] = entry.tensor
+        return found
+
+    def _constant(self, node: fx.Node) -> Value:
+        attribute = _attribute(self.graph_module, str(node.target))
+        if not isinstance(attribute, torch.Tensor):
+            raise self._no_tensor(node, attribute)
+        tensor = _real(attribute)
+        value = node.meta.get("val", tensor)
+        if tensor.dim() == 0 and not tensor.is_meta and type(tensor) is torch.Tensor:
+            options = (("dtype", tensor.dtype), ("device", self._device()))
+            return self._add(
+                "full", "aten.full.default", ((), tensor.item()), value, self.path_of(node), kwargs=options
+            )
+        name = self._name("constant")
+        self.names.discard(name)
+        found = self._add(name, "constant", (name,), value, self.path_of(node))
+        self.constants[found.node] = tensor
+        return found
+
+    def _no_tensor(self, node: fx.Node, value: object) -> TraceError:
+        user = next(iter(node.users), node)
+        what = f"a {type(value).__name__} is used by {user.target}"
+        where = defined_at(self.request.model, module_path_of(user) or "")
+        return TraceError(
+            f"{what} {where}; but a graph holds only tensors and numbers; draw random numbers from torch's own "
+            "generator (torch.manual_seed), or compute the tensor outside the model and keep it in a buffer"
+        )
+
+    def _call(self, node: fx.Node) -> Any:
+        value = node.meta.get("val")
+        if node.target is operator.getitem:
+            source, index = node.args
+            assert isinstance(source, fx.Node) and isinstance(index, int)
+            found = self.values[source]
+            return Value(found.node, index) if isinstance(found, Value) else found[index]
+        if isinstance(value, (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return self.expressions.number(value)
+        if not isinstance(node.target, torch._ops.OpOverload):
+            raise TraceError(_no_operator(node))
+        args = self._arg(node.args)
+        kwargs = tuple((key, self._arg(arg)) for key, arg in node.kwargs.items())
+        path, source = self.path_of(node), _source(node)
+        try:
+            return self._add(node.name, str(node.target), args, value, path, kwargs=kwargs, source=source)
+        except TraceError as error:
+            where = f"{defined_at(self.request.model, path or '')}{f', at {source}' if source else ''}"
+            raise TraceError(f"{node.target} {where} gives {error}") from error
+
+    def _arg(self, arg: Any) -> Arg:
+        match arg:
+            case fx.Node():
+                return self.values[arg]
+            case tuple() | list():
+                return tuple(self._arg(item) for item in arg)
+            case torch.SymInt() | torch.SymFloat() | torch.SymBool():
+                return self.expressions.number(arg)
+            case torch.device():
+                return self._device()
+        return arg
+
+    def _device(self) -> torch.device:
+        """One kind of device for the whole graph: that of the tensors it was traced on; which one, a rank
+        knows.
+        """
+        return torch.device(self.request.device.type)
+
+    def outputs(self) -> Iterator[Output]:
+        """Model outputs, mutations, then one gradient per parameter and per input that requires one."""
+        found: dict[tuple[str, str], Value | None] = {}
+        output = next(iter(reversed(self.captured.graph_module.graph.nodes)))
+        for node, described in zip(output.args[0], output.meta["desc"], strict=True):
+            key = self._output_key(described)
+            if key is not None:
+                found[key] = self.values[node] if isinstance(node, fx.Node) else None
+        for kind, name in [("output", name) for name in self.captured.returned.order]:
+            yield Output("output", name, found.get((kind, name)))
+        for (kind, name), value in found.items():
+            if kind == "mutation":
+                yield Output("mutation", name, value)
+        yield from self._gradients(found)
+
+    def _gradients(self, found: dict[tuple[str, str], Value | None]) -> Iterator[Output]:
+        if not self.request.grad:
+            return
+        for entry in self.request.state:
+            if entry.role == "param":
+                yield Output("gradient", entry.name, found.get(("gradient", entry.name)))
+        for name, tensor in self.request.call.tensors.items():
+            if tensor.requires_grad:
+                yield Output("input_gradient", name, found.get(("input_gradient", name)))
+
+    def _output_key(self, described: Any) -> tuple[str, str] | None:
+        match described:
+            case PlainAOTOutput(idx=index):
+                return "output", self.captured.returned.order[index]
+            case InputMutationAOTOutput(mutated_input=ParamAOTInput(target=target) | BufferAOTInput(target=target)):
+                return "mutation", self._mutated(self.request.state[int(target[1:])])
+            case InputMutationAOTOutput(mutated_input=PlainAOTInput()):
+                return None  # The model has its own copy of its inputs, which nobody sees afterwards.
+            case GradAOTOutput(grad_of=ParamAOTInput(target=target)):
+                return "gradient", self.request.state[int(target[1:])].name
+            case GradAOTOutput(grad_of=PlainAOTInput(idx=index)):
+                return "input_gradient", self.input_names[index]
+            case GradAOTOutput() | None:
+                return None
+        raise TraceError(f"torch's tracer added an output that autopar does not know: {described.expr()}")
+
+    @staticmethod
+    def _mutated(entry: State) -> str:
+        if entry.role == "constant":
+            raise TraceError(
+                f"forward changes the tensor {entry.name!r} in place, but it is a plain attribute; make it "
+                f'a buffer: self.register_buffer("{entry.name.rpartition(".")[2]}", ...)'
+            )
+        return entry.name
+
+
+def _no_operator(node: fx.Node) -> str:
+    """Why a call of something else than an operator cannot be in a graph."""
+    if "auto_functionalized" in str(node.target) and node.args:
+        return (
+            f"{node.args[0]} writes into its arguments ({_source(node) or 'in the model'}), but a graph has values "
+            "that never change; let the operator return what it computes (mutates_args=()), and use that"
+        )
+    return f"the trace contains {node.target}, which is no operator of a graph"
+
+
+def _placeholder_name(prefix: str, name: str) -> str:
+    return f"{prefix}_{name}" if name[:1].isdigit() else name
+
+
+def _attribute(module: Any, path: str) -> object:
+    for part in path.split("."):
+        module = getattr(module, part)
+    found: object = module
+    return found
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """The value of a constant; torch keeps that of a small fake tensor beside it."""
+    value = getattr(tensor, "constant", None)
+    return value if isinstance(value, torch.Tensor) else tensor.detach()
+
+
+def _source(node: fx.Node) -> str:
+    """``file:line`` of the innermost recorded frame, if torch recorded any."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return ":".join(frames[-1]) if frames else ""
+
+
+def with_modules(graph: Graph, unknown: set[str]) -> Graph:
+    """The ``unknown`` nodes (torch has no path for sums of gradients) take the path of the latest producer,
+    else of a consumer.
+    """
+    paths = {node.name: node.module for node in graph.nodes if node.name not in unknown}
+    placeholders = {node.name for node in graph.nodes if node.is_placeholder}
+    order = {node.name: position for position, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        known = [v.node for v in node.operands if v.node in paths and v.node not in placeholders]
+        if node.name not in paths and known:
+            paths[node.name] = paths[max(known, key=order.__getitem__)]
+    for node in reversed(graph.nodes):
+        for value in node.operands:
+            if node.name in paths:
+                paths.setdefault(value.node, paths[node.name])
+    return replace(graph, nodes=tuple(replace(node, module=paths.get(node.name, "")) for node in graph.nodes))

@@ -1,0 +1,1 @@
+"""Decompositions of operations while a model is traced."""

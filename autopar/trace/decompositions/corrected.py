@@ -1,0 +1,87 @@
+"""Right decompositions in place of wrong ones of torch's that torch applies by itself while it traces.
+
+``tests/op_db/test_decompositions.py`` compares what torch and autopar take apart with the operations' own kernels; what
+it finds wrong, or what fails, is written anew here. These stand below autograd, so backward is derived from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch._decomp.decompositions as torch_decompositions
+from torch import Tensor
+from torch._C import DispatchKey
+from torch._ops import OpOverload
+
+from .registry import aten
+
+_MEAN, _SUM = 1, 2
+
+
+def multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
+    """The mean over classes c that are no target and targets t, up to the first -1 of a row, of
+    ``max(0, 1 - x[t] + x[c])``, summed over t. Torch's decomposition lets places behind the -1 count as targets 0."""
+    rows, targets = torch.atleast_2d(x), torch.atleast_2d(target)
+    classes = rows.shape[1]
+    # Integers, so that the cumulated sum is exact: places before the first -1 have seen none.
+    given = (targets == -1).long().cumsum(1) == 0
+    places = torch.where(given, targets, 0)
+    is_target = ((torch.arange(classes, device=x.device) == places.unsqueeze(-1)) & given.unsqueeze(-1)).any(1)
+    margins = 1.0 - rows.gather(1, places).unsqueeze(-1) + rows.unsqueeze(1)
+    counts = given.unsqueeze(-1) & ~is_target.unsqueeze(1)
+    each = torch.where(counts, margins.relu(), 0.0).sum((1, 2)) / classes
+    marked = is_target.to(x.dtype).reshape(target.shape)
+    if reduction == _SUM or (reduction == 0 and x.dim() < 2):
+        return each.sum(), marked
+    return (each.mean() if reduction == _MEAN else each), marked
+
+
+_their_layers = torch_decompositions._rnn_helper
+
+
+def recurrent_layers(
+    x: Tensor, hidden: Any, params: Any, biased: bool, layers: int, dropout: float, train: bool, both: bool,
+    first: bool,
+    layer: Any,
+) -> tuple[Tensor, list[Any]]:  # fmt: skip
+    """Torch's, one layer at a time, with dropout between layers, which torch's decomposition forgets."""
+    x, ways, final = x.transpose(0, 1) if first else x, 2 if both else 1, []
+    for index in range(layers):
+        if index and train and dropout:
+            x = torch.dropout(x, dropout, True)
+        own = slice(ways * index, ways * (index + 1))
+        x, last = _their_layers(x, hidden[own], params[own], biased, 1, 0.0, train, both, False, layer)
+        final += last
+    return (x.transpose(0, 1) if first else x), final
+
+
+MENDED: dict[OpOverload, Callable[..., Any]] = {
+    aten.multilabel_margin_loss_forward.default: multilabel_margin_loss,
+}
+
+
+@contextmanager
+def mended() -> Iterator[None]:
+    """Within, torch's tracer applies ours."""
+    key = DispatchKey.Autograd
+    before = {op: op.py_kernels.get(key) for op in MENDED}
+    try:
+        for op, ours in MENDED.items():
+            _apply(op, ours)
+        with patch.object(torch_decompositions, "_rnn_helper", recurrent_layers):
+            yield
+    finally:
+        for op, theirs in before.items():
+            _apply(op, theirs)
+
+
+def _apply(op: Any, kernel: Any) -> None:
+    """``kernel`` is what tracing runs for ``op`` from now on; what torch remembers of its choice is dropped."""
+    op.py_kernels.pop(DispatchKey.Autograd, None)
+    if kernel is not None:
+        op.py_kernels[DispatchKey.Autograd] = kernel
+    op._dispatch_cache.clear()

@@ -1,0 +1,1 @@
+"""What a trace takes for granted of Python objects, and what changed."""

@@ -1,0 +1,256 @@
+"""What a graph takes for granted of the Python objects that its model read, see :mod:`autopar.trace.guards.reads`.
+
+A graph has in it what an attribute was when the model was traced. Eager execution reads it anew at each call; so a
+program is used only as long as its guards hold.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, repeat
+from operator import is_
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from autopar.errors import TraceError
+
+from .reads import Owner, Reads
+from .values import MISSING, Expected, Tensor, freeze, sentence, shown, within
+from .variables import is_own_code
+
+
+class Space(Protocol):
+    """Something with names in it."""
+
+    def get(self, name: Any, default: Any, /) -> Any:
+        """What has the name, or ``default``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """``label`` (``model.drop.p``) stands for ``key`` in a namespace, where ``value`` was."""
+
+    label: str
+    space: Space
+    key: str
+    value: object
+    expected: Expected
+
+    def changed(self) -> str | None:
+        """What is there now, if it is another value."""
+        now = self.space.get(self.key, MISSING)
+        if now is self.value and self.expected.settled:
+            return None
+        return self.expected.difference(now, self.label)
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """The modules and parameters that a module is made of, by identity, and its buffers by type."""
+
+    label: str
+    modules: dict[str, Any]
+    parameters: dict[str, Any]
+    buffers: dict[str, Any]
+    had_modules: tuple[tuple[str, Any], ...]
+    had_parameters: tuple[tuple[str, Any], ...]
+    had_buffers: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, module: nn.Module, label: str) -> Members:
+        kinds = module._modules, module._parameters, module._buffers
+        return cls(label, *kinds, *(tuple(kind.items()) for kind in kinds))
+
+    def changed(self) -> str | None:
+        """What is another one now."""
+        for now, before, is_same in (
+            (self.modules, self.had_modules, is_),
+            (self.parameters, self.had_parameters, is_),
+            (self.buffers, self.had_buffers, _is_alike),
+        ):
+            if len(now) == len(before) and all(map(is_, now.values(), (value for _, value in before))):
+                continue
+            found = self._difference(now, dict(before), is_same)
+            if found is not None:
+                return found
+        return None
+
+    def _difference(
+        self, now: Mapping[str, Any], before: Mapping[str, Any], is_same: Callable[[Any, Any], bool]
+    ) -> str | None:
+        for name in {**before, **now}:
+            old, new = before.get(name, MISSING), now.get(name, MISSING)
+            if not is_same(old, new):
+                return sentence(f"{self.label}.{name}", shown(old), shown(new))
+        if list(now) != list(before):
+            return sentence(f"{self.label}", f"made of {', '.join(before)}", f"made of {', '.join(now)}")
+        return None
+
+
+def _is_alike(old: object, new: object) -> bool:
+    """Buffers are inputs of a program: it reads whichever there is, if that has the same type."""
+    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+        return (old.shape, old.dtype) == (new.shape, new.dtype)
+    return old is new
+
+
+@dataclass(frozen=True)
+class Guards:
+    """What was read, and the modules a model was made of."""
+
+    read: tuple[Guard, ...] = ()
+    members: tuple[Members, ...] = ()
+    _fast: Unmoved = field(init=False, repr=False, compare=False)
+    _rest: tuple[Guard, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        fast = [guard for guard in self.read if isinstance(guard.space, dict) and guard.expected.settled]
+        object.__setattr__(self, "_fast", Unmoved.of(fast, self.members))
+        known = set(map(id, fast))
+        object.__setattr__(self, "_rest", tuple(guard for guard in self.read if id(guard) not in known))
+
+    def changed(self, module: nn.Module | None = None) -> str | None:
+        """What is no longer as it was when the model was traced (``model.drop.p was 0.1 when traced and is 0.9``);
+        None if all is. ``module`` is the traced model, whose objects this knows already."""
+        is_unmoved = self._fast.holds()
+        for guard in self._rest if is_unmoved else self.read:
+            found = guard.changed()
+            if found is not None:
+                return found
+        if is_unmoved:
+            return None
+        return next(filter(None, (members.changed() for members in self.members)), None)
+
+
+@dataclass(frozen=True)
+class Unmoved:
+    """Says quickly, without a step of Python for each, whether dicts have the very objects that they had."""
+
+    spaces: tuple[dict[str, Any], ...]
+    keys: tuple[str, ...]
+    values: tuple[object, ...]
+    full: tuple[dict[str, Any], ...]
+    empty: tuple[dict[str, Any], ...]
+    members: tuple[object, ...]
+
+    @classmethod
+    def of(cls, read: Sequence[Guard], members: Sequence[Members]) -> Unmoved:
+        """Of attributes, and of whatever modules are made of."""
+        spaces = tuple(guard.space for guard in read if isinstance(guard.space, dict))
+        kinds = [kind for one in members for kind in (one.modules, one.parameters, one.buffers)]
+        full = tuple(kind for kind in kinds if kind)
+        empty = tuple(kind for kind in kinds if not kind)
+        held = tuple(chain.from_iterable(kind.values() for kind in full))
+        return cls(spaces, tuple(g.key for g in read), tuple(g.value for g in read), full, empty, held)
+
+    def holds(self) -> bool:
+        """Whether nothing moved."""
+        if any(self.empty) or sum(map(len, self.full)) != len(self.members):
+            return False
+        read = map(dict.get, self.spaces, self.keys, repeat(MISSING))
+        members = chain.from_iterable(map(dict.values, self.full))
+        return all(map(is_, read, self.values)) and all(map(is_, members, self.members))
+
+
+def guards_of(model: nn.Module, reads: Reads) -> Guards:
+    """The guards of what was read, with values as they are now: as they were before the trace."""
+    modules = [*model.named_modules()]
+    known = frozenset(id(tensor) for _, module in modules for tensor in _tensors(module))
+    places: list[tuple[str, Space, str]] = [(v.label, v, v.name) for v in reads.variables.values()]
+    for identity, name in reads.read:
+        owner = reads.owners[identity]
+        if reads.is_left(owner):
+            places += _places(owner, name, identity in reads.tree)
+    found: dict[tuple[int, str], Guard] = {}
+    for label, space, name in places:
+        value = space.get(name, MISSING)
+        found.setdefault((id(space), name), Guard(label, space, name, value, freeze(value, known)))
+    _check_parameters(found.values())
+    members = tuple(Members.of(module, f"model.{path}" if path else "model") for path, module in modules)
+    return Guards(tuple(found.values()), members)
+
+
+def _check_parameters(guards: Iterable[Guard]) -> None:
+    """Raises :class:`TraceError` for parameters in lists and the like, of which a graph would make constants, and warns
+    of those that the model does not register."""
+    for guard in guards:
+        if _is_learnt(guard.value) and isinstance(guard.expected, Tensor):
+            warnings.warn(
+                f"{guard.label} is a parameter that the model does not register, so a graph takes it for a constant "
+                "and gives it no gradient; make what it belongs to a module of the model, or freeze it "
+                "(requires_grad_(False))",
+                stacklevel=4,
+            )
+        for place, item in within(guard.value):
+            if _is_learnt(item):
+                raise TraceError(
+                    f"{guard.label}{place} is a parameter in a {type(guard.value).__name__}, which a graph would take "
+                    "for a constant, without a gradient; read it where it is registered (self.weight), or keep it in "
+                    "an nn.ParameterList"
+                )
+
+
+def _is_learnt(value: object) -> bool:
+    return isinstance(value, nn.Parameter) and value.requires_grad
+
+
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    for kind in (module._parameters, module._buffers):
+        yield from (tensor for tensor in kind.values() if tensor is not None)
+
+
+def _places(owner: Owner, name: str, is_of_model: bool) -> Iterator[tuple[str, Space, str]]:
+    """Where an attribute of that name is, or would be: how it is called, the namespace, the name there."""
+    label, own = f"{owner.label}.{name}", owner.members
+    if isinstance(owner.value, nn.Module):
+        for part in ("_parameters", "_buffers", "_modules"):
+            if name in own[part]:
+                if not is_of_model:
+                    yield label, own[part], name
+                return
+    kind = None if name in own else next((kind for kind in type(owner.value).__mro__ if name in vars(kind)), None)
+    if kind is nn.Module:
+        return
+    held = MISSING if kind is None else vars(kind)[name]
+    is_made_up = kind is None and _is_made_up(owner, name)
+    if isinstance(held, types.MemberDescriptorType) or is_made_up or not owner.has_members:
+        yield label, _Attribute(owner.value), name
+        return
+    if not isinstance(held, property):
+        yield label, own, name
+    if kind is not None and not _is_installed(held):
+        yield f"{kind.__qualname__}.{name}", vars(kind), name
+
+
+def _is_made_up(owner: Owner, name: str) -> bool:
+    """Whether an object has the attribute though neither it nor its class holds it under that name. A module has
+    what it is made of, or what it reads elsewhere."""
+    if name in owner.members or isinstance(owner.value, nn.Module):
+        return False
+    return _Attribute(owner.value).get(name, MISSING) is not MISSING
+
+
+def _is_installed(held: object) -> bool:
+    """Whether a class attribute is code that no user changes."""
+    function = getattr(held, "__func__", held.fget if isinstance(held, property) else held)
+    if isinstance(function, types.FunctionType):
+        return not is_own_code(function.__code__)
+    return isinstance(function, (types.BuiltinFunctionType, types.WrapperDescriptorType, types.GetSetDescriptorType))
+
+
+@dataclass(frozen=True)
+class _Attribute:
+    """Reads what only the object itself can say: slots, and names that its class looks up in a way of its own."""
+
+    owner: Any
+
+    def get(self, name: str, default: Any) -> Any:
+        try:
+            return getattr(self.owner, name, default)
+        except Exception:  # As good as not there; the model meets the same error where it reads it.
+            return default

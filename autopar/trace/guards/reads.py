@@ -1,0 +1,289 @@
+"""Which Python state a model reads while it is traced: attributes of its modules, of whatever objects these lead to
+(configurations, dataclasses, modules in lists, loss functions), and variables of the functions that it runs.
+
+The classes concerned get another ``__getattribute__`` for as long as the model runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from .random_numbers import GENERATORS, Chance
+from .values import CONTAINERS, MISSING, PLAIN, within
+from .variables import (
+    Variable,
+    attributes_named,
+    is_own_class,
+    is_own_code,
+    variables_of,
+    variables_of_class,
+    variables_of_partial,
+)
+
+# The mode, members and hooks of any module. The mode belongs to the kind of call, members are looked at as a whole.
+MACHINERY = frozenset(vars(nn.Module()))
+_TORCH_MODULE = sys.modules[nn.Module.__module__].__file__
+_HEAP_TYPE = 1 << 9
+# Of objects whose classes are from there, only identities are looked at.
+_FOREIGN = {"torch", "numpy", "autopar", *sys.stdlib_module_names} - {"__main__"}
+_NO_OWNERS = (torch.Tensor, np.ndarray, types.ModuleType, type, types.BuiltinFunctionType)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """An object whose attributes are read, called by the way it was first reached (``model.layers.0.config``), and
+    where that was: an attribute of another object, if it is no module of the model."""
+
+    value: Any
+    label: str
+    of: tuple[int, str] | None = None
+
+    @property
+    def members(self) -> dict[str, Any]:
+        """Its attributes; none if it has slots alone."""
+        return _members(self.value) or {}
+
+    @property
+    def has_members(self) -> bool:
+        """Whether it can be given attributes that its class does not know."""
+        return _members(self.value) is not None
+
+    def held(self, name: str) -> object:
+        """What it holds under that name itself, in a slot too."""
+        own = _members(self.value)
+        if own is not None:
+            return own.get(name, MISSING)
+        try:
+            return object.__getattribute__(self.value, name)
+        except AttributeError:
+            return MISSING
+
+    def hold(self, name: str, value: object) -> None:
+        """Gives it an attribute, or takes it away."""
+        own = _members(self.value)
+        if own is None:
+            object.__delattr__(self.value, name) if value is MISSING else object.__setattr__(self.value, name, value)
+        elif value is MISSING:
+            del own[name]
+        else:
+            own[name] = value
+
+
+def _members(value: object) -> dict[str, Any] | None:
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+class Reads:
+    """Reads of what ``model`` and ``loss_fn`` lead to. ``read`` are attributes, by identity of their object;
+    ``variables`` those of functions, globals, closures and classes, by where they are. Of attributes that a
+    call reads and then changes, so that the next reads something else, ``rewritten`` are those of objects, ``written``
+    plain tensors of modules, by path."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
+        self.owners: dict[int, Owner] = {}
+        self.read: dict[tuple[int, str], None] = {}
+        self.variables: dict[tuple[int, str], Variable] = {}
+        self.chance = Chance()
+        self.tree = frozenset(id(module) for module in model.modules())
+        self._functions: dict[int, Callable[..., Any]] = {}
+        self._kinds: dict[type, None] = {}
+        self._names: set[str] = set()
+        self.rewritten: dict[str, None] = {}
+        self.written: dict[str, None] = {}
+        self._after: dict[tuple[int, str], object] = {}
+        self._tensors: dict[tuple[int, str], torch.Tensor] = {}
+        self._first: dict[tuple[int, str], object] = {}
+        self._watched: dict[type, object] = {}
+        self._is_on = False
+        for path, module in model.named_modules():
+            self._own(module, f"model.{path}" if path else "model", None)
+        if loss_fn is not None:
+            self.follow(loss_fn, "loss_fn", None)
+
+    def _own(self, value: Any, label: str, of: tuple[int, str] | None) -> None:
+        self.owners.setdefault(id(value), Owner(value, label, of))
+        self._pair_class(type(value))
+        if self._is_on and not isinstance(value, nn.Module):
+            self._watch(type(value))
+
+    def follow(self, value: Any, label: str, of: tuple[int, str] | None) -> None:
+        """Counts reads of ``value`` too, and of what is in it."""
+        self._follow_one(value, label, of)
+        if isinstance(value, (*CONTAINERS, types.SimpleNamespace)):
+            for place, item in within(value):
+                self._follow_one(item, label + place, of)
+
+    def _follow_one(self, value: Any, label: str, of: tuple[int, str] | None) -> None:
+        if isinstance(value, PLAIN) or id(value) in self.owners:
+            return
+        if isinstance(value, GENERATORS):
+            self.chance.know(value, label)
+        elif isinstance(value, nn.Module):
+            for path, module in value.named_modules():
+                self._own(module, f"{label}.{path}" if path else label, of)
+        elif isinstance(value, types.MethodType):
+            self._follow_one(value.__self__, f"{label}.__self__", of)
+            self._follow_one(value.__func__, label, of)
+        elif isinstance(value, (staticmethod, classmethod)):
+            self._follow_one(value.__func__, label, of)
+        elif isinstance(value, property):
+            self._follow_one(value.fget, label, of)
+        elif isinstance(value, types.FunctionType):
+            self._follow_function(value)
+        elif isinstance(value, functools.partial):
+            self._follow_partial(value, label, of)
+        elif not isinstance(value, _NO_OWNERS) and _is_watchable(type(value)):
+            self._own(value, label, of)
+            called = next((vars(kind)["__call__"] for kind in type(value).__mro__ if "__call__" in vars(kind)), None)
+            if isinstance(called, types.FunctionType):
+                self._follow_function(called)
+
+    def _follow_function(self, function: types.FunctionType) -> None:
+        if id(function) in self._functions or not is_own_code(function.__code__):
+            return
+        self._functions[id(function)] = function
+        self._note_variables(variables_of(function))
+        names = attributes_named(function.__code__) - self._names
+        self._names |= names
+        for kind in list(self._kinds):
+            self._note_variables(variables_of_class(kind, names))
+
+    def _follow_partial(self, partial: functools.partial[Any], label: str, of: tuple[int, str] | None) -> None:
+        if id(partial) not in self._functions:
+            self._functions[id(partial)] = partial
+            self._note_variables(variables_of_partial(partial, label))
+            self._follow_one(partial.func, label, of)
+
+    def _pair_class(self, kind: type) -> None:
+        """Counts as read what code that was met names of a class: it may read it through the class itself."""
+        if kind not in self._kinds and any(map(is_own_class, kind.__mro__)):
+            self._kinds[kind] = None
+            self._note_variables(variables_of_class(kind, self._names))
+
+    def _note_variables(self, variables: Iterable[Variable]) -> None:
+        for variable in variables:
+            key = id(variable.space), variable.name
+            if key not in self.variables:
+                self.variables[key] = variable
+                self.follow(variable.value(), variable.label, None)
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Within, reads are noted. What the model itself writes into attributes that it reads of objects that are no
+        modules of it is as before afterwards."""
+        try:
+            self._is_on = True
+            self._watch(nn.Module)
+            for owner in list(self.owners.values()):
+                if not isinstance(owner.value, nn.Module):
+                    self._watch(type(owner.value))
+            yield
+        finally:
+            self._is_on = False
+            for kind, own in self._watched.items():
+                if own is MISSING:
+                    del kind.__getattribute__
+                else:
+                    kind.__getattribute__ = own  # type: ignore[method-assign,assignment]
+            self._watched.clear()
+            self._restore()
+
+    def carry(self) -> None:
+        """Gives objects the attributes that a first call left them."""
+        for (identity, name), value in self._after.items():
+            self.owners[identity].hold(name, value)
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """What the model writes within into attributes that it was seen to read of objects is as before afterwards."""
+        try:
+            yield
+        finally:
+            self._restore()
+
+    def _watch(self, kind: type) -> None:
+        """Notes what is read of instances of ``kind``."""
+        if kind in self._watched:
+            return
+        inner: Callable[[Any, str], Any] = kind.__getattribute__  # type: ignore[assignment]
+
+        def read(owner: Any, name: str) -> Any:
+            return self._note(owner, name, inner) if id(owner) in self.owners else inner(owner, name)
+
+        self._watched[kind] = vars(kind).get("__getattribute__", MISSING)
+        kind.__getattribute__ = read  # type: ignore[method-assign,assignment]
+
+    def _note(self, owner: Any, name: str, inner: Callable[[Any, str], Any]) -> Any:
+        key = id(owner), name
+        if name == "_flat_weights" and isinstance(owner, nn.RNNBase):  # The parameters again.
+            return inner(owner, name)
+        if name in MACHINERY or key in self.read or (name.startswith("__") and name != "__dict__"):
+            return inner(owner, name)
+        known = self.owners[id(owner)]
+        if name == "__dict__":
+            members: dict[str, Any] = inner(owner, name)
+            if sys._getframe(2).f_code.co_filename != _TORCH_MODULE:
+                for each in members.keys() - MACHINERY:
+                    self._note(owner, each, inner)
+            return members
+        self.read[key] = None
+        if key[0] not in self.tree:
+            self._first[key] = known.held(name)
+        value = inner(owner, name)
+        if isinstance(value, torch.Tensor):
+            self._tensors[key] = value
+        self.follow(value, f"{known.label}.{name}", key)
+        return value
+
+    def _restore(self) -> None:
+        for (identity, name), old in self._first.items():
+            owner = self.owners[identity]
+            if owner.held(name) is not old:
+                self.rewritten[f"{owner.label}.{name}".removeprefix("model.")] = None
+                self._after.setdefault((identity, name), owner.held(name))
+                owner.hold(name, old)
+        for (identity, name), tensor in self._tensors.items():
+            owner = self.owners[identity]
+            now = owner.held(name)
+            if isinstance(now, torch.Tensor) and now is not tensor:
+                self.written[f"{owner.label}.{name}".removeprefix("model.")] = None
+        self._tensors.clear()
+
+    def is_left(self, owner: Owner) -> bool:
+        """Whether an object is where it was reached, and was not made by the call alone."""
+        if owner.of is None or id(owner.value) in self.tree:
+            return True
+        identity, name = owner.of
+        around = self.owners[identity]
+        now = members_of(around).get(name, MISSING)
+        found = now is owner.value or any(item is owner.value for _, item in within(now))
+        return (found or now is MISSING or isinstance(now, nn.Module)) and self.is_left(around)
+
+
+def members_of(owner: Owner) -> Mapping[str, Any]:
+    """The attributes of an object, for a module with what it is made of."""
+    if isinstance(owner.value, nn.Module):
+        own = owner.members
+        return {**own["_modules"], **own["_buffers"], **own["_parameters"], **own}
+    return owner.members
+
+
+def _is_watchable(kind: type) -> bool:
+    """Whether reads of instances can be noted, and are the user's concern."""
+    is_own = kind.__module__.partition(".")[0] not in _FOREIGN or kind is argparse.Namespace
+    return bool(kind.__flags__ & _HEAP_TYPE) and is_own

@@ -1,0 +1,237 @@
+"""What a Python value was when a model was traced, and how what is there now differs from it."""
+
+from __future__ import annotations
+
+import enum
+import types
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from autopar.content.tensor_digest import tensor_digest
+
+PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    torch.memory_format,
+    torch.layout,
+    enum.Enum,
+    range,
+    slice,
+    np.generic,
+)
+CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+# Tensors and arrays of so few bytes are compared by what they hold at each call: no counter sees writes through
+# ``.data`` or an array that shares the memory.
+_COMPARED_BYTES = 4096
+# Arrays have no counter of writes at all; larger ones are only known by identity.
+_ARRAY_BYTES = 1 << 20
+# Containers are looked into so far.
+_MOST_ITEMS = 100_000
+_SHOWN = 60
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "not there"
+
+
+MISSING = _Missing()
+"""What an attribute is that an object has not."""
+
+
+class Expected(ABC):
+    """A value as it was. ``settled``: the same object cannot have become another value."""
+
+    settled = True
+
+    @abstractmethod
+    def difference(self, now: object, label: str) -> str | None:
+        """A sentence about ``label``, where the value stands now, or None if it is as it was."""
+
+
+def shown(value: object) -> str:
+    """``value`` for people, on one short line."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, np.ndarray):
+        return f"an array {list(value.shape)} of {value.dtype}"
+    if isinstance(value, torch.nn.Module):
+        return f"a {type(value).__name__}"
+    if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)):
+        return str(getattr(value, "__qualname__", value))
+    if value is not MISSING and not isinstance(value, (*PLAIN, *CONTAINERS)):
+        return f"a {type(value).__name__}"
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+def sentence(label: str, old: str, new: str) -> str:
+    """How a difference is said."""
+    if old == new:
+        return f"{label} was {old} when traced and is another one"
+    return f"{label} was {old} when traced and is {new}"
+
+
+class Plain(Expected):
+    """A number, a text and the like: equal and of the same type."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def difference(self, now: object, label: str) -> str | None:
+        old = self._value
+        is_same = type(now) is type(old) and (now == old or (now != now and old != old))
+        return None if is_same else sentence(label, shown(old), shown(now))
+
+
+class Same(Expected):
+    """Anything else, known by identity (methods: by their object and function)."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def difference(self, now: object, label: str) -> str | None:
+        is_same = now is self._value or (isinstance(now, types.MethodType) and now == self._value)
+        return None if is_same else sentence(label, shown(self._value), shown(now))
+
+
+class Tensor(Expected):
+    """A tensor that a graph has in it as a constant: the same values, in whichever tensor."""
+
+    settled = False
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._text = shown(value)
+        self._kind = (type(value), value.shape, value.dtype, value.device)
+        self._digest = _digest(value)
+        is_small = self._digest is not None and value.numel() * value.element_size() <= _COMPARED_BYTES
+        self._copy = value.detach().clone() if is_small else None
+        self._seen: tuple[torch.Tensor, int] = value, _version(value)
+
+    def difference(self, now: object, label: str) -> str | None:
+        if not isinstance(now, torch.Tensor):
+            return sentence(label, self._text, shown(now))
+        tensor, version = self._seen
+        is_untouched = now is tensor and version >= 0 and _version(now) == version
+        if is_untouched and (self._copy is None or torch.equal(now, self._copy)):
+            return None
+        if (type(now), now.shape, now.dtype, now.device) != self._kind:
+            return sentence(label, self._text, shown(now))
+        is_same = self._digest is not None and _digest(now) == self._digest
+        if not is_same:
+            return f"{label} was {self._text} when traced and holds other values now"
+        self._seen = now, _version(now)
+        return None
+
+
+class Array(Expected):
+    """A numpy array, which a model may make a constant of."""
+
+    settled = False
+
+    def __init__(self, value: np.ndarray) -> None:
+        self._text, self._value = shown(value), value
+        self._kind = value.shape, value.dtype
+        is_known = value.nbytes <= _ARRAY_BYTES and not value.dtype.hasobject
+        self._bytes = value.tobytes() if is_known else None
+
+    def difference(self, now: object, label: str) -> str | None:
+        if not isinstance(now, np.ndarray) or (now.shape, now.dtype) != self._kind:
+            return sentence(label, self._text, shown(now))
+        is_same = now is self._value if self._bytes is None else now.tobytes() == self._bytes
+        return None if is_same else f"{label} was {self._text} when traced and holds other values now"
+
+
+class Contents(Expected):
+    """A container with what was in it, in order; a namespace with its attributes."""
+
+    settled = False
+
+    def __init__(self, value: object, known: frozenset[int], around: frozenset[int]) -> None:
+        self._text, self._type = shown(value), type(value)
+        self._items = {key: (item, freeze(item, known, around)) for key, item in items_of(value)}
+
+    def difference(self, now: object, label: str) -> str | None:
+        if type(now) is not self._type:
+            return sentence(label, self._text, shown(now))
+        count = 0
+        for key, item in items_of(now):
+            count += 1
+            if key not in self._items:
+                return sentence(label, self._text, shown(now))
+            old, expected = self._items[key]
+            if item is old and expected.settled:
+                continue
+            found = expected.difference(item, f"{label}[{key!r}]")
+            if found is not None:
+                return found
+        return None if count == len(self._items) else sentence(label, self._text, shown(now))
+
+
+def items_of(container: Any) -> Iterable[tuple[Any, Any]]:
+    """Keys or places, with what is there; the elements of a set are their own keys."""
+    if isinstance(container, Mapping):
+        return container.items()
+    if isinstance(container, (set, frozenset)):
+        return ((item, item) for item in container)
+    if isinstance(container, types.SimpleNamespace):
+        return vars(container).items()
+    return enumerate(container)
+
+
+def freeze(value: object, known: frozenset[int] = frozenset(), around: frozenset[int] = frozenset()) -> Expected:
+    """What ``value`` is now, to be compared later. Containers are copied, with what is in them. ``known`` are the
+    identities of tensors whose values are inputs of the graph, ``around`` those of the containers that ``value`` is
+    in."""
+    if value is MISSING or isinstance(value, PLAIN):
+        return Plain(value)
+    if isinstance(value, torch.Tensor) and id(value) not in known:
+        return Tensor(value)
+    if isinstance(value, np.ndarray):
+        return Array(value)
+    if isinstance(value, (*CONTAINERS, types.SimpleNamespace)) and id(value) not in around and _is_small(value):
+        return Contents(value, known, around | {id(value)})
+    return Same(value)
+
+
+def _is_small(value: object) -> bool:
+    return isinstance(value, types.SimpleNamespace) or len(value) <= _MOST_ITEMS  # type: ignore[arg-type]
+
+
+def within(value: object) -> Iterator[tuple[str, object]]:
+    """What is in a container, and in containers in it, with where it is (``[0]['beta']``)."""
+    waiting: list[tuple[str, object]] = [("", value)]
+    seen: set[int] = set()
+    while waiting and len(seen) < _MOST_ITEMS:
+        label, found = waiting.pop()
+        if id(found) in seen or not isinstance(found, (*CONTAINERS, types.SimpleNamespace)) or not _is_small(found):
+            continue
+        seen.add(id(found))
+        for key, item in items_of(found):
+            place = f"{label}.{key}" if isinstance(found, types.SimpleNamespace) else f"{label}[{key!r}]"
+            yield place, item
+            waiting.append((place, item))
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _digest(tensor: torch.Tensor) -> str | None:
+    """What a tensor holds, or None where that cannot be read."""
+    try:
+        return tensor_digest(tensor)
+    except RuntimeError:
+        return None

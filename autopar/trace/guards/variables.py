@@ -1,0 +1,131 @@
+"""Variables outside of a function that its code names: globals, attributes of imported modules and of classes, and
+closures; and what it takes for arguments that are not given."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.content.code_origin import is_users
+
+from .values import MISSING
+
+_INSTALLED = ("site-packages", "dist-packages")
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+
+
+@dataclass(frozen=True)
+class Variable:
+    """``name`` in a namespace: that of a module or a class, a cell of a closure, or an attribute of a function."""
+
+    label: str
+    space: dict[str, Any] | types.CellType | type | Callable[..., Any]
+    name: str
+
+    def value(self) -> Any:
+        """What it is now, MISSING if it is not."""
+        return self.get(self.name, MISSING)
+
+    def get(self, name: str, default: Any) -> Any:
+        """As :meth:`dict.get`."""
+        if isinstance(self.space, dict):
+            return self.space.get(name, default)
+        if isinstance(self.space, type):
+            return next((vars(kind)[name] for kind in self.space.__mro__ if name in vars(kind)), default)
+        if not isinstance(self.space, types.CellType):
+            return getattr(self.space, name, default)
+        try:
+            return self.space.cell_contents
+        except ValueError:  # Not assigned yet.
+            return default
+
+
+def is_own_code(code: types.CodeType) -> bool:
+    """Whether the user wrote it, rather than installed it."""
+    return is_users(code.co_filename, code.co_name) and not any(part in code.co_filename for part in _INSTALLED)
+
+
+def variables_of(function: types.FunctionType) -> Iterator[Variable]:
+    """The variables that the code of ``function`` names, and that of functions written within it; and its defaults."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
+    yield from _named(function.__code__, function, cells)
+    for name in ("__defaults__", "__kwdefaults__"):
+        if getattr(function, name):
+            yield Variable(f"{function.__qualname__}.{name}", function, name)
+
+
+def variables_of_partial(partial: functools.partial[Any], label: str) -> Iterator[Variable]:
+    """The arguments that a partial function has already."""
+    for name in ("args", "keywords"):
+        if getattr(partial, name):
+            yield Variable(f"{label}.{name}", partial, name)
+
+
+def variables_of_class(kind: type, names: set[str]) -> Iterator[Variable]:
+    """What the user's classes among ``kind`` and its bases hold under any of these names."""
+    for name in dict.fromkeys(name for base in kind.__mro__ if is_own_class(base) for name in vars(base)):
+        if name in names and not (name.startswith("__") and name.endswith("__")):
+            yield Variable(f"{kind.__qualname__}.{name}", kind, name)
+
+
+def attributes_named(code: types.CodeType) -> set[str]:
+    """The names of all attributes that ``code`` reads, and functions written within it."""
+    found = {str(each.argval) for each in dis.get_instructions(code) if each.opname in _ATTRIBUTES}
+    return found.union(*(attributes_named(each) for each in code.co_consts if isinstance(each, types.CodeType)))
+
+
+def _named(code: types.CodeType, function: types.FunctionType, cells: dict[str, types.CellType]) -> Iterator[Variable]:
+    before: Any = MISSING
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "EXTENDED_ARG":
+            continue
+        found: Variable | None = None
+        name = instruction.argval
+        if instruction.opname == "LOAD_GLOBAL" and name in function.__globals__:
+            found = Variable(f"{function.__module__}.{name}", function.__globals__, name)
+        elif instruction.opname in ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_CLOSURE") and name in cells:
+            found = Variable(f"{function.__qualname__}.{name}", cells[name], name)
+        elif instruction.opname in _ATTRIBUTES:
+            found = _attribute(before, name)
+        before = MISSING if found is None else found.value()
+        if found is not None and _may_change(before):
+            yield found
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _named(constant, function, cells)
+
+
+def _attribute(owner: Any, name: str) -> Variable | None:
+    """``name`` of one of the user's modules or classes, if that has it."""
+    if _is_own_module(owner):
+        found = Variable(f"{owner.__name__}.{name}", vars(owner), name)
+    elif isinstance(owner, type) and is_own_class(owner):
+        found = Variable(f"{owner.__qualname__}.{name}", owner, name)
+    else:
+        return None
+    return None if found.value() is MISSING else found
+
+
+def _may_change(value: object) -> bool:
+    """Whether a variable with that value is one that users change, rather than something imported."""
+    if isinstance(value, type):
+        return is_own_class(value)
+    return not isinstance(value, (types.ModuleType, types.BuiltinFunctionType))
+
+
+def is_own_class(kind: type) -> bool:
+    """Whether the user wrote it, in a file or at a prompt."""
+    home = sys.modules.get(kind.__module__)
+    return kind.__module__ == "__main__" or (home is not None and _is_own_module(home))
+
+
+def _is_own_module(value: object) -> bool:
+    file = getattr(value, "__file__", None)
+    if not isinstance(value, types.ModuleType) or not isinstance(file, str):
+        return False
+    return is_users(file, "") and not any(part in file for part in _INSTALLED)

@@ -1,0 +1,71 @@
+"""Python loops that a trace unrolls, noticed while the model is recorded: long before its graph is too long to plan.
+
+A model that goes through a sequence step by step (recurrences, scans spelled out) makes the same few operations for
+every step. Each is a node of the graph, and so are those of its backward; steps choose alike, as equal layers do
+(:mod:`autopar.passes.annotate.fold_loops`), but each is traced by itself.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Hashable
+
+from autopar.content.code_origin import is_users
+
+# How often one line may do the same in one call of a module.
+MOST = 256
+# What happens less often is not asked for its line.
+FEW = 32
+
+
+class LoopWatch:
+    """Counts what happens within each call of a module, between one new module that it calls and the next: a loop over
+    many layers is none. Of one model it warns once."""
+
+    def __init__(self) -> None:
+        self._seen: Counter[Hashable] = Counter()
+        self._lines: Counter[tuple[Hashable, str, int]] = Counter()
+        self._called: defaultdict[int, set[int]] = defaultdict(set)
+        self._has_warned = False
+
+    def called(self, call: int, module: int, name: str) -> None:
+        """``call``, of the module called ``name``, calls a module."""
+        self._called[call].add(module)
+        self.saw(call, module, name)
+
+    def saw(self, call: int, what: Hashable, name: str) -> None:
+        """``call``, of the module called ``name``, runs an operation or a module."""
+        if self._has_warned:
+            return
+        key = call, what, len(self._called[call])
+        self._seen[key] += 1
+        if self._seen[key] > FEW:
+            line = _line()
+            self._lines[key, *line] += 1
+            if self._lines[key, *line] > MOST:
+                self._has_warned = True
+                _warn(name, *line)
+
+
+def _line() -> tuple[str, int]:
+    """The innermost line of the model's code that is running."""
+    frame = sys._getframe(3)
+    while frame.f_back is not None and not is_users(frame.f_code.co_filename, frame.f_code.co_name):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def _warn(name: str, file: str, line: int) -> None:
+    code = linecache.getline(file, line).strip()
+    warnings.warn_explicit(
+        f"{name} runs {file}:{line} more than {MOST} times in one call\n    {code}\n"
+        "A Python loop, perhaps over the steps of a sequence, becomes as many operations of the graph, which take "
+        "minutes to trace. Compute all steps at once (cumsum, cumprod, scans of chunks), make the "
+        "loop one operation (torch.library.custom_op), or plan with a shorter sequence.",
+        UserWarning,
+        file,
+        line,
+    )

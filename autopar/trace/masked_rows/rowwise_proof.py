@@ -1,0 +1,181 @@
+"""Whether a function of selected rows treats each by itself, found by running it on tensors without data.
+
+The rows are a dim of ``ROWS`` rows, one on each of as many devices: the function may run on all rows of a tensor, the
+selected ones and the others, exactly if its operations can run on devices that share nothing, which is what the
+sharding rules say (``passes/rules_*.py``, each proven by execution). No rule is believed that needs another local form
+(an offset, a mask by position), nor one that leaves a partial sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from autopar.ir.node import TensorType
+from autopar.ir.placements import REPLICATE, AxisStrategy, Placement, is_shard, shard, shard_dim
+from autopar.passes.rule_language.registry import OpCall, Operand
+from autopar.passes.rules import RULES
+
+from .branches import SelectionError
+
+# More than this many rows are never needed; the number equals no other size.
+_ROWS = (13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103)
+# Finite numbers give finite results and finite derivatives, so rows of zeros do no harm.
+_TAME = {
+    "t", "mm", "addmm", "bmm", "baddbmm", "view", "_unsafe_view", "reshape", "transpose", "permute", "unsqueeze",
+    "squeeze", "expand", "select", "slice", "split", "split_with_sizes", "chunk", "unbind", "cat", "stack", "clone",
+    "_to_copy", "detach", "alias", "add", "sub", "rsub", "mul", "neg", "relu", "gelu", "silu", "sigmoid", "tanh",
+    "softplus", "elu", "leaky_relu", "hardswish", "hardsigmoid", "clamp", "clamp_min", "clamp_max", "_softmax",
+    "_log_softmax", "native_layer_norm", "native_dropout", "native_group_norm", "sum", "mean", "embedding", "index",
+    "linear", "where", "masked_fill", "eq", "ne", "lt", "le", "gt", "ge", "logical_not", "bernoulli", "convolution",
+}  # fmt: skip
+
+
+@dataclass
+class Found:
+    """``dims``: for each tensor of the result, the dim of its rows (None: it has none). ``views``: whether a result
+    shares memory with an operand; ``written``: operands changed in place; ``tame``: see :data:`_TAME`."""
+
+    dims: list[int | None] = field(default_factory=list)
+    views: bool = False
+    written: tuple[int, ...] = ()
+    tame: bool = True
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self, rows: int, placed: Sequence[tuple[Tensor, int]], operands: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._rows = rows
+        self._kept: list[Any] = [*operands]
+        self.placed: dict[int, Placement] = {id(tensor): shard(dim) for tensor, dim in placed}
+        self._operands = {id(tensor): index for index, tensor in enumerate(operands)}
+        self.found = Found()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        self._kept += [*operands, *results]
+        if not any(id(operand) in self.placed for operand in operands):
+            if func._schema.is_mutable:
+                raise SelectionError(f"{func} changes a tensor that is not selected by rows")
+            return result
+        places = tuple(self.placed.get(id(operand), REPLICATE) for operand in operands)
+        name = func._schema.name.removeprefix("aten::")
+        self.found.tame &= name.removesuffix("_") in _TAME
+        self._note_writes(func, args, kwargs)
+        outputs = self._outputs(func, args, kwargs, operands, places, results)
+        for tensor, place in zip(results, outputs, strict=True):
+            if isinstance(tensor, Tensor):
+                self.placed[id(tensor)] = place
+        return result
+
+    def _note_writes(self, func: Any, args: Any, kwargs: Any) -> None:
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            info = argument.alias_info
+            if info is not None and isinstance(value, Tensor):
+                if info.is_write:
+                    if id(value) not in self._operands or id(value) not in self.placed:
+                        raise SelectionError(
+                            f"{func} writes to a part of the selected rows in place; write out of place"
+                        )
+                    self.found.written += (self._operands[id(value)],)
+                else:
+                    self.found.views = True
+        if any(isinstance(v, Tensor) and a.alias_info for a in func._schema.arguments for v in [kwargs.get(a.name)]):
+            raise SelectionError(f"{func} writes to a tensor given as out")
+
+    def _outputs(
+        self, func: Any, args: Any, kwargs: Any, operands: list[Tensor], places: tuple[Placement, ...], results: Any
+    ) -> Sequence[Placement]:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            if all(isinstance(r, Tensor) and r.shape == operands[0].shape for r in results):
+                return [places[0]] * len(results)  # Draws are by element.
+        elif not func._schema.name.startswith(("aten::new_", "aten::tri")):
+            call = self._call(func, args, kwargs, operands, results)
+            offered: list[AxisStrategy] = list(RULES[call.op](call)) if call.op in RULES else []
+            fitting = [s for s in offered if s.inputs == places and _is_by_rows(s)]
+            alike = [s for s in fitting if set(s.outputs) <= set(places)]
+            if fitting:
+                found: Sequence[Placement] = (alike or fitting)[0].outputs
+                return found
+        raise SelectionError(
+            f"{func} does not treat each of the selected rows by itself, so its result depends on how many and which "
+            "there are; do it on the whole tensor with a mask (torch.where, or weights that are zero where a row is "
+            "not selected), or before selecting"
+        )
+
+    def _call(self, func: Any, args: Any, kwargs: Any, operands: list[Tensor], results: Any) -> OpCall:
+        position = iter(range(len(operands)))
+
+        def leaf(arg: Any) -> Any:
+            if isinstance(arg, Tensor):
+                return Operand(next(position))
+            return tuple(map(leaf, arg)) if isinstance(arg, (tuple, list)) else arg
+
+        written = tuple(map(leaf, args))
+        named = tuple((key, leaf(arg)) for key, arg in kwargs.items())
+        types = tuple(map(_type, operands))
+        outputs = tuple(_type(r) if isinstance(r, Tensor) else None for r in results)
+        return OpCall(op=_functional(func), inputs=types, outputs=outputs, args=written, kwargs=named, size=self._rows)
+
+
+def _is_by_rows(strategy: AxisStrategy) -> bool:
+    return not strategy.local and all(map(is_shard, strategy.outputs))
+
+
+def _type(tensor: Tensor) -> TensorType:
+    return TensorType(tuple(tensor.shape), tensor.dtype)
+
+
+def _functional(func: Any) -> str:
+    """``aten.mul.Tensor`` of ``aten.mul_.Tensor``."""
+    if not func._schema.is_mutable:
+        return str(func)
+    name, _, overload = str(func).rpartition(".")
+    return f"{name.removesuffix('_')}.{overload}"
+
+
+def rows_of(tensors: Sequence[Tensor]) -> int:
+    """A number of rows that no tensor has as a size."""
+    sizes = {hint(size) for tensor in tensors for size in tensor.shape}
+    return next(count for count in _ROWS if all(size % count for size in sizes if size))
+
+
+def hint(size: Any) -> int:
+    """A number for a size that may be a symbol."""
+    return int(size) if type(size) is int else int(size.node.hint)
+
+
+def by_rows(func: Any, args: Any, kwargs: Any, operands: dict[int, int], rows: int) -> Found:
+    """What ``func`` does with operands without data, of which ``operands[id]`` says the dim of their rows. Raises
+    :class:`SelectionError` if it does not treat them one by one."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    placed = [(tensor, operands[id(tensor)]) for tensor in tensors if id(tensor) in operands]
+    watch = _Watch(rows, placed, tensors)
+    try:
+        with torch.no_grad(), watch:
+            result = func(*args, **kwargs)
+    except (RuntimeError, TypeError, IndexError, ValueError) as error:
+        raise SelectionError(
+            f"{getattr(func, '__name__', func)} was called on rows selected by values, whose number is not known, in "
+            f"a way that was not understood ({error})"
+        ) from error
+    for tensor in tree_flatten(result)[0]:
+        if isinstance(tensor, Tensor):
+            place = watch.placed.get(id(tensor), REPLICATE)
+            dim = shard_dim(place)
+            if dim is not None and (place != shard(dim) or tensor.shape[dim] != rows):
+                raise SelectionError("the selected rows are mixed with another dim here; keep them a dim of their own")
+            watch.found.dims.append(dim)
+    return watch.found
+
+
+without_modes = _disable_current_modes

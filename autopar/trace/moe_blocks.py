@@ -1,0 +1,159 @@
+"""Mixture-of-experts blocks of transformers, said as one operation while a model is traced.
+
+By default, or if told so, these blocks loop over the experts that some token chose, which no graph can hold; others of
+their implementations sort the tokens, or copy an expert's matrices for every token. While a model is traced they run
+:func:`autopar.ops.experts.experts` instead, which computes the same and can be sharded by experts; the model's
+configuration is never touched.
+
+Blocks are recognised by the interface they choose their implementation through, never by name. One that the operation
+cannot express (a norm behind each expert, an activation with parameters) takes the sorted form, ``grouped_mm``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeGuard
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from autopar.ops.experts import Activation, experts
+
+_MODULE = "transformers.integrations.moe"
+# Numbers of rows of which one does not divide the width: where it appears in a graph, it is the number of rows. (What
+# is taken for it by chance fails the comparison with another number of rows.)
+_ROWS = (11, 13)
+
+
+@contextmanager
+def experts_as_operations(model: nn.Module, autocast: torch.dtype | None = None) -> Iterator[None]:
+    """Within, the blocks of ``model`` are traceable; nothing happens where transformers is not in use. ``autocast``:
+    what products are cast to where autocast is on; those of experts are."""
+    moe = sys.modules.get(_MODULE)
+    if moe is None:
+        yield
+        return
+    dtypes = (None,) if autocast is None else (None, autocast)
+    known = {(id(m), d): text for m in model.modules() for d in dtypes if (text := _activation(m, d)) is not None}
+
+    def chosen(_interface: Any, _name: str, _default: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+            dtype = autocast if torch.is_autocast_enabled(x.device.type) else None
+            text = known.get((id(module), dtype))
+            if text is None:
+                return moe.grouped_mm_experts_forward(module, x, ids, weights)  # type: ignore[no-any-return]
+            return _run(module, x, ids, weights, text, dtype)
+
+        return forward
+
+    with patch.object(moe.ExpertsInterface, "get_interface", chosen):
+        yield
+
+
+def _run(module: Any, x: Tensor, ids: Tensor, weights: Tensor, text: str, autocast: torch.dtype | None) -> Tensor:
+    """What ``module`` computes; in ``autocast``, if that is on, as its products would be."""
+    name = "gate_up_proj" if module.has_gate else "up_proj"
+    names = (name, "down_proj", *((f"{name}_bias", "down_proj_bias") if module.has_bias else ()))
+    dtype = autocast or getattr(module, name).dtype
+    # Cast before anything else is done with them, so that it is the parameters that are cast.
+    up, down, *biases = (getattr(module, each).to(dtype) for each in names)
+    up_bias, down_bias = biases or (None, None)
+    if module.is_transposed:
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    # Under autocast the tokens may have another dtype than the matrices.
+    out: Tensor = experts(x.to(dtype), ids, weights, up, down, up_bias, down_bias, text, int(up.shape[0]), 0)
+    return out.to(x.dtype)
+
+
+def _activation(module: Any, dtype: torch.dtype | None) -> str | None:
+    """The text of what ``module`` does between its two matrices, in ``dtype`` or that of the matrices; None if it is no
+    such block, or does what the operation cannot."""
+    has_all = all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "down_proj"))
+    if not has_all or getattr(module, "has_post_expert_norm", False) or getattr(module, "_is_expert_parallel", False):
+        return None
+    up = getattr(module, "gate_up_proj" if module.has_gate else "up_proj", None)
+    if not (_is_stacked(up) and _is_stacked(module.down_proj)):
+        return None
+    width = int(up.shape[2 if module.is_transposed else 1])
+    function = module._apply_gate if module.has_gate else module.act_fn
+    return activation_text(function, width, dtype or up.dtype)
+
+
+def _is_stacked(matrix: object) -> TypeGuard[Tensor]:
+    return isinstance(matrix, Tensor) and matrix.dim() == 3
+
+
+def activation_text(function: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype) -> str | None:
+    """``function`` of a tensor [n, width] as :class:`autopar.ops.experts.Activation` reads it; None where it is no
+    fixed list of operations, the same for every n and for each row by itself."""
+    generator = torch.Generator().manual_seed(0)
+    rows = _ROWS[0] if width % _ROWS[0] else _ROWS[1]
+    samples = [torch.randn(count, width, generator=generator).to(dtype) for count in (rows, 3)]
+
+    def result(x: Tensor) -> Tensor:  # make_fx looks at signatures, and bound methods and defaults confuse it.
+        return function(x)
+
+    def gradient(x: Tensor, of_result: Tensor) -> Tensor:
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            return torch.autograd.grad(result(leaf), leaf, of_result)[0]
+
+    try:
+        with torch.no_grad():
+            first = samples[0], torch.ones_like(result(samples[0]))
+            graphs = make_fx(result)(samples[0]).graph, make_fx(gradient)(*first).graph
+            text = json.dumps([_steps(graph, rows) for graph in graphs])
+            same = all(_agrees(Activation.parse(text), result, gradient, x) for x in samples)
+    except Exception:  # Whatever cannot be written down takes the other form.
+        return None
+    return text if same else None
+
+
+def _agrees(
+    found: Activation, function: Callable[[Tensor], Tensor], gradient: Callable[[Tensor, Tensor], Tensor], x: Tensor
+) -> bool:
+    """Whether both are the same, and every row of the result has to do with that row of ``x`` only."""
+    result = function(x)
+    of_result = result.cos()
+    same = torch.equal(found(x), result) and torch.equal(found.gradient(x, of_result), gradient(x, of_result))
+    alone = result.shape[0] == x.shape[0] and torch.allclose(function(x[-1:]), result[-1:])
+    return same and alone
+
+
+def _steps(graph: torch.fx.Graph, rows: int) -> list[Any]:
+    positions: dict[torch.fx.Node, dict[str, Any]] = {}
+    steps: list[Any] = []
+    operands = len(graph.find_nodes(op="placeholder"))
+
+    def leaf(arg: Any) -> Any:
+        if isinstance(arg, torch.fx.Node):
+            return positions[arg]
+        if isinstance(arg, (list, tuple)):
+            return [leaf(item) for item in arg]
+        if isinstance(arg, int) and arg == rows:
+            return {"rows": True}
+        if isinstance(arg, torch.device):
+            return {"device": True}
+        return {"dtype": str(arg).removeprefix("torch.")} if isinstance(arg, torch.dtype) else arg
+
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            positions[node] = {"value": len(positions)}
+        elif node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            name = str(node.target)
+            kwargs = {key: leaf(arg) for key, arg in node.kwargs.items() if arg not in (torch.strided, None)}
+            steps.append([name, leaf(node.args), kwargs])
+            positions[node] = {"value": operands + len(steps) - 1}
+        elif node.op == "call_function":
+            source, item = node.args
+            positions[node] = {**positions[source], "item": item}
+        elif node.op == "output" and positions[node.args[0]] != {"value": operands + len(steps) - 1}:
+            raise ValueError("the result is not that of the last operation")
+        elif node.op == "get_attr":
+            raise ValueError("the activation has parameters")
+    return steps

@@ -1,0 +1,216 @@
+"""Finds calls of modules that do the same in a recorded program, so that one of them can stand for all.
+
+Two calls are equal if their operations are, one by one: operator, arguments that are no tensors, where each operand
+comes from (which result inside the call, or which of the tensors from outside, in order of first use), shapes, strides,
+dtypes, gradient modes, and which results are used outside. Nothing is concluded from the classes or attributes of
+modules, nor from their place in the model: a block that differs for one layer alone has another program.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from .record import Instruction, Program, Ref, Region, leaves
+
+WORTHWHILE = 24  # operations that need not be traced, for an outlined kind of call to pay.
+
+
+@dataclass(frozen=True)
+class Body:
+    """What equal calls do, told by the first of them: its operations, the numbers of the tensors it takes from outside,
+    in order of first use, and of those made inside and used outside afterwards."""
+
+    index: int
+    instructions: tuple[Instruction, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Site:
+    """One call of a body, from instruction ``start`` to before ``end``; ``paths`` has the module of each operation."""
+
+    index: int
+    body: Body
+    start: int
+    end: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    paths: tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class Outlined:
+    """A program in which some calls are taken out of line."""
+
+    program: Program
+    sites: tuple[Site, ...]
+
+    def steps(self) -> Iterator[Instruction | Site]:
+        """What is left, in order."""
+        done = 0
+        for site in self.sites:
+            yield from self.program.instructions[done : site.start]
+            yield site
+            done = site.end
+        yield from self.program.instructions[done:]
+
+
+def outline(program: Program) -> Outlined:
+    """Takes equal calls out of line, outer ones before those inside them, where that spares enough."""
+    finder = _Finder(program)
+    chosen: list[tuple[Region, Hashable]] = []
+    frontier = list(program.regions)
+    while frontier:
+        keys = [finder.key(region) for region in frontier]
+        counts = Counter(key for key in keys if key is not None)
+        inside: list[Region] = []
+        for region, key in zip(frontier, keys, strict=True):
+            if key is not None and (counts[key] - 1) * (region.end - region.start) >= WORTHWHILE:
+                chosen.append((region, key))
+            else:
+                inside += region.children
+        frontier = inside
+    bodies: dict[Hashable, Body] = {}
+    sites: list[Site] = []
+    for region, key in sorted(chosen, key=lambda item: item[0].start):
+        instructions, ends = program.instructions[region.start : region.end], finder.ends(region)
+        body = bodies.setdefault(key, Body(len(bodies), instructions, *ends))
+        paths = tuple(instruction.path for instruction in instructions)
+        sites.append(Site(len(sites), body, region.start, region.end, *ends, paths))
+    return Outlined(program, tuple(sites))
+
+
+class _Memory(NamedTuple):
+    """Where memory is seen (-1: before the program), and where written to."""
+
+    seen: list[int]
+    written: list[int]
+
+
+class _Finder:
+    """Describes calls of one program; lives only while they are compared."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._signatures: dict[Hashable, int] = {}
+        self._last_use: dict[int, int] = {}
+        for position, instruction in enumerate(program.instructions):
+            self._last_use.update(dict.fromkeys(instruction.operands, position))
+        self._last_use.update(dict.fromkeys(program.outputs, len(program.instructions)))
+
+    @cached_property
+    def _signature_of(self) -> list[int]:
+        """A number for each instruction, equal where all but the identity of its operands is."""
+        return [
+            self._signatures.setdefault(self._signature(instruction), len(self._signatures))
+            for instruction in self.program.instructions
+        ]
+
+    def _signature(self, instruction: Instruction) -> Hashable:
+        arguments = (instruction.args, *sorted(instruction.kwargs.items()))
+        types = tuple(None if n is None else self.type_of(n) for n in instruction.results)
+        return instruction.op, _plain(arguments), instruction.learns, types, instruction.grad_mode
+
+    def type_of(self, number: int) -> Hashable:
+        """What must be equal of two tensors."""
+        tensor = self.program.tensors[number]
+        sizes = (*map(_size, tensor.shape), *map(_size, tensor.stride()))
+        return sizes, tensor.dtype, tensor.device, tensor.requires_grad, number in self.program.constants
+
+    def ends(self, region: Region) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The tensors taken from outside, in order of first use, and those made inside and used afterwards."""
+        made: dict[int, None] = {}
+        taken: dict[int, None] = {}
+        for instruction in self.program.instructions[region.start : region.end]:
+            taken.update((number, None) for number in instruction.operands if number not in made)
+            made.update((number, None) for number in instruction.results if number is not None and number not in taken)
+        return tuple(taken), tuple(n for n in made if self._last_use.get(n, -1) >= region.end)
+
+    @cached_property
+    def _written(self) -> list[_Memory]:
+        """The memories that some operation writes to."""
+        program = self.program
+        written = {number for instruction in program.instructions for number in _written_by(instruction)}
+        found = {_memory(program.tensors[number]): _Memory([], []) for number in written}
+
+        def see(position: int, numbers: Iterable[int], writes: Iterable[int] = ()) -> None:
+            for memory in {_memory(program.tensors[number]) for number in numbers} & found.keys():
+                found[memory].seen.append(position)
+            for number in writes:
+                found[_memory(program.tensors[number])].written.append(position)
+
+        see(-1, (*range(program.inputs), *program.constants))
+        for position, instruction in enumerate(program.instructions if found else ()):
+            made = (number for number in instruction.results if number is not None)
+            see(position, (*instruction.operands, *made), _written_by(instruction))
+        return list(found.values())
+
+    def _writes_across(self, region: Region) -> bool:
+        """Whether something that the call sees is written to, but for memory that is finished before the call or that
+        the call itself makes and finishes."""
+        for memory in self._written:
+            if any(region.start <= position < region.end for position in memory.seen):
+                finished_before = memory.written[-1] < region.start
+                own = memory.seen[0] >= region.start and memory.written[-1] < region.end
+                if not finished_before and not own:
+                    return True
+        return False
+
+    def key(self, region: Region) -> Hashable | None:
+        """Equal for equal calls; None for one that cannot be taken out of line."""
+        if region.start == region.end or self._writes_across(region):
+            return None
+        inputs, outputs = self.ends(region)
+        local = {number: position for position, number in enumerate(inputs)}
+        flow: list[Hashable] = []
+        for position in range(region.start, region.end):
+            instruction = self.program.instructions[position]
+            flow.append((self._signature_of[position], *(local[number] for number in instruction.operands)))
+            for number in instruction.results:
+                if number is not None:
+                    local.setdefault(number, len(local))
+        return tuple(flow), tuple(map(self.type_of, inputs)), tuple(local[number] for number in outputs)
+
+
+def _written_by(instruction: Instruction) -> list[int]:
+    """The operands that an operation writes to."""
+    schema = instruction.op._schema
+    if not schema.is_mutable:
+        return []
+    given = dict(zip((argument.name for argument in schema.arguments), instruction.args, strict=False))
+    given.update(instruction.kwargs)
+    writes = [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [ref.number for ref in leaves(writes, Ref)]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    found: int = tensor.untyped_storage()._cdata
+    return found
+
+
+def _size(size: Any) -> Hashable:
+    found: Hashable = size.node.expr if isinstance(size, torch.SymInt) else size
+    return found
+
+
+def _plain(arg: Any) -> Hashable:
+    """An argument as something to compare: numbers by type and value, everything else by identity."""
+    match arg:
+        case Ref():
+            return Ref
+        case tuple() | list():
+            return tuple(map(_plain, arg))
+        case torch.SymInt() | torch.SymFloat() | torch.SymBool():
+            return repr(arg.node.expr)
+        case None | bool() | int() | float() | complex() | str() | torch.dtype() | torch.device() | torch.layout():
+            return type(arg), repr(arg)
+        case torch.memory_format():
+            return repr(arg)
+    return id(arg)

@@ -1,0 +1,214 @@
+"""Parts of torch that a graph cannot hold, said another way while a model is traced.
+
+- ``checkpoint`` computes again in backward, or runs autograd inside autograd; which values to keep is the plan's
+  choice, so its function is simply called;
+- dropout, in attention too, keeps whole floating-point masks on some devices and draws by a kernel of its own on
+  others; here it is ``native_dropout`` everywhere, and attention with dropout is written out;
+- ``Module.to`` within a forward gives parameters other data; here it is an operation with a gradient;
+- batch norm with a cumulative average (``momentum=None``) reads its counter as a Python number; here it stays a tensor;
+- ``SyncBatchNorm`` communicates by itself; a graph has the statistics of the whole batch anyway, so it is batch norm;
+- embeddings with sparse gradients have dense ones of the same values, which collectives and optimizers can take;
+- ``embedding_bag`` looks up and reduces in one kernel that no rule can divide (:mod:`.embedding_bags`);
+- ``flex_attention`` is a loop that a compiler makes out of Python functions; its definition, scores and all, is a graph
+  like any other, and has a gradient everywhere;
+- Hugging Face builds causal masks that eager attention leaves to the kernel, so that an exported graph holds for other
+  lengths; ours is traced anew for each length, and keeps to what eager does;
+- recurrent layers in single precision run on the CPU as one operation of oneDNN, whose backward takes what no graph can
+  hold (absent tensors, a workspace); here they are steps of products, as in double precision;
+- ``nn.Transformer`` compares a mask with the causal one to let attention leave it out; here the mask is used as it is.
+  In evaluation its encoder goes through nested tensors and fused layers; here it is the layers that it trains with;
+- checks of linear algebra (``cholesky`` of a matrix that has none), of distributions and of the variance in a Gaussian
+  loss raise on values; a graph has no place to raise from.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._higher_order_ops.effects import _get_effect, _register_effectful_op
+from torch._higher_order_ops.flex_attention import math_attention
+from torch.distributions import Distribution
+from torch.nn import functional as F
+from torch.nn.attention import flex_attention
+from torch.nn.modules import module as module_hooks
+from torch.nn.modules import transformer
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
+
+from autopar.trace.decompositions.corrected import mended
+
+from .embedding_bags import embedding_bag
+
+_CHECKS = "aten::_linalg_check_errors"
+_batch_norm_forward = _BatchNorm.forward
+
+
+@contextmanager
+def patched() -> Iterator[None]:
+    """Within, the parts of torch named above are traceable."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(checkpoint.CheckpointFunction, "apply", staticmethod(_call)))
+        stack.enter_context(patch.object(checkpoint, "_checkpoint_without_reentrant_generator", _around_a_call))
+        stack.enter_context(patch.object(nn.Module, "_apply", _convert))
+        stack.enter_context(patch.object(_BatchNorm, "forward", _batch_norm))
+        stack.enter_context(patch.object(nn.SyncBatchNorm, "forward", _batch_norm))
+        stack.enter_context(patch.object(F, "embedding_bag", embedding_bag))
+        stack.enter_context(_without_effect(_CHECKS))
+        stack.enter_context(_without_mkldnn())
+        stack.enter_context(_without_fast_path())
+        stack.enter_context(patch.object(transformer, "_detect_is_causal_mask", _said_to_be_causal))
+        stack.enter_context(mended())
+        stack.enter_context(patch.object(Distribution, "_validate_args", False))
+        # Torch refuses gradients on the CPU for lack of a kernel, and compiles unless it is told not to.
+        stack.enter_context(patch.object(flex_attention, "_validate_device", lambda *_tensors: None))
+        stack.enter_context(patch.object(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True))
+        stack.enter_context(patch.object(flex_attention, "flex_attention_hop", math_attention))
+        masking = sys.modules.get("transformers.masking_utils")
+        if hasattr(masking, "is_torchdynamo_exporting"):
+            stack.enter_context(patch.object(masking, "is_torchdynamo_exporting", lambda: False))
+        stack.enter_context(_Plain())
+        yield
+
+
+def _call(function: Callable[..., Any], _preserve_rng_state: bool, *args: Any) -> Any:
+    return function(*args)
+
+
+def _around_a_call(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """Stands for what ``checkpoint`` does before and after calling its function: nothing."""
+    yield
+
+
+def _convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """``Module.to`` and its like, called by a forward: torch gives a parameter other data, or swaps fake parameters,
+    and the gradient would go to what stands in its place. Here the conversion is an operation with a gradient, and a
+    parameter that is already as it should be stays itself."""
+    for child in module.children() if recurse else ():
+        child._apply(function)
+    with torch.enable_grad():
+        kinds: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in kinds:
+            for key, tensor in tensors.items():
+                tensors[key] = tensor if tensor is None else function(tensor)
+    return module
+
+
+class _Plain(TorchFunctionMode):
+    """Takes over dropout, attention with dropout, sparse embeddings and a loss, however they were imported."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.dropout:
+            return _dropout(*args, **kwargs)
+        if func is F.scaled_dot_product_attention and _dropout_of(*args, **kwargs):
+            return _attention(*args, **kwargs)
+        if func in (torch.embedding, F.embedding):
+            return func(*args[: 4 if func is torch.embedding else 6], **{**kwargs, "sparse": False})
+        if func is F.gaussian_nll_loss:
+            with patch.object(torch, "any", lambda _negative: False):
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
+    return torch.native_dropout(input, p, train)[0] if train and p and input.is_floating_point() else input
+
+
+def _dropout_of(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **_: Any) -> float:
+    return dropout_p
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention as its documentation defines it."""
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -math.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return _dropout(torch._safe_softmax(scores, -1), dropout_p, True) @ value
+
+
+def _batch_norm(module: _BatchNorm, x: Tensor) -> Tensor:
+    counter, mean, var = module.num_batches_tracked, module.running_mean, module.running_var
+    cumulative = module.momentum is None and module.training and module.track_running_stats
+    if not cumulative or counter is None or mean is None or var is None:
+        return _batch_norm_forward(module, x)
+    module._check_input_dim(x)
+    counter.add_(1)
+    # With a momentum of 1 the running statistics are those of the batch.
+    batch_mean, batch_var = torch.zeros_like(mean), torch.zeros_like(var)
+    result = F.batch_norm(x, batch_mean, batch_var, module.weight, module.bias, True, 1.0, module.eps)
+    share = 1.0 / counter.to(mean.dtype)
+    mean.copy_((1 - share) * mean + share * batch_mean)
+    var.copy_((1 - share) * var + share * batch_var)
+    return result
+
+
+def _said_to_be_causal(_mask: Tensor | None, is_causal: bool | None = None, _size: int | None = None) -> bool:
+    return bool(is_causal)
+
+
+@contextmanager
+def _without_effect(operation: str) -> Iterator[None]:
+    before = _get_effect(operation)
+    _register_effectful_op(operation, None)
+    try:
+        yield
+    finally:
+        _register_effectful_op(operation, before)
+
+
+@contextmanager
+def _without_mkldnn() -> Iterator[None]:
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+@contextmanager
+def _without_fast_path() -> Iterator[None]:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextmanager
+def every_module(enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
+    """Calls ``enter`` before and ``leave`` after the forward of any module, by hooks on all of them, so that the model
+    itself is left alone."""
+    before = module_hooks.register_module_forward_pre_hook(enter)
+    after = module_hooks.register_module_forward_hook(leave)
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()

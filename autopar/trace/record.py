@@ -1,0 +1,244 @@
+"""A model's forward as a straight line of operations: what torch did when the model ran once on fake tensors.
+
+Everything that Python decided on the way (loops over layers, branches on a layer's number, caches, closures) is
+settled in such a program; what an operation reads is known by number, however it got there. Running the program
+again does to autograd what the model did, as long as nothing bent autograd itself; if something did (a custom
+``autograd.Function``, a hook on a tensor), or a tensor appears from nowhere, there is no program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeVar
+from unittest.mock import patch
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.passes.base import LAYOUT_SENSITIVE
+
+from .loops import LoopWatch
+from .patches import every_module
+
+Leaf = TypeVar("Leaf")
+PATH = "autopar_module"
+PLACE = "autopar_place"
+
+
+class UnrecordedError(Exception):
+    """The model does something that a program cannot repeat; only running the model itself can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A tensor of a program, by number."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One operation; ``args`` and ``kwargs`` are trees with :class:`Ref` for tensors. ``operands`` are their numbers
+    in order, ``learns`` whether each required a gradient then; a result that is no tensor has no number."""
+
+    op: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    operands: tuple[int, ...]
+    learns: tuple[bool, ...]
+    results: tuple[int | None, ...]
+    grad_mode: bool
+    path: str | None
+
+
+@dataclass(slots=True)
+class Region:
+    """One call of a module: the instructions from ``start`` to before ``end``."""
+
+    start: int
+    end: int = -1
+    children: list[Region] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Program:
+    """``tensors[n]`` is tensor n as it was made: its shape, strides and dtype; the first ones are the inputs. Real
+    tensors that the model made or found are ``constants``, by number."""
+
+    instructions: tuple[Instruction, ...]
+    regions: tuple[Region, ...]
+    tensors: Sequence[torch.Tensor]
+    inputs: int
+    constants: dict[int, torch.Tensor]
+    outputs: tuple[int, ...]
+
+
+def leaves(arg: Any, kind: type[Leaf]) -> Iterator[Leaf]:
+    """The leaves of that type among the arguments of an operation, in order."""
+    if isinstance(arg, kind):
+        yield arg
+    elif isinstance(arg, (tuple, list)):
+        for item in arg:
+            yield from leaves(item, kind)
+
+
+def replaced(arg: Any, kind: type, function: Callable[[Any], Any]) -> Any:
+    """``arg`` with every leaf of that type exchanged for what ``function`` makes of it."""
+    if isinstance(arg, kind):
+        return function(arg)
+    if isinstance(arg, (tuple, list)):
+        return type(arg)(replaced(item, kind, function) for item in arg)
+    return arg
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down every operation and, by :meth:`listening`, the module calls they belong to."""
+
+    def __init__(self, inputs: Sequence[torch.Tensor], modules: frozenset[int]) -> None:
+        super().__init__()
+        self.tensors: list[torch.Tensor] = []
+        self.numbers: dict[int, int] = {}
+        self.constants: dict[int, torch.Tensor] = {}
+        self.instructions: list[Instruction] = []
+        self.aliases: list[torch.Tensor] = []  # Kept alive, so that their identities stay theirs.
+        self.root = Region(0)
+        self.refused: list[str] = []
+        self.grad_mode: bool | None = None  # The user's, where torch has switched it off meanwhile.
+        self._modules = modules
+        self._running: list[tuple[int, Region]] = []
+        self._loops = LoopWatch()
+        for tensor in inputs:
+            self._number(tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        operands = [*leaves(args, torch.Tensor), *leaves(tuple(kwargs.values()), torch.Tensor)]
+        numbers, learns = tuple(map(self._known, operands)), tuple(tensor.requires_grad for tensor in operands)
+        made = func(*args, **kwargs)
+        results = made if isinstance(made, (tuple, list)) else (made,)
+        if func is torch.ops.aten.detach.default and not learns[0]:
+            self.numbers[id(made)] = numbers[
+                0
+            ]  # Torch detaches on its own accord; where nothing is cut, it is no operation.
+            self.aliases.append(made)
+        elif func._schema.is_mutable or any(isinstance(result, torch.Tensor) for result in results):
+            refs = (replaced(arg, torch.Tensor, self._ref) for arg in (args, *kwargs.values()))
+            first = next(refs)
+            custom = fx_traceback.current_meta.get("custom", {})
+            self._loops.saw(id(self._region), func, _named(custom.get(PATH)))
+            self.instructions.append(
+                Instruction(
+                    op=func,
+                    args=first,
+                    kwargs=dict(zip(kwargs, refs, strict=True)),
+                    operands=numbers,
+                    learns=learns,
+                    results=tuple(self._number(r) if isinstance(r, torch.Tensor) else None for r in results),
+                    grad_mode=torch.is_grad_enabled() if self.grad_mode is None else self.grad_mode,
+                    path=custom.get(PATH),
+                )
+            )
+        return made
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        """Its number; kept alive from now on, so that its identity stays its own."""
+        found = self.numbers.get(id(tensor))
+        if found is None:
+            found = self.numbers[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+        return found
+
+    def _known(self, tensor: torch.Tensor) -> int:
+        if id(tensor) not in self.numbers:
+            if isinstance(tensor, FakeTensor):
+                raise UnrecordedError("a tensor that no operation made")
+            self.constants[self._number(tensor)] = tensor
+        return self.numbers[id(tensor)]
+
+    def _ref(self, tensor: torch.Tensor) -> Ref:
+        return Ref(self.numbers[id(tensor)])
+
+    @property
+    def _region(self) -> Region:
+        """The call of a module that is running."""
+        return self._running[-1][1] if self._running else self.root
+
+    def _enter(self, module: nn.Module, _args: Any) -> None:
+        if id(module) in self._modules:
+            self._loops.called(id(self._region), id(module), f"what calls {type(module).__name__}")
+            self._running.append((id(module), Region(len(self.instructions))))
+
+    def _leave(self, module: nn.Module, _args: Any, _output: Any) -> None:
+        # Calls that an exception left, which a caller caught, are no regions.
+        while any(identity == id(module) for identity, _ in self._running):
+            identity, region = self._running.pop()
+            if identity == id(module):
+                region.end = len(self.instructions)
+                self._region.children.append(region)
+                break
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Records what happens inside."""
+        with every_module(self._enter, self._leave), _plain_autograd(self), self:
+            yield
+
+    def program(self, inputs: int, outputs: Sequence[torch.Tensor]) -> Program:
+        """What was recorded. Raises :class:`UnrecordedError` if it cannot be repeated."""
+        if self.refused:  # The model may have caught the exception.
+            raise UnrecordedError(self.refused[0])
+        for instruction in self.instructions:
+            if str(instruction.op) in LAYOUT_SENSITIVE:
+                # How a gradient that leaves a call lies in memory is only guessed.
+                raise UnrecordedError(f"{instruction.op} depends on how tensors lie in memory")
+            # Torch copies some views by an inner detach, which unlike the user's cuts no gradient.
+            if instruction.op is torch.ops.aten.detach.default and self.tensors[instruction.results[0]].requires_grad:  # type: ignore[index]
+                raise UnrecordedError("a detached tensor that requires a gradient")
+        numbers = tuple(map(self._known, outputs))
+        return Program(
+            tuple(self.instructions), tuple(self.root.children), self.tensors, inputs, self.constants, numbers
+        )
+
+
+def _named(path: str | None) -> str:
+    return f"module {path!r}" if path else "the model"
+
+
+@contextmanager
+def _plain_autograd(recorder: Recorder) -> Iterator[None]:
+    """Within, whatever makes a gradient other than that of the operations recorded raises
+    :class:`UnrecordedError`."""
+    apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+    def refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
+        recorder.refused.append("the model changes what autograd does")
+        raise UnrecordedError(recorder.refused[0])
+
+    def apply_own(cls: type, *args: Any, **kwargs: Any) -> Any:
+        # What torch.library makes of an operator's registered derivative belongs to that operator, which runs inside.
+        if cls.__module__ != "torch._library.autograd":
+            refuse()
+        before, recorder.grad_mode = recorder.grad_mode, torch.is_grad_enabled()
+        try:
+            return apply(cls, *args, **kwargs)
+        finally:
+            recorder.grad_mode = before
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(torch.autograd.Function, "apply", classmethod(apply_own)))
+        for owner, name in (
+            (torch.Tensor, "register_hook"),
+            (torch.Tensor, "register_post_accumulate_grad_hook"),
+            (torch.Tensor, "backward"),
+            (torch.autograd, "grad"),
+            (torch.autograd, "backward"),
+        ):
+            stack.enter_context(patch.object(owner, name, refuse))
+        yield

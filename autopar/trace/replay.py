@@ -1,0 +1,330 @@
+"""Captures a recorded program as joint graphs: one of the whole, in which each call taken out of line is a single
+operation with a derivative of its own, and one for each kind of such calls.
+
+The operations are ``autopar_trace::forward(inputs, site)`` and ``autopar_trace::backward(gradients, site, received)``:
+``received`` says which results got a gradient, the only thing on which the backward of equal calls depends.
+:mod:`.convert` puts the graph of a body in the place of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import fx, nn
+from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from .outline import Body, Outlined, Site
+from .record import PATH, PLACE, Instruction, Program, Ref, UnrecordedError, replaced
+
+_LIBRARY = torch.library.Library("autopar_trace", "FRAGMENT")
+_LIBRARY.define("forward(Tensor[] inputs, int site) -> Tensor[]")
+_LIBRARY.define("backward(Tensor[] gradients, int site, int[] received) -> Tensor[]")
+FORWARD = torch.ops.autopar_trace.forward.default
+BACKWARD = torch.ops.autopar_trace.backward.default
+
+Received = tuple[int, ...]
+Export = Callable[[nn.Module, Sequence[torch.Tensor]], fx.GraphModule]
+
+
+@dataclass(frozen=True)
+class BodyGraph:
+    """The joint graph of a body in parts: placeholders of its inputs and of the gradients received; operations of its
+    forward and of its backward; results, and the gradients of the inputs that have one."""
+
+    graph_module: fx.GraphModule
+    inputs: tuple[fx.Node, ...]
+    tangents: tuple[fx.Node, ...]
+    forward: tuple[fx.Node, ...]
+    backward: tuple[fx.Node, ...]
+    results: tuple[fx.Node, ...]
+    gradients: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class Bodies:
+    """The sites of a captured program, the gradients each received, and the graph of each kind of call."""
+
+    sites: tuple[Site, ...]
+    received: dict[int, Received]
+    graphs: dict[tuple[int, Received], BodyGraph]
+
+    def graph_of(self, site: int) -> BodyGraph:
+        return self.graphs[self.sites[site].body.index, self.received.get(site, ())]
+
+
+# The outlined program that is being captured: the two operations know their shapes from it. Not a context variable,
+# for autograd may run backward in a thread of its own.
+_CAPTURED: list[Outlined] = []
+
+
+@contextmanager
+def _capturing(outlined: Outlined) -> Iterator[None]:
+    _CAPTURED.append(outlined)
+    try:
+        yield
+    finally:
+        _CAPTURED.pop()
+
+
+def _like(numbers: Sequence[int]) -> list[torch.Tensor]:
+    made = [_CAPTURED[-1].program.tensors[number] for number in numbers]
+    return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in made]
+
+
+def _forward(inputs: list[torch.Tensor], site: int) -> list[torch.Tensor]:
+    return _like(_CAPTURED[-1].sites[site].outputs)
+
+
+def _backward(gradients: list[torch.Tensor], site: int, received: list[int]) -> list[torch.Tensor]:
+    called = _CAPTURED[-1].sites[site]
+    learning = learning_inputs(_CAPTURED[-1].program, called.body, tuple(received))
+    return [torch.empty_like(tensor) for tensor in _like([called.inputs[i] for i in learning])]
+
+
+torch.library.register_fake("autopar_trace::forward", _forward, lib=_LIBRARY)
+torch.library.register_fake("autopar_trace::backward", _backward, lib=_LIBRARY)
+
+
+def learning_inputs(program: Program, body: Body, received: Received) -> tuple[int, ...]:
+    """Which inputs get a gradient if just the results ``received`` do."""
+    wanted = {body.outputs[index] for index in received}
+    for instruction in reversed(body.instructions):
+        made = (number for number in instruction.results if number in wanted)
+        if instruction.grad_mode and any(program.tensors[number].requires_grad for number in made):
+            pairs = zip(instruction.operands, instruction.learns, strict=True)
+            wanted.update(number for number, needs in pairs if needs)
+    return tuple(i for i, number in enumerate(body.inputs) if number in wanted)
+
+
+class _Outline(torch.autograd.Function):
+    """A call out of line, to autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, site: Site, program: Program, *inputs: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.site, ctx.program = site, program
+        made = FORWARD(list(inputs), site.index)
+        kinds = [program.tensors[number] for number in site.outputs]
+        ctx.mark_non_differentiable(*(m for m, kind in zip(made, kinds, strict=True) if not kind.requires_grad))
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        received = tuple(i for i, gradient in enumerate(gradients) if gradient is not None)
+        learning = learning_inputs(ctx.program, ctx.site.body, received)
+        found: list[torch.Tensor | None] = [None] * len(ctx.site.inputs)
+        if learning:
+            results = [ctx.program.tensors[number] for number in ctx.site.outputs]
+            pairs = zip(gradients, results, strict=True)
+            given = [g.contiguous(memory_format=_format_of(result)) for g, result in pairs if g is not None]
+            for index, made in zip(learning, BACKWARD(given, ctx.site.index, list(received)), strict=True):
+                found[index] = made
+        return None, None, *found
+
+
+def _format_of(result: torch.Tensor) -> torch.memory_format:
+    """How torch's tracer takes the gradient of ``result`` to lie in memory."""
+    found: torch.memory_format = suggest_memory_format(result)
+    return found
+
+
+def _run(step: Instruction, tensors: dict[int, torch.Tensor], place: int | None) -> None:
+    """Does one operation again; ``place`` is noted on its nodes instead of its path, where given."""
+    given = [tensors[number] for number in step.operands]
+    if torch.is_grad_enabled() and tuple(tensor.requires_grad for tensor in given) != step.learns:
+        raise UnrecordedError(f"{step.op} would have another derivative")
+    note = {PATH: step.path} if place is None else {PLACE: place}
+    before = fx_traceback.current_meta.get("custom")
+    fx_traceback.current_meta["custom"] = {**(before or {}), **note} if step.path is not None else before or {}
+    grad_mode = torch.is_grad_enabled()
+    try:
+        torch._C._set_grad_enabled(grad_mode and step.grad_mode)
+        args, kwargs = (
+            replaced(arg, Ref, lambda ref: tensors[ref.number]) for arg in (step.args, tuple(step.kwargs.values()))
+        )
+        made = step.op(*args, **dict(zip(step.kwargs, kwargs, strict=True)))
+    finally:
+        torch._C._set_grad_enabled(grad_mode)
+        if before is None:
+            fx_traceback.current_meta.pop("custom", None)
+        else:
+            fx_traceback.current_meta["custom"] = before
+    results = made if isinstance(made, (tuple, list)) else (made,)
+    for number, result in zip(step.results, results, strict=True):
+        if number is not None:
+            tensors[number] = result
+
+
+class Whole(nn.Module):
+    """The program, with single operations for what is out of line; its parameters and buffers are those of
+    ``like``."""
+
+    def __init__(self, like: nn.Module, outlined: Outlined) -> None:
+        super().__init__()
+        self._parameters.update(like._parameters)
+        self._buffers.update(like._buffers)
+        self.__dict__["outlined"] = outlined
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outlined: Outlined = self.__dict__["outlined"]
+        program = outlined.program
+        members: dict[str, Any] = {**self._parameters, **self._buffers}
+        state = [members[f"t{index}"] for index in range(len(members))]
+        tensors: dict[int, torch.Tensor] = dict(enumerate((*inputs, *state)))
+        tensors.update(program.constants)
+        for step in outlined.steps():
+            if isinstance(step, Site):
+                given = [tensors[number] for number in step.inputs]
+                made = _Outline.apply(step, program, *given)
+                tensors.update(zip(step.outputs, made, strict=True))
+            else:
+                _run(step, tensors, None)
+        return tuple(tensors[number] for number in program.outputs)
+
+
+class Single(nn.Module):
+    """A body on its own: a function of what it takes from outside, behind ``spare`` inputs that carry the symbols of
+    the trace. Only the results ``received`` are differentiable."""
+
+    def __init__(self, body: Body, spare: int, received: Received) -> None:
+        super().__init__()
+        self.body, self.spare, self.received = body, spare, received
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        tensors = dict(zip(self.body.inputs, inputs[self.spare :], strict=True))
+        for place, step in enumerate(self.body.instructions):
+            _run(step, tensors, place)
+        made = [tensors[number] for number in self.body.outputs]
+        # Copies, so that no result is an input or another result; see `results_of`.
+        return tuple(t.clone() if i in self.received else t.detach().clone() for i, t in enumerate(made))
+
+
+def capture_outlined(
+    like: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    outlined: Outlined,
+    spare: Sequence[torch.Tensor],
+    mode: FakeTensorMode,
+    export: Export,
+) -> tuple[fx.GraphModule, Bodies]:
+    """The joint graph of the whole, and those of the bodies. ``export`` captures a module called with fake inputs;
+    ``spare`` are fake inputs from whose shapes every symbol can be read."""
+    with _capturing(outlined):
+        whole = export(Whole(like, outlined), inputs)
+    received = {int(n.args[1]): tuple(n.args[2]) for n in whole.graph.nodes if n.target is BACKWARD}
+    graphs: dict[tuple[int, Received], BodyGraph] = {}
+    for site in outlined.sites:
+        key = site.body.index, received.get(site.index, ())
+        if key not in graphs:
+            graphs[key] = _body_graph(outlined.program, site.body, key[1], spare, mode, export)
+    return whole, Bodies(outlined.sites, received, graphs)
+
+
+def _body_graph(
+    program: Program,
+    body: Body,
+    received: Received,
+    spare: Sequence[torch.Tensor],
+    mode: FakeTensorMode,
+    export: Export,
+) -> BodyGraph:
+    with mode:
+        inputs = [_input_like(program.tensors[number]) for number in body.inputs]
+    graph_module = export(Single(body, len(spare), received), (*spare, *inputs))
+    output = next(iter(reversed(graph_module.graph.nodes)))
+    learning = learning_inputs(program, body, received)
+    gradients: dict[int, fx.Node] = {}
+    for node, described in zip(output.args[0], output.meta["desc"], strict=True):
+        match described:
+            case GradAOTOutput(grad_of=PlainAOTInput(idx=index)) if node is not None:
+                gradients[index - len(spare)] = node
+            case PlainAOTOutput() | GradAOTOutput() | None:
+                pass
+            case _:
+                raise UnrecordedError(f"a call that also gives {described.expr()}")
+    if tuple(sorted(gradients)) != learning:
+        raise UnrecordedError("other gradients than those of the operations recorded")
+    return _in_parts(program, graph_module, body, len(spare), received, tuple(gradients[index] for index in learning))
+
+
+def _in_parts(
+    program: Program,
+    graph_module: fx.GraphModule,
+    body: Body,
+    spare: int,
+    received: Received,
+    gradients: tuple[fx.Node, ...],
+) -> BodyGraph:
+    nodes = list(graph_module.graph.nodes)
+    inputs, tangents = _given(nodes)
+    for index, node in tangents.items():
+        expected = _format_of(program.tensors[body.outputs[index]])
+        if not node.meta["val"].is_contiguous(memory_format=expected):
+            raise UnrecordedError("a gradient that lies in memory unlike its value")
+    made = nodes[-1].args[0]
+    results = [_original(node, index in received) for index, node in enumerate(made[: len(body.outputs)])]
+    needed = _needed_for(results)
+    last = max((i for i, node in enumerate(nodes) if node in needed), default=-1)
+    kept = [node for node in nodes[:-1] if node.op != "placeholder"]
+    order = {node: position for position, node in enumerate(nodes)}
+    return BodyGraph(
+        graph_module=graph_module,
+        inputs=tuple(inputs[index] for index in sorted(inputs) if index >= spare),
+        tangents=tuple(tangents[index] for index in received),
+        forward=tuple(node for node in kept if order[node] <= last),
+        backward=tuple(node for node in kept if order[node] > last),
+        results=tuple(results),
+        gradients=gradients,
+    )
+
+
+def _given(nodes: list[fx.Node]) -> tuple[dict[int, fx.Node], dict[int, fx.Node]]:
+    """The placeholders: inputs, and tangents of outputs, by their index."""
+    inputs: dict[int, fx.Node] = {}
+    tangents: dict[int, fx.Node] = {}
+    for node in nodes:
+        match node.meta.get("desc") if node.op == "placeholder" else None:
+            case PlainAOTInput(idx=index):
+                inputs[index] = node
+            case TangentAOTInput(output=PlainAOTOutput(idx=index)):
+                tangents[index] = node
+    return inputs, tangents
+
+
+def _original(node: fx.Node, differentiable: bool) -> fx.Node:
+    """The result of which :class:`Single` returned a copy."""
+    for op in (
+        (torch.ops.aten.clone.default,)
+        if differentiable
+        else (torch.ops.aten.clone.default, torch.ops.aten.detach.default)
+    ):
+        if node.target is op and isinstance(node.args[0], fx.Node):
+            node = node.args[0]
+    return node
+
+
+def _needed_for(results: Sequence[fx.Node]) -> set[fx.Node]:
+    found, waiting = set[fx.Node](), list(results)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found
+
+
+def _input_like(tensor: torch.Tensor) -> torch.Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return made.requires_grad_() if tensor.requires_grad else made

@@ -1,0 +1,286 @@
+"""Model to graph: runs a model once on fake tensors and returns its joint forward and backward graph.
+
+Nothing is computed and nothing allocated: parameters, buffers and inputs (real, meta or fake) are exchanged
+for fake tensors on the device asked for, and the model is as before afterwards, whatever happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+import sympy
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from autopar.errors import TraceError
+from autopar.ir.graph import Graph
+from autopar.ir.node import symbol
+from autopar.ir.signature import Signature
+from autopar.trace.guards.guards import Guards, guards_of
+from autopar.trace.guards.random_numbers import DrawError
+from autopar.trace.guards.read_names import Names, names_of
+from autopar.trace.guards.reads import Reads
+from autopar.trace.masked_rows.branches import SelectionError
+
+from .call import Call, Differentiate, Returned, describe_call
+from .capture import Captured, Request, capture
+from .convert import BATCH, convert
+from .counters import warn_of_counters
+from .explain_errors import explain, explain_call, is_data_dependent
+from .loss import LossFunction
+from .model_state import State, model_state, unchanged
+from .running_module import ModuleTracker
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A traced model.
+
+    ``parameters`` maps the canonical path of each parameter to whether it requires a gradient, ``buffers``
+    that of each buffer to whether it belongs to the ``state_dict``; both in the model's order. ``guards``
+    are conditions on the batch size under which the model runs the same operations (``b > 4``), ``reads`` what it
+    read from Python objects, and ``read_names`` by which names. ``counted`` are numbers that it counts itself, which is
+    warned of. ``notes`` say to people what tracing made dearer than it looks.
+    """
+
+    graph: Graph
+    signature: Signature
+    parameters: Mapping[str, bool]
+    buffers: Mapping[str, bool]
+    guards: tuple[sympy.Basic, ...] = ()
+    notes: tuple[str, ...] = ()
+    reads: Guards = field(default_factory=Guards)
+    read_names: Names = ()
+    counted: tuple[str, ...] = ()
+
+    def holds_for(self, batch: int) -> bool:
+        """Whether the graph is right for this batch size."""
+        return _all_hold(self.guards, symbol(BATCH), batch)
+
+
+def trace(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    device: torch.device | str,
+    loss_fn: LossFunction | None = None,
+    training: bool | None = None,
+    grad: bool = True,
+    differentiate: Differentiate = "loss",
+    autocast: torch.dtype | None = None,
+) -> Traced:
+    """Captures ``model(*args, **kwargs)`` and its backward as one graph.
+
+    Inputs are any tree of tensors and constants; the constants are fixed by the trace. If the tensors share
+    their dim 0 (its most common size is 2 or more), that size becomes the symbol ``b`` of the graph; where
+    the model cannot be captured so, every size is the real one and ``graph.symbols`` is empty. Outputs are
+    any tree, rebuilt as the same types; a leaf that is neither a tensor nor a constant, such as a key-value
+    cache, comes back as None and is named in ``signature.lost``. The model may write into its inputs: it has its
+    own copy of them.
+
+    ``loss_fn(output)``, ``loss_fn(output, batch)`` or ``loss_fn(output, targets)`` (of the keyword input ``targets``;
+    see :mod:`.loss`) adds the graph output ``loss``. Without one the loss is the output called
+    ``loss``, or else the only scalar output that requires a gradient. ``differentiate="loss"`` gives only
+    the loss a tangent if there is one, ``"all"`` every output that requires a gradient. ``training`` sets
+    the mode of the model meanwhile (None: as it is); ``grad=False`` captures the forward alone. ``autocast`` runs
+    model and loss under :class:`torch.autocast` to that dtype, whose casts become operations.
+
+    Raises:
+        TraceError: names the module, the line of the model's code, and what to do.
+    """
+    return traced_request(
+        request_for(
+            model,
+            args,
+            kwargs,
+            device=device,
+            loss_fn=loss_fn,
+            training=training,
+            grad=grad,
+            differentiate=differentiate,
+            autocast=autocast,
+        )
+    )
+
+
+def request_for(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    device: torch.device | str,
+    loss_fn: LossFunction | None = None,
+    training: bool | None = None,
+    grad: bool = True,
+    differentiate: Differentiate = "loss",
+    autocast: torch.dtype | None = None,
+) -> Request:
+    """What :func:`trace` is asked for, checked as far as it can be without tracing. Raises :class:`TraceError`."""
+    if not isinstance(model, nn.Module):
+        raise TraceError(
+            f"a {type(model).__name__} is no torch.nn.Module; wrap the function in a module with a forward"
+        )
+    _check_device(torch.device(device))
+    _check_modules(model)
+    return Request(
+        model=model,
+        state=model_state(model),
+        call=describe_call(tuple(args), kwargs or {}),
+        device=torch.device(device),
+        loss_fn=loss_fn,
+        training=model.training if training is None else training,
+        grad=grad,
+        differentiate=differentiate,
+        autocast=autocast,
+        reads=Reads(model, loss_fn),
+    )
+
+
+def traced_request(request: Request) -> Traced:
+    """The trace of a checked request. Raises :class:`TraceError`."""
+    model, reads = request.model, request.reads
+    assert reads is not None
+    with unchanged(model):
+        captured, graph = _captured(request)
+    if captured.counted:
+        warn_of_counters(model, captured.counted)
+    found = _traced(request, captured, graph)
+    return replace(found, reads=guards_of(model, reads), read_names=names_of(reads), counted=captured.counted)
+
+
+def _check_device(device: torch.device) -> None:
+    """Fake tensors need no device, but autograd, run on them, ends the process if torch was built without."""
+    kind = device.type
+    built = torch.backends.cuda.is_built() if kind == "cuda" else torch.get_device_module(kind).is_available()
+    if not built:
+        raise TraceError(f"torch was built without {kind}, so it cannot trace for it; trace for the cpu instead")
+
+
+def _check_modules(model: nn.Module) -> None:
+    """Modules of which there is nothing to trace yet, or no Python any more."""
+    for path, module in model.named_modules():
+        where = f"module {path!r}" if path else "the model"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TraceError(f"{where} is TorchScript, which cannot be traced; give the module it was made from")
+        tensors = {**module._parameters, **module._buffers}
+        if any(tensor is not None and is_lazy(tensor) for tensor in tensors.values()):
+            raise TraceError(
+                f"{where} ({type(module).__name__}) has parameters without a shape; call the model on one batch first"
+            )
+
+
+def _captured(request: Request) -> tuple[Captured, Graph]:
+    """As the model is, or, where that fails because values decide, with selected rows as masks."""
+    try:
+        return _captured_as(request, select=False)
+    except TraceError as error:
+        if error.__cause__ is None or not is_data_dependent(error.__cause__):
+            raise
+        first = error
+    try:
+        return _captured_as(request, select=True)
+    except TraceError as second:
+        cause = second.__cause__
+        if cause is None or isinstance(cause, SelectionError) or is_data_dependent(cause):
+            raise
+        raise first from second
+
+
+def _captured_as(request: Request, *, select: bool) -> tuple[Captured, Graph]:
+    """Symbolically if the batch size has a symbol and nothing in the model fixes it, else with the real
+    sizes; either way with equal calls of modules captured once, if that can be done.
+    """
+    # Not outlined with selected rows: what is recorded of them has not always had the right gradients.
+    ways = product((True, False) if request.call.batch else (False,), (False,) if select else (True, False))
+    for symbolic, outlined in ways:
+        if not symbolic and not outlined:
+            break
+        # Any other failure: the next way may succeed, and if the last fails too, it says why in plain numbers.
+        try:
+            with _without_backward_traces():
+                captured = capture(
+                    request, ModuleTracker(request.model), symbolic=symbolic, outlined=outlined, select=select
+                )
+                graph = convert(captured, request)
+                if not symbolic or not _is_specialised(captured, graph, request.call):
+                    return captured, graph
+        except DrawError:
+            raise
+        except Exception:
+            continue
+    tracker = ModuleTracker(request.model)
+    try:
+        captured = capture(request, tracker, symbolic=False, select=select)
+        return captured, convert(captured, request)
+    except TraceError:
+        raise
+    except Exception as error:
+        wrong = explain_call(error, request.model, *request.call.rebuild(request.call.tensors.values()))
+        raise (wrong or explain(error, tracker.path, request.model)) from error
+
+
+@contextlib.contextmanager
+def _without_backward_traces() -> Iterator[None]:
+    """Torch warns with a stack trace when backward fails; what failed here is only one way of several."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Error detected in .*Backward")
+        yield
+
+
+def _is_specialised(captured: Captured, graph: Graph, call: Call) -> bool:
+    """Whether the symbolic trace holds only for its own hint, or not for the real batch size."""
+    assert captured.symbol is not None
+    inputs = [node for node in graph.placeholders("input") if node.type.rank]
+    with_batch = [node for node in inputs if call.tensors[node.target].shape[0] == call.batch]
+    fixed = any(node.type.shape[0] != symbol(BATCH) for node in with_batch)
+    returned = any(isinstance(constant, sympy.Basic) for constant in captured.returned.constants.values())
+    return fixed or returned or not _all_hold(captured.guards, captured.symbol, call.batch)
+
+
+def _all_hold(guards: tuple[sympy.Basic, ...], name: sympy.Symbol, batch: int) -> bool:
+    return all(bool(guard.subs(name, batch)) for guard in guards)
+
+
+def _traced(request: Request, captured: Captured, graph: Graph) -> Traced:
+    guards: tuple[sympy.Basic, ...] = ()
+    if captured.symbol is not None:
+        guards = tuple(guard.subs(captured.symbol, symbol(BATCH)) for guard in captured.guards)
+    return traced_call(request, captured.returned, graph, guards, captured.notes)
+
+
+def traced_call(
+    request: Request, returned: Returned, graph: Graph, guards: tuple[sympy.Basic, ...], notes: tuple[str, ...]
+) -> Traced:
+    """A graph with what the request says of it; without what was read."""
+    parameters = {s.name: s.tensor.requires_grad for s in request.state if s.role == "param"}
+    buffers = {s.name: _is_persistent(s) for s in request.state if s.role == "buffer"}
+    return Traced(graph, _signature(request, returned), parameters, buffers, guards, notes)
+
+
+def _is_persistent(entry: State) -> bool:
+    slot = entry.slots[0]
+    return slot.key not in slot.module._non_persistent_buffers_set
+
+
+def _signature(request: Request, returned: Returned) -> Signature:
+    assert returned.spec is not None
+    return Signature(
+        input_spec=request.call.spec,
+        input_names=request.call.names,
+        output_spec=returned.spec,
+        output_names=returned.names,
+        loss=returned.loss,
+        differentiable=returned.differentiable,
+        constants=request.call.constants,
+        output_constants=returned.constants,
+        lost=returned.lost,
+        tied={alias: s.name for s in request.state for alias in s.aliases if s.role != "constant"},
+        training=request.training,
+    )

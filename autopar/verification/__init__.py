@@ -1,0 +1,1 @@
+"""``autopar.verify``: a plan executed and compared with one process."""

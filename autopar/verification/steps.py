@@ -1,0 +1,285 @@
+"""The steps that :func:`autopar.verify` compares: the unmodified model on one process, and a plan on several."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autopar.api import Batch, LossFunction, parallelize, split_batch
+from autopar.cluster.description import Cluster
+from autopar.errors import TraceError
+from autopar.ir.pipeline_program import PipelineProgram
+from autopar.ir.program import Program
+from autopar.ir.reshard import Collective
+from autopar.options import Options
+from autopar.passes.lower.collectives_read_back import collectives_of, collectives_of_stage, difference
+from autopar.plans.plan import Plan
+from autopar.precision import Precision, autocast_dtype, scales_loss
+from autopar.runtime.launch import run_local
+from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.state.loss_scale import BACKOFF, FIRST
+from autopar.trace.loss import TARGETS, run_with_loss
+
+from .later_steps import MOMENTUM, RATE, Later, train
+from .report import OneStep
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every rank is told."""
+
+    model: nn.Module
+    mesh: tuple[int, ...]
+    batch: Batch
+    targets: Any
+    options: Options
+    cluster: Cluster
+    loss_fn: LossFunction | None
+    plan: Plan | None
+    steps: int = 1
+
+
+def one_process(task: Task, timeout: float, draws: bool = False) -> tuple[OneStep, OneStep | None]:
+    """The step on one process, and if the model runs in it in float64, to know how far float32 itself is off: of the
+    model alone, or if it draws random numbers of autopar, which draws what a plan draws."""
+    run = _alone if draws else _plain
+    return run(task, False, timeout), _exact(task, timeout, run)
+
+
+def _plain(task: Task, double: bool, timeout: float) -> OneStep:
+    return run_local(_reference, 1, timeout=timeout, args=(task, double))[0]
+
+
+def _alone(task: Task, double: bool, timeout: float) -> OneStep:
+    """The step on one process under autopar, which draws what the plan draws; in float64 if ``double``."""
+    given = task.model, (task.batch, task.targets)
+    model, (batch, targets) = _doubled(*given) if double else given
+    options = Options(seed=task.options.seed, precision=None if double else task.options.precision)
+    single = replace(task, model=model, batch=batch, targets=targets, mesh=(1,), options=options, plan=None)
+    return run_local(parallel_step, 1, timeout=timeout, args=(single,))[0]
+
+
+def _exact(task: Task, timeout: float, run: Callable[[Task, bool, float], OneStep]) -> OneStep | None:
+    """The step in float64, to know how far float32 itself is off (of a model in float64, in float32); None if the model
+    does not run in it."""
+    try:
+        return run(task, True, timeout)
+    except Exception:
+        return None
+
+
+def is_double(model: nn.Module) -> bool:
+    """Whether all of its parameters that are fractions are in float64."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return dtypes == {torch.float64}
+
+
+def _doubled(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
+    """A copy of both in float64; of a model in float64, in float32. Complex tensors stay as they are."""
+    double = not is_double(model)
+    dtype = torch.float64 if double else torch.float32
+    other = copy.deepcopy(model)
+    other = other.double() if double else other.float()
+    return other, pytree.tree_map(lambda t: t.to(dtype) if _is_float(t) else t, batch)
+
+
+def in_training(model: nn.Module) -> nn.Module:
+    """``model`` in training mode; parts that are in another mode on purpose stay so if the model itself is training."""
+    return model if model.training else model.train()
+
+
+def _reference(rank: int, world: int, task: Task, double: bool) -> OneStep:
+    """One plain step of the unmodified model, by torch's own means of mixed precision."""
+    whole = task.batch, task.targets
+    given = _doubled(task.model, whole) if double else (copy.deepcopy(task.model), whole)
+    model, (batch, targets) = in_training(given[0]), given[1]
+    args, kwargs = split_batch(batch, targets)
+    policy = None if double else task.options.precision
+    before, scale = _whole(model.named_parameters()), FIRST if scales_loss(policy) else 1.0
+    loss, gradients, scale = _plain_step(model, task, args, kwargs, scale, policy)
+    later = Later((), _compared_buffers(model.named_buffers(), policy))
+    if task.steps > 1:
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
+        losses = train(loss, optimizer, lambda: _plain_step(model, task, args, kwargs, scale, policy)[0], task.steps)
+        after, buffers = _whole(model.named_parameters()), _compared_buffers(model.named_buffers(), policy)
+        later = Later(losses, buffers, before, after, _evaluated(model, task, args, kwargs, policy))
+    return OneStep(loss.detach(), gradients, later=later)
+
+
+def _plain_step(
+    model: nn.Module,
+    task: Task,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    scale: float,
+    policy: Precision | None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], float]:
+    """The loss, the gradients, which are left on the parameters as they are, and the scale that did not overflow."""
+    half = autocast_dtype(policy)
+    while True:
+        torch.manual_seed(0)
+        with torch.autocast("cpu", half) if half else nullcontext():
+            output, loss = run_with_loss(model, task.loss_fn, args, kwargs)
+            loss = _loss_of(output) if loss is None else loss
+        (loss * scale).backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad / scale
+        gradients = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
+        if scale <= 1.0 or all(bool(gradient.isfinite().all()) for gradient in gradients.values()):
+            return loss, gradients, scale
+        scale *= BACKOFF
+        model.zero_grad()
+
+
+def _whole(named: Iterable[tuple[str, torch.Tensor]], whole: Callable[[Any], Any] = lambda t: t) -> dict[str, Any]:
+    """Copies of all of them, on the CPU."""
+    return {name: whole(tensor).detach().cpu().clone() for name, tensor in named}
+
+
+def _compared_buffers(
+    named: Iterable[tuple[str, torch.Tensor]], policy: Precision | None, whole: Callable[[Any], Any] = lambda t: t
+) -> dict[str, Any]:
+    """The buffers; none where a step that overflowed may have run a second time, and counted twice."""
+    return {} if scales_loss(policy) else _whole(named, whole)
+
+
+def _evaluated(
+    model: nn.Module, task: Task, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Precision | None = None
+) -> dict[str, torch.Tensor]:
+    """Every output in evaluation, without gradients and loss function, by its place."""
+    kwargs = {name: value for name, value in kwargs.items() if name != TARGETS or task.loss_fn is None}
+    half = autocast_dtype(policy)
+    model.eval()
+    with torch.no_grad(), torch.autocast("cpu", half) if half else nullcontext():
+        leaves = [leaf for leaf in pytree.tree_leaves(model(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
+    whole = (leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in leaves)
+    return {str(number): leaf.detach().cpu() for number, leaf in enumerate(whole)}
+
+
+def _is_float(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+
+
+def _loss_of(output: Any) -> torch.Tensor:
+    """The loss that a model returns."""
+    found = getattr(output, "loss", None)
+    if found is None and isinstance(output, Mapping):
+        found = output.get("loss")
+    if found is None:
+        scalars = [t for t in pytree.tree_leaves(output) if _is_float(t) and t.ndim == 0 and t.requires_grad]
+        found = scalars[0] if len(scalars) == 1 else None
+    if found is None:
+        raise TraceError(
+            "the model returns no loss: no output is called loss, and not just one is a differentiable scalar; pass "
+            "loss_fn=lambda output, batch: ... that computes one, or loss_fn and targets"
+        )
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def parallel_step(rank: int, world: int, task: Task) -> OneStep:
+    """The same step under the plan, on this rank; whole gradients on rank 0."""
+    model = in_training(copy.deepcopy(task.model))
+    parallel = parallelize(
+        model, task.mesh, options=task.options, plan=task.plan, cluster=task.cluster, loss_fn=task.loss_fn
+    )
+    args, kwargs = split_batch(task.batch, task.targets)
+    call = parallel.prepare(args, kwargs, "loss")
+    torch.manual_seed(rank)  # Rank 0's is the one of the single process, and the one that counts.
+    draws = parallel.random_state()
+    loss = parallel.step(*args, **kwargs)
+    while parallel.overflowed and parallel.loss_scale_state()["scale"] >= 1.0:
+        parallel.set_random_state(draws)
+        parallel.zero_grad()
+        loss = parallel.step(*args, **kwargs)
+    gradients: dict[str, torch.Tensor] = {}
+    for name, parameter in parallel.named_parameters():
+        if parameter.grad is not None:
+            whole = parallel.full_tensor(parameter.grad)
+            gradients[name] = _whatever_differs(whole.detach().cpu().double(), world)
+    later = _later(parallel, task, args, kwargs, loss, world)
+    parallel.zero_grad()
+    if world > 1:
+        dist.barrier()
+    begin = time.perf_counter()
+    parallel.step(*args, **kwargs)
+    seconds = time.perf_counter() - begin
+    unpriced = _unpriced(call.program, parallel.plan)
+    return OneStep(loss.detach().cpu(), gradients, seconds, parallel.plan, unpriced, call.program.draws, later)
+
+
+def _later(
+    parallel: ParallelModule,
+    task: Task,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    loss: torch.Tensor,
+    world: int,
+) -> Later:
+    """What is there after ``task.steps`` under the plan."""
+
+    def whole(tensor: torch.Tensor) -> torch.Tensor:
+        found = parallel.full_tensor(tensor).detach().cpu()
+        return _whatever_differs(found, world) if found.is_floating_point() else found
+
+    policy = parallel.plan.precision
+    if task.steps == 1:
+        return Later((), _compared_buffers(parallel.named_buffers(), policy, whole))
+    optimizer = parallel.optimizer(torch.optim.SGD, lr=RATE, momentum=MOMENTUM)
+    before = _whole(parallel.named_parameters(), whole)
+    losses = train(loss, optimizer, lambda: parallel.step(*args, **kwargs), task.steps)
+    after, buffers = (
+        _whole(parallel.named_parameters(), whole),
+        _compared_buffers(parallel.named_buffers(), policy, whole),
+    )
+    found = Later(losses, buffers, before, after, _evaluated(parallel, task, args, kwargs))
+    parallel.train()
+    return found
+
+
+def _unpriced(program: Program | PipelineProgram, plan: Plan) -> tuple[str, ...]:
+    """Where the collectives of the first rank's program are not those of its plan; with stages, of the first rank of
+    each."""
+    if isinstance(program, Program):
+        return () if any(program.coordinate) else difference(collectives_of(program), _priced(plan, 0))
+    found: list[tuple[str, ...]] = [()] * dist.get_world_size()
+    here: tuple[str, ...] = ()
+    if not any(program.coordinate[1:]):
+        lines = difference(collectives_of_stage(program), _priced(plan, program.stage))
+        here = tuple(f"stage {program.stage}: {line}" for line in lines)
+    dist.all_gather_object(found, here)
+    return tuple(line for lines in found for line in lines)
+
+
+def _priced(plan: Plan, stage: int) -> Counter[Collective]:
+    """What the devices of a stage are to say in a step."""
+    found: Counter[Collective] = Counter()
+    for line in plan.lines:
+        for step in line.steps:
+            if line.stage == stage and step.communicates:
+                found[Collective(step.kind, step.axes, step.bytes)] += line.times  # type: ignore[arg-type]
+    return found
+
+
+def _whatever_differs(value: torch.Tensor, world: int) -> torch.Tensor:
+    """``value``, which every rank has, or infinity where ranks disagree beyond rounding: a wrong copy on one rank is an
+    error too."""
+    lowest, highest = value.clone(), value.clone()
+    if world > 1 and value.numel():
+        dist.all_reduce(lowest, dist.ReduceOp.MIN)
+        dist.all_reduce(highest, dist.ReduceOp.MAX)
+    size = max(float(highest.abs().max()), float(lowest.abs().max())) if value.numel() else 0.0
+    return value.masked_fill(highest - lowest > 1e-6 * size, math.inf)

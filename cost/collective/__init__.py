@@ -1,0 +1,1 @@
+"""Seconds of collectives and of messages on described links."""

@@ -1,0 +1,1 @@
+"""Seconds of operations: FLOPs, bytes and the roofline."""

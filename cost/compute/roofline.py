@@ -1,0 +1,112 @@
+"""Seconds of one operation on one device: the roofline model, and its inputs, FLOPs and bytes.
+
+    seconds = launch + max(work, traffic) + memory_stalls min(work, traffic)
+
+(Williams, Waterman, Patterson 2009), with work the seconds of its products at full speed of their operands, or of the
+transcendental functions it evaluates, and traffic bytes / bandwidth. Matrix products and attention have efficiencies by
+shape (:mod:`autopar.cost.compute.matmul_efficiency`). Other operations run at the peak: they are bound by bytes on
+any device we know. Views cost ``view_seconds`` and placeholders nothing.
+"""
+
+from __future__ import annotations
+
+import math
+
+import sympy
+import torch
+
+from autopar.cluster.description import Cluster
+from autopar.ir.graph import Graph
+from autopar.ir.node import Dim, Node
+
+from .flops_and_bytes import Inputs, Operation, Outputs
+from .matmul_efficiency import attention_seconds, product_seconds
+from .op_families import Family, family_of
+
+
+def _outputs(node: Operation, outputs: Outputs | None) -> Outputs:
+    if outputs is not None:
+        return outputs
+    return node.types if isinstance(node, Node) else ()
+
+
+def flops(node: Operation, inputs: Inputs, outputs: Outputs | None = None) -> Dim:
+    """Floating-point operations of ``node`` on operands of types ``inputs``, giving ``outputs`` (by default
+    the node's own types).
+
+    A multiply and an add count two. Dims may be symbolic. Matrix products, convolutions and attention are
+    counted exactly (causal attention by half), anything else one per element of its result or, if that
+    reduces, of its operand.
+    """
+    return family_of(node.op).flops(node, inputs, _outputs(node, outputs))
+
+
+def bytes_moved(node: Operation, inputs: Inputs, outputs: Outputs | None = None) -> Dim:
+    """Bytes ``node`` reads and writes, each tensor once; 0 for views. Arguments as for :func:`flops`."""
+    return family_of(node.op).bytes(node, inputs, _outputs(node, outputs))
+
+
+def compute_seconds(
+    cluster: Cluster,
+    flops: float,
+    nbytes: float,
+    dtype: torch.dtype,
+    matrix: tuple[float, float, float] | None = None,
+    attention: bool = False,
+    functions: float = 0.0,
+) -> float:
+    """Roofline seconds of one operation; ``matrix`` is (m, n, k) if it consists of matrix products of that
+    shape, ``attention`` says that they are those of fused attention; ``functions``: of how many elements it evaluates
+    a transcendental function."""
+    device = cluster.device
+    if matrix is None or not flops:
+        work = flops / device.flops(dtype) + functions * device.function_seconds
+    elif attention and device.attention_efficiency:
+        work = attention_seconds(device, device.flops(dtype) * device.sustained, flops, matrix[2])
+    else:
+        batch = flops / (2.0 * math.prod(matrix))
+        work = product_seconds(device, device.matmul_rate(dtype), batch, matrix, dtype.itemsize)
+    traffic = nbytes / device.memory_bandwidth
+    return device.launch_seconds + max(work, traffic) + device.memory_stalls * min(work, traffic)
+
+
+def node_seconds(
+    cluster: Cluster, node: Operation, inputs: Inputs, outputs: Outputs | None = None, local: str = ""
+) -> float:
+    """Seconds of one run of ``node`` on a device holding operands of (concrete, local) types ``inputs`` and
+    results ``outputs``; ``local`` names the local operation that stands in for it, if any."""
+    family = family_of(local or node.op)
+    if family.is_view:
+        return 0.0 if family.is_free else cluster.device.view_seconds
+    found = _outputs(node, outputs)
+    work, nbytes = family.flops(node, inputs, found), family.bytes(node, inputs, found)
+    matrix = family.matrix(inputs, found) if family.matrix is not None else None
+    functions = work if family.is_function else 0.0
+    return compute_seconds(cluster, work, nbytes, _dtype(inputs, found), matrix, family.is_attention, functions)
+
+
+def _dtype(inputs: Inputs, outputs: Outputs) -> torch.dtype:
+    """The dtype that is computed in: of the first operand, else of the first result."""
+    if inputs:
+        return inputs[0].dtype
+    return outputs[0].dtype if outputs and outputs[0] is not None else torch.float32
+
+
+def _total(graph: Graph, count: str) -> sympy.Expr:
+    terms: list[Dim] = []
+    for node in graph:
+        family: Family = family_of(node.op)
+        if not family.is_view:
+            inputs = tuple(graph.type_of(value) for value in node.operands)
+            terms.append(getattr(family, count)(node, inputs, node.types))
+    return sympy.Add(*terms)
+
+
+def total_flops(graph: Graph) -> sympy.Expr:
+    """FLOPs of one run of ``graph``, an expression of its symbols."""
+    return _total(graph, "flops")
+
+
+def total_bytes(graph: Graph) -> sympy.Expr:
+    """Bytes all operations of ``graph`` read and write, an expression of its symbols."""
+    return _total(graph, "bytes")

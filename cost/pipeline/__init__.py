@@ -1,0 +1,1 @@
+"""Seconds of a pipeline: simulation of schedules, and bounds."""

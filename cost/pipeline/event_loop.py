@@ -1,0 +1,201 @@
+"""The event loop behind :func:`autopar.cost.pipeline.simulate.simulate`."""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from itertools import count
+
+from autopar.errors import ScheduleError
+from autopar.schedule.dependencies import Wiring
+from autopar.schedule.instructions import Instruction, Message
+from autopar.schedule.schedule import Schedule
+
+from .prices import EdgePrice, PipelinePrices
+from .record import Ran, Travelled
+from .shared_processors import Host
+
+_FREE = EdgePrice()
+
+
+class Replay:
+    """Ranks do their instructions in order of time; what happens next is the end of a computation, the arrival of a
+    message, or the end of a wait."""
+
+    def __init__(self, schedule: Schedule, prices: PipelinePrices) -> None:
+        self.schedule, self.prices, self.wiring = schedule, prices, Wiring.of(schedule)
+        stages = schedule.stages
+        self.now = 0.0
+        self.position = [0] * stages
+        self.reduced = [0.0] * stages
+        self.begun = [0.0] * stages
+        # Since when each rank that waits for what its next computation takes has waited.
+        self.idle: dict[int, float] = {}
+        # What made the weight gradients of each chunk last.
+        self.last: dict[int, Instruction] = {}
+        self.sent: set[Message] = set()
+        self.posted: dict[Message, float] = {}
+        self.arrived: set[Message] = set()
+        self.waiting: dict[Message, list[int]] = defaultdict(list)
+        self.link_free: dict[object, float] = defaultdict(float)
+        self.done: list[Ran] = []
+        self.travelled: list[Travelled] = []
+        shared = prices.shared
+        self.host_of = range(stages) if shared is None else shared.hosts
+        self.hosts = [Host((1.0,) if shared is None else shared.speeds) for _ in range(max(self.host_of) + 1)]
+        # Of a host that changed only the last entry holds: its version tells.
+        self.versions = [0] * len(self.hosts)
+        self.order = count()
+        self.events: list[tuple[float, int, str, object]] = []
+
+    def run(self) -> None:
+        for rank in range(self.schedule.stages):
+            self.advance(rank)
+        while self.events:
+            self.now, _, what, about = heapq.heappop(self.events)
+            if what == "arrives":
+                assert isinstance(about, Message)
+                self.arrived.add(about)
+                for rank in self.waiting.pop(about, ()):
+                    self.advance(rank)
+            elif what == "resumes":
+                assert isinstance(about, int)
+                self.advance(about)
+            else:
+                self.computed(*about)  # type: ignore[misc]
+        for rank, listed in enumerate(self.schedule.ranks):
+            if self.position[rank] < len(listed):
+                at = self.position[rank]
+                raise ScheduleError(
+                    f"rank {rank} never gets past position {at}, {listed[at]}: check the schedule first"
+                )
+
+    def at(self, time: float, what: str, about: object) -> None:
+        heapq.heappush(self.events, (time, next(self.order), what, about))
+
+    def advance(self, rank: int) -> None:
+        """Goes on with the list of ``rank`` until it computes or waits."""
+        listed = self.schedule.ranks[rank]
+        while self.position[rank] < len(listed):
+            instruction = listed[self.position[rank]]
+            if instruction.peer >= 0:
+                if not self.communicate(rank):
+                    return
+            elif instruction.computes or instruction.chunk < 0:
+                if self.ready(rank, instruction):
+                    self.begin(rank, instruction)
+                return
+            elif not self.reduce(rank, instruction):
+                return
+            self.position[rank] += 1
+
+    def ready(self, rank: int, instruction: Instruction) -> bool:
+        """Whether a computation has its values, and the step its gradients; if not, ``rank`` waits for one."""
+        if instruction.chunk < 0:
+            if self.reduced[rank] > self.now:
+                self.at(self.reduced[rank], "resumes", rank)
+                return False
+            return True
+        for message in self.wiring.arrivals(instruction):
+            if self.wiring.crosses(message) and message not in self.arrived:
+                self.waiting[message].append(rank)
+                self.idle.setdefault(rank, self.now)
+                return False
+        return True
+
+    def begin(self, rank: int, instruction: Instruction) -> None:
+        self.begun[rank] = self.now
+        waited = self.now - self.idle.pop(rank, self.now)
+        seconds = self.prices.step
+        if instruction.chunk >= 0:
+            seconds = self.prices.duration(instruction, waited) + self.handling(instruction)
+        host = self.host_of[rank]
+        self.hosts[host].begin(rank, seconds, self.now)
+        self.expect(host)
+
+    def handling(self, instruction: Instruction) -> float:
+        """What a rank itself does about the messages before and after a computation, where processors move the bytes:
+        half of what each takes, as rates of processes are measured that send and receive at once."""
+        if self.prices.hides:
+            return 0.0
+        messages = (*self.wiring.arrivals(instruction), *self.wiring.departures(instruction))
+        return sum(0.5 * self.price_of(m).seconds(m.direction) for m in messages if self.wiring.crosses(m))
+
+    def price_of(self, message: Message) -> EdgePrice:
+        source, target = message.source, message.target
+        edge = (source, target) if message.direction == "forward" else (target, source)
+        return self.prices.edges.get(edge, _FREE)
+
+    def expect(self, host: int) -> None:
+        """Announces the next end of a computation on ``host``."""
+        self.versions[host] += 1
+        time = self.hosts[host].next_end()
+        if time < float("inf"):
+            self.at(time, "computed", (host, self.versions[host]))
+
+    def computed(self, host: int, version: int) -> None:
+        if version != self.versions[host]:
+            return
+        rank = self.hosts[host].end(self.now)
+        self.expect(host)
+        instruction = self.schedule.ranks[rank][self.position[rank]]
+        self.done.append(Ran(rank, instruction, self.begun[rank], self.now))
+        if instruction.kind in ("backward", "weight_gradient"):
+            self.last[instruction.chunk] = instruction
+        self.position[rank] += 1
+        self.advance(rank)
+
+    def reduce(self, rank: int, instruction: Instruction) -> bool:
+        """Starts a reduction, a part of which travelled beside the computation before if there was none under way;
+        where none hides ``rank`` waits until it is done."""
+        last, beside = self.last.get(instruction.chunk), 0.0
+        if last is not None:
+            beside = self.prices.beside(last, self.schedule.ends_with(instruction.chunk))
+        start = max(self.now - beside, self.reduced[rank])
+        end = self.reduced[rank] = start + self.prices.chunks[instruction.chunk].reduce
+        self.done.append(Ran(rank, instruction, start, end))
+        if self.prices.reduces_beside:
+            return True
+        self.position[rank] += 1
+        self.at(end, "resumes", rank)
+        return False
+
+    def communicate(self, rank: int) -> bool:
+        """Posts the message at hand; without overlap all that follow each other, and waits for them."""
+        listed, start = self.schedule.ranks[rank], self.position[rank]
+        if self.prices.overlap:
+            self.post(listed[start])
+            return True
+        end = next((k for k in range(start, len(listed)) if listed[k].peer < 0), len(listed))
+        for instruction in listed[start:end]:
+            self.post(instruction)
+        missing = next((i.message for i in listed[start:end] if i.message not in self.arrived), None)
+        if missing is not None:
+            self.waiting[missing].append(rank)
+            return False
+        self.position[rank] = end - 1
+        return True
+
+    def post(self, instruction: Instruction) -> None:
+        """Notes one end of a message, which travels once both (if transports are buffered, its send) are there."""
+        message = instruction.message
+        if instruction.receives:
+            if message in self.posted:
+                return
+            self.posted[message] = self.now
+            if not self.prices.buffered and message in self.sent:
+                self.travel(message)
+        elif message not in self.sent:
+            self.sent.add(message)
+            if self.prices.buffered or message in self.posted:
+                self.travel(message)
+
+    def travel(self, message: Message) -> None:
+        ends = self.wiring.placement[message.source], self.wiring.placement[message.target]
+        price = self.price_of(message)
+        link = self.prices.links.get(ends, ends)
+        start = max(self.now, self.link_free[link])
+        self.link_free[link] = start + price.bytes_of(message.direction) / price.bandwidth
+        arrival = self.link_free[link] + price.latency
+        self.at(arrival, "arrives", message)
+        self.travelled.append(Travelled(message, self.posted.get(message, start), start, arrival))

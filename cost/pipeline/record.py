@@ -1,0 +1,117 @@
+"""The timeline of a simulated step, and the bytes that each rank holds through it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from autopar.schedule.dependencies import Wiring, send_of
+from autopar.schedule.instructions import Instruction, Message
+from autopar.schedule.schedule import Schedule
+from autopar.schedule.timeline import Span, Timeline
+
+from .prices import EdgePrice, PipelinePrices
+
+Memory = tuple[tuple[tuple[float, float], ...], ...]
+_FREE = EdgePrice()
+
+
+class Ran(NamedTuple):
+    """An instruction of ``rank`` and when it ran."""
+
+    rank: int
+    instruction: Instruction
+    start: float
+    end: float
+
+
+class Travelled(NamedTuple):
+    """A message, when its receive was posted, and when it travelled."""
+
+    message: Message
+    posted: float
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Record:
+    """All that happened in a step."""
+
+    schedule: Schedule
+    prices: PipelinePrices
+    ran: tuple[Ran, ...]
+    travelled: tuple[Travelled, ...]
+
+
+def timeline_of(record: Record, memory: Memory) -> Timeline:
+    """Computations, reductions and messages (on their sender), in order of time."""
+    placement = record.schedule.placement
+    spans = [
+        Span(rank, str(i), i.kind, start, end, "communication" if i.kind == "reduce" else "compute")
+        for rank, i, start, end in record.ran
+    ]
+    for message, _, start, end in record.travelled:
+        send = send_of(message)
+        spans.append(Span(placement[message.source], str(send), send.kind, start, end, "communication"))
+    spans.sort(key=lambda span: (span.start, span.rank, span.end))
+    return Timeline(record.schedule.stages, tuple(spans), memory, record.schedule.name)
+
+
+def memory_of(record: Record) -> Memory:
+    """Per rank, (seconds, bytes held from then on): what chunks hold, and the buffers of messages at both ends."""
+    changes: list[list[tuple[float, float]]] = [[] for _ in record.schedule.ranks]
+    for chunk, rank in enumerate(record.schedule.placement):
+        changes[rank].append((0.0, record.prices.chunks[chunk].static))
+    for rank, instruction, start, end in record.ran:
+        if instruction.microbatch >= 0:
+            changes[rank] += _held(record.prices, instruction, start, end, record.schedule.training)
+    for rank, time, change in _buffers(record):
+        changes[rank].append((time, change))
+    return tuple(map(_accumulate, changes))
+
+
+def _held(
+    prices: PipelinePrices, instruction: Instruction, start: float, end: float, training: bool
+) -> list[tuple[float, float]]:
+    price = prices.chunks[instruction.chunk]
+    first, second, between = price.until_input_gradient, price.until_weight_gradient, price.between_gradients
+    if instruction.kind == "forward":
+        taken = [(start, first + second)]
+        return taken if training else [*taken, (end, -first - second)]
+    if instruction.kind == "input_gradient":
+        return [(start, between), (end, -first)]
+    if instruction.kind == "weight_gradient":
+        return [(end, -second - between)]
+    return [(start, between), (end, -first - second - between)]
+
+
+def _buffers(record: Record) -> Iterator[tuple[int, float, float]]:
+    """A sender keeps what it computed until it has arrived; a receiver has a buffer from the time it posts the receive
+    until the value is used, when it is part of what the chunk holds. (rank, seconds, bytes more)."""
+    begun, ended = {}, {}
+    wiring = Wiring.of(record.schedule)
+    for _, instruction, start, end in record.ran:
+        if instruction.microbatch >= 0:
+            begun.update(dict.fromkeys(wiring.arrivals(instruction), start))
+            ended.update(dict.fromkeys(wiring.departures(instruction), end))
+    for message, posted, _, arrived in record.travelled:
+        edge = message[1:3] if message.direction == "forward" else message[2:0:-1]
+        nbytes = record.prices.edges.get((edge[0], edge[1]), _FREE).bytes_of(message.direction)
+        if nbytes:
+            source, target = record.schedule.placement[message.source], record.schedule.placement[message.target]
+            yield from ((source, ended[message], nbytes), (source, arrived, -nbytes))
+            yield from ((target, posted, nbytes), (target, begun[message], -nbytes))
+
+
+def _accumulate(changes: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """Running totals; at equal times what is freed goes first."""
+    levels: list[tuple[float, float]] = []
+    held = 0.0
+    for time, change in sorted(found for found in changes if found[1] or not found[0]):
+        held += change
+        if levels and levels[-1][0] == time:
+            levels.pop()
+        levels.append((time, held))
+    return tuple(levels)

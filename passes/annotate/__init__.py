@@ -1,0 +1,1 @@
+"""Strategies of every operation, and which nodes choose alike."""

@@ -1,0 +1,50 @@
+"""Ties repeated layers: nodes that play the same part in equal layers are put into one class and choose alike.
+
+A layer is an element of a numbered container (``h.0``, ``layers.11``) that holds modules itself; the part a node plays
+is its module path with layer numbers left out, its phase, operation, arguments, types and its position among the nodes
+of its layer that share all these. ``groups`` > 1 ties only layers of the same stretch of depth (of ``groups`` equal
+stretches): under a memory limit equal layers may do better by choosing differently. Steps of loops inside a layer are
+tied as well, in as many stretches (:mod:`.fold_loops`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from autopar.ir.graph import Graph
+from autopar.ir.module_paths import fold_path, layers_among
+from autopar.ir.node import Node
+
+from .equivalent_nodes import part_of
+from .fold_loops import fold_loops
+
+NOBODY: Mapping[str, Hashable] = MappingProxyType({})
+
+
+def _path(node: Node) -> str:
+    """Where a node stands in the model: its module, or for parameters and the like their own path."""
+    return node.target if node.is_placeholder else node.module
+
+
+def fold_layers(graph: Graph, groups: int = 1, apart: Mapping[str, Hashable] = NOBODY) -> Graph:
+    """The graph with ``classes`` mapping each node's name to that of the first node of its class. Nodes named in
+    ``apart`` are tied only to nodes with the same entry there: those that a user has pinned alike."""
+    layers = layers_among(map(_path, graph.nodes))
+    folded = {node.name: fold_path(_path(node), layers) for node in graph.nodes}
+    depths: dict[str, int] = {}
+    for pattern, numbers in folded.values():
+        if numbers:
+            stem = pattern.partition("*")[0]
+            depths[stem] = max(depths.get(stem, 0), numbers[0] + 1)
+    seen, classes, representative = Counter[Hashable](), {}, dict[Hashable, str]()
+    for node in graph.nodes:
+        pattern, numbers = folded[node.name]
+        stretch = numbers[0] * groups // depths[pattern.partition("*")[0]] if numbers else 0
+        part = part_of(graph, node, pattern)
+        seen[part, numbers] += 1
+        key = (part, stretch, seen[part, numbers], apart.get(node.name)) if numbers else node.name
+        classes[node.name] = representative.setdefault(key, node.name)
+    return replace(graph, classes=fold_loops(graph, classes, apart, groups))

@@ -1,0 +1,125 @@
+"""Drops placements that no costly operation has any use for, before they multiply.
+
+A pointwise operation can be sharded on every dim of its tensors, so can a reshape on every factor; most of it leads
+nowhere. A placement of a value is *live* if a strategy of some anchor has it: an operation that does real work (matrix
+products, convolutions, attention, lookups, normalisation, reductions to Partial), or an input of the model; or if a
+strategy of another operation links it to a live placement. Strided shards of an anchor do not count as its own wish:
+they only pass on what others want. Partial operands of products are dropped too: to put off a reduction past a product
+saves nothing.
+
+Only choices are lost, never correctness; replication always stays.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch.distributed.tensor import Partial, Shard
+
+from autopar.ir.graph import Graph
+from autopar.ir.node import Node, Value
+from autopar.ir.placements import REPLICATE, Placement, Strategy, StridedShard, is_shard
+
+ANCHORS = [
+    "mm",
+    "bmm",
+    "mv",
+    "dot",
+    "addmm",
+    "baddbmm",
+    "convolution",
+    "convolution_backward",
+    "embedding",
+    "embedding_dense_backward",
+    "native_layer_norm",
+    "native_layer_norm_backward",
+    "native_group_norm",
+    "native_group_norm_backward",
+    "_fused_rms_norm",
+    "_fused_rms_norm_backward",
+    "_softmax",
+    "_softmax_backward_data",
+    "gather",
+    "scatter",
+    "scatter_add",
+    "index",
+    "index_put",
+    "index_select",
+    "_grouped_mm",
+]
+BILINEAR = ("aten.mul.Tensor", "aten.mm.default", "aten.bmm.default", "aten.div.Tensor", "aten.convolution.default")
+
+Placed = tuple[Value, Placement]
+Live = Mapping[Value, frozenset[Placement]]
+
+
+def is_anchor(node: Node) -> bool:
+    """Whether the operation does work worth dividing."""
+    name = node.op.split(".")[1] if node.op.count(".") == 2 else node.op
+    known = name in ANCHORS or "scaled_dot_product" in name
+    return known or (not node.is_placeholder and not node.op.startswith(("aten.", "autopar.")))
+
+
+def _places(node: Node, strategy: Strategy) -> list[Placed]:
+    """Value and (one-axis) placement of every operand and result of a strategy."""
+    results = (Value(node.name, index) for index in range(len(node.types)))
+    values = (*node.operands, *results)
+    return [(v, p[0]) for v, p in zip(values, strategy.places, strict=True)]
+
+
+def _anchors(node: Node, strategy: Strategy) -> bool:
+    """Whether a strategy makes its placements live by itself."""
+    places = [p for _, p in _places(node, strategy)]
+    if any(isinstance(p, StridedShard) for p in places):
+        return False
+    reduces = any(isinstance(p[0], Partial) for p in strategy.outputs)
+    operands = [p[0] for p in strategy.inputs]
+    return is_anchor(node) or (reduces and any(isinstance(p, Shard) for p in operands) and _is_large(node))
+
+
+def _is_large(node: Node) -> bool:
+    """Reductions over everything to a scalar want nothing by themselves."""
+    return any(kind is not None and kind.rank > 0 for kind in node.types)
+
+
+def live_placements(graph: Graph, strategies: Mapping[str, Iterable[Strategy]]) -> Live:
+    """The live placements of every value; ``strategies`` are those of a mesh of one axis."""
+    live: defaultdict[Value, set[Placement]] = defaultdict(set)
+    waiting: defaultdict[Placed, list[list[Placed]]] = defaultdict(list)
+    queue: list[Placed] = []
+    for node in graph.nodes:
+        for strategy in strategies[node.name] if node.op != "param" else ():
+            places = [(v, p) for v, p in _places(node, strategy) if p != REPLICATE]
+            if node.op == "input" or _anchors(node, strategy):
+                queue += places
+                continue
+            for place in places:
+                if is_shard(place[1]):
+                    waiting[place].append(places)
+                elif place[0] in node.operands:
+                    # A reduction that is wanted says nothing of how its operand should lie: Partial only flows on.
+                    waiting[place].append([p for p in places if p[0].node == node.name])
+    while queue:
+        value, placement = queue.pop()
+        if placement not in live[value]:
+            live[value].add(placement)
+            for linked in waiting[value, placement]:
+                queue += linked
+    return {value: frozenset(found) for value, found in live.items()}
+
+
+def is_live(node: Node, strategy: Strategy, live: Live) -> bool:
+    """Whether a strategy (of any mesh) has only live placements, and no product of a Partial."""
+    results = (Value(node.name, index) for index in range(len(node.types)))
+    values = (*node.operands, *results)
+    everything = zip(values, strategy.places, strict=True)
+    if any(p != REPLICATE and p not in live.get(v, ()) for v, places in everything for p in places):
+        return False
+    return not (node.op in BILINEAR and _takes_partial(node, strategy))
+
+
+def _takes_partial(node: Node, strategy: Strategy) -> bool:
+    large = any(kind is not None and torch.Size(map(int, kind.shape)).numel() > 1 for kind in node.types)
+    return large and any(isinstance(p, Partial) for places in strategy.inputs for p in places)

@@ -1,0 +1,1 @@
+"""From a chosen placement to a program of sections and collectives."""

@@ -1,0 +1,182 @@
+"""Reads off a lowered program what it communicates, to compare with what was priced.
+
+The program is run on fake tensors, one rank alone, knowing nothing of plans, hops or prices: the bytes of a collective
+are those of the tensor it is really given. A bucketed collective counts once for each of its members, since that is how
+it is priced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autopar.ir.chunk_program import ChunkProgram
+from autopar.ir.node import Arg, Value
+from autopar.ir.pipeline_program import PipelineProgram
+from autopar.ir.placements import chunk_bounds, local_shape
+from autopar.ir.program import COLLECTIVES, Instruction, Program, Section, TensorSlot
+from autopar.ir.reshard import Collective
+from autopar.ops.masked import LOCAL_OPS
+
+WAIT = "collective.wait"
+
+
+def collectives_of(program: Program) -> Counter[Collective]:
+    """How often ``program`` does each collective in a step: refresh, forward and backward.
+
+    Bytes are those of the full tensor of a group, padding included, as in :mod:`autopar.ir.reshard`; the program must
+    be that of the mesh's first rank, which holds the largest shards.
+
+    >>> from autopar.ir.program import Program, Section
+    >>> empty = Section("forward", (), (), ())
+    >>> program = Program((2,), (0,), (), (), (), (), (), empty, empty, empty)
+    >>> collectives_of(program)
+    Counter()
+    """
+    count = len(program.results)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        reader = _Reader(program)
+        reader.run(program.refresh, _tensors(program, program.parameters))
+        saved = reader.run(program.forward, _tensors(program, program.placeholders))[count:]
+        if program.gradients:
+            reader.run(program.backward, [*saved, *_tensors(program, program.tangents)])
+    return reader.found
+
+
+def collectives_of_stage(program: PipelineProgram) -> Counter[Collective]:
+    """The same for one stage of a pipeline, whose chunks run once for each microbatch but for their refresh, the last
+    weight gradient, and reduce. What travels between stages is no collective."""
+    found: Counter[Collective] = Counter()
+    for chunk in program.chunks.values():
+        halves = program.schedule.weight_gradients(chunk.chunk)[-1:] == ("weight_gradient",)
+        found += _collectives_of_chunk(chunk, program.microbatches, halves)
+    return found
+
+
+def _collectives_of_chunk(chunk: ChunkProgram, microbatches: int, halves: bool) -> Counter[Collective]:
+    """``halves``: whether the last backward is in two."""
+    count = len(chunk.results) + len(chunk.sends)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        once, each, more = _Reader(chunk), _Reader(chunk), _Reader(chunk)
+        once.run(chunk.refresh, _tensors(chunk, chunk.parameters))
+        given = [*chunk.placeholders, *(port.slot for port in chunk.receives)]
+        saved = each.run(chunk.forward, _tensors(chunk, given))[count:]
+        if chunk.gradients or chunk.gradient_sends:
+            sent = len(chunk.gradient_sends)
+            given = [*chunk.tangents, *(port.slot for port in chunk.gradient_receives)]
+            taken = [*saved, *_tensors(chunk, given)]
+            sums = more.run(chunk.weight_gradient, more.run(chunk.input_gradient, taken)[sent:])
+            sums = sums if microbatches > 1 else []
+            carried = once.run(chunk.input_gradient, taken)[sent:] if halves else taken
+            once.run(chunk.reduce, once.run(chunk.last, [*carried, *sums])[0 if halves else sent :])
+    return once.found + _times(each.found, microbatches) + _times(more.found, microbatches - 1)
+
+
+def _times(found: Counter[Collective], often: int) -> Counter[Collective]:
+    return Counter({wire: count * often for wire, count in found.items()})
+
+
+def difference(found: Counter[Collective], priced: Counter[Collective]) -> tuple[str, ...]:
+    """What a program does beyond its price and what was priced in vain, a line each; nothing if they agree."""
+
+    def lines(extra: Counter[Collective], verdict: str) -> Iterator[str]:
+        for wire, count in sorted(extra.items(), key=str):
+            yield f"{verdict}: {count} x {wire.kind} over axes {wire.axes}, {wire.bytes} bytes"
+
+    return (*lines(found - priced, "done but not priced"), *lines(priced - found, "priced but not done"))
+
+
+def _tensors(program: Program | ChunkProgram, slots: Iterable[TensorSlot]) -> list[torch.Tensor]:
+    """What the rank holds of each placeholder."""
+    return [
+        torch.empty(local_shape(slot.shape, slot.placements, program.mesh, program.coordinate), dtype=slot.dtype)
+        for slot in slots
+    ]
+
+
+@dataclass
+class _Reader:
+    """Runs sections on fake tensors and counts their collectives."""
+
+    program: Program | ChunkProgram
+    found: Counter[Collective] = field(default_factory=Counter)
+
+    def run(self, section: Section, inputs: Iterable[Any]) -> list[Any]:
+        known: dict[Value, Any] = {Value(n): given for n, given in zip(section.inputs, inputs, strict=True)}
+        for instruction in section.instructions:
+            result = self._execute(instruction, known)
+            several = result if instruction.results > 1 else [result]
+            known.update((Value(instruction.name, index), value) for index, value in enumerate(several))
+        return [None if value is None else known[value] for value in section.outputs]
+
+    def _execute(self, instruction: Instruction, known: Mapping[Value, Any]) -> Any:
+        args = _filled(instruction.args, known)
+        kwargs = {key: _filled(arg, known) for key, arg in instruction.kwargs}
+        if instruction.op == WAIT:
+            return args[0]
+        if instruction.op.startswith("collective."):
+            return self._communicate(instruction.op.removeprefix("collective."), args, kwargs)
+        return _function(instruction.op)(*args, **kwargs)
+
+    def _communicate(self, kind: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if not kind.endswith("_bucket"):
+            return self._one(kind, args[0], kwargs)
+        listed = {key: value for key, value in kwargs.items() if key not in ("axes", "op")}
+        shared = {key: value for key, value in kwargs.items() if key in ("axes", "op")}
+        each = ({key[:-1]: values[i] for key, values in listed.items()} for i in range(len(args[0])))
+        single = kind.removesuffix("_bucket")
+        return [self._one(single, tensor, shared | own) for tensor, own in zip(args[0], each, strict=True)]
+
+    def _one(self, kind: str, tensor: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
+        axes = tuple(given["axes"])
+        parts = math.prod(self.program.mesh[axis] for axis in axes)
+        if kind in COLLECTIVES:
+            self.found[Collective(kind, axes, _bytes(kind, tensor, parts, given))] += 1
+        return tensor.new_empty(self._shape(kind, tensor, axes, parts, given))
+
+    def _shape(
+        self, kind: str, tensor: torch.Tensor, axes: tuple[int, ...], parts: int, given: Mapping[str, Any]
+    ) -> list[int]:
+        """The local shape afterwards."""
+        index = 0
+        for axis in axes:
+            index = index * self.program.mesh[axis] + self.program.coordinate[axis]
+        shape = list(tensor.shape)
+        if kind == "all_gather":
+            shape[given["dim"]] = given["size"]
+        elif kind == "all_to_all":
+            shape[given["gather_dim"]] = given["gather_size"]
+        cut = given.get("scatter_dim", given.get("dim") if kind in ("slice", "reduce_scatter") else None)
+        if cut is not None:
+            shape[cut] = chunk_bounds(shape[cut], parts, index)[1]
+        return shape
+
+
+def _bytes(kind: str, tensor: torch.Tensor, parts: int, given: Mapping[str, Any]) -> int:
+    """Bytes of the full tensor of a group of ``parts`` devices, each of which gives one like ``tensor``."""
+    shape = list(tensor.shape)
+    cut = given["scatter_dim"] if kind == "all_to_all" else given["dim"] if kind == "reduce_scatter" else None
+    if cut is not None:
+        shape[cut] = -(-shape[cut] // parts) * parts
+    gathered = parts if kind in ("all_gather", "all_to_all") else 1
+    return gathered * math.prod(shape) * tensor.dtype.itemsize
+
+
+def _function(op: str) -> Callable[..., Any]:
+    if op in LOCAL_OPS:
+        return LOCAL_OPS[op]
+    namespace, name, overload = op.split(".")
+    found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    return found
+
+
+def _filled(arg: Arg, known: Mapping[Value, Any]) -> Any:
+    if isinstance(arg, Value):
+        return known[arg]
+    return [_filled(item, known) for item in arg] if isinstance(arg, tuple) else arg

@@ -1,0 +1,178 @@
+"""Collects the instructions of one section of a program while a graph is lowered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from torch.distributed.tensor import Partial
+
+from autopar.ir.node import Arg, TensorType, Value
+from autopar.ir.placements import local_before, local_shape, shard_dim
+from autopar.ir.program import Instruction, Section
+from autopar.ir.reshard import Hop
+
+# Buckets on their way at once: one to be filled with gradients just made while the one before travels.
+IN_FLIGHT = 2
+KeywordArgs = tuple[tuple[str, Arg], ...]
+
+
+def _ints(kind: TensorType) -> tuple[int, ...]:
+    return tuple(int(size) for size in kind.shape)
+
+
+def hop_arguments(hop: Hop, kind: TensorType, mesh: tuple[int, ...], coordinate: tuple[int, ...]) -> KeywordArgs:
+    """The keyword arguments of ``collective.<kind>`` for ``hop`` of a tensor of global type ``kind``, see
+    :mod:`autopar.ir.program`."""
+    axis, axes = hop.axes[0], hop.axes
+    source, target = hop.source[axis], hop.target[axis]
+    gathered = shard_dim(source)
+    after = local_shape(_ints(kind), hop.target, mesh, coordinate)
+    found: dict[str, Arg] = {"axes": axes}
+    if isinstance(source, Partial):
+        found["op"] = source.reduce_op
+    if hop.kind in ("slice", "reduce_scatter"):
+        found |= {"dim": shard_dim(target), "before": local_before(hop.target, axis, mesh)}
+    elif hop.kind == "all_gather" and gathered is not None:
+        before = local_before(hop.source, axis, mesh)
+        found |= {"dim": gathered, "size": after[gathered], "before": before}
+    elif hop.kind == "all_to_all" and gathered is not None:
+        found |= {"gather_dim": gathered, "gather_size": after[gathered]}
+        found |= {"gather_before": local_before(hop.source, axis, mesh)}
+        found |= {"scatter_dim": shard_dim(target), "scatter_before": local_before(hop.target, axis, mesh)}
+    return tuple(found.items())
+
+
+@dataclass
+class Emitter:
+    """Appends instructions with fresh names; ``taken`` holds all names of the section, inputs included."""
+
+    mesh: tuple[int, ...]
+    coordinate: tuple[int, ...]
+    instructions: list[Instruction] = field(default_factory=list)
+    taken: set[str] = field(default_factory=set)
+
+    def fresh(self, name: str) -> str:
+        """``name``, or ``name_1``, ``name_2``, ... if taken."""
+        found, count = name, 0
+        while found in self.taken:
+            count += 1
+            found = f"{name}_{count}"
+        self.taken.add(found)
+        return found
+
+    def emit(
+        self, name: str, op: str, args: tuple[Arg, ...], kwargs: KeywordArgs = (), results: int = 1, module: str = ""
+    ) -> Value:
+        """Appends ``name = op(*args, **kwargs)`` and returns its first result."""
+        found = self.fresh(name)
+        self.instructions.append(Instruction(found, op, args, kwargs, results, module))
+        return Value(found)
+
+    def hop(self, value: Value, hop: Hop, kind: TensorType, module: str = "") -> Value:
+        """Appends one hop of ``value``: a local step, or the start of a collective and the wait for it."""
+        arguments = hop_arguments(hop, kind, self.mesh, self.coordinate)
+        name = f"{value.node}_{hop.kind}"
+        done = self.emit(name, f"collective.{hop.kind}", (value,), arguments, 1, module)
+        if hop.collective is None:
+            return done
+        return self.emit(f"{name}_wait", "collective.wait", (done,), (), 1, module)
+
+    def hops(self, value: Value, path: Iterable[Hop], kind: TensorType, module: str = "") -> Value:
+        """Appends all hops of ``path`` and returns the value at its end."""
+        for hop in path:
+            value = self.hop(value, hop, kind, module)
+        return value
+
+    def section(self, name: str, inputs: tuple[str, ...], outputs: tuple[Value | None, ...]) -> Section:
+        return Section(name, inputs, tuple(self.instructions), outputs)
+
+
+@dataclass
+class _Member:
+    """One tensor waiting in a bucket: what to do with the result is ``rest`` of its path."""
+
+    key: object
+    value: Value
+    kind: TensorType
+    path: tuple[Hop, ...]
+
+
+@dataclass
+class Buckets:
+    """Coalesces the collectives of equal kind, axes, operation and dtype into bucketed ones of about ``limit`` bytes.
+
+    ``add`` starts a bucket as soon as it is full, so that it communicates while the section computes on, and waits for
+    an older one if more than :data:`IN_FLIGHT` are on their way, since each holds its buffers; ``finish`` starts the
+    rest and waits for all. A path of several collectives goes through buckets once for each. Results come by the key
+    given to ``add``. With ``waits`` false ``add`` waits for none: buckets beyond those set out in ``finish`` only.
+    """
+
+    emitter: Emitter
+    limit: int
+    name: str
+    waits: bool = True
+    open: dict[object, list[_Member]] = field(default_factory=dict)
+    started: list[tuple[Value, list[_Member]]] = field(default_factory=list)
+    later: list[list[_Member]] = field(default_factory=list)
+    results: dict[object, Value] = field(default_factory=dict)
+
+    def add(self, key: object, value: Value, kind: TensorType, path: tuple[Hop, ...]) -> None:
+        """Sends ``value`` along ``path``; its leading local hops and what follows its first collective are done
+        singly."""
+        while path and path[0].collective is None:
+            value, path = self.emitter.hop(value, path[0], kind), path[1:]
+        if not path:
+            self.results[key] = value
+            return
+        arguments = dict(hop_arguments(path[0], kind, self.emitter.mesh, self.emitter.coordinate))
+        # Pieces of several all-to-alls have no common layout: each goes alone.
+        alone = key if path[0].kind == "all_to_all" else None
+        group = (path[0].kind, path[0].axes, arguments.get("op"), kind.dtype, alone)
+        members = self.open.setdefault(group, [])
+        members.append(_Member(key, value, kind, path))
+        if sum(member.path[0].collective.bytes for member in members if member.path[0].collective) >= self.limit:
+            self._start(self.open.pop(group))
+
+    def finish(self) -> Mapping[object, Value]:
+        """Starts what is still open, waits for everything in order, and returns the values by key."""
+        self.waits = True
+        for members in self.later:
+            self._start(members)
+        self.later.clear()
+        while self.open or self.started:
+            self._start_all()
+            self._finish_oldest()
+        return self.results
+
+    def _start_all(self) -> None:
+        # Starting one may wait for another and thereby send its members on, into buckets of their own.
+        while self.open:
+            self._start(self.open.pop(next(iter(self.open))))
+
+    def _finish_oldest(self) -> None:
+        """Waits for the bucket that started first and sends its members on."""
+        handle, members = self.started.pop(0)
+        done = self.emitter.emit(f"{handle.node}_wait", "collective.wait", (handle,), (), len(members))
+        for index, member in enumerate(members):
+            self.add(member.key, Value(done.node, index), member.kind, member.path[1:])
+
+    def _start(self, members: list[_Member]) -> None:
+        if not self.waits and len(self.started) == IN_FLIGHT:
+            self.later.append(members)
+            return
+        self.started.append((self._emit(members), members))
+        while len(self.started) > IN_FLIGHT:
+            self._finish_oldest()
+
+    def _emit(self, members: list[_Member]) -> Value:
+        """Starts the first collective of all ``members`` together."""
+        mesh, coordinate = self.emitter.mesh, self.emitter.coordinate
+        each = [dict(hop_arguments(m.path[0], m.kind, mesh, coordinate)) for m in members]
+        op = f"collective.{members[0].path[0].kind}"
+        if len(members) == 1:
+            return self.emitter.emit(self.name, op, (members[0].value,), tuple(each[0].items()))
+        shared = {k: v for k, v in each[0].items() if k in ("axes", "op")}
+        listed = {f"{k}s": tuple(a[k] for a in each) for k in each[0] if k not in shared}
+        values = tuple(member.value for member in members)
+        return self.emitter.emit(self.name, f"{op}_bucket", (values,), tuple((shared | listed).items()))

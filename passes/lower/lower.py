@@ -1,0 +1,297 @@
+"""Carries out an assignment: the graph becomes the program of one rank.
+
+Every operation becomes its local form on the rank's shards; every reshard the assignment implies becomes the hops it
+was priced with, once per (value, phase, target placements). Nothing else communicates, so the collectives of the
+program are those of the bill. Gradient reductions and weight refreshes are coalesced into buckets: many small
+collectives cost their latency many times over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+
+from autopar.ir.assignment import Assignment, travels_unseen
+from autopar.ir.graph import Graph
+from autopar.ir.node import REST, VIEWS, Arg, Node, Output, Phase, TensorType, Value, map_arg
+from autopar.ir.placements import Placements, Strategy
+from autopar.ir.program import Program, Section, TensorSlot
+from autopar.ir.reshard import Hop, make_hop
+from autopar.ops.masked import layout_for
+from autopar.passes.rule_language.compose import op_call
+from autopar.passes.rule_language.registry import LocalCall, LocalContext, Operand, local_call
+
+from .emit import Buckets, Emitter
+from .fuse_bias import FUSED, biased_products
+
+Path = Callable[[TensorType, Placements, Placements, bool], tuple[Hop, ...]]
+CONTIGUOUS = (("memory_format", torch.contiguous_format),)
+# Instructions whose result may share the memory of their operand.
+ALIASING = VIEWS | {"aten.slice.Tensor", "aten.select.int", "collective.slice", "collective.partial"}
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """What to lower: ``assignment`` of ``graph`` (rests inserted, concrete sizes) for the rank at ``coordinate``.
+
+    ``path(type, source, target, bucketed)`` gives the hops a reshard was priced with; gradients and refreshed weights
+    are sent in buckets of about ``bucket_bytes``. Nodes the assignment does not know (outputs that were not planned
+    for) run replicated.
+    """
+
+    graph: Graph
+    assignment: Assignment
+    coordinate: tuple[int, ...]
+    path: Path
+    bucket_bytes: int
+
+    @property
+    def mesh(self) -> tuple[int, ...]:
+        return self.assignment.mesh
+
+    def strategy(self, node: Node) -> Strategy:
+        found = self.assignment.strategies.get(node.name)
+        everywhere = self.assignment.replicated
+        return found or Strategy((everywhere,) * len(node.operands), (everywhere,) * len(node.types))
+
+    def home(self, value: Value) -> Placements:
+        """How a value lies where it is produced."""
+        if value.node in self.assignment.parameters:
+            return self.assignment.parameters[value.node].weight
+        return self.strategy(self.graph[value.node]).outputs[value.index]
+
+    @cached_property
+    def biased(self) -> Mapping[str, str]:
+        """The sums that run with the product they add a bias to."""
+        return biased_products(self.graph, self.strategy)
+
+    @cached_property
+    def factored(self) -> frozenset[str]:
+        """Their products."""
+        return frozenset(self.biased.values())
+
+    def slot(self, node: Node, placements: Placements | None = None) -> TensorSlot:
+        shape = tuple(int(size) for size in node.type.shape)
+        place = placements or self.home(Value(node.name))
+        return TensorSlot(node.name, node.op, node.target, shape, place, node.type.dtype)
+
+    def output_slot(self, output: Output, placements: Placements) -> TensorSlot:
+        assert output.value is not None
+        kind = self.graph.type_of(output.value)
+        shape = tuple(int(size) for size in kind.shape)
+        return TensorSlot(output.name, output.kind, output.name, shape, placements, kind.dtype)
+
+
+@dataclass
+class NodeLowerer:
+    """Lowers the nodes of one phase into one section: ``local`` has the local value of each value so far, ``moved`` of
+    each value resharded; ``factors`` of each product that runs with the sum after it."""
+
+    job: Lowering
+    phase: Phase
+    emitter: Emitter
+    local: dict[Value, Value] = field(default_factory=dict)
+    moved: dict[tuple[Value, Placements], Value] = field(default_factory=dict)
+    factors: dict[str, tuple[Arg, ...]] = field(default_factory=dict)
+
+    def take(self, value: Value, target: Placements, module: str = "") -> Value:
+        """The local value of ``value`` placed as ``target``; resharded at its first use in this phase."""
+        home = self.job.home(value)
+        if home == target:
+            return self.local[value]
+        if (value, target) not in self.moved:
+            kind = self.job.graph.type_of(value)
+            path = self.job.path(kind, home, target, False)
+            self.moved[value, target] = self.emitter.hops(self.local[value], path, kind, module)
+        return self.moved[value, target]
+
+    def give(self, value: Value, target: Placements) -> Value:
+        """:meth:`take` for a result of the model, which may go straight there (``travels_unseen``)."""
+        home, kind = self.job.home(value), self.job.graph.type_of(value)
+        direct = make_hop(kind, home, target, self.job.mesh) if home != target else None
+        if direct is None or not travels_unseen(self.job.graph, value):
+            return self.take(value, target)
+        return self.emitter.hop(self.local[value], direct, kind)
+
+    def lower(self, node: Node) -> None:
+        strategy = self.job.strategy(node)
+        operands = [
+            self.take(value, place, node.module) for value, place in zip(node.operands, strategy.inputs, strict=True)
+        ]
+        if node.op == REST:
+            self.local[Value(node.name)] = operands[0]
+            return
+        layout = layout_for(node.op)
+        if layout is not None:
+            operands = [
+                self.emitter.emit(f"{value.node}_dense", layout, (value,), (), 1, node.module) for value in operands
+            ]
+        op, args, kwargs = self._call(node, strategy, operands)
+        if node.name in self.job.factored:
+            self.factors[node.name], self.local[Value(node.name)] = args, Value(node.name)
+            return
+        if product := self.job.biased.get(node.name):
+            bias = next(own for value, own in zip(node.operands, operands, strict=True) if value.node != product)
+            op, args = FUSED, (bias, *self.factors.pop(product))
+        first = self.emitter.emit(node.name, op, args, kwargs, len(node.types), node.module)
+        for index in range(len(node.types)):
+            self.local[Value(node.name, index)] = Value(first.node, index)
+
+    def _call(self, node: Node, strategy: Strategy, operands: list[Value]) -> LocalCall:
+        """What this device runs for ``node``, of local operands."""
+        call = op_call(self.job.graph, node)
+        context = LocalContext(call, strategy.inputs, strategy.outputs, self.job.mesh, self.job.coordinate)
+        op, args, kwargs = local_call(context, strategy.local)
+
+        def leaf(arg: Arg) -> Arg:
+            return operands[arg.index] if isinstance(arg, Operand) else arg
+
+        return op, map_arg(args, leaf), tuple((key, map_arg(arg, leaf)) for key, arg in kwargs)
+
+
+def lower(job: Lowering, outputs: Iterable[Output]) -> Program:
+    """The program that computes ``outputs`` (those without a value are left out), as one rank runs it."""
+    wanted = [output for output in outputs if output.value is not None]
+    graph = job.graph
+    needed = graph.needed_for(output.value for output in wanted if output.value is not None)
+    results = [o for o in wanted if o.kind in ("output", "mutation")]
+    gradients = [o for o in wanted if o.kind in ("gradient", "input_gradient")]
+    forward, saved = _forward(job, needed, results)
+    backward = _backward(job, needed, saved, gradients)
+    everywhere = job.assignment.replicated
+    return Program(
+        mesh=job.mesh,
+        coordinate=job.coordinate,
+        parameters=tuple(stored_slot(job, node) for node in graph.placeholders("param")),
+        placeholders=tuple(job.slot(node) for node in graph.nodes if node.is_placeholder and node.op != "tangent"),
+        results=tuple(job.output_slot(o, everywhere) for o in results),
+        tangents=tuple(job.slot(node) for node in graph.placeholders("tangent")) if gradients else (),
+        gradients=tuple(job.output_slot(o, gradient_place(job, o)[1]) for o in gradients),
+        refresh=refresh_section(job),
+        forward=forward,
+        backward=backward,
+        constants=graph.constants,
+    )
+
+
+def stored_slot(job: Lowering, node: Node) -> TensorSlot:
+    return replace(job.slot(node, job.assignment.parameters[node.name].optimizer), dtype=node.stored.dtype)
+
+
+def _forward(job: Lowering, needed: set[str], results: list[Output]) -> tuple[Section, list[Value]]:
+    """The forward section and the graph values it hands to backward."""
+    lowerer = NodeLowerer(job, "forward", Emitter(job.mesh, job.coordinate))
+    inputs = [node.name for node in job.graph.nodes if node.is_placeholder and node.op != "tangent"]
+    lowerer.emitter.taken.update(inputs)
+    lowerer.local.update({Value(name): Value(name) for name in inputs})
+    nodes = [n for n in job.graph.nodes if n.name in needed and n.phase == "forward" and not n.is_placeholder]
+    for node in nodes:
+        lowerer.lower(node)
+    saved = saved_values(job.graph, needed)
+    places = job.assignment.replicated
+    outputs = [lowerer.give(o.value, places) for o in results if o.value is not None]
+    outputs += [lowerer.local[value] for value in saved]
+    return lowerer.emitter.section("forward", tuple(inputs), tuple(outputs)), saved
+
+
+def saved_values(graph: Graph, needed: set[str]) -> list[Value]:
+    """Values of forward (rests and placeholders) that needed nodes of backward use, each once."""
+    uses = (v for n in graph.nodes if n.name in needed and n.phase == "backward" for v in n.operands)
+    return [
+        value
+        for value in dict.fromkeys(uses)
+        if graph[value.node].phase == "forward" and graph[value.node].op != "tangent"
+    ]
+
+
+def gradient_place(job: Lowering, output: Output) -> tuple[Placements, Placements]:
+    """Where a gradient is reduced to, and where it finally lies."""
+    if output.kind == "input_gradient":
+        return job.assignment.replicated, job.assignment.replicated
+    place = job.assignment.parameters[job.graph.parameters[output.name].name]
+    return place.gradient, place.optimizer
+
+
+def _backward(job: Lowering, needed: set[str], saved: list[Value], gradients: list[Output]) -> Section:
+    lowerer = NodeLowerer(job, "backward", Emitter(job.mesh, job.coordinate))
+    emitter = lowerer.emitter
+    tangents = [Value(node.name) for node in job.graph.placeholders("tangent")] if gradients else []
+    for value in (*saved, *tangents):
+        lowerer.local[value] = Value(emitter.fresh(value.node if value.index == 0 else f"{value.node}_{value.index}"))
+    inputs = tuple(lowerer.local[value].node for value in (*saved, *tangents))
+    buckets = Buckets(emitter, job.bucket_bytes, "gradients")
+    made_by: dict[str, list[int]] = {}
+    for position, output in enumerate(gradients):
+        assert output.value is not None
+        made_by.setdefault(output.value.node, []).append(position)
+
+    def send(name: str) -> None:
+        for position in made_by.get(name, ()):
+            value = gradients[position].value
+            assert value is not None
+            send_gradient(job, buckets, position, gradients[position], lowerer.local[value])
+
+    for value in (*saved, *tangents):
+        send(value.node)
+    for node in job.graph.nodes:
+        if node.name in needed and node.phase == "backward" and not node.is_placeholder:
+            lowerer.lower(node)
+            send(node.name)
+    done = buckets.finish()
+    outputs = without_aliases(emitter, [done[position] for position in range(len(gradients))], set(inputs))
+    return emitter.section("backward", inputs, outputs)
+
+
+def send_gradient(job: Lowering, buckets: Buckets, position: int, output: Output, value: Value) -> None:
+    """Puts a gradient, whose local ``value`` lies as backward makes it, on its way to where it rests, in two legs:
+    reduced, then cut down to where the optimizer wants it."""
+    assert output.value is not None
+    kind = job.graph.type_of(output.value)
+    reduced, final = gradient_place(job, output)
+    path = job.path(kind, job.home(output.value), reduced, True)
+    path += job.path(kind, reduced, final, True) if final != reduced else ()
+    buckets.add(position, value, kind, path)
+
+
+def without_aliases(
+    emitter: Emitter, values: list[Value], inputs: set[str], others: Iterable[Value] = ()
+) -> tuple[Value, ...]:
+    """``values`` with a copy of each that shares memory with an earlier one, with an input, with one of ``others`` or
+    (expanded) with itself: gradients are updated in place."""
+    root: dict[Value, Value] = {}
+    expanded: set[Value] = set()
+    for instruction in emitter.instructions:
+        operand = instruction.args[0] if instruction.args else None
+        if instruction.op in ALIASING and isinstance(operand, Value):
+            root[Value(instruction.name)] = root.get(operand, operand)
+            if instruction.op == "aten.expand.default" or operand in expanded:
+                expanded.add(Value(instruction.name))
+    seen = {root.get(value, value) for value in others}
+    found: list[Value] = []
+    for value in values:
+        base = root.get(value, value)
+        if base in seen or base.node in inputs or value in expanded:
+            value = emitter.emit(f"{value.node}_copy", "aten.clone.default", (value,), CONTIGUOUS)
+        seen.add(base)
+        found.append(value)
+    return tuple(found)
+
+
+def refresh_section(job: Lowering) -> Section:
+    """Takes every stored parameter and returns what works in a step; casts those that work in another dtype, then
+    gathers those whose updated value is sharded further."""
+    emitter = Emitter(job.mesh, job.coordinate)
+    nodes = job.graph.placeholders("param")
+    inputs = tuple(emitter.fresh(node.name) for node in nodes)
+    buckets = Buckets(emitter, job.bucket_bytes, "weights")
+    for node in nodes:
+        place, value = job.assignment.parameters[node.name], Value(node.name)
+        if node.stored != node.type:
+            value = emitter.emit(f"{node.name}_cast", "aten._to_copy.default", (value,), (("dtype", node.type.dtype),))
+        path = job.path(node.type, place.optimizer, place.weight, True) if place.optimizer != place.weight else ()
+        buckets.add(node.name, value, node.type, path)
+    done = buckets.finish()
+    return emitter.section("refresh", inputs, tuple(done[node.name] for node in nodes))

@@ -1,0 +1,190 @@
+"""Lowers one chunk of a pipeline to the program of one rank (:mod:`autopar.ir.chunk_program`).
+
+As :mod:`.lower` does it, but gradients leave backward as it made them, to be added up over microbatches, until the last
+microbatch, in which they are reduced (:mod:`.reduce_last_microbatch`); values for other stages leave by the
+placements of the wire; and backward comes in two sections: what other stages wait for, and the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.errors import GraphError
+from autopar.ir.chunk_program import ChunkProgram, Port
+from autopar.ir.node import Output, Value
+from autopar.ir.placements import Placements, short
+from autopar.ir.program import Section, TensorSlot
+from autopar.ir.staged_graph import Edge
+from autopar.schedule.schedule import Schedule
+
+from .accumulate_gradients import adding
+from .emit import Emitter
+from .lower import (
+    Lowering,
+    NodeLowerer,
+    gradient_place,
+    refresh_section,
+    saved_values,
+    stored_slot,
+    without_aliases,
+)
+from .overlap import overlap_section
+from .reduce_last_microbatch import reducing
+from .split_section import split_section
+
+# How each edge's value lies while it travels, on the mesh inside a stage.
+Wires = Mapping[Edge, Placements]
+
+
+@dataclass(frozen=True)
+class ChunkLowering:
+    """What to lower: ``job`` for the graph of chunk ``chunk``, rests inserted; ``wires`` of all edges of the pipeline;
+    ``schedule`` that runs it."""
+
+    job: Lowering
+    chunk: int
+    wires: Wires
+    schedule: Schedule
+
+    def ports(self, *, sends: bool, backward: bool) -> tuple[Port, ...]:
+        """The ends of edges at this chunk, in the order of the message."""
+        phase = "backward" if backward else "forward"
+        mine = [e for e in self.wires if e.phase == phase and self.chunk == (e.source if sends else e.target)]
+        return tuple(Port(edge, self._slot(edge)) for edge in sorted(mine))
+
+    def _slot(self, edge: Edge) -> TensorSlot:
+        value = self.value(edge)
+        kind = self.job.graph.type_of(value)
+        if edge.target == self.chunk and self.job.home(value) != self.wires[edge]:
+            raise GraphError(
+                f"chunk {self.chunk} takes %{edge.name} as {short(self.job.home(value))}, but it travels as "
+                f"{short(self.wires[edge])}"
+            )
+        shape = tuple(int(size) for size in kind.shape)
+        return TensorSlot(value.node, "receive", edge.name, shape, self.wires[edge], kind.dtype)
+
+    def value(self, edge: Edge) -> Value:
+        """The value of an edge in this chunk's graph."""
+        graph = self.job.graph
+        if edge.source == self.chunk:
+            return next(o.value for o in graph.outputs if o.kind == "send" and o.name == edge.name and o.value)
+        return next(Value(node.name) for node in graph.placeholders("receive") if node.target == edge.name)
+
+
+@dataclass(frozen=True)
+class _Crossings:
+    """What enters and leaves a chunk: outputs of its graph, and the ends of edges by direction and phase."""
+
+    results: tuple[Output, ...]
+    gradients: tuple[Output, ...]
+    sends: tuple[Port, ...]
+    receives: tuple[Port, ...]
+    gradient_sends: tuple[Port, ...]
+    gradient_receives: tuple[Port, ...]
+
+    @staticmethod
+    def of(work: ChunkLowering) -> _Crossings:
+        wanted = [output for output in work.job.graph.outputs if output.value is not None]
+        return _Crossings(
+            results=tuple(o for o in wanted if o.kind in ("output", "mutation")),
+            gradients=tuple(o for o in wanted if o.kind in ("gradient", "input_gradient")),
+            sends=work.ports(sends=True, backward=False),
+            receives=work.ports(sends=False, backward=False),
+            gradient_sends=work.ports(sends=True, backward=True),
+            gradient_receives=work.ports(sends=False, backward=True),
+        )
+
+    @property
+    def needs_tangents(self) -> bool:
+        return bool(self.gradients or self.gradient_sends)
+
+
+def lower_chunk(work: ChunkLowering) -> ChunkProgram:
+    """The program of one rank for one chunk, overlapped."""
+    job, graph, crossings = work.job, work.job.graph, _Crossings.of(work)
+    everywhere = job.assignment.replicated
+    return ChunkProgram(
+        chunk=work.chunk,
+        mesh=job.mesh,
+        coordinate=job.coordinate,
+        parameters=tuple(stored_slot(job, node) for node in graph.placeholders("param")),
+        placeholders=tuple(job.slot(node) for node in graph.nodes if _is_given(node.op)),
+        receives=crossings.receives,
+        results=tuple(job.output_slot(o, everywhere) for o in crossings.results),
+        sends=crossings.sends,
+        tangents=tuple(job.slot(node) for node in graph.placeholders("tangent")) if crossings.needs_tangents else (),
+        gradient_receives=crossings.gradient_receives,
+        gradient_sends=crossings.gradient_sends,
+        gradients=tuple(job.output_slot(o, gradient_place(job, o)[1]) for o in crossings.gradients),
+        constants=graph.constants,
+        refresh=refresh_section(job),
+        **_sections(work, crossings),
+    )
+
+
+def _sections(work: ChunkLowering, crossings: _Crossings) -> dict[str, Section]:
+    """Forward, and backward in every form in which a schedule runs it: whole and in halves, for the first microbatch,
+    for further ones, which add to the sums, and for the last, whose gradients are reduced."""
+    graph, count = work.job.graph, len(crossings.gradients)
+    needed = graph.needed_for(output.value for output in graph.outputs if output.value is not None)
+    saved = saved_values(graph, needed)
+    forward, whole = _forward(work, crossings, needed, saved), _backward(work, crossings, needed, saved)
+    halves = split_section(whole, len(crossings.gradient_sends), "input_gradient", "weight_gradient")
+    backward, first, second = map(overlap_section, (whole, *halves))
+    more_backward, more_second = (adding(section, count) for section in (backward, second))
+    in_halves = work.schedule.weight_gradients(work.chunk)[-1:] == ("weight_gradient",)
+    once, more = (second, more_second) if in_halves else (backward, more_backward)
+    ending = once if work.schedule.microbatches == 1 else more
+    last, reduce = reducing(work.job, ending, list(crossings.gradients), work.schedule.ends_with(work.chunk))
+    return {
+        "forward": overlap_section(forward),
+        "input_gradient": first,
+        "weight_gradient": second,
+        "backward": backward,
+        "more_weight_gradient": more_second,
+        "more_backward": more_backward,
+        "last": last,
+        "reduce": reduce,
+    }
+
+
+def _is_given(op: str) -> bool:
+    return op in ("param", "buffer", "input", "constant", "random")
+
+
+def _forward(work: ChunkLowering, crossings: _Crossings, needed: set[str], saved: list[Value]) -> Section:
+    """From placeholders and received values to results, sent values and those saved for backward."""
+    job = work.job
+    lowerer = NodeLowerer(job, "forward", Emitter(job.mesh, job.coordinate))
+    inputs = [node.name for node in job.graph.nodes if _is_given(node.op)]
+    inputs += [port.slot.name for port in crossings.receives]
+    lowerer.emitter.taken.update(inputs)
+    lowerer.local.update({Value(name): Value(name) for name in inputs})
+    for node in job.graph.nodes:
+        if node.name in needed and node.phase == "forward" and not node.is_placeholder:
+            lowerer.lower(node)
+    outputs = [lowerer.give(o.value, job.assignment.replicated) for o in crossings.results if o.value is not None]
+    outputs += [lowerer.take(work.value(port.edge), port.slot.placements) for port in crossings.sends]
+    outputs += [lowerer.local[value] for value in saved]
+    return lowerer.emitter.section("forward", tuple(inputs), tuple(outputs))
+
+
+def _backward(work: ChunkLowering, crossings: _Crossings, needed: set[str], saved: list[Value]) -> Section:
+    """All of backward: from saved values, tangents and received gradients to sent gradients and raw ones."""
+    job = work.job
+    lowerer = NodeLowerer(job, "backward", Emitter(job.mesh, job.coordinate))
+    tangents = [Value(node.name) for node in job.graph.placeholders("tangent")] if crossings.needs_tangents else []
+    given = [*saved, *tangents, *(Value(port.slot.name) for port in crossings.gradient_receives)]
+    for value in given:
+        fresh = lowerer.emitter.fresh(value.node if value.index == 0 else f"{value.node}_{value.index}")
+        lowerer.local[value] = Value(fresh)
+    inputs = tuple(lowerer.local[value].node for value in given)
+    for node in job.graph.nodes:
+        if node.name in needed and node.phase == "backward" and not node.is_placeholder:
+            lowerer.lower(node)
+    sent = [lowerer.take(work.value(port.edge), port.slot.placements) for port in crossings.gradient_sends]
+    raw = [lowerer.local[o.value] for o in crossings.gradients if o.value is not None]
+    # What is sent may be on its way still when raw gradients are added to it in place.
+    outputs = (*sent, *without_aliases(lowerer.emitter, raw, set(inputs), sent))
+    return lowerer.emitter.section("backward", inputs, outputs)

@@ -1,0 +1,119 @@
+"""Lets communication run beside computation: starts early, waits late.
+
+- A collective that depends on nothing but the batch (the number of labels that count) starts before everything else.
+- A wait moves down to just before the first use of its tensor. Where a model output is all that waits, as the reduced
+  loss of a step, the
+  wait is left to whoever wants the output: ranks need not meet in the middle of a step for it.
+- The start of a gather of a weight, whose shard is there from the beginning, moves up to just before the previous such
+  gather is awaited: one weight is on its way while the one before is in use, so that at most one gathered weight more
+      is in
+  memory.
+
+Other collectives start where their operand is made, which is where lowering puts them.
+
+Invariant: the instructions are the same but for waits left out, each after what it uses.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.ir.node import Value, values_in
+from autopar.ir.program import COLLECTIVES, Instruction, Program, Section, is_random
+
+WAIT = "collective.wait"
+GATHER = "collective.all_gather"
+STARTS = tuple(f"collective.{kind}" for kind in COLLECTIVES)
+# What is done early must be little: it delays the first layer.
+LONGEST_EARLY_CHAIN = 12
+
+
+def overlap(program: Program) -> Program:
+    """The program with forward and backward overlapped; a model output may be a handle still to be awaited."""
+    data = {slot.name for slot in program.placeholders if slot.kind in ("input", "constant")}
+    count = sum(slot.kind == "output" for slot in program.results)
+    outputs = len(program.results) if count == len(program.results) else 0
+    forward = overlap_section(_with_early_starts(program.forward, data))
+    return replace(program, forward=_without_last_waits(forward, outputs), backward=overlap_section(program.backward))
+
+
+def overlap_section(section: Section) -> Section:
+    """The section with waits sunk and weight gathers prefetched by one."""
+    return replace(section, instructions=tuple(_prefetched(section, _with_late_waits(section))))
+
+
+def _with_early_starts(section: Section, data: set[str]) -> Section:
+    """Collectives that need only ``data`` first, with the instructions they need."""
+    chains: dict[str, set[str] | None] = {name: set() for name in data}
+    first: set[str] = set()
+    for instruction in section.instructions:
+        needs = [chains.get(name) for name in _uses(instruction)]
+        known = [chain for chain in needs if chain is not None]
+        chain = {instruction.name}.union(*known) if len(known) == len(needs) else None
+        if is_random(instruction.op):
+            chain = None
+        chains[instruction.name] = chain
+        if chain is not None and needs and instruction.op in STARTS and len(chain) <= LONGEST_EARLY_CHAIN:
+            first |= chain
+    early = [i for i in section.instructions if i.name in first]
+    return replace(section, instructions=(*early, *(i for i in section.instructions if i.name not in first)))
+
+
+def _without_last_waits(section: Section, count: int) -> Section:
+    """Hands out handles for those of the first ``count`` outputs that nothing else waits for."""
+    waits = {i.name: _operand(i) for i in section.instructions if i.op == WAIT and i.results == 1}
+    used = Counter(name for instruction in section.instructions for name in _uses(instruction))
+    used.update(value.node for value in section.outputs if value is not None)
+    early = [v.node for v in section.outputs[:count] if v is not None and v.node in waits and used[v.node] == 1]
+    outputs = tuple(waits[v.node] if v is not None and v.node in early else v for v in section.outputs)
+    kept = tuple(i for i in section.instructions if i.name not in early)
+    return replace(section, instructions=kept, outputs=outputs)
+
+
+def _uses(instruction: Instruction) -> set[str]:
+    kwargs = tuple(value for _, value in instruction.kwargs)
+    return {value.node for value in values_in((*instruction.args, *kwargs))}
+
+
+def _with_late_waits(section: Section) -> list[Instruction]:
+    """Waits held back until something uses what they return; those only returned come last, in order. A wait that does
+    not follow its start was put where it is on purpose: it bounds how much is on its way at once."""
+    held: dict[str, Instruction] = {}
+    found: list[Instruction] = []
+    for before, instruction in zip((None, *section.instructions), section.instructions, strict=False):
+        for name in sorted(_uses(instruction) & held.keys(), key=list(held).index):
+            found.append(held.pop(name))
+        if instruction.op == WAIT and before is not None and _operand(instruction).node == before.name:
+            held[instruction.name] = instruction
+        else:
+            found.append(instruction)
+    return [*found, *held.values()]
+
+
+def _prefetched(section: Section, instructions: Sequence[Instruction]) -> list[Instruction]:
+    """Moves the start of each gather of an input to before the wait for the gather before it."""
+    gathers = _input_gathers(section, instructions)
+    waits = [i for i in instructions if i.op == WAIT and _operand(i).node in gathers]
+    following = dict(zip((w.name for w in waits), waits[1:], strict=False))
+    found = [gathers[_operand(waits[0]).node]] if waits else []
+    for instruction in instructions:
+        if instruction.name in gathers:
+            continue
+        if instruction.name in following:
+            found.append(gathers[_operand(following[instruction.name]).node])
+        found.append(instruction)
+    return found
+
+
+def _operand(wait: Instruction) -> Value:
+    value = wait.args[0]
+    assert isinstance(value, Value)
+    return value
+
+
+def _input_gathers(section: Section, instructions: Sequence[Instruction]) -> dict[str, Instruction]:
+    """The gathers that need nothing but inputs of the section, by name."""
+    inputs = set(section.inputs)
+    return {i.name: i for i in instructions if i.op == GATHER and _uses(i) <= inputs}

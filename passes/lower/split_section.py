@@ -1,0 +1,72 @@
+"""Sections in two, run one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import replace
+
+from autopar.ir.node import Arg, Value, map_arg, values_in
+from autopar.ir.program import Instruction, Section
+
+
+def split_section(section: Section, count: int, first: str, second: str) -> tuple[Section, Section]:
+    """The section in two, run one after the other: the ``first`` does what the first ``count`` outputs need, and
+    returns these and what the ``second``, which returns the other outputs, needs of it."""
+    needed = _needed(section.instructions, [v for v in section.outputs[:count] if v is not None])
+    return split_after(section, count, needed, first, second)
+
+
+def split_after(section: Section, count: int, names: Set[str], first: str, second: str) -> tuple[Section, Section]:
+    """:func:`split_section` where the ``first`` does the instructions of these ``names``; what they use is among
+    them."""
+    early = tuple(i for i in section.instructions if i.name in names)
+    late = tuple(i for i in section.instructions if i.name not in names)
+    own = {i.name for i in late}
+    wanted = [value for i in late for value in _operands(i)]
+    wanted += [value for value in section.outputs[count:] if value is not None]
+    carried = tuple(dict.fromkeys(value for value in wanted if value.node not in own))
+    known = _carried_names(carried, {*section.inputs, *(i.name for i in section.instructions)})
+
+    def renamed(value: Value) -> Value:
+        return known.get(value, value)
+
+    outputs = tuple(value and renamed(value) for value in section.outputs[count:])
+    inputs = tuple(renamed(value).node for value in carried)
+    return (
+        Section(first, section.inputs, early, (*section.outputs[:count], *carried)),
+        Section(second, inputs, tuple(_renamed(i, known) for i in late), outputs),
+    )
+
+
+def _carried_names(carried: tuple[Value, ...], taken: set[str]) -> dict[Value, Value]:
+    """Inputs of a section are single values: names for second and later results."""
+    found: dict[Value, Value] = {}
+    for value in carried:
+        if value.index:
+            name = f"{value.node}_result{value.index}"
+            while name in taken:
+                name += "_"
+            taken.add(name)
+            found[value] = Value(name)
+    return found
+
+
+def _renamed(instruction: Instruction, names: Mapping[Value, Value]) -> Instruction:
+    def leaf(arg: Arg) -> Arg:
+        return names.get(arg, arg) if isinstance(arg, Value) else arg
+
+    kwargs = tuple((key, map_arg(arg, leaf)) for key, arg in instruction.kwargs)
+    return replace(instruction, args=map_arg(instruction.args, leaf), kwargs=kwargs)
+
+
+def _operands(instruction: Instruction) -> Iterable[Value]:
+    return values_in((instruction.args, tuple(arg for _, arg in instruction.kwargs)))
+
+
+def _needed(instructions: tuple[Instruction, ...], values: Iterable[Value]) -> set[str]:
+    """Names of the instructions that ``values`` depend on."""
+    needed = {value.node for value in values}
+    for instruction in reversed(instructions):
+        if instruction.name in needed:
+            needed.update(value.node for value in _operands(instruction))
+    return needed & {i.name for i in instructions}

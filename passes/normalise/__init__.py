@@ -1,0 +1,1 @@
+"""Passes that bring a traced graph into normal form, one a file."""

@@ -1,0 +1,30 @@
+"""The standard pipeline from a traced graph to the one that rules, prices and solver see."""
+
+from __future__ import annotations
+
+from autopar.ir.graph import Graph
+from autopar.passes.base import Pass, run
+
+from .canonical_views import CanonicalViews
+from .cast_once import CastOnce
+from .drop_noops import DropNoops
+from .eliminate_common import MergeCommon
+from .eliminate_dead import RemoveDead
+from .sink_views import SinkViews
+
+# No-ops go first, so that chains of views become adjacent; their composition may leave further no-ops.
+STANDARD: tuple[Pass, ...] = (
+    DropNoops(),
+    CanonicalViews(),
+    DropNoops(),
+    MergeCommon(),
+    RemoveDead(),
+    SinkViews(),
+    RemoveDead(),
+    CastOnce(),
+)
+
+
+def normalise(graph: Graph) -> Graph:
+    """The graph with one spelling per operation, nothing superfluous, and no view saved for backward."""
+    return run(STANDARD, graph)

@@ -1,0 +1,1 @@
+"""Cuts of a graph into the chunks of a pipeline, and microbatches."""

@@ -1,0 +1,310 @@
+"""Decides which chunk every operation of a cut graph belongs to.
+
+Forward operations belong where the cuts put them. Two kinds have no chunk of their own and are *repeated* in every
+chunk that has a use for them, for what they are made of costs less to send, or nothing: those that depend on data
+alone (positions, masks), and views. So are the operations of backward that no gradient goes into.
+
+The rest of backward follows from what it reads. A gradient travels down only, so an operation may stand no higher
+than the gradients it takes; and it stands where the forward values it takes are at hand, made there or sent there
+anyway. That settles most, since the operands of an operation are at hand where it ran. Of several chunks possible the
+one is taken from which fewer bytes travel; an operation that only a weight's gradient needs stands with the weight.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from autopar.errors import OptionsError
+from autopar.ir.graph import Graph
+from autopar.ir.node import VIEWS, Node, Value
+from autopar.ir.program import is_random
+from autopar.ops.random import DRAWS
+
+from .data_only import data_only_nodes
+
+Chunks = frozenset[int]
+_ADD = "aten.add.Tensor"
+
+
+def forward_chunks(graph: Graph, cuts: tuple[str, ...]) -> dict[str, int]:
+    """The chunk of each forward operation by its place among the ``cuts``, the names of those that begin chunks.
+
+    Raises :class:`OptionsError` if they are not forward operations in the order of the graph.
+    """
+    order = [node.name for node in graph if node.phase == "forward" and not node.is_placeholder]
+    places = {name: index for index, name in enumerate(order)}
+    unknown = [name for name in cuts if name not in places]
+    if unknown:
+        raise OptionsError(f"cannot cut at %{unknown[0]}: the graph has no forward operation of that name")
+    starts = [places[name] for name in cuts]
+    if starts != sorted(set(starts)) or (starts and starts[0] == 0):
+        raise OptionsError(
+            f"cuts must follow the order of the graph, and leave something before each: {', '.join(cuts)}"
+        )
+    begins, found, chunk = set(cuts), {}, 0
+    for name in order:
+        chunk += name in begins
+        found[name] = chunk
+    return found
+
+
+def gradient_parts(graph: Graph) -> dict[str, tuple[Value, ...]]:
+    """For each parameter the values whose sum is its gradient: sums that nothing else uses are taken apart."""
+
+    def parts(value: Value, top: bool) -> tuple[Value, ...]:
+        node = graph[value.node]
+        alone = len(graph.users.get(value, ())) == (0 if top else 1) and results.count(value) == (1 if top else 0)
+        plain = node.op == _ADD and not node.kwargs and len(node.operands) == 2
+        if not (alone and plain and all(graph.type_of(operand) == node.type for operand in node.operands)):
+            return (value,)
+        return tuple(part for operand in node.operands for part in parts(operand, False))
+
+    results = [output.value for output in graph.outputs]
+    gradients = [o for o in graph.outputs if o.kind == "gradient"]
+    return {o.name: () if o.value is None else parts(o.value, True) for o in gradients}
+
+
+@dataclass
+class ChunkLayout:
+    """``home`` gives the chunk of every operation that has one, ``owners`` the chunks where forward uses a parameter
+    (by node name), ``parts`` the values each gradient is the sum of; ``rests``: see :func:`.cut.cut`."""
+
+    graph: Graph
+    cuts: tuple[str, ...]
+    home: dict[str, int] = field(default_factory=dict)
+    owners: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    parts: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
+    rests: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._received: defaultdict[Value, set[int]] = defaultdict(set)
+        self._drawn: defaultdict[str, set[int]] = defaultdict(set)
+        self._seen: set[tuple[str, int]] = set()
+        self._tops: dict[str, int] = {}
+        self._options: dict[str, list[int]] = {}
+        self._data = data_only_nodes(self.graph)
+        self.home = forward_chunks(self.graph, self.cuts)
+        self.repeated = self._repeated()
+        self._follow_uses()
+        for path, chunk in self.rests.items():
+            if path in self.parameters and not self.owners[self.parameters[path].name]:
+                self.owners[self.parameters[path].name].add(chunk)
+        self._tangents()
+        self.parts = gradient_parts(self.graph)
+        self._lay_backward()
+
+    @property
+    def count(self) -> int:
+        return len(self.cuts) + 1
+
+    @cached_property
+    def parameters(self) -> Mapping[str, Node]:
+        """By path."""
+        return {node.target: node for node in self.graph.placeholders("param")}
+
+    @cached_property
+    def order(self) -> Mapping[str, int]:
+        """The place of each node in the graph."""
+        return {node.name: index for index, node in enumerate(self.graph)}
+
+    @cached_property
+    def members(self) -> Mapping[int, tuple[Node, ...]]:
+        """The operations of each chunk, in the order of the graph."""
+        found: defaultdict[int, list[Node]] = defaultdict(list)
+        for node in self.graph:
+            if not node.is_placeholder and node.name in self.home:
+                found[self.home[node.name]].append(node)
+        return {chunk: tuple(nodes) for chunk, nodes in found.items()}
+
+    def _repeated(self) -> frozenset[str]:
+        """Operations repeated wherever they are used."""
+        found, driven = set(), set()
+        for node in self.graph:
+            if node.is_placeholder:
+                driven.update([node.name] if node.op == "tangent" else [])
+                continue
+            if node.phase == "backward" and any(value.node in driven for value in node.operands):
+                driven.add(node.name)
+            elif is_random(node.op):
+                continue
+            elif node.phase == "backward" or node.name in self._data or self._is_view(node):
+                found.add(node.name)
+        return frozenset(found)
+
+    def _is_view(self, node: Node) -> bool:
+        if node.op == "aten._to_copy.default":
+            return int(node.type.bytes) > int(self.graph.type_of(node.operands[0]).bytes)
+        return node.op in VIEWS
+
+    def _follow_uses(self) -> None:
+        """What forward sends where, and where it uses each parameter."""
+        for node in self.graph:
+            if node.name in self.home and node.name not in self.repeated:
+                self._use(node.operands, self.home[node.name])
+        for output in self.graph.outputs:
+            if output.kind in ("output", "mutation") and output.value is not None:
+                self._use((output.value,), self.home.get(output.value.node, 0))
+
+    def _use(self, values: Iterable[Value], chunk: int) -> None:
+        waiting = list(values)
+        while waiting:
+            value = waiting.pop()
+            node = self.graph[value.node]
+            if node.op == "param":
+                self.owners[node.name].add(chunk)
+            elif node.name in self.repeated and (node.name, chunk) not in self._seen:
+                self._seen.add((node.name, chunk))
+                if node.op in DRAWS:
+                    self._drawn[node.name].add(chunk)
+                waiting += node.operands
+            elif node.name in self.home and node.name not in self.repeated:
+                self._received[value].add(chunk)
+
+    def _tangents(self) -> None:
+        values = {output.name: output.value for output in self.graph.outputs if output.kind == "output"}
+        for node in self.graph.placeholders("tangent"):
+            value = values.get(node.target)
+            self._tops[node.name] = self.home.get(value.node, 0) if value else self.count - 1
+
+    # Backward
+
+    def at_hand(self, value: Value) -> Chunks | None:
+        """The chunks where a value of forward (or what it can be repeated from) is; None: everywhere. A draw, though it
+        can be repeated, is rather used where it has been made."""
+        known: dict[str, Chunks | None] = {}
+
+        def of(value: Value) -> Chunks | None:
+            node = self.graph[value.node]
+            if node.op == "param":
+                return frozenset(self.owners[node.name])
+            if node.is_placeholder:
+                return None
+            if node.name in self._drawn:
+                return frozenset(self._drawn[node.name])
+            if node.name not in self.repeated:
+                return frozenset(self._received[value] | {self.home[node.name]})
+            if node.name not in known:
+                known[node.name] = _common(of(operand) for operand in node.operands)
+            return known[node.name]
+
+        return of(value)
+
+    def _driven(self, node: Node) -> list[Value]:
+        """The operands that are gradients."""
+        return [value for value in node.operands if value.node in self._tops]
+
+    def _lay_backward(self) -> None:
+        dissolved = self._dissolved()
+        nodes = [
+            node
+            for node in self.graph
+            if node.phase == "backward"
+            and not node.is_placeholder
+            and node.name not in self.repeated
+            and node.name not in dissolved
+        ]
+        for node in nodes:
+            self._bound(node)
+        self._settle(nodes)
+
+    def _dissolved(self) -> set[str]:
+        """The additions that :func:`gradient_parts` took apart."""
+        found: set[str] = set()
+        for path, gradient in self.graph.gradients.items():
+            waiting, parts = [gradient], set(self.parts[path])
+            while waiting:
+                value = waiting.pop()
+                if value not in parts:
+                    found.add(value.node)
+                    waiting += self.graph[value.node].operands
+        return found
+
+    def _bound(self, node: Node) -> None:
+        """The chunks a backward operation can stand in, and the highest of them."""
+        top = min((self._tops[value.node] for value in self._driven(node)), default=self.count - 1)
+        saved = [value for value in node.operands if value.node not in self._tops]
+        common = _common(self.at_hand(value) for value in saved)
+        options = [chunk for chunk in range(top + 1) if common is None or chunk in common]
+        if not options:
+            options = [min(range(top, -1, -1), key=lambda chunk: self._missing(saved, chunk))]
+            self._use(saved, options[0])
+        self._options[node.name], self._tops[node.name] = options, options[-1]
+
+    def _missing(self, values: Iterable[Value], chunk: int) -> float:
+        """Bytes to send to have ``values`` in a chunk; what is made above of it would have to be computed again. What
+        depends on data alone is never sent."""
+        total = 0.0
+        for value in values:
+            places = self.at_hand(value)
+            if places is not None and chunk not in places and value.node not in self._data:
+                above = self.graph[value.node].op != "param" and min(places, default=0) > chunk
+                total += int(self.graph.type_of(value).bytes) * (1e6 if above else 1.0)
+        return total
+
+    def _settle(self, nodes: list[Node]) -> None:
+        """From the last operation to the first: as low as users allow, unless more bytes would travel so. Users not yet
+        settled are expected to do the same."""
+        lowest = self._lowest(nodes)
+        wanted = self._wanted_results()
+        users: defaultdict[Value, set[str]] = defaultdict(set)
+        for node in nodes:
+            for value in self._driven(node):
+                users[value].add(node.name)
+        for node in reversed(nodes):
+            low = max((chunk for value in _results(node) for chunk in wanted[value]), default=0)
+            options = [chunk for chunk in self._options[node.name] if chunk >= low]
+            alone = {
+                value
+                for value in self._driven(node)
+                if options[0] not in wanted[value]
+                and not any(
+                    lowest[user] == options[0] for user in users[value] if user != node.name and user not in self.home
+                )
+            }
+            chunk = self._cheaper(node, options[0], options[-1], alone, wanted)
+            self.home[node.name] = chunk
+            for value in self._driven(node):
+                wanted[value].add(chunk)
+
+    def _wanted_results(self) -> defaultdict[Value, set[int]]:
+        """In which chunk each part of a parameter's gradient is wanted: where the parameter is."""
+        wanted: defaultdict[Value, set[int]] = defaultdict(set)
+        names = {node.target: node.name for node in self.graph.placeholders("param")}
+        for path, values in self.parts.items():
+            for value in values:
+                top = self._tops.get(value.node, self.count - 1)
+                wanted[value].add(max((chunk for chunk in self.owners[names[path]] if chunk <= top), default=top))
+        return wanted
+
+    def _lowest(self, nodes: list[Node]) -> dict[str, int]:
+        """The lowest chunk each backward operation could stand in if all its users stood as low as they can."""
+        wanted, found = self._wanted_results(), {}
+        for node in reversed(nodes):
+            low = max((chunk for value in _results(node) for chunk in wanted[value]), default=0)
+            found[node.name] = next(chunk for chunk in self._options[node.name] if chunk >= low)
+            for value in self._driven(node):
+                wanted[value].add(found[node.name])
+        return found
+
+    def _cheaper(self, node: Node, low: int, high: int, alone: set[Value], wanted: Mapping[Value, set[int]]) -> int:
+        """``low``, unless the gradients that would travel for this operation alone are more than its results."""
+        arriving = [v for v in alone if self._tops[v.node] > low and not self.graph[v.node].is_placeholder]
+        leaving = [value for value in _results(node) if any(chunk < high for chunk in wanted[value])]
+        taken, given = (sum(int(self.graph.type_of(v).bytes) for v in values) for values in (arriving, leaving))
+        return low if taken <= given else high
+
+
+def _results(node: Node) -> list[Value]:
+    return [Value(node.name, index) for index in range(len(node.types))]
+
+
+def _common(places: Iterable[Chunks | None]) -> Chunks | None:
+    """The chunks in all of ``places``, None standing for all."""
+    found: Chunks | None = None
+    for each in places:
+        if each is not None:
+            found = each if found is None else found & each
+    return found

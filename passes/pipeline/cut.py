@@ -1,0 +1,246 @@
+"""Cuts the graph of one microbatch into chunks for the stages of a pipeline.
+
+Which operation belongs where is decided by :mod:`.chunk_assignment`; here the graphs are written. Each chunk makes what
+it can of what it has: placeholders it reads are its own, views and what depends on data alone are repeated
+(``<name>_at<chunk>``), and everything else is received from the chunk that makes it, directly. A parameter that
+several chunks use is a placeholder in each, and each returns its own part of the gradient.
+
+    %x: f32[2, 4] = input("x")                       chunk 0: ... return send "y" = %y
+    %y: f32[2, 4] = aten.mm.default(%x, %a)     ->
+    %z: f32[2, 4] = aten.mm.default(%y, %b)          chunk 1: %y: f32[2, 4] = receive("y")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from autopar.errors import OptionsError
+from autopar.ir.graph import Graph
+from autopar.ir.node import Node, Output, Phase, Value
+from autopar.ir.program import is_random
+from autopar.ir.staged_graph import Edge, Staged
+
+from .chunk_assignment import ChunkLayout
+from .data_only import data_only_nodes
+from .microbatch import Microbatched
+
+
+def wire_name(value: Value) -> str:
+    """What a value is called on its way: the name of its node, with the index of a result that is not the first."""
+    return value.node if value.index == 0 else f"{value.node}_result{value.index}"
+
+
+def cut(source: Graph | Microbatched, cuts: tuple[str, ...], rests: Mapping[str, int] | None = None) -> Staged:
+    """``source`` (concrete, without rests) in chunks: ``cuts`` names the forward operations that begin chunk 1, 2, ...
+    ``rests`` are the chunks of parameters, by path, for those that no operation uses.
+
+    Raises :class:`OptionsError` for names that are not forward operations in the order of the graph, or if a cut
+    separates the operations that read and write one buffer.
+    """
+    graph = source if isinstance(source, Graph) else source.graph
+    prelude = None if isinstance(source, Graph) else source.prelude
+    if not cuts:
+        owners = {node.target: (0,) for node in graph.placeholders("param")}
+        return Staged((graph,), (), owners, prelude)
+    layout = ChunkLayout(graph, tuple(cuts), rests=rests or {})
+    writers = [_Writer(layout, chunk) for chunk in range(layout.count)]
+    for writer in writers:
+        writer.write()
+    _mutations(layout, writers)
+    chunks, edges = _connected(layout, writers)
+    names = [{n.target for n in chunk.placeholders("param")} for chunk in chunks]
+    users = {node.target: tuple(i for i, own in enumerate(names) if node.target in own) for node in _parameters(graph)}
+    return Staged(chunks, edges, users, prelude)
+
+
+def split_backward(chunk: Graph) -> tuple[frozenset[str], frozenset[str]]:
+    """Names of the backward operations that gradients sent to other chunks (or returned for inputs) need, and of those
+    that only gradients of parameters need."""
+    urgent = [
+        output.value
+        for output in chunk.outputs
+        if output.value is not None
+        and (
+            output.kind == "input_gradient" or (output.kind == "send" and chunk[output.value.node].phase == "backward")
+        )
+    ]
+    needed = chunk.needed_for(urgent)
+    backward = {node.name for node in chunk if node.phase == "backward" and not node.is_placeholder}
+    return frozenset(backward & needed), frozenset(backward - needed)
+
+
+def _parameters(graph: Graph) -> tuple[Node, ...]:
+    return graph.placeholders("param")
+
+
+@dataclass
+class _Writer:
+    """Writes one chunk; ``received`` are the values it needs of others, ``local`` what values are called here."""
+
+    layout: ChunkLayout
+    chunk: int
+    nodes: list[Node] = field(default_factory=list)
+    placeholders: dict[str, Node] = field(default_factory=dict)
+    received: dict[Value, Node] = field(default_factory=dict)
+    outputs: list[Output] = field(default_factory=list)
+    local: dict[Value, Value] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> Graph:
+        return self.layout.graph
+
+    def write(self) -> None:
+        """All operations of the chunk, forward first, and what it returns."""
+        for phase in ("forward", "backward"):
+            for node in self.layout.members.get(self.chunk, ()):
+                if node.phase == phase and not (phase == "backward" and node.name in self.layout.repeated):
+                    self._emit(node, node.name, node.phase)
+        for output in self.graph.outputs:
+            if output.kind == "gradient":
+                self._gradient(output.name)
+            elif output.kind != "mutation" and self._returns(output):
+                value = output.value and self.take(output.value, "backward")
+                self.outputs.append(replace(output, value=value))
+
+    def _returns(self, output: Output) -> bool:
+        return self.chunk == (0 if output.value is None else self.layout.home.get(output.value.node, 0))
+
+    def _gradient(self, path: str) -> None:
+        """The part of a gradient that is made here."""
+        node = self.layout.parameters[path]
+        owners = self.layout.owners[node.name]
+        parts = self.layout.parts[path]
+        if not parts:
+            if self.chunk == min(owners, default=0):
+                self.take(Value(node.name), "forward")
+                self.outputs.append(Output("gradient", path, None))
+            return
+        at = [self.layout.home.get(part.node, min(owners, default=0)) for part in parts]
+        mine = [self.take(part, "backward") for part, chunk in zip(parts, at, strict=True) if chunk == self.chunk]
+        if mine:
+            self.take(Value(node.name), "forward")
+            self.outputs.append(Output("gradient", path, self._sum(mine, node)))
+
+    def _sum(self, values: list[Value], parameter: Node) -> Value:
+        total = values[0]
+        for value in values[1:]:
+            name = self._fresh(f"{value.node}_sum")
+            self.nodes.append(
+                Node(
+                    name=name,
+                    op="aten.add.Tensor",
+                    args=(total, value),
+                    kwargs=(),
+                    types=parameter.types,
+                    module=parameter.module,
+                    source="",
+                    phase="backward",
+                )
+            )
+            total = Value(name)
+        return total
+
+    def take(self, value: Value, phase: Phase) -> Value:
+        """What ``value`` is called in this chunk; repeated or received if it is not made here."""
+        if value not in self.local:
+            node = self.graph[value.node]
+            if node.is_placeholder:
+                self.placeholders[node.name] = node
+                self.local[value] = value
+            elif node.name in self.layout.repeated or self._made_above(node):
+                self._emit(node, self._fresh(f"{node.name}_at{self.chunk}"), phase)
+            else:
+                kind, name = self.graph.type_of(value), wire_name(value)
+                self.received[value] = Node(
+                    name=name,
+                    op="receive",
+                    args=(name,),
+                    kwargs=(),
+                    types=(kind,),
+                    module=node.module,
+                    source=node.source,
+                    phase=node.phase,
+                )
+                self.local[value] = Value(name)
+        return self.local[value]
+
+    def _made_above(self, node: Node) -> bool:
+        """A forward operation of a later chunk, whose result backward needs here: it can only be computed again."""
+        above = node.phase == "forward" and self.layout.home[node.name] > self.chunk
+        if above and is_random(node.op):
+            raise OptionsError(f"cannot cut so: backward of an earlier stage needs the random %{node.name} = {node.op}")
+        return above
+
+    def _emit(self, node: Node, name: str, phase: Phase) -> None:
+        named = node.map_values(lambda value: self.take(value, phase))
+        self.nodes.append(replace(named, name=name, phase=phase))
+        self.local.update((Value(node.name, index), Value(name, index)) for index in range(len(node.types)))
+
+    def _fresh(self, name: str) -> str:
+        taken = {node.name for node in self.nodes}
+        while name in self.graph or name in taken:
+            name += "_"
+        return name
+
+    def finished(self, sends: Iterable[Value]) -> Graph:
+        """The chunk without what nothing needs; ``sends`` are the values other chunks need."""
+        given = tuple(Output("send", wire_name(value), self.local[value]) for value in sends)
+        own = sorted(self.placeholders.values(), key=lambda node: self.layout.order[node.name])
+        nodes = (*own, *self.received.values(), *self.nodes)
+        graph = Graph(nodes, (*self.outputs, *given))
+        kept = {o.name for o in graph.outputs if o.kind == "gradient"}
+        needed = graph.needed_for(graph.output_values)
+        alive = tuple(n for n in nodes if n.name in needed or (n.op == "param" and n.target in kept))
+        constants = {n.name: self.graph.constants[n.name] for n in alive if n.op == "constant"}
+        return Graph(alive, graph.outputs, (), constants)
+
+
+def _connected(layout: ChunkLayout, writers: list[_Writer]) -> tuple[tuple[Graph, ...], tuple[Edge, ...]]:
+    """The chunks and what travels, once nothing is sent that nobody needs."""
+    wants = [set(writer.received) for writer in writers]
+    while True:
+        sends = [
+            [v for v in dict.fromkeys(v for want in wants for v in want) if layout.home[v.node] == writer.chunk]
+            for writer in writers
+        ]
+        for values in sends:
+            values.sort(key=lambda value: (layout.order[value.node], value.index))
+        chunks = [writer.finished(values) for writer, values in zip(writers, sends, strict=True)]
+        alive = [{v for v, n in w.received.items() if n.name in c} for w, c in zip(writers, chunks, strict=True)]
+        if alive == wants:
+            break
+        wants = alive
+    edges = [
+        Edge(layout.home[value.node], target, wire_name(value)) for target, want in enumerate(wants) for value in want
+    ]
+    return _with_idle_parameters(layout.graph, chunks), tuple(sorted(edges))
+
+
+def _with_idle_parameters(graph: Graph, chunks: list[Graph]) -> tuple[Graph, ...]:
+    """Parameters that nothing uses lie with the first chunk."""
+    held = {node.target for chunk in chunks for node in chunk.placeholders("param")}
+    idle = tuple(node for node in _parameters(graph) if node.target not in held)
+    first = replace(chunks[0], nodes=(*idle, *chunks[0].nodes))
+    return tuple(chunk.verify() for chunk in (first, *chunks[1:]))
+
+
+def _mutations(layout: ChunkLayout, writers: list[_Writer]) -> None:
+    """New values of buffers: made where the buffer is read, in each such chunk if it depends on data alone."""
+    data = data_only_nodes(layout.graph)
+    buffers = {node.target: node.name for node in layout.graph.placeholders("buffer")}
+    for output in layout.graph.outputs:
+        if output.kind != "mutation" or output.value is None:
+            continue
+        name = buffers.get(output.name)
+        readers = {writer.chunk for writer in writers if name in writer.placeholders}
+        home = layout.home.get(output.value.node, min(readers, default=0))
+        if output.value.node not in data and readers - {home}:
+            raise OptionsError(
+                f"cannot cut so: stage {min(readers - {home})} reads the buffer {output.name!r} that stage {home} "
+                f"changes; put the cut before or behind both"
+            )
+        chunks = readers | {home} if output.value.node in data else {home}
+        for chunk in sorted(chunks):
+            value = writers[chunk].take(output.value, "forward")
+            writers[chunk].outputs.append(replace(output, value=value))

@@ -1,0 +1,130 @@
+"""The graph of one microbatch, from the graph of a whole batch.
+
+Microbatches are a mesh axis in time rather than in space: piece ``k`` of the batch takes the place of device ``k``,
+and the rules of operations (:mod:`autopar.passes.rule_language.registry`) say what the whole is made of. A value that
+lies in pieces is ``Shard``, one to which each microbatch adds its part is ``Partial(sum)``, one that is the same for
+all is ``Replicate``. The local form of every operation on piece 0 is the graph of each microbatch, for a form that
+depends on the piece is never taken.
+
+Between microbatches nothing is exchanged. A value that must be known whole before the step goes on is therefore only
+possible if it depends on inputs, buffers and constants alone, such as the number of tokens that count: it is computed
+once a step, by the ``prelude``, for the whole batch. Anything else (the statistics of batch norm) is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from autopar.errors import OptionsError
+from autopar.ir.graph import Graph
+from autopar.ir.node import Node, Output, Value
+
+from .microbatch_walk import Walk
+
+Combine = str
+
+
+@dataclass(frozen=True)
+class Microbatched:
+    """The graph of one microbatch, and what makes a step of several.
+
+    Attributes:
+        graph: computes one of ``count`` microbatches. What it draws is that part of the whole batch's numbers if its
+            ``random`` placeholder has the microbatch's number k in place 3 (see :mod:`autopar.ops.random`). Every
+            microbatch reads buffers as they were before the step.
+        inputs: for each input, those from the prelude included, the dim along which microbatch k takes piece k of
+            ``count`` equal ones, or None if it takes all.
+        combine: how the results of all microbatches, by ``(kind, name)`` of the output, become that of the step:
+            ``concatenate:<dim>``, ``sum``, or ``same`` (each has all of it). Gradients of parameters always add up.
+        prelude: computes, on the whole batch, the outputs whose names are the targets of further inputs of ``graph``;
+            its random state has 0 in place 3.
+    """
+
+    graph: Graph
+    count: int
+    inputs: Mapping[str, int | None]
+    combine: Mapping[tuple[str, str], Combine] = field(default_factory=dict)
+    prelude: Graph | None = None
+
+
+def split_inputs(graph: Graph) -> dict[str, int | None]:
+    """Along which dim each input is divided: the dim 0 that is the batch. A symbolic graph knows; of a concrete one, it
+    is the size that most inputs share."""
+    inputs = [node for node in graph.placeholders("input") if node.type.rank]
+    found: dict[str, int | None] = {node.target: None for node in graph.placeholders("input")}
+    sizes = [node.type.shape[0] for node in inputs]
+    if graph.symbols:
+        return found | {n.target: 0 for n in inputs if not isinstance(n.type.shape[0], int)}
+    if not sizes:
+        return found
+    batch = max(sizes, key=sizes.count)
+    return found | {n.target: 0 for n in inputs if n.type.shape[0] == batch}
+
+
+def check_count(graph: Graph, count: int, inputs: Mapping[str, int | None]) -> None:
+    """Raises :class:`OptionsError`, naming the counts that work, unless the batch divides into ``count`` pieces."""
+    sizes = {
+        int(node.type.shape[dim])
+        for node in graph.placeholders("input")
+        if (dim := inputs.get(node.target)) is not None
+    }
+    if not sizes:
+        raise OptionsError(f"microbatches={count}: no input has a batch dim to divide; use microbatches=1")
+    works = [n for n in range(1, min(sizes) + 1) if all(size % n == 0 for size in sizes)]
+    if count not in works:
+        batch = " and ".join(map(str, sorted(sizes)))
+        raise OptionsError(
+            f"a batch of {batch} does not divide into {count} microbatches; microbatches="
+            f"{', '.join(map(str, works))} {'do' if len(works) > 1 else 'does'}"
+        )
+
+
+def microbatch(graph: Graph, count: int, inputs: Mapping[str, int | None] | None = None) -> Microbatched:
+    """``graph``, concrete and without rests, for one of ``count`` microbatches; ``count`` 1 leaves it as it is.
+
+    ``inputs`` says how inputs are divided, if :func:`split_inputs` of this graph is not to be asked. Raises
+    :class:`OptionsError` if the batch does not divide into ``count``, or where an operation couples the samples of a
+    batch, naming it.
+    """
+    inputs = split_inputs(graph) if inputs is None else inputs
+    if count == 1:
+        return Microbatched(graph, 1, inputs, {(o.kind, o.name): "same" for o in graph.outputs})
+    check_count(graph, count, inputs)
+    walk = Walk(graph, count, inputs)
+    walk.run()
+    outputs: list[Output] = []
+    combine: dict[tuple[str, str], Combine] = {}
+    for output in graph.outputs:
+        made, how = (None, "same") if output.value is None else walk.result(output)
+        outputs.append(Output(output.kind, output.name, made))
+        combine[output.kind, output.name] = how
+    piece = _tidy(Graph((*walk.placeholders, *walk.nodes), tuple(outputs), (), graph.constants), walk.from_prelude)
+    arriving = [node.target for node in piece.placeholders("input")]
+    whole = {target: walk.from_prelude[target] for target in arriving if target in walk.from_prelude}
+    divided = dict(inputs) | {target: dim for target, (_, dim) in whole.items()}
+    values = {target: value for target, (value, _) in whole.items()}
+    return Microbatched(piece, count, divided, combine, _prelude(graph, values))
+
+
+def _tidy(graph: Graph, from_prelude: Collection[str]) -> Graph:
+    """Without dead operations, and without constants and inputs from the prelude that nobody reads."""
+    alive = graph.without_dead()
+    used = alive.needed_for(alive.output_values)
+    nodes = tuple(n for n in alive if n.name in used or (n.is_placeholder and not _optional(n, from_prelude)))
+    constants = {name: tensor for name, tensor in graph.constants.items() if name in used}
+    return Graph(nodes, alive.outputs, (), constants).verify()
+
+
+def _optional(node: Node, from_prelude: Collection[str]) -> bool:
+    return node.op in ("constant", "random") or (node.op == "input" and node.target in from_prelude)
+
+
+def _prelude(graph: Graph, values: Mapping[str, Value]) -> Graph | None:
+    if not values:
+        return None
+    needed = graph.needed_for(values.values())
+    nodes = tuple(Node(n.name, n.op, n.args, n.kwargs, n.types, n.module, n.source) for n in graph if n.name in needed)
+    outputs = tuple(Output("output", name, value) for name, value in values.items())
+    constants = {name: tensor for name, tensor in graph.constants.items() if name in needed}
+    return Graph(nodes, outputs, (), constants).verify()

@@ -1,0 +1,340 @@
+"""Chooses, operation by operation, how each value is spread over the microbatches, and writes their graph.
+
+The walk is greedy: of the strategies of an operation it takes the one that needs its operands as they are, or else as
+they can cheaply become without any exchange:
+
+* a value that is the same for all is made anew in pieces, by the operations that made it (constants, expansions);
+* a value that is the same for all becomes a part of a sum by division by the number of microbatches;
+* a value that depends on data alone comes from the prelude, whole or in pieces.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch.distributed.tensor import Shard
+
+from autopar.errors import OptionsError
+from autopar.ir.graph import Graph
+from autopar.ir.node import Arg, Node, Output, Phase, TensorType, Value, map_arg
+from autopar.ir.placements import (
+    PARTIAL_SUM,
+    REPLICATE,
+    AxisStrategy,
+    Placement,
+    StridedShard,
+    is_shard,
+    local_shape,
+    shard_dim,
+)
+from autopar.ir.program import is_random
+from autopar.ops.random import DRAWS
+from autopar.passes.annotate.annotate import axis_strategies
+from autopar.passes.rule_language.compose import op_call, replicated
+from autopar.passes.rule_language.registry import LOCALISERS, LocalCall, LocalContext, OpCall, Operand, local_call
+from autopar.passes.rules import RULES
+from autopar.passes.rules.random import draw_of_each_piece
+
+from .data_only import data_only_nodes
+
+IMPOSSIBLE = math.inf
+REMAKE, PART, PRELUDE = 1.0, 2.0, 100.0
+Factors = tuple[tuple[int, int], ...]
+
+
+def split_error(node: Node, count: int, value: Value) -> OptionsError:
+    """What to say of an operation that needs all microbatches at once."""
+    where = "".join(f", {part}" for part in (node.module and f"in {node.module}", node.source) if part)
+    return OptionsError(
+        f"microbatches={count}: {node.op} (%{node.name}{where}) couples the samples of a batch: "
+        f"it needs {value} of all microbatches at once; use microbatches=1, or a layer that treats samples alone "
+        f"(group or layer norm in place of batch norm)"
+    )
+
+
+@dataclass
+class Walk:
+    """The state of the walk over ``graph`` for ``count`` microbatches.
+
+    ``homes`` is the placement each value is first made in, ``forms`` what the graph of a microbatch has of it in any
+    placement; ``from_prelude`` the values (and the dim they are divided along) by the target of the input they come as.
+    """
+
+    graph: Graph
+    count: int
+    inputs: Mapping[str, int | None]
+    placeholders: list[Node] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+    homes: dict[Value, Placement] = field(default_factory=dict)
+    forms: dict[tuple[Value, Placement], Value] = field(default_factory=dict)
+    from_prelude: dict[str, tuple[Value, int | None]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.data_only = data_only_nodes(self.graph)
+        self.taken = {node.name for node in self.graph}
+        self._strategies: dict[tuple[OpCall, Factors], list[AxisStrategy]] = {}
+        self._local: dict[tuple[OpCall, AxisStrategy], LocalCall | None] = {}
+        self._calls: dict[str, OpCall] = {}
+        self._remakes: dict[tuple[Value, Placement], tuple[float, AxisStrategy | None]] = {}
+        self._offered: dict[tuple[str, Factors], list[AxisStrategy]] = {}
+
+    def run(self) -> None:
+        """Walks forward, then backward: what the tangents are like depends on the outputs."""
+        for node in self.graph:
+            if node.is_placeholder and node.op != "tangent":
+                dim = self.inputs.get(node.target) if node.op == "input" else None
+                self._place(node, REPLICATE if dim is None else Shard(dim))
+        for phase in ("forward", "backward"):
+            if phase == "backward":
+                self._place_tangents()
+            for node in self.graph:
+                if node.phase == phase and not node.is_placeholder:
+                    self._choose(node)
+
+    def result(self, output: Output) -> tuple[Value, str]:
+        """The value a microbatch returns for ``output``, and how those of all are combined."""
+        value = output.value
+        assert value is not None
+        node, home = self.graph[value.node], self.homes[value]
+        if output.kind == "gradient":
+            if self.cost(value, PARTIAL_SUM) == IMPOSSIBLE:
+                raise split_error(node, self.count, value)
+            return self.take(value, PARTIAL_SUM, node.phase), "sum"
+        if home == REPLICATE:
+            return self.take(value, home, node.phase), "same"
+        if home == PARTIAL_SUM:
+            return self.take(value, home, node.phase), "sum"
+        if isinstance(home, Shard):
+            return self.take(value, home, node.phase), f"concatenate:{home.dim}"
+        raise split_error(node, self.count, value)
+
+    def local_type(self, kind: TensorType, place: Placement) -> TensorType:
+        """``kind`` as one microbatch has it."""
+        shape = local_shape(tuple(map(int, kind.shape)), (place,), (self.count,), (0,))
+        return TensorType(shape, kind.dtype)
+
+    def _place(self, node: Node, place: Placement) -> None:
+        value = Value(node.name)
+        self.placeholders.append(replace(node, types=(self.local_type(node.type, place),)))
+        self.homes[value] = place
+        self.forms[value, place] = value
+
+    def _place_tangents(self) -> None:
+        """A tangent is in pieces where its output is."""
+        values = {output.name: output.value for output in self.graph.outputs if output.kind == "output"}
+        for node in self.graph.placeholders("tangent"):
+            value = values.get(node.target)
+            home = REPLICATE if value is None else self.homes[value]
+            self._place(node, home if is_shard(home) else REPLICATE)
+
+    # Which strategy
+
+    def _choose(self, node: Node) -> None:
+        best, price = None, IMPOSSIBLE
+        for strategy in self._offers(node):
+            cost = self._operands_cost(node, strategy)
+            if cost < price and self.local_form(node, strategy) is not None:
+                best, price = strategy, cost
+            if price == 0:
+                break
+        if best is None:
+            self._only_from_prelude(node)
+            return
+        for index, place in enumerate(best.outputs):
+            self.homes[Value(node.name, index)] = place
+        made = self._emit(node, node.name, best, node.phase)
+        for index, place in enumerate(best.outputs):
+            self.forms[Value(node.name, index), place] = Value(made.name, index)
+
+    def _only_from_prelude(self, node: Node) -> None:
+        """No microbatch can make it: the prelude does, if it can."""
+        if node.name not in self.data_only:
+            raise split_error(node, self.count, self._culprit(node))
+        for index, kind in enumerate(node.types):
+            value = Value(node.name, index)
+            self.homes[value] = REPLICATE
+            if kind is not None:
+                self._take_from_prelude(value, REPLICATE)
+
+    def _culprit(self, node: Node) -> Value:
+        """An operand that is not whole and cannot be."""
+        values = [v for v in node.operands if self.cost(v, REPLICATE) == IMPOSSIBLE]
+        values.sort(key=lambda v: is_shard(self.homes[v]))
+        return (values or list(node.operands) or [Value(node.name)])[0]
+
+    def _offers(self, node: Node, wanted: Factors = ()) -> list[AxisStrategy]:
+        """Replication first, then what rules say, strided shards among them where an operand is one, and by the
+        ``wanted`` factors (a size of a dim, what stands before its shard)."""
+        if (node.name, wanted) not in self._offered:
+            call = self._call(node)
+            factors = {
+                *wanted,
+                *(
+                    (int(kind.shape[place.dim]), place.before)
+                    for value, kind in zip(node.operands, call.inputs, strict=True)
+                    if isinstance(place := self.homes[value], StridedShard)
+                ),
+            }
+            key = (call, tuple(sorted(factors)))
+            if key not in self._strategies:
+                self._strategies[key] = self._found(call, factors)
+            self._offered[node.name, wanted] = self._strategies[key]
+        return self._offered[node.name, wanted]
+
+    def _found(self, call: OpCall, factors: Collection[tuple[int, int]]) -> list[AxisStrategy]:
+        if is_random(call.op) and call.op not in RULES:
+            # Microbatches would draw other numbers than the whole batch does.
+            return []
+        sizes = {size: frozenset(b for s, b in factors if s == size) for size, _ in factors}
+        return [s for s in (replicated(call), *axis_strategies(call, sizes)) if self._divides(call, s)]
+
+    def _divides(self, call: OpCall, strategy: AxisStrategy) -> bool:
+        """Whether all pieces are equal."""
+        places = zip(call.tensors, strategy.places, strict=True)
+        dims = ((kind, shard_dim(place)) for kind, place in places)
+        return all(k is None or d is None or int(k.shape[d]) % self.count == 0 for k, d in dims)
+
+    def _call(self, node: Node) -> OpCall:
+        if node.name not in self._calls:
+            self._calls[node.name] = op_call(self.graph, node, self.count)
+        return self._calls[node.name]
+
+    def _operands_cost(self, node: Node, strategy: AxisStrategy) -> float:
+        return sum(self.cost(v, place) for v, place in zip(node.operands, strategy.inputs, strict=True))
+
+    def cost(self, value: Value, place: Placement) -> float:
+        """What it takes to have ``value`` in ``place``; infinite if that needs the other microbatches."""
+        if (value, place) in self.forms:
+            return 0.0
+        home = self.homes[value]
+        if home == REPLICATE and place == PARTIAL_SUM:
+            return PART if self.graph.type_of(value).dtype.is_floating_point else IMPOSSIBLE
+        return min(self._prelude_cost(value, place), self._remake(value, place)[0])
+
+    def _prelude_cost(self, value: Value, place: Placement) -> float:
+        fits = place == REPLICATE or isinstance(place, Shard)
+        return PRELUDE if fits and value.node in self.data_only else IMPOSSIBLE
+
+    def _remake(self, value: Value, place: Placement) -> tuple[float, AxisStrategy | None]:
+        """What it costs, and the strategy by which the node of ``value``, the same for all, is made again in
+        ``place``."""
+        key = value, place
+        if key not in self._remakes:
+            node = self.graph[value.node]
+            self._remakes[key] = (IMPOSSIBLE, None)
+            if self.homes[value] == REPLICATE and not node.is_placeholder:
+                wanted = self._factors(value, place)
+                fitting = [s for s in self._offers(node, wanted) if s.outputs[value.index] == place]
+                possible = [s for s in fitting if self.local_form(node, s) is not None]
+                costs = [(REMAKE + self._operands_cost(node, s), s) for s in possible]
+                best = min(costs, key=lambda pair: pair[0], default=(IMPOSSIBLE, None))
+                self._remakes[key] = best if best[0] < IMPOSSIBLE else (IMPOSSIBLE, None)
+        return self._remakes[key]
+
+    def _factors(self, value: Value, place: Placement) -> Factors:
+        """What strategies must be asked for that leave ``value`` in ``place``."""
+        if not isinstance(place, StridedShard):
+            return ()
+        return ((int(self.graph.type_of(value).shape[place.dim]), place.before),)
+
+    # What is written
+
+    def take(self, value: Value, place: Placement, phase: Phase) -> Value:
+        """``value`` in ``place``, which is possible by :meth:`cost`; made at its first use."""
+        if (value, place) not in self.forms:
+            price, remake = self._remake(value, place)
+            if place == PARTIAL_SUM:
+                self._take_part(value, phase)
+            elif remake is not None and price <= self._prelude_cost(value, place):
+                node = self.graph[value.node]
+                made = self._emit(node, self.fresh(f"{node.name}_piece"), remake, phase)
+                for index, each in enumerate(remake.outputs):
+                    self.forms.setdefault((Value(node.name, index), each), Value(made.name, index))
+            else:
+                self._take_from_prelude(value, place)
+        return self.forms[value, place]
+
+    def _take_part(self, value: Value, phase: Phase) -> None:
+        """An equal part of a value that is the same for all."""
+        node = self.graph[value.node]
+        args = (self.forms[value, REPLICATE], 1.0 / self.count)
+        name = self.fresh(f"{node.name}_part")
+        kind = self.graph.type_of(value)
+        self.nodes.append(
+            Node(
+                name=name,
+                op="aten.mul.Tensor",
+                args=args,
+                kwargs=(),
+                types=(kind,),
+                module=node.module,
+                source=node.source,
+                phase=phase,
+            )
+        )
+        self.forms[value, PARTIAL_SUM] = Value(name)
+
+    def _take_from_prelude(self, value: Value, place: Placement) -> None:
+        dim = shard_dim(place)
+        target = f"prelude.{str(value)[1:]}" + ("" if dim is None else f".pieces{dim}")
+        kind = self.local_type(self.graph.type_of(value), place)
+        name = self.fresh(f"{value.node}_whole" if dim is None else f"{value.node}_pieces")
+        self.placeholders.append(
+            Node(name=name, op="input", args=(target,), kwargs=(), types=(kind,), module=self.graph[value.node].module)
+        )
+        self.from_prelude[target] = (value, dim)
+        self.forms[value, place] = Value(name)
+
+    def fresh(self, name: str) -> str:
+        """A name the graph does not have."""
+        while name in self.taken:
+            name += "_"
+        self.taken.add(name)
+        return name
+
+    def _emit(self, node: Node, name: str, strategy: AxisStrategy, phase: Phase) -> Node:
+        operands = [self.take(v, p, phase) for v, p in zip(node.operands, strategy.inputs, strict=True)]
+        form = self.local_form(node, strategy)
+        assert form is not None
+        op, args, kwargs = form
+
+        def leaf(arg: Arg) -> Arg:
+            return operands[arg.index] if isinstance(arg, Operand) else arg
+
+        kwargs = tuple((key, map_arg(arg, leaf)) for key, arg in kwargs)
+        places = zip(node.types, strategy.outputs, strict=True)
+        types = tuple(kind and self.local_type(kind, place) for kind, place in places)
+        made = Node(
+            name=name,
+            op=op,
+            args=map_arg(args, leaf),
+            kwargs=kwargs,
+            types=types,
+            module=node.module,
+            source=node.source,
+            phase=phase,
+        )
+        self.nodes.append(made)
+        return made
+
+    def local_form(self, node: Node, strategy: AxisStrategy) -> LocalCall | None:
+        """The call every microbatch makes, or None if they would make different ones. A draw may: it is told which it
+        is by its state."""
+        call = self._call(node)
+        if (call, strategy) not in self._local:
+            self._local[call, strategy] = self._same_form(call, strategy)
+        return self._local[call, strategy]
+
+    def _same_form(self, call: OpCall, strategy: AxisStrategy) -> LocalCall | None:
+        if not strategy.local and call.op not in LOCALISERS:
+            return local_call(self._context(call, strategy, 0))
+        first, last = (local_call(self._context(call, strategy, k), strategy.local) for k in (0, self.count - 1))
+        if call.op in DRAWS:
+            return draw_of_each_piece(first, local_call(self._context(call, strategy, 1)))
+        return first if first == last else None
+
+    def _context(self, call: OpCall, strategy: AxisStrategy, index: int) -> LocalContext:
+        inputs, outputs = tuple((p,) for p in strategy.inputs), tuple((p,) for p in strategy.outputs)
+        return LocalContext(call, inputs, outputs, (self.count,), (index,))

@@ -1,0 +1,1 @@
+"""Rules found by experiment, for operations without written ones."""

@@ -1,0 +1,168 @@
+"""What torch's own DTensor, and whoever registered rules with it, says about operations we have no rule for: claims, to
+be proven by execution (:mod:`.found_rules`).
+
+Besides :mod:`autopar.trace.tracer` this is the one place that touches private parts of torch: DTensor keeps its
+sharding rules in three registries of its ``sharding_propagator``, all asked here on a mesh of one axis that
+needs no process group and leaves an initialised one alone.
+
+- ``op_single_dim_strategy_funcs``: a function of the operand types that lists strategies of one axis;
+- ``op_strategy_funcs``: a function of operand placements that lists strategies near these;
+- ``op_to_rules``: a function of operand placements that gives the placement of the results.
+
+The latter two drop strategies no operand is sharded for, so they are asked once for each way to shard an
+operand.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, OutputSharding
+from torch.distributed.tensor._ops.single_dim_strategy import _ShardingPlaceholder
+from torch.distributed.tensor.experimental import register_sharding
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+
+from autopar.ir.node import Arg, TensorType
+from autopar.ir.placements import REPLICATE, AxisStrategy, Placement
+from autopar.passes.rule_language.claims import leaves_none_empty
+from autopar.passes.rule_language.registry import OpCall, Operand
+
+from .trials import REDUCTIONS, find_operation
+
+_PLAIN = (Replicate, Shard, Partial)
+
+
+@lru_cache(maxsize=64)
+def _mesh(size: int) -> DeviceMesh:
+    """A mesh of one axis that exists on paper only: no process group is made or asked."""
+    return DeviceMesh("cpu", torch.arange(size, device="cpu"), _init_backend=False, _rank=0)
+
+
+def _meta(tensor: TensorType) -> TensorMeta:
+    shape = torch.Size(int(size) for size in tensor.shape)
+    return TensorMeta(shape, torch.empty(shape, device="meta").stride(), tensor.dtype)
+
+
+def _fill(arg: Arg, operands: Sequence[Any]) -> Any:
+    """``arg`` with operands filled in; lists stay lists, as DTensor expects them."""
+    if isinstance(arg, Operand):
+        return operands[arg.index]
+    return [_fill(item, operands) for item in arg] if isinstance(arg, (tuple, list)) else arg
+
+
+def _schema(call: OpCall, operation: Any, placements: Sequence[Placement]) -> OpSchema:
+    mesh = _mesh(call.size)
+    specs = [
+        DTensorSpec(mesh, (cast(TorchPlacement, p),), _meta(t)) for p, t in zip(placements, call.inputs, strict=True)
+    ]
+    args = tuple(_fill(arg, specs) for arg in call.args)
+    info = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info.get(operation)
+    return OpSchema(operation, args, {key: _fill(arg, specs) for key, arg in call.kwargs}, info)
+
+
+def _queries(call: OpCall) -> Iterator[tuple[Placement, ...]]:
+    """Operand placements to ask about: one operand sharded, all sharded on the same dim, or nothing."""
+    count = len(call.inputs)
+    for index, tensor in enumerate(call.inputs):
+        for dim in range(tensor.rank):
+            yield tuple(Shard(dim) if i == index else REPLICATE for i in range(count))
+    for dim in range(max((tensor.rank for tensor in call.inputs), default=0)):
+        yield tuple(Shard(dim) if dim < tensor.rank else REPLICATE for tensor in call.inputs)
+    yield (REPLICATE,) * count
+
+
+def _strategy(call: OpCall, inputs: Sequence[Any], outputs: Sequence[Any]) -> AxisStrategy | None:
+    """A strategy in our terms; None where counts or kinds of placements do not fit."""
+    outputs = [*outputs, *[None] * (len(call.outputs) - len(outputs))]
+    placed = [REPLICATE if p is None or t is None else p for p, t in zip(outputs, call.outputs, strict=False)]
+    if len(inputs) != len(call.inputs) or len(outputs) != len(call.outputs):
+        return None
+    if not all(type(p) in _PLAIN for p in (*inputs, *placed)):
+        return None
+    if any(isinstance(p, Partial) and p.reduce_op not in REDUCTIONS for p in (*inputs, *placed)):
+        return None
+    return AxisStrategy(tuple(inputs), tuple(placed))
+
+
+def _from_single_dim(call: OpCall, function: Callable[..., Any], operation: Any) -> Iterator[AxisStrategy | None]:
+    metas = [_meta(tensor) for tensor in call.inputs]
+    args = tuple(_fill(arg, metas) for arg in call.args)
+    count = len(call.inputs)
+    for row in function(operation, args, {key: _fill(arg, metas) for key, arg in call.kwargs}):
+        filled = [Shard(p.dim) if isinstance(p, _ShardingPlaceholder) else p for p in row]
+        yield _strategy(call, filled[len(filled) - count :], filled[: len(filled) - count])
+
+
+def _placements(specs: DTensorSpec | Sequence[DTensorSpec | None] | None) -> list[Placement | None]:
+    listed = specs if isinstance(specs, (tuple, list)) else [specs]
+    return [None if spec is None else spec.placements[0] for spec in listed]  # type: ignore[union-attr]
+
+
+def _from_spec(call: OpCall, spec: OpSpec) -> AxisStrategy | None:
+    outputs = _placements(spec.output_specs)
+    if isinstance(spec.output_specs, DTensorSpec):
+        outputs *= len(call.outputs)
+    inputs = outputs[:1] * len(call.inputs) if spec.input_specs is None else _placements(spec.input_specs)
+    return _strategy(call, inputs, outputs)
+
+
+def _from_strategies(call: OpCall, function: Callable[..., Any], operation: Any) -> Iterator[AxisStrategy | None]:
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    for query in _queries(call):
+        answer = function(propagator._wrap_with_op_strategy(_schema(call, operation, query)))
+        for spec in answer.strategies if isinstance(answer, OpStrategy) else ():
+            yield _from_spec(call, spec)
+
+
+def _from_rule(call: OpCall, function: Callable[..., Any], operation: Any) -> Iterator[AxisStrategy | None]:
+    for query in _queries(call):
+        answer: OutputSharding = function(_schema(call, operation, query))
+        if answer.output_spec is not None and answer.redistribute_schema is None:
+            yield _strategy(call, query, _placements(answer.output_spec))
+
+
+def _proposals(call: OpCall, operation: Any) -> Iterator[AxisStrategy | None]:
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    if operation in propagator.op_single_dim_strategy_funcs:
+        yield from _from_single_dim(call, propagator.op_single_dim_strategy_funcs[operation], operation)
+    elif operation in propagator.op_strategy_funcs:
+        yield from _from_strategies(call, propagator.op_strategy_funcs[operation], operation)
+    elif operation in propagator.op_to_rules:
+        yield from _from_rule(call, propagator.op_to_rules[operation], operation)
+
+
+def _collected(proposals: Iterable[AxisStrategy | None]) -> list[AxisStrategy]:
+    found: list[AxisStrategy] = []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found.extend(strategy for strategy in proposals if strategy is not None)
+    except Exception:  # A rule of DTensor may not know a call like this one; what it said before stands.
+        pass
+    return found
+
+
+def dtensor_strategies(call: OpCall) -> tuple[AxisStrategy, ...]:
+    """What DTensor's registries propose for one axis of ``call.size`` devices, unproven; without the
+    replicated strategy."""
+    operation = find_operation(call.op)
+    if operation is None or not call.inputs:
+        return ()
+    found = dict.fromkeys(_collected(_proposals(call, operation)))
+    replicated = (REPLICATE,) * len(call.inputs)
+    return tuple(s for s in found if s.inputs != replicated and leaves_none_empty(call, s))
+
+
+def is_registered(op: str) -> bool:
+    """Whether a user registered a rule for it by ``torch.distributed.tensor.experimental.register_sharding``."""
+    operation = find_operation(op)
+    functions: dict[Any, Any] = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+    function = functions.get(operation)
+    return getattr(getattr(function, "func", None), "__module__", "").startswith(register_sharding.__module__)

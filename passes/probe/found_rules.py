@@ -1,0 +1,249 @@
+"""Strategies of operations nobody wrote a rule for: what users registered with DTensor, what DTensor proposes, and else
+what probing finds; all of it executed before it is believed.
+
+An unknown operation runs in a process of its own (:mod:`.sandbox`), as it may do anything. Each finding is made once
+per kind of call and confirmed once per magnitude of its sizes; :data:`KNOWN` holds both for this process, and can be
+handed to others, so that all ranks go by what one of them found.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from autopar.errors import OperatorError
+from autopar.ir.node import Arg, map_arg
+from autopar.ir.placements import AxisStrategy
+from autopar.passes.rule_language.claims import leaves_none_empty
+from autopar.passes.rule_language.registry import OpCall, Operand
+
+from .dtensor_rules import dtensor_strategies, is_registered
+from .operator_study import Unfit, learn, numbers_in
+from .probe import Proven, check, confirm, fits, probe
+from .rule_cache import Finding, describe, key_of, load, parse_strategy, store
+from .sandbox import CPU_SECONDS, run_apart
+from .trials import Range, find_operation
+
+_UNJUDGEABLE = {
+    "nondeterministic_seeded": "it draws random numbers",
+    "dynamic_output_shape": "the shape of its result depends on values",
+    "data_dependent_output": "its result is a number read from a tensor",
+    "inplace_view": "it changes the shape of its operand",
+}
+_UNINITIALISED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
+_LARGE_NUMBER = 4
+_PLAIN = (type(None), bool, int, float, str, Operand, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+@dataclass
+class Known:
+    """Findings by kind of call, and which of their strategies were confirmed for which sizes."""
+
+    findings: dict[str, Finding] = field(default_factory=dict)
+    confirmed: dict[tuple[Any, ...], tuple[bool, ...]] = field(default_factory=dict)
+
+    def adopt(self, other: Known) -> None:
+        """Takes over what another process knows."""
+        self.findings.update(other.findings)
+        self.confirmed.update(other.confirmed)
+
+    def clear(self) -> None:
+        """Forgets everything, so that it is found again, or read from disk."""
+        self.findings.clear()
+        self.confirmed.clear()
+
+
+KNOWN = Known()
+
+
+def found_strategies(call: OpCall) -> tuple[AxisStrategy, ...]:
+    """The strategies of one axis of ``call.size`` devices for an operation without a written rule. Raises
+    :class:`OperatorError` for one that would do something else on several devices."""
+    return _found(call)[0]
+
+
+def source(call: OpCall) -> str:
+    """Where they come from, for people; starts with ``fallback`` where there are none."""
+    return _found(call)[1]
+
+
+def refuted(call: OpCall) -> tuple[str, ...]:
+    """Registered strategies that execution contradicts."""
+    operation = find_operation(call.op)
+    return () if _unfit(call, operation) else _finding(call, operation).refuted
+
+
+def _found(call: OpCall) -> tuple[tuple[AxisStrategy, ...], str]:
+    operation = find_operation(call.op)
+    reason = _unfit(call, operation)
+    if reason:
+        return (), f"fallback: {reason}"
+    finding = _finding(call, operation)
+    if finding.harmful:
+        raise OperatorError(_harm(call.op, finding.reason))
+    offered = tuple(p for p in finding.strategies if fits(call, p) and leaves_none_empty(call, p.strategy))
+    held = offered if finding.source == "trusted" else _confirmed(call, operation, finding, offered)
+    return tuple(p.strategy for p in held), _source(finding, bool(offered), bool(held))
+
+
+def _source(finding: Finding, offered: bool, held: bool) -> str:
+    if not finding.strategies:
+        return f"fallback: {finding.reason or f'no way to divide it held in {finding.cases} cases'}"
+    if not held:
+        why = "what held for small sizes does not for these" if offered else "these sizes do not divide"
+        return f"fallback: {why}"
+    if finding.source == "trusted":
+        return f"registered, not proven: {finding.reason}"
+    return f"{finding.source} ({finding.cases} cases)"
+
+
+def _harm(op: str, reason: str) -> str:
+    remedy = (
+        "tag it: torch.library.custom_op(..., tags=[torch.Tag.nondeterministic_seeded])"
+        if "random" in reason
+        else "declare it in mutates_args, or let it write into a copy"
+    )
+    return f"{op} cannot run on several devices: {reason}. Smallest change that works: {remedy}"
+
+
+def _unfit(call: OpCall, operation: Any) -> str:
+    """Why there is no point in trying; empty if there is one."""
+    if not isinstance(operation, torch._ops.OpOverload):
+        return "it is no operation of torch"
+    for tag, reason in _UNJUDGEABLE.items():
+        if tag in {t.name for t in operation.tags}:
+            return reason
+    if operation._schema.is_mutable:
+        return "it writes into its operands"
+    if operation.name().split("::")[1].split(".")[0] in _UNINITIALISED:
+        return "its result is uninitialised"
+    if not call.inputs or not any(t is not None for t in call.outputs):
+        return "it takes or gives no tensor"
+    strange = _strange(call)
+    return f"it takes {strange}" if strange else ""
+
+
+def _strange(call: OpCall) -> str:
+    """An argument that cannot be made up or compared: a generator, an object of the operation's own."""
+    found: list[str] = []
+
+    def look(arg: Arg) -> Arg:
+        if not isinstance(arg, _PLAIN):
+            found.append(f"a {type(arg).__name__}")
+        return arg
+
+    map_arg((call.args, tuple(arg for _, arg in call.kwargs)), look)
+    return found[0] if found else ""
+
+
+def _finding(call: OpCall, operation: Any) -> Finding:
+    description = describe(call, str(operation._schema))
+    claims: tuple[AxisStrategy, ...] = ()
+    if is_registered(call.op):
+        # What a user registered may change from one run to the next, and depend on sizes: it is not kept on disk.
+        claims = dtensor_strategies(call)
+        description |= {"registered": list(map(str, claims)), "devices": call.size}
+    key = key_of(description)
+    if key not in KNOWN.findings:
+        kept = None if claims else load(description, call)
+        found = kept or (_judge(call, operation, claims) if claims else _search(call, operation))
+        if kept is None and found.strategies and not claims:
+            store(description, found)
+        KNOWN.findings[key] = found
+    return KNOWN.findings[key]
+
+
+def _judge(call: OpCall, operation: Any, claims: tuple[AxisStrategy, ...]) -> Finding:
+    """What is true of the claims a user registered; where the operation cannot be tried, they are believed."""
+    found = _study(call, operation, claims, probing=False)
+    if found.reason and not found.harmful:
+        return Finding("trusted", tuple(Proven(c, False) for c in claims), reason=found.reason)
+    true = {p.strategy for p in found.strategies}
+    return replace(found, source="registered", refuted=tuple(str(c) for c in claims if c not in true))
+
+
+def _search(call: OpCall, operation: Any) -> Finding:
+    """What probing finds, and what DTensor claims and is true."""
+    claims = dtensor_strategies(call)
+    found = _study(call, operation, claims, probing=True)
+    confirms = any(p.strategy in claims for p in found.strategies)
+    return replace(found, source="DTensor" if confirms else "probed")
+
+
+def _study(call: OpCall, operation: Any, claims: tuple[AxisStrategy, ...], probing: bool) -> Finding:
+    """Tries, apart. If that process crashes, does not end, or finds nothing, once more, now with dims tied as in the
+    call and small integers: an operation that does not compare the sizes of its operands reads beyond their ends where
+    one alone is resized. If that fails too, nothing is known."""
+    outcome = run_apart(lambda: _report(call, operation, claims, probing, cautious=False))
+    if outcome.crash or outcome.late or (probing and _is_empty(outcome.value)):
+        again = run_apart(lambda: _report(call, operation, claims, probing, cautious=True), CPU_SECONDS // 2)
+        outcome = again if again.value or outcome.value is None else outcome
+    found = outcome.value or {"reason": outcome.failure, "harmful": False}
+    if "reason" in found:
+        return Finding("none", reason=found["reason"], harmful=found["harmful"])
+    strategies = tuple(Proven(parse_strategy(text), even) for text, even in found["strategies"])
+    ranges = {int(i): Range(low, high, of and tuple(of)) for i, (low, high, of) in found["ranges"].items()}
+    return Finding("probed", strategies, found["cases"], ranges)
+
+
+def _is_empty(report: dict[str, Any] | None) -> bool:
+    """Whether an operation that could be tried was tried in vain."""
+    return report is not None and "reason" not in report and not report["strategies"]
+
+
+def _report(
+    call: OpCall, operation: Any, claims: tuple[AxisStrategy, ...], probing: bool, cautious: bool
+) -> dict[str, Any]:
+    """What :func:`_study` reads, in the other process."""
+    with _plain_surroundings():
+        try:
+            subject = learn(call, operation, cautious)
+        except Unfit as error:
+            return {"reason": str(error), "harmful": error.harmful}
+        found, cases = probe(subject) if probing else ([], 0)
+        known = {p.strategy for p in found}
+        more, tried = check(subject, [c for c in claims if c not in known])
+    return {
+        "strategies": [[str(p.strategy), p.even] for p in (*found, *more)],
+        "ranges": {i: [r.low, r.high, r.of] for i, r in subject.ranges.items()},
+        "cases": cases + tried,
+    }
+
+
+def _confirmed(call: OpCall, operation: Any, finding: Finding, offered: Sequence[Proven]) -> tuple[Proven, ...]:
+    """Those of the strategies ``offered`` that also hold at the sizes of the call, or at others of their magnitude."""
+    if not offered:
+        return ()
+    claims = [p.strategy for p in offered]
+    kind = key_of(describe(call, str(operation._schema)))
+    key = (kind, call.size, _magnitude(call), tuple(map(str, claims)))
+    if key not in KNOWN.confirmed:
+        outcome = run_apart(lambda: _confirm_plainly(call, operation, claims, finding))
+        KNOWN.confirmed[key] = tuple(outcome.value or [False] * len(claims))
+    return tuple(p for p, holds in zip(offered, KNOWN.confirmed[key], strict=True) if holds)
+
+
+def _confirm_plainly(
+    call: OpCall, operation: Callable[..., Any], claims: Sequence[AxisStrategy], finding: Finding
+) -> list[bool]:
+    with _plain_surroundings():
+        return confirm(call, operation, claims, dict(finding.ranges))
+
+
+def _magnitude(call: OpCall) -> tuple[Any, ...]:
+    """The sizes, to a factor of two where no argument can refer to them."""
+    exact = max(numbers_in(call), default=0) > _LARGE_NUMBER
+    return tuple(tuple(int(n) if exact else int(n).bit_length() for n in t.shape) for t in call.inputs)
+
+
+@contextmanager
+def _plain_surroundings() -> Iterator[None]:
+    """Whatever device, precision or warnings filter the caller has set is not to change what is found."""
+    with warnings.catch_warnings(), torch.device("cpu"), torch.autocast("cpu", enabled=False), torch.no_grad():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,292 @@
+"""What can be learnt of an unknown operation by running it: small sizes that it takes, which dims must change together,
+which integers it accepts, and whether it is a function of its operands at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations, islice
+from math import prod
+from typing import Any
+
+import torch
+
+from autopar.ir.node import Arg, map_arg
+from autopar.passes.rule_language.registry import OpCall
+
+from .trials import Range, Shape, Tensors, Values, execute, is_float, make_operands
+
+Slot = tuple[int, int]
+Family = frozenset[Slot]
+MOST_ELEMENTS = 1 << 21
+MOST_SETS = 200
+# Odd multiples of four: neither their halves nor their doubles are any of them.
+_BASE = tuple(range(4, 400, 8))
+_SMALL = (3, 5, 2, 7, 4, 11, 6, 13, 9, 17, 10, 19)
+
+
+class Unfit(Exception):
+    """Nothing can be found out about an operation; says why. ``harmful``: nor may it run on several devices."""
+
+    def __init__(self, reason: str, harmful: bool = False) -> None:
+        super().__init__(reason)
+        self.harmful = harmful
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An operation under test. ``base`` are shapes it runs on; ``groups`` the smallest sets of dims that can change
+    their size together, ``families`` those sets merged where they overlap; no other dim may change."""
+
+    call: OpCall
+    operation: Callable[..., Any]
+    base: tuple[Shape, ...] = ()
+    groups: tuple[Family, ...] = ()
+    families: tuple[Family, ...] = ()
+    ranges: Mapping[int, Range] = field(default_factory=dict)
+    wide: bool = False
+    shrinks: bool = False
+
+    def operands(self, shapes: Sequence[Shape], values: Values) -> list[torch.Tensor]:
+        return make_operands(self.call.inputs, shapes, self.ranges, values)
+
+    def run(self, operands: Sequence[torch.Tensor]) -> Tensors:
+        return execute(self.call, self.operation, operands)
+
+    def runs(self, shapes: Sequence[Shape], values: Values | None = None) -> bool:
+        """Whether it takes operands of these shapes: by its shape function, where it has one, then by its kernel."""
+        if sum(map(prod, shapes)) > MOST_ELEMENTS or not self._has_shape(shapes):
+            return False
+        try:
+            self.run(self.operands(shapes, values or Values(0)))
+        except Exception:
+            return False
+        return True
+
+    def _has_shape(self, shapes: Sequence[Shape]) -> bool:
+        try:
+            results = self.run(meta_operands(self.call, shapes))
+        except NotImplementedError:
+            return True
+        except Exception:
+            # A shape function that fails on the operation's own shapes says nothing.
+            return bool(shapes == self.base)
+        return sum(r.numel() for r in results if r is not None) <= MOST_ELEMENTS
+
+    def resized(self, sizes: Mapping[Slot, int]) -> tuple[Shape, ...]:
+        """The base shapes with some dims of another size."""
+        return tuple(
+            tuple(sizes.get((i, d), size) for d, size in enumerate(shape)) for i, shape in enumerate(self.base)
+        )
+
+    def sized(self, sharded: Iterable[Slot], size: int, turn: int) -> tuple[Shape, ...]:
+        """Shapes with every family that has one of the ``sharded`` dims at ``size``, and the others small and all
+        different; another ``turn``, other sizes."""
+        slots = set(sharded)
+        pool = [n for n in (*_SMALL[turn % 4 :], *_SMALL[: turn % 4]) if n != size]
+        found: dict[Slot, int] = {}
+        for family in self.families:
+            if family & slots:
+                found.update(dict.fromkeys(family, size))
+            elif self.shrinks:
+                found.update(dict.fromkeys(family, pool.pop(0) if pool else 3))
+        return self.resized(found)
+
+
+def meta_operands(call: OpCall, shapes: Sequence[Shape]) -> list[torch.Tensor]:
+    """Operands without data."""
+    return [
+        torch.empty(shape, dtype=kind.dtype, device="meta") for kind, shape in zip(call.inputs, shapes, strict=True)
+    ]
+
+
+def numbers_in(call: OpCall) -> set[int]:
+    """The sizes of every integer argument."""
+    found: set[int] = set()
+
+    def look(arg: Arg) -> Arg:
+        if isinstance(arg, int) and not isinstance(arg, bool):
+            found.add(abs(arg))
+        return arg
+
+    map_arg((call.args, tuple(arg for _, arg in call.kwargs)), look)
+    return found
+
+
+def slots_of(call: OpCall) -> list[Slot]:
+    """The dims of all operands that have more than one position."""
+    return [(i, d) for i, t in enumerate(call.inputs) for d, size in enumerate(t.shape) if int(size) > 1]
+
+
+def learn(call: OpCall, operation: Callable[..., Any], cautious: bool) -> Subject:
+    """What there is to know. Raises :class:`Unfit`. ``cautious``: dims of equal size stay so, integers stay small."""
+    subject = _with_base(Subject(call, operation))
+    check_function(subject)
+    classes = _classes(call)
+    if cautious:
+        groups = [c for c in classes if subject.runs(_changed(subject, c, 2)) and subject.runs(_changed(subject, c, 0))]
+    else:
+        groups = list(dict.fromkeys(g for c in classes for slot in sorted(c) if (g := _together(subject, slot, c))))
+    subject = replace(subject, groups=tuple(groups), families=tuple(_merged(groups)))
+    subject = replace(subject, ranges=_ranges(subject, cautious))
+    subject = replace(subject, wide=_runs_wide(subject))
+    shrinking = replace(subject, shrinks=True)
+    can_shrink = all(shrinking.runs(shrinking.sized((), 0, turn)) for turn in range(4))
+    return shrinking if can_shrink else subject
+
+
+def _classes(call: OpCall) -> list[Family]:
+    found: dict[int, set[Slot]] = {}
+    for slot in slots_of(call):
+        found.setdefault(int(call.inputs[slot[0]].shape[slot[1]]), set()).add(slot)
+    return [frozenset(slots) for slots in found.values()]
+
+
+def _with_base(subject: Subject) -> Subject:
+    """Shapes and first integers it runs with: sizes that stand among the arguments as they are and the others small;
+    else all small; else all real, and then what can be small."""
+    call = subject.call
+    real = {int(size) for t in call.inputs for size in t.shape if int(size) > 1}
+    for kept in (real & numbers_in(call), set()):
+        found = _first_run(replace(subject, base=_shapes(call, _shrunk(real - kept))))
+        if found is not None:
+            return found
+    found = _first_run(replace(subject, base=_shapes(call, {})))
+    if found is None:
+        raise Unfit(f"it runs on no operands we made up: {_complaint(subject)}")
+    small = _shrunk(real)
+    sizes: dict[int, int] = {}
+    for size in sorted(real, reverse=True):
+        tried = _first_run(replace(subject, base=_shapes(call, {**sizes, size: small[size]})))
+        if tried is not None:
+            found, sizes = tried, {**sizes, size: small[size]}
+    return found
+
+
+def _shrunk(sizes: set[int]) -> dict[int, int]:
+    return {size: _BASE[rank] for rank, size in enumerate(sorted(sizes))}
+
+
+def _shapes(call: OpCall, sizes: Mapping[int, int]) -> tuple[Shape, ...]:
+    return tuple(tuple(sizes.get(int(size), int(size)) for size in t.shape) for t in call.inputs)
+
+
+def _first_run(subject: Subject) -> Subject | None:
+    whole = [i for i, t in enumerate(subject.call.inputs) if not is_float(t.dtype) and t.dtype != torch.bool]
+    for low, high in ((0, 2), (0, 1), (1, 2)):
+        found = replace(subject, ranges=dict.fromkeys(whole, Range(low, high)))
+        if found.runs(found.base):
+            return found
+        if not whole:
+            break
+    return None
+
+
+def _complaint(subject: Subject) -> str:
+    """Why it does not run on its own shapes, or on small ones if those are too large."""
+    call = subject.call
+    shapes = _shapes(call, {})
+    if sum(map(prod, shapes)) > MOST_ELEMENTS:
+        shapes = _shapes(call, _shrunk({int(s) for t in call.inputs for s in t.shape if int(s) > 1}))
+    try:
+        subject.run(subject.operands(shapes, Values(0)))
+    except NotImplementedError:
+        return "it has no kernel for the CPU"
+    except Exception as error:
+        text = str(error).strip().splitlines() or [""]
+        return f"{type(error).__name__}: {text[0][:200]}"
+    return "it needs more memory than a trial may use"
+
+
+def check_function(subject: Subject) -> None:
+    """Raises :class:`Unfit` for what is not a function of its operands that leaves them alone."""
+    operands = subject.operands(subject.base, Values(3))
+    before, state = [x.clone() for x in operands], torch.get_rng_state()
+    first = subject.run(operands)
+    if not torch.equal(state, torch.get_rng_state()):
+        raise Unfit("it draws random numbers, and is not tagged torch.Tag.nondeterministic_seeded", harmful=True)
+    if not _same(operands, before):
+        raise Unfit("it writes into its operands, and its schema does not say so", harmful=True)
+    if not _same(first, subject.run(before)):
+        raise Unfit("it gives different results for the same operands")
+    kinds = [(t and (t.rank, t.dtype)) for t in subject.call.outputs]
+    if kinds != [None if r is None else (r.dim(), r.dtype) for r in first]:
+        raise Unfit("its results are of another rank or dtype than its shape function says")
+
+
+def _same(one: Sequence[torch.Tensor | None], other: Sequence[torch.Tensor | None]) -> bool:
+    pairs = list(zip(one, other, strict=True))
+    return all(
+        a is b or (a is not None and b is not None and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)))
+        for a, b in pairs
+    )
+
+
+def _changed(subject: Subject, slots: Iterable[Slot], factor: int) -> tuple[Shape, ...]:
+    """The base shapes with some dims twice as long, or (``factor`` 0) half."""
+
+    def size(slot: Slot) -> int:
+        now = subject.base[slot[0]][slot[1]]
+        return now * 2 if factor else max(1, now // 2)
+
+    return subject.resized({slot: size(slot) for slot in slots})
+
+
+def _together(subject: Subject, slot: Slot, tied: Family) -> Family | None:
+    """The smallest set of dims, ``slot`` among them, that can become longer and shorter together; None if it must stay
+    as it is. ``tied`` are those of its size."""
+
+    def may_change(slots: Family) -> bool:
+        return subject.runs(_changed(subject, slots, 2)) and subject.runs(_changed(subject, slots, 0))
+
+    others = sorted(tied - {slot})
+    sets = (frozenset([slot, *more]) for n in range(len(others)) for more in combinations(others, n))
+    for slots in islice(sets, MOST_SETS):
+        if may_change(slots):
+            return slots
+    if not may_change(tied):
+        return None
+    needed = tied
+    for other in others:
+        if may_change(needed - {other}):
+            needed -= {other}
+    return needed
+
+
+def _merged(groups: Sequence[Family]) -> Iterator[Family]:
+    left = list(groups)
+    while left:
+        family, size = left.pop(), -1
+        while len(family) != size:
+            size = len(family)
+            family = family.union(*(g for g in left if g & family))
+        left = [g for g in left if not g & family]
+        yield family
+
+
+def _ranges(subject: Subject, cautious: bool) -> dict[int, Range]:
+    """The widest range each operand of integers takes: up to the size of a dim (index), or any (data)."""
+    found = dict(subject.ranges)
+    slots = {subject.base[i][d]: (i, d) for i, d in reversed(slots_of(subject.call))}
+    for index, first in subject.ranges.items():
+        options = [Range(first.low, size, slot) for size, slot in sorted(slots.items()) if size > first.high]
+        if not cautious and not any(r.dtype.itemsize < 4 for r in [subject.call.inputs[index]]):
+            options += [Range(first.low, 1 << bits) for bits in (10, 20)]
+        for option in options:
+            tried = replace(subject, ranges={**found, index: option})
+            if not all(tried.runs(subject.base, Values(seed)) for seed in range(3)):
+                break
+            found[index] = option
+        lower = replace(found[index], low=-1)
+        tried = replace(subject, ranges={**found, index: lower})
+        if first.low == 0 and subject.call.inputs[index].dtype != torch.uint8 and tried.runs(subject.base):
+            found[index] = lower
+    return found
+
+
+def _runs_wide(subject: Subject) -> bool:
+    """Whether it computes in float64 too, where less is lost to rounding."""
+    if not any(t.dtype in (torch.float32, torch.float16, torch.bfloat16) for t in subject.call.inputs):
+        return False
+    return subject.runs(subject.base, Values(0, wide=True))

@@ -1,0 +1,229 @@
+"""Rules found by trying: which placements of its operands leave the results of an operation recognisable.
+
+A hypothesis (:mod:`.hypotheses`) is screened on a few trials and, if it survives, put through a hundred: two, three and
+four devices, even and uneven shards, other dims of changing sizes, values of every profile over thirteen decades,
+float64 where the operation computes in it. For each result every placement that has put it together so far is
+remembered; what is left in the end is the rule. So results need no enumeration, and one trial that fails kills a
+hypothesis.
+
+Last, a strategy must hold at the sizes of the call itself (:func:`confirm`): what an argument means may change with
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from autopar.ir.placements import REPLICATE, AxisStrategy, Placement, shard_dim
+from autopar.passes.rule_language.registry import OpCall
+
+from .hypotheses import Inputs, beside, partial, sharded
+from .operator_study import MOST_ELEMENTS, Slot, Subject, numbers_in
+from .trials import (
+    Range,
+    Shape,
+    Tensors,
+    Values,
+    are_even,
+    candidates,
+    cuts_differ,
+    is_float,
+    is_informative,
+    joins,
+    leaves_none_out,
+    rounding_of,
+    split,
+)
+
+PROFILES = ("signed", "positive", "spread", "zeros")
+_SMALL_NUMBER = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Proven:
+    """A strategy that no trial contradicts; with ``even`` only where every shard is of one size."""
+
+    strategy: AxisStrategy
+    even: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One run: over how many devices, dims to shard of which size, and what the operands hold."""
+
+    devices: int
+    size: int
+    values: Values
+
+
+Open = tuple[tuple[Placement, ...], ...]
+
+
+def _screening(even: bool) -> list[Trial]:
+    sizes = ((2, 4), (3, 9)) if even else ((2, 5), (3, 8))
+    return [Trial(n, size, Values(n, profile)) for (n, size), profile in zip(sizes, PROFILES, strict=False)]
+
+
+def _battery(subject: Subject, even: bool) -> Iterator[Trial]:
+    seed = 10
+    for devices in (2, 3, 4):
+        for size in (devices, devices * 5) if even else (devices * 3 - 1, 31):
+            for profile in PROFILES:
+                seed += 1
+                yield Trial(devices, size, Values(seed, profile, wide=subject.wide and seed % 2 == 0))
+
+
+def _sweep(subject: Subject, even: bool) -> Iterator[Trial]:
+    """Every scale, so that a threshold on a sum lies between that of a part and that of the whole once."""
+    floats = any(is_float(t.dtype) for t in subject.call.inputs)
+    for power in range(-20, 25 if floats else 1):
+        size = 6 if even or power % 2 else 7
+        yield Trial(2, size, Values(100 + power, "positive", 2.0**power))
+        if power % 3 == 0:
+            sign = "signed" if power % 2 else "spread"
+            yield Trial(3, size + 2 if not even else 6, Values(200 + power, sign, 2.0**power))
+
+
+@dataclass
+class Examiner:
+    """Puts hypotheses about one operation to trial, and counts the ``cases`` it ran."""
+
+    subject: Subject
+    cases: int = 0
+
+    def examine(self, inputs: Inputs, outputs: Open | None = None) -> Proven | None:
+        """What a hypothesis comes to, if anything: of several ways for a result to lie the one that says most."""
+        found = outputs or tuple(tuple(candidates(t)) for t in self.subject.call.outputs)
+        left = self._through(inputs, found, _screening(even=True))
+        if left is None:
+            return None
+        uneven = self._through(inputs, left, _screening(even=False))
+        even = uneven is None
+        left = left if uneven is None else uneven
+        battery = [*_battery(self.subject, True), *_sweep(self.subject, even)]
+        left = self._through(inputs, left, battery if even else [*battery, *_battery(self.subject, False)])
+        if left is None:
+            return None
+        return Proven(AxisStrategy(inputs, tuple(places[0] for places in left)), even)
+
+    def _through(self, inputs: Inputs, outputs: Open, trials: Iterable[Trial]) -> Open | None:
+        """The placements of each result that all ``trials`` allow; None if some result has none, or too few trials
+        said anything."""
+        told = total = 0
+        for trial in trials:
+            slots = [(i, d) for i, p in enumerate(inputs) if (d := shard_dim(p)) is not None]
+            shapes = self.subject.sized(slots, trial.size, trial.values.seed)
+            if cuts_differ(shapes, inputs) or not leaves_none_out(shapes, inputs, trial.devices):
+                return None
+            total += 1
+            try:
+                operands = self.subject.operands(shapes, trial.values)
+                whole = self.subject.run(operands)
+            except Exception:
+                continue
+            self.cases += 1
+            told += is_informative(whole)
+            outputs = narrowed(self.subject, operands, whole, inputs, trial, outputs)
+            if not all(outputs):
+                return None
+        return outputs if told * 2 >= total else None
+
+
+def narrowed(
+    subject: Subject,
+    operands: Sequence[torch.Tensor],
+    whole: Tensors,
+    inputs: Inputs,
+    trial: Trial,
+    outputs: Open,
+) -> Open:
+    """Those of the placements ``outputs`` in which results from shards of ``operands`` put together ``whole``; none if
+    the operation refuses the shards."""
+    generator = torch.Generator().manual_seed(trial.values.seed)
+    nothing: Open = ((),) * len(outputs)
+    try:
+        shards = [split(x, p, trial.devices, generator) for x, p in zip(operands, inputs, strict=True)]
+        local = [subject.run([pieces[i] for pieces in shards]) for i in range(trial.devices)]
+    except Exception:
+        return nothing
+    if len(whole) != len(outputs) or any(len(results) != len(whole) for results in local):
+        return nothing
+    rounding = rounding_of([*operands, *whole])
+    return tuple(
+        tuple(p for p in places if joins([results[k] for results in local], whole[k], p, rounding))
+        for k, places in enumerate(outputs)
+    )
+
+
+def probe(subject: Subject) -> tuple[list[Proven], int]:
+    """Every strategy found, and the number of cases tried."""
+    examiner = Examiner(subject)
+    found: list[Proven] = []
+    for inputs in sharded(subject):
+        proven = examiner.examine(inputs)
+        for more in beside(subject, inputs) if proven is None else ():
+            if (other := examiner.examine(more)) is not None:
+                found.append(other)
+        if proven is not None:
+            found.append(proven)
+    found += [p for inputs in partial(subject) if (p := examiner.examine(inputs)) is not None]
+    return [p for p in found if any(x != REPLICATE for x in p.strategy.inputs)], examiner.cases
+
+
+def check(subject: Subject, claims: Iterable[AxisStrategy]) -> tuple[list[Proven], int]:
+    """Those of the ``claims`` of others that are true."""
+    examiner = Examiner(subject)
+    tried = [examiner.examine(c.inputs, tuple((p,) for p in c.outputs)) for c in claims]
+    return [proven for proven in tried if proven is not None], examiner.cases
+
+
+_CONFIRMING = (Values(1), Values(2, "positive", 37.0), Values(3, "spread"), Values(4, "positive", 1e-3))
+_FEW_ELEMENTS = 1 << 14
+_MORE = tuple(Values(10 + k, PROFILES[k % 2], 8.0**k) for k in range(-5, 8))
+
+
+def confirm(
+    call: OpCall, operation: Callable[..., object], claims: Sequence[AxisStrategy], ranges: dict[int, Range]
+) -> list[bool]:
+    """Which of the ``claims`` hold at the sizes of ``call`` and on as many devices; where these are too large for a
+    trial, with only the sharded dims as long."""
+    subject = Subject(call, operation, tuple(tuple(map(int, t.shape)) for t in call.inputs), ranges=ranges)
+    return [_holds_here(subject, claim) for claim in claims]
+
+
+def _holds_here(subject: Subject, claim: AxisStrategy) -> bool:
+    call = subject.call
+    for shapes in (subject.base, _reduced(subject, claim)):
+        if sum(map(prod, shapes)) > MOST_ELEMENTS or not subject.runs(shapes):
+            continue
+        outputs: Open = tuple((p,) for p in claim.outputs)
+        for values in (*_CONFIRMING, *(_MORE if sum(map(prod, shapes)) < _FEW_ELEMENTS else ())):
+            operands = subject.operands(shapes, values)
+            whole = subject.run(operands)
+            trial = Trial(call.size, 0, values)
+            if not all(narrowed(subject, operands, whole, claim.inputs, trial, outputs)):
+                return False
+        return True
+    # Too large to try: small sizes speak for large ones only if no argument may mean something else there.
+    return max(numbers_in(call), default=0) <= _SMALL_NUMBER
+
+
+def _reduced(subject: Subject, claim: AxisStrategy) -> tuple[Shape, ...]:
+    slots: set[Slot] = {(i, d) for i, p in enumerate(claim.inputs) if (d := shard_dim(p)) is not None}
+    kept = {subject.base[i][d] for i, d in slots} | numbers_in(subject.call)
+    return tuple(tuple(n if n in kept else min(n, 3 + n % 5) for n in shape) for shape in subject.base)
+
+
+def fits(call: OpCall, proven: Proven) -> bool:
+    """Whether the strategy can be offered for ``call``: trials were of sharded dims of one length, and for some only
+    even ones would do."""
+    inputs = [tuple(map(int, t.shape)) for t in call.inputs]
+    outputs = [None if t is None else tuple(map(int, t.shape)) for t in call.outputs]
+    places = (*proven.strategy.inputs, *proven.strategy.outputs)
+    if cuts_differ(inputs, proven.strategy.inputs):
+        return False
+    return not proven.even or are_even([*inputs, *outputs], places, call.size)

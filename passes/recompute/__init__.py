@@ -1,0 +1,1 @@
+"""Which activations are saved for backward, and which are computed again."""

@@ -1,0 +1,70 @@
+"""Gives every value that forward computes and backward needs a place to rest.
+
+A value saved for backward has consumers in both phases. Without a rest, a forward result that is a partial sum would be
+reduced once in forward and again in backward. ``autopar.rest`` is an identity between producer and consumers: the
+producer's result is resharded once into its resting placement, which is what occupies memory until backward, and every
+consumer reads from there.
+
+    %y: f32[4, 4] = aten.mm.default(%x, %w)                 %y: f32[4, 4] = aten.mm.default(%x, %w)
+    backward %g: f32[4, 4] = aten.mul.Tensor(%d, %y)   ->   %y_rest: f32[4, 4] = autopar.rest(%y)
+                                                            backward %g: f32[4, 4] = aten.mul.Tensor(%d, %y_rest)
+
+Values already held for the whole step (parameters, buffers, inputs, constants) get none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from autopar.ir.graph import Graph
+from autopar.ir.node import REST, Node, Value
+from autopar.passes.base import Pass
+
+
+@dataclass(frozen=True)
+class InsertRests(Pass):
+    """Inserts ``autopar.rest`` behind each saved value; see the module docstring."""
+
+    name: ClassVar[str] = "insert-rests"
+
+    def apply(self, graph: Graph) -> Graph:
+        return insert_rests(graph)
+
+
+def saved_values(graph: Graph) -> list[Value]:
+    """Forward results with a use in backward, in order of definition; placeholders are not among them."""
+    return [
+        Value(node.name, index)
+        for node in graph.nodes
+        if node.phase == "forward" and not node.is_placeholder
+        for index in range(len(node.types))
+        if any(user.phase == "backward" for user, _ in graph.users.get(Value(node.name, index), ()))
+    ]
+
+
+def insert_rests(graph: Graph) -> Graph:
+    """The graph with one ``autopar.rest`` per saved value, which takes over all its uses by operations."""
+    rests = {value: Value(_rest_name(value)) for value in saved_values(graph) if graph[value.node].op != REST}
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        nodes.append(node.map_values(lambda value: rests.get(value, value)))
+        for index, kind in enumerate(node.types):
+            value = Value(node.name, index)
+            if value in rests and kind is not None:
+                nodes.append(
+                    Node(
+                        name=rests[value].node,
+                        op=REST,
+                        args=(value,),
+                        kwargs=(),
+                        types=(kind,),
+                        module=node.module,
+                        source=node.source,
+                    )
+                )
+    return replace(graph, nodes=tuple(nodes))
+
+
+def _rest_name(value: Value) -> str:
+    return f"{value.node}_rest" if value.index == 0 else f"{value.node}_result{value.index}_rest"

@@ -1,0 +1,170 @@
+"""One-axis strategies composed over the axes of a mesh.
+
+The strategies of the outermost axis are asked on global types, those of the next axis on what one device of the first
+is left with, and so on: each axis divides what the axes outside of it left. Where a shard is uneven, devices are left
+with different shapes; a strategy of an inner axis counts only if it is offered for each of them. Invariants: every
+composed strategy is valid for the global types (:func:`autopar.ir.placements.is_valid`); no operand or result is left
+empty on a device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from autopar.ir.graph import Graph
+from autopar.ir.node import Arg, Node, TensorType, Value
+from autopar.ir.placements import (
+    REPLICATE,
+    AxisStrategy,
+    Placement,
+    Placements,
+    Strategy,
+    StridedShard,
+    chunk_bounds,
+    factor_groups,
+    is_valid,
+    local_shape,
+    shard,
+    shard_before,
+    shard_dim,
+)
+
+from .registry import OpCall, Operand
+
+
+def op_call(graph: Graph, node: Node, size: int = 1) -> OpCall:
+    """``node`` as rules see it: operands replaced by their position, with their types."""
+    position = iter(range(len(node.operands)))
+
+    def leaf(arg: Arg) -> Arg:
+        if isinstance(arg, Value):
+            return Operand(next(position))
+        return tuple(map(leaf, arg)) if isinstance(arg, tuple) else arg
+
+    args = tuple(map(leaf, node.args))
+    kwargs = tuple((key, leaf(arg)) for key, arg in node.kwargs)
+    inputs = tuple(graph.type_of(value) for value in node.operands)
+    return OpCall(node.op, inputs, node.types, args, kwargs, size)
+
+
+def _local_sizes(size: int, placement: Placement, devices: int) -> set[int]:
+    if isinstance(placement, StridedShard):
+        return {size // devices}
+    return {chunk_bounds(size, devices, index)[1] for index in (0, devices - 1)}
+
+
+def _local_types(tensor: TensorType | None, placement: Placement, devices: int) -> list[TensorType | None]:
+    """The distinct types devices of an axis are left with, largest first."""
+    dim = shard_dim(placement)
+    if tensor is None or dim is None:
+        return [tensor]
+    sizes = sorted(_local_sizes(int(tensor.shape[dim]), placement, devices), reverse=True)
+    return [replace(tensor, shape=(*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])) for size in sizes]
+
+
+def local_calls(call: OpCall, strategy: AxisStrategy, devices: int) -> list[OpCall]:
+    """``call`` as the devices of an axis see it under ``strategy``: one per distinct combination of shapes."""
+    inputs = [_local_types(t, p, devices) for t, p in zip(call.inputs, strategy.inputs, strict=True)]
+    outputs = [_local_types(t, p, devices) for t, p in zip(call.outputs, strategy.outputs, strict=True)]
+    kinds = max((len(types) for types in (*inputs, *outputs)), default=1)
+    return [
+        replace(
+            call,
+            inputs=tuple(types[min(k, len(types) - 1)] for types in inputs),  # type: ignore[misc]
+            outputs=tuple(types[min(k, len(types) - 1)] for types in outputs),
+        )
+        for k in range(kinds)
+    ]
+
+
+def _global_before(outer: Placements, dim: int, before: int, mesh: tuple[int, ...]) -> int:
+    """``before`` as counted on the whole tensor, given what it is on a device of the ``outer`` axes."""
+    counted, divided = before, 1
+    for group_before, axes in factor_groups(outer, dim):
+        degree = math.prod(mesh[axis] for axis in axes)
+        if before > group_before // divided:
+            counted *= degree
+        divided *= degree
+    return counted
+
+
+def _extend(outer: Placements, placement: Placement, mesh: tuple[int, ...]) -> Placements:
+    dim = shard_dim(placement)
+    if isinstance(placement, StridedShard) and dim is not None:
+        placement = shard(dim, _global_before(outer, dim, shard_before(placement), mesh))
+    return (*outer, placement)
+
+
+def _no_empty_shard(tensor: TensorType | None, placement: Placement, devices: int) -> bool:
+    dim = shard_dim(placement)
+    if tensor is None or dim is None:
+        return True
+    return chunk_bounds(int(tensor.shape[dim]), devices, devices - 1)[1] > 0
+
+
+def _fits(call: OpCall, strategy: AxisStrategy, devices: int) -> bool:
+    pairs = zip(call.tensors, strategy.places, strict=True)
+    return all(_no_empty_shard(tensor, placement, devices) for tensor, placement in pairs)
+
+
+def replicated(call: OpCall) -> AxisStrategy:
+    """The strategy every operation has: do it all on every device."""
+    return AxisStrategy((REPLICATE,) * len(call.inputs), (REPLICATE,) * len(call.outputs))
+
+
+Offer = Callable[[OpCall], tuple[AxisStrategy, ...]]
+
+
+def _merge_local(outer: str, inner: str) -> str | None:
+    """The local operation that serves both axes, or None if they need different ones."""
+    return outer or inner if not (outer and inner) or outer == inner else None
+
+
+def _inner(call: OpCall, mesh: tuple[int, ...], axis: int, offer: Offer) -> tuple[AxisStrategy, ...]:
+    """The strategies of one axis that hold for ``call``, the replicated one first; ``offer`` is not asked on an axis of
+    one device."""
+    if mesh[axis] == 1:
+        return (replicated(call),)
+    here = replace(call, size=mesh[axis])
+    found = dict.fromkeys([replicated(call), *offer(here)])
+    return tuple(strategy for strategy in found if _fits(call, strategy, mesh[axis]))
+
+
+def _walk(calls: list[OpCall], outer: Strategy, mesh: tuple[int, ...], axis: int, offer: Offer) -> Iterator[Strategy]:
+    if axis == len(mesh):
+        yield outer
+        return
+    offers = [_inner(call, mesh, axis, offer) for call in calls]
+    common = [strategy for strategy in offers[0] if all(strategy in other for other in offers[1:])]
+    for strategy in common:
+        local = _merge_local(outer.local, strategy.local)
+        if local is None:
+            continue
+        grown = Strategy(
+            tuple(_extend(o, p, mesh) for o, p in zip(outer.inputs, strategy.inputs, strict=True)),
+            tuple(_extend(o, p, mesh) for o, p in zip(outer.outputs, strategy.outputs, strict=True)),
+            local,
+        )
+        left = list(dict.fromkeys(c for call in calls for c in local_calls(call, strategy, mesh[axis])))
+        yield from _walk(left, grown, mesh, axis + 1, offer)
+
+
+def _is_valid(call: OpCall, strategy: Strategy, mesh: tuple[int, ...]) -> bool:
+    pairs = zip(call.tensors, strategy.places, strict=True)
+    return all(t is None or is_valid(p, tuple(map(int, t.shape)), mesh) for t, p in pairs)
+
+
+def compose(call: OpCall, mesh: tuple[int, ...], offer: Offer) -> tuple[Strategy, ...]:
+    """All strategies of ``call`` on ``mesh``, the fully replicated one first; ``offer(call)`` lists those of one axis
+    of ``call.size`` devices."""
+    start = Strategy(((),) * len(call.inputs), ((),) * len(call.outputs))
+    found = dict.fromkeys(_walk([call], start, mesh, 0, offer))
+    return tuple(strategy for strategy in found if _is_valid(call, strategy, mesh))
+
+
+def shardable(shape: tuple[int, ...], placements: Placements, mesh: tuple[int, ...]) -> bool:
+    """Whether plain shards leave every device something of a tensor of that shape."""
+    last = tuple(devices - 1 for devices in mesh)
+    return all(local_shape(shape, placements, mesh, last))

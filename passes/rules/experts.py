@@ -1,0 +1,56 @@
+"""Mixture-of-experts blocks (:mod:`autopar.ops.experts`): tokens can be sharded, and experts.
+
+*Expert parallelism* is the second: each device holds some of the experts, sees all tokens, and computes what its
+experts contribute to them, a Partial(sum). Tokens sharded outside of the block are thus gathered before it and
+reduce-scattered behind it. With shapes that are known beforehand and no token dropped that moves no more than an
+all-to-all would: in the worst case every token of a device goes to the same other device, so each pair of devices needs
+room for all of them, which is what a gather moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autopar.ir.placements import AxisStrategy, Placement
+from autopar.passes.rule_language.claims import P, R, S, claim, claim_rule
+from autopar.passes.rule_language.registry import LocalCall, LocalContext, OpCall, localiser
+
+EXPERTS, BACKWARD = "autopar.experts.default", "autopar.experts_backward.default"
+_SOME = {EXPERTS: "autopar.some_experts", BACKWARD: "autopar.some_experts_backward"}
+
+
+def _biases(call: OpCall, tokens: int) -> list[bool]:
+    """Whether there is a bias of each matrix; ``tokens`` is the position of the tokens among the arguments."""
+    return [call.args[tokens + 5] is not None, call.args[tokens + 6] is not None]
+
+
+def _by_experts(call: OpCall, tokens: int) -> dict[int | None, Placement]:
+    """The operands that hold one entry per expert, sharded by it."""
+    return dict.fromkeys(range(tokens + 3, tokens + 5 + sum(_biases(call, tokens))), S(0))
+
+
+@claim_rule(EXPERTS)
+def experts(call: OpCall) -> Iterator[AxisStrategy]:
+    """``(x, ids, weights, up, down, up_bias?, down_bias?, ...)`` -> [T, H]"""
+    yield claim(call, {0: S(0), 1: S(0), 2: S(0)}, [S(0)])
+    yield claim(call, {2: P}, [P])
+    yield claim(call, _by_experts(call, 0), [P], _SOME[EXPERTS])
+
+
+@claim_rule(BACKWARD)
+def experts_backward(call: OpCall) -> Iterator[AxisStrategy]:
+    """``(grad, x, ids, weights, up, down, up_bias?, down_bias?, ...)`` -> gradients of x, weights and the parameters"""
+    biases = [[S(0), P, P] if there else [R, R, R] for there in _biases(call, 1)]
+    by_experts, by_tokens, linear = ([bias[kind] for bias in biases] for kind in range(3))
+    yield claim(call, {0: S(0), 1: S(0), 2: S(0), 3: S(0)}, [S(0), S(0), P, P, *by_tokens])
+    yield claim(call, {0: P}, [P, P, P, P, *linear])
+    yield claim(call, _by_experts(call, 1), [P, P, S(0), S(0), *by_experts], _SOME[BACKWARD])
+
+
+@localiser(*_SOME.values())
+def local_experts(context: LocalContext) -> LocalCall:
+    """The operation itself, told which experts are here."""
+    call = context.call
+    tokens = 1 if call.op == BACKWARD else 0
+    first = context.input_offset(tokens + 3, 0)
+    return call.op, (*call.args[:-1], first), call.kwargs

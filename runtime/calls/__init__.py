@@ -1,0 +1,1 @@
+"""Compiled calls: kinds of calls, their checks, and programs that run them."""

@@ -1,0 +1,226 @@
+"""One compiled program bound to a module's tensors: inputs go in as the user has them, outputs come out as
+the model gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import AutoparError, PlanMismatchError
+from autopar.ir.placements import PARTIAL_SUM, REPLICATE, local_shape, take_local
+from autopar.ir.program import Program, Section, TensorSlot
+from autopar.ops.index_range import noted
+from autopar.runtime.comm.collectives import Collectives, Handle
+from autopar.runtime.execute.executor import Executable
+from autopar.runtime.inputs.rank_local import own_part
+from autopar.runtime.state.parameters import gather_whole, local_of, make_dtensor, torch_placements
+from autopar.runtime.state.weights import accumulate
+
+from .signature import Calling
+
+
+def is_replicated(slot: TensorSlot) -> bool:
+    """Whether every rank has all of it."""
+    return all(placement == REPLICATE for placement in slot.placements)
+
+
+@dataclass
+class Past:
+    """What a run read besides inputs and parameters, so that it can be repeated: the state of its random numbers, and
+    the buffers that it changed, as they were."""
+
+    state: torch.Tensor | None = None
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Call(Calling):
+    """See the module docstring."""
+
+    def _bind_program(self, program: Program) -> None:
+        self.program = program
+        self.executable = Executable(program, self.groups.mesh)
+        self.weights.settle([(slot, self.groups) for slot in program.parameters])
+        self.parameters = self.weights.parameters(program.parameters)
+        self._parameter_index = {slot.target: i for i, slot in enumerate(program.parameters)}
+        self._partial = Collectives(self.groups).partial
+        self.results = {slot.target: slot for slot in program.results if slot.kind == "output"}
+        self.input_gradients = {s.target: s for s in program.gradients if s.kind == "input_gradient"}
+
+    def sections(self) -> Iterator[Section]:
+        yield from (self.program.refresh, self.program.forward, self.program.backward)
+
+    def own_input(self, slot: TensorSlot, value: torch.Tensor) -> torch.Tensor:
+        """This rank's part of an input: a global tensor, or a DTensor as it lies or redistributed."""
+        if tuple(value.shape) != slot.shape:
+            raise PlanMismatchError(
+                f"the input {slot.target} has shape {list(value.shape)}, but the program was compiled "
+                f"for {list(slot.shape)}"
+            )
+        part = own_part(value, slot.placements, self.groups) if isinstance(value, DTensor) else None
+        if part is not None:
+            return part.contiguous()
+        if isinstance(value, DTensor) and value.device_mesh != self.groups.mesh:
+            value = value.full_tensor()
+        if isinstance(value, DTensor):
+            wanted = torch_placements(slot.placements, self.groups.shape)
+            return (value if tuple(value.placements) == wanted else value.redistribute(placements=wanted)).to_local()
+        here = take_local(value.detach(), slot.placements, self.groups.shape, self.groups.coordinate)
+        return here.to(self.groups.device, non_blocking=True).contiguous()
+
+    def run(
+        self, leaves: Sequence[Any], past: Past | None = None
+    ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+        """Forward: local outputs by name, and the values saved for backward. Buffers are brought up to
+        date. ``past`` is filled in."""
+        started, saved = self.start(leaves, past)
+        outputs = {name: settled(value) for name, value in started.items()}
+        self.check_indices()
+        return outputs, saved
+
+    def saved_again(self, leaves: Sequence[Any], past: Past) -> list[torch.Tensor]:
+        """The values that this program saves for backward, of a run that another program for the same inputs made:
+        nothing is changed by it, neither buffers nor the count of calls."""
+        outputs, saved = self.start(leaves, past, again=True)
+        for value in outputs.values():
+            settled(value)  # What was begun must be awaited, or later collectives wait for ever.
+        return saved
+
+    def start(
+        self, leaves: Sequence[Any], past: Past | None = None, *, again: bool = False
+    ) -> tuple[dict[str, torch.Tensor | Handle], list[torch.Tensor]]:
+        """:meth:`run`, but outputs may be on their way still (:func:`settled` waits for one). ``again``: as ``past``
+        was."""
+        noted()  # What an earlier call met that ended in another error.
+        past = past or Past()
+        with torch.no_grad():
+            # Made anew each time: no version counter of a DTensor sees every write (``.data``, fused optimizers).
+            working = self.executable.refresh([local_of(parameter) for parameter in self.parameters])
+            module = self.weights.module
+            results, saved = self.executable.forward(
+                [self._bind(s, leaves, working, past, again) for s in self.program.placeholders]
+            )
+            outputs: dict[str, torch.Tensor | Handle] = {}
+            for slot, value in zip(self.program.results, results, strict=True):
+                if slot.kind == "mutation":
+                    if not again:
+                        module.get_buffer(slot.target).copy_(gather_whole(value, slot, self.groups))
+                else:
+                    outputs[slot.target] = value
+        return outputs, saved
+
+    def _bind(
+        self, slot: TensorSlot, leaves: Sequence[Any], working: list[torch.Tensor], past: Past, again: bool
+    ) -> torch.Tensor:
+        match slot.kind:
+            case "param":
+                return working[self._parameter_index[slot.target]]
+            case "input":
+                return self.own_input(slot, leaves[self._leaf_index[slot.target]])
+            case "buffer":
+                return self._own_buffer(slot, past)
+            case "constant":
+                return self.executable.constants[slot.target]
+            case "random":
+                if past.state is None or not again:
+                    past.state = self._draw_state()
+                return past.state
+        raise PlanMismatchError(
+            f"the program takes a placeholder of kind {slot.kind!r} ({slot.target}) that a call has not"
+        )
+
+    def _own_buffer(self, slot: TensorSlot, past: Past) -> torch.Tensor:
+        """The buffer as it is; as it was, if that is known."""
+        if slot.target in past.buffers:
+            return past.buffers[slot.target]
+        buffer = self.weights.module.get_buffer(slot.target)
+        mine = take_local(buffer, slot.placements, self.groups.shape, self.groups.coordinate)
+        if self._is_mutated(slot.target):
+            # The program's saved values may be views of its inputs; a buffer is overwritten in place.
+            mine = past.buffers[slot.target] = mine.clone()
+        return mine
+
+    def _is_mutated(self, buffer: str) -> bool:
+        return any(slot.kind == "mutation" and slot.target == buffer for slot in self.program.results)
+
+    def present(self, name: str, local: torch.Tensor) -> torch.Tensor:
+        """Output ``name`` as the user sees it: plain if replicated, else a DTensor."""
+        slot = self.results[name]
+        return local.detach() if is_replicated(slot) else make_dtensor(local, slot, self.groups)
+
+    def own_tangent(self, slot: TensorSlot, gradient: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """This rank's part of the gradient of an output: zeros if none arrived."""
+        if gradient is None:
+            shape = local_shape(slot.shape, slot.placements, self.groups.shape, self.groups.coordinate)
+            return torch.zeros(shape, dtype=dtype, device=self.groups.device)
+        if isinstance(gradient, DTensor):
+            gradient = gradient.full_tensor()
+        own = take_local(gradient, slot.placements, self.groups.shape, self.groups.coordinate)
+        axes = tuple(a for a, p in enumerate(slot.placements) if p == PARTIAL_SUM)
+        return (self._partial(own, axes) if axes else own).contiguous()
+
+    def differentiates(self, names: Iterable[str]) -> bool:
+        """Whether gradients of all these outputs have a place to arrive."""
+        return {slot.target for slot in self.program.tangents}.issuperset(names)
+
+    def tangents(
+        self, gradients: Mapping[str, torch.Tensor | None], dtypes: Mapping[str, torch.dtype]
+    ) -> list[torch.Tensor]:
+        """One local tangent per entry of ``program.tangents``. Raises :class:`AutoparError` if a gradient
+        arrived for an output that has none."""
+        known = {slot.target for slot in self.program.tangents}
+        for name, gradient in gradients.items():
+            if gradient is not None and name not in known:
+                raise AutoparError(
+                    f"a gradient arrived at output {self.output_name(name)}, but the program "
+                    "differentiates only "
+                    f"{', '.join(map(self.output_name, sorted(known))) or 'nothing'}: compute the "
+                    "loss from that, or pass "
+                    "labels so that the model returns its loss"
+                )
+        return [self.own_tangent(s, gradients.get(s.target), dtypes[s.target]) for s in self.program.tangents]
+
+    def unit_tangent(self, name: str) -> torch.Tensor:
+        """Ones like output ``name``: the gradient of an output with respect to itself."""
+        slot = next(slot for slot in self.program.tangents if slot.target == name)
+        return torch.ones(slot.shape, dtype=slot.dtype, device=self.groups.device)
+
+    def backward(self, saved: list[torch.Tensor], tangents: list[torch.Tensor]) -> dict[tuple[str, str], torch.Tensor]:
+        """Local gradients by (kind, name); those that are None are absent. If they overflow, or some that they would be
+        added to have, all of parameters are, and no parameter keeps the gradient it has."""
+        if self.loss_scale is not None:
+            tangents = [tangent * self.loss_scale.scale for tangent in tangents]
+        values = self.executable.backward(saved, tangents)
+        pairs = zip(self.program.gradients, values, strict=True)
+        found = {(slot.kind, slot.target): value for slot, value in pairs if value is not None}
+        everything = self.weights.module.parameters()
+        if self.loss_scale is not None and not self.loss_scale.settle(found.values(), everything, self.groups):
+            return {key: value for key, value in found.items() if key[0] != "gradient"}
+        return found
+
+    def step(self, leaves: Sequence[Any], scale: float = 1.0) -> torch.Tensor:
+        """Forward and backward of the loss times ``scale``, added to ``.grad`` of the parameters; the detached loss,
+        whole and unscaled."""
+        name = self.loss_name()
+        outputs, saved = self.start(leaves)
+        one = self.unit_tangent(name) * scale
+        tangents = self.tangents({name: one}, {s.target: one.dtype for s in self.program.tangents})
+        gradients = self.backward(saved, tangents)
+        loss = gather_whole(settled(outputs.pop(name)), self.results[name], self.groups).detach()
+        self.check_indices()
+        with torch.no_grad():
+            for slot, parameter in zip(self.program.parameters, self.parameters, strict=True):
+                gradient = gradients.pop(("gradient", slot.target), None)
+                if gradient is not None:
+                    accumulate(parameter, gradient)
+        return loss
+
+
+def settled(value: torch.Tensor | Handle) -> torch.Tensor:
+    """An output of a program, once it has arrived."""
+    found = value.wait() if isinstance(value, Handle) else value
+    assert isinstance(found, torch.Tensor)
+    return found

@@ -1,0 +1,57 @@
+"""What a parallel module asks of its compiler, and what it gets back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from torch import nn
+
+from autopar.ir.pipeline_program import PipelineProgram
+from autopar.ir.program import Program
+from autopar.ir.signature import Signature
+
+OutputsWanted = Literal["all", "each", "loss"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A call to be compiled: the model's own ``args`` and ``kwargs`` (global tensors or DTensors), whether
+    its modules are in ``training`` mode, whether gradients are wanted, and which outputs are used: only the ``loss``;
+    ``all``, of which the loss alone is differentiated if the model returns one; or ``all``, ``each`` of which may
+    be."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    training: bool
+    grad: bool
+    outputs: OutputsWanted
+
+
+class Guards(Protocol):
+    """What a program takes for granted about Python objects that the model reads and a call does not show: attributes
+    of modules, lists, random numbers of Python."""
+
+    def changed(self, module: nn.Module) -> str | None:
+        """What is no longer as it was when ``module`` was traced, such as ``drop.p was 0.1 and is 0.5``; None if all
+        is."""
+        ...
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The answer: this rank's ``program`` (a :class:`PipelineProgram` if a step goes in microbatches), how the model is
+    called, and the ``plan`` shown to the user. ``fingerprint`` identifies plan and graph: the same on all ranks.
+    ``guards`` (None: nothing) must hold for the program to be used; ``planned`` says that the plan was made for just
+    this program."""
+
+    program: Program | PipelineProgram
+    signature: Signature
+    plan: object
+    fingerprint: str = field(default="")
+    guards: Guards | None = None
+    planned: bool = False
+
+
+Compile = Callable[[Request], Compiled]

@@ -1,0 +1,141 @@
+"""Compares the calls of all ranks before they run: ranks that disagree would wait for each other for ever, or train on
+numbers that no single process would compute.
+
+At each call every rank sends a hash of the *kind* of its call (shapes, dtypes, structure, values that are no tensors,
+modes) and of the program that it is about to run, 33 bytes. If they differ, the ranks exchange descriptions, and all
+raise the same error. At the 1st, 2nd, 4th, 8th, ... call of a kind (``"always"``: at each) they then compare hashes of
+what the inputs hold (:mod:`autopar.runtime.inputs.content_hash`): a plain tensor is the global batch, and equal on
+all ranks; a DTensor is equal on ranks that hold the same part of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import InputMismatchError, OptionsError
+from autopar.ir.placements import coordinate_of, is_shard
+from autopar.runtime.comm.exchange import Exchange
+from autopar.runtime.inputs.content_hash import SIZE, content_hash
+
+from .differing_calls import Description, explain_content, explain_kind
+from .kind import CallKind
+
+Check = Literal["first", "always", "never"]
+# A kind of call, and how its DTensors lie.
+Key = tuple[CallKind, tuple[str, ...]]
+# Kinds of calls whose number of calls is remembered: the latest ones.
+REMEMBERED = 1024
+
+
+@dataclass(frozen=True)
+class CheckedCall:
+    """A call to compare: its ``kind``, its ``leaves`` in the order of ``kind.leaves``, and the number of the
+    ``program`` it would run (None if one is to be made). ``names`` gives the names of the leaves, ``because`` says why
+    a program is to be made; both are called only where something differs."""
+
+    kind: CallKind
+    leaves: Sequence[Any]
+    program: int | None
+    names: Callable[[], Sequence[str]]
+    because: Callable[[], str]
+
+
+class InputChecks:
+    """The comparisons of one parallel module; see the module docstring."""
+
+    def __init__(self, exchange: Exchange, when: Check) -> None:
+        self._exchange, self._when = exchange, when
+        self._counts: OrderedDict[Key, int] = OrderedDict()
+
+    @property
+    def active(self) -> bool:
+        return self._when != "never" and not self._exchange.alone
+
+    def compare_options(self) -> None:
+        """Raises :class:`OptionsError`, on every rank, if ranks are to compare at different calls: some would wait for
+        an exchange that others skip. Collective."""
+        everyone = self._exchange.all_objects(self._when)
+        if len(set(everyone)) > 1:
+            each = ", ".join(
+                f"{when!r} on rank {rank}" for rank, when in zip(self._exchange.ranks, everyone, strict=True)
+            )
+            raise OptionsError(f"Options(check_inputs=...) is {each}: pass the same on every rank")
+
+    def check(self, call: CheckedCall) -> None:
+        """Raises :class:`InputMismatchError`, on every rank, if ranks make different calls. Collective."""
+        laid_out = tuple(map(_layout, call.leaves))
+        key = (call.kind, laid_out)  # A plain batch after DTensors is compared like a first one.
+        count = self._counts.get(key, 0) + 1
+        wanted = self._when == "always" or count & (count - 1) == 0
+        everyone = self._exchange.all_bytes(self._kind_hash(call, laid_out) + bytes([wanted]))
+        if len({record[:-1] for record in everyone}) > 1:
+            self._raise_different_kinds(call)
+        self._count(key, count)
+        if any(record[-1] for record in everyone):
+            self._check_content(call)
+
+    def _count(self, key: Key, count: int) -> None:
+        self._counts[key] = count
+        self._counts.move_to_end(key)
+        if len(self._counts) > REMEMBERED:
+            self._counts.popitem(last=False)
+
+    def _kind_hash(self, call: CheckedCall, laid_out: tuple[str, ...]) -> bytes:
+        return hashlib.sha256(repr((call.kind, laid_out, _number(call))).encode()).digest()
+
+    def _raise_different_kinds(self, call: CheckedCall) -> None:
+        layouts = {name: _layout(leaf) for name, leaf in zip(call.names(), call.leaves, strict=True)}
+        because = call.because() if call.program is None else ""
+        own = Description.of(call.kind, layouts, _number(call), because)
+        raise InputMismatchError(explain_kind(self._exchange.ranks, self._exchange.all_objects(own)))
+
+    def _check_content(self, call: CheckedCall) -> None:
+        tensors = {place: leaf for place, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor)}
+        if not tensors:
+            return
+        own = b"".join(content_hash(_local(tensor)) for tensor in tensors.values())
+        everyone = self._exchange.all_bytes(own)
+        for index, (place, tensor) in enumerate(tensors.items()):
+            hashes = [table[index * SIZE : (index + 1) * SIZE] for table in everyone]
+            for ranks in _holding_the_same(tensor, self._exchange.ranks):
+                others = [rank for rank in ranks if hashes[rank] != hashes[ranks[0]]]
+                if others:
+                    named = [self._exchange.ranks[rank] for rank in (ranks[0], *others)]
+                    raise InputMismatchError(explain_content(call.names()[place], tensor, named))
+
+
+def _number(call: CheckedCall) -> int:
+    return -1 if call.program is None else call.program
+
+
+def _layout(leaf: object) -> str:
+    """How a DTensor lies; nothing for anything else."""
+    if not isinstance(leaf, DTensor):
+        return ""
+    return f"DTensor {tuple(map(str, leaf.placements))} on mesh {tuple(leaf.device_mesh.shape)}"
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _holding_the_same(tensor: torch.Tensor, ranks: Sequence[int]) -> list[list[int]]:
+    """The ranks, by their place in ``ranks``, in sets of those that must hold the same of ``tensor``."""
+    if not isinstance(tensor, DTensor):
+        return [list(range(len(ranks)))]
+    if tensor.device_mesh.mesh.flatten().tolist() != list(ranks) or any(p.is_partial() for p in tensor.placements):
+        return []
+    shape = tuple(tensor.device_mesh.shape)
+    sets: dict[tuple[int, ...], list[int]] = {}
+    for place in range(len(ranks)):
+        coordinate = coordinate_of(place, shape)
+        key = tuple(c for c, placement in zip(coordinate, tensor.placements, strict=True) if is_shard(placement))
+        sets.setdefault(key, []).append(place)
+    return list(sets.values())

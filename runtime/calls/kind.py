@@ -1,0 +1,180 @@
+"""What two calls of a model must have in common to run the same program, and how two kinds of calls differ."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
+
+from autopar.ir.node import TensorType
+
+from .compiled import OutputsWanted
+from .module_hooks import Hook, hooks_of
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One input: a tensor by its type (``value`` is None), anything else by its ``value`` in the exact form of repr.
+    ``requires_grad`` counts where gradients of inputs are wanted."""
+
+    type: type
+    shape: torch.Size | None = None
+    dtype: torch.dtype | None = None
+    requires_grad: bool = False
+    value: str | None = None
+
+    @classmethod
+    def of(cls, leaf: object, grad: bool) -> Leaf:
+        if isinstance(leaf, torch.Tensor):
+            return cls(torch.Tensor, leaf.shape, leaf.dtype, grad and leaf.requires_grad)
+        return cls(type(leaf), value=repr(leaf))
+
+    def __str__(self) -> str:
+        if self.shape is None or self.dtype is None:
+            return str(self.value)
+        return f"{TensorType(tuple(self.shape), self.dtype)}{' with a gradient' if self.requires_grad else ''}"
+
+
+@dataclass(frozen=True)
+class CallKind:
+    """``modes`` and ``wanted`` say of each module whether it trains, and of each parameter whether it requires
+    a gradient; ``around`` is the state of torch that a trace reads (autocast, default dtype); ``hooks`` those of its
+    modules."""
+
+    structure: str
+    leaves: tuple[Leaf, ...]
+    modes: tuple[bool, ...]
+    wanted: tuple[bool, ...]
+    around: tuple[object, ...]
+    grad: bool
+    outputs: OutputsWanted
+    hooks: tuple[Hook, ...] = ()
+
+    @property
+    def circumstances(self) -> tuple[object, ...]:
+        """What it says of the model and of torch, rather than of the inputs."""
+        return self.modes, self.wanted, self.around, self.hooks
+
+
+def kind_of(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], grad: bool, outputs: OutputsWanted
+) -> CallKind:
+    """The kind of the call ``model(*args, **kwargs)``, whatever the order of its keywords."""
+    leaves, spec = tree_flatten((args, dict(sorted(kwargs.items()))))
+    parts = [*model.named_modules()]  # The only walk: this runs at every call.
+    parameters = {id(p): p for _, part in parts for p in part._parameters.values() if p is not None}
+    with_inputs = grad and outputs != "loss"
+    return CallKind(
+        str(spec),
+        tuple(Leaf.of(leaf, with_inputs) for leaf in leaves),
+        tuple(part.training for _, part in parts),
+        tuple(parameter.requires_grad for parameter in parameters.values()),
+        _around(),
+        grad,
+        outputs,
+        hooks_of(parts),
+    )
+
+
+def _around() -> tuple[object, ...]:
+    casts = tuple(
+        (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
+    )
+    return torch.get_default_dtype(), casts
+
+
+def named_leaves(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: CallKind) -> dict[str, Leaf]:
+    """The leaves of a call by what its author calls them: positional inputs by the names that ``forward`` gives
+    them."""
+    return dict(zip(leaf_names(model, args, kwargs), kind.leaves, strict=True))
+
+
+def leaf_names(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+    """The names of the leaves of a call, in the order of :class:`CallKind`."""
+    names = [parameter.name for parameter in positional(model)]
+    return [_path_name(path, names) for path, _ in tree_flatten_with_path((args, dict(sorted(kwargs.items()))))[0]]
+
+
+def name_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaf: object) -> str:
+    """What the author of a call calls one of its leaves."""
+    leaves = tree_flatten((args, dict(sorted(kwargs.items()))))[0]
+    names = zip(leaf_names(model, args, kwargs), leaves, strict=True)
+    return next((name for name, given in names if given is leaf), "given")
+
+
+def positional(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The positional parameters of a function; of a module, of its forward. None where nothing is known of them."""
+    called = function.forward if isinstance(function, nn.Module) else function
+    try:
+        parameters = inspect.signature(called).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def _path_name(path: tuple[Any, ...], names: list[str]) -> str:
+    side, first = path[0].idx, path[1]
+    if side == 1:
+        return f"{first.key}{keystr(path[2:])}"
+    return f"{names[first.idx] if first.idx < len(names) else f'args[{first.idx}]'}{keystr(path[2:])}"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One way in which two calls differ, as a line for people. ``subject`` is the input, if it is one, and ``value``
+    whether what differs there is a plain Python value rather than a tensor's type."""
+
+    text: str
+    subject: str | None = None
+    value: bool = False
+
+
+def differences(
+    model: nn.Module, old: CallKind, new: CallKind, before: Mapping[str, Leaf], after: Mapping[str, Leaf]
+) -> Iterator[Difference]:
+    """How a call of kind ``new``, whose leaves are ``after``, differs from one of kind ``old``."""
+    yield from _leaf_differences(before, after)
+    if old.structure != new.structure and before == after:
+        yield Difference("inputs are passed in another form (by position, by keyword, in other containers)")
+    modules = [name or "the model" for name, _ in model.named_modules()]
+    yield from _flags(modules, old.modes, new.modes, "in training mode", "in evaluation mode")
+    parameters = [name for name, _ in model.named_parameters()]
+    yield from _flags(parameters, old.wanted, new.wanted, "to be trained", "frozen")
+    if old.grad != new.grad:
+        yield Difference("gradients are wanted" if new.grad else "no gradients are wanted")
+    if old.outputs != new.outputs:
+        yield Difference("only the loss is wanted" if new.outputs == "loss" else "all outputs are wanted")
+    for hook in (*old.hooks, *new.hooks):
+        if (hook in old.hooks) != (hook in new.hooks):
+            yield Difference(f"{hook.text} was {'removed' if hook in old.hooks else 'registered'}")
+    if old.around != new.around:
+        yield Difference(f"torch's default dtype and autocast were {old.around} and are {new.around}")
+
+
+def _leaf_differences(before: Mapping[str, Leaf], after: Mapping[str, Leaf]) -> Iterator[Difference]:
+    for name in dict.fromkeys((*before, *after)):
+        old, new = before.get(name), after.get(name)
+        if old == new:
+            continue
+        if old is None:
+            yield Difference(f"input {name} was not given and is {new}")
+        elif new is None:
+            yield Difference(f"input {name} was {old} and is not given")
+        else:
+            text = f"input {name} was {old} and is {new}"
+            yield Difference(text, name, old.value is not None and new.value is not None)
+
+
+def _flags(names: list[str], old: tuple[bool, ...], new: tuple[bool, ...], yes: str, no: str) -> Iterator[Difference]:
+    if len(names) != len(new) or len(old) != len(new):
+        return
+    for to in (True, False):
+        changed = [name for name, was, now in zip(names, old, new, strict=True) if was != now and now is to]
+        if changed:
+            rest = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            yield Difference(f"{changed[0]}{rest} {'are' if rest else 'is'} now {yes if to else no}")

@@ -1,0 +1,33 @@
+"""A global batch as DTensors of which each rank holds the part that a compiled call reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from autopar.runtime.inputs.rank_local import whole, whole_dtensor
+from autopar.runtime.state.parameters import make_dtensor
+
+from .pipeline_call import PipelineCall
+from .programs import AnyCall
+
+
+def as_parts(call: AnyCall, leaves: Sequence[Any]) -> list[Any]:
+    """``leaves`` of ``call`` with each tensor as such a DTensor. A step in microbatches reads parts of every
+    microbatch: its DTensors are whole on every rank."""
+    if isinstance(call, PipelineCall):
+        return [_whole(call, leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    slots = {slot.target: slot for slot in call.program.placeholders if slot.kind == "input"}
+    parts = list(leaves)
+    for index, name in enumerate(call.signature.input_names):
+        if name in slots:
+            parts[index] = make_dtensor(call.own_input(slots[name], leaves[index]), slots[name], call.groups)
+    return parts
+
+
+def _whole(call: PipelineCall, leaf: torch.Tensor) -> DTensor:
+    value = whole(leaf, call.groups) if isinstance(leaf, DTensor) else leaf.detach()
+    return whole_dtensor(value.to(call.groups.device), call.groups)

@@ -1,0 +1,193 @@
+"""One compiled step in microbatches, bound to a module's tensors: the counterpart of :class:`~.call.Call`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.errors import AutoparError
+from autopar.ir.pipeline_program import PipelineProgram, StagedParameter, StagedResult
+from autopar.ir.placements import PARTIAL_SUM, take_local
+from autopar.ir.program import Section
+from autopar.ops.index_range import noted
+from autopar.runtime.comm.collectives import Collectives
+from autopar.runtime.pipeline.chunk_executable import ChunkExecutable
+from autopar.runtime.pipeline.instruction_loop import PipelineRun
+from autopar.runtime.pipeline.microbatch_inputs import Prelude, StepInputs, input_shapes, whole_input
+from autopar.runtime.pipeline.point_to_point import Messenger
+from autopar.runtime.pipeline.shared_weights import SharedWeights
+from autopar.runtime.pipeline.stage_gradient import StageGradient
+from autopar.runtime.pipeline.stage_mesh import stage_meshes
+from autopar.runtime.pipeline.timeline_recorder import Recorder
+from autopar.runtime.state.parameters import local_of
+from autopar.runtime.state.weights import accumulate, gradient_like
+from autopar.schedule.timeline import Timeline
+
+from .signature import Calling
+
+Values = Mapping[str, torch.Tensor]
+
+
+class PipelineCall(Calling):
+    """See the module docstring. ``groups`` are of the mesh (stages, \\*inside a stage)."""
+
+    def _bind_program(self, program: PipelineProgram) -> None:
+        self.program = program
+        self.stages = stage_meshes(self.groups)
+        self.chunks = {index: ChunkExecutable(chunk, self.stages.own) for index, chunk in program.chunks.items()}
+        self.weights.settle([(p.slot, self.stages.place[program.stage_of(p.owner)]) for p in program.parameters])
+        self.parameters = self.weights.parameters([p.slot for p in program.parameters])
+        self.results = {r.slot.target: r for r in program.results if r.slot.kind == "output"}
+        self.timelines: list[Timeline] | None = None
+        self._shared = SharedWeights(program, self.stages)
+        self._tangents = {index: self._ones(chunk) for index, chunk in self.chunks.items()}
+        self._shapes = input_shapes(program)
+        self._prelude = None if program.prelude is None else Prelude(program.prelude, self.groups)
+
+    def sections(self) -> Iterator[Section]:
+        if self._prelude is not None:
+            yield self._prelude.program.forward
+        for chunk in self.chunks.values():
+            yield from chunk.program.sections
+
+    def step(self, leaves: Sequence[Any], scale: float = 1.0) -> torch.Tensor:
+        """All microbatches forward and backward, gradients of the loss times ``scale`` added to ``.grad`` of the
+        parameters; the detached loss, unscaled, on every rank."""
+        name = self.loss_name()
+        if not self.program.schedule.training:
+            raise AutoparError("the program only goes forward: step() needs one compiled for training")
+        run = self._run(leaves, scale)
+        totals = self._shared.add_up(self._gradients(run))
+        outputs = self._finish(run)
+        self.check_indices()
+        with torch.no_grad():
+            everything = self.weights.module.parameters()
+            if self.loss_scale is not None and not self.loss_scale.settle(totals.values(), everything, self.groups):
+                return outputs[name].detach()
+            for owned, parameter in zip(self.program.parameters, self.parameters, strict=True):
+                if owned.gradients:
+                    accumulate(parameter, self._own_gradient(owned, parameter, totals), self._gradient_like)
+        return outputs[name].detach()
+
+    def run(self, leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """Forward alone: outputs by name, whole on every rank. Buffers are brought up to date."""
+        outputs = self._finish(self._run(leaves))
+        self.check_indices()
+        return outputs
+
+    def _run(self, leaves: Sequence[Any], scale: float = 1.0) -> PipelineRun:
+        noted()  # What an earlier call met that ended in another error.
+        with torch.no_grad():
+            given = self._inputs(leaves)
+
+            def inputs(chunk: int, microbatch: int) -> list[torch.Tensor]:
+                return given.of(self.chunks[chunk], microbatch)
+
+            messenger, device = Messenger(self.stages), self.groups.device
+            recorder = None if self.timelines is None else Recorder(self.stages)
+            run = PipelineRun(
+                self.program, self.chunks, messenger, inputs, self._scaled_tangents(scale), device, recorder
+            )
+            if recorder is not None:
+                recorder.start()
+            run.run()
+            if recorder is not None and self.timelines is not None:
+                self.timelines.append(recorder.timeline(self.program.schedule.name))
+        return run
+
+    def _working(self) -> dict[int, dict[str, torch.Tensor]]:
+        """The working parameters of each chunk, by path."""
+        stored = (local_of(parameter) for parameter in self.parameters)
+        own = dict(zip((p.slot.target for p in self.program.parameters), stored, strict=True))
+        known, found = self._shared.spread(own), {}
+        for index, chunk in self.chunks.items():
+            paths = [slot.target for slot in chunk.program.parameters]
+            found[index] = dict(zip(paths, chunk.refresh([known[path] for path in paths]), strict=True))
+        return found
+
+    def _inputs(self, leaves: Sequence[Any]) -> StepInputs:
+        """What this step reads. Collective: parameters are made ready."""
+        values = {
+            name: whole_input(name, leaves[i], self._shapes.get(name), self.groups)
+            for name, i in self._leaf_index.items()
+        }
+        module, state = self.weights.module, self._draw_state()
+        if self._prelude is not None:
+            values |= self._prelude.run(values, module, state)
+        return StepInputs(self.program, module, self.stages.own, values, self._working(), state)
+
+    def _ones(self, chunk: ChunkExecutable) -> list[torch.Tensor]:
+        """The tangents of the loss, as they lie."""
+        found = []
+        for slot in chunk.program.tangents:
+            own = take_local(
+                torch.ones(slot.shape, dtype=slot.dtype, device=self.groups.device),
+                slot.placements,
+                self.stages.own.shape,
+                self.stages.own.coordinate,
+            )
+            axes = tuple(a for a, p in enumerate(slot.placements) if p == PARTIAL_SUM)
+            found.append((Collectives(self.stages.own).partial(own, axes) if axes else own).contiguous())
+        return found
+
+    def _scaled_tangents(self, scale: float) -> Mapping[int, list[torch.Tensor]]:
+        if self.loss_scale is not None:
+            scale *= self.loss_scale.scale
+        if scale == 1.0:
+            return self._tangents
+        return {index: [one * scale for one in ones] for index, ones in self._tangents.items()}
+
+    def _gradients(self, run: PipelineRun) -> dict[tuple[int, str], torch.Tensor]:
+        """What each chunk of this rank has of each gradient."""
+        return {
+            (index, slot.target): value
+            for index, values in run.gradients.items()
+            for slot, value in zip(self.chunks[index].program.gradients, values, strict=True)
+        }
+
+    def _own_gradient(self, owned: StagedParameter, parameter: nn.Parameter, totals: Values) -> torch.Tensor:
+        """The total of a parameter of this stage; of others, nothing."""
+        if self.program.stage_of(owned.owner) == self.program.stage:
+            return totals[owned.slot.target]
+        local = local_of(parameter)
+        return local.new_empty(local.shape)
+
+    def _gradient_like(self, parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
+        if self.stages.count == 1:
+            return gradient_like(parameter, local)
+        return StageGradient.like(parameter, local, self.groups)
+
+    def _finish(self, run: PipelineRun) -> dict[str, torch.Tensor]:
+        """The outputs of the step by name, and new values of buffers, on every rank."""
+        outputs: dict[str, torch.Tensor] = {}
+        with torch.no_grad():
+            for result in self.program.results:
+                whole = self._result(run, result)
+                if result.slot.kind == "mutation":
+                    self.weights.module.get_buffer(result.slot.target).copy_(whole)
+                else:
+                    outputs[result.slot.target] = whole
+        return outputs
+
+    def _result(self, run: PipelineRun, result: StagedResult) -> torch.Tensor:
+        """A result of the step, from the stage that has it."""
+        stage = self.program.stage_of(result.chunk)
+        if stage == self.program.stage:
+            slots = self.chunks[result.chunk].program.results
+            at = next(i for i, s in enumerate(slots) if (s.kind, s.target) == (result.slot.kind, result.slot.target))
+            parts = [run.results[result.chunk, k][at] for k in range(self.program.microbatches)]
+            return self.stages.everywhere(combined(parts, result), stage)
+        shape = result.shape(self.program.microbatches)
+        return self.stages.everywhere(torch.empty(shape, dtype=result.slot.dtype, device=self.groups.device), stage)
+
+
+def combined(parts: list[torch.Tensor], result: StagedResult) -> torch.Tensor:
+    """The step's result of those of its microbatches; contiguous."""
+    if result.dim is not None:
+        return torch.cat(parts, result.dim)
+    if result.combine == "sum":
+        return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0].contiguous()
+    return parts[0].contiguous()

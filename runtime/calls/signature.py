@@ -1,0 +1,164 @@
+"""How a model is called, as its signature says: the user's inputs to flat leaves, and results back to what the model
+returns."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from autopar.errors import AutoparError, PlanMismatchError
+from autopar.ir.program import Section
+from autopar.runtime.comm.exchange import Exchange
+from autopar.runtime.comm.groups import MeshGroups
+from autopar.runtime.execute.bad_indices import raise_bad_indices
+from autopar.runtime.execute.index_guards import looks_up
+from autopar.runtime.state.loss_scale import LossScale
+from autopar.runtime.state.weights import Weights
+
+from .compiled import Compiled
+
+
+def flatten_as(spec: TreeSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The leaves of a call in the order of ``spec``, whatever the order of its keywords. Raises
+    :class:`PlanMismatchError` if the call has another structure."""
+    leaves, found = tree_flatten((args, dict(kwargs)))
+    if found == spec:
+        return leaves
+    order = spec.child(1).context
+    if set(order) == set(kwargs):
+        leaves, found = tree_flatten((args, {key: kwargs[key] for key in order}))
+    if found != spec:
+        raise PlanMismatchError(f"the call has the structure\n  {found}\nbut was traced with\n  {spec}")
+    return leaves
+
+
+def same_value(old: object, new: object) -> bool:
+    """Whether a non-tensor input is as it was; values that cannot be compared are the same only if
+    identical."""
+    if old is new:
+        return True
+    try:
+        return type(old) is type(new) and bool(old == new)
+    except Exception:
+        return False
+
+
+class Calling:
+    """The calling convention of one compiled model, and what its runs stand on; see the module docstring. Making one is
+    collective (process groups, first placement of the parameters).
+
+    ``draw_state`` gives what a run's random numbers are a function of, and counts the run; ``loss_scale`` is what
+    gradients are computed with, if anything.
+    """
+
+    def __init__(
+        self,
+        compiled: Compiled,
+        weights: Weights,
+        groups: MeshGroups,
+        draw_state: Callable[[], torch.Tensor],
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        self.signature = compiled.signature
+        self.weights, self.groups = weights, groups
+        self.loss_scale = loss_scale
+        self._exchange: Exchange | None = None
+        self._draw_state = draw_state
+        self._leaf_index = {name: i for i, name in enumerate(self.signature.input_names) if name is not None}
+        self._bind_program(compiled.program)
+
+    def _bind_program(self, program: Any) -> None:
+        """Makes what runs ``program``, of the kind that the subclass runs."""
+        raise NotImplementedError
+
+    def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The inputs, flat. Raises :class:`PlanMismatchError` if a non-tensor input is not what was
+        traced."""
+        leaves = flatten_as(self.signature.input_spec, args, kwargs)
+        for index, value in self.signature.constants.items():
+            if self.signature.input_names[index] is None and not same_value(value, leaves[index]):
+                raise PlanMismatchError(
+                    f"the non-tensor input {self.leaf_name(index)} was {value!r} when the model was "
+                    "traced and is now "
+                    f"{leaves[index]!r}; its value is part of the compiled program: pass the same, or "
+                    "make it a tensor"
+                )
+        return leaves
+
+    def sections(self) -> Iterator[Section]:
+        """All that this rank runs."""
+        raise NotImplementedError
+
+    def watch_indices(self, exchange: Exchange) -> None:
+        """From now on every rank is told of indices out of range, if the program looks up any on processors.
+        Collective: under stages other ranks may do so, and this one not."""
+        own = self.groups.device.type == "cpu" and looks_up(self.sections())
+        self._exchange = exchange if any(exchange.all_objects(own)) else None
+
+    def check_indices(self) -> None:
+        """Raises :class:`IndexRangeError`, on every rank, if on any of them indices were out of range in the call that
+        has just run. Collective."""
+        if self._exchange is not None:
+            raise_bad_indices(self._exchange)
+
+    def leaf_name(self, index: int) -> str:
+        """Where leaf ``index`` of the inputs stands in the call, such as ``kwargs['use_cache']``."""
+        paths = tree_unflatten(list(range(len(self.signature.input_names))), self.signature.input_spec)
+        for head, part in zip(("args", "kwargs"), paths, strict=True):
+            for path, found in torch.utils._pytree.tree_flatten_with_path(part)[0]:
+                if found == index:
+                    return f"{head}{torch.utils._pytree.keystr(path)}"
+        return str(index)
+
+    def rebuild(self, values: Mapping[str, torch.Tensor]) -> Any:
+        """The model's own return value from presented outputs by name."""
+        signature = self.signature
+        leaves = [
+            signature.output_constants.get(index) if name is None else values[name]
+            for index, name in enumerate(signature.output_names)
+        ]
+        return tree_unflatten(leaves, signature.output_spec)
+
+    def warn_of_lost(self, told: set[str]) -> None:
+        """Warns, unless ``told`` of them, of outputs that no compiled call returns, such as a key-value cache."""
+        lost = [f"{name} ({kind})" for name, kind in self.signature.lost.items() if name not in told]
+        if not lost:
+            return
+        told.update(self.signature.lost)
+        here, them = ("it is", "it") if len(lost) == 1 else ("they are", "them")
+        cache = any(name.endswith("past_key_values") for name in self.signature.lost)
+        unneeded = " Pass use_cache=False if it is not needed." if cache else ""
+        generates = "; model.generate(...) does so by itself" if cache else ""
+        warnings.warn(
+            f"the model returns {', '.join(lost)}, but a compiled call returns tensors and constants only: {here} None."
+            f"{unneeded} To have {them}, call the model on whole parameters, on every rank: `with model.full_params(): "
+            f"model(...)`{generates}",
+            stacklevel=2,
+        )
+
+    def output_name(self, name: str) -> str:
+        """Where output ``name`` stands in the model's return value, such as ``['loss']``."""
+        if name not in self.signature.output_names:
+            return name
+        index = self.signature.output_names.index(name)
+        tree = tree_unflatten(list(range(len(self.signature.output_names))), self.signature.output_spec)
+        for path, found in torch.utils._pytree.tree_flatten_with_path(tree)[0]:
+            if found == index:
+                return torch.utils._pytree.keystr(path) or name
+        return name
+
+    def loss_name(self) -> str:
+        """The output that ``step`` differentiates. Raises :class:`AutoparError` if the model returns no loss."""
+        if self.signature.loss is None:
+            raise AutoparError(
+                "step() differentiates the loss that the model returns, but this call returns none: pass the labels "
+                "that the model makes it of, or give parallelize a loss_fn, called as loss_fn(output), "
+                "loss_fn(output, batch) or, in step(..., targets=...), loss_fn(output, targets); without pipeline "
+                "stages and microbatches you can also run out = model(...), compute a loss from out and call "
+                "loss.backward()"
+            )
+        return self.signature.loss

@@ -1,0 +1,1 @@
+"""Process groups, collectives, and small exchanges between ranks."""

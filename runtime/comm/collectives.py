@@ -1,0 +1,230 @@
+"""The ``collective.*`` operations of a program, bound to the process groups of this rank.
+
+Every communication is made of the same three steps. *Split* cuts the scattered dim into one piece per rank,
+padded to the largest, pieces first: shape [n, ...]. The *exchange* is :mod:`autopar.runtime.comm.gloo` or
+:mod:`autopar.runtime.comm.nccl`, asynchronous.
+*Join* puts received pieces [n, ...] one behind the other along the gathered dim and cuts the padding off.
+Padding is only ever at the end of the last pieces, because shards follow ``torch.chunk``. Results are
+contiguous and never share memory with the operand, except over a group of one device, where nothing is said
+and the operand itself comes back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from autopar.ir.placements import chunk_bounds, take_shard
+
+from . import gloo
+from . import nccl as native
+from .gloo import Finish
+from .groups import AxisGroup, MeshGroups
+
+Axes = Sequence[int]
+
+
+class Handle:
+    """A communication under way; :meth:`wait` gives its tensor, or its tensors for a bucketed form, once."""
+
+    __slots__ = ("_finish",)
+
+    def __init__(self, finish: Callable[[], Any]) -> None:
+        self._finish = finish
+
+    def wait(self) -> Any:
+        return self._finish()
+
+
+def split_pieces(tensor: torch.Tensor, dim: int, before: int, parts: int) -> torch.Tensor:
+    """``tensor`` as [parts, ...]: piece k of the factor of ``dim`` behind ``before``, zero-padded to the
+    largest; contiguous."""
+    count = tensor.shape[dim] // before
+    length = -(-count // parts)
+    if parts * length != count:
+        padding = [0, 0] * (tensor.dim() - 1 - dim) + [0, parts * length - count]
+        tensor = torch.nn.functional.pad(tensor, padding)
+    pieces = tensor.unflatten(dim, (before, parts, length)).movedim(dim + 1, 0)
+    return pieces.flatten(dim + 1, dim + 2).contiguous()  # type: ignore[no-any-return]
+
+
+def join_pieces(pieces: torch.Tensor, dim: int, before: int, size: int) -> torch.Tensor:
+    """The inverse of :func:`split_pieces`: [parts, ...] to a contiguous tensor of length ``size`` along
+    ``dim``."""
+    parts, length = pieces.shape[0], pieces.shape[dim + 1] // before
+    if before == 1 and parts * length != size:
+        cut = [piece.narrow(dim, 0, chunk_bounds(size, parts, k)[1]) for k, piece in enumerate(pieces)]
+        return torch.cat(cut, dim)
+    split = pieces.unflatten(dim + 1, (before, length)).movedim(0, dim + 1)
+    return split.flatten(dim, dim + 2).contiguous()  # type: ignore[no-any-return]
+
+
+def pad_to(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """``tensor`` zero-padded to ``length`` along ``dim``, contiguous."""
+    missing = length - tensor.shape[dim]
+    if missing:
+        tensor = torch.nn.functional.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, missing])
+    return tensor.contiguous()
+
+
+def _local_length(size: int, before: int, group: AxisGroup) -> int:
+    """Length along a dim of global ``size`` of this rank's piece."""
+    return before * chunk_bounds(size // before, group.size, group.index)[1]
+
+
+def _exchange(group: AxisGroup) -> ModuleType:
+    return gloo if group.backend == "gloo" else native
+
+
+def _bucket(
+    tensors: Sequence[torch.Tensor], exchange: Callable[[torch.Tensor], Finish], first: int
+) -> Callable[[], list[torch.Tensor]]:
+    """Sends ``tensors`` through ``exchange`` together, flat from dim ``first`` on, one message per dtype, and
+    gives results of the shape [whatever the exchange puts first, *tensor.shape[first:]]."""
+    places: dict[torch.dtype, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault(tensor.dtype, []).append(place)
+    sent = [
+        (members, exchange(torch.cat([tensors[place].flatten(first) for place in members], dim=first)))
+        for members in places.values()
+    ]
+
+    def finish() -> list[torch.Tensor]:
+        results: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
+        for members, receive in sent:
+            shapes = [tensors[place].shape[first:] for place in members]
+            pieces = receive().split([math.prod(shape) for shape in shapes], dim=-1)
+            for place, shape, piece in zip(members, shapes, pieces, strict=True):
+                results[place] = piece.unflatten(-1, shape) if len(shape) else piece.squeeze(-1)
+        return results
+
+    return finish
+
+
+class Collectives:
+    """The operations of :mod:`autopar.ir.program`, bound to ``groups``; named there as
+    ``collective.<method>``."""
+
+    def __init__(self, groups: MeshGroups) -> None:
+        self.groups = groups
+
+    def _over(self, axes: Axes) -> AxisGroup:
+        return self.groups.over(tuple(axes))
+
+    def wait(self, handle: Handle) -> Any:
+        """The tensor (bucketed forms: the list of tensors) of a communication started before."""
+        return handle.wait()
+
+    def all_reduce(self, tensor: torch.Tensor, axes: Axes, op: str = "sum") -> Handle:
+        """P(op) -> R."""
+        group = self._over(axes)
+        if group.size == 1 or tensor.numel() == 0:
+            return Handle(lambda: tensor)
+        return Handle(_exchange(group).all_reduce(tensor.contiguous(), op, group))
+
+    def all_gather(self, tensor: torch.Tensor, axes: Axes, dim: int, size: int, before: int = 1) -> Handle:
+        """S(dim/before) -> R; ``size`` is the length of ``dim`` afterwards."""
+        group = self._over(axes)
+        if group.size == 1:
+            return Handle(lambda: tensor)
+        padded = pad_to(tensor, dim, -(-size // before // group.size) * before)
+        if padded.numel() == 0:
+            return Handle(lambda: tensor.new_empty((*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])))
+        received = _exchange(group).all_gather(padded, group)
+        return Handle(lambda: join_pieces(received(), dim, before, size))
+
+    def reduce_scatter(self, tensor: torch.Tensor, axes: Axes, op: str, dim: int, before: int = 1) -> Handle:
+        """P(op) -> S(dim/before)."""
+        group = self._over(axes)
+        if group.size == 1 or tensor.numel() == 0:
+            return Handle(lambda: take_shard(tensor, dim, before, group.size, group.index))
+        length = _local_length(tensor.shape[dim], before, group)
+        received = _exchange(group).reduce_scatter(split_pieces(tensor, dim, before, group.size), op, group)
+        return Handle(lambda: received().narrow(dim, 0, length).contiguous())
+
+    def all_to_all(
+        self,
+        tensor: torch.Tensor,
+        axes: Axes,
+        gather_dim: int,
+        gather_size: int,
+        gather_before: int,
+        scatter_dim: int,
+        scatter_before: int,
+    ) -> Handle:
+        """S(gather_dim/gather_before) -> S(scatter_dim/scatter_before); ``gather_size`` is the length of
+        ``gather_dim`` afterwards."""
+        group = self._over(axes)
+        if group.size == 1:
+            return Handle(lambda: tensor)
+        length = _local_length(tensor.shape[scatter_dim], scatter_before, group)
+        padded = pad_to(tensor, gather_dim, -(-gather_size // gather_before // group.size) * gather_before)
+        pieces = split_pieces(padded, scatter_dim, scatter_before, group.size)
+        received: Finish = _exchange(group).all_to_all(pieces, group) if pieces.numel() else lambda: pieces
+
+        def finish() -> torch.Tensor:
+            mine = received().narrow(scatter_dim + 1, 0, length)
+            return join_pieces(mine, gather_dim, gather_before, gather_size)
+
+        return Handle(finish)
+
+    def all_reduce_bucket(self, tensors: Sequence[torch.Tensor], axes: Axes, op: str = "sum") -> Handle:
+        """Several all-reduces as one message."""
+        group = self._over(axes)
+        if group.size == 1:
+            return Handle(lambda: list(tensors))
+        return Handle(_bucket(tensors, lambda flat: self.all_reduce(flat, axes, op).wait, 0))
+
+    def all_gather_bucket(
+        self,
+        tensors: Sequence[torch.Tensor],
+        axes: Axes,
+        dims: Sequence[int],
+        sizes: Sequence[int],
+        befores: Sequence[int] | None = None,
+    ) -> Handle:
+        """Several all-gathers as one message."""
+        group = self._over(axes)
+        if group.size == 1:
+            return Handle(lambda: list(tensors))
+        where = list(zip(dims, befores or [1] * len(dims), sizes, strict=True))
+        padded = [
+            pad_to(tensor, dim, -(-size // before // group.size) * before)
+            for tensor, (dim, before, size) in zip(tensors, where, strict=True)
+        ]
+        received = _bucket(padded, lambda flat: _exchange(group).all_gather(flat, group), 0)
+        return Handle(lambda: [join_pieces(p, *w) for p, w in zip(received(), where, strict=True)])
+
+    def reduce_scatter_bucket(
+        self,
+        tensors: Sequence[torch.Tensor],
+        axes: Axes,
+        op: str,
+        dims: Sequence[int],
+        befores: Sequence[int] | None = None,
+    ) -> Handle:
+        """Several reduce-scatters as one message."""
+        group = self._over(axes)
+        if group.size == 1:
+            return Handle(lambda: list(tensors))
+        where = list(zip(dims, befores or [1] * len(dims), strict=True))
+        lengths = [_local_length(t.shape[d], b, group) for t, (d, b) in zip(tensors, where, strict=True)]
+        pieces = [split_pieces(t, d, b, group.size) for t, (d, b) in zip(tensors, where, strict=True)]
+        received = _bucket(pieces, lambda flat: _exchange(group).reduce_scatter(flat, op, group), 1)
+        return Handle(
+            lambda: [p.narrow(d, 0, n).contiguous() for p, d, n in zip(received(), dims, lengths, strict=True)]
+        )
+
+    def slice(self, tensor: torch.Tensor, axes: Axes, dim: int, before: int = 1) -> torch.Tensor:
+        """R -> S(dim/before), no communication; contiguous, and no view, which would keep the whole tensor alive."""
+        group = self._over(axes)
+        piece = take_shard(tensor, dim, before, group.size, group.index).contiguous()
+        return piece.clone() if piece.nbytes < tensor.nbytes and piece._is_view() else piece
+
+    def partial(self, tensor: torch.Tensor, axes: Axes) -> torch.Tensor:
+        """R -> P(sum): zero except on the first device of the axes."""
+        return tensor if self._over(axes).index == 0 else torch.zeros_like(tensor)

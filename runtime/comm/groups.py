@@ -1,0 +1,172 @@
+"""Process groups for sets of mesh axes: the devices that differ only there, in row-major order.
+
+Every rank asks for the same groups in the same order (programs of one plan have the same collectives), and a
+group is made once per mesh. Axes of one device are left out: nothing is said over them. Invariant: position
+in a group is row-major order of the mesh coordinates, which holds when ranks ascend along every axis; other
+meshes are refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import _redistribute
+
+from autopar.errors import OptionsError
+
+from .settle_threads import settle_at_exit
+
+
+@dataclass(frozen=True)
+class AxisGroup:
+    """The devices that differ from this one only on some axes: ``size`` of them, this one at ``index``.
+    ``group`` is None if it is alone, or ``imagined``: then buffers are made as that backend needs them, and nothing is
+    sent (:mod:`autopar.runtime.rehearse.rehearsal`)."""
+
+    group: dist.ProcessGroup | None
+    size: int
+    index: int
+    device_type: str = "cpu"
+    imagined: str = ""
+
+    @property
+    def backend(self) -> str:
+        """``gloo``, ``nccl``, ...; ``none`` for a group of one. A group with a backend per device type counts as the
+        one of the mesh's devices."""
+        if self.group is None:
+            return self.imagined or "none"
+        named = dict(part.split(":") for part in str(dist.get_backend_config(self.group)).split(",") if ":" in part)
+        return named.get(self.device_type, str(dist.get_backend(self.group)))
+
+
+class MeshGroups:
+    """The process groups of ``mesh``; see the module docstring. Use :func:`mesh_groups`, which makes one per
+    mesh."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            raise OptionsError(f"rank {dist.get_rank()} is not on the mesh {mesh}; only its ranks may run the model")
+        ranks = mesh.mesh
+        for axis in range(ranks.ndim):
+            if bool((ranks.diff(dim=axis) <= 0).any()):
+                raise OptionsError(
+                    f"the ranks of the mesh {ranks.tolist()} do not ascend along axis {axis}; "
+                    f"order them, for example by init_device_mesh({mesh.device_type!r}, {tuple(ranks.shape)})"
+                )
+        self.mesh = mesh
+        _quieten(mesh)
+        self.shape: tuple[int, ...] = tuple(ranks.shape)
+        self.coordinate: tuple[int, ...] = tuple(coordinate)
+        self._made: dict[tuple[int, ...], AxisGroup] = {}
+        settle_at_exit()
+        self._regrouped: dict[tuple[int, ...], DeviceMesh] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes: the current device of the mesh's type."""
+        kind = self.mesh.device_type
+        if kind == "cpu":
+            return torch.device("cpu")
+        return torch.device(kind, torch.get_device_module(kind).current_device())
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        return tuple(range(len(self.shape)))
+
+    def over(self, axes: tuple[int, ...]) -> AxisGroup:
+        """The group over ``axes`` (outermost first). A first call for an axis set is collective over the
+        group."""
+        live = tuple(axis for axis in axes if self.shape[axis] > 1)
+        if live not in self._made:
+            self._made[live] = self._make(live)
+        return self._made[live]
+
+    def through_processors(self) -> dist.ProcessGroup:
+        """A gloo group of all ranks, whatever backend the mesh has. Made once for all meshes of these ranks,
+        collectively: a group has threads of its own."""
+        ranks = tuple(self.mesh.mesh.flatten().tolist())
+        world, group = _THROUGH_PROCESSORS.get(ranks, (None, None))
+        if group is None or world is not dist.group.WORLD:
+            group = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+            _THROUGH_PROCESSORS[ranks] = dist.group.WORLD, group
+        return group
+
+    def regrouped(self, shape: tuple[int, ...]) -> MeshGroups:
+        """The same devices in the same order on a mesh of another ``shape``; made once, collectively."""
+        if shape == self.shape:
+            return self
+        if shape not in self._regrouped:
+            self._regrouped[shape] = DeviceMesh(self.mesh.device_type, self.mesh.mesh.reshape(shape))
+        return mesh_groups(self._regrouped[shape])
+
+    def prepare(self, axis_sets: set[tuple[int, ...]]) -> None:
+        """Makes the groups over all ``axis_sets`` now, in an order every rank shares."""
+        for axes in sorted(axis_sets):
+            self.over(axes)
+
+    def _make(self, axes: tuple[int, ...]) -> AxisGroup:
+        kind = self.mesh.device_type
+        if not axes:
+            return AxisGroup(None, 1, 0, kind)
+        size = math.prod(self.shape[axis] for axis in axes)
+        index = 0
+        for axis in axes:
+            index = index * self.shape[axis] + self.coordinate[axis]
+        if len(axes) == 1:
+            return AxisGroup(self.mesh.get_group(axes[0]), size, index, kind)
+        if size == dist.get_world_size():
+            return AxisGroup(dist.group.WORLD, size, index, kind)
+        # Only members call: ranks outside the mesh need not know of it.
+        group = dist.new_group(self._members(axes), use_local_synchronization=True)
+        return AxisGroup(group, size, index, kind)
+
+    def _members(self, axes: tuple[int, ...]) -> list[int]:
+        spans = [range(n) if a in axes else [self.coordinate[a]] for a, n in enumerate(self.shape)]
+        return [int(self.mesh.mesh[place]) for place in itertools.product(*spans)]
+
+
+# Keyed by identity and never dropped: making a group anew is collective, and ranks collect garbage at
+# different times.
+_GROUPS: dict[int, MeshGroups] = {}
+# By ranks: the world in which a group was made, and the group.
+_THROUGH_PROCESSORS: dict[tuple[int, ...], tuple[dist.ProcessGroup | None, dist.ProcessGroup]] = {}
+
+
+def mesh_groups(mesh: DeviceMesh) -> MeshGroups:
+    """The one :class:`MeshGroups` of ``mesh`` in this process. Raises :class:`OptionsError` for a rank not on
+    the mesh."""
+    found = _GROUPS.get(id(mesh))
+    if found is None or found.mesh is not mesh:
+        found = _GROUPS[id(mesh)] = MeshGroups(mesh)
+    return found
+
+
+def known_groups(mesh: DeviceMesh) -> MeshGroups | None:
+    """The groups of ``mesh`` if they are made."""
+    found = _GROUPS.get(id(mesh))
+    return found if found is not None and found.mesh is mesh else None
+
+
+def mesh_of_one(device_type: str = "cpu", dims: int = 1) -> DeviceMesh:
+    """A mesh with this process alone; starts torch.distributed without any network if it is not running."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    shape = torch.tensor(dist.get_rank()).reshape((1,) * dims)
+    return DeviceMesh(device_type, shape)
+
+
+def _quieten(mesh: DeviceMesh) -> None:
+    """Marks DTensor's advice for ``mesh`` as given. Where several axes shard one dim, ``full_tensor()`` of a parameter
+    says that its gathers could be one if the user flattened the mesh. The user did not make these DTensors and cannot
+    follow the advice; the steps themselves are ours and gather once."""
+    known = getattr(_redistribute, "_warned_flatten_issues", None)
+    if isinstance(known, set):
+        subsets = (s for n in range(2, mesh.ndim + 1) for s in itertools.combinations(range(mesh.ndim), n))
+        reasons = ("no_flattened_mesh", "uneven_tensor_shape", "non_ascending_mesh_dims")
+        known.update((hash(mesh), axes, reason) for axes, reason in itertools.product(subsets, reasons))

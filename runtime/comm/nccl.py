@@ -1,0 +1,82 @@
+"""Collectives of NCCL and other backends whose own forms are the best: the interface of
+:mod:`autopar.runtime.comm.gloo`."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from .gloo import Finish
+from .groups import AxisGroup
+
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+def _reduction(op: str, dtype: torch.dtype) -> dist.ReduceOp.RedOpType:
+    """Truth values are reduced as bytes: any for sum and max, all for min and product; integers are not
+    averaged."""
+    if dtype == torch.bool:
+        return _OPS["max" if op in ("sum", "max", "avg") else "min"]
+    return _OPS["sum" if op == "avg" and not dtype.is_floating_point else op]
+
+
+def _wire(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype == torch.bool:
+        return tensor.view(torch.uint8)
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _finish(work: dist.Work | None, result: torch.Tensor, kept: torch.Tensor) -> Finish:
+    """``kept`` is what the backend still reads: it must live until the work is done."""
+
+    def finish(kept: torch.Tensor = kept) -> torch.Tensor:
+        if work is not None:
+            work.wait()
+        return result
+
+    return finish
+
+
+def all_to_all(send: torch.Tensor, group: AxisGroup) -> Finish:
+    """As :func:`autopar.runtime.comm.gloo.all_to_all`."""
+    receive = torch.empty_like(send)
+    if group.imagined:
+        return _finish(None, receive, send)
+    work = dist.all_to_all_single(_wire(receive), _wire(send), group=group.group, async_op=True)
+    return _finish(work, receive, send)
+
+
+def all_gather(piece: torch.Tensor, group: AxisGroup) -> Finish:
+    """As :func:`autopar.runtime.comm.gloo.all_gather`."""
+    receive = piece.new_empty((group.size, *piece.shape))
+    if group.imagined:
+        return _finish(None, receive, piece)
+    work = dist.all_gather_single(_wire(receive).view(-1), _wire(piece).view(-1), group=group.group, async_op=True)
+    return _finish(work, receive, piece)
+
+
+def reduce_scatter(send: torch.Tensor, op: str, group: AxisGroup) -> Finish:
+    """As :func:`autopar.runtime.comm.gloo.reduce_scatter`."""
+    receive = send.new_empty(send.shape[1:])
+    if group.imagined:
+        return _finish(None, receive, send)
+    reduction = _reduction(op, send.dtype)
+    work = dist.reduce_scatter_single(
+        _wire(receive).view(-1), _wire(send).view(-1), op=reduction, group=group.group, async_op=True
+    )
+    return _finish(work, receive, send)
+
+
+def all_reduce(tensor: torch.Tensor, op: str, group: AxisGroup) -> Finish:
+    """As :func:`autopar.runtime.comm.gloo.all_reduce`."""
+    result = tensor.clone(memory_format=torch.contiguous_format)
+    if group.imagined:
+        return _finish(None, result, result)
+    work = dist.all_reduce(_wire(result), op=_reduction(op, tensor.dtype), group=group.group, async_op=True)
+    return _finish(work, result, result)

@@ -1,0 +1,1 @@
+"""Runs the sections of a program on one rank."""

@@ -1,0 +1,39 @@
+"""Tells every rank of indices out of range that some ranks met, after the call and before gradients are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.errors import IndexRangeError
+from autopar.ops.index_range import OutOfRange, noted
+from autopar.runtime.comm.exchange import Exchange
+
+from .section_code import describe_place
+
+Found = tuple[OutOfRange, str]
+
+
+def raise_bad_indices(exchange: Exchange) -> None:
+    """Raises :class:`IndexRangeError`, on every rank, if indices were out of range in the call before. Collective: one
+    byte, since no result tells of an index whose nan is masked, or is looked up for integers."""
+    found = [(one, describe_place(one.place)) for one in noted()]
+    if any(map(any, exchange.all_bytes(bytes([bool(found)])))):
+        raise IndexRangeError(_explain(exchange.ranks, exchange.all_objects(found)))
+
+
+def _explain(ranks: Sequence[int], everyone: Sequence[list[Found]]) -> str:
+    where: dict[tuple[int, int, int, str], set[int]] = {}
+    for rank, found in zip(ranks, everyone, strict=True):
+        for one, place in found:
+            where.setdefault((one.value, one.low, one.high, place), set()).add(rank)
+    lines = [
+        f"index {value} is out of range, not {low} <= index < {high}{place and f', {place}'} (met on "
+        f"rank{'s' if len(own) > 1 else ''} {', '.join(map(str, sorted(own)))})"
+        for (value, low, high, place), own in where.items()
+    ]
+    listed = "\n".join(lines)
+    return (
+        f"{listed}\nToken ids must be below the number of rows of the embedding that they look up, positions below the "
+        "longest sequence, labels below the number of classes (or the loss's ignore_index). No gradient of this call "
+        "was kept"
+    )

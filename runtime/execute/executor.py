@@ -1,0 +1,139 @@
+"""Binds the sections of a :class:`~autopar.ir.program.Program` to this rank: its process groups, constants and stream
+of random numbers.
+
+:mod:`.section_source` writes a section as a Python function, :mod:`.section_code` compiles it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.errors import ExecutionError
+from autopar.ir.placements import take_local
+from autopar.ir.program import Program, Section, TensorSlot
+from autopar.ops.masked import LOCAL_OPS
+from autopar.runtime.comm.collectives import Collectives
+from autopar.runtime.comm.groups import MeshGroups, mesh_groups
+
+from .index_guards import GUARDED
+from .randomness import draws, shared_random
+from .section_code import Run, compile_section
+from .section_source import Operation
+
+
+def instruction_axes(sections: Iterable[Section]) -> set[tuple[int, ...]]:
+    """Every set of mesh axes that a collective of ``sections`` runs over."""
+    found = (i for s in sections for i in s.instructions if i.op.startswith("collective."))
+    axes = (dict(i.kwargs)["axes"] if "axes" in dict(i.kwargs) else (*i.args, ())[1] for i in found)
+    return {tuple(each) for each in axes if each}
+
+
+def operations_of(collectives: Collectives) -> dict[str, Operation]:
+    """The ``autopar.*`` and ``collective.*`` operations by name, and on processors the guarded ones of ATen: those of a
+    GPU assert by themselves that indices are inside."""
+
+    public = [name for name in dir(collectives) if not name.startswith("_") and name != "groups"]
+    bound = {f"collective.{name}": getattr(collectives, name) for name in public}
+    guarded = GUARDED if collectives.groups.device.type == "cpu" else {}
+    return {**LOCAL_OPS, **guarded, **bound}
+
+
+def _with_shared_random(section: Section, run: Run, groups: MeshGroups) -> Run:
+    """``run``, with one stream of random numbers for all ranks if ``section`` draws any."""
+    if not draws(section) or groups.device.type == "meta":
+        return run
+
+    def drawing(values: list[torch.Tensor]) -> list[Any]:
+        with shared_random(groups):
+            return run(values)
+
+    return drawing
+
+
+@contextmanager
+def plainly(device: torch.device) -> Iterator[None]:
+    """Under ``no_grad`` and without autocast."""
+    with torch.no_grad():
+        if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+            yield
+        else:
+            with torch.autocast(device.type, enabled=False):
+                yield
+
+
+def _outside_autograd(run: Run, device: torch.device) -> Run:
+    def outside(values: list[torch.Tensor]) -> list[Any]:
+        with plainly(device):
+            return run(values)
+
+    return outside
+
+
+def runner(section: Section, groups: MeshGroups, where: str) -> Run:
+    """``section`` with its collectives on ``groups``, as :func:`compile_section` makes it, outside of autograd and
+    autocast."""
+    compiled = compile_section(section, operations_of(Collectives(groups)), groups.device, where)
+    return _outside_autograd(_with_shared_random(section, compiled, groups), groups.device)
+
+
+def own_constants(
+    slots: Iterable[TensorSlot], constants: Mapping[str, torch.Tensor], groups: MeshGroups
+) -> dict[str, torch.Tensor]:
+    """This rank's part of each constant that is among ``slots``."""
+    return {
+        slot.target: take_local(
+            constants[slot.target].to(groups.device), slot.placements, groups.shape, groups.coordinate
+        )
+        for slot in slots
+        if slot.kind == "constant"
+    }
+
+
+def as_list(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """``values`` itself if it is a list, which a section empties."""
+    return values if isinstance(values, list) else list(values)
+
+
+class Executable:
+    """A program ready to run on this rank of ``mesh``; each call is under ``no_grad`` and without autocast.
+
+    Making one is collective: the process groups are made here. Raises :class:`ExecutionError` if the
+    program is another rank's.
+    """
+
+    def __init__(self, program: Program, mesh: DeviceMesh) -> None:
+        groups = mesh_groups(mesh)
+        if groups.shape != program.mesh or groups.coordinate != program.coordinate:
+            raise ExecutionError(
+                f"the program is for coordinate {program.coordinate} of a mesh {program.mesh}, "
+                f"but this rank is at {groups.coordinate} of a mesh {groups.shape}"
+            )
+        groups.prepare(instruction_axes((program.refresh, program.forward, program.backward)))
+        self.program = program
+        self.device = groups.device
+        where = f"the rank at {program.coordinate} of mesh {program.mesh}"
+        self._refresh, self._forward, self._backward = (
+            runner(section, groups, where) for section in (program.refresh, program.forward, program.backward)
+        )
+        self.constants = own_constants(program.placeholders, program.constants, groups)
+
+    def refresh(self, stored: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Working tensors from ``stored`` local ones, both in the order of ``program.parameters``."""
+        return self._refresh(as_list(stored))
+
+    def forward(self, placeholders: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """``(results, saved)`` from local tensors in the order of ``program.placeholders``."""
+        values = self._forward(as_list(placeholders))
+        count = len(self.program.results)
+        return values[:count], values[count:]
+
+    def backward(self, saved: list[torch.Tensor], tangents: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Local gradients in the order of ``program.gradients``; empties ``saved``."""
+        values = [*saved, *tangents]
+        saved.clear()
+        return self._backward(values)

@@ -1,0 +1,117 @@
+"""Sections as functions whose errors name the instruction that failed, its module path and its operands.
+
+>>> from autopar.ir.graph import Value
+>>> from autopar.ir.program import Instruction, Section
+>>> twice = Instruction("y", "aten.add.Tensor", (Value("x"), Value("x")))
+>>> section = Section("forward", ("x",), (twice,), (Value("y"),))
+>>> compile_section(section, {}, torch.device("cpu"))([torch.ones(2)])
+[tensor([2., 2.])]
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import CodeType, TracebackType
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from autopar.errors import AutoparError, ExecutionError
+from autopar.ir.node import DTYPE_NAMES
+from autopar.ir.program import Section
+from autopar.ops.index_range import PROGRAM_FILE
+
+from .section_source import Operation, Source, operands_of
+
+Run = Callable[[list[torch.Tensor]], list[Any]]
+_serial = itertools.count()
+_CODE: WeakValueDictionary[str, SectionCode] = WeakValueDictionary()
+
+
+class SectionCode:
+    """The function of a section, whose errors name the instruction."""
+
+    def __init__(self, section: Section, source: Source, where: str) -> None:
+        self.source, self.count = source, len(section.inputs)
+        filename = f"{PROGRAM_FILE}{section.name} {next(_serial)}>"
+        _CODE[filename] = self
+        linecache.cache[filename] = (len(source.text), None, source.text.splitlines(keepends=True), filename)
+        exec(compile(source.text, filename, "exec"), source.namespace)
+        self.function = source.namespace[source.function]
+        self.label = f"{section.name}{where and f' on {where}'}"
+
+    def check(self, inputs: Sequence[torch.Tensor]) -> None:
+        if len(inputs) != self.count:
+            raise ExecutionError(f"{self.label} takes {self.count} values, got {len(inputs)}")
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Raises what an instruction within raises as :class:`ExecutionError`."""
+        try:
+            yield
+        except AutoparError:
+            raise
+        except Exception as error:
+            trace = _failed_at(error, self.function.__code__)
+            if trace is None:
+                raise
+            raise _explain(error, trace, self.source, self.label) from error
+
+
+def compile_section(
+    section: Section, operations: Mapping[str, Operation], device: torch.device, where: str = ""
+) -> Run:
+    """``section`` as a function from the list of its inputs (which it empties) to the list of its outputs.
+
+    ``operations`` has the ``autopar.*`` and ``collective.*`` operations; ATen ones are looked up. ``where``
+    names the rank in errors. Raises :class:`GraphError` for an unknown operation or value, when run
+    :class:`ExecutionError`.
+    """
+    code = SectionCode(section, Source(section, operations, device), where)
+
+    def run(inputs: list[torch.Tensor]) -> list[Any]:
+        code.check(inputs)
+        with code.explaining():
+            return code.function(inputs)  # type: ignore[no-any-return]
+
+    return run
+
+
+def describe_place(place: tuple[str, int] | None) -> str:
+    """The instruction at a line of a section's function, for people: its module if it has one."""
+    code = None if place is None else _CODE.get(place[0])
+    instruction = None if code is None or place is None else code.source.instructions.get(place[1])
+    if code is None or instruction is None:
+        return ""
+    return f"in module {instruction.module}" if instruction.module else f"in {instruction.op}"
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{DTYPE_NAMES.get(value.dtype, value.dtype)}{list(value.shape)}"
+    return type(value).__name__
+
+
+def _failed_at(error: BaseException, code: CodeType) -> TracebackType | None:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code is not code:
+        trace = trace.tb_next
+    return trace
+
+
+def _explain(error: Exception, trace: TracebackType, source: Source, where: str) -> ExecutionError:
+    instruction = source.instructions.get(trace.tb_lineno)
+    if instruction is None:
+        return ExecutionError(f"{where}: {type(error).__name__}: {error}")
+    known = trace.tb_frame.f_locals
+    operands = {v: _describe(known[source.names[v]]) for v in operands_of(instruction) if source.names[v] in known}
+    shapes = ", ".join(f"{value}: {text}" for value, text in operands.items())
+    module = f" of module {instruction.module}" if instruction.module else ""
+    return ExecutionError(
+        f"{where}, in the instruction{module}\n  {instruction}\n  with {shapes or 'no tensors'}\n"
+        f"{type(error).__name__}: {error}"
+    )

@@ -1,0 +1,188 @@
+"""The Python text of a section: one straight-line function.
+
+It is compiled once, so that an instruction costs one call and no look-up. Every value is dropped after
+its last use, inputs included: the function takes one list of inputs and empties it, so that the caller keeps nothing
+alive either.
+
+>>> from autopar.ir.program import Instruction, Section
+>>> twice = Instruction("y", "aten.add.Tensor", (Value("x"), Value("x")))
+>>> section = Section("forward", ("x",), (twice,), (Value("y"),))
+>>> print(Source(section, {}, torch.device("cpu")).text)
+def forward(inputs):
+    x, = inputs
+    inputs.clear()
+    y = aten_add_Tensor(x, x)
+    del x
+    return [y]
+"""
+
+from __future__ import annotations
+
+import itertools
+import keyword
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import sympy
+import torch
+
+from autopar.errors import GraphError
+from autopar.ir.node import Arg, Value, values_in
+from autopar.ir.program import Instruction, Section
+
+Operation = Callable[..., Any]
+
+# A shard's memory layout may differ from the traced tensor's, where a view was possible: these copy if they
+# must.
+_TOLERANT = {"aten.view.default": "aten.reshape.default", "aten._unsafe_view.default": "aten.reshape.default"}
+WAIT = "collective.wait"
+
+
+def resolve_aten(op: str) -> torch._ops.OpOverload:
+    """The torch operation called ``namespace.name.overload``. Raises :class:`GraphError` if there is none."""
+    parts = _TOLERANT.get(op, op).split(".")
+    found: Any = torch.ops
+    try:
+        for part in parts:
+            found = getattr(found, part)
+    except AttributeError:
+        found = None
+    if not isinstance(found, torch._ops.OpOverload):
+        raise GraphError(f"{op!r} is no operation: expected namespace.name.overload, such as aten.mm.default")
+    return found
+
+
+def returns_sequence(operation: Operation) -> bool:
+    """Whether a torch operation returns a tuple or list even if it has one result."""
+    if not isinstance(operation, torch._ops.OpOverload):
+        return False
+    returns = operation._schema.returns
+    return len(returns) != 1 or isinstance(returns[0].type, torch.ListType)
+
+
+class Source:
+    """The Python text of one section; ``namespace`` holds the operations and constants it refers to and
+    ``instructions`` maps line numbers back. With ``pauses`` it is a generator that stops before each wait."""
+
+    def __init__(
+        self, section: Section, operations: Mapping[str, Operation], device: torch.device, pauses: bool = False
+    ) -> None:
+        self.namespace: dict[str, Any] = {}
+        self.instructions: dict[int, Instruction] = {}
+        self.names: dict[Value, str] = {}
+        self._operations = operations
+        self._device = device
+        self._taken: set[str] = {"inputs", "float", "_"}
+        self._called: dict[str, str] = {}
+        self._bucketed: set[Value] = set()
+        last = self._last_uses(section)
+        self.function = self._fresh(section.name)
+        lines = [f"def {self.function}(inputs):", *self._unpack(section, last)]
+        if pauses:
+            lines.append("    if False: yield")  # A generator also where there is nothing to wait for.
+        for index, instruction in enumerate(section.instructions):
+            if pauses and instruction.op == WAIT:
+                lines.append("    yield")
+            lines.append(f"    {self._line(instruction, last)}")
+            self.instructions[len(lines)] = instruction
+            dead = dict.fromkeys(self.names[value] for value in operands_of(instruction) if last[value] == index)
+            if dead:
+                lines.append(f"    del {', '.join(dead)}")
+        outputs = ", ".join("None" if value is None else self._name(value) for value in section.outputs)
+        self.text = "\n".join([*lines, f"    return [{outputs}]"])
+
+    @staticmethod
+    def _last_uses(section: Section) -> dict[Value, int]:
+        """For each used value the index of the last instruction that uses it; outputs live to the end."""
+        last = {v: index for index, instruction in enumerate(section.instructions) for v in operands_of(instruction)}
+        return {**last, **{v: len(section.instructions) for v in section.outputs if v is not None}}
+
+    def _fresh(self, name: str) -> str:
+        """A Python identifier like ``name`` that nothing else in the function has."""
+        base = re.sub(r"\W", "_", name)
+        if keyword.iskeyword(base) or not base.isidentifier():
+            base = f"v_{base}"
+        found, count = base, itertools.count(1)
+        while found in self._taken:
+            found = f"{base}_{next(count)}"
+        self._taken.add(found)
+        return found
+
+    def _name(self, value: Value) -> str:
+        if value not in self.names:
+            raise GraphError(f"{value} is used before its definition")
+        return self.names[value]
+
+    def _define(self, value: Value) -> str:
+        if value in self.names:
+            raise GraphError(f"{value} is defined twice")
+        self.names[value] = self._fresh(f"{value.node}_{value.index}" if value.index else value.node)
+        return self.names[value]
+
+    def _unpack(self, section: Section, last: Mapping[Value, int]) -> list[str]:
+        names = [self._define(Value(name)) for name in section.inputs]
+        unused = [name for name, value in zip(names, section.inputs, strict=True) if Value(value) not in last]
+        lines = [f"    {', '.join(names)}, = inputs", "    inputs.clear()"] if names else []
+        return [*lines, f"    del {', '.join(unused)}"] if unused else lines
+
+    def _constant(self, arg: object, name: str) -> str:
+        bound = self._fresh(name)
+        self.namespace[bound] = arg
+        return bound
+
+    def _arg(self, arg: Arg) -> str:
+        match arg:
+            case Value():
+                return self._name(arg)
+            case tuple() | list():
+                return f"[{', '.join(map(self._arg, arg))}]"
+            case sympy.Expr():
+                if not arg.is_number:
+                    raise GraphError(f"the size {arg} still has symbols; lower the graph at concrete sizes")
+                return repr(int(arg) if arg.is_integer else float(arg))
+            case torch.device():
+                here = self._device.type in (arg.type, "meta") or arg.type == "meta"
+                return self._constant(self._device if here else arg, "device")
+            case float() if arg != arg or abs(arg) == float("inf"):
+                return f'float("{arg}")'
+            case None | bool() | int() | float() | str() | complex():
+                return repr(arg)
+        return self._constant(arg, str(arg).replace("torch.", ""))
+
+    def _operation(self, op: str) -> tuple[str, Operation]:
+        operation = self._operations.get(op)
+        if operation is None:
+            if op.startswith(("autopar.", "collective.")):
+                raise GraphError(f"{op!r} is no operation of this runtime; known: {', '.join(self._operations)}")
+            operation = resolve_aten(op)
+        if op not in self._called:
+            self._called[op] = self._constant(operation, op.removesuffix(".default"))
+        return self._called[op], operation
+
+    def _line(self, instruction: Instruction, last: Mapping[Value, int]) -> str:
+        function, operation = self._operation(instruction.op)
+        args = [self._arg(arg) for arg in instruction.args]
+        args += [f"{k}={self._arg(v)}" for k, v in instruction.kwargs if not keyword.iskeyword(k)]
+        args += [f"**{{{k!r}: {self._arg(v)}}}" for k, v in instruction.kwargs if keyword.iskeyword(k)]
+        call = f"{function}({', '.join(args)})"
+        results = [Value(instruction.name, index) for index in range(instruction.results)]
+        names = [self._define(value) if value in last else "_" for value in results]
+        if instruction.op.endswith("_bucket"):
+            self._bucketed.update(results)
+        unpack = len(names) > 1 or returns_sequence(operation) or self._awaits_bucket(instruction)
+        if not any(value in last for value in results):
+            return call
+        if not unpack:
+            return f"{names[0]} = {call}"
+        # A list of chunks may be longer than the results the graph has types for; what nobody uses is dropped
+        # at once.
+        return f"{', '.join(names)}, *_ = {call}; _ = None"
+
+    def _awaits_bucket(self, instruction: Instruction) -> bool:
+        return instruction.op == WAIT and instruction.args[0] in self._bucketed
+
+
+def operands_of(instruction: Instruction) -> tuple[Value, ...]:
+    """The values an instruction reads, those of keyword arguments included."""
+    return (*values_in(instruction.args), *values_in(tuple(arg for _, arg in instruction.kwargs)))

@@ -1,0 +1,1 @@
+"""Batches: global, local to ranks, and samplers."""

@@ -1,0 +1,1 @@
+"""The parallel module: what a user holds instead of the model."""

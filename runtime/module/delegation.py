@@ -1,0 +1,239 @@
+"""What a parallel module does as the original would: attributes, methods, conversions, pickling.
+
+Plain attributes and properties are those of the original. So are its methods, but they meet DTensors: where one cannot
+deal with them, the error says to call it on whole parameters. ``generate`` and ``save_pretrained`` of Hugging Face
+models gather them by themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import AutoparError
+from autopar.runtime.state.parameters import broadcast_first
+from autopar.runtime.state.weights import Weights
+
+from .full_params import is_first, whole_parameters
+
+# How torch's errors about DTensors can be told, besides by where they are raised.
+_WORDS = ("DTensor", "invalid python storage", "sharding strategy")
+_TENSOR_FILES = "torch/distributed/tensor/"
+
+
+class Delegating(nn.Module):
+    """The part of :class:`~autopar.runtime.ParallelModule` described above."""
+
+    _original: nn.Module
+    _weights: Weights
+    _is_whole: bool
+
+    @property
+    def module(self) -> nn.Module:
+        """The original, whose parameters are DTensors outside :meth:`full_params`."""
+        return self._original
+
+    @contextmanager
+    def full_params(self, *, rank0_only: bool = False, writeback: bool = False) -> Iterator[nn.Module]:
+        """Within, the original, which this gives, has whole plain parameters on every rank, for inference and saving:
+        ``with model.full_params() as whole: whole.generate(...)``. ``model(...)`` is then the original on this rank
+        alone. Every rank needs room for the whole model; with ``rank0_only`` the first alone, and the others have meta
+        tensors. Changes are lost, unless ``writeback``: then the first rank's count. Collective over the mesh, at both
+        ends."""
+        if self._is_whole:
+            if writeback:
+                raise AutoparError("full_params(writeback=True) inside full_params(): ask for it at the outer one")
+            yield self._original
+            return
+        with whole_parameters(self._weights, rank0_only=rank0_only, writeback=writeback):
+            self.__dict__["_is_whole"] = True
+            try:
+                yield self._original
+            finally:
+                self.__dict__["_is_whole"] = False
+
+    def _check_parallel(self) -> None:
+        if self._is_whole:
+            raise AutoparError(
+                "inside full_params() there is no step: each rank has the whole model. End the block first, or call "
+                "model(...) for the original on this rank"
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            original = self.__dict__.get("_original")
+            if original is None:
+                raise
+            found = getattr(original, name)
+        if self._is_whole or not inspect.ismethod(found) or found.__self__ is not original:
+            return found
+        own = _OWN.get(name)
+        return _guarded(name, found) if own is None else functools.wraps(found)(functools.partial(own, self))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What is not this module's own is the original's, whose forward reads it."""
+        super().__setattr__(name, value) if self._is_own(name) else setattr(self._original, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name) if self._is_own(name) else delattr(self._original, name)
+
+    def _is_own(self, name: str) -> bool:
+        original = self.__dict__.get("_original")
+        if original is None or name in self.__dict__:
+            return True
+        return name.startswith("__") or (hasattr(type(self), name) and name not in vars(original))
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """As :meth:`torch.nn.Module.apply`, of the original and on whole parameters, so that ``fn`` may initialise
+        them; the first rank's values count. Collective over the mesh."""
+        if any(parameter.is_meta for parameter in self.parameters()):
+            self._original.apply(fn)
+        else:
+            with self.full_params(writeback=not self._is_whole):
+                self._original.apply(fn)
+        self.training = self._original.training
+        return self
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """``to``, ``half``, ``cuda`` and the like: they may ask for what is so already."""
+        here = self._weights.groups.device
+        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            made = fn(torch.empty(0, dtype=tensor.dtype, device=here))
+            same_device = (made.device.type, made.device.index or 0) == (here.type, here.index or 0)
+            if made.dtype != tensor.dtype or not same_device:
+                raise AutoparError(
+                    f"a parallel model stays in its dtypes on its devices, but {name} ({tensor.dtype} on {here}) would "
+                    f"be {made.dtype} on {made.device}. Convert the model before autopar.parallelize, or train in 16 "
+                    "bits with Options(precision='bf16')"
+                )
+        return self
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As :meth:`torch.nn.Module.load_state_dict`; whole plain tensors may stand for distributed
+        parameters."""
+        own = dict(self.named_parameters(remove_duplicate=False))
+        ready = {
+            key: self._weights.whole_to_own(key, value)
+            if isinstance(own.get(key), DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+            else value
+            for key, value in state_dict.items()
+        }
+        return super().load_state_dict(ready, strict, assign)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For loops written for DistributedDataParallel. Gradients add up over calls with it or without, to the same
+        numbers, and ranks exchange theirs either way: a gradient that rests in shards has no place for more."""
+        yield
+
+    def share_memory(self) -> NoReturn:
+        raise AutoparError("parameters of a parallel model are shared by its ranks already; share_memory() is refused")
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> NoReturn:
+        raise AutoparError(
+            "to_empty() would drop the values of a parallel model. A meta model needs none of it: its first batch "
+            "initialises it, or load_state_dict"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise AutoparError(
+            "a parallel model holds process groups and compiled programs, which cannot be pickled. Save its state: "
+            "torch.distributed.checkpoint takes model.state_dict() as it is, and inside `with model.full_params():` "
+            "model.state_dict() has whole plain tensors for torch.save"
+        )
+
+
+def check_plain(module: nn.Module) -> None:
+    """Raises :class:`AutoparError` if ``module``, or a part of it, is parallel already."""
+    if isinstance(module, Delegating):
+        raise AutoparError(
+            "the model is parallel already: it takes batches of any shape, so it needs no second autopar.parallelize. "
+            "For another mesh or other options, parallelize a new instance of the plain model"
+        )
+    taken = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
+    if taken:
+        raise AutoparError(
+            f"{taken[0]} and {len(taken) - 1} more parameters of this model are DTensors already: it was parallelized "
+            "before. A parallel model takes batches of any shape and needs no second autopar.parallelize. For another "
+            "mesh or other options, parallelize a new instance of the plain model; to take the weights along: `with "
+            "parallel.full_params(): new.load_state_dict(parallel.state_dict())`"
+        )
+
+
+def _guarded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """``method`` of the original, whose trouble with DTensors is explained."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except AutoparError:
+            raise
+        except Exception as error:
+            if not _is_about_dtensors(error):
+                raise
+            raise AutoparError(
+                f"{name}() of the original module runs as it is, and met parameters that are spread over the ranks "
+                f"(DTensors): {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}. Call it so "
+                "on every rank: "
+                f"`with model.full_params(): model.module.{name}(...)`, for what needs no gradients. To train through "
+                "it, have forward call it"
+            ) from error
+
+    return call
+
+
+def _is_about_dtensors(error: BaseException) -> bool:
+    if any(word in str(error) for word in _WORDS):
+        return True
+    traceback = error.__traceback__
+    while traceback is not None:
+        if _TENSOR_FILES in traceback.tb_frame.f_code.co_filename:
+            return True
+        traceback = traceback.tb_next
+    return False
+
+
+def _generate(model: Delegating, *args: Any, **kwargs: Any) -> Any:
+    with model.full_params() as original:
+        return original.generate(*args, **kwargs)  # type: ignore[operator]
+
+
+def _save_pretrained(model: Delegating, *args: Any, **kwargs: Any) -> Any:
+    """The first rank saves; all return when it is done, or has failed."""
+    groups, result, failure = model._weights.groups, None, None
+    with model.full_params(rank0_only=True) as original:
+        if is_first(groups):
+            try:
+                result = original.save_pretrained(*args, **kwargs)  # type: ignore[operator]
+            except Exception as error:
+                failure = error
+    failed = next(broadcast_first([torch.tensor(failure is not None)], groups))[1]
+    if failure is not None:
+        raise failure
+    if failed:
+        raise AutoparError("save_pretrained failed on the first rank, whose error says why")
+    return result
+
+
+def _resize(_model: Delegating, *_args: Any, **_kwargs: Any) -> NoReturn:
+    raise AutoparError(
+        "resize_token_embeddings() changes parameters that are placed already: call it before parallelize"
+    )
+
+
+# Methods that are done otherwise than the original does them: most on whole parameters, unasked.
+_OWN: dict[str, Callable[..., Any]] = {
+    "generate": _generate,
+    "save_pretrained": _save_pretrained,
+    "resize_token_embeddings": _resize,
+}

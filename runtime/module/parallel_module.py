@@ -1,0 +1,396 @@
+"""The model a user holds: the original's face, run as compiled programs on the mesh."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from autopar.errors import AutoparError
+from autopar.ir.pipeline_program import PipelineProgram
+from autopar.runtime.calls.autograd import differentiate
+from autopar.runtime.calls.call import Call
+from autopar.runtime.calls.compiled import Compile, OutputsWanted, Request
+from autopar.runtime.calls.input_checks import Check, CheckedCall, InputChecks
+from autopar.runtime.calls.kind import CallKind, Leaf, kind_of, name_of, named_leaves
+from autopar.runtime.calls.local_batch import as_parts
+from autopar.runtime.calls.module_hooks import before_step, check_hooks, hooks_inside, take_over
+from autopar.runtime.calls.pipeline_call import PipelineCall
+from autopar.runtime.calls.programs import AnyCall, ProgramLine, Programs
+from autopar.runtime.comm.exchange import Exchange
+from autopar.runtime.comm.groups import MeshGroups, mesh_groups
+from autopar.runtime.comm.plan_agreement import check_agreement
+from autopar.runtime.execute.randomness import RandomState
+from autopar.runtime.pipeline.stage_mesh import whole_everywhere
+from autopar.runtime.state.gradient_norm import clip, gradients_of, total_norm
+from autopar.runtime.state.loss_scale import LossScale, watch_optimizers, watch_zero_grad
+from autopar.runtime.state.optimizer import make_optimizer
+from autopar.runtime.state.param_groups import ParamGroups
+from autopar.runtime.state.parameters import broadcast_first, shared_seed
+from autopar.runtime.state.weights import Weights
+from autopar.schedule.timeline import Timeline
+
+from .copies import compile_for, copied_module, hook_dicts
+from .delegation import Delegating, check_plain
+from .loss_factor import step_scale
+from .own_samples import OwnSamples, check_one_form
+
+_SHARED = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+_NO_TAPE = (
+    "under a plan with microbatches, model(...) does not record for backward(), since forward and backward of several "
+    "microbatches take turns: run loss = model.step(...), which leaves .grad on the parameters, or model(...) under "
+    "torch.no_grad() to evaluate"
+)
+
+
+class ParallelModule(OwnSamples, Delegating):
+    """``module`` on ``mesh``: same inputs, outputs, parameter names, tied weights and ``state_dict`` keys.
+
+    ``compile`` turns a :class:`Request` into a program when a call of a new kind arrives (other shapes,
+    training or not, with gradients or not); the first one also places the parameters, as DTensors and in
+    place. Every rank calls with the same global batch, of which it takes its part, or with DTensors. ``seed``
+    (default: torch's initial seed on rank 0) decides what the model draws (dropout, noise) and how a meta model is
+    initialised; a real model keeps rank 0's weights. With ``scaled``, gradients are computed of a scaled loss
+    (:mod:`autopar.runtime.state.loss_scale`). ``check_inputs`` says when ranks compare their inputs
+    (:mod:`autopar.runtime.calls.input_checks`).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        compile: Compile,
+        *,
+        seed: int | None = None,
+        scaled: bool = False,
+        check_inputs: Check = "first",
+    ) -> None:
+        check_plain(module)
+        super().__init__()
+        take_over(self, module)
+        check_hooks(tuple(hook for hook in hooks_inside(module) if hook.backward), set())
+        weights = Weights(module, mesh_groups(mesh), seed)
+        random = RandomState(shared_seed(weights.groups, seed))
+        self._hold(module, weights, random, compile, LossScale() if scaled else None, check_inputs)
+        self._checks.compare_options()
+
+    def _hold(
+        self,
+        module: nn.Module,
+        weights: Weights,
+        random: RandomState,
+        compile: Compile,
+        loss_scale: LossScale | None,
+        check_inputs: Check,
+    ) -> None:
+        for name in _SHARED:
+            self.__dict__[name] = module.__dict__[name]
+        self.training = module.training
+        self.__dict__["_is_whole"] = False
+        self._weights, self._random, self._loss_scale = weights, random, loss_scale
+        if loss_scale is not None:
+            watch_optimizers(self, loss_scale)
+        self._compile = compile
+        self._programs = Programs(module, speaks=self._groups.over(self._groups.axes).index == 0)
+        self._exchange, self._check_inputs = Exchange(self._groups), check_inputs
+        self._checks = InputChecks(self._exchange, check_inputs)
+        self._plan: object | None = None
+        self._outputs: OutputsWanted = "all"
+        self._timelines: list[Timeline] | None = None
+        self._told: set[int] = set()
+        self._told_lost: set[str] = set()
+        self.__dict__["_original"] = module  # Last: from now on, what is set that is not there yet belongs to it.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """A parallel module of its own, for an average of weights, say: parameters and buffers are copies placed as
+        these are, or will be. It makes its own programs, under the same plan."""
+        self._check_parallel()
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        nn.Module.__init__(made)
+        made.__dict__.update({name: copy.deepcopy(self.__dict__[name], memo) for name in hook_dicts(self)})
+        module = copied_module(self._original, memo)
+        weights, compile = self._weights.copied_for(module), compile_for(self._compile, module)
+        scale = None if self._loss_scale is None else self._loss_scale.copied()
+        made._hold(module, weights, copy.copy(self._random), compile, scale, self._check_inputs)
+        made._plan = self._plan
+        return made
+
+    @property
+    def _groups(self) -> MeshGroups:  # type: ignore[override]
+        """Of the mesh, as the plan has laid it out."""
+        return self._weights.groups
+
+    # Compiled already: torch.compile(model) leaves it as it is.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the original returns, of plain global tensors; with gradients enabled ``loss.backward()`` leaves
+        ``.grad`` on the parameters.
+
+        Every output, large ones such as logits too, is gathered whole on every rank, which no plan prices: ranks may
+        then use outputs differently (one alone prints them, say), where a tensor gathered at its first use would make
+        the others wait for ever. Where only the loss counts, :meth:`step` gathers nothing else.
+        """
+        if self._is_whole:
+            return self._original(*args, **kwargs)
+        grad = torch.is_grad_enabled() and self._wants_grad(args, kwargs)
+        kind = self._kind(args, kwargs, grad, self._outputs if grad else "all")
+        call = self._prepared(args, kwargs, kind)
+        if not (self.training and grad) and self._programs.speaks:  # In training the loss is what is wanted.
+            call.warn_of_lost(self._told_lost)
+        leaves = call.leaves(args, kwargs)
+        if isinstance(call, PipelineCall):
+            if grad:
+                raise AutoparError(_NO_TAPE)
+            return call.rebuild(call.run(leaves))
+        if grad:
+            other = partial(self._for_each, args, kwargs, kind)
+            return call.rebuild(differentiate(call, leaves, other, partial(name_of, self._original, args, kwargs)))
+        outputs, _ = call.run(leaves)
+        return call.rebuild({name: call.present(name, value) for name, value in outputs.items()})
+
+    def step(self, *args: Any, scale: Any = None, **kwargs: Any) -> torch.Tensor:
+        """Forward and backward of the model's loss, added to ``.grad`` of the parameters; returns the
+        detached loss, the same on every rank. With a loss function, ``targets=`` are what it compares the output with,
+        ``loss_fn(output, targets)``: tensors in any tree, which the model does not see. Gradients are of the loss times
+        ``scale`` (1 / n to add up n batches as one of n times their size), the returned loss is not; a model whose
+        forward has a ``scale`` gets it instead. Raises :class:`AutoparError` if there is no loss."""
+        args, kwargs = before_step(self, args, kwargs)
+        kwargs, factor = step_scale(self._original, kwargs, scale)
+        call = self.prepare(args, kwargs, "loss", grad=True)
+        return call.step(call.leaves(args, kwargs), factor)
+
+    def _for_each(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], before: CallKind) -> Call:
+        """The program that differentiates every output of a call of the kind ``before``, as later calls do."""
+        kind = self._kind(args, kwargs, True, "each")
+        if kind.circumstances != before.circumstances:
+            raise AutoparError(
+                "backward() of a loss of your own, computed from outputs beside the model's loss, came after the "
+                "model's mode or which parameters are trained changed: call backward() before model.eval() and the like"
+            )
+        self._outputs = "each"
+        call = self._prepared(args, kwargs, kind)
+        assert isinstance(call, Call)
+        return call
+
+    def prepare(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        outputs: OutputsWanted = "all",
+        *,
+        grad: bool = True,
+    ) -> AnyCall:
+        """Compiles a program for calls like this one, unless there is one already, without running it. Collective over
+        the mesh."""
+        return self._prepared(args, kwargs, self._kind(args, kwargs, grad, outputs))
+
+    def _kind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], grad: bool, outputs: OutputsWanted) -> CallKind:
+        self._check_parallel()
+        return kind_of(self._original, args, kwargs, grad, outputs)
+
+    def _prepared(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: CallKind) -> AnyCall:
+        found = self._programs.find(kind)
+        if self._checks.active:
+            self._checks.check(self._to_check(args, kwargs, kind, found))
+        call = found or self._make(args, kwargs, kind)
+        if isinstance(call, PipelineCall):
+            call.timelines = self._timelines
+        return call
+
+    def _to_check(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: CallKind, found: AnyCall | None
+    ) -> CheckedCall:
+        """What ranks compare before they run this call."""
+        leaves = tree_flatten((args, dict(sorted(kwargs.items()))))[0]
+
+        def named() -> dict[str, Leaf]:
+            return named_leaves(self._original, args, kwargs, kind)
+
+        def because() -> str:
+            return "; ".join(difference.text for difference in self._programs.why(kind, named()))
+
+        number = None if found is None else self._programs.number(found)
+        return CheckedCall(kind, leaves, number, lambda: list(named()), because)
+
+    def _make(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: CallKind) -> AnyCall:
+        """Compiles a program for calls of this kind."""
+        self._weights.check_own()
+        check_hooks(kind.hooks, self._told)
+        leaves = named_leaves(self._original, args, kwargs, kind)
+        why, begin = self._programs.why(kind, leaves), time.perf_counter()
+        compiled = self._compile(Request(args, dict(kwargs), self.training, kind.grad, kind.outputs))
+        check_agreement(compiled.fingerprint, self._groups)
+        self._weights.groups = self._groups.regrouped(compiled.program.mesh)
+        bound = PipelineCall if isinstance(compiled.program, PipelineProgram) else Call
+        draw_state = partial(self._random.advance, self.training and kind.grad)
+        call = bound(compiled, self._weights, self._groups, draw_state, self._loss_scale)
+        call.watch_indices(self._exchange)
+        self._plan = compiled.plan
+        seconds = time.perf_counter() - begin
+        guards, planned = compiled.guards, compiled.planned
+        self._programs.add(kind, leaves, call, why=why, guards=guards, planned=planned, seconds=seconds)
+        return call
+
+    def programs(self) -> tuple[ProgramLine, ...]:
+        """The programs made so far, oldest first: another kind of call (other shapes, dtypes, values of inputs that are
+        no tensors, modes, frozen parameters) has a program of its own, with the parameters where they are. ``print``
+        each for a line; at most 64 are kept besides the one that was planned."""
+        return self._programs.listing()
+
+    def _wants_grad(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        inputs = tree_flatten((args, dict(kwargs)))[0]
+        given = any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs)
+        return given or any(parameter.requires_grad for parameter in self.parameters())
+
+    @property
+    def plan(self) -> Any:
+        """The plan of the latest compiled call. Raises :class:`AutoparError` before there is one."""
+        if self._plan is None:
+            raise AutoparError(
+                "there is no plan yet: the model is planned at its first batch; run one, or pass "
+                "example_inputs to parallelize"
+            )
+        return self._plan
+
+    def optimizer(
+        self, cls: Callable[..., torch.optim.Optimizer], params: Any = None, **kwargs: Any
+    ) -> torch.optim.Optimizer:
+        """``cls`` over the named parameters, before or after the first batch; its state rests as the parameters do, and
+        it steps on local shards where that gives the same numbers (:mod:`autopar.runtime.state.optimizer`). State that
+        the plan puts into host memory is on the device only while its parameter is updated. ``params``: some of the
+        parameters, or groups of them, as torch takes them; parameters by themselves, by name, or as the model had them
+        before ``parallelize`` (:mod:`autopar.runtime.state.param_groups`)."""
+        groups = ParamGroups(self)
+        made = make_optimizer(cls, groups.resolve(params), self._rests_in_host_memory, **kwargs)
+        groups.follow(made)
+        if self._loss_scale is not None:
+            watch_zero_grad(made, self._loss_scale)
+        return made
+
+    def _rests_in_host_memory(self, path: str) -> bool:
+        """Whether the plan, if there is one, keeps the optimizer state of the parameter there."""
+        known = getattr(self._plan, "parameters", {})
+        return path in known and bool(known[path].offload)
+
+    def full_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A parameter, gradient or optimizer state of this model, whole on every rank, even if only another pipeline
+        stage holds it (where the tensor's own ``full_tensor()`` is empty). Collective over the mesh."""
+        with torch.no_grad():
+            return whole_everywhere(tensor.detach(), self._groups)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """As :func:`torch.nn.utils.clip_grad_norm_` of all parameters, under any plan. Collective over the mesh;
+        returns the norm before clipping, on every rank."""
+        with torch.no_grad():
+            gradients = gradients_of(self.parameters())
+            norm = total_norm(gradients, self._groups, float(norm_type))
+            if error_if_nonfinite and not bool(norm.isfinite()):
+                raise AutoparError(f"the norm of order {norm_type} of the gradients is {float(norm)}: not clipped")
+            clip(gradients, norm, float(max_norm))
+        return norm
+
+    def local_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """The global batch, given whole, with each tensor as a DTensor of which this rank holds what the plan wants of
+        it: a dict for keyword inputs, a tuple for positional ones. Collective. (Of a rank's own samples
+        :meth:`from_local` makes one.)"""
+        check_one_form("local_batch", args, kwargs)
+        call = self._any_call(args, kwargs)
+        leaves = as_parts(call, call.leaves(args, kwargs))
+        positional, keywords = tree_unflatten(leaves, call.signature.input_spec)
+        return positional if args else keywords
+
+    def _any_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AnyCall:
+        """A compiled call for such a batch, whatever its outputs: they all read the same placements."""
+        kind = kind_of(self._original, args, kwargs, False, "all")
+        known = self._programs.calls()
+        found = next((call for one, call in known if replace(one, grad=False, outputs="all") == kind), None)
+        if self._checks.active:
+            self._checks.check(self._to_check(args, kwargs, kind, found))
+        return found or self.prepare(args, kwargs, "all", grad=torch.is_grad_enabled())
+
+    def random_state(self) -> dict[str, int]:
+        """What determines the random numbers of the next call, besides the model: the ``seed``, the training calls made
+        so far (``steps``) and all other calls (``evaluations``), counting only calls that draw. Save it in a checkpoint
+        beside the ``state_dict``, which has the keys of the original."""
+        return asdict(self._random)
+
+    def set_random_state(self, state: Mapping[str, int]) -> None:
+        """Continues from what :meth:`random_state` returned; rank 0's ``state`` counts. Collective."""
+        given = RandomState(**state)
+        values = [torch.tensor([given.seed, given.steps, given.evaluations])]
+        self._random.seed, self._random.steps, self._random.evaluations = next(broadcast_first(values, self._groups))[
+            1
+        ].tolist()
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether gradients overflowed under fp16 in one of the passes whose gradients are accumulated, so that there
+        are none: an optimizer that steps now does nothing. The same on every rank.
+
+        It holds until the first pass after an optimizer's step, or until ``zero_grad`` is called, of the model or of an
+        optimizer made by :meth:`optimizer`. A loop that does not step the optimizer after an overflow, to retry the
+        batch or to go on to the next, must call ``zero_grad``: until then all passes count as one step, whose gradients
+        stay dropped. A warning says so after 256 passes."""
+        return self._loss_scale is not None and self._loss_scale.overflowed
+
+    def loss_scale_state(self) -> dict[str, float | int]:
+        """The scale of the loss under fp16, in the form of :meth:`torch.amp.GradScaler.state_dict`. Save it in a
+        checkpoint beside the ``state_dict``; empty under other policies."""
+        return {} if self._loss_scale is None else self._loss_scale.state()
+
+    def set_loss_scale_state(self, state: Mapping[str, float | int]) -> None:
+        """Continues from what :meth:`loss_scale_state` or a :class:`torch.amp.GradScaler` returned. Rank 0's ``state``
+        counts; there is no effect if it is empty, or if the loss is not scaled. Collective."""
+        if self._loss_scale is None:
+            return
+        own = self._loss_scale.state()
+        given = torch.tensor([float({**own, **state}[key]) for key in own], dtype=torch.float64)
+        self._loss_scale.load(dict(zip(own, next(broadcast_first([given], self._groups))[1].tolist(), strict=True)))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As :meth:`torch.nn.Module.zero_grad`; under fp16 also forgets that gradients overflowed."""
+        super().zero_grad(set_to_none)
+        if self._loss_scale is not None:
+            self._loss_scale.consumed()
+
+    @contextmanager
+    def record_timeline(self) -> Iterator[list[Timeline]]:
+        """Measures, inside the ``with`` block, what each instruction of a step in microbatches takes: a
+        :class:`Timeline` of all pipeline stages for each pass is appended to the list this gives. Steps without a
+        pipeline have none."""
+        timelines: list[Timeline] = []
+        self._timelines = timelines
+        try:
+            yield timelines
+        finally:
+            self._timelines = None
+
+    def train(self, mode: bool = True) -> ParallelModule:
+        super().train(mode)
+        self._original.training = mode
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{type(self._original).__name__} on mesh {self._groups.shape}"

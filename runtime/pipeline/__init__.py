@@ -1,0 +1,1 @@
+"""Runs the instructions of a pipeline schedule on one rank."""

@@ -1,0 +1,122 @@
+"""Runs the sections of a :class:`~autopar.ir.chunk_program.ChunkProgram`, with what crosses its borders sorted by the
+chunk at the other end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from autopar.errors import ExecutionError
+from autopar.ir.chunk_program import ChunkProgram, Port
+from autopar.ir.placements import local_shape
+from autopar.runtime.comm.groups import MeshGroups
+from autopar.runtime.execute.executor import instruction_axes, own_constants, runner
+from autopar.runtime.execute.gradient_reducer import Reducer, Reduction
+
+# What is exchanged with each other chunk: (chunk, local shape and dtype of each tensor of the message).
+Exchange = tuple[tuple[int, tuple[tuple[tuple[int, ...], torch.dtype], ...]], ...]
+Messages = dict[int, list[torch.Tensor]]
+
+
+def exchanges(program: ChunkProgram, ports: Iterable[Port], *, sends: bool) -> Exchange:
+    """The ends of edges by the chunk at their other end; ports come in that order."""
+
+    def other(port: Port) -> int:
+        return port.edge.target if sends else port.edge.source
+
+    def local(port: Port) -> tuple[tuple[int, ...], torch.dtype]:
+        slot = port.slot
+        return local_shape(slot.shape, slot.placements, program.mesh, program.coordinate), slot.dtype
+
+    return tuple((peer, tuple(map(local, several))) for peer, several in groupby(ports, other))
+
+
+class ChunkExecutable:
+    """The sections of ``program`` on ``groups`` of the mesh inside its stage. Making one is collective there. Raises
+    :class:`ExecutionError` if the program is another rank's."""
+
+    def __init__(self, program: ChunkProgram, groups: MeshGroups) -> None:
+        if groups.shape != program.mesh or groups.coordinate != program.coordinate:
+            raise ExecutionError(
+                f"chunk {program.chunk} is lowered for coordinate {program.coordinate} of a mesh {program.mesh}, but "
+                f"this rank is at {groups.coordinate} of a mesh {groups.shape}"
+            )
+        groups.prepare(instruction_axes(program.sections))
+        where = f"the rank at {program.coordinate} of mesh {program.mesh} for chunk {program.chunk}"
+        self.program = program
+        self._refresh, self._forward, self._input_gradient = (
+            runner(section, groups, where) for section in (program.refresh, program.forward, program.input_gradient)
+        )
+        self._weight_gradient, self._more_weight_gradient = (
+            runner(section, groups, where) for section in (program.weight_gradient, program.more_weight_gradient)
+        )
+        self._backward, self._more_backward = (
+            runner(section, groups, where) for section in (program.backward, program.more_backward)
+        )
+        self._last = runner(program.last, groups, where)
+        self._reducer = Reducer(program.reduce, groups, where)
+        self.constants = own_constants(program.placeholders, program.constants, groups)
+        self.receives = exchanges(program, program.receives, sends=False)
+        self.sends = exchanges(program, program.sends, sends=True)
+        self.gradient_receives = exchanges(program, program.gradient_receives, sends=False)
+        self.gradient_sends = exchanges(program, program.gradient_sends, sends=True)
+
+    def refresh(self, stored: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Working parameters from stored ones."""
+        return self._refresh(list(stored))
+
+    def forward(self, inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], Messages, list[torch.Tensor]]:
+        """From placeholders and received values to results, what goes to each chunk, and saved values."""
+        made = self._forward(inputs)
+        results, rest = _part(made, len(self.program.results))
+        sends, saved = _part(rest, len(self.program.sends))
+        return results, _messages(sends, self.sends), saved
+
+    def input_gradient(self, inputs: list[torch.Tensor]) -> tuple[Messages, list[torch.Tensor]]:
+        """From saved values, tangents and received gradients to what goes to each chunk, and carried values."""
+        sends, carried = _part(self._input_gradient(inputs), len(self.program.gradient_sends))
+        return _messages(sends, self.gradient_sends), carried
+
+    def weight_gradient(
+        self, carried: list[torch.Tensor], sums: list[torch.Tensor], last: bool = False
+    ) -> list[torch.Tensor]:
+        """Raw gradients, added in place to ``sums`` of earlier microbatches if there are any; of the ``last`` one
+        gradients under way, for :meth:`reduce`. Empties ``carried`` and ``sums``."""
+        run = self._more_weight_gradient if sums else self._weight_gradient
+        return (self._last if last else run)(_emptied(carried, sums))
+
+    def backward(
+        self, inputs: list[torch.Tensor], sums: list[torch.Tensor], last: bool = False
+    ) -> tuple[Messages, list[torch.Tensor]]:
+        """:meth:`input_gradient` and :meth:`weight_gradient` at once."""
+        run = self._more_backward if sums else self._backward
+        made = (self._last if last else run)(_emptied(inputs, sums))
+        sends, raw = _part(made, len(self.program.gradient_sends))
+        return _messages(sends, self.gradient_sends), raw
+
+    def reduce(self, under_way: list[torch.Tensor], computations: int) -> Reduction:
+        """Goes on with gradients ``under_way``, a list it empties, until they are as stored; see
+        :meth:`.Reducer.begin`."""
+        return self._reducer.begin(under_way, computations)
+
+
+def _emptied(*lists: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What ``lists`` have in a list of its own, so that the section that takes it is the last to hold it."""
+    taken = [value for values in lists for value in values]
+    for values in lists:
+        values.clear()
+    return taken
+
+
+def _part(values: list[Any], count: int) -> tuple[list[Any], list[Any]]:
+    return values[:count], values[count:]
+
+
+def _messages(values: list[torch.Tensor], exchange: Exchange) -> Messages:
+    found: Messages = {}
+    for peer, several in exchange:
+        found[peer], values = _part(values, len(several))
+    return found

@@ -1,0 +1,81 @@
+"""Gradients under pipeline stages, with which torch's own functions over several gradients are right.
+
+Gradients of different stages are DTensors on different meshes. torch's operations over lists of tensors refuse those,
+and what it computes of one (a norm, the whole tensor) only ranks of its mesh would get. These know all ranks: their
+norm is that of the whole gradient on every rank, and what changes a list of them changes the local tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils import _foreach_utils
+
+from autopar.runtime.comm.groups import MeshGroups
+from autopar.runtime.state.gradient_norm import norms
+from autopar.runtime.state.parameters import local_of
+
+from .stage_mesh import whole_everywhere
+
+_NORMS = (torch.linalg.vector_norm, torch.norm, torch.Tensor.norm)
+
+
+class StageGradient(DTensor):
+    """A gradient of a model on ``everyone``, the mesh (stages, \\*inside a stage). Norms and :meth:`full_tensor` are
+    collective over all of it."""
+
+    everyone: MeshGroups
+
+    @staticmethod
+    def like(parameter: torch.Tensor, local: torch.Tensor, everyone: MeshGroups) -> StageGradient:
+        """``local`` as the gradient of ``parameter``, placed the same."""
+        assert isinstance(parameter, DTensor)
+        made = StageGradient(local, parameter._spec, requires_grad=False)
+        made.everyone = everyone
+        return made
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        return whole_everywhere(DTensor(self._local_tensor, self._spec, requires_grad=False), self.everyone)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is torch._foreach_norm and _ours(args[0]):
+                return list(_norms(args[0], *args[1:], **given).unbind())
+            if func in _NORMS and isinstance(args[0], StageGradient) and _is_whole(args, given):
+                return _norms([args[0]], *args[1:], *(given[name] for name in ("p", "ord") if name in given))[0]
+            if _changes_list(func) and _ours(args[0]):
+                return func(*([local_of(t) for t in a] if isinstance(a, (list, tuple)) else a for a in args), **given)
+            return func(*args, **given)
+
+
+# As DTensor itself is added to these: clipping then takes one message for all gradients, not one for each.
+_foreach_utils._foreach_supported_types.append(StageGradient)
+
+
+def _ours(tensors: Any) -> bool:
+    return isinstance(tensors, (list, tuple)) and all(isinstance(t, StageGradient) for t in tensors)
+
+
+def _is_whole(args: tuple[Any, ...], given: Mapping[str, Any]) -> bool:
+    """Whether a norm is asked for of all elements, in their dtype."""
+    rest = [value for name, value in given.items() if name not in ("p", "ord")]
+    return len(args) <= 2 and all(value is None or value is False for value in rest)
+
+
+def _changes_list(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return name.startswith("_foreach_") and name.endswith("_")
+
+
+def _norms(
+    gradients: list[StageGradient], ord: float | str | None = 2.0, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    found = norms(list(gradients), gradients[0].everyone, 2.0 if ord in (None, "fro") else float(ord))
+    return found if dtype is None else found.to(dtype)

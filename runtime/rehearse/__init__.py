@@ -1,0 +1,1 @@
+"""Runs a program without numbers or other ranks, to measure its memory."""

@@ -1,0 +1,1 @@
+"""Parameters, gradients and optimizer state of a parallel module."""

@@ -1,0 +1,345 @@
+"""A module's parameters as DTensors, placed as a program stores them.
+
+A plain parameter cannot become a DTensor in place (torch: their slots differ), so :func:`wrap_parameters`
+makes every one a DTensor at once, whole on each rank; :func:`place_parameters` later exchanges its content
+(``torch.utils.swap_tensors``), so that an optimizer built in between goes on working and tied weights stay
+tied. A real model is taken from rank 0: other ranks' weights are overwritten by broadcast, since a script
+that does not seed has different ones. A meta model is initialised shard by shard
+(:mod:`autopar.runtime.state.materialise`). Buffers are plain tensors, whole on every rank.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from autopar.errors import AutoparError, PlanMismatchError
+from autopar.ir.placements import (
+    Placements,
+    StridedShard,
+    local_before,
+    local_shape,
+    shard_before,
+    shard_dim,
+    short,
+    take_local,
+)
+from autopar.ir.program import TensorSlot
+from autopar.runtime.comm.collectives import Collectives
+from autopar.runtime.comm.groups import AxisGroup, MeshGroups
+from autopar.runtime.execute.randomness import signed_seed
+
+from .gradient_hooks import carry_hooks, hooks_of, set_hooks
+from .materialise import Initialiser
+from .param_groups import mark_replaced
+
+_BUCKET_BYTES = 32 << 20
+
+
+class Place(Protocol):
+    """A mesh that tensors lie on, as this rank sees it: its ``coordinate`` there, None if it is no part of it."""
+
+    @property
+    def mesh(self) -> DeviceMesh: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def coordinate(self) -> tuple[int, ...] | None: ...
+
+
+# How a parameter is stored, and where.
+Stored = tuple[TensorSlot, Place]
+
+
+def before_when_cut(placements: Placements, axis: int, mesh: Sequence[int]) -> int:
+    """``before`` of the shard on ``axis`` when axes are cut from the outermost on, as
+    :func:`autopar.ir.placements.take_local` and torch do."""
+    before, dim = shard_before(placements[axis]), shard_dim(placements[axis])
+    later = (
+        mesh[other]
+        for other in range(axis + 1, len(placements))
+        if shard_dim(placements[other]) == dim and shard_before(placements[other]) < before
+    )
+    return local_before(placements, axis, mesh) * math.prod(later)
+
+
+def torch_placements(placements: Placements, mesh: Sequence[int]) -> tuple[TorchPlacement, ...]:
+    """``placements`` in torch's own classes; a strided shard's ``split_factor`` is
+    :func:`before_when_cut`."""
+    found: list[TorchPlacement] = []
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, StridedShard):
+            factor = before_when_cut(placements, axis, mesh)
+            found.append(Shard(placement.dim) if factor == 1 else _StridedShard(placement.dim, split_factor=factor))
+        else:
+            found.append(placement)
+    return tuple(found)
+
+
+def torch_can_gather(placements: Placements, mesh: Sequence[int]) -> bool:
+    """Whether torch's ``full_tensor`` of such a DTensor is right. It is not (2.13: wrong order, or an error)
+    where a strided shard lies on an axis outside another axis that shards the same dim; :func:`gather_whole`
+    always is."""
+    return not any(
+        isinstance(outer, StridedShard) and mesh[b] > 1 and shard_dim(placements[b]) == outer.dim
+        for a, outer in enumerate(placements)
+        if mesh[a] > 1
+        for b in range(a + 1, len(placements))
+    )
+
+
+def gather_whole(local: torch.Tensor, slot: TensorSlot, groups: MeshGroups) -> torch.Tensor:
+    """The global tensor placed as ``slot`` says, of which this rank has ``local``: undoes the cuts from the
+    innermost axis out. Any placements, partial ones included; on every rank."""
+    collectives, count = Collectives(groups), len(groups.shape)
+    for axis in reversed(range(count)):
+        placement = slot.placements[axis]
+        dim = shard_dim(placement)
+        if dim is not None:
+            outer = (*slot.placements[:axis], *[Replicate()] * (count - axis))
+            size = local_shape(slot.shape, outer, groups.shape, groups.coordinate)[dim]
+            before = before_when_cut(slot.placements, axis, groups.shape)
+            local = collectives.all_gather(local, (axis,), dim, size, before).wait()
+        elif isinstance(placement, Partial):
+            local = collectives.all_reduce(local, (axis,), placement.reduce_op).wait()
+    return local
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """The stride of a contiguous tensor of ``shape``."""
+    return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def make_dtensor(local: torch.Tensor, slot: TensorSlot, place: Place) -> DTensor:
+    """The DTensor of global shape ``slot.shape``, placed as ``slot`` says, of which this rank holds
+    ``local`` (nothing if it is no part of the mesh). Not by ``DTensor.from_local``, which takes the shape of a number,
+    (), for none given."""
+    meta = TensorMeta(torch.Size(slot.shape), contiguous_stride(slot.shape), local.dtype)
+    spec = DTensorSpec(place.mesh, torch_placements(slot.placements, place.shape), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=local.requires_grad)
+
+
+def take_own(whole: torch.Tensor, slot: TensorSlot, place: Place) -> torch.Tensor:
+    """This rank's part of the global tensor ``whole``: contiguous, and no view of something larger; empty if the rank
+    is no part of the mesh."""
+    if place.coordinate is None:
+        return whole.new_empty(0)
+    local = take_local(whole, slot.placements, place.shape, place.coordinate).contiguous()
+    return local.clone() if local.untyped_storage().nbytes() > local.nbytes else local
+
+
+def broadcast_first(tensors: Sequence[torch.Tensor], groups: MeshGroups) -> Iterator[tuple[int, torch.Tensor]]:
+    """``(index, value)`` of every tensor as the mesh's first rank has it, on the mesh's device; sent in
+    buckets of bytes."""
+    group = groups.over(groups.axes)
+    bucket: list[int] = []
+    for index in range(len(tensors)):
+        bucket.append(index)
+        if sum(tensors[i].nbytes for i in bucket) >= _BUCKET_BYTES or index + 1 == len(tensors):
+            yield from zip(bucket, _broadcast([tensors[i] for i in bucket], group, groups.device), strict=True)
+            bucket = []
+
+
+def _broadcast(tensors: Sequence[torch.Tensor], group: AxisGroup, device: torch.device) -> list[torch.Tensor]:
+    here = [tensor.detach().to(device).contiguous() for tensor in tensors]
+    if group.group is None:
+        return here
+    sizes = [tensor.nbytes for tensor in here]
+    buffer = torch.cat([tensor.view(-1).view(torch.uint8) for tensor in here])
+    dist.broadcast(buffer, group=group.group, group_src=0)
+    # Cloned, because a dtype may be viewed only at offsets it divides, and so that the bucket can go.
+    return [
+        piece.clone().view(tensor.dtype).view(tensor.shape)
+        for piece, tensor in zip(buffer.split(sizes), here, strict=True)
+    ]
+
+
+def wrap(tensor: torch.Tensor, groups: MeshGroups) -> DTensor:
+    """``tensor`` as a replicated DTensor of the same memory, wherever that is: ``from_local`` would move it
+    to the mesh's device."""
+    meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+    spec = DTensorSpec(groups.mesh, (Replicate(),) * len(groups.shape), tensor_meta=meta)
+    return DTensor(tensor.detach(), spec, requires_grad=False)
+
+
+def wrap_parameters(module: nn.Module, groups: MeshGroups) -> None:
+    """Replaces every plain parameter of ``module`` by a replicated DTensor of the same memory, on whatever
+    device it is (meta included); tied ones by the same one."""
+    made: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for key, parameter in part._parameters.items():
+            if parameter is None or isinstance(parameter, DTensor):
+                continue
+            if id(parameter) not in made:
+                made[id(parameter)] = nn.Parameter(wrap(parameter, groups), parameter.requires_grad)
+                made[id(parameter)].__dict__.update(parameter.__dict__)
+                carry_hooks(parameter, made[id(parameter)])
+                mark_replaced(parameter, made[id(parameter)])
+            part._parameters[key] = made[id(parameter)]
+
+
+@contextmanager
+def unwrapped(module: nn.Module) -> Iterator[None]:
+    """Within, ``module`` has the local tensors of its DTensor parameters, as plain parameters."""
+    plain: dict[int, nn.Parameter] = {}
+    before = [(part, dict(part._parameters)) for part in module.modules()]
+    for part, parameters in before:
+        for key, parameter in parameters.items():
+            if isinstance(parameter, DTensor):
+                local = plain.setdefault(id(parameter), nn.Parameter(parameter._local_tensor, requires_grad=False))
+                part._parameters[key] = local
+    try:
+        yield
+    finally:
+        for part, parameters in before:
+            part._parameters.update(parameters)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor, without the cost or the autograd of ``to_local``."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def swap_parameter(parameter: torch.Tensor, replacement: torch.Tensor, name: str) -> None:
+    """Makes ``parameter`` be what ``replacement`` is, keeping its identity and its own attributes. Raises
+    :class:`AutoparError` if something else holds its old content."""
+    replacement.__dict__.update(parameter.__dict__)
+    parameter.grad = None
+    hooks = hooks_of(parameter)
+    try:
+        torch.utils.swap_tensors(parameter, replacement)
+    except RuntimeError:
+        gc.collect()
+        try:
+            torch.utils.swap_tensors(parameter, replacement)
+        except RuntimeError as error:
+            raise AutoparError(
+                f"the parameter {name} cannot become a DTensor in place, because something still "
+                "refers to its old content "
+                f"(outputs of an earlier call of the plain model?): {error}"
+            ) from error
+    set_hooks(parameter, hooks)  # What autograd knows of them went with the old content.
+
+
+def shared_seed(groups: MeshGroups, seed: int | None = None) -> int:
+    """``seed``, or torch's initial seed, as the mesh's first rank has it, as :func:`signed_seed`."""
+    own = torch.tensor([signed_seed(torch.initial_seed() if seed is None else seed)])
+    return int(next(broadcast_first([own], groups))[1])
+
+
+def place_parameters(
+    module: nn.Module, stored: Mapping[str, Stored], groups: MeshGroups, seed: int | None = None
+) -> None:
+    """Gives every wrapped parameter of ``module`` its place: as ``stored[name]`` says, or replicated on the mesh of
+    ``groups`` if it is not there (the program does not use it). Buffers come to the mesh's device with rank 0's values.
+    ``seed`` is for a meta model; by default torch's initial seed on rank 0. Collective over ``groups``.
+
+    Raises :class:`PlanMismatchError` where a slot and its parameter differ in shape.
+    """
+    parameters = dict(module.named_parameters())
+    complete = {name: stored.get(name) or _replicated(name, p, groups) for name, p in parameters.items()}
+    for name, parameter in parameters.items():
+        _check_storable(name, parameter, complete[name])
+    meta = [name for name, parameter in parameters.items() if parameter.is_meta]
+    real = [name for name, parameter in parameters.items() if not parameter.is_meta]
+    lost = [name for name, buffer in module.named_buffers() if buffer.is_meta]
+    if meta or lost:
+        with unwrapped(module):
+            initialiser = Initialiser(module, groups.device, shared_seed(groups, seed))
+        for name in meta:
+            _replace(parameters[name], _initial(initialiser, name, parameters[name], complete[name]), complete[name])
+        _fill_buffers(module, initialiser)
+    for index, whole in broadcast_first([local_of(parameters[name]) for name in real], groups):
+        _replace(parameters[real[index]], whole, complete[real[index]])
+    _place_buffers(module, groups)
+
+
+def _replicated(name: str, parameter: nn.Parameter, groups: MeshGroups) -> Stored:
+    everywhere = (Replicate(),) * len(groups.shape)
+    return TensorSlot(name, "param", name, tuple(parameter.shape), everywhere), groups
+
+
+def _check_storable(name: str, parameter: nn.Parameter, stored: Stored) -> None:
+    slot, place = stored
+    if tuple(parameter.shape) != slot.shape:
+        raise PlanMismatchError(
+            f"the parameter {name} has shape {list(parameter.shape)}, but the plan was made for {list(slot.shape)}"
+        )
+    if not torch_can_gather(slot.placements, place.shape):
+        raise PlanMismatchError(
+            f"the parameter {name} would be stored as {short(slot.placements)}, of which torch makes a wrong "
+            "full_tensor(): store the strided shard on the innermost axis of its dim"
+        )
+
+
+def _initial(initialiser: Initialiser, name: str, parameter: nn.Parameter, stored: Stored) -> torch.Tensor:
+    """The whole initial value; nothing where this rank holds none of it."""
+    local = local_of(parameter)
+    if stored[1].coordinate is None:
+        return torch.empty(0, dtype=local.dtype, device=initialiser.device)
+    return initialiser.value(local, f"the parameter {name}")
+
+
+def _replace(parameter: nn.Parameter, whole: torch.Tensor, stored: Stored) -> None:
+    slot, place = stored
+    with torch.no_grad():
+        own = make_dtensor(take_own(whole, slot, place), slot, place)
+        replacement = nn.Parameter(own, parameter.requires_grad)
+        if parameter.grad is not None and not parameter.grad.is_meta:
+            gradient = take_own(local_of(parameter.grad).to(whole.device), slot, place)
+            replacement.grad = make_dtensor(gradient, slot, place)
+    swap_parameter(parameter, replacement, slot.target)
+
+
+def _fill_buffers(module: nn.Module, initialiser: Initialiser) -> None:
+    for path, part in module.named_modules():
+        for key, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                part._buffers[key] = initialiser.value(buffer, f"the buffer {path}.{key}")
+
+
+def _place_buffers(module: nn.Module, groups: MeshGroups) -> None:
+    buffers = [buffer for _, buffer in module.named_buffers()]
+    moved: dict[int, torch.Tensor] = {}
+    for index, value in broadcast_first(buffers, groups):
+        buffer = buffers[index]
+        if buffer.device == groups.device:
+            buffer.copy_(value)
+        else:
+            moved[id(buffer)] = value
+    for part in module.modules():
+        for key, tensor in part._buffers.items():
+            if tensor is not None and id(tensor) in moved:
+                part._buffers[key] = moved[id(tensor)]
+
+
+def check_placed(module: nn.Module, stored: Mapping[str, Stored]) -> None:
+    """Raises :class:`PlanMismatchError` if a parameter rests otherwise than ``stored`` says."""
+    for name, parameter in module.named_parameters():
+        if name not in stored or not isinstance(parameter, DTensor):
+            continue
+        slot, place = stored[name]
+        if tuple(parameter.placements) != torch_placements(slot.placements, place.shape):
+            raise PlanMismatchError(
+                f"the parameter {name} rests as {tuple(map(str, parameter.placements))}, but this "
+                f"program stores it as {short(slot.placements)}; all programs of one model must agree"
+            )
+        if parameter.device_mesh != place.mesh:
+            raise PlanMismatchError(
+                f"the parameter {name} rests on ranks {parameter.device_mesh.mesh.flatten().tolist()}, but this "
+                f"program stores it on {place.mesh.mesh.flatten().tolist()}; all programs of one model must agree"
+            )

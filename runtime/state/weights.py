@@ -1,0 +1,159 @@
+"""The parameters of one module as its programs see them: stored, working, and their gradients."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from autopar.errors import PlanMismatchError
+from autopar.ir.program import TensorSlot
+from autopar.runtime.comm.groups import MeshGroups
+
+from .gradient_hooks import run_hooks, run_post_hooks
+from .parameters import (
+    Stored,
+    check_placed,
+    local_of,
+    make_dtensor,
+    place_parameters,
+    swap_parameter,
+    take_own,
+    wrap,
+    wrap_parameters,
+)
+
+_APART = (
+    "parameters of this copy lie on different pipeline stages, and torch's functions over lists of tensors skip those "
+    "of other stages: average them one by one, AveragedModel(model, avg_fn=lambda average, new, n: 0.99 * average + "
+    "0.01 * new), say, rather than by multi_avg_fn or by default"
+)
+
+
+class Weights:
+    """Parameters and buffers of ``module``, placed by the first program that is settled.
+
+    A program may know a tied parameter by any of its names; ``names`` maps each to the one that
+    ``named_parameters`` gives.
+    """
+
+    def __init__(self, module: nn.Module, groups: MeshGroups, seed: int | None) -> None:
+        self.module = module
+        self.groups = groups
+        self._seed = seed
+        self._stored: dict[str, Stored] | None = None
+        self._copies: list[Weights] = []
+        wrap_parameters(module, groups)
+
+    def copied_for(self, module: nn.Module) -> Weights:
+        """Those of ``module``, a copy of this one: placed as these are, or as soon as these are."""
+        made = copy.copy(self)
+        made.module, made._copies = module, []
+        self._copies.append(made)  # Held, since placing it is collective: ranks collect garbage at different times.
+        self._place_copies()
+        return made
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        first = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        return {n: first[id(p)] for n, p in self.module.named_parameters(remove_duplicate=False)}
+
+    def check_own(self) -> None:
+        """Raises :class:`PlanMismatchError` for parameters that came into the module after it was made parallel."""
+        plain = [n for n, p in self.module.named_parameters() if not isinstance(p, DTensor)]
+        if plain:
+            more = f" and {len(plain) - 1} more" if len(plain) > 1 else ""
+            raise PlanMismatchError(
+                f"the parameter {plain[0]}{more} came into the model after autopar.parallelize, which places those "
+                "that are there: replace or add modules first. Now, parallelize a new instance of the plain model "
+                "that has them; to take the other weights along: `with parallel.full_params(): "
+                "new.load_state_dict(parallel.state_dict(), strict=False)`"
+            )
+
+    def settle(self, stored: Sequence[Stored]) -> None:
+        """Places the parameters as ``stored`` says, or checks that they are. Collective the first time."""
+        names = self.names
+        unknown = [slot.target for slot, _ in stored if slot.target not in names]
+        if unknown:
+            raise PlanMismatchError(f"the program has parameters that the model has not: {', '.join(unknown)}")
+        found = {names[slot.target]: (slot, place) for slot, place in stored}
+        if self._stored is None:
+            place_parameters(self.module, found, self.groups, self._seed)
+            self._stored = found
+            self._place_copies()
+        else:
+            check_placed(self.module, found)
+
+    def _place_copies(self) -> None:
+        if self._stored is None:
+            return
+        for copied in self._copies:
+            if not copied.settled:
+                copied.groups = self.groups
+                copied.settle(list(self._stored.values()))
+        if self._copies and any(place.coordinate is None for _, place in self._stored.values()):
+            warnings.warn(_APART, stacklevel=2)
+        self._copies = []
+
+    def parameters(self, slots: Sequence[TensorSlot]) -> list[nn.Parameter]:
+        """The parameters in the order of ``slots``."""
+        known = dict(self.module.named_parameters(remove_duplicate=False))
+        return [known[slot.target] for slot in slots]
+
+    def whole_to_own(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """A whole ``value`` for the parameter ``name`` (any of its names) as a DTensor placed like it. A meta
+        parameter that has no place yet takes the value at once, since nothing can be copied into it."""
+        parameter = self.module.get_parameter(name)
+        if value.shape != parameter.shape:
+            return value
+        if self._stored is None:
+            return self._replicated(name, parameter, value)
+        slot, place = self._place(self.names[name], value)
+        return make_dtensor(take_own(value.to(self.groups.device), slot, place), slot, place)
+
+    @property
+    def settled(self) -> bool:
+        """Whether a program has placed the parameters."""
+        return self._stored is not None
+
+    def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a ``whole`` value for the parameter that is first called ``name``."""
+        return take_own(whole, *self._place(name, whole))
+
+    def _place(self, name: str, whole: torch.Tensor) -> Stored:
+        everywhere = (Replicate(),) * len(self.groups.shape)
+        slot = TensorSlot(name, "param", name, tuple(whole.shape), everywhere)
+        return (self._stored or {}).get(name, (slot, self.groups))
+
+    def _replicated(self, name: str, parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+        local = value.detach().to(parameter.dtype)
+        if not parameter.is_meta:
+            return wrap(local, self.groups)
+        swap_parameter(parameter, nn.Parameter(wrap(local.clone(), self.groups), parameter.requires_grad), name)
+        return parameter.detach()
+
+
+def gradient_like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
+    """``local`` as the gradient of ``parameter``: placed the same. The bare constructor, because
+    ``from_local`` takes twice as long and there are hundreds a step."""
+    assert isinstance(parameter, DTensor)
+    return DTensor(local, parameter._spec, requires_grad=False)
+
+
+MakeGradient = Callable[[nn.Parameter, torch.Tensor], torch.Tensor]
+
+
+def accumulate(parameter: nn.Parameter, local: torch.Tensor, make: MakeGradient = gradient_like) -> None:
+    """Adds ``local`` to the gradient of ``parameter``; the first is what ``make`` makes of it. Runs the hooks that
+    autograd would run."""
+    if parameter._backward_hooks:
+        local = local_of(run_hooks(parameter, make(parameter, local)))
+    if parameter.grad is None:
+        parameter.grad = make(parameter, local)
+    else:
+        local_of(parameter.grad).add_(local)
+    run_post_hooks(parameter)
