@@ -1,2 +1,1 @@
-"""Passes: graph to graph. Each file defines one; ``base`` says what a pass is, ``rules`` and ``rules_*`` how operations
-can be sharded."""
+"""Passes: graph to graph. ``base`` says what a pass is; each is a file of the packages below."""

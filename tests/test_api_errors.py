@@ -10,8 +10,8 @@ from torch import nn
 
 import autopar
 from autopar.errors import OptionsError, TraceError
-from tests.models import Plain, plain
-from tests.questions import CLUSTER, on
+from tests.helpers.models import Plain, plain
+from tests.helpers.questions import CLUSTER, on
 
 
 def test_wrong_number_of_processes() -> None:

@@ -30,15 +30,15 @@ from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
 from autopar.search.best_plan import answer
 from autopar.verification.tolerance import Closeness, distance
-from tests.eager_draws import STATE
-from tests.interpret import Results, interpret
-from tests.lowering import plain
-from tests.models import make, pictures, text
-from tests.questions import CLUSTER, ask, asked, setting, slow_devices
-from tests.simulate import World
-from tests.test_conformance import any_assignment, priced
-from tests.test_experts import make as make_experts
-from tests.test_lower import programs, random_assignment
+from tests.helpers.eager_draws import STATE
+from tests.helpers.interpret import Results, interpret
+from tests.helpers.lowering import plain
+from tests.helpers.models import make, pictures, text
+from tests.helpers.questions import CLUSTER, ask, asked, setting, slow_devices
+from tests.helpers.simulate import World
+from tests.ops.test_experts import make as make_experts
+from tests.passes.test_collectives_read_back import any_assignment, priced
+from tests.passes.test_lower import programs, random_assignment
 from tests.zoo.check import widened
 
 CASTS = """\

@@ -1,1 +1,1 @@
-"""The command line, ``autopar plan | explain | diff | run | verify | doctor | calibrate | bench``."""
+"""The command line, ``autopar plan``, ``explain``, ``diff``, ``run``, ``verify`` ... A new command goes here."""

@@ -255,7 +255,7 @@ class AxisStrategy:
     """One way to run an operation on one mesh axis: a placement per tensor operand and per result.
 
     ``local`` names the local operation that computes it when that is not the operation itself (a lookup
-    in a shard of a table: ``autopar.masked_embedding``); see ``passes/rules_*.py``.
+    in a shard of a table: ``autopar.masked_embedding``); see ``passes/rules/``.
     """
 
     inputs: tuple[Placement, ...]

@@ -18,8 +18,8 @@ from .problem import Floats
 # at most so many times longer for it: it may compute all that time if the machine is idle by then.
 ENOUGH, MOST_BUSY = 0.8, 3.0
 # Integer programs with fewer nonzeros are solved without presolve: 415 with up to 488 nonzeros and 151 variables took
-# at most 25 ms. Presolve was seen to hang on one of 28 nonzeros and 11 variables (``tests/test_solve.py``), on none of
-# those of 400 other random problems. Why is not known.
+# at most 25 ms. Presolve was seen to hang on one of 28 nonzeros and 11 variables (``tests/solver/test_solve.py``), on
+# none of those of 400 other random problems. Why is not known.
 LEAST_PRESOLVED = 500
 # That one ends once presolve does not substitute by equations of two variables; no other rule matters there. The bit of
 # this rule in HiGHS's ``presolve_rule_off``.
@@ -56,8 +56,9 @@ class Outcome:
 def run(program: Program, relaxed: bool, effort: Effort) -> Outcome:
     """Solves the program, or with ``relaxed`` its linear relaxation.
 
-    HiGHS's presolve calls some integer programs infeasible that are not (``tests/test_solve.py`` has one): what it says
-    so is only believed if it holds without presolve. Of some with a dozen variables it never ends, whatever the time
+    HiGHS's presolve calls some integer programs infeasible that are not (``tests/solver/test_solve.py`` has one):
+    what it says so is only believed if it holds without presolve. Of some with a dozen variables it never ends,
+    whatever the time
     limit: those that small do without.
     """
     if not relaxed and len(program.value) < LEAST_PRESOLVED:

@@ -19,10 +19,10 @@ from autopar.passes.annotate.annotate import annotate, rule_sources
 from autopar.passes.normalise.standard import normalise
 from autopar.planner.step_graphs import step_graph
 from autopar.trace.tracer import Traced, trace
-from tests.eager_draws import STATE, eager_draws
-from tests.interpret import interpret
-from tests.lowering import plain
-from tests.simulate import World
+from tests.helpers.eager_draws import STATE, eager_draws
+from tests.helpers.interpret import interpret
+from tests.helpers.lowering import plain
+from tests.helpers.simulate import World
 from tests.zoo.check import prices_for, programs, random_assignment
 
 from .wrapped import Subject

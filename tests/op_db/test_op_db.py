@@ -36,7 +36,7 @@ EVERY = 53
 NOT_OURS = {
     **dict.fromkeys(
         ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"),
-        "eager's result is whatever was in memory; ours is zero, as tests/test_trace_operations.py checks",
+        "eager's result is whatever was in memory; ours is zero, as tests/trace/test_operations.py checks",
     ),
     **dict.fromkeys((name for name in OPS if "jiterator" in name), "it has kernels for CUDA only"),
 }

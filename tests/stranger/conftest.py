@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 
 import pytest
-from fresh_environment import fresh_environment
-from stranger_user import Stranger
+
+from tests.stranger.fresh_environment import fresh_environment
+from tests.stranger.stranger_user import Stranger
 
 
 @pytest.fixture(scope="session")

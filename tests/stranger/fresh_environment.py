@@ -7,8 +7,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from built_wheel import build_wheel
 from filelock import FileLock
+
+from tests.helpers.built_wheel import build_wheel
 
 PIP_SECONDS = 120
 

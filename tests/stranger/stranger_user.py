@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fresh_environment import FreshEnvironment
-from user_run import run_as_user
+from tests.stranger.fresh_environment import FreshEnvironment
+from tests.stranger.user_run import run_as_user
 
 HERE = Path(__file__).resolve().parent
 # Signs of a failure that some launcher or thread kept from the exit status.

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from built_wheel import ROOT
-from document_blocks import Block, blocks, commands
-from stranger_user import HERE, Stranger
+
+from tests.helpers.built_wheel import ROOT
+from tests.stranger.document_blocks import Block, blocks, commands
+from tests.stranger.stranger_user import HERE, Stranger
 
 # Rank 0 and the others end a run of blocks; torchrun's port is its own choice.
 TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node"]
@@ -43,11 +44,11 @@ WAYS = [
 
 # Commands that are not run, by how they begin, and why.
 NOT_RUN = {
-    "make demo": "sets up an environment from a package index; tests/test_cli.py runs the demo's parts",
+    "make demo": "sets up an environment from a package index; tests/cli/test_parser.py runs the demo's parts",
     "make test": "this is it",
     "autopar run --nproc 4 train.py": "test_blocks_of_training runs this file",
-    "autopar calibrate": "measures for most of a minute; tests/test_calibrate.py does",
-    "torchrun --nnodes 2": "needs two hosts; tests/test_calibrate_job.py starts a job on one",
+    "autopar calibrate": "measures for most of a minute; tests/calibration/test_machine.py does",
+    "torchrun --nnodes 2": "needs two hosts; tests/calibration/test_job.py starts a job on one",
 }
 # Blocks without a language that are no code.
 NOT_CODE = ("model -> trace ->",)

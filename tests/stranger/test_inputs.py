@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from stranger_user import Stranger
+
+from tests.stranger.stranger_user import Stranger
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])

@@ -31,10 +31,10 @@ from autopar.planner.solve_mesh import solve_mesh
 from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings
 from autopar.trace.tracer import trace
-from tests.eager_draws import STATE, eager_draws
-from tests.interpret import interpret
-from tests.lowering import plain
-from tests.simulate import World
+from tests.helpers.eager_draws import STATE, eager_draws
+from tests.helpers.interpret import interpret
+from tests.helpers.lowering import plain
+from tests.helpers.simulate import World
 
 Results = dict[tuple[str, str], torch.Tensor | None]
 

@@ -2,7 +2,7 @@
 
 The rows are a dim of ``ROWS`` rows, one on each of as many devices: the function may run on all rows of a tensor, the
 selected ones and the others, exactly if its operations can run on devices that share nothing, which is what the
-sharding rules say (``passes/rules_*.py``, each proven by execution). No rule is believed that needs another local form
+sharding rules say (``passes/rules/``, each proven by execution). No rule is believed that needs another local form
 (an offset, a mask by position), nor one that leaves a partial sum.
 """
 

@@ -1,0 +1,82 @@
+"""What the recipes of NeMo's published rows say beyond the rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.published_recipes import recomputed
+from benchmarks.published_rows import question_of
+from benchmarks.published_systems import system
+from tests.helpers.published_row import made_up
+
+ROW = made_up(cluster={"gpu": "A100-80GB-SXM", "n_gpus": 8}, parallel={"t": 2, "p": 2, "d": 2, "global_batch": 16})
+
+
+def mixture(row: str, release: str, **parallel: object) -> dict[str, Any]:
+    """A row of NeMo's tables as they are written: 61 layers with 16 experts in all."""
+    return {
+        **ROW,
+        "source": f"Megatron-Bridge performance summary ({release} NeMo Container)",
+        "row": row,
+        "model": {**ROW["model"], "layers": 61, "experts": {"n": 16, "top_k": 2}, "vocab": 1000},
+        "cluster": {"gpu": "GB200-NVL72", "n_gpus": 64, "gpus_per_node": 72},
+        "parallel": {"t": 1, "p": 4, "ep": 16, "microbatch": 1, "global_batch": 64, "precision": "mxfp8", **parallel},
+    }
+
+
+def test_recipes_say_more_of_mixtures_than_rows() -> None:
+    new, old = (
+        question_of(mixture("DeepSeekV3 GB200 x256 MXFP8", release, interleave=4)) for release in ("26.06", "26.04")
+    )
+    assert new.layout.graphed == ("*",) and "expert" in new.layout.overlap
+    assert "*" not in old.layout.graphed and "expert" not in old.layout.overlap
+    # 16 chunks of four layers, but the last of one: the head and the second token take the place of three.
+    assert (new.shape.beyond, new.layout.lead, new.layout.tail) == (1, 0, 3)
+    pairs = question_of(mixture("Kimi_K2 GB200 x256 MXFP8", "26.06", interleave=8))
+    assert (pairs.shape.beyond, pairs.layout.lead, pairs.layout.tail) == (0, 1, 2)
+    by_rows = question_of(mixture("GPT OSS 120B GB200 x64 BF16", "26.04", precision="bf16"))
+    assert (by_rows.layout.dispatch, old.layout.dispatch) == ("rows", "tokens")
+
+
+def test_recipes_say_how_states_rest() -> None:
+    """Of weights in fp8 alone, gradients in bf16, DeepSeek's moments in bf16, Muon's one moment."""
+    found = {
+        name: question_of(mixture(f"{name} GB200 x64", "26.04", **parallel)).layout
+        for name, parallel in (
+            ("DeepSeekV3", {}),
+            ("Kimi_K2", {}),
+            ("GPT OSS 120B", {"precision": "bf16"}),
+            ("Qwen3_30B_a3B", {"p": 1, "zero_stage": 3, "fsdp": 64}),
+        )
+    }
+    said = {name: (one.weights, one.states, one.masters, one.moments) for name, one in found.items()}
+    assert said == {
+        "DeepSeekV3": ("fp8", "bf16", "fp32", 2),
+        "Kimi_K2": ("own", "fp32", "fp32", 1),
+        "GPT OSS 120B": ("own", "fp32", "remainder", 2),
+        "Qwen3_30B_a3B": ("fp8", "fp32", "fp32", 2),
+    }
+    assert {one.gradients for one in found.values()} == {"own"}
+    assert [one.allocation for one in found.values()] == ["expandable"] * 3 + ["caching"]
+
+
+def test_recipes_say_what_is_computed_again() -> None:
+    """Latent attention's projections, unless the whole iteration is a graph on GB300, and in the first layers all."""
+    again = {
+        (name, release): recomputed(system(row), row)
+        for name, release in (
+            ("DeepSeekV3 GB200 x256 MXFP8", "26.06"),
+            ("DeepSeekV3 GB300 x256 MXFP8", "26.04"),
+            ("DeepSeekV3 GB300 x256 MXFP8", "26.06"),
+            ("DeepSeekV3 (dropless) H100 x1024 FP8", "25.09"),
+            ("Kimi_K2 GB300 x256 MXFP8", "26.06"),
+            ("GPT OSS 120B B200 x64 BF16", "26.04"),
+            ("GPT OSS 120B GB300 x64 BF16", "26.04"),
+        )
+        for row in [mixture(name, release)]
+    }
+    row = mixture("DeepSeekV3 (dropless) H100 x1024 FP8", "25.09")
+    row["model"]["dense_layers"] = 2
+    up, norms = ("*.attention.up*",), ("*.norm1", "*.norm2")
+    assert list(again.values()) == [up, up, (), up, up, norms, ()]
+    assert recomputed(system(row), row) == (*up, "layers.0.mlp*", "layers.1.mlp*")

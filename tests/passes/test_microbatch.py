@@ -1,0 +1,137 @@
+"""The graph of one microbatch: what it says, and that all microbatches together compute what the whole batch does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from autopar.errors import OptionsError
+from autopar.ir.graph import Graph
+from autopar.passes.pipeline.microbatch import microbatch, split_inputs
+from tests.helpers import models
+from tests.helpers.interpret import interpret
+from tests.helpers.lowering import plain
+from tests.helpers.microbatches import run_microbatches
+from tests.zoo.check import Case, compare, make_case
+from tests.zoo.hugging_face import FAMILIES
+
+transformers.logging.set_verbosity_error()
+
+CROSS_ENTROPY = """
+graph()
+%w: f32[4, 4] = param("w")
+%x: f32[4, 4] = input("x")
+%labels: i64[4] = input("labels")
+backward %g: f32[] = tangent("0")
+%y: f32[4, 4] = aten.mm.default(%x, %w)
+%s: f32[4] = aten.sum.dim_IntList(%y, [1])
+%ne: b8[4] = aten.ne.Scalar(%labels, -100)
+%zero: f32[] = aten.full.default([], 0.0)
+%kept: f32[4] = aten.where.self(%ne, %s, %zero)
+%count: i64[] = aten.sum.default(%ne)
+%total: f32[] = aten.sum.default(%kept)
+%loss: f32[] = aten.div.Tensor(%total, %count)
+backward %d: f32[] = aten.div.Tensor(%g, %count)
+backward %dk: f32[4] = aten.where.self(%ne, %d, %zero)
+backward %dr: f32[4, 1] = aten.reshape.default(%dk, [4, 1])
+backward %dy: f32[4, 4] = aten.expand.default(%dr, [4, 4])
+backward %xt: f32[4, 4] = aten.permute.default(%x, [1, 0])
+backward %dw: f32[4, 4] = aten.mm.default(%xt, %dy)
+return output "0" = %loss
+return gradient "w" = %dw
+"""
+
+
+def _case(model: nn.Module, batch: object) -> Case:
+    case = make_case(model, batch)
+    return Case(plain(case.graph), case.values, case.expected)
+
+
+def test_the_count_of_tokens_comes_from_the_prelude() -> None:
+    made = microbatch(Graph.from_text(CROSS_ENTROPY), 2, {"x": 0, "labels": 0})
+    text = made.graph.to_text()
+    assert '%count_whole: i64[] = input("prelude.count")' in text
+    assert "%loss: f32[] = aten.div.Tensor(%total, %count_whole)" in text
+    assert "%dy: f32[2, 4] = aten.expand.default(%dr, [2, 4])" in text
+    assert "%count:" not in text
+    assert made.combine == {("output", "0"): "sum", ("gradient", "w"): "sum"}
+    assert made.inputs == {"x": 0, "labels": 0, "prelude.count": None}
+    assert made.prelude is not None
+    assert [node.name for node in made.prelude] == ["labels", "ne", "count"]
+
+
+def test_one_microbatch_is_the_whole_batch() -> None:
+    graph = Graph.from_text(CROSS_ENTROPY)
+    made = microbatch(graph, 1)
+    assert made.graph is graph
+    assert made.prelude is None
+
+
+def test_batch_that_does_not_divide() -> None:
+    with pytest.raises(OptionsError, match="a batch of 4 does not divide into 3 microbatches; microbatches=1, 2, 4 do"):
+        microbatch(Graph.from_text(CROSS_ENTROPY), 3, {"x": 0, "labels": 0})
+
+
+def test_whole_inputs_and_constant_parts() -> None:
+    """A mask for all samples stays whole; a penalty on a weight, the same for all, is added once."""
+    graph = Graph.from_text("""
+    graph()
+    %w: f32[3] = param("w")
+    %x: f32[6, 3] = input("x")
+    %mask: f32[1, 3] = input("mask")
+    %y: f32[6, 3] = aten.mul.Tensor(%x, %w)
+    %m: f32[6, 3] = aten.mul.Tensor(%y, %mask)
+    %z: f32[6, 3] = aten.full.default([6, 3], 1.0)
+    %a: f32[6, 3] = aten.add.Tensor(%m, %z)
+    %total: f32[] = aten.sum.default(%a)
+    %penalty: f32[] = aten.sum.default(%w)
+    %loss: f32[] = aten.add.Tensor(%total, %penalty)
+    return output "0" = %loss
+    return output "1" = %m
+    return output "2" = %penalty
+    """)
+    assert split_inputs(graph) == {"x": 0, "mask": None}
+    made = microbatch(graph, 3)
+    assert "%z_piece: f32[2, 3] = aten.full.default([2, 3], 1.0)" in made.graph.to_text()
+    assert [made.combine["output", name] for name in "012"] == ["sum", "concatenate:0", "same"]
+    values = {"w": torch.randn(3), "x": torch.randn(6, 3), "mask": torch.randn(1, 3)}
+    compare(run_microbatches(made, values), interpret(graph, values), "microbatches", 1e-6)
+
+
+def test_positions_in_the_batch_come_from_the_prelude() -> None:
+    """Piece k of a range over samples is another one for each k."""
+    graph = Graph.from_text("""
+    graph()
+    %x: f32[4, 3] = input("x")
+    %w: f32[3] = param("w")
+    %y: f32[4, 3] = aten.mul.Tensor(%x, %w)
+    %rows: i64[4] = aten.arange.default(4)
+    %tall: i64[4, 1] = aten.reshape.default(%rows, [4, 1])
+    %z: f32[4, 3] = aten.mul.Tensor(%y, %tall)
+    return output "0" = %z
+    """)
+    made = microbatch(graph, 2)
+    values = {"w": torch.randn(3), "x": torch.randn(4, 3)}
+    assert list(made.inputs.values()) == [0, 0]
+    compare(run_microbatches(made, values), interpret(graph, values), "microbatches", 1e-6)
+
+
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("vit", marks=pytest.mark.slow), "plain"])
+def test_all_microbatches_are_the_batch(name: str) -> None:
+    case = _case(*models.make(name))
+    for count in (2, 8):
+        compare(run_microbatches(microbatch(case.graph, count), case.values), case.expected, f"{name} {count}")
+
+
+@pytest.mark.parametrize("name", ["roberta", pytest.param("t5", marks=pytest.mark.slow)])
+def test_padding(name: str) -> None:
+    case = _case(*FAMILIES[name]())
+    compare(run_microbatches(microbatch(case.graph, 3), case.values), case.expected, name)
+
+
+def test_batch_norm_couples_samples() -> None:
+    case = _case(*models.make("resnet"))
+    with pytest.raises(OptionsError, match=r"in resnet\.embedder.*couples the samples of a batch.*microbatches=1"):
+        microbatch(case.graph, 2)

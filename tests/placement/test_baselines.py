@@ -1,0 +1,133 @@
+"""What a plan is compared with is what people run: DDP, FSDP2 and Megatron's layout exchange what those exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.cluster.description import Cluster
+from autopar.ir.placements import REPLICATE, is_shard, shard_dim
+from autopar.passes.annotate.annotate import annotate
+from autopar.placement.axis_names import weight_values
+from autopar.placement.baselines import Baseline, baselines
+from autopar.placement.prices import Prices
+from autopar.planner.formulate import posed
+from autopar.planner.mesh_solution import Answer, placed_step
+from autopar.planner.step_graphs import step_graph
+from autopar.solver.solve import solve
+from tests.helpers.models import Case
+from tests.helpers.questions import ask
+
+
+class Classifier(nn.Module):
+    """A loss that is averaged over the labels that count, after two blocks in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 128)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128)) for _ in "ab")
+        self.head = nn.Linear(128, 10)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return nn.functional.cross_entropy(self.head(hidden), y)
+
+
+def case() -> Case:
+    return Classifier(), (torch.randn(64, 64), torch.randint(0, 10, (64,)))
+
+
+def slow_links() -> Cluster:
+    """Processes joined by gloo, where every message costs milliseconds."""
+    return Cluster.get("local")
+
+
+@cache
+def answers(mesh: tuple[int, ...]) -> dict[str, tuple[Baseline, Answer]]:
+    model, batch = case()
+    question = ask(model, batch, mesh, cluster=slow_links())
+    graph = annotate(step_graph(question.graph, question.loss, question.batch), mesh)
+    instance = posed(question, graph, Prices.of(question.cluster, mesh, graph))
+    found = {}
+    for line in baselines(instance):
+        problem = replace(line.instance.problem, memory_limit=float("inf"))
+        found[line.name] = line, Answer.of(line.instance, solve(problem, time_limit=20.0, gap=0.0))
+    return found
+
+
+def takers(found: Answer) -> Iterator[tuple[str, tuple[object, ...], bool]]:
+    """The operations that take weights and something of the batch: each operand's placements, and whether it is a
+    weight."""
+    graph, weights = found.instance.graph, weight_values(found.instance.graph)
+    for node in graph.nodes:
+        if node.is_placeholder:
+            continue
+        operands = list(zip(node.operands, found.assignment.strategies[node.name].inputs, strict=True))
+        if {value.node in weights for value, _ in operands} == {True, False}:
+            yield from ((node.name, places, value.node in weights) for value, places in operands)
+
+
+def test_there_are_none_on_one_device() -> None:
+    model, batch = case()
+    question = ask(model, batch, (1,))
+    graph = annotate(step_graph(question.graph, question.loss, question.batch), (1,))
+    assert list(baselines(posed(question, graph, Prices.of(question.cluster, (1,), graph)))) == []
+
+
+@pytest.mark.parametrize("mesh", [(4,), (2, 2)])
+def test_ddp_exchanges_gradients_and_nothing_else(mesh: tuple[int, ...]) -> None:
+    _, found = answers(mesh)["data parallel"]
+    assert {line.kind for line in found.account.lines if line.collectives} <= {"gradient", "reshard"}
+    shared = [line for line in found.account.lines if line.kind == "reshard" and line.collectives and line.seconds]
+    assert shared == [], "every rank can count the labels of the whole batch by itself"
+    for name, places, is_weight in takers(found):
+        assert all(p == REPLICATE for p in places) if is_weight else all(map(is_shard, places)), name  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mesh", [(4,), (2, 2)])
+def test_fsdp_shards_all_that_rests(mesh: tuple[int, ...]) -> None:
+    _, found = answers(mesh)["FSDP"]
+    for path, place in found.assignment.parameters.items():
+        assert place.weight == place.optimizer == place.gradient, path
+        assert all(map(is_shard, place.weight)), path
+
+
+def test_fsdp_gathers_a_block_at_once() -> None:
+    line, found = answers((4,))["FSDP"]
+    bill = line.billed(placed_step(line.instance, found.assignment), found.account)
+    gathers = [one for one in bill.lines if one.kind == "weight"]
+    assert bill.seconds < found.account.seconds
+    assert bill.seconds_of("compute", "gradient") == found.account.seconds_of("compute", "gradient")
+    outside = [one for one in gathers if one.phase == "backward" and not one.module.startswith("blocks.")]
+    assert outside and all(one.seconds == 0 for one in outside), "the root's weights stay gathered until backward"
+    # A block's weights are four tensors; what a message costs whatever its size is paid about once for them.
+    singly = [one for one in found.account.lines if one.kind == "weight" and one.module.startswith("blocks.0")]
+    together = [one for one in gathers if one.module.startswith("blocks.0")]
+    assert len(singly) == len(together) > 4
+    assert sum(one.seconds for one in together) < 0.5 * sum(one.seconds for one in singly)
+
+
+def test_megatron_shards_matrices_on_the_innermost_axis() -> None:
+    _, found = answers((2, 2))["tensor parallel 2 x data parallel"]
+    graph = found.instance.graph
+    for node in graph.placeholders("param"):
+        place = found.assignment.parameters[node.name].weight
+        assert place[0] == REPLICATE, node.target
+        assert node.type.rank < 2 or is_shard(place[1]), node.target
+    kept = [places[0] for _, places, is_weight in takers(found) if not is_weight]
+    assert all(shard_dim(place) == 0 for place in kept), "samples are divided over the outer axis"  # type: ignore[arg-type]
+    assert not [one for one in found.account.lines if one.kind == "weight" and one.collectives]
+
+
+def test_what_ddp_does_costs_what_its_gradients_cost() -> None:
+    """On few samples a plan may compute everything everywhere; the comparison says what DDP would take."""
+    _, found = answers((4,))["data parallel"]
+    account = found.account
+    assert account.seconds == pytest.approx(account.seconds_of("compute", "gradient", "optimizer"), rel=0.01)

@@ -1,0 +1,136 @@
+"""Plans of small models on every mesh under every restriction, each made once: their objective is their bill is their
+prediction, their programs communicate what they say, and no baseline beside them is better."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from autopar.ir.placements import short
+from autopar.ir.reshard import Collective
+from autopar.passes.lower.collectives_read_back import collectives_of, difference
+from autopar.planner.mesh_solution import Answer
+from autopar.planner.solve_mesh import solve_mesh
+from autopar.planner.timings import Timings
+from autopar.plans.plan import Plan
+from autopar.search import best_plan as search
+from autopar.search.best_plan import answer
+from autopar.solver.problem import evaluate, memory_of
+from tests.helpers.models import make
+from tests.helpers.questions import Setting, ask, asked, setting, slow_devices
+
+MESHES = [(4,), (2, 2), (2, 1, 2)]
+KINDS: dict[str, dict[str, Any]] = {
+    "best": {},
+    "zero-0": {"zero": 0},
+    "zero-1": {"zero": 1},
+    "zero-2": {"zero": 2},
+    "zero-3": {"zero": 3},
+    "sgd": {"optimizer": "sgd"},
+    "slow devices": {"cluster": slow_devices()},
+}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, and the solved program that it was written from."""
+
+    plan: Plan
+    best: Answer
+
+
+@cache
+def planned(name: str, mesh: tuple[int, ...], kind: str) -> Planned:
+    seen: list[Answer] = []
+
+    def spy(*question: Any) -> Any:
+        found = solve_mesh(*question)
+        seen.append(found[0])
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "solve_mesh", spy)
+        plan = answer(asked(name, mesh, **KINDS[kind]), Timings())
+    (best,) = seen
+    return Planned(plan, best)
+
+
+@cache
+def settled(mesh: tuple[int, ...], slow: bool) -> Setting:
+    return setting(asked("stack", mesh, **KINDS["slow devices" if slow else "best"]))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("kind", ["best", "zero-1", "zero-3", "sgd", "slow devices"])
+def test_objective_is_the_bill_is_the_prediction(kind: str, mesh: tuple[int, ...]) -> None:
+    found = planned("plain" if mesh == (2, 1, 2) else "stack", mesh, kind)
+    best, plan = found.best, found.plan
+    objective = best.solution.objective
+    assert objective > 0
+    assert best.account.seconds == pytest.approx(objective, rel=1e-9)
+    assert evaluate(best.instance.problem, best.solution.choices) == pytest.approx(objective, rel=1e-9)
+    assert memory_of(best.instance.problem, best.solution.choices) == best.account.memory.peak
+    assert plan.objective == pytest.approx(objective, rel=1e-9)
+    assert plan.objective == pytest.approx(plan.predicted.step_seconds, rel=1e-9)
+    assert sum(line.seconds for line in plan.lines) == pytest.approx(plan.objective, rel=1e-9)
+    p = plan.predicted
+    assert p.compute_seconds + p.comm_seconds == pytest.approx(p.step_seconds, rel=1e-9)
+    parts = (p.weight_bytes, p.gradient_bytes, p.optimizer_bytes, p.activation_bytes, p.temporary_bytes, p.input_bytes)
+    assert sum(parts) == p.peak_bytes
+    assert plan.bound <= plan.objective * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("kind", ["best", "slow devices"])
+def test_never_worse_than_its_baselines(kind: str, mesh: tuple[int, ...]) -> None:
+    plan = planned("stack", mesh, kind).plan
+    assert len(plan.baselines) == 3
+    for name, other in plan.baselines.items():
+        assert other is not None, name
+        if other.peak_bytes <= plan.memory_limit:
+            assert plan.predicted.step_seconds <= other.step_seconds * (1 + 1e-9), name
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_zero_stages(stage: int) -> None:
+    for path, place in planned("stack", (4,), f"zero-{stage}").plan.parameters.items():
+        if stage == 0:
+            assert place.weight == place.gradient == place.optimizer, path
+            continue
+        assert short(place.optimizer) != "(R)", path
+        assert (place.weight == place.optimizer) or stage < 3, path
+        assert (place.gradient == place.optimizer) or stage < 2, path
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "sgd"])
+def test_plans_do_what_they_say(kind: str, mesh: tuple[int, ...]) -> None:
+    plan, found = planned("stack", mesh, kind).plan, settled(mesh, kind == "slow devices")
+    assignment = plan.assignment({n.target: n.name for n in found.graph.placeholders("param")})
+    done = collectives_of(found.program(assignment))
+    said = Counter({Collective(c.kind, c.axes, c.bytes): 0 for c in plan.collectives()})
+    for line in plan.collectives():
+        said[Collective(line.kind, line.axes, line.bytes)] += line.count
+    assert difference(done, said) == ()
+    assert done.total() > 0 or kind in ("best", "zero-0")
+
+
+def without_times(plan: Plan) -> Plan:
+    return replace(plan, solve_seconds=0.0, timings={})
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    first = planned("stack", (2, 2), "slow devices").plan
+    second = answer(ask(*make("stack"), (2, 2), **KINDS["slow devices"]), Timings())
+    assert without_times(first) == without_times(second)
+    assert without_times(first).to_json() == without_times(second).to_json()
+
+
+def test_mesh_search_is_never_worse_than_the_mesh_given() -> None:
+    fixed = planned("stack", (4,), "slow devices").plan
+    free = answer(asked("stack", (4,), slow_devices(), mesh_search=True), Timings())
+    assert free.predicted.step_seconds <= fixed.predicted.step_seconds * 1.011

@@ -1,0 +1,58 @@
+"""A plan at another batch size: the same choices, priced anew without tracing; refused where they do not divide."""
+
+from __future__ import annotations
+
+import pytest
+
+import autopar
+from autopar.errors import PlanMismatchError
+from autopar.options import Options
+from autopar.planner.prepare import Prepared, prepare
+from autopar.planner.request import Question
+from autopar.planner.timings import Timings
+from autopar.plans.plan import Plan
+from autopar.search.best_plan import answer
+from tests.helpers.models import Stack, make, text
+from tests.helpers.questions import slow_devices
+
+
+def planned(batch: int = 8) -> tuple[Prepared, Plan]:
+    cluster = slow_devices()
+    base = prepare(Stack(layers=2), (), text(batch, 8), device="cpu", loss_fn=None, training=True)
+    question = Question(base.graph, base.loss, batch, (4,), cluster, Options(mesh_search=False), "Stack")
+    return base, answer(question, Timings())
+
+
+def test_repricing_at_its_own_size_changes_nothing() -> None:
+    base, plan = planned()
+    again = autopar.reprice(plan, base, plan.batch, cluster=slow_devices())
+    assert again.predicted == plan.predicted and again.lines == plan.lines
+    assert again.strategies == plan.strategies and again.parameters == plan.parameters
+    assert again.objective == pytest.approx(plan.objective, rel=1e-9)
+    assert again.status == "feasible" and again.bound == 0.0
+
+
+def test_repricing_is_the_price_planning_has_there() -> None:
+    base, plan = planned(8)
+    there = autopar.reprice(plan, base, 16, cluster=slow_devices())
+    assert there.batch == 16 and there.parameters == plan.parameters
+    assert there.objective == pytest.approx(there.predicted.step_seconds, rel=1e-9)
+    assert plan.predicted.step_seconds < there.predicted.step_seconds < 2.2 * plan.predicted.step_seconds
+    _, best = planned(16)
+    assert best.predicted.step_seconds <= there.predicted.step_seconds * 1.011
+    back = autopar.reprice(there, base, 8, cluster=slow_devices())
+    assert back.predicted == plan.predicted
+
+
+def test_a_size_that_does_not_divide_is_refused_with_both_shapes() -> None:
+    base, plan = planned()
+    with pytest.raises(PlanMismatchError, match=r"8, 8.*6, 8|6, 8.*8, 8"):
+        autopar.reprice(plan, base, 6, cluster=slow_devices())
+
+
+def test_another_model_is_refused() -> None:
+    _, plan = planned()
+    model, batch = make("plain")
+    other = prepare(model, batch, {}, device="cpu", loss_fn=None, training=True)
+    with pytest.raises(PlanMismatchError, match="the plan was made for 'Stack'"):
+        autopar.reprice(plan, other, 8)

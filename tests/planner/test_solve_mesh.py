@@ -1,0 +1,269 @@
+"""Plans: their price is what the solver minimised, they fit into memory, and nothing they list beside them is
+better."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.cluster.description import Cluster
+from autopar.cost import collective_seconds
+from autopar.errors import InfeasibleError, OptionsError
+from autopar.ir.graph import Graph
+from autopar.ir.placements import parse_placements, short
+from autopar.options import Options
+from autopar.passes.annotate.annotate import annotate
+from autopar.passes.annotate.fold import fold_layers
+from autopar.placement.formulation import build_instance
+from autopar.placement.prices import Prices
+from autopar.planner import solve_mesh as planner
+from autopar.planner import time_limit as solve_in_time
+from autopar.planner.request import Question, memory_limit_of, mesh_candidates
+from autopar.planner.solve_mesh import solve_mesh
+from autopar.planner.step_graphs import step_graph
+from autopar.planner.timings import Timings
+from autopar.plans.plan import Plan
+from autopar.search.best_plan import answer
+from autopar.solver.problem import Problem, Solution, evaluate, memory_of
+from autopar.solver.solve import solve
+from tests.helpers.models import Case, Stack, text
+from tests.helpers.questions import ask, asked, setting, slow_devices
+
+
+def planned(name: str, mesh: tuple[int, ...], **changes: Any) -> Plan:
+    return answer(asked(name, mesh, **changes), Timings())
+
+
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("resnet", marks=pytest.mark.slow)])
+def test_objective_is_the_bill_for_real_models(name: str) -> None:
+    plan = planned(name, (2, 2))
+    assert sum(line.seconds for line in plan.lines) == pytest.approx(plan.objective, rel=1e-9)
+    assert plan.predicted.step_seconds == pytest.approx(plan.objective, rel=1e-9)
+
+
+def test_the_time_limit_is_that_of_the_whole_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Solvers that take all they are given: each gets half of what is left. Baselines are solved with counted work."""
+    given: list[float] = []
+
+    def at_once(problem: Problem, **arguments: Any) -> Solution:
+        assert arguments["counted"]
+        return replace(solve(problem, **arguments), seconds=0.0)
+
+    def exhausting(problem: Problem, *, time_limit: float, **arguments: Any) -> Solution:
+        given.append(time_limit)
+        return replace(solve(problem, time_limit=20, **arguments), seconds=time_limit)
+
+    monkeypatch.setattr(solve_in_time, "solve", exhausting)
+    monkeypatch.setattr(planner, "solve", at_once)
+    plan = planned("plain", (8,), mesh_search=True, time_limit=64.0, cluster=slow_devices())
+    assert given == [64.0 / 2 ** (n + 1) for n in range(len(given))] and len(given) > 1
+    assert any("solving took all of time_limit=64 s" in warning for warning in plan.warnings) == (given[-1] <= 1.0)
+
+
+def test_without_time_there_is_still_a_plan_that_says_so() -> None:
+    plan = planned("stack", (2, 2), time_limit=0.0)
+    assert math.isfinite(plan.predicted.step_seconds) and plan.predicted.step_seconds > 0
+    assert any("solving took all of time_limit=0 s" in warning for warning in plan.warnings)
+
+
+def objectives(question: Question) -> tuple[float, float, float]:
+    """Folded and unfolded objective, and the bound of the unfolded."""
+    graph = annotate(step_graph(question.graph, question.loss, question.batch), question.mesh)
+    prices = Prices.of(question.cluster, question.mesh, graph)
+    found = []
+    for folded in (fold_layers(graph), graph):
+        instance = build_instance(folded, prices, optimizer="adamw", memory_limit=float(memory_limit_of(question)))
+        found.append(solve(instance.problem, time_limit=20, gap=0.01, seed=0))
+    return found[0].objective, found[1].objective, found[1].bound
+
+
+@pytest.mark.parametrize("unequal", [False, True], ids=["equal layers", "first layer wider"])
+def test_folding_costs_no_more_than_the_gap(unequal: bool) -> None:
+    model = Stack(layers=4, unequal=unequal)
+    folded, whole, bound = objectives(ask(model, text(8, 8), (2, 2), slow_devices()))
+    assert folded <= whole * 1.01
+    assert folded <= bound * 1.02
+
+
+def test_folding_makes_the_problem_smaller_not_another() -> None:
+    model, batch = Stack(layers=6), text(8, 8)
+    question = ask(model, batch, (4,))
+    graph = annotate(step_graph(question.graph, question.loss, question.batch), (4,))
+    prices = Prices.of(question.cluster, (4,), graph)
+    whole = build_instance(graph, prices, optimizer="adamw", memory_limit=1e12)
+    folded = build_instance(fold_layers(graph), prices, optimizer="adamw", memory_limit=1e12)
+    assert len(folded.names) < 0.5 * len(whole.names)
+    solution = solve(folded.problem, time_limit=20, gap=0.01, seed=0)
+    assignment = folded.assignment(solution.choices)
+    assert (folded.chosen(assignment) == solution.choices).all()
+    unfolded = whole.chosen(assignment)
+    assert evaluate(whole.problem, unfolded) == pytest.approx(solution.objective, rel=1e-9)
+    assert memory_of(whole.problem, unfolded) == memory_of(folded.problem, solution.choices)
+
+
+def test_a_small_model_pays_whole_meetings() -> None:
+    """Gradients that fill no bucket travel in one: together they cost what one collective of their bytes does."""
+    cluster = replace(Cluster.get("dgx-a100-80gb"), synchronisation_seconds=1.0)
+    question = ask(Stack(layers=2), text(8, 8), (2, 2), cluster)
+    graph = annotate(step_graph(question.graph, question.loss, question.batch), (2, 2))
+    prices = Prices.of(question.cluster, (2, 2), graph)
+    partial, whole = parse_placements("P,P"), parse_placements("R,R")
+    sent = [node.type for node in graph.placeholders("param")]
+    apart = sum(prices.table(kind, bucketed=True).cost(partial, whole) for kind in sent)
+    together = collective_seconds(cluster, (2, 2), "all_reduce", (0, 1), sum(int(kind.bytes) for kind in sent))
+    assert together > 1.0
+    assert apart == pytest.approx(together)
+
+
+def wide() -> Case:
+    return Stack(layers=3, width=32, hidden=128), text(8, 8)
+
+
+def test_memory_limit_is_kept_and_costs_time() -> None:
+    free = answer(asked(wide, (4,)), Timings())
+    least = smallest_limit(asked(wide, (4,), memory_limit=1))
+    tight = answer(asked(wide, (4,), memory_limit=least, time_limit=16.0), Timings())
+    assert tight.predicted.peak_bytes <= least == tight.memory_limit < free.predicted.peak_bytes
+    assert tight.predicted.step_seconds > free.predicted.step_seconds
+    sharded = [sum("S" in short(place.optimizer) for place in one.parameters.values()) for one in (tight, free)]
+    assert sharded[0] > sharded[1]
+
+
+class SoughtError(Exception):
+    """Raised instead of tying layers only within stretches of depth."""
+
+
+def test_layers_that_differ_are_sought_only_where_the_limit_costs_more_than_the_gap(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    question = asked(wide, (4,))
+    graph = step_graph(question.graph, question.loss, question.batch)
+    monkeypatch.setattr(planner, "stretched", Mock(side_effect=SoughtError))
+    free, _ = solve_mesh(question, graph, Timings())
+    needed = memory_of(free.instance.problem, free.solution.choices)
+    for share in (1.01, 0.5):
+        limited = replace(question, options=replace(question.options, memory_limit=int(share * needed)))
+        if share > 1:
+            near, _ = solve_mesh(limited, graph, Timings())
+            assert near.solution.objective == free.solution.objective
+        else:
+            with pytest.raises(SoughtError):
+                solve_mesh(limited, graph, Timings())
+
+
+def smallest_limit(question: Question) -> int:
+    with pytest.raises(InfeasibleError) as caught:
+        answer(question, Timings())
+    found = re.search(r"Options\(memory_limit=(\d+)\)", str(caught.value))
+    assert found is not None
+    return int(found[1])
+
+
+def test_infeasible_limit_names_tensors() -> None:
+    question = asked("stack", (2,), memory_limit=1000)
+    with pytest.raises(
+        InfeasibleError, match=r"(?s)mesh \(2,\) fits into 1000 B.*Largest tensors: .*embed\.weight f32\[257, 16\]"
+    ):
+        answer(question, Timings())
+
+
+def test_default_limit_is_the_device_less_a_reserve() -> None:
+    plan = planned("plain", (2,))
+    memory = Cluster.get("dgx-a100-80gb").device.memory_bytes
+    assert 0.8 * memory < plan.memory_limit < memory
+
+
+def test_mesh_search_splits_one_axis_but_not_what_is_named_pinned_or_fixed() -> None:
+    question = asked("plain", (8,), mesh_search=True)
+    assert set(mesh_candidates(question)) == {(2, 4), (4, 2)}
+    assert mesh_candidates(replace(question, axis_names=("dp",))) == [(8,)]
+    assert mesh_candidates(replace(question, options=Options(mesh_search=False))) == [(8,)]
+    assert mesh_candidates(replace(question, options=Options(pins={"*": "R"}))) == [(8,)]
+    assert mesh_candidates(replace(question, mesh=(2, 1, 2))) == [(2, 1, 2)]
+    assert mesh_candidates(replace(question, mesh=(3,))) == [(3,)]
+
+
+@pytest.mark.parametrize(
+    ("pins", "path", "place"),
+    [
+        ({"embed.weight": "S(0),R"}, "embed.weight", "(S(0),R)"),
+        ({"layers.*.1.weight": "R,S(0)"}, "layers.2.1.weight", "(R,S(0))"),
+        ({"layers.0": "S(0),S(1)"}, "layers.0", "(S(0),S(1))"),
+    ],
+)
+def test_pins_are_honoured(pins: dict[str, str], path: str, place: str) -> None:
+    plan = planned("stack", (2, 2), pins=pins)
+    assert short(plan.placements[path]) == place
+    assert plan.pinned == pins
+
+
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [
+        ({"embed.weight": "S(0)"}, r"'S\(0\)' has 1 placements, but the mesh \(2, 2\) has 2 axes; write one for each"),
+        ({"emebd.weight": "R,R"}, r"'emebd.weight' matches no parameter and no module"),
+        (
+            {"embed.weight": "S(2),R"},
+            r"cannot be met: no strategy of embed.weight, f32\[257, 16\].*possible are .*\(S\(0\),R\)",
+        ),
+        ({"embed.weight": "S(0),X"}, r"'X' is not a placement"),
+        ({"layers.0": "S(0),P(max)"}, r"cannot be met: no strategy of layers.0"),
+    ],
+)
+def test_pins_that_cannot_be_met(pins: dict[str, str], message: str) -> None:
+    with pytest.raises(OptionsError, match=message):
+        planned("stack", (2, 2), pins=pins)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stages": 0}, "stages=0 is not a positive number"),
+        ({"precision": "int8"}, "precision=.int8. is not known; one of fp32, bf16, fp16"),
+        ({"recompute": "all"}, "recompute='all' is not known"),
+        ({"optimizer": "adamv"}, "unknown optimizer 'adamv'.*adamw"),
+        ({"zero": 4}, "zero=4 is not a ZeRO stage"),
+        ({"memory_limit": 0}, "memory_limit=0 is not a positive number"),
+        ({"memory_limit": "80GB"}, "memory_limit='80GB' is not a positive number of bytes; 40"),
+        ({"schedule": "2f2b"}, "schedule='2f2b' is not known; one of 'gpipe'.*'solved'"),
+        ({"time_limit": -1.0}, "time_limit=-1.0: not seconds"),
+        ({"gap": float("nan")}, "gap=nan: not a relative distance"),
+        ({"seed": 0.5}, "seed=0.5 is not a seed: a whole number"),
+        ({"seed": True}, "seed=True is not a seed"),
+        ({"seed": 2**64}, f"seed={2**64} is not a seed"),
+        ({"pins": ["a"]}, r"pins=\['a'\] is no dict of texts"),
+        ({"pins": {"a": 1}}, "is no dict of texts"),
+    ],
+)
+def test_options_that_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionsError, match=message):
+        Options(**change)
+
+
+class Odd(nn.Module):
+    """Has an operation nobody has a rule for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = torch.linalg.matrix_exp(self.linear(x)).sum()
+        return found
+
+
+def test_an_operation_without_a_rule_is_reported_with_its_price() -> None:
+    question = ask(Odd(), (torch.randn(8, 8),), (4,))
+    plan = answer(question, Timings())
+    found: Graph = setting(question).graph
+    ops = {n.op for n in found.nodes if "matrix_exp" in n.op}
+    assert ops and ops <= set(plan.fallbacks)
+    for op in ops:
+        assert any(op in warning and "ms a step" in warning for warning in plan.warnings)

@@ -1,0 +1,141 @@
+"""A plan written and read: JSON, lines of text, HTML; what is no plan is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopar.errors import OptionsError
+from autopar.ir.placements import short
+from autopar.plans.plan import Plan
+from tests.helpers.plan_model import PIN, pinned_plan, solved
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return solved()[0]
+
+
+@pytest.fixture(scope="module")
+def pinned() -> Plan:
+    return pinned_plan()
+
+
+def test_json_and_text_give_the_same_plan(plan: Plan, pinned: Plan) -> None:
+    for made in (plan, pinned, replace(plan, gap=float("inf"), bound=float("-inf"), model='a "b" \u2028 # = [x]\n')):
+        assert Plan.from_json(made.to_json()) == made
+        assert Plan.from_text(made.to_text()) == made
+        assert Plan.from_json(made.to_json()).timings == made.timings
+        assert Plan.from_text(made.to_text()).to_text() == made.to_text()
+        assert str(Plan.from_json(made.to_json())) == str(made)
+        json.loads(made.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def test_text_is_lines_for_people_and_diff(plan: Plan, pinned: Plan) -> None:
+    lines = plan.to_text().splitlines()
+    assert [line.removeprefix("#").removeprefix(" ") for line in lines if line.startswith("#")] == str(
+        plan
+    ).splitlines()
+    path = lines[lines.index("[parameters]") + 1 :][list(plan.parameters).index(PIN)]
+    assert path.startswith(f'"{PIN}" = ')
+    assert short(plan.parameters[PIN].weight) in path
+    assert path not in pinned.to_text().splitlines()
+
+
+def broken(text: str) -> dict[str, str]:
+    data = json.loads(text)
+
+    def changed(**fields: Any) -> str:
+        return json.dumps(data | fields)
+
+    return {
+        "empty": "",
+        "garbage": "\x00\x01 not a plan",
+        "another document": "[1, 2, 3]",
+        "an empty object": "{}",
+        "cut off": text[: len(text) // 2],
+        "another version": changed(version=1),
+        "a version that is no number": changed(version=None),
+        "a missing field": json.dumps({k: v for k, v in data.items() if k != "lines"}),
+        "a mesh of words": changed(mesh="ab"),
+        "a placement that is none": changed(outputs={"head": "(X,Y)"}),
+        "too few placements": changed(outputs={"head": "(R)"}),
+        "a strategy that is not there": changed(strategies={"x": 10**6}),
+        "a number that is none": changed(objective="many"),
+        "lines that are none": changed(lines=[1]),
+        "parameters as a list": changed(parameters=[]),
+        "predictions of other things": changed(predicted={"speed": 1}),
+        "an unknown status": changed(status="perfect"),
+    }
+
+
+def test_every_cut_is_an_options_error(plan: Plan) -> None:
+    for text, read in ((plan.to_json(), Plan.from_json), (plan.to_text(), Plan.from_text)):
+        for part in range(40):
+            with pytest.raises(OptionsError):
+                read(text[: len(text.rstrip()) * part // 40])
+
+
+@pytest.mark.parametrize("case", list(broken('{"version": 0}')))
+def test_what_is_no_plan_is_an_options_error(plan: Plan, case: str) -> None:
+    with pytest.raises(OptionsError, match="plan"):
+        Plan.from_json(broken(plan.to_json())[case])
+
+
+def test_a_plan_of_the_version_before_is_to_be_made_again(plan: Plan) -> None:
+    """Its predictions had another field."""
+    data = json.loads(plan.to_json())
+    older = data | {"version": 6, "predicted": data["predicted"] | {"hidden_seconds": 0.0}}
+    with pytest.raises(OptionsError, match=r"has format version 6.*plan the model again"):
+        Plan.from_json(json.dumps(older))
+
+
+def test_text_that_is_no_plan_names_the_line(plan: Plan) -> None:
+    lines = plan.to_text().splitlines()
+    with pytest.raises(OptionsError, match="does not start with"):
+        Plan.from_text("something else")
+    with pytest.raises(OptionsError, match="cut off"):
+        Plan.from_text("\n".join(lines[: len(lines) // 2]))
+    with pytest.raises(OptionsError, match="version"):
+        Plan.from_text("\n".join(["autopar plan 99", *lines[1:]]))
+    at = lines.index("[parameters]") + 1
+    with pytest.raises(OptionsError, match=f"line {at + 1} of this plan"):
+        Plan.from_text("\n".join([*lines[:at], '"a" = ["(R,R)", ', *lines[at + 1 :]]))
+
+
+class Balanced(HTMLParser):
+    """Fails on tags that do not close."""
+
+    open: tuple[str, ...] = ()
+    void = ("meta", "br")
+    # HTML lets these end by themselves.
+    loose = ("tr", "td", "th", "li", "p")
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        assert not {name for name, _ in attrs} & {"src", "href", "onclick"}
+        if tag not in self.void and tag not in self.loose:
+            self.open = (*self.open, tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.loose:
+            assert self.open[-1] == tag
+            self.open = self.open[:-1]
+
+
+def test_html_is_one_page_that_escapes(plan: Plan, tmp_path: Path) -> None:
+    hostile = replace(plan, model="<script>alert(1)</script>, 1 parameter", warnings=("a < b",))
+    hostile.to_html(tmp_path / "plan.html")
+    page = (tmp_path / "plan.html").read_text(encoding="utf-8")
+    parser = Balanced()
+    parser.feed(page)
+    assert parser.open == ()
+    assert "<script" not in page and "&lt;script&gt;" in page and "http" not in page
+    for path in plan.parameters:
+        assert path in page
+    with pytest.raises(OptionsError, match="cannot write"):
+        plan.to_html(tmp_path / "none" / "plan.html")
