@@ -1,0 +1,83 @@
+"""Tensors without values, and sizes that are symbols."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import sympy
+import torch
+
+# As torch's own tracer enters it, for operators whose C++ code would fix a symbolic size (2.11).
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
+
+# `FakeTensorMode` is documented under "Fake tensor", in this private module; the errors are not (2.11).
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
+
+# Functions that torch adds to sympy: integer division, rounding, minimum and maximum (2.11).
+from torch.utils._sympy import functions as sympy_functions
+
+__all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "GuardOnDataDependentSymNode",
+    "ShapeEnv",
+    "UnsupportedFakeTensorException",
+    "UnsupportedOperatorException",
+    "conditions",
+    "enable_python_dispatcher",
+    "expression_of",
+    "new_symbol",
+    "shape_environment",
+    "sympy_functions",
+    "without_error_log",
+]
+
+
+def shape_environment() -> ShapeEnv:
+    """An environment for symbolic sizes that refuses sizes known only from values. Relies on ``ShapeEnv`` (2.11)."""
+    return ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+
+
+def new_symbol(environment: ShapeEnv, name: str, hint: int) -> torch.SymInt:
+    """A size that is a symbol and compares like ``hint``. Relies on ``ShapeEnv.create_symbol`` and
+    ``create_symintnode`` (2.11)."""
+    source = ConstantSource(name)
+    created = environment.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
+    return environment.create_symintnode(created, hint=hint, source=source)  # type: ignore[return-value]
+
+
+def expression_of(size: torch.SymInt) -> sympy.Expr:
+    """``size`` in terms of symbols. Relies on ``SymNode.expr`` (2.11)."""
+    return size.node.expr
+
+
+def conditions(environment: ShapeEnv) -> Iterator[sympy.Basic]:
+    """What a model's code, or the validity of an operation, asks of symbols. Those from torch's fake tensors are left
+    out: there a threshold picks the kernel of a convolution, which a graph does not show. Relies on ``ShapeEnv.guards``
+    and on the text of their ``sloc``, where each was made (2.11)."""
+    return (guard.expr for guard in environment.guards if "_subclasses/" not in str(guard.sloc))
+
+
+@contextmanager
+def without_error_log() -> Iterator[None]:
+    """Within, torch does not log errors of fake tensors, which arrive as exceptions as well. Relies on the name of the
+    logger (2.11)."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was_disabled

@@ -1,0 +1,40 @@
+"""Private and undocumented parts of transformers 5."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from torch import Tensor, nn
+
+
+@contextmanager
+def masks_as_in_eager() -> Iterator[None]:
+    """Causal masks are left to the kernel although torch says that it exports. Relies on ``is_torchdynamo_exporting``,
+    which ``transformers.masking_utils`` asks; nothing is done where the module is not loaded, or asks otherwise."""
+    masking = sys.modules.get("transformers.masking_utils")
+    if not hasattr(masking, "is_torchdynamo_exporting"):
+        yield
+        return
+    with patch.object(masking, "is_torchdynamo_exporting", lambda: False):
+        yield
+
+
+def is_expert_parallel(experts: nn.Module) -> bool:
+    """Whether transformers itself has sharded the block. Relies on ``_is_expert_parallel``, which old versions lack."""
+    return bool(getattr(experts, "_is_expert_parallel", False))
+
+
+def gate_of(experts: Any) -> Callable[[Tensor], Tensor]:
+    """What a block does to the product of its gated matrices. Relies on ``_apply_gate``."""
+    function: Callable[[Tensor], Tensor] = experts._apply_gate
+    return function
+
+
+def initialises_all_inside(module: nn.Module) -> bool:
+    """Whether ``module.initialize_weights()`` initialises every module inside. Relies on that name and on
+    ``_init_weights``, which it calls."""
+    return callable(getattr(module, "initialize_weights", None)) and hasattr(module, "_init_weights")

@@ -1,0 +1,76 @@
+"""The joint forward and backward graph of AOTAutograd, and what is noted on nodes of torch.fx."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import nn
+
+# What each input and output of a joint graph is (2.11).
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
+
+# A function as a graph of operators, `torch.fx.experimental.proxy_tensor.make_fx` (2.11).
+from torch.fx.experimental.proxy_tensor import make_fx
+
+# Nodes made within keep what `current_meta` holds: `preserve_node_meta` of torch.fx's traceback (2.11).
+from torch.fx.traceback import preserve_node_meta
+
+from .fake_tensors import FakeTensorMode
+
+__all__ = [
+    "BufferAOTInput",
+    "GradAOTOutput",
+    "InputMutationAOTOutput",
+    "ParamAOTInput",
+    "PlainAOTInput",
+    "PlainAOTOutput",
+    "TangentAOTInput",
+    "export_joint",
+    "make_fx",
+    "notes",
+    "preserve_node_meta",
+    "set_notes",
+]
+
+
+def export_joint(
+    mode: FakeTensorMode,
+    module: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    decompositions: Mapping[Any, Callable[..., Any]],
+) -> torch.fx.GraphModule:
+    """Forward and backward of ``module`` on fake ``inputs`` of ``mode`` as one graph, with a descriptor on each input
+    and output. Relies on ``aot_export_joint_with_descriptors`` under a ``TracingContext`` (2.11)."""
+    with ExitStack() as stack:
+        stack.enter_context(tracing(TracingContext(mode)))
+        return aot_export_joint_with_descriptors(
+            stack, module, tuple(inputs), decompositions=dict(decompositions)
+        ).graph_module
+
+
+def notes() -> dict[str, Any] | None:
+    """What is noted on nodes that are made now, under their key ``custom``; None for nothing. Relies on
+    ``torch.fx.traceback.current_meta`` (2.11)."""
+    return fx_traceback.current_meta.get("custom")
+
+
+def set_notes(found: dict[str, Any] | None) -> None:
+    """Makes ``found`` what :func:`notes` gives. Relies on ``torch.fx.traceback.current_meta`` (2.11)."""
+    if found is None:
+        fx_traceback.current_meta.pop("custom", None)
+    else:
+        fx_traceback.current_meta["custom"] = found

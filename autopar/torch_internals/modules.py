@@ -1,0 +1,79 @@
+"""What ``nn.Module`` keeps: the tables themselves, with entries that are None, and to be written to.
+
+The public methods (``named_parameters`` and its like) leave out what is None or tied, and only read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+# What every batch norm inherits from (2.11).
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+
+# Parameters and buffers without a shape yet (2.11).
+from torch.nn.parameter import is_lazy
+
+__all__ = [
+    "BatchNorm",
+    "buffers_of",
+    "check_batch_norm_input",
+    "children_of",
+    "flat_weights_of",
+    "is_lazy",
+    "is_persistent",
+    "parameters_of",
+    "renew_flat_weights",
+    "set_children",
+    "set_flat_weights",
+]
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The module's own parameters. Relies on ``nn.Module._parameters`` (2.11)."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The module's own buffers. Relies on ``nn.Module._buffers`` (2.11)."""
+    return module._buffers
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The modules directly inside. Relies on ``nn.Module._modules`` (2.11)."""
+    return module._modules
+
+
+def set_children(module: nn.Module, children: Mapping[str, nn.Module | None]) -> None:
+    """Gives ``module`` a table of other modules; the one it had is left as it is. Relies on ``nn.Module._modules``
+    (2.11)."""
+    module._modules = dict(children)
+
+
+def is_persistent(module: nn.Module, buffer: str) -> bool:
+    """Whether the module's own ``buffer`` is part of its state dict. Relies on
+    ``nn.Module._non_persistent_buffers_set`` (2.11)."""
+    return buffer not in module._non_persistent_buffers_set
+
+
+def check_batch_norm_input(module: BatchNorm, x: Tensor) -> None:
+    """Raises ValueError for a number of dims that ``module`` does not take. Relies on ``_check_input_dim`` (2.11)."""
+    module._check_input_dim(x)
+
+
+def flat_weights_of(layer: nn.RNNBase) -> list[Tensor | None]:
+    """The list of its parameters that a recurrent layer hands to its kernel. Relies on ``_flat_weights`` (2.11)."""
+    return layer._flat_weights
+
+
+def set_flat_weights(layer: nn.RNNBase, weights: list[Any]) -> None:
+    """Makes ``weights`` the list of :func:`flat_weights_of`. Relies on ``_flat_weights`` (2.11)."""
+    layer._flat_weights = weights
+
+
+def renew_flat_weights(layer: nn.RNNBase) -> None:
+    """Makes the list one of the parameters that ``layer`` has now. Relies on ``_flat_weights`` and
+    ``_flat_weights_names`` (2.11)."""
+    layer._flat_weights = [getattr(layer, name, None) for name in layer._flat_weights_names]

@@ -1,0 +1,70 @@
+"""Operators as torch's dispatcher knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# The tables of `torch.export` decompositions are public, but do not take a list of operators (2.11).
+from torch._decomp import get_decompositions
+
+# What `torch.ops` holds: one overload, all overloads of a name, and operators that take functions (2.11).
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+
+__all__ = [
+    "HigherOrderOperator",
+    "OpOverload",
+    "OpOverloadPacket",
+    "autograd_kernel",
+    "get_decompositions",
+    "is_mutable",
+    "overload_name",
+    "registered_names",
+    "safe_softmax",
+    "schema_of",
+    "set_autograd_kernel",
+]
+
+
+def schema_of(operation: OpOverload) -> torch._C.FunctionSchema:
+    """Arguments and results of ``operation``. Relies on ``OpOverload._schema`` (2.11)."""
+    return operation._schema
+
+
+def is_mutable(operation: OpOverload) -> bool:
+    """Whether ``operation`` writes to an argument. Relies on ``OpOverload._schema`` (2.11)."""
+    return operation._schema.is_mutable
+
+
+def overload_name(operation: OpOverload) -> str:
+    """``default``, ``Tensor``, ``out`` ... Relies on ``OpOverload._overloadname`` (2.11)."""
+    return operation._overloadname
+
+
+def registered_names() -> list[str]:
+    """All operators of the process, as ``aten::add.Tensor``. Relies on ``torch._C._dispatch_get_all_op_names``
+    (2.11)."""
+    return torch._C._dispatch_get_all_op_names()
+
+
+def autograd_kernel(operation: OpOverload) -> Callable[..., Any] | None:
+    """The Python kernel that runs in place of autograd's, if any. Relies on ``OpOverload.py_kernels`` (2.11)."""
+    return operation.py_kernels.get(torch._C.DispatchKey.Autograd)
+
+
+def set_autograd_kernel(operation: OpOverload, kernel: Callable[..., Any] | None) -> None:
+    """Makes ``kernel`` that of :func:`autograd_kernel`; None removes it. Relies on ``OpOverload.py_kernels`` and on
+    ``_dispatch_cache``, which remembers the choice (2.11)."""
+    key = torch._C.DispatchKey.Autograd
+    operation.py_kernels.pop(key, None)
+    if kernel is not None:
+        operation.py_kernels[key] = kernel
+    operation._dispatch_cache.clear()
+
+
+def safe_softmax(scores: Tensor, dim: int) -> Tensor:
+    """Softmax that gives zeros for a row of ``-inf``, as attention does. Relies on ``torch._safe_softmax`` (2.11)."""
+    return torch._safe_softmax(scores, dim)

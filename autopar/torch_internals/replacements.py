@@ -1,0 +1,122 @@
+"""Functions and settings of torch that are exchanged while a model is traced; each as before afterwards.
+
+:mod:`autopar.trace.patches` says why each is exchanged and for what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch._decomp.decompositions as torch_decompositions
+from torch import nn
+from torch._higher_order_ops.effects import _get_effect, _register_effectful_op
+from torch._higher_order_ops.flex_attention import math_attention
+from torch.distributions import Distribution
+from torch.nn.attention import flex_attention
+from torch.nn.modules import transformer
+from torch.utils import checkpoint
+
+Replacement = Callable[..., Any]
+
+recurrent_layers = torch_decompositions._rnn_helper
+"""What torch's decompositions of recurrent layers run: ``_decomp.decompositions._rnn_helper`` (2.11)."""
+
+
+@contextmanager
+def checkpoint_replaced(call: Replacement, around: Replacement) -> Iterator[None]:
+    """``call`` runs for a reentrant ``checkpoint``, and the generator ``around`` before and after the function of one
+    that is not. Relies on ``CheckpointFunction`` and ``_checkpoint_without_reentrant_generator`` (2.11)."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(checkpoint.CheckpointFunction, "apply", staticmethod(call)))
+        stack.enter_context(patch.object(checkpoint, "_checkpoint_without_reentrant_generator", around))
+        yield
+
+
+@contextmanager
+def module_conversion_replaced(convert: Replacement) -> Iterator[None]:
+    """``convert`` runs for ``Module.to`` and its like. Relies on ``nn.Module._apply``, which they call (2.11)."""
+    with patch.object(nn.Module, "_apply", convert):
+        yield
+
+
+def convert_module(module: nn.Module, function: Replacement) -> None:
+    """What ``Module.to`` and its like do to ``module``, or what replaces it now. Relies on ``nn.Module._apply``
+    (2.11)."""
+    module._apply(function)
+
+
+@contextmanager
+def causal_mask_detection_replaced(detect: Replacement) -> Iterator[None]:
+    """``detect`` says whether the mask given to ``nn.Transformer`` is causal. Relies on ``_detect_is_causal_mask``
+    (2.11)."""
+    with patch.object(transformer, "_detect_is_causal_mask", detect):
+        yield
+
+
+@contextmanager
+def recurrent_layers_replaced(layers: Replacement) -> Iterator[None]:
+    """``layers`` runs for :data:`recurrent_layers` within torch's decompositions (2.11)."""
+    with patch.object(torch_decompositions, "_rnn_helper", layers):
+        yield
+
+
+@contextmanager
+def without_distribution_checks() -> Iterator[None]:
+    """Distributions do not check values. Relies on ``Distribution._validate_args``; the public
+    ``set_default_validate_args`` does not tell what it was before (2.11)."""
+    with patch.object(Distribution, "_validate_args", False):
+        yield
+
+
+@contextmanager
+def flex_attention_by_definition() -> Iterator[None]:
+    """``flex_attention`` is the operations that define it, on every device and with gradients. Torch refuses gradients
+    on the CPU for lack of a kernel, and compiles unless it is told not to. Relies on ``_validate_device``,
+    ``_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG``, ``flex_attention_hop`` and ``math_attention`` (2.11)."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(flex_attention, "_validate_device", lambda *_tensors: None))
+        stack.enter_context(patch.object(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True))
+        stack.enter_context(patch.object(flex_attention, "flex_attention_hop", math_attention))
+        yield
+
+
+@contextmanager
+def without_effect(operation: str) -> Iterator[None]:
+    """AOTAutograd takes ``operation`` for one without side effects. Relies on ``_get_effect`` and
+    ``_register_effectful_op`` (2.11)."""
+    before = _get_effect(operation)
+    _register_effectful_op(operation, None)
+    try:
+        yield
+    finally:
+        _register_effectful_op(operation, before)
+
+
+@contextmanager
+def without_mkldnn() -> Iterator[None]:
+    """Operations do not run by oneDNN. Relies on ``torch._C._set_mkldnn_enabled``: the public
+    ``torch.backends.mkldnn.flags`` also changes precision and determinism (2.11)."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+@contextmanager
+def exporting() -> Iterator[None]:
+    """``torch.compiler.is_compiling()`` and ``is_exporting()`` are true. Relies on the flags behind them (2.11)."""
+    flags = ("_is_compiling_flag", "_is_exporting_flag")
+    saved = [getattr(torch.compiler, flag) for flag in flags]
+    try:
+        for flag in flags:
+            setattr(torch.compiler, flag, True)
+        yield
+    finally:
+        for flag, value in zip(flags, saved, strict=True):
+            setattr(torch.compiler, flag, value)

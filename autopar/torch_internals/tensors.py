@@ -1,0 +1,35 @@
+"""Tensors and their memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# The memory format that torch's own decompositions and AOTAutograd take a tensor to have (2.11).
+from torch._prims_common import suggest_memory_format
+
+__all__ = ["counted_writes", "is_view", "storage_key", "suggest_memory_format", "wrapper_subclass"]
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """A number that tells ``storage`` from all others that exist, and works for fake tensors, whose addresses are all
+    0. Relies on ``_cdata``, the address of the C++ object (2.11)."""
+    return int(storage._cdata)
+
+
+def counted_writes(tensor: torch.Tensor) -> int:
+    """How often ``tensor`` was written to in place. Relies on ``Tensor._version``, which an inference tensor lacks
+    (2.11)."""
+    return tensor._version
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd made ``tensor`` as a view of another. Relies on ``Tensor._is_view`` (2.11)."""
+    return tensor._is_view()
+
+
+def wrapper_subclass(cls: type, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """A tensor of class ``cls`` without memory of its own. Relies on ``Tensor._make_wrapper_subclass``, which
+    "Extending PyTorch" names (2.11)."""
+    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
