@@ -17,9 +17,9 @@ from autopar.calibration.default_cluster import default_cluster
 from autopar.cluster.description import Cluster
 from autopar.compiler.agreed_plan import agreed_plan
 from autopar.compiler.calls import Compiler
-from autopar.compiler.plan_cache import answered
+from autopar.compiler.plan_cache import cached_plan
 from autopar.compiler.rank_zero import on_first_rank
-from autopar.planner.prepare import ask, prepare
+from autopar.planner.prepare import make_request, prepare
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
 from autopar.runtime.comm.groups import AxisGroup, mesh_groups, mesh_of_one
@@ -101,8 +101,8 @@ def plan(
     base = prepare(
         model, args, kwargs, device=where, loss_fn=loss_fn, training=True, precision=settings.precision, timings=timings
     )
-    question = ask(model, base, mesh_shape(mesh), Cluster.get(cluster or "local"), settings, _axis_names(mesh))
-    return answered(question, timings)
+    request = make_request(model, base, mesh_shape(mesh), Cluster.get(cluster or "local"), settings, _axis_names(mesh))
+    return cached_plan(request, timings)
 
 
 def parallelize(

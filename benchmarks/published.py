@@ -30,7 +30,7 @@ from autopar.layouts.price import Priced
 
 from .published_models import build
 from .published_open import choose
-from .published_rows import Question, question_of, read_rows
+from .published_rows import PublishedCase, case_of, read_rows
 from .published_scores import Scored, left_out, summary
 from .published_shape import NotExpressible, Shape
 
@@ -41,9 +41,9 @@ class Models:
     def __init__(self) -> None:
         self.known: dict[tuple[Shape, torch.dtype], LayoutModel] = {}
 
-    def of(self, question: Question) -> LayoutModel:
-        shape = question.shape
-        dtype = dtype_of(question.layout.precision)
+    def of(self, case: PublishedCase) -> LayoutModel:
+        shape = case.shape
+        dtype = dtype_of(case.layout.precision)
         if (shape, dtype) not in self.known:
             ids = torch.empty(2, shape.seq, dtype=torch.long, device="meta")
             self.known[shape, dtype] = LayoutModel.of(build(shape, dtype), (ids, ids))
@@ -56,12 +56,12 @@ class Skipped:
     reason: str
 
 
-def price_row(question: Question, models: Models) -> tuple[Priced, tuple[str, ...]]:
+def price_row(case: PublishedCase, models: Models) -> tuple[Priced, tuple[str, ...]]:
     """The price of a row's layout, and which of its fields were chosen."""
-    model, cluster, batch = models.of(question), question.cluster, question.batch
-    if question.space is None:
-        return model.price(question.layout, cluster, batch), ()
-    return choose(model, cluster, question.devices, batch, question.layout, question.space)
+    model, cluster, batch = models.of(case), case.cluster, case.batch
+    if case.space is None:
+        return model.price(case.layout, cluster, batch), ()
+    return choose(model, cluster, case.devices, batch, case.layout, case.space)
 
 
 def score_file(path: Path, models: Models) -> tuple[list[Scored], list[Skipped]]:
@@ -89,8 +89,8 @@ def _scored(name: str, file: str, row: Mapping[str, Any] | NotExpressible, model
     try:
         if isinstance(row, NotExpressible):
             raise row
-        question = question_of(row)
-        return Scored(name, file, question, *price_row(question, models))
+        case = case_of(row)
+        return Scored(name, file, case, *price_row(case, models))
     except (NotExpressible, AutoparError) as error:
         return Skipped(name, str(error))
     except Exception as error:

@@ -47,7 +47,7 @@ MOMENTS: tuple[tuple[str, int], ...] = (
 
 
 @dataclass(frozen=True)
-class Question:
+class PublishedCase:
     """One row, ready to be priced. Where it leaves its layout open ``space`` is what it allows, and ``layout`` what is
     known besides."""
 
@@ -92,7 +92,7 @@ def read_rows(path: Path) -> Iterator[Mapping[str, Any] | NotExpressible]:
             yield row if isinstance(row, Mapping) else NotExpressible(f"line {at} is no JSON object")
 
 
-def question_of(row: Mapping[str, Any]) -> Question:
+def case_of(row: Mapping[str, Any]) -> PublishedCase:
     """Raises :class:`NotExpressible` with the reason why a row cannot be priced."""
     if "lora" in str(row.get("table")).lower():
         raise NotExpressible("LoRA: most weights do not learn")
@@ -100,14 +100,14 @@ def question_of(row: Mapping[str, Any]) -> Question:
         raise NotExpressible(f"kind {row['kind']}: no training step")
     check_fields(row)
     try:
-        return _question(completed(row))
+        return _case(completed(row))
     except OptionsError as error:
         raise NotExpressible(str(error)) from error
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
         raise NotExpressible(f"a field is not what it should be: {type(error).__name__}: {error}") from error
 
 
-def _question(row: Mapping[str, Any]) -> Question:
+def _case(row: Mapping[str, Any]) -> PublishedCase:
     oom, seconds = row["measured"].get("oom"), None
     try:
         seconds = published_seconds(row)
@@ -127,7 +127,7 @@ def _question(row: Mapping[str, Any]) -> Question:
         known = known_fields(row)
         schedule = _schedule(row["parallel"].get("schedule"))
         like = Layout(**{**known, "expert": 1, "zero": 0, "schedule": schedule})
-        return Question(
+        return PublishedCase(
             row=row,
             shape=shape,
             layout=like,
@@ -139,7 +139,9 @@ def _question(row: Mapping[str, Any]) -> Question:
         )
     layout = layout_of(row)
     layout.microbatches(batch)
-    return Question(row=row, shape=shape, layout=layout, batch=batch, cluster=cluster_of(row), seconds=seconds, oom=oom)
+    return PublishedCase(
+        row=row, shape=shape, layout=layout, batch=batch, cluster=cluster_of(row), seconds=seconds, oom=oom
+    )
 
 
 def _is_flash(row: Mapping[str, Any]) -> bool:

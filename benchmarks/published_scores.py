@@ -11,7 +11,7 @@ from typing import Any
 
 from autopar.layouts.price import Priced
 
-from .published_rows import Question
+from .published_rows import PublishedCase
 
 # Fewer layouts than these make no sweep.
 LEAST = 4
@@ -26,14 +26,14 @@ class Scored:
 
     name: str
     file: str
-    question: Question
+    case: PublishedCase
     priced: Priced
     chosen: tuple[str, ...] = ()
 
     @property
     def predicted(self) -> float:
         """Seconds of the priced step, and of what ran beside it."""
-        return self.priced.predicted.step_seconds + self.question.beside_seconds
+        return self.priced.predicted.step_seconds + self.case.beside_seconds
 
     @property
     def flops_per_second(self) -> float:
@@ -43,7 +43,7 @@ class Scored:
     @property
     def error(self) -> float | None:
         """Relative error of the step's seconds, positive if predicted too slow."""
-        seconds = self.question.seconds
+        seconds = self.case.seconds
         return None if seconds is None else self.predicted / seconds - 1
 
     @property
@@ -56,30 +56,30 @@ class Scored:
         return {name: getattr(self.priced.layout, name) for name in self.chosen}
 
     def line(self) -> str:
-        seconds, error = self.question.seconds, self.error
+        seconds, error = self.case.seconds, self.error
         said = "did not fit" if seconds is None else f"{seconds:9.3f} s published {error:+7.1%}"
         fit = "fits" if self.priced.fits else "too big"
         peak = self.priced.predicted.peak_bytes / 2**30
-        row = f"{self.file[:16]:16} {str(self.question.row.get('row', self.name))[:44]:44}"
+        row = f"{self.file[:16]:16} {str(self.case.row.get('row', self.name))[:44]:44}"
         chosen = ", ".join(f"{name}={value}" for name, value in self.choice.items())
         return f"{row} {self.predicted:9.3f} s {said} {peak:6.1f} GiB {fit}" + (f"; chosen: {chosen}" if chosen else "")
 
     def to_json(self) -> dict[str, Any]:
         return {
             "id": self.name,
-            "row": self.question.row.get("row"),
+            "row": self.case.row.get("row"),
             "layout": str(self.priced.layout),
             "chosen": self.choice,
-            "published_seconds": self.question.seconds,
+            "published_seconds": self.case.seconds,
             "predicted_seconds": self.predicted,
             "error": self.error,
             "predicted_tflops_per_device": self.flops_per_second / 1e12,
-            "published_tflops_per_device": self.question.row["measured"].get("tflops_per_gpu"),
+            "published_tflops_per_device": self.case.row["measured"].get("tflops_per_gpu"),
             "peak_bytes": self.priced.predicted.peak_bytes,
             "memory_limit": self.priced.memory_limit,
             "fits": self.priced.fits,
-            "published_oom": bool(self.question.oom),
-            "parts": {**self.priced.parts, "beside": self.question.beside_seconds},
+            "published_oom": bool(self.case.oom),
+            "parts": {**self.priced.parts, "beside": self.case.beside_seconds},
         }
 
 
@@ -115,9 +115,9 @@ def left_out(scored: Sequence[Scored]) -> dict[str, Any]:
     none, and rows whose layout was chosen are left out."""
     groups: dict[str, dict[str, list[float]]] = {}
     for one in scored:
-        if one.question.seconds is not None and not one.is_open:
-            files = groups.setdefault(one.question.cluster.device.name, {})
-            files.setdefault(one.file, []).append(one.question.seconds / one.predicted)
+        if one.case.seconds is not None and not one.is_open:
+            files = groups.setdefault(one.case.cluster.device.name, {})
+            files.setdefault(one.file, []).append(one.case.seconds / one.predicted)
     found, errors = [], list[float]()
     for device, files in groups.items():
         for file, ratios in files.items():
@@ -135,8 +135,8 @@ def sweeps(scored: Sequence[Scored]) -> list[list[Scored]]:
     """Rows with a time that measure the same under several layouts."""
     found: dict[object, list[Scored]] = {}
     for one in scored:
-        if one.question.seconds is not None:
-            found.setdefault((one.file, *one.question.sweep), []).append(one)
+        if one.case.seconds is not None:
+            found.setdefault((one.file, *one.case.sweep), []).append(one)
     return [rows for rows in found.values() if len(rows) >= LEAST]
 
 
@@ -145,13 +145,12 @@ def layouts(rows: Sequence[Scored]) -> list[tuple[float, float]]:
     as their median. A layout that was chosen may not be the one that ran: each such row counts by itself."""
     found: dict[object, list[Scored]] = {}
     for one in rows:
-        question = one.question
-        layout = question.layout if question.space is None else one.priced.layout
-        asked = (question.shape, layout, question.cluster)
+        case = one.case
+        layout = case.layout if case.space is None else one.priced.layout
+        asked = (case.shape, layout, case.cluster)
         found.setdefault(id(one) if one.is_open else asked, []).append(one)
     return [
-        (group[0].predicted, statistics.median(one.question.seconds or 0.0 for one in group))
-        for group in found.values()
+        (group[0].predicted, statistics.median(one.case.seconds or 0.0 for one in group)) for group in found.values()
     ]
 
 
@@ -160,8 +159,8 @@ def regret(rows: Sequence[Scored]) -> float:
     our memory (of all, if none do)."""
     fitting = [one for one in rows if one.priced.fits] or rows
     chosen = min(fitting, key=lambda one: one.predicted)
-    best = min(one.question.seconds or 0.0 for one in rows)
-    return (chosen.question.seconds or 0.0) / best - 1
+    best = min(one.case.seconds or 0.0 for one in rows)
+    return (chosen.case.seconds or 0.0) / best - 1
 
 
 def _tau(rows: Sequence[Scored]) -> float | None:
@@ -200,7 +199,7 @@ def _median_apart(sweeps: Sequence[Sequence[tuple[float, float]]], noise: float)
 
 
 def _pairs(rows: Sequence[Scored]) -> list[tuple[float, float]]:
-    return [(one.predicted, one.question.seconds or 0.0) for one in rows]
+    return [(one.predicted, one.case.seconds or 0.0) for one in rows]
 
 
 def _figures(scored: Sequence[Scored]) -> dict[str, Any]:
@@ -208,9 +207,9 @@ def _figures(scored: Sequence[Scored]) -> dict[str, Any]:
     found = sweeps(scored)
     pairs = list(map(_pairs, found))
     apiece = [tau for tau in map(_tau, found) if tau is not None]
-    telling = {one.file for one in scored if one.question.oom}
+    telling = {one.file for one in scored if one.case.oom}
     judged = [one for one in scored if one.file in telling]
-    right = [one.priced.fits != bool(one.question.oom) for one in judged]
+    right = [one.priced.fits != bool(one.case.oom) for one in judged]
     return {
         "priced": len(scored),
         "timed": len(errors),
@@ -221,7 +220,7 @@ def _figures(scored: Sequence[Scored]) -> dict[str, Any]:
         "median_kendall_tau_b": statistics.median(map(kendall_b, pairs)) if pairs else None,
         "median_kendall_tau_apart": {str(noise): _median_apart(pairs, noise) for noise in NOISE},
         "median_best_is_slower_by": statistics.median(map(regret, found)) if found else None,
-        "ran_but_said_too_big": sum(not one.priced.fits for one in scored if not one.question.oom),
+        "ran_but_said_too_big": sum(not one.priced.fits for one in scored if not one.case.oom),
         "fits_judged": len(judged),
         "fits_right": statistics.fmean(right) if right else None,
     }

@@ -19,7 +19,7 @@ import numpy as np
 
 from autopar.solver.problem import Floats
 
-from .published_rows import question_of, read_rows
+from .published_rows import case_of, read_rows
 from .published_scores import LEAST, kendall
 from .published_shape import NotExpressible
 
@@ -53,7 +53,7 @@ def figures(path: Path, results: Path = RESULTS) -> list[dict[str, Any]]:
     found: dict[object, list[dict[str, Any]]] = {}
     for row in read_rows(path):
         if not isinstance(row, NotExpressible) and row.get("id") in timed:
-            found.setdefault(question_of(row).sweep, []).append(dict(row))
+            found.setdefault(case_of(row).sweep, []).append(dict(row))
     return [_figures(rows, timed) for rows in found.values() if len(rows) >= LEAST]
 
 

@@ -56,7 +56,7 @@ def revision() -> str:
     return found.stdout.strip()
 
 
-def questions() -> dict[str, tuple[Cluster, Options]]:
+def configurations() -> dict[str, tuple[Cluster, Options]]:
     """How plans are asked for: the cheapest, and one that must shard."""
     fast = Cluster.get("dgx-a100-80gb")
     return {"best": (fast, Options()), "sharded": (compute_bound(fast), Options(zero=3))}
@@ -100,7 +100,7 @@ def add_processes(name: str, row: Row) -> None:
     """Runs the plans of a row on local processes and notes what came of it."""
     row["processes_revision"] = revision()
     try:
-        found = run_on_processes(ZOO[name], MESHES, questions())
+        found = run_on_processes(ZOO[name], MESHES, configurations())
     except (AutoparError, AssertionError, RuntimeError) as error:
         row["processes_failed"] = f"{type(error).__name__}: {str(error)[-500:]}"
         return
@@ -115,7 +115,7 @@ def _plans(case: Case, mesh: tuple[int, ...]) -> Iterator[Row]:
     seconds = round(time.process_time() - start, 2)
     sources = rule_sources(annotated, mesh)
     fallbacks = sorted(op for op, said in sources.items() if said[0].startswith("fallback"))
-    for kind, (cluster, options) in questions().items():
+    for kind, (cluster, options) in configurations().items():
         prices = Prices.of(cluster, mesh, annotated)
         row: Row = {"mesh": list(mesh), "plan": kind, "fallbacks": fallbacks, "annotate_seconds": seconds}
         start = time.process_time()

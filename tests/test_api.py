@@ -17,7 +17,7 @@ import autopar
 from autopar.errors import PlanMismatchError
 from autopar.runtime import ParallelModule
 from tests.helpers.models import Stack, make, plain, text
-from tests.helpers.questions import CLUSTER, gradients_of, on, slow_devices
+from tests.helpers.planning import CLUSTER, gradients_of, on, slow_devices
 
 SHARDED = autopar.Options(zero=3, mesh_search=False)
 SPLIT = autopar.Options(zero=0, mesh_search=False, pins={"layers.*.1.weight": "R,S(0)", "layers.*.3.weight": "R,S(1)"})

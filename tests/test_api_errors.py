@@ -11,7 +11,7 @@ from torch import nn
 import autopar
 from autopar.errors import OptionsError, TraceError
 from tests.helpers.models import Plain, plain
-from tests.helpers.questions import CLUSTER, on
+from tests.helpers.planning import CLUSTER, on
 
 
 def test_wrong_number_of_processes() -> None:

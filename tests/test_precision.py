@@ -28,13 +28,13 @@ from autopar.placement.prices import Prices
 from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
-from autopar.search.best_plan import answer
+from autopar.search.best_plan import best_plan
 from autopar.verification.tolerance import Closeness, distance
 from tests.helpers.eager_draws import STATE
 from tests.helpers.interpret import Results, interpret
 from tests.helpers.lowering import plain
 from tests.helpers.models import make, pictures, text
-from tests.helpers.questions import CLUSTER, ask, asked, setting, slow_devices
+from tests.helpers.planning import CLUSTER, make_request, requested, setting, slow_devices
 from tests.helpers.simulate import World
 from tests.ops.test_experts import make as make_experts
 from tests.passes.test_collectives_read_back import any_assignment, priced
@@ -115,8 +115,8 @@ def _expected(name: str, precision: str) -> tuple[Graph, dict[str, torch.Tensor]
     """The step graph, its values, what one device makes of it, and what it makes of it in float64."""
     torch.manual_seed(0)
     model, batch = _case(name)
-    question = ask(model, batch, (2,), precision=precision)
-    graph = step_graph(question.graph, question.loss, question.batch)
+    request = make_request(model, batch, (2,), precision=precision)
+    graph = step_graph(request.graph, request.loss, request.batch)
     values = {n: v.detach().clone() for n, v in (*model.named_parameters(), *model.named_buffers())}
     inputs = [node.target for node in graph.placeholders("input")]
     values |= {target: batch[target] for target in inputs} | {"random": STATE}
@@ -125,11 +125,11 @@ def _expected(name: str, precision: str) -> tuple[Graph, dict[str, torch.Tensor]
 
 
 def _check(found: dict[str, torch.Tensor], wanted: Results, exact: Results, kinds: tuple[str, ...], say: str) -> None:
-    asked = Closeness.of("bf16")
+    requested = Closeness.of("bf16")
     for (kind, name), value in wanted.items():
         if kind in kinds and value is not None and value.is_floating_point():
-            error, _ = asked.error(found[name], value, distance(value, exact[kind, name]))
-            assert error <= asked.tolerance, f"{say}: {kind} {name}: {error:.3g}"
+            error, _ = requested.error(found[name], value, distance(value, exact[kind, name]))
+            assert error <= requested.tolerance, f"{say}: {kind} {name}: {error:.3g}"
 
 
 @pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2)], ids=str)
@@ -154,7 +154,7 @@ def test_any_assignment_gives_what_one_device_does(name: str, mesh: tuple[int, .
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_the_bill_is_what_the_program_does(precision: str) -> None:
     model, batch = make("stack")
-    found = setting(ask(model, batch, (2, 2), precision=precision))
+    found = setting(make_request(model, batch, (2, 2), precision=precision))
     for seed in range(2):
         assignment = any_assignment(found.graph, (2, 2), seed)
         bill = found.bill(assignment)
@@ -202,7 +202,7 @@ def _wide() -> tuple[nn.Module, Any]:
 
 
 def _plan(**options: Any) -> Plan:
-    return answer(asked(_wide, (4,), slow_devices(), **options), Timings())
+    return best_plan(requested(_wide, (4,), slow_devices(), **options), Timings())
 
 
 def _gathered(plan: Plan) -> Counter[int]:
@@ -260,7 +260,7 @@ class Nested(nn.Module):
 
 
 def test_the_models_own_autocast_wins_where_it_is() -> None:
-    graph = ask(Nested(), (torch.randn(4, 8),), (2,), precision="bf16").graph
+    graph = make_request(Nested(), (torch.randn(4, 8),), (2,), precision="bf16").graph
     kinds = {node.target: node.type.dtype for node in graph.placeholders("param")}
     assert kinds == {"first.weight": torch.bfloat16, "second.weight": torch.float32, "third.weight": torch.float16}
 
@@ -285,10 +285,10 @@ def test_what_is_computed_again_is_the_same_bits() -> None:
 def test_masters_gradients_and_state_are_whole_and_copies_are_half() -> None:
     """On one device, where everything is replicated: 4 bytes each of master and gradient, 8 of AdamW, 2 of the copy."""
     model = nn.Sequential(nn.Linear(64, 64, bias=False))
-    question = ask(model, (torch.randn(4, 64),), (1,), precision="bf16")
-    graph = setting(question).graph
+    request = make_request(model, (torch.randn(4, 64),), (1,), precision="bf16")
+    graph = setting(request).graph
     assignment = any_assignment(graph, (1,), 0)
-    memory = setting(question).bill(assignment).memory
+    memory = setting(request).bill(assignment).memory
     count = 64 * 64
     assert (memory.weights, memory.gradients, memory.optimizer) == (6 * count, 4 * count, 8 * count)
 
@@ -361,4 +361,4 @@ def test_casts_need_no_device() -> None:
 def test_casts_that_torch_does_not_do_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "set_autocast_enabled", lambda *_: None)
     with pytest.raises(TraceError, match="bfloat16"):
-        ask(*_wide(), (4,), slow_devices(), precision="bf16")  # Traced here, whatever other tests have traced.
+        make_request(*_wide(), (4,), slow_devices(), precision="bf16")  # Traced here, whatever other tests have traced.

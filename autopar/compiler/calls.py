@@ -37,9 +37,9 @@ from autopar.placement.placed_step import PlacedStep
 from autopar.placement.prices import BUCKET_BYTES, Prices
 from autopar.planner.check_strategies import check_offered
 from autopar.planner.fixed_parameters import fixed_assignment
-from autopar.planner.prepare import LossFunction, Prepared, ask, batch_size, circumstances, prepare
+from autopar.planner.prepare import LossFunction, Prepared, batch_size, circumstances, make_request, prepare
 from autopar.planner.refit import refit
-from autopar.planner.request import Question
+from autopar.planner.request import PlanRequest
 from autopar.planner.step_graphs import bare_step_graph, graph_hash, pipelined_graph, step_graph
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
@@ -49,7 +49,7 @@ from autopar.runtime.calls.signature import flatten_as
 from autopar.runtime.comm.groups import AxisGroup
 
 from .agreed_plan import plan_identity
-from .plan_cache import answered
+from .plan_cache import cached_plan
 from .rank_zero import alike, everyones, on_first_rank
 from .stages import StageCompiler
 
@@ -102,15 +102,15 @@ class Compiler:
         timings = Timings()
         base = self._prepare(request, grad=True, timings=timings)
         self.cluster = on_first_rank(self.ranks, lambda: self.cluster)
-        question, called = self._question(base), request.outputs != "loss"
+        plan_request, called = self._plan_request(base), request.outputs != "loss"
 
         def made() -> Plan:
             try:
-                return answered(_without_stages(question) if called else question, timings)
+                return cached_plan(_without_stages(plan_request) if called else plan_request, timings)
             except InfeasibleError:
                 if request.grad or not called:
                     raise
-            return answered(question, timings)
+            return cached_plan(plan_request, timings)
 
         if self.plan is None:
             self.plan = on_first_rank(self.ranks, made)
@@ -132,8 +132,8 @@ class Compiler:
         is_another = graph_hash(step_graph(base.graph, base.loss, self.plan.batch)) != self.plan.graph_hash
         return is_another and self.plan.pipeline is None and names.issuperset(self.plan.parameters)
 
-    def _question(self, base: Prepared) -> Question:
-        return ask(self.model, base, self.mesh, self.cluster, self.options, self.axis_names)
+    def _plan_request(self, base: Prepared) -> PlanRequest:
+        return make_request(self.model, base, self.mesh, self.cluster, self.options, self.axis_names)
 
     def _prepare(self, request: Request, *, grad: bool, timings: Timings | None = None) -> Prepared:
         """The trace of a call, the same on all ranks. Raises :class:`PlanMismatchError` on every rank if theirs
@@ -225,9 +225,9 @@ class Compiler:
         if self.plan.pipeline is not None:
             return self._staged_other(base, loss, batch)
         graph = self._annotated_alike(step_graph(base.graph, loss, batch))
-        question = replace(self._question(base), mesh=self.plan.mesh)
+        plan_request = replace(self._plan_request(base), mesh=self.plan.mesh)
         places, limit = self.plan.parameters, float(self.plan.memory_limit) if request.grad else math.inf
-        assignment = on_first_rank(self.ranks, lambda: fixed_assignment(question, graph, places, limit))
+        assignment = on_first_rank(self.ranks, lambda: fixed_assignment(plan_request, graph, places, limit))
         return self._lowered(graph, assignment, graph, base)
 
     def _staged_training(self, base: Prepared, batch: int) -> Compiled:
@@ -250,10 +250,10 @@ class Compiler:
 
     def _stages(self) -> StageCompiler:
         assert self.plan is not None and self._base is not None
-        question, places = replace(self._question(self._base), mesh=self.plan.mesh), self.plan.parameters
+        request, places = replace(self._plan_request(self._base), mesh=self.plan.mesh), self.plan.parameters
 
         def solve(graph: Graph) -> Assignment:
-            return on_first_rank(self.ranks, lambda: fixed_assignment(question, graph, places))
+            return on_first_rank(self.ranks, lambda: fixed_assignment(request, graph, places))
 
         optimizer, index = self.options.optimizer, self.ranks.index
         return StageCompiler(self.plan, self.cluster, optimizer, index, self._annotated_alike, solve)
@@ -337,8 +337,8 @@ def _same_but_batch(base: Prepared, request: Request) -> bool:
     return all(same(*entry) for entry in zip(range(len(leaves)), signature.input_names, leaves, strict=True))
 
 
-def _without_stages(question: Question) -> Question:
-    return replace(question, options=without_stages(question.options))
+def _without_stages(request: PlanRequest) -> PlanRequest:
+    return replace(request, options=without_stages(request.options))
 
 
 def _check_devices(plan: Plan, mesh: tuple[int, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Plans made once: the same question has the same answer, in this process, in the next run and on other ranks.
+"""Caches plans: the same request gets the same plan, in this process, in the next run and on other ranks.
 
 A plan is kept under a hash of everything it follows from (:func:`plan_key`): the graph, the mesh, the cluster, the
 options, the rules of operations that autopar has no rule for, and the code that makes plans. What is read again equals
@@ -23,11 +23,11 @@ from autopar.content.source_hash import code_version
 from autopar.content.tensor_digest import tensor_digest
 from autopar.errors import AutoparError, OperatorError
 from autopar.passes.annotate.annotate import needs_finding, rule_findings
-from autopar.planner.request import Question, mesh_candidates
+from autopar.planner.request import PlanRequest, mesh_candidates
 from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
-from autopar.search.best_plan import answer
+from autopar.search.best_plan import best_plan
 
 KIND = "plans"
 # Those of this process.
@@ -36,22 +36,22 @@ _KNOWN_LIMIT = 64
 _log = logging.getLogger(__name__)
 
 
-def answered(question: Question, timings: Timings) -> Plan:
-    """What :func:`autopar.search.best_plan.answer` says, made now or kept from before; its errors, which are not
+def cached_plan(request: PlanRequest, timings: Timings) -> Plan:
+    """What :func:`autopar.search.best_plan.best_plan` says, made now or kept from before; its errors, which are not
     kept."""
     if not keeps_work():
-        return answer(question, timings)
+        return best_plan(request, timings)
     lookup = Timings()
     with lookup.phase("cache"):
         try:
-            key = plan_key(question)
+            key = plan_key(request)
         except OperatorError:  # Of an operation's rule: planning says where it is called.
-            return answer(question, timings)
+            return best_plan(request, timings)
         found = _kept(key)
     if found is not None:
         return replace(found, timings=dict(lookup.seconds))
-    made = answer(question, timings)
-    if _may_be_kept(question, made):
+    made = best_plan(request, timings)
+    if _may_be_kept(request, made):
         _remember(key, made)
         write(KIND, key, made.to_json())
     return made
@@ -84,36 +84,36 @@ def _remember(key: str, plan: Plan) -> None:
         _known.popitem(last=False)
 
 
-def _may_be_kept(question: Question, plan: Plan) -> bool:
+def _may_be_kept(request: PlanRequest, plan: Plan) -> bool:
     """Not if the time limit cut it off: the next search may do better. Not if rules were found for a microbatch, whose
     sizes the key does not look at."""
-    if plan.status != "optimal" and plan.gap > question.options.gap:
+    if plan.status != "optimal" and plan.gap > request.options.gap:
         return False
-    return plan.pipeline is None or not needs_finding(question.graph)
+    return plan.pipeline is None or not needs_finding(request.graph)
 
 
-def plan_key(question: Question) -> str:
+def plan_key(request: PlanRequest) -> str:
     """A hash of everything that an answer follows from."""
     digest = hashlib.sha256()
-    for line in _ingredients(question):
+    for line in _ingredients(request):
         digest.update(f"{len(line)}:{line}\n".encode())
     return digest.hexdigest()
 
 
-def _ingredients(question: Question) -> Iterator[str]:
+def _ingredients(request: PlanRequest) -> Iterator[str]:
     yield code_version()
-    for field in fields(question):
+    for field in fields(request):
         if field.name not in ("graph", "cluster", "options"):
-            yield f"{field.name}={getattr(question, field.name)!r}"
-    for field in fields(question.options):
-        yield f"options.{field.name}={_plain(getattr(question.options, field.name))!r}"
-    yield question.cluster.to_toml()
-    yield question.graph.to_text()
-    for name, constant in question.graph.constants.items():
+            yield f"{field.name}={getattr(request, field.name)!r}"
+    for field in fields(request.options):
+        yield f"options.{field.name}={_plain(getattr(request.options, field.name))!r}"
+    yield request.cluster.to_toml()
+    yield request.graph.to_text()
+    for name, constant in request.graph.constants.items():
         yield f"{name}={_digest(constant)}"
-    if needs_finding(question.graph):
-        graph = step_graph(question.graph, question.loss, question.batch)
-        sizes = sorted({size for mesh in mesh_candidates(question) for size in mesh if size > 1})
+    if needs_finding(request.graph):
+        graph = step_graph(request.graph, request.loss, request.batch)
+        sizes = sorted({size for mesh in mesh_candidates(request) for size in mesh if size > 1})
         yield from (repr(found) for size in sizes for found in rule_findings(graph, size))
 
 

@@ -1,5 +1,5 @@
-"""What a plan keeps of its instance so that it can be questioned: its nodes, what rests in memory, and every other
-choice.
+"""What a plan records of its instance for ``why``, ``diff`` and tables: its nodes, what is resident in memory, and the
+alternatives to each choice.
 
 An alternative's price is the objective with one group's choice changed and all others as they are: the group's own
 cost and the transfers it takes part in, for all its choices at once.

@@ -22,37 +22,37 @@ from autopar.placement.prices import Prices
 from autopar.solver.problem import Ints, Solution
 
 from .memory_limit import ROUNDS, may_widen, solve_wide, tightened, widened
-from .request import Question
+from .request import PlanRequest
 from .time_limit import solve_in_time
 from .timings import Timings
 
 Places = Mapping[str, ParameterPlacement]
 
 
-def fixed_assignment(question: Question, graph: Graph, parameters: Places, limit: float = math.inf) -> Assignment:
+def fixed_assignment(request: PlanRequest, graph: Graph, parameters: Places, limit: float = math.inf) -> Assignment:
     """The best assignment of an annotated graph whose parameters rest where ``parameters`` says (those it does not
     name: anywhere), of those found that need at most ``limit`` bytes. Where need be, values are recomputed.
 
     Raises:
         InfeasibleError: none was found.
     """
-    prices = Prices.of(question.cluster, question.mesh, graph)
-    instance = build_instance(fold_layers(graph), prices, optimizer=question.options.optimizer, memory_limit=math.inf)
+    prices = Prices.of(request.cluster, request.mesh, graph)
+    instance = build_instance(fold_layers(graph), prices, optimizer=request.options.optimizer, memory_limit=math.inf)
     allowed = _as_placed(parameters)
     plain = with_choices(instance, allowed)
     timings = Timings()
 
     def run(posed: Instance, known: Sequence[Ints] = ()) -> Solution:
-        return solve_in_time(posed.problem, question.options, timings, known)
+        return solve_in_time(posed.problem, request.options, timings, known)
 
     free = run(plain)
     found = _assignment(plain, free, parameters)
     needed = _peak(plain, found)
     if needed <= limit:
         return found
-    if may_widen(question.options, plain):
+    if may_widen(request.options, plain):
         tight = replace(plain, problem=replace(plain.problem, memory_limit=limit))
-        plain = with_choices(widened(tight, question.options), allowed)
+        plain = with_choices(widened(tight, request.options), allowed)
         solution = solve_wide(plain, run, [free.choices])
     else:
         solution = free

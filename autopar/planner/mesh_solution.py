@@ -18,7 +18,7 @@ from .rehearsed_memory import exact_memory
 
 
 @dataclass(frozen=True)
-class Answer:
+class MeshSolution:
     """One solved mesh: the instance, the solution, and its bill. ``unlimited``: seconds that no choices take less than,
     whatever the memory limit, where that is known."""
 
@@ -29,10 +29,10 @@ class Answer:
     unlimited: float = -math.inf
 
     @staticmethod
-    def of(instance: Instance, solution: Solution) -> Answer:
+    def of(instance: Instance, solution: Solution) -> MeshSolution:
         """The answer that a solution of ``instance`` means."""
         assignment = instance.assignment(solution.choices)
-        return Answer(instance, solution, assignment, account(placed_step(instance, assignment)))
+        return MeshSolution(instance, solution, assignment, account(placed_step(instance, assignment)))
 
     @property
     def prices(self) -> Prices:
@@ -45,7 +45,7 @@ def placed_step(instance: Instance, assignment: Assignment) -> PlacedStep:
     return PlacedStep(graph, placed, instance.prices, instance.optimizer, instance.repeats)
 
 
-def peak_bytes(found: Answer) -> int:
+def peak_bytes(found: MeshSolution) -> int:
     """Peak bytes of the step, rehearsed where that can be; else those of its bill."""
     instance = found.instance
     step = placed_step(instance, found.assignment)

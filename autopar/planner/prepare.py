@@ -22,7 +22,7 @@ from autopar.trace.cache.cache import traced_once
 from autopar.trace.call import Differentiate, describe_call
 from autopar.trace.tracer import Traced, request_for
 
-from .request import Question
+from .request import PlanRequest
 from .timings import Timings
 
 LossFunction = Callable[..., torch.Tensor]
@@ -110,17 +110,17 @@ def batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     return describe_call(args, dict(kwargs)).batch or 1
 
 
-def ask(
+def make_request(
     model: nn.Module,
     base: Prepared,
     mesh: tuple[int, ...],
     cluster: Cluster,
     options: Options,
     axis_names: tuple[str, ...] = (),
-) -> Question:
+) -> PlanRequest:
     """What to plan for a prepared model, described for people."""
     inputs = {node.target: node.type.shape for node in base.graph.at().placeholders("input")}
-    return Question(
+    return PlanRequest(
         graph=base.graph,
         loss=base.loss,
         batch=base.batch,

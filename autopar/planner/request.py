@@ -13,7 +13,7 @@ from autopar.options import Options
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanRequest:
     """What a plan is asked for: the normalised ``graph`` (symbolic in the batch), its ``loss`` output, the ``batch``
     size, the hardware and the options. ``model`` describes it for people. ``repeats``, ``memory_limit`` and
     ``host_limit`` are those of one placement program of a search over stages; ``notes`` become warnings of the plan."""
@@ -32,25 +32,25 @@ class Question:
     notes: tuple[str, ...] = ()
 
 
-def axes_are_fixed(question: Question) -> bool:
+def axes_are_fixed(request: PlanRequest) -> bool:
     """Whether the axes of the mesh are spoken of, so that they cannot be regrouped."""
-    return not question.options.mesh_search or bool(question.options.pins) or bool(question.axis_names)
+    return not request.options.mesh_search or bool(request.options.pins) or bool(request.axis_names)
 
 
-def mesh_candidates(question: Question) -> list[tuple[int, ...]]:
+def mesh_candidates(request: PlanRequest) -> list[tuple[int, ...]]:
     """The mesh as given; if it has one axis and may be regrouped, its devices split into two axes every way. Placements
     that coincide on both axes make them one, so that the single axis is among them."""
-    given = question.mesh
+    given = request.mesh
     devices = math.prod(given)
     splits: list[tuple[int, ...]] = [(k, devices // k) for k in range(2, devices) if devices % k == 0]
-    return [given] if axes_are_fixed(question) or len(given) > 1 or not splits else splits
+    return [given] if axes_are_fixed(request) or len(given) > 1 or not splits else splits
 
 
-def memory_limit_of(question: Question) -> int:
+def memory_limit_of(request: PlanRequest) -> int:
     """Bytes a device may use: as asked, or what the cluster's device leaves after its reserve."""
-    return int(question.memory_limit or question.options.memory_limit or usable_bytes(question.cluster))
+    return int(request.memory_limit or request.options.memory_limit or usable_bytes(request.cluster))
 
 
-def host_limit_of(question: Question) -> float:
+def host_limit_of(request: PlanRequest) -> float:
     """Bytes of host memory for each device that a plan may use."""
-    return question.host_limit if question.host_limit is not None else usable_host_bytes(question.cluster)
+    return request.host_limit if request.host_limit is not None else usable_host_bytes(request.cluster)

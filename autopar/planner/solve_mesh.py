@@ -19,8 +19,8 @@ from autopar.solver.solve import smallest_choices, solve
 from .formulate import posed, stretched, widest
 from .infeasible import infeasible
 from .memory_limit import ROUNDS, Solve, Solved, fits, solve_wide, solve_within, tightened
-from .mesh_solution import Answer, peak_bytes, placed_step
-from .request import Question, memory_limit_of
+from .mesh_solution import MeshSolution, peak_bytes, placed_step
+from .request import PlanRequest, memory_limit_of
 from .time_limit import solve_in_time
 from .timings import Timings
 
@@ -34,60 +34,62 @@ SMALLEST_SECONDS = 3.0
 SolveAgain = Callable[[Instance, Solution], tuple[Instance, Solution]]
 
 
-def solve_mesh(question: Question, graph: Graph, timings: Timings) -> tuple[Answer, dict[str, Predicted | None]]:
+def solve_mesh(
+    request: PlanRequest, graph: Graph, timings: Timings
+) -> tuple[MeshSolution, dict[str, Predicted | None]]:
     """The best answer on just this mesh, and the baselines priced on it. Raises :class:`InfeasibleError`."""
-    annotated, plain = _posed(question, graph, timings)
+    annotated, plain = _posed(request, graph, timings)
     with timings.phase("solve"):
-        others = [(line, _solve_baseline(question, line.instance, timings)) for line in baselines(plain)]
+        others = [(line, _solve_baseline(request, line.instance, timings)) for line in baselines(plain)]
         possible = [solution for _, solution in others if _is_one(solution)]
-        solved = _solved(question, plain, timings, [solution.choices for solution in possible])
+        solved = _solved(request, plain, timings, [solution.choices for solution in possible])
         if _is_one(solved.solution):
             solved = _best(solved, [solution for solution in possible if fits(solved.instance, solution)])
-    best = _settled(question, annotated, solved, timings)
+    best = _settled(request, annotated, solved, timings)
     with timings.phase("report"):
-        priced = {line.name: _priced(question, line, other) for line, other in others}
+        priced = {line.name: _priced(request, line, other) for line, other in others}
     return best, priced
 
 
-def solve_only(question: Question, graph: Graph, timings: Timings) -> Answer:
+def solve_only(request: PlanRequest, graph: Graph, timings: Timings) -> MeshSolution:
     """The best answer on just this mesh, without baselines. Raises :class:`InfeasibleError`."""
-    annotated, plain = _posed(question, graph, timings)
+    annotated, plain = _posed(request, graph, timings)
     with timings.phase("solve"):
-        solved = _solved(question, plain, timings)
-    return _settled(question, annotated, solved, timings)
+        solved = _solved(request, plain, timings)
+    return _settled(request, annotated, solved, timings)
 
 
-def _posed(question: Question, graph: Graph, timings: Timings) -> tuple[Graph, Instance]:
+def _posed(request: PlanRequest, graph: Graph, timings: Timings) -> tuple[Graph, Instance]:
     """The annotated graph, and the placement program of it with its layers folded."""
     with timings.phase("annotate"):
-        annotated = annotate(graph, question.mesh)
-        prices = Prices.of(question.cluster, question.mesh, annotated)
+        annotated = annotate(graph, request.mesh)
+        prices = Prices.of(request.cluster, request.mesh, annotated)
     with timings.phase("price"):
-        return annotated, posed(question, annotated, prices)
+        return annotated, posed(request, annotated, prices)
 
 
 def _is_one(solution: Solution) -> bool:
     return solution.status != "infeasible"
 
 
-def _solver(question: Question, timings: Timings) -> Solve:
-    return lambda instance, known: solve_in_time(instance.problem, question.options, timings, known)
+def _solver(request: PlanRequest, timings: Timings) -> Solve:
+    return lambda instance, known: solve_in_time(instance.problem, request.options, timings, known)
 
 
-def _solve_baseline(question: Question, instance: Instance, timings: Timings) -> Solution:
+def _solve_baseline(request: PlanRequest, instance: Instance, timings: Timings) -> Solution:
     """A baseline is a comparison, not the answer: priced without a memory limit, to a coarser gap than a plan, and with
     little work, which is counted so that it has one price on every machine."""
     problem = replace(instance.problem, memory_limit=math.inf)
-    seconds, gap = min(BASELINE_SECONDS, question.options.time_limit), max(question.options.gap, BASELINE_GAP)
-    found = solve(problem, time_limit=seconds, gap=gap, seed=question.options.solver_seed, counted=True)
+    seconds, gap = min(BASELINE_SECONDS, request.options.time_limit), max(request.options.gap, BASELINE_GAP)
+    found = solve(problem, time_limit=seconds, gap=gap, seed=request.options.solver_seed, counted=True)
     timings.solving += found.seconds
     return found
 
 
-def _solved(question: Question, plain: Instance, timings: Timings, incumbents: Sequence[Ints] = ()) -> Solved:
+def _solved(request: PlanRequest, plain: Instance, timings: Timings, incumbents: Sequence[Ints] = ()) -> Solved:
     """The instance that had to be solved, without or with recomputation, and its solution."""
-    run = _solver(question, timings)
-    return solve_within(question.options, plain, lambda: widest(question, plain), run, incumbents)
+    run = _solver(request, timings)
+    return solve_within(request.options, plain, lambda: widest(request, plain), run, incumbents)
 
 
 def _best(solved: Solved, others: list[Solution]) -> Solved:
@@ -100,52 +102,54 @@ def _best(solved: Solved, others: list[Solution]) -> Solved:
     return replace(solved, solution=cheapest)
 
 
-def _settled(question: Question, annotated: Graph, solved: Solved, timings: Timings) -> Answer:
+def _settled(request: PlanRequest, annotated: Graph, solved: Solved, timings: Timings) -> MeshSolution:
     """The answer that a solution means, solved again as long as its bill does not fit; if nothing so found fits, the
     plan of least memory may. Raises :class:`InfeasibleError`."""
-    found, instance = _fitted(question, annotated, solved, timings)
+    found, instance = _fitted(request, annotated, solved, timings)
     if found is None:
         with timings.phase("solve"):
-            found = _leanest(instance, float(memory_limit_of(question)))
-    elif _memory_binds(question, found, solved.unlimited):
-        found = _refined(question, annotated, found, timings)
+            found = _leanest(instance, float(memory_limit_of(request)))
+    elif _memory_binds(request, found, solved.unlimited):
+        found = _refined(request, annotated, found, timings)
     return replace(found, unlimited=solved.unlimited)
 
 
-def _fitted(question: Question, annotated: Graph, solved: Solved, timings: Timings) -> tuple[Answer | None, Instance]:
+def _fitted(
+    request: PlanRequest, annotated: Graph, solved: Solved, timings: Timings
+) -> tuple[MeshSolution | None, Instance]:
     """The answer that fits, and else the widest instance, in which nothing did: solved again with less memory, and with
     layers that may differ if the host's memory is short as well."""
-    limit, run, instance = float(memory_limit_of(question)), _solver(question, timings), solved.instance
-    again = _with_less(question, run)
+    limit, run, instance = float(memory_limit_of(request)), _solver(request, timings), solved.instance
+    again = _with_less(request, run)
     with timings.phase("solve"):
         found = _fitting(instance, solved.solution, limit, again)
-        instance = instance if found is not None else widest(question, instance)
+        instance = instance if found is not None else widest(request, instance)
     if found is None and host_binds(instance.problem):
         with timings.phase("price"):
-            instance = stretched(question, annotated, instance)
+            instance = stretched(request, annotated, instance)
         with timings.phase("solve"):
             found = _fitting(instance, solve_wide(instance, run, ()), limit, again)
     return found, instance
 
 
-def _with_less(question: Question, run: Solve) -> SolveAgain:
+def _with_less(request: PlanRequest, run: Solve) -> SolveAgain:
     """Solves an instance whose limit was lowered, from the solution before: with recomputation and offload, if these
     had not been needed so far."""
 
     def again(less: Instance, before: Solution) -> tuple[Instance, Solution]:
-        wide = widest(question, less)
+        wide = widest(request, less)
         return wide, run(less, ()) if wide is less else solve_wide(wide, run, [before.choices])
 
     return again
 
 
-def _fitting(instance: Instance, solution: Solution, limit: float, again: SolveAgain) -> Answer | None:
+def _fitting(instance: Instance, solution: Solution, limit: float, again: SolveAgain) -> MeshSolution | None:
     """An answer whose step needs at most ``limit`` bytes: what ``solution`` means, or what solving ``again`` with less
     and less memory finds."""
     for _ in range(ROUNDS):
         if not _is_one(solution):
             return None
-        found = Answer.of(instance, solution)
+        found = MeshSolution.of(instance, solution)
         less = tightened(instance, solution.choices, peak_bytes(found), limit)
         if less is None:
             return found
@@ -153,7 +157,7 @@ def _fitting(instance: Instance, solution: Solution, limit: float, again: SolveA
     return None
 
 
-def _leanest(instance: Instance, limit: float) -> Answer:
+def _leanest(instance: Instance, limit: float) -> MeshSolution:
     """The answer of least memory. Raises :class:`InfeasibleError` if that is more than ``limit`` bytes."""
     least = _smallest(instance)
     if least is None:
@@ -164,7 +168,7 @@ def _leanest(instance: Instance, limit: float) -> Answer:
     return least
 
 
-def _smallest(instance: Instance) -> Answer | None:
+def _smallest(instance: Instance) -> MeshSolution | None:
     """The answer whose step needs the fewest bytes, as far as is known; None if there is none at all.
 
     Of all that take the least memory as the program counts it the cheapest is taken: what the program does not count,
@@ -177,40 +181,40 @@ def _smallest(instance: Instance) -> Answer | None:
     tight = replace(problem, memory_limit=memory_of(problem, choices), windows=())
     cheapest = solve(tight, time_limit=SMALLEST_SECONDS, gap=BASELINE_GAP, incumbents=[choices], counted=True)
     found = [
-        Answer.of(instance, Solution(c, evaluate(problem, c), 0.0, "feasible", 0.0))
+        MeshSolution.of(instance, Solution(c, evaluate(problem, c), 0.0, "feasible", 0.0))
         for c in (cheapest.choices, choices)
     ]
     return min(found, key=peak_bytes)
 
 
-def _memory_binds(question: Question, best: Answer, unlimited: float) -> bool:
+def _memory_binds(request: PlanRequest, best: MeshSolution, unlimited: float) -> bool:
     """Whether the memory limit costs more than the gap, so that layers that may differ are worth trying.
 
     A heuristic: what the limit costs is told from the program in which equal layers choose alike by construction.
     Layers that differ, at the ends of the model above all, could be quicker even without a limit."""
     instance, solution = best.instance, best.solution
     folded = len(instance.names) < len(instance.graph.nodes)
-    dearer = solution.objective - unlimited > question.options.gap * solution.objective
+    dearer = solution.objective - unlimited > request.options.gap * solution.objective
     return folded and dearer and memory_of(instance.problem, solution.choices) > 0.8 * instance.problem.memory_limit
 
 
-def _refined(question: Question, annotated: Graph, best: Answer, timings: Timings) -> Answer:
+def _refined(request: PlanRequest, annotated: Graph, best: MeshSolution, timings: Timings) -> MeshSolution:
     """Where memory is short equal layers may differ: solves again with layers tied only within stretches of depth."""
     with timings.phase("price"):
-        instance = stretched(question, annotated, best.instance)
+        instance = stretched(request, annotated, best.instance)
     with timings.phase("solve"):
         known = instance.chosen(best.assignment)
-        solution = solve_in_time(instance.problem, question.options, timings, [known])
+        solution = solve_in_time(instance.problem, request.options, timings, [known])
     if not _is_one(solution) or solution.objective >= best.solution.objective:
         return best
-    found = Answer.of(instance, solution)
-    return found if peak_bytes(found) <= memory_limit_of(question) else best
+    found = MeshSolution.of(instance, solution)
+    return found if peak_bytes(found) <= memory_limit_of(request) else best
 
 
-def _priced(question: Question, line: Baseline, solution: Solution) -> Predicted | None:
+def _priced(request: PlanRequest, line: Baseline, solution: Solution) -> Predicted | None:
     """The figures of a baseline, as people run it."""
     if not _is_one(solution):
         return None
-    found = Answer.of(line.instance, solution)
+    found = MeshSolution.of(line.instance, solution)
     bill = line.billed(placed_step(line.instance, found.assignment), found.account)
-    return predicted(bill, line.instance, question.cluster)
+    return predicted(bill, line.instance, request.cluster)

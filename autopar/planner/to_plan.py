@@ -14,40 +14,40 @@ from autopar.placement.constraints import module_outputs
 from autopar.placement.predicted import plan_line, predicted
 from autopar.plans.plan import Plan
 
-from .mesh_solution import Answer
+from .mesh_solution import MeshSolution
 from .rehearsed_memory import exact_memory
-from .request import Question, memory_limit_of
+from .request import PlanRequest, memory_limit_of
 from .step_graphs import graph_hash
 from .timings import Timings
 
 
 def make_plan(
-    question: Question, graph: Graph, best: Answer, priced: Mapping[str, Predicted | None], timings: Timings
+    request: PlanRequest, graph: Graph, best: MeshSolution, priced: Mapping[str, Predicted | None], timings: Timings
 ) -> Plan:
     """The answer as a plan."""
     instance, solution = best.instance, best.solution
     whole, assignment = recomputed(instance.graph, best.assignment)
     named = {node.name: node.target for node in graph.placeholders("param")}
-    rules = rule_sources(graph, question.mesh)
+    rules = rule_sources(graph, request.mesh)
     fallbacks = tuple(op for op, said in rules.items() if said[0].startswith("fallback"))
     known = answers(instance, whole, assignment, solution.choices)
     exact = exact_memory(whole, assignment, instance, known["holdings"])
     known["holdings"] = exact.holdings
     return Plan(
-        model=question.model,
-        batch=question.batch,
-        mesh=question.mesh,
-        axis_names=question.axis_names or default_names(question.mesh, assignment, graph),
-        cluster=question.cluster.name,
-        cluster_source=question.cluster.source,
+        model=request.model,
+        batch=request.batch,
+        mesh=request.mesh,
+        axis_names=request.axis_names or default_names(request.mesh, assignment, graph),
+        cluster=request.cluster.name,
+        cluster_source=request.cluster.source,
         status="optimal" if solution.status == "optimal" else "feasible",
         objective=solution.objective,
         bound=solution.bound,
         gap=solution.gap,
         solve_seconds=solution.seconds,
-        memory_limit=memory_limit_of(question),
+        memory_limit=memory_limit_of(request),
         graph_hash=graph_hash(graph),
-        predicted=predicted(best.account, instance, question.cluster, exact.memory or best.account.memory),
+        predicted=predicted(best.account, instance, request.cluster, exact.memory or best.account.memory),
         lines=tuple(map(plan_line, best.account.lines)),
         strategies=assignment.strategies,
         parameters={named[name]: place for name, place in assignment.parameters.items()},
@@ -55,16 +55,16 @@ def make_plan(
         baselines=priced,
         **known,
         recomputed=tuple(sorted(best.assignment.recomputed)),
-        pinned=dict(question.options.pins),
+        pinned=dict(request.options.pins),
         fallbacks=fallbacks,
         rules={op: "; ".join(said) for op, said in rules.items()},
-        warnings=(*question.notes, *_warnings(best, graph, rules), *exact.warnings),
+        warnings=(*request.notes, *_warnings(best, graph, rules), *exact.warnings),
         timings=dict(timings.seconds),
-        precision=question.options.precision or "fp32",
+        precision=request.options.precision or "fp32",
     )
 
 
-def _warnings(best: Answer, graph: Graph, rules: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+def _warnings(best: MeshSolution, graph: Graph, rules: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
     if best.account.memory.host:
         yield "optimizer state rests in host memory: only an optimizer made by model.optimizer(...) puts it there"
     for op, said in rules.items():

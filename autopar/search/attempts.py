@@ -17,7 +17,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.node import VIEWS
 from autopar.passes.annotate.annotate import annotate
 from autopar.placement.prices import Prices
-from autopar.planner.request import Question, axes_are_fixed
+from autopar.planner.request import PlanRequest, axes_are_fixed
 
 from .stage_meshes import StageMeshes, layouts, microbatch_counts
 
@@ -25,46 +25,46 @@ from .stage_meshes import StageMeshes, layouts, microbatch_counts
 EFFORT = 2000
 
 
-def attempts(question: Question, graph: Graph, best: float) -> Iterator[tuple[StageMeshes, tuple[int, ...]]]:
+def attempts(request: PlanRequest, graph: Graph, best: float) -> Iterator[tuple[StageMeshes, tuple[int, ...]]]:
     """Layouts with the numbers of microbatches to try. ``graph``: the step to be cut; ``best``: seconds of the best
     plan without stages, infinite if there is none."""
-    options, devices = question.options, math.prod(question.mesh)
-    one_stage = StageMeshes(1, question.mesh, tuple(range(len(question.mesh))))
+    options, devices = request.options, math.prod(request.mesh)
+    one_stage = StageMeshes(1, request.mesh, tuple(range(len(request.mesh))))
     if options.stages in (None, 1) and options.microbatches is not None and options.microbatches > 1:
         yield one_stage, (options.microbatches,)
     if options.stages == 1 and options.microbatches is None and math.isinf(best):
-        yield one_stage, tuple(n for n in microbatch_counts(question.batch, 1, None) if n > 1)
-    if options.stages == 1 or (options.stages is None and (devices == 1 or keeps_axes(question))):
+        yield one_stage, tuple(n for n in microbatch_counts(request.batch, 1, None) if n > 1)
+    if options.stages == 1 or (options.stages is None and (devices == 1 or keeps_axes(request))):
         return
     every = [
-        (layout, microbatch_counts(question.batch, layout.stages, options.microbatches))
-        for layout in layouts(question.mesh, options.stages)
+        (layout, microbatch_counts(request.batch, layout.stages, options.microbatches))
+        for layout in layouts(request.mesh, options.stages)
     ]
     if options.stages is not None or options.schedule is not None:
         yield from every
     else:
-        yield from _promising(question, graph, best, every)
+        yield from _promising(request, graph, best, every)
 
 
-def keeps_axes(question: Question) -> bool:
+def keeps_axes(request: PlanRequest) -> bool:
     """Whether what is fixed speaks of the axes of the mesh, so that they are not given to stages unasked."""
-    options = question.options
-    fixed = options.zero is not None or axes_are_fixed(question)
+    options = request.options
+    fixed = options.zero is not None or axes_are_fixed(request)
     return fixed and options.schedule is None and options.microbatches is None
 
 
 def _promising(
-    question: Question, graph: Graph, best: float, every: list[tuple[StageMeshes, tuple[int, ...]]]
+    request: PlanRequest, graph: Graph, best: float, every: list[tuple[StageMeshes, tuple[int, ...]]]
 ) -> Iterator[tuple[StageMeshes, tuple[int, ...]]]:
     """Of all attempts those that could win, the one with the least bound of each layout first, as many as the effort
     allows."""
-    devices = math.prod(question.mesh)
-    alone, launches = single_device_seconds(question, graph)
-    idle = partial(_idle_share, question.cluster)
+    devices = math.prod(request.mesh)
+    alone, launches = single_device_seconds(request, graph)
+    idle = partial(_idle_share, request.cluster)
     found: list[tuple[float, int, StageMeshes, int]] = []
     for layout, counts in every:
         bounds = [
-            (alone + (n - 1) * launches) / devices * (1.0 + idle(layout.stages, n)) + _hops(question, layout)
+            (alone + (n - 1) * launches) / devices * (1.0 + idle(layout.stages, n)) + _hops(request, layout)
             for n in counts
         ]
         ranked = sorted(zip(bounds, counts, strict=True))
@@ -81,20 +81,20 @@ def _idle_share(cluster: Cluster, stages: int, microbatches: int) -> float:
     return 0.0 if cluster.cores < cluster.sharing else (stages - 1) / (6.0 * microbatches)
 
 
-def _hops(question: Question, layout: StageMeshes) -> float:
+def _hops(request: PlanRequest, layout: StageMeshes) -> float:
     """Latencies on the way of a microbatch through all stages and back."""
     devices = math.prod(layout.mesh)
     pairs = ((s, s + 1) for s in range(layout.stages - 1))
-    return 2.0 * sum(message_rate(question.cluster, s, t, devices)[0] for s, t in pairs)
+    return 2.0 * sum(message_rate(request.cluster, s, t, devices)[0] for s, t in pairs)
 
 
-def single_device_seconds(question: Question, graph: Graph) -> tuple[float, float]:
+def single_device_seconds(request: PlanRequest, graph: Graph) -> tuple[float, float]:
     """Seconds of computing a step on one device, and what of it is paid again for each further microbatch: launching.
     However it is divided, the devices take this in sum."""
     alone = annotate(graph, (1,))
-    prices = Prices.of(question.cluster, (1,), alone)
+    prices = Prices.of(request.cluster, (1,), alone)
     nodes = [node for node in graph.nodes if not node.is_placeholder]
     seconds = sum(
         prices.node(node, tuple(map(graph.type_of, node.operands)), alone.strategies[node.name][0]) for node in nodes
     )
-    return seconds, question.cluster.device.launch_seconds * sum(node.op not in VIEWS for node in nodes)
+    return seconds, request.cluster.device.launch_seconds * sum(node.op not in VIEWS for node in nodes)

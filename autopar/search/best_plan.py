@@ -14,8 +14,8 @@ from functools import partial
 from autopar.errors import InfeasibleError, OptionsError
 from autopar.ir.plan_record import Predicted
 from autopar.placement.predicted import predicted
-from autopar.planner.mesh_solution import Answer
-from autopar.planner.request import Question, mesh_candidates
+from autopar.planner.mesh_solution import MeshSolution
+from autopar.planner.request import PlanRequest, mesh_candidates
 from autopar.planner.solve_mesh import solve_mesh
 from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings
@@ -33,53 +33,53 @@ from .stage_meshes import StageMeshes
 SHARED_CORES_DOUBT = 1.2
 
 
-def answer(question: Question, timings: Timings) -> Plan:
-    """The best plan for ``question``.
+def best_plan(request: PlanRequest, timings: Timings) -> Plan:
+    """The best plan for ``request``.
 
     Raises:
         InfeasibleError: nothing fits into memory.
         OptionsError: pins, stages, microbatches or a schedule that cannot be had.
     """
-    _check_schedule(question)
-    pinned, placed = stage_pins(question.options.pins)
-    asked = replace(question, options=replace(question.options, pins=placed))
+    _check_schedule(request)
+    pinned, placed = stage_pins(request.options.pins)
+    unstaged = replace(request, options=replace(request.options, pins=placed))
     found: list[Found] = []
     failure: InfeasibleError | None = None
-    if _may_be_whole(question, pinned):
-        found, failure = _without_stages(asked, timings)
+    if _may_be_whole(request, pinned):
+        found, failure = _without_stages(unstaged, timings)
     best = min((one.seconds for one in found), default=math.inf)
-    staged, complaint = with_stages(asked, pinned, timings, best)
+    staged, complaint = with_stages(unstaged, pinned, timings, best)
     found += staged
     if not found:
         raise failure or complaint()
-    chosen = min(found, key=lambda one: one.seconds * _doubt(question, one))
+    chosen = min(found, key=lambda one: one.seconds * _doubt(request, one))
     passed = _passed_over(found, chosen)
     if chosen.improved is not None:
         with timings.phase("schedule"):
             chosen = chosen.improved()
     with timings.phase("report"):
-        plan, listed = replace(chosen.make(), pinned=dict(question.options.pins)), _also_priced(found, chosen)
+        plan, listed = replace(chosen.make(), pinned=dict(request.options.pins)), _also_priced(found, chosen)
         said = (*passed, *_quicker_baselines(plan, listed), *idle_devices(plan, listed))
-        warnings = (*plan.warnings, *said, *_warnings_of_time(question, timings))
+        warnings = (*plan.warnings, *said, *_warnings_of_time(request, timings))
         return replace(plan, baselines=listed, warnings=warnings)
 
 
-def _check_schedule(question: Question) -> None:
-    options, devices = question.options, math.prod(question.mesh)
+def _check_schedule(request: PlanRequest) -> None:
+    options, devices = request.options, math.prod(request.mesh)
     if options.schedule is not None and (devices == 1 or options.stages == 1) and options.microbatches in (None, 1):
-        why = f"stages={options.stages}" if options.stages is not None else f"the mesh {question.mesh} has one device"
+        why = f"stages={options.stages}" if options.stages is not None else f"the mesh {request.mesh} has one device"
         raise OptionsError(
             f"schedule={options.schedule!r} is the order of work in pipeline stages, but {why}: leave schedule out, "
             "or give a mesh of several devices and stages=2 or more (or None to search)"
         )
 
 
-def _doubt(question: Question, one: Found) -> float:
+def _doubt(request: PlanRequest, one: Found) -> float:
     """What the seconds of a pipeline that nobody asked for count as, where processes share cores."""
-    options = question.options
-    asked = options.stages is not None or options.schedule is not None
+    options = request.options
+    is_requested = options.stages is not None or options.schedule is not None
     is_pipeline = one.layout is not None and one.layout.stages > 1
-    return SHARED_CORES_DOUBT if is_pipeline and not asked and question.cluster.sharing > 1 else 1.0
+    return SHARED_CORES_DOUBT if is_pipeline and not is_requested and request.cluster.sharing > 1 else 1.0
 
 
 def _passed_over(found: list[Found], chosen: Found) -> Iterator[str]:
@@ -103,8 +103,8 @@ def _quicker_baselines(plan: Plan, listed: Mapping[str, Predicted | None]) -> It
         )
 
 
-def _warnings_of_time(question: Question, timings: Timings) -> Iterator[str]:
-    limit = question.options.time_limit
+def _warnings_of_time(request: PlanRequest, timings: Timings) -> Iterator[str]:
+    limit = request.options.time_limit
     if timings.is_spent(limit):
         yield f"solving took all of time_limit={limit:g} s: other pipelines or placements may be better"
 
@@ -120,29 +120,29 @@ def _also_priced(found: list[Found], best: Found) -> dict[str, Predicted | None]
     return listed
 
 
-def _may_be_whole(question: Question, pinned: Mapping[str, str]) -> bool:
-    options = question.options
+def _may_be_whole(request: PlanRequest, pinned: Mapping[str, str]) -> bool:
+    options = request.options
     return options.stages in (None, 1) and options.microbatches in (None, 1) and not pinned and not options.schedule
 
 
-def _without_stages(question: Question, timings: Timings) -> tuple[list[Found], InfeasibleError | None]:
+def _without_stages(request: PlanRequest, timings: Timings) -> tuple[list[Found], InfeasibleError | None]:
     """The best plan on every candidate mesh, or why there is none."""
-    graph = step_graph(question.graph, question.loss, question.batch)
+    graph = step_graph(request.graph, request.loss, request.batch)
     found: list[Found] = []
     failure: InfeasibleError | None = None
-    for mesh in mesh_candidates(question):
-        asked = replace(question, mesh=mesh)
+    for mesh in mesh_candidates(request):
+        on_mesh = replace(request, mesh=mesh)
         try:
-            solved, priced = solve_mesh(asked, graph, timings)
+            solved, priced = solve_mesh(on_mesh, graph, timings)
         except InfeasibleError as error:
             failure = failure or error
             continue
-        make = partial(make_plan, asked, graph, solved, priced, timings)
-        figures = partial(_whole_figures, asked, solved)
+        make = partial(make_plan, on_mesh, graph, solved, priced, timings)
+        figures = partial(_whole_figures, on_mesh, solved)
         found.append(Found(solved.account.seconds, None, make, figures, priced))
     return found, failure
 
 
-def _whole_figures(question: Question, solved: Answer) -> tuple[str, Predicted]:
-    figures = predicted(solved.account, solved.instance, question.cluster)
-    return f"no stages, {named_axes(question, solved.assignment, solved.instance.graph)}", figures
+def _whole_figures(request: PlanRequest, solved: MeshSolution) -> tuple[str, Predicted]:
+    figures = predicted(solved.account, solved.instance, request.cluster)
+    return f"no stages, {named_axes(request, solved.assignment, solved.instance.graph)}", figures

@@ -9,7 +9,7 @@ from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
 from autopar.ir.plan_record import Predicted
 from autopar.placement.axis_names import default_names
-from autopar.planner.request import Question
+from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan
 
 from .stage_meshes import StageMeshes
@@ -31,7 +31,7 @@ class Found:
     improved: Callable[[], Found] | None = None
 
 
-def named_axes(question: Question, assignment: Assignment, graph: Graph) -> str:
+def named_axes(request: PlanRequest, assignment: Assignment, graph: Graph) -> str:
     """The mesh as text: ``(dp=2, tp=2)``."""
-    names = question.axis_names or default_names(question.mesh, assignment, graph)
-    return f"({', '.join(f'{name}={n}' for name, n in zip(names, question.mesh, strict=True))})"
+    names = request.axis_names or default_names(request.mesh, assignment, graph)
+    return f"({', '.join(f'{name}={n}' for name, n in zip(names, request.mesh, strict=True))})"

@@ -10,7 +10,7 @@ from autopar.options import SOLVED
 from autopar.schedule.named import SCHEDULES
 from autopar.schedule.schedule import Schedule
 
-from .pipeline import StagedAnswer
+from .pipeline import PipelineSolution
 from .pipeline_bill import StageBill, bill_stages, wire_prices
 from .pipeline_record import planned_pipeline
 from .rehearsed_memory import held_beyond
@@ -33,7 +33,7 @@ class Measure:
     seed: int
 
 
-def with_solved_schedule(made: StagedAnswer, measure: Measure) -> tuple[StagedAnswer, str]:
+def with_solved_schedule(made: PipelineSolution, measure: Measure) -> tuple[PipelineSolution, str]:
     """``made`` under a schedule of its own if that is quicker and fits, else ``made``, and why (empty if it was not
     asked for)."""
     schedule = made.pipeline.schedule
@@ -55,7 +55,7 @@ def with_solved_schedule(made: StagedAnswer, measure: Measure) -> tuple[StagedAn
     return made, _kept(made, found) if measure.asked else ""
 
 
-def _solve(made: StagedAnswer, measure: Measure) -> SolvedSchedule:
+def _solve(made: PipelineSolution, measure: Measure) -> SolvedSchedule:
     """The temporaries of what computes are not in the simulated bytes, so they are taken off the limit."""
     bill, schedule = made.bill, made.pipeline.schedule
     limits = tuple(
@@ -67,7 +67,7 @@ def _solve(made: StagedAnswer, measure: Measure) -> SolvedSchedule:
     )
 
 
-def _billed(made: StagedAnswer, schedule: Schedule) -> StageBill:
+def _billed(made: PipelineSolution, schedule: Schedule) -> StageBill:
     """The same chunks under ``schedule``."""
     prices, wires = made.whole.prices, made.pipeline.wires
     pairs = tuple(sorted({(edge.source, edge.target) for edge in wires}))
@@ -75,5 +75,5 @@ def _billed(made: StagedAnswer, schedule: Schedule) -> StageBill:
     return bill_stages(made.bill.chunks, wires, schedule, prices, links, made.whole.instance.optimizer)
 
 
-def _kept(made: StagedAnswer, why: str) -> str:
+def _kept(made: PipelineSolution, why: str) -> str:
     return f"schedule={SOLVED!r}: {made.pipeline.schedule.name} is kept, {why}"

@@ -10,7 +10,7 @@ from functools import partial
 from autopar.errors import InfeasibleError
 from autopar.optimizers import ELEMENTWISE
 from autopar.options import Options
-from autopar.planner.request import Question
+from autopar.planner.request import PlanRequest
 from autopar.plans.views.quantities import size
 
 from .stage_meshes import StageMeshes
@@ -29,19 +29,19 @@ Peak = Callable[[Options, int], int | None]
 
 
 def pipeline_infeasible(
-    question: Question, layout: StageMeshes, microbatches: int, limit: int, peak: Peak
+    request: PlanRequest, layout: StageMeshes, microbatches: int, limit: int, peak: Peak
 ) -> InfeasibleError | None:
-    """The error for ``question``, whose pipelines do not fit into ``limit`` bytes per device; what would is said of the
+    """The error for ``request``, whose pipelines do not fit into ``limit`` bytes per device; what would is said of the
     one with ``layout`` and so many ``microbatches``. None if none was found to be enough."""
-    options = question.options
+    options = request.options
     what = f"{layout.stages} stages" if layout.stages > 1 else "one stage"
-    said = f"no plan in {what} on mesh {question.mesh} fits into {size(limit)} per device"
-    tries = max(LEAST_TRIES, min(EFFORT // len(question.graph.nodes), MOST_TRIES))
+    said = f"no plan in {what} on mesh {request.mesh} fits into {size(limit)} per device"
+    tries = max(LEAST_TRIES, min(EFFORT // len(request.graph.nodes), MOST_TRIES))
     least = smallest_limit(options, peak, tries)
     if least is None:
         return None
     asked = f"memory_limit={least}, stages={layout.stages}, microbatches={microbatches}"
-    advice = "; ".join(_advice(question, layout, microbatches, least, partial(smallest_limit, peak=peak, tries=tries)))
+    advice = "; ".join(_advice(request, layout, microbatches, least, partial(smallest_limit, peak=peak, tries=tries)))
     return InfeasibleError(
         f"{said}. With {microbatches} microbatch{'es' * (microbatches > 1)} {least} bytes ({size(least)}) are enough: "
         f"Options({asked}). What would lower it: {advice}."
@@ -65,14 +65,14 @@ def smallest_limit(options: Options, peak: Peak, tries: int) -> int | None:
 
 
 def _advice(
-    question: Question,
+    request: PlanRequest,
     layout: StageMeshes,
     microbatches: int,
     least: int,
     smallest: Callable[[Options], int | None],
 ) -> Iterator[str]:
     """Changes that help, with the bytes per device they come to."""
-    options, device = question.options, question.cluster.device
+    options, device = request.options, request.cluster.device
     wider = {
         "recompute=None or 'full'": replace(options, recompute=None),
         "offload=None or True": replace(options, offload=None),
@@ -85,7 +85,7 @@ def _advice(
         found = smallest(asked) if useful[text] else None
         if found is not None and found < least:
             yield f"{text}, {size(found)}"
-    if microbatches < question.batch:
+    if microbatches < request.batch:
         yield "more microbatches, each with fewer samples"
     if options.zero is not None and math.prod(layout.mesh) > 1:
         yield "zero=None, so that weights, gradients and state may rest in shards"

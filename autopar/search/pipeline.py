@@ -30,7 +30,7 @@ from autopar.passes.pipeline.cut_candidates import CutCandidate, cut_candidates
 from autopar.passes.pipeline.microbatch import Microbatched, microbatch
 from autopar.passes.recompute.saved_values import InsertRests
 from autopar.planner.infeasible import check_host
-from autopar.planner.mesh_solution import Answer
+from autopar.planner.mesh_solution import MeshSolution
 from autopar.schedule.instructions import Edge as Link
 from autopar.schedule.named import SCHEDULES, make_schedule
 from autopar.schedule.schedule import Schedule
@@ -50,12 +50,12 @@ MOST_CHUNKS = 4
 
 
 @dataclass(frozen=True)
-class StagedAnswer:
+class PipelineSolution:
     """A cut, placed and scheduled graph; ``whole`` is the answer of the placement program for the uncut graph of one
     microbatch."""
 
     layout: StageMeshes
-    whole: Answer
+    whole: MeshSolution
     bill: StageBill
     pipeline: PlannedPipeline
 
@@ -65,7 +65,7 @@ class StagedAnswer:
 
 
 @dataclass(frozen=True)
-class Ask:
+class PipelineRequest:
     """What is searched: the concrete step ``graph`` (no rests) at the whole batch, how to divide it, and what is
     fixed. ``inputs``: along which dim each is divided. ``memory_limit`` and ``host_limit`` are bytes for each device;
     ``solve`` solves the placement program of a graph with rests within so many of the device and of the host."""
@@ -77,55 +77,55 @@ class Ask:
     schedule: str | None
     pins: dict[str, str]
     memory_limit: float
-    solve: Callable[[Graph, Repeats, float, float], Answer]
+    solve: Callable[[Graph, Repeats, float, float], MeshSolution]
     host_limit: float = math.inf
 
 
-def search(ask: Ask) -> StagedAnswer:
+def search(request: PipelineRequest) -> PipelineSolution:
     """The quickest pipeline for one layout and number of microbatches.
 
     Raises:
         InfeasibleError: no stage division fits into memory, of the devices or of their hosts.
         OptionsError: the batch does not divide, the model has too few places to cut, or a pin cannot be met.
     """
-    pieces = microbatch(ask.graph, ask.microbatches, ask.inputs)
-    candidates, where = _candidates(ask, pieces.graph)
-    stages, worst = ask.layout.stages, math.inf
-    limit, host = ask.memory_limit * stages, ask.host_limit * stages
+    pieces = microbatch(request.graph, request.microbatches, request.inputs)
+    candidates, where = _candidates(request, pieces.graph)
+    stages, worst = request.layout.stages, math.inf
+    limit, host = request.memory_limit * stages, request.host_limit * stages
     for _ in range(ROUNDS):
-        whole = ask.solve(InsertRests()(pieces.graph), inner_repeats(ask.microbatches, stages), limit, host)
-        found: list[StagedAnswer] = []
-        fitting: list[StagedAnswer] = []
-        for made in _scheduled(ask, pieces, candidates, where, whole):
+        whole = request.solve(InsertRests()(pieces.graph), inner_repeats(request.microbatches, stages), limit, host)
+        found: list[PipelineSolution] = []
+        fitting: list[PipelineSolution] = []
+        for made in _scheduled(request, pieces, candidates, where, whole):
             found.append(made)
-            fitting += [made] if _fits(ask, made) else []
+            fitting += [made] if _fits(request, made) else []
             if len(fitting) == PRICED:
                 break
         if fitting:
-            return min(fitting, key=lambda answer: answer.seconds)
-        away = min((answer.bill.away for answer in found), default=0)
-        if away > ask.host_limit:
-            host *= 0.95 * ask.host_limit / away
+            return min(fitting, key=lambda solution: solution.seconds)
+        away = min((solution.bill.away for solution in found), default=0)
+        if away > request.host_limit:
+            host *= 0.95 * request.host_limit / away
             continue
-        worst = min([worst, *(float(max(answer.bill.peaks)) for answer in found)])
-        limit *= 0.95 * min(1.0, ask.memory_limit / worst) if math.isfinite(worst) else 0.8
-    check_host(whole.prices.cluster, away, ask.host_limit)
-    raise _too_full(ask, worst)
+        worst = min([worst, *(float(max(solution.bill.peaks)) for solution in found)])
+        limit *= 0.95 * min(1.0, request.memory_limit / worst) if math.isfinite(worst) else 0.8
+    check_host(whole.prices.cluster, away, request.host_limit)
+    raise _too_full(request, worst)
 
 
-def _fits(ask: Ask, made: StagedAnswer) -> bool:
-    return max(made.bill.peaks) <= ask.memory_limit and made.bill.away <= ask.host_limit
+def _fits(request: PipelineRequest, made: PipelineSolution) -> bool:
+    return max(made.bill.peaks) <= request.memory_limit and made.bill.away <= request.host_limit
 
 
-def _candidates(ask: Ask, graph: Graph) -> tuple[tuple[CutCandidate, ...], dict[str, int]]:
+def _candidates(request: PipelineRequest, graph: Graph) -> tuple[tuple[CutCandidate, ...], dict[str, int]]:
     """Where the graph may be cut, and the segment of each node: at the best places, or at so many more that what pins
     want on different stages can be cut apart. Raises :class:`OptionsError` if nothing does that."""
-    least = _least_cuts(ask)
+    least = _least_cuts(request)
     while True:
-        found = cut_candidates(graph, least) if ask.layout.stages > 1 else ()
+        found = cut_candidates(graph, least) if request.layout.stages > 1 else ()
         where = segment_of_nodes(graph, found)
         try:
-            pinned_ranks(graph, where, len(found) + 1, ask.pins, ask.layout.stages)
+            pinned_ranks(graph, where, len(found) + 1, request.pins, request.layout.stages)
         except PinnedTogetherError:
             if len(found) < least:
                 raise
@@ -134,9 +134,12 @@ def _candidates(ask: Ask, graph: Graph) -> tuple[tuple[CutCandidate, ...], dict[
             return found, where
 
 
-def _least_cuts(ask: Ask) -> int:
+def _least_cuts(request: PipelineRequest) -> int:
     """How many cuts some schedule needs: that which is asked for, or one with a chunk a stage."""
-    return min((ask.layout.stages * chunks for _, chunks in schedule_choices(ask.layout.stages, ask.schedule))) - 1
+    return (
+        min((request.layout.stages * chunks for _, chunks in schedule_choices(request.layout.stages, request.schedule)))
+        - 1
+    )
 
 
 def inner_repeats(microbatches: int, stages: int) -> Repeats:
@@ -146,11 +149,11 @@ def inner_repeats(microbatches: int, stages: int) -> Repeats:
     return Repeats(microbatches, in_flight, accumulates=True, stages=stages)
 
 
-def _too_full(ask: Ask, worst: float) -> InfeasibleError:
+def _too_full(request: PipelineRequest, worst: float) -> InfeasibleError:
     least = f"; the fullest stage of the best cut needs {worst:.0f}" if math.isfinite(worst) else ""
     return InfeasibleError(
-        f"{ask.layout.stages} stages on meshes {ask.layout.mesh} with {ask.microbatches} microbatches do not fit into "
-        f"{ask.memory_limit:.0f} bytes per device{least}. More stages or microbatches hold less each"
+        f"{request.layout.stages} stages on meshes {request.layout.mesh} with {request.microbatches} microbatches do "
+        f"not fit into {request.memory_limit:.0f} bytes per device{least}. More stages or microbatches hold less each"
     )
 
 
@@ -177,33 +180,37 @@ class _Cut:
 
 
 def _scheduled(
-    ask: Ask, pieces: Microbatched, candidates: tuple[CutCandidate, ...], where: dict[str, int], whole: Answer
-) -> Iterator[StagedAnswer]:
+    request: PipelineRequest,
+    pieces: Microbatched,
+    candidates: tuple[CutCandidate, ...],
+    where: dict[str, int],
+    whole: MeshSolution,
+) -> Iterator[PipelineSolution]:
     """Answers for the schedules the graph has enough cuts for, those that promise most first."""
-    stages = ask.layout.stages
-    links = wire_prices(whole.prices.cluster, tuple(range(stages)), math.prod(ask.layout.mesh), _ring(stages))
+    stages = request.layout.stages
+    links = wire_prices(whole.prices.cluster, tuple(range(stages)), math.prod(request.layout.mesh), _ring(stages))
     slowest = min(links.values(), key=lambda link: link.bandwidth)
     segments = price_segments(pieces.graph, candidates, where, whole, slowest)
-    pinned = pinned_ranks(pieces.graph, where, len(candidates) + 1, ask.pins, stages)
-    kinds = [k for k in schedule_choices(stages, ask.schedule) if stages * k[1] <= segments.count]
+    pinned = pinned_ranks(pieces.graph, where, len(candidates) + 1, request.pins, stages)
+    kinds = [k for k in schedule_choices(stages, request.schedule) if stages * k[1] <= segments.count]
     if not kinds:
         raise OptionsError(
             f"stages={stages}: the model has {segments.count} regions between places where it can be cut; that many "
             "stages at most (chunks of interleaved schedules counted)"
         )
-    if ask.pins and not any(_cuts_at(segments, kind, ask, pinned, math.inf) for kind in kinds):
+    if request.pins and not any(_cuts_at(segments, kind, request, pinned, math.inf) for kind in kinds):
         raise OptionsError(
-            f"no cut into {stages} stages keeps the pins {ask.pins}: stages follow each other in the order of the "
+            f"no cut into {stages} stages keeps the pins {request.pins}: stages follow each other in the order of the "
             "forward, and each has something to compute"
         )
     shared = shared_processors(whole.prices.cluster, stages, whole.prices.devices)
-    found = [cut for kind in kinds if (cut := _cut_for(ask, segments, kind, pinned, slowest, shared)) is not None]
+    found = [cut for kind in kinds if (cut := _cut_for(request, segments, kind, pinned, slowest, shared)) is not None]
     for chosen in sorted(found, key=lambda one: one.estimate):
-        yield cut_answer(ask.layout, pieces, chosen.cuts, chosen.kind, whole)
+        yield cut_and_price(request.layout, pieces, chosen.cuts, chosen.kind, whole)
 
 
 def _cut_for(
-    ask: Ask,
+    request: PipelineRequest,
     segments: Segments,
     kind: tuple[str, int],
     pinned: Ints,
@@ -212,16 +219,18 @@ def _cut_for(
 ) -> _Cut | None:
     """The best cuts for a schedule, None if no cut fits into memory."""
     # The chunks of a rank share its memory: each may take its part of it.
-    cuts = _cuts_at(segments, kind, ask, pinned, ask.memory_limit / kind[1])
+    cuts = _cuts_at(segments, kind, request, pinned, request.memory_limit / kind[1])
     if cuts is None:
         return None
-    schedule = make_schedule(kind[0], ask.layout.stages, ask.microbatches, kind[1])
+    schedule = make_schedule(kind[0], request.layout.stages, request.microbatches, kind[1])
     return _Cut(kind, cuts, simulate(schedule, _estimated(segments, cuts, schedule, link, shared)).seconds)
 
 
-def _cuts_at(segments: Segments, kind: tuple[str, int], ask: Ask, pinned: Ints, limit: float) -> tuple[str, ...] | None:
+def _cuts_at(
+    segments: Segments, kind: tuple[str, int], request: PipelineRequest, pinned: Ints, limit: float
+) -> tuple[str, ...] | None:
     """The best cuts for a schedule with at most ``limit`` bytes a chunk, None if there are none."""
-    schedule = make_schedule(kind[0], ask.layout.stages, ask.microbatches, kind[1])
+    schedule = make_schedule(kind[0], request.layout.stages, request.microbatches, kind[1])
     return best_cuts(segments, most_in_flight(schedule), limit, np.array(schedule.placement), pinned)
 
 
@@ -244,24 +253,24 @@ def _ring(stages: int) -> tuple[tuple[int, int], ...]:
     return tuple((s, (s + 1) % stages) for s in range(stages))
 
 
-def cut_answer(
-    layout: StageMeshes, pieces: Microbatched, cuts: tuple[str, ...], kind: tuple[str, int], whole: Answer
-) -> StagedAnswer:
+def cut_and_price(
+    layout: StageMeshes, pieces: Microbatched, cuts: tuple[str, ...], kind: tuple[str, int], whole: MeshSolution
+) -> PipelineSolution:
     """The graph cut at ``cuts`` under the schedule ``kind`` (name, chunks per stage): placed and priced."""
     staged = cut(pieces, cuts)
     schedule = scheduled(kind, layout.stages, pieces.count, staged)
-    return scheduled_answer(layout, staged, cuts, schedule, whole)
+    return price_schedule(layout, staged, cuts, schedule, whole)
 
 
-def scheduled_answer(
-    layout: StageMeshes, staged: Staged, cuts: tuple[str, ...], schedule: Schedule, whole: Answer
-) -> StagedAnswer:
+def price_schedule(
+    layout: StageMeshes, staged: Staged, cuts: tuple[str, ...], schedule: Schedule, whole: MeshSolution
+) -> PipelineSolution:
     """The cut graph under ``schedule``: placed as ``whole`` chooses, and priced."""
     pairs = tuple((edge.source, edge.target) for edge in staged.edges)
     links = wire_prices(whole.prices.cluster, schedule.placement, math.prod(layout.mesh), pairs)
     chunks, wires = place_chunks(staged, whole.assignment, whole.prices, links)
     bill = bill_stages(chunks, wires, schedule, whole.prices, links, whole.instance.optimizer)
-    return StagedAnswer(layout, whole, bill, planned_pipeline(cuts, bill, wires, whole.prices))
+    return PipelineSolution(layout, whole, bill, planned_pipeline(cuts, bill, wires, whole.prices))
 
 
 def scheduled(kind: tuple[str, int], stages: int, microbatches: int, staged: Staged) -> Schedule:

@@ -16,25 +16,25 @@ from autopar.placement.placed_step import PlacedStep
 from autopar.placement.predicted import working_dtype
 
 from .borrowed_parameters import loans
-from .pipeline import StagedAnswer
+from .pipeline import PipelineSolution
 from .pipeline_bill import StageBill, most_in_flight
 
 
-def staged_predicted(answer: StagedAnswer) -> Predicted:
+def staged_predicted(solution: PipelineSolution) -> Predicted:
     """The figures of a pipeline: computing and communicating are those of the rank that is busy longest, the bubble is
     what the step takes beyond, where processors of waiting ranks have made it quicker counted without that; memory is
     that of the fullest rank's devices."""
-    bill = answer.bill
+    bill = solution.bill
     busiest = busiest_rank(bill)
     lines = rank_lines(bill, busiest)
     compute = sum(line.seconds for line in lines if line.kind in ("compute", "optimizer"))
     busy, freed = sum(line.seconds for line in lines), _freed_seconds(bill, busiest)
     seconds = max(bill.seconds, busy - freed)
     memories = [bill.accounts[c].memory for c in bill.schedule.held[bill.fullest]]
-    prices = answer.whole.prices
-    graph = answer.whole.instance.graph
+    prices = solution.whole.prices
+    graph = solution.whole.instance.graph
     dtype = working_dtype(graph)
-    devices = answer.layout.stages * prices.devices
+    devices = solution.layout.stages * prices.devices
     possible = devices * prices.cluster.device.flops(dtype) * seconds
     return Predicted(
         step_seconds=seconds,
@@ -99,46 +99,46 @@ def staged_lines(bill: StageBill, make: Callable[[Line], PlanLine]) -> tuple[Pla
     )
 
 
-def new_strategies(answer: StagedAnswer) -> dict[str, Strategy]:
+def new_strategies(solution: PipelineSolution) -> dict[str, Strategy]:
     """The choices of nodes that only the cut graph has: sums of gradient parts, copies for other chunks."""
-    known = answer.whole.assignment.strategies
+    known = solution.whole.assignment.strategies
     return {
         name: strategy
-        for chunk in answer.bill.chunks
+        for chunk in solution.bill.chunks
         for name, strategy in chunk.assignment.strategies.items()
         if name not in known and chunk.graph[name].op != "receive"
     }
 
 
-def new_nodes(answer: StagedAnswer, known: Mapping[str, PlanNode]) -> dict[str, PlanNode]:
+def new_nodes(solution: PipelineSolution, known: Mapping[str, PlanNode]) -> dict[str, PlanNode]:
     """What the nodes are that only the cut graph has."""
     return {
         name: node
-        for chunk in answer.bill.chunks
+        for chunk in solution.bill.chunks
         for name, node in plan_nodes(chunk.graph).items()
         if name not in known and node.op != "receive"
     }
 
 
-def gradient_values(answer: StagedAnswer) -> dict[str, str]:
+def gradient_values(solution: PipelineSolution) -> dict[str, str]:
     """The value of each gradient, one for each chunk that makes a part of it."""
     found: dict[str, list[str]] = {}
-    for chunk in answer.bill.chunks:
+    for chunk in solution.bill.chunks:
         for path, value in chunk.graph.gradients.items():
             found.setdefault(path, []).append(str(value).removeprefix("%"))
     return {path: ",".join(dict.fromkeys(values)) for path, values in found.items()}
 
 
-def staged_holdings(answer: StagedAnswer) -> tuple[Holding, ...]:
+def staged_holdings(solution: PipelineSolution) -> tuple[Holding, ...]:
     """What rests on the fullest rank's devices; a saved activation once for each microbatch in flight."""
-    return tuple(rank_holdings(answer, answer.bill.fullest))
+    return tuple(rank_holdings(solution, solution.bill.fullest))
 
 
-def rank_holdings(answer: StagedAnswer, rank: int) -> Iterator[Holding]:
+def rank_holdings(solution: PipelineSolution, rank: int) -> Iterator[Holding]:
     """The same of any rank."""
-    bill, prices = answer.bill, answer.whole.prices
+    bill, prices = solution.bill, solution.whole.prices
     most, borrowed = most_in_flight(bill.schedule), loans(bill.chunks, bill.schedule.placement, prices)
     for index in bill.schedule.held[rank]:
         repeats = Repeats(bill.schedule.microbatches, most[index], accumulates=True)
-        chunk, optimizer = bill.chunks[index], answer.whole.instance.optimizer
+        chunk, optimizer = bill.chunks[index], solution.whole.instance.optimizer
         yield from holdings(PlacedStep(chunk.graph, chunk.assignment, prices, optimizer, repeats, borrowed[index]))

@@ -1,4 +1,4 @@
-"""The pipelines of a question as alternatives: each one worth trying, solved."""
+"""The pipelines worth trying for a request, each solved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan_record import Predicted
 from autopar.options import SOLVED, Options
 from autopar.passes.pipeline.microbatch import split_inputs
-from autopar.planner.request import Question, memory_limit_of
+from autopar.planner.request import PlanRequest, memory_limit_of
 from autopar.planner.step_graphs import pipelined_graph
 from autopar.planner.timings import Timings
 
@@ -22,7 +22,7 @@ from .attempts import attempts
 from .candidate import Found, named_axes
 from .custom_schedule import Measure, with_solved_schedule
 from .infeasible import pipeline_infeasible
-from .pipeline import Ask, StagedAnswer
+from .pipeline import PipelineRequest, PipelineSolution
 from .pipeline_predicted import staged_predicted
 from .rehearsed_memory import search_within
 from .stage_meshes import StageMeshes
@@ -42,7 +42,7 @@ Complaint = Callable[[], Exception]
 
 
 def with_stages(
-    question: Question, pinned: Mapping[str, str], timings: Timings, best: float
+    request: PlanRequest, pinned: Mapping[str, str], timings: Timings, best: float
 ) -> tuple[list[Found], Complaint]:
     """Every pipeline (and gradient accumulation) worth trying, and the last reason why one could not be had: an error
     only if nothing else was found, or if just this was asked for.
@@ -51,16 +51,16 @@ def with_stages(
         pinned: the stages of modules, by path.
         best: seconds of the best plan without stages, infinite if there is none.
     """
-    if question.loss is None and question.graph.gradients:
+    if request.loss is None and request.graph.gradients:
         return [], lambda: OptionsError(_NO_LOSS)
-    whole = pipelined_graph(question.graph, question.loss, question.batch)
+    whole = pipelined_graph(request.graph, request.loss, request.batch)
     found: list[Found] = []
     complaint: Complaint = partial(AssertionError, "nothing was tried")
-    for layout, counts in attempts(question, whole, best):
+    for layout, counts in attempts(request, whole, best):
         quickest = min([best, *(one.seconds for one in found)])
-        if timings.is_spent(question.options.time_limit) and math.isfinite(quickest):
+        if timings.is_spent(request.options.time_limit) and math.isfinite(quickest):
             break
-        made, refused = _of_layout(partial(_Pipeline, question, pinned, whole, layout), counts, timings, best, quickest)
+        made, refused = _of_layout(partial(_Pipeline, request, pinned, whole, layout), counts, timings, best, quickest)
         found += made
         complaint = refused or complaint
     return found, complaint
@@ -74,18 +74,18 @@ def _of_layout(
     found, left = list[Found](), list(counts)
     complaint: Complaint | None = None
     while left:
-        asked = pipeline(left.pop(0))
+        candidate = pipeline(left.pop(0))
         try:
-            made = asked.solved(timings, min([quickest, *(one.seconds for one in found)]))
+            made = candidate.solved(timings, min([quickest, *(one.seconds for one in found)]))
         except InfeasibleError as error:
-            complaint = partial(asked.too_full, error)
+            complaint = partial(candidate.too_full, error)
             continue
         except OptionsError as error:
-            if asked.question.options.microbatches is not None:
+            if candidate.request.options.microbatches is not None:
                 raise
             complaint = partial(_itself, error)
             # Where samples do not come apart, as in batch norm, there is the whole batch.
-            left = [1] if asked.microbatches > 1 and math.isinf(best) else []
+            left = [1] if candidate.microbatches > 1 and math.isinf(best) else []
             continue
         last = found[-1].seconds if found else math.inf
         found.append(made)
@@ -103,7 +103,7 @@ def _itself(error: Exception) -> Exception:
 class _Pipeline:
     """A pipeline to be solved: the step ``whole`` in so many ``microbatches`` over the stages of ``layout``."""
 
-    question: Question
+    request: PlanRequest
     pinned: Mapping[str, str]
     whole: Graph
     layout: StageMeshes
@@ -112,22 +112,22 @@ class _Pipeline:
     def solved(self, timings: Timings, best: float = math.inf) -> Found:
         """The quickest; ``best``: seconds of the best plan known. Raises :class:`InfeasibleError` if none fits,
         :class:`OptionsError` if none can be had."""
-        question, layout = self.question, self.layout
-        names = tuple(question.axis_names[axis] for axis in layout.axes) if question.axis_names else ()
-        inside = replace(question, mesh=layout.mesh, axis_names=names)
-        ask = Ask(
+        request, layout = self.request, self.layout
+        names = tuple(request.axis_names[axis] for axis in layout.axes) if request.axis_names else ()
+        inside = replace(request, mesh=layout.mesh, axis_names=names)
+        pipeline_request = PipelineRequest(
             graph=self.whole,
-            inputs=split_inputs(question.graph),
+            inputs=split_inputs(request.graph),
             layout=layout,
             microbatches=self.microbatches,
-            schedule=question.options.schedule,
+            schedule=request.options.schedule,
             pins=dict(self.pinned),
-            memory_limit=float(memory_limit_of(question)),
+            memory_limit=float(memory_limit_of(request)),
             solve=StagePrograms(inside, best, timings).solve,
-            host_limit=usable_host_bytes(question.cluster),
+            host_limit=usable_host_bytes(request.cluster),
         )
-        made = search_within(ask)
-        solved = _Solved(question, replace(inside, mesh=made.whole.prices.mesh), timings, made)
+        made = search_within(pipeline_request)
+        solved = _Solved(request, replace(inside, mesh=made.whole.prices.mesh), timings, made)
         return replace(solved.found(), improved=solved.improved)
 
     def too_full(self, error: InfeasibleError) -> InfeasibleError:
@@ -137,26 +137,26 @@ class _Pipeline:
         timings = Timings(counted=True)
 
         def held(options: Options, limit: int) -> int | None:
-            asked = replace(self.question, options=options, memory_limit=limit)
+            limited = replace(self.request, options=options, memory_limit=limit)
             with suppress(InfeasibleError, OptionsError):
-                return replace(self, question=asked).solved(timings).figures()[1].peak_bytes
+                return replace(self, request=limited).solved(timings).figures()[1].peak_bytes
             return None
 
-        limit = memory_limit_of(self.question)
-        return pipeline_infeasible(self.question, self.layout, self.microbatches, limit, held) or error
+        limit = memory_limit_of(self.request)
+        return pipeline_infeasible(self.request, self.layout, self.microbatches, limit, held) or error
 
 
 @dataclass(frozen=True)
 class _Solved:
-    """A solved pipeline of ``question``; ``inside`` is the question on the mesh inside a stage."""
+    """A solved pipeline of ``request``; ``inside`` is the request for the mesh of one stage."""
 
-    question: Question
-    inside: Question
+    request: PlanRequest
+    inside: PlanRequest
     timings: Timings
-    made: StagedAnswer
+    made: PipelineSolution
 
     def found(self, warning: str = "") -> Found:
-        make = partial(staged_plan, self.question, self.inside, self.made, self.timings, warning)
+        make = partial(staged_plan, self.request, self.inside, self.made, self.timings, warning)
         return Found(staged_predicted(self.made).step_seconds, self.made.layout, make, self.figures)
 
     def figures(self) -> tuple[str, Predicted]:
@@ -171,10 +171,10 @@ class _Solved:
 
     def improved(self) -> Found:
         """The pipeline under a schedule made to measure, where that is asked for, or nothing is and it pays."""
-        options = self.question.options
+        options = self.request.options
         if options.schedule not in (None, SOLVED):
             return self.found()
-        limit = float(memory_limit_of(self.question))
+        limit = float(memory_limit_of(self.request))
         measure = Measure(options.schedule == SOLVED, limit, options.time_limit, options.solver_seed)
         better, kept = with_solved_schedule(self.made, measure)
         return replace(self, made=better).found(kept)

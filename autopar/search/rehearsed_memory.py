@@ -19,7 +19,7 @@ from autopar.planner.rehearsed_memory import ExactMemory, of_step
 from autopar.runtime.rehearse.rehearsal import rehearse
 
 from .borrowed_parameters import loans
-from .pipeline import Ask, StagedAnswer, search
+from .pipeline import PipelineRequest, PipelineSolution, search
 from .pipeline_predicted import rank_holdings
 
 # Operations that a rehearsal may run in all: beyond, the bill stands.
@@ -28,24 +28,24 @@ EFFORT = 40_000
 ROUNDS, NEAR = 4, 0.5
 
 
-def exact_stages(answer: StagedAnswer) -> tuple[ExactMemory, ...] | None:
+def exact_stages(solution: PipelineSolution) -> tuple[ExactMemory, ...] | None:
     """For each pipeline rank the memory of its devices at their peak, None where that would take too long or cannot be
     rehearsed."""
-    schedule = answer.bill.schedule
-    if sum(len(chunk.graph) for chunk in answer.bill.chunks) * schedule.microbatches > EFFORT:
+    schedule = solution.bill.schedule
+    if sum(len(chunk.graph) for chunk in solution.bill.chunks) * schedule.microbatches > EFFORT:
         return None
     try:
-        return tuple(_of_rank(answer, rank) for rank in range(schedule.stages))
+        return tuple(_of_rank(solution, rank) for rank in range(schedule.stages))
     except Exception:  # Any operation may have no form for tensors without data: the bill stands.
         return None
 
 
-def search_within(ask: Ask) -> StagedAnswer:
+def search_within(request: PipelineRequest) -> PipelineSolution:
     """The quickest pipeline whose steps, rehearsed, are within the limit: bills may be too low by what only a few large
     operations hold. Raises what :func:`~.pipeline.search` does."""
-    limit, allowed = ask.memory_limit, ask.memory_limit
+    limit, allowed = request.memory_limit, request.memory_limit
     for _ in range(ROUNDS):
-        made = search(replace(ask, memory_limit=allowed))
+        made = search(replace(request, memory_limit=allowed))
         over = held_beyond(made, limit)
         if over <= 0:
             return made
@@ -54,7 +54,7 @@ def search_within(ask: Ask) -> StagedAnswer:
     raise InfeasibleError(f"no pipeline was found whose steps hold at most {limit:.0f} bytes")
 
 
-def held_beyond(made: StagedAnswer, limit: float) -> float:
+def held_beyond(made: PipelineSolution, limit: float) -> float:
     """By how many bytes a step exceeds ``limit``; looked at closely where the bill comes near to it."""
     exact = None if max(made.bill.peaks) < NEAR * limit else exact_stages(made)
     return 0.0 if exact is None else peak(exact[fullest(exact)]) - limit
@@ -77,24 +77,24 @@ def with_memory(figures: Predicted, stages: tuple[ExactMemory, ...]) -> Predicte
     return replace(figures, **memory_figures(memory))
 
 
-def _of_rank(answer: StagedAnswer, rank: int) -> ExactMemory:
-    program = _program(answer, rank)
-    found = rehearse(program, answer.whole.prices.cluster.backend)
-    return of_step(_targets(answer), found, tuple(rank_holdings(answer, rank)), _host(answer, rank))
+def _of_rank(solution: PipelineSolution, rank: int) -> ExactMemory:
+    program = _program(solution, rank)
+    found = rehearse(program, solution.whole.prices.cluster.backend)
+    return of_step(_targets(solution), found, tuple(rank_holdings(solution, rank)), _host(solution, rank))
 
 
-def _program(answer: StagedAnswer, rank: int) -> PipelineProgram:
+def _program(solution: PipelineSolution, rank: int) -> PipelineProgram:
     """What the first device of a rank runs; results and inputs are left out."""
-    bill, prices = answer.bill, answer.whole.prices
+    bill, prices = solution.bill, solution.whole.prices
     inside = (0,) * len(prices.mesh)
     held = bill.schedule.held[rank]
     jobs = {
         c: Lowering(_stepping(bill.chunks[c].graph), bill.chunks[c].assignment, inside, prices.path, BUCKET_BYTES)
         for c in held
     }
-    wires = answer.pipeline.wires
+    wires = solution.pipeline.wires
     chunks = {c: lower_chunk(ChunkLowering(job, c, wires, bill.schedule)) for c, job in jobs.items()}
-    owners = _owners(answer)
+    owners = _owners(solution)
     slots = {slot.target: (slot, owners[slot.target]) for c in held for slot in chunks[c].parameters}
     return PipelineProgram(
         mesh=(bill.schedule.stages, *prices.mesh),
@@ -111,22 +111,22 @@ def _stepping(graph: Graph) -> Graph:
     return replace(graph, outputs=tuple(o for o in graph.outputs if o.kind != "input_gradient"))
 
 
-def _owners(answer: StagedAnswer) -> dict[str, int]:
+def _owners(solution: PipelineSolution) -> dict[str, int]:
     """The first chunk that uses each parameter, which stores it."""
     found: dict[str, int] = {}
-    for chunk in answer.bill.chunks:
+    for chunk in solution.bill.chunks:
         for node in chunk.graph.placeholders("param"):
             found.setdefault(node.target, chunk.index)
     return found
 
 
-def _targets(answer: StagedAnswer) -> dict[str, str]:
-    return {n.name: n.target for chunk in answer.bill.chunks for n in chunk.graph.placeholders("param")}
+def _targets(solution: PipelineSolution) -> dict[str, str]:
+    return {n.name: n.target for chunk in solution.bill.chunks for n in chunk.graph.placeholders("param")}
 
 
-def _host(answer: StagedAnswer, rank: int) -> HostMemory:
+def _host(solution: PipelineSolution, rank: int) -> HostMemory:
     """The optimizer state that a rank leaves in host memory."""
-    bill, prices, optimizer = answer.bill, answer.whole.prices, answer.whole.instance.optimizer
+    bill, prices, optimizer = solution.bill, solution.whole.prices, solution.whole.instance.optimizer
     borrowed = loans(bill.chunks, bill.schedule.placement, prices)
     parts = [
         host_memory(PlacedStep(bill.chunks[c].graph, bill.chunks[c].assignment, prices, optimizer, loans=borrowed[c]))

@@ -26,17 +26,17 @@ from autopar.passes.recompute.recomputable import recomputable
 from autopar.passes.recompute.saved_values import InsertRests
 from autopar.placement.formulation import Instance, build_instance
 from autopar.placement.prices import Prices
-from autopar.planner.mesh_solution import Answer
+from autopar.planner.mesh_solution import MeshSolution
 from autopar.planner.prepare import Prepared
 from autopar.planner.refit import corresponding, refit_plan
-from autopar.planner.request import Question
+from autopar.planner.request import PlanRequest
 from autopar.planner.step_graphs import graph_hash, pipelined_graph, step_graph
 from autopar.planner.timings import Timings
 from autopar.planner.to_plan import make_plan
 from autopar.plans.plan import Plan
 from autopar.solver.problem import Solution, evaluate
 
-from .pipeline import inner_repeats, scheduled_answer
+from .pipeline import inner_repeats, price_schedule
 from .stage_meshes import StageMeshes
 from .to_plan import staged_plan
 
@@ -66,7 +66,7 @@ def reprice(
             f"the graph was traced at batch {prepared.batch} and is not the same at {batch}: trace the model at {batch}"
         )
     settings = under_policy(options or Options(memory_limit=plan.memory_limit), plan.precision)
-    question = Question(
+    request = PlanRequest(
         graph=prepared.graph,
         loss=prepared.loss,
         batch=batch,
@@ -77,33 +77,33 @@ def reprice(
         axis_names=plan.axis_names,
     )
     if plan.pipeline is not None:
-        return _reprice_staged(plan, plan.pipeline, question)
+        return _reprice_staged(plan, plan.pipeline, request)
     other = annotate(step_graph(prepared.graph, prepared.loss, batch), plan.mesh)
     assignment = refit_plan(plan, annotate(known, plan.mesh), other)
-    return make_plan(question, other, _answer(question, other, assignment, ONCE), {}, Timings())
+    return make_plan(request, other, _solution_of(request, other, assignment, ONCE), {}, Timings())
 
 
-def _reprice_staged(plan: Plan, pipeline: PlannedPipeline, question: Question) -> Plan:
+def _reprice_staged(plan: Plan, pipeline: PlannedPipeline, request: PlanRequest) -> Plan:
     """The same cuts, schedule and number of microbatches: each microbatch is of another size."""
     count, stages = plan.microbatches, plan.stages
     before, pieces = (
-        microbatch(pipelined_graph(question.graph, question.loss, batch), count, split_inputs(question.graph))
-        for batch in (plan.batch, question.batch)
+        microbatch(pipelined_graph(request.graph, request.loss, batch), count, split_inputs(request.graph))
+        for batch in (plan.batch, request.batch)
     )
     known, other = (annotate(InsertRests()(one.graph), plan.mesh) for one in (before, pieces))
     repeats = inner_repeats(count, stages)
-    solved = _answer(question, other, refit_plan(plan, known, other), repeats)
+    solved = _solution_of(request, other, refit_plan(plan, known, other), repeats)
     renamed = corresponding(before.graph, pieces.graph)
     cuts = tuple(renamed[name] for name in pipeline.cuts)
     layout = StageMeshes(stages, plan.mesh, tuple(range(len(plan.mesh))))
-    made = scheduled_answer(layout, cut(pieces, cuts), cuts, pipeline.schedule, solved)
-    return staged_plan(question, replace(question, repeats=repeats), made, Timings())
+    made = price_schedule(layout, cut(pieces, cuts), cuts, pipeline.schedule, solved)
+    return staged_plan(request, replace(request, repeats=repeats), made, Timings())
 
 
-def _answer(question: Question, graph: Graph, assignment: Assignment, repeats: Repeats) -> Answer:
+def _solution_of(request: PlanRequest, graph: Graph, assignment: Assignment, repeats: Repeats) -> MeshSolution:
     """The assignment as if it had been solved for; layers are folded only if they all choose alike."""
-    prices = Prices.of(question.cluster, question.mesh, graph)
-    optimizer = question.options.optimizer
+    prices = Prices.of(request.cluster, request.mesh, graph)
+    optimizer = request.options.optimizer
     offload = any(place.offload for place in assignment.parameters.values())
 
     def build(one: Graph) -> Instance:
@@ -117,4 +117,4 @@ def _answer(question: Question, graph: Graph, assignment: Assignment, repeats: R
         instance = folded
     chosen = np.asarray(instance.chosen(assignment))
     solution = Solution(chosen, evaluate(instance.problem, chosen), 0.0, "feasible", 0.0)
-    return Answer.of(instance, solution)
+    return MeshSolution.of(instance, solution)

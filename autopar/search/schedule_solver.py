@@ -53,7 +53,7 @@ class SolvedSchedule:
 
 
 @dataclass(frozen=True)
-class _Ask:
+class _ScheduleTask:
     """What is scheduled."""
 
     wiring: Wiring
@@ -105,29 +105,32 @@ def solve_schedule(
     """The quickest schedule found for these chunks: never slower, simulated, than a named one that fits.
 
     ``placement``: chunk to pipeline rank. ``memory_limits``: bytes per rank, as the simulator counts them.
-    ``time_limit`` counts CP-SAT's deterministic time, about seconds on one core, so that the same question has the
-    same answer. Raises :class:`InfeasibleError` if nothing was found that fits the memory, :class:`ScheduleError` if
+    ``time_limit`` counts CP-SAT's deterministic time, about seconds on one core, so that the same request has the
+    same solution. Raises :class:`InfeasibleError` if nothing was found that fits the memory, :class:`ScheduleError` if
     prices and chunks do not fit each other.
     """
     prices.check(len(placement))
-    ask = _Ask(Wiring(placement, edges), microbatches, prices, memory_limits)
-    named = tuple(s for s in named_schedules(placement, edges, microbatches, prices) if ask.fits(s))
-    known = [*named, *filter(ask.fits, map(ask.finished, greedy_orders(ask.wiring, microbatches, prices, ask.limits)))]
+    task = _ScheduleTask(Wiring(placement, edges), microbatches, prices, memory_limits)
+    named = tuple(s for s in named_schedules(placement, edges, microbatches, prices) if task.fits(s))
+    known = [
+        *named,
+        *filter(task.fits, map(task.finished, greedy_orders(task.wiring, microbatches, prices, task.limits))),
+    ]
     # Where ranks share processors nothing is quicker than if each were alone all the time.
     bound = step_lower_bound(prices, placement, edges, microbatches) / prices.quickest
-    best = min(known, key=ask.rank, default=None)
+    best = min(known, key=task.rank, default=None)
     large = computations(placement, microbatches) > MOST_COMPUTATIONS
-    met = best is not None and ask.seconds(best) <= bound / (1 - OPTIMAL)
+    met = best is not None and task.seconds(best) <= bound / (1 - OPTIMAL)
     if not met and not large:
-        best, proven = _solved(ask, best, bound, time_limit, seed)
+        best, proven = _solved(task, best, bound, time_limit, seed)
         bound = max(bound, proven)
     if best is None:
-        _refuse(ask)
-    seconds = ask.seconds(best)
+        _refuse(task)
+    seconds = task.seconds(best)
     status: Literal["optimal", "feasible", "too large"] = "too large" if large else "feasible"
     if seconds <= bound / (1 - OPTIMAL):
         status = "optimal"
-    return SolvedSchedule(best, seconds, min(bound, seconds), status, tuple((s.name, ask.seconds(s)) for s in named))
+    return SolvedSchedule(best, seconds, min(bound, seconds), status, tuple((s.name, task.seconds(s)) for s in named))
 
 
 def named_schedules(
@@ -143,25 +146,25 @@ def named_schedules(
 
 
 def _solved(
-    ask: _Ask, best: Schedule | None, bound: float, time_limit: float, seed: int
+    task: _ScheduleTask, best: Schedule | None, bound: float, time_limit: float, seed: int
 ) -> tuple[Schedule | None, float]:
     """CP-SAT's schedule if it is quicker than ``best``, and the seconds it proves. It does not see the bytes of
     messages that wait; if they do not fit, it is asked again for so much less."""
-    limits, proven = ask.limits, -math.inf
-    bound *= ask.prices.quickest
+    limits, proven = task.limits, -math.inf
+    bound *= task.prices.quickest
     for _ in range(ROUNDS):
-        program = ScheduleProgram(ask.wiring, ask.microbatches, ask.prices, limits, bound)
+        program = ScheduleProgram(task.wiring, task.microbatches, task.prices, limits, bound)
         if best is not None:
             program.hint(best)
         orders, seconds = program.solve(time_limit, seed, OPTIMAL)
-        if limits is ask.limits:
-            proven = seconds / ask.prices.quickest
+        if limits is task.limits:
+            proven = seconds / task.prices.quickest
         if orders is None:
             break
-        made = ask.finished(orders)
-        over = ask.overshoot(made)
+        made = task.finished(orders)
+        over = task.overshoot(made)
         if not any(over):
-            better = best is None or ask.rank(made) < ask.rank(best)
+            better = best is None or task.rank(made) < task.rank(best)
             return (made if better else best), proven
         limits = tuple(limit - more for limit, more in zip(limits or (), over, strict=True))
     return best, proven
@@ -187,13 +190,13 @@ def _join(listed: tuple[Instruction, ...], chunks: frozenset[int]) -> Iterator[I
         yield before
 
 
-def _refuse(ask: _Ask) -> NoReturn:
+def _refuse(task: _ScheduleTask) -> NoReturn:
     """Says what one microbatch at a time would need, the least that any schedule holds."""
-    prices, placement = ask.prices, ask.wiring.placement
+    prices, placement = task.prices, task.wiring.placement
     held = [
         sum(prices.chunks[c].static for c in chunks) + max((whole_bytes(prices, c) for c in chunks), default=0.0)
         for chunks in held_chunks(placement, max(placement) + 1)
     ]
     needs = ", ".join(f"rank {rank} at least {math.ceil(n)}" for rank, n in enumerate(held))
-    given = ", ".join(f"{limit:.0f}" for limit in ask.limits or ())
+    given = ", ".join(f"{limit:.0f}" for limit in task.limits or ())
     raise InfeasibleError(f"no schedule was found within {given} bytes per rank; needed: {needs} bytes")

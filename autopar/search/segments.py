@@ -18,7 +18,7 @@ from autopar.placement.constraints import unmatched
 from autopar.placement.item_prices import parameter_bytes
 from autopar.placement.overlap_windows import hidden_gathers
 from autopar.placement.prices import local_bytes
-from autopar.planner.mesh_solution import Answer
+from autopar.planner.mesh_solution import MeshSolution
 from autopar.solver.problem import Ints
 
 from .chunks import WirePrice
@@ -48,7 +48,7 @@ def price_segments(
     graph: Graph,
     candidates: tuple[CutCandidate, ...],
     where: Mapping[str, int],
-    whole: Answer,
+    whole: MeshSolution,
     link: WirePrice,
 ) -> Segments:
     """The segments of ``graph`` between ``candidates``. ``whole`` is the answer for the graph with rests; ``where`` is

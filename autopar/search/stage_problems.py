@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.ir.microbatching import Repeats
-from autopar.planner.mesh_solution import Answer
-from autopar.planner.request import Question, mesh_candidates
+from autopar.planner.mesh_solution import MeshSolution
+from autopar.planner.request import PlanRequest, mesh_candidates
 from autopar.planner.solve_mesh import solve_only
 from autopar.planner.timings import Timings
 
@@ -19,15 +19,15 @@ DOUBT = 1.15
 
 @dataclass
 class StagePrograms:
-    """Solves them for ``question`` (of the mesh inside a stage). A pipeline is sought again with less memory only while
+    """Solves them for ``request`` (of the mesh inside a stage). A pipeline is sought again with less memory only while
     it could be quicker than ``best`` seconds."""
 
-    question: Question
+    request: PlanRequest
     best: float
     timings: Timings
     _least: float = field(default=0.0, init=False)
 
-    def solve(self, graph: Graph, repeats: Repeats, limit: float, host: float) -> Answer:
+    def solve(self, graph: Graph, repeats: Repeats, limit: float, host: float) -> MeshSolution:
         """The best answer within ``limit`` bytes of a device of each stage together, and ``host`` of their hosts.
 
         All stages share the work of a step, so that one of them takes at least its part of the seconds without a memory
@@ -37,7 +37,9 @@ class StagePrograms:
             raise InfeasibleError(
                 f"{repeats.stages} stages take at least {self._least:.3g} s: not sought with less memory"
             )
-        asked = replace(self.question, repeats=repeats, memory_limit=limit, host_limit=host)
-        solved = [solve_only(replace(asked, mesh=mesh), graph, self.timings) for mesh in mesh_candidates(self.question)]
+        limited = replace(self.request, repeats=repeats, memory_limit=limit, host_limit=host)
+        solved = [
+            solve_only(replace(limited, mesh=mesh), graph, self.timings) for mesh in mesh_candidates(self.request)
+        ]
         self._least = min(one.unlimited for one in solved) / repeats.stages
         return min(solved, key=lambda one: one.account.seconds)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.placement.predicted import plan_line
-from autopar.planner.request import Question, memory_limit_of
+from autopar.planner.request import PlanRequest, memory_limit_of
 from autopar.planner.step_graphs import graph_hash, step_graph
 from autopar.planner.timings import Timings
 from autopar.planner.to_plan import make_plan
 from autopar.plans.plan import Plan
 
-from .pipeline import StagedAnswer
+from .pipeline import PipelineSolution
 from .pipeline_predicted import (
     gradient_values,
     new_nodes,
@@ -23,11 +23,13 @@ from .pipeline_predicted import (
 from .rehearsed_memory import exact_stages, fullest, peak, with_memory
 
 
-def staged_plan(question: Question, asked: Question, made: StagedAnswer, timings: Timings, warning: str = "") -> Plan:
-    """The plan of a pipeline: that of the uncut graph on the mesh inside a stage (``asked``), and what staging
+def staged_plan(
+    request: PlanRequest, inside: PlanRequest, made: PipelineSolution, timings: Timings, warning: str = ""
+) -> Plan:
+    """The plan of a pipeline: that of the uncut graph on the mesh inside a stage (``inside``), and what staging
     changes."""
-    graph = step_graph(question.graph, question.loss, question.batch)
-    limited = replace(asked, memory_limit=memory_limit_of(question))
+    graph = step_graph(request.graph, request.loss, request.batch)
+    limited = replace(inside, memory_limit=memory_limit_of(request))
     base = make_plan(limited, made.whole.instance.graph, made.whole, {}, timings)
     several = made.layout.stages > 1
     exact = exact_stages(made)

@@ -2,7 +2,7 @@
 
 *Seconds of computing* are the processor time of this process: what a user allows (``Options.time_limit``). *Counted
 work* is for the searches that planning makes by itself: steps of known cost are added up in seconds that they take on
-one core of a common processor, so that the same question has the same answer on every machine, busy or not.
+one core of a common processor, so that the same problem has the same solution on every machine, busy or not.
 
 HiGHS counts nodes, and nothing in the root node, where most of our programs are solved or left. By the second clock a
 program is therefore only begun if its root is sure to end in what is left, and is charged by its simplex iterations. By
@@ -96,9 +96,9 @@ class Budget:
             return run(program, True, Effort(self.left))
         if self.left <= 0:
             return UNKNOWN
-        answer = run(program, True, Effort(GUARD * self.left))
-        self._charge(program, answer)
-        return answer
+        outcome = run(program, True, Effort(GUARD * self.left))
+        self._charge(program, outcome)
+        return outcome
 
     def branch(self, program: Program, gap: float, seed: int = 0) -> Outcome:
         """Branch and cut."""
@@ -110,9 +110,9 @@ class Budget:
         if root > self.left:
             return UNKNOWN
         nodes = max(1, int(self.left / root))
-        answer = run(program, False, replace(effort, time_limit=GUARD * self.left, nodes=nodes))
-        self._charge(program, answer)
-        return answer
+        outcome = run(program, False, replace(effort, time_limit=GUARD * self.left, nodes=nodes))
+        self._charge(program, outcome)
+        return outcome
 
-    def _charge(self, program: Program, answer: Outcome) -> None:
-        self.spend(ITERATION_SECONDS * (answer.iterations + len(program.value) / 100))
+    def _charge(self, program: Program, outcome: Outcome) -> None:
+        self.spend(ITERATION_SECONDS * (outcome.iterations + len(program.value) / 100))

@@ -28,27 +28,27 @@ class Relaxation:
 def relax(problem: Problem, budget: Budget, seed: int = 0) -> Relaxation:
     """Solves the linear relaxation."""
     program = build(problem)
-    answer = budget.relax(program, seed)
+    outcome = budget.relax(program, seed)
     nothing = tuple(np.zeros(len(group.cost)) for group in problem.groups)
-    rounded = round_up(problem, program, answer)
-    if answer.status == "infeasible":
+    rounded = round_up(problem, program, outcome)
+    if outcome.status == "infeasible":
         return Relaxation(np.inf, nothing, rounded, feasible=False)
-    if answer.status != "optimal" or not len(answer.duals):
+    if outcome.status != "optimal" or not len(outcome.duals):
         return Relaxation(-np.inf, nothing, rounded)
-    messages = load(problem, program, answer)
+    messages = load(problem, program, outcome)
     return Relaxation(messages.bound, messages.slack(), rounded)
 
 
-def round_up(problem: Problem, program: Program, answer: Outcome) -> Ints:
+def round_up(problem: Problem, program: Program, outcome: Outcome) -> Ints:
     """Per group the choice of greatest x; empty if there is no solution."""
-    if not len(answer.values):
+    if not len(outcome.values):
         return np.zeros(0, dtype=np.int64)
     sizes = [len(group.cost) for group in problem.groups]
-    picks = [np.argmax(answer.values[f : f + n]) for f, n in zip(program.first, sizes, strict=True)]
+    picks = [np.argmax(outcome.values[f : f + n]) for f, n in zip(program.first, sizes, strict=True)]
     return np.array(picks, dtype=np.int64)
 
 
-def load(problem: Problem, program: Program, answer: Outcome) -> Messages:
+def load(problem: Problem, program: Program, outcome: Outcome) -> Messages:
     """The solver's dual prices as messages, so that the bound is certified by them and owes nothing to the
     solver's tolerances."""
     messages = Messages(problem)
@@ -56,7 +56,7 @@ def load(problem: Problem, program: Program, answer: Outcome) -> Messages:
     slot_of = {(t, c): next(slots) for t, tr in enumerate(problem.transfers) for c in range(len(tr.consumers))}
     row = 0
     for family, labels in program.families:
-        duals = answer.duals[row : row + len(labels)] * program.unit
+        duals = outcome.duals[row : row + len(labels)] * program.unit
         row += len(labels)
         if family == "memory":
             messages.price = max(0.0, -float(duals[0])) / program.memory_unit

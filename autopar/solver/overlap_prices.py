@@ -94,12 +94,12 @@ class _Hunt:
             return
         whole = replace(allowed, windows=self.problem.windows)
         program = build(whole)
-        answer = budget.branch(program, gap)
-        found = round_up(whole, program, answer)
+        outcome = budget.branch(program, gap)
+        found = round_up(whole, program, outcome)
         if len(found):
             self.offer(inverse.expand(found))
-        if np.isfinite(answer.bound):
-            self.bound = max(self.bound, min(answer.bound, self.objective))
+        if np.isfinite(outcome.bound):
+            self.bound = max(self.bound, min(outcome.bound, self.objective))
 
     def highest(self, budget: Budget) -> tuple[list[float], float]:
         """The prices at which the cheapest known assignment costs most, and what it costs there."""
@@ -140,7 +140,7 @@ def _at_any_price(problem: Problem, choices: Ints) -> Floats:
 
 
 @dataclass(frozen=True)
-class _Ask:
+class _Attempt:
     """Prices to solve at, to which ``part`` of the gap, and what costs little ``enough`` there to show that they prove
     nothing more."""
 
@@ -149,17 +149,17 @@ class _Ask:
     enough: float = float("-inf")
 
 
-def _next(hunt: _Hunt, asked: _Ask, found: Solution, budget: Budget, gap: float) -> _Ask | None:
-    """What to solve after ``asked``, of which ``found`` came; None if nothing would prove more."""
+def _next(hunt: _Hunt, attempt: _Attempt, found: Solution, budget: Budget, gap: float) -> _Attempt | None:
+    """What to solve after ``attempt``, of which ``found`` came; None if nothing would prove more."""
     prices, most = hunt.highest(budget)
     enough = hunt.bound + LEAST_GAIN * gap * abs(hunt.objective)
     if most <= enough:
         return None
-    if found.objective <= asked.enough or not np.allclose(prices, asked.prices, atol=SAME_PRICE):
-        return _Ask(prices, hunt.part(most, gap), enough)
+    if found.objective <= attempt.enough or not np.allclose(prices, attempt.prices, atol=SAME_PRICE):
+        return _Attempt(prices, hunt.part(most, gap), enough)
     # No other prices prove more: once more at these, more exactly, unless that was done or took too long.
-    done = asked.part <= SOLVED_LAST or found.status != "optimal"
-    return None if done else _Ask(prices, SOLVED_LAST, enough)
+    done = attempt.part <= SOLVED_LAST or found.status != "optimal"
+    return None if done else _Attempt(prices, SOLVED_LAST, enough)
 
 
 def solve_windows(
@@ -172,11 +172,11 @@ def solve_windows(
     sweep = sweep_seconds(len(slots), sum(slots))
     for choices in incumbents:
         hunt.offer(np.asarray(choices, dtype=np.int64))
-    ask: _Ask = _Ask([LEAST_PRICE] * count)
+    attempt: _Attempt = _Attempt([LEAST_PRICE] * count)
     for _ in range(ROUNDS):
         left = budget.left
         known = [choices for choices in (*incumbents, hunt.choices) if len(choices)]
-        found = plain(at_prices(problem, ask.prices), budget.part(0.5), ask.part * gap, known, ask.enough)
+        found = plain(at_prices(problem, attempt.prices), budget.part(0.5), attempt.part * gap, known, attempt.enough)
         if found.status == "infeasible":
             return replace(found, seconds=budget.used)
         hunt.offer(found.choices)
@@ -184,10 +184,10 @@ def solve_windows(
         if not hunt.closed(gap) and is_within(problem, found.choices):
             hunt.offer(polish(near, found.choices))
             budget.spend(POLISHING * sweep)
-        following = None if hunt.closed(gap) or left <= 0 else _next(hunt, ask, found, budget, gap)
+        following = None if hunt.closed(gap) or left <= 0 else _next(hunt, attempt, found, budget, gap)
         if following is None:
             break
-        ask = following
+        attempt = following
     if not hunt.closed(gap):
         hunt.search(budget.part(most=MOST_SECONDS), gap)
     status = "optimal" if hunt.closed(gap) else "feasible"

@@ -233,17 +233,17 @@ def _branch(search: Search, problem: Problem, chain: Chain, floor: float, budget
     program = build(problem)
     value = search.objective - chain.offset
     gap = search.gap * abs(search.objective / value) if np.isfinite(value) and value else search.gap
-    answer = budget.branch(program, min(gap, 1.0), search.seed)
-    if answer.status == "infeasible":
+    outcome = budget.branch(program, min(gap, 1.0), search.seed)
+    if outcome.status == "infeasible":
         search.exhausted = floor == np.inf and not search.found
         search.prove(floor)
         return
-    found = round_up(problem, program, answer)
+    found = round_up(problem, program, outcome)
     if len(found):
         search.offer(chain.expand(found))
         if fits(problem, found):
             search.offer(chain.expand(polish(Neighbourhood.of(problem), found)))
-    search.prove(min(answer.bound + chain.offset, floor))
+    search.prove(min(outcome.bound + chain.offset, floor))
 
 
 def smallest_memory(problem: Problem) -> float:
@@ -271,8 +271,8 @@ def smallest_search(problem: Problem, guard: float = SMALLEST_GUARD) -> tuple[In
     if not fits(bare, choices):
         program = build(bare, objective="memory")
         gap = 0.0 if np.isinf(bare.host_limit) else 1e-3
-        answer = run(program, False, Effort(guard, gap=gap, nodes=SMALLEST_NODES))
-        if not len(answer.values):
-            return None, answer.status == "infeasible"
-        choices = round_up(bare, program, answer)
+        outcome = run(program, False, Effort(guard, gap=gap, nodes=SMALLEST_NODES))
+        if not len(outcome.values):
+            return None, outcome.status == "infeasible"
+        choices = round_up(bare, program, outcome)
     return inverse.expand(choices), False

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.published import price_row
-from benchmarks.published_rows import question_of
+from benchmarks.published_rows import case_of
 from tests.helpers.published_row import MODELS, change, made_up
 
 ROW = made_up(
@@ -31,14 +31,14 @@ def row_of(family: str, method: str, devices: int, **model: object) -> dict[str,
     ],
 )
 def test_layouts_that_scripts_give_are_not_chosen(method: str, devices: int, text: str) -> None:
-    question = question_of(row_of("gpt", method, devices))
-    assert question.space is None and set(text.split()) <= set(str(question.layout).split())
-    assert question.devices == devices
+    case = case_of(row_of("gpt", method, devices))
+    assert case.space is None and set(text.split()) <= set(str(case.layout).split())
+    assert case.devices == devices
 
 
 def test_of_mixtures_scripts_give_how_many_microbatches() -> None:
     intra, stages, plain = (
-        question_of(row_of("moe", method, devices, experts_every_other_layer=8, top_k=2))
+        case_of(row_of("moe", method, devices, experts_every_other_layer=8, top_k=2))
         for method, devices in (("alpa.intra_only", 4), ("alpa.auto", 16), ("alpa.auto", 64))
     )
     assert intra.space and intra.space.microbatches == (16,) and intra.space.expert is not None
@@ -48,12 +48,12 @@ def test_of_mixtures_scripts_give_how_many_microbatches() -> None:
 
 def test_what_a_row_says_itself_stays() -> None:
     row = change(row_of("gpt", "megatron", 4), "parallel", microbatch=1)
-    assert question_of(row).layout.microbatch == 1
+    assert case_of(row).layout.microbatch == 1
 
 
 def test_stages_of_one_device_hold_as_many_layers_where_layers_divide() -> None:
     even, odd, searched = (
-        question_of(row_of("gpt", method, devices))
+        case_of(row_of("gpt", method, devices))
         for method, devices in (("alpa.inter_only", 4), ("alpa.inter_only", 8), ("alpa.auto", 4))
     )
     assert (even.layout.cuts, odd.layout.cuts, searched.layout.cuts) == ("layers", "operations", "operations")
@@ -62,10 +62,10 @@ def test_stages_of_one_device_hold_as_many_layers_where_layers_divide() -> None:
 def test_embeddings_by_one_hot_products_are_priced() -> None:
     """Forward and for the gradient of each table: 2 x 2 FLOPs for each token and element of the tables."""
     row = row_of("gpt", "alpa.intra_only", 1)
-    question = question_of(row)
-    looked_up = question_of(change(row, "model", one_hot_embedding=False))
-    assert question.shape.one_hot and not looked_up.shape.one_hot and question.sweep == looked_up.sweep
-    by_products, by_lookup = (price_row(one, MODELS)[0] for one in (question, looked_up))
+    case = case_of(row)
+    looked_up = case_of(change(row, "model", one_hot_embedding=False))
+    assert case.shape.one_hot and not looked_up.shape.one_hot and case.sweep == looked_up.sweep
+    by_products, by_lookup = (price_row(one, MODELS)[0] for one in (case, looked_up))
     tokens, rows = 1024 * 128, 1024 + 128
     assert by_products.flops - by_lookup.flops == pytest.approx(4 * tokens * rows * 256, rel=1e-6)
     assert by_products.predicted.step_seconds > by_lookup.predicted.step_seconds
@@ -75,7 +75,7 @@ def test_masks_take_passes_by_their_dtype_and_by_what_is_fused() -> None:
     """Two masks of [tokens, experts, slots] forward; in fp32, operation by operation, several times as long."""
     row = change(row_of("moe", "alpa.intra_only", 1, experts={"n": 8, "top_k": 2}, ffn=512), "parallel", p=1, t=1)
     row = change(change(row, "parallel", microbatch=8), "model", expert_group_size=1024)
-    fused, wide = (question_of(change(row, "model", wide_masks=wide)) for wide in (False, True))
+    fused, wide = (case_of(change(row, "model", wide_masks=wide)) for wide in (False, True))
     assert fused.sweep == wide.sweep and fused.shape != wide.shape
     narrow, alone = (replace(fused.layout, eager=eager) for eager in ((), ("*slots",)))
     cluster, model, wider = fused.cluster, MODELS.of(fused), MODELS.of(wide)
@@ -89,6 +89,6 @@ def test_masks_take_passes_by_their_dtype_and_by_what_is_fused() -> None:
 
 
 def test_deepspeed_reduces_the_gradients_of_every_microbatch_under_its_backward() -> None:
-    layout = question_of(row_of("moe", "deepspeed", 4, experts_every_other_layer=8, top_k=2)).layout
+    layout = case_of(row_of("moe", "deepspeed", 4, experts_every_other_layer=8, top_k=2)).layout
     assert (layout.reducing, layout.zero, layout.expert, layout.microbatch) == ("microbatch", 2, 4, 8)
     assert "gradient" in layout.overlap

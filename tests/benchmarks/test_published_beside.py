@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.published import price_row
-from benchmarks.published_rows import question_of
+from benchmarks.published_rows import case_of
 from benchmarks.published_scores import Scored
 from tests.helpers.published_row import MODELS, made_up
 
@@ -13,7 +13,7 @@ ROW = made_up(cluster={"gpu": "A100-80GB-SXM", "n_gpus": 8}, parallel={"t": 1, "
 
 
 def test_composers_metrics_read_and_write_the_logits_of_each_rank() -> None:
-    other, theirs = (question_of({**ROW, "source": source}) for source in ("others 2023", "MosaicML llm-foundry 2023"))
+    other, theirs = (case_of({**ROW, "source": source}) for source in ("others 2023", "MosaicML llm-foundry 2023"))
     logits = 16 * 128 * theirs.shape.vocab / 8
     assert other.beside_seconds == 0.0
     assert theirs.beside_seconds == pytest.approx(2 * 14 * logits / theirs.cluster.device.memory_bandwidth)

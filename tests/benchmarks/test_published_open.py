@@ -15,7 +15,7 @@ from benchmarks.published import price_row, report
 from benchmarks.published_flops import CONVENTIONS
 from benchmarks.published_known import completed
 from benchmarks.published_open import METHODS, solution
-from benchmarks.published_rows import Question, question_of
+from benchmarks.published_rows import PublishedCase, case_of
 from benchmarks.published_shape import NotExpressible
 from tests.helpers.published_row import MODELS, change, made_up
 
@@ -34,15 +34,15 @@ def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(published, "Models", lambda: MODELS)
 
 
-def tried(question: Question, layers: int = 4) -> list[Any]:
-    assert question.space is not None
-    like, space = question.layout, question.space
-    return list(candidates(question.devices, question.batch, layers, 4, 0, like, space))
+def tried(case: PublishedCase, layers: int = 4) -> list[Any]:
+    assert case.space is not None
+    like, space = case.layout, case.space
+    return list(candidates(case.devices, case.batch, layers, 4, 0, like, space))
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_layout_of_a_method_is_one_that_it_allows(method: str) -> None:
-    found = tried(question_of(changed("parallel", method=f"alpa.{method}")))
+    found = tried(case_of(changed("parallel", method=f"alpa.{method}")))
     allowed = METHODS[method].space
     assert found and len(set(found)) == len(found)
     for layout in found:
@@ -70,10 +70,10 @@ def test_the_best_that_fits_is_chosen_and_said(tmp_path: Path) -> None:
 
 
 def test_no_layout_that_fits_is_quicker_by_our_prices() -> None:
-    question = question_of(change(SMALL, "parallel", method="megatron"))
-    best, _ = price_row(question, MODELS)
-    for layout in tried(question)[::3]:
-        priced = MODELS.of(question).price(layout, question.cluster, question.batch)
+    case = case_of(change(SMALL, "parallel", method="megatron"))
+    best, _ = price_row(case, MODELS)
+    for layout in tried(case)[::3]:
+        priced = MODELS.of(case).price(layout, case.cluster, case.batch)
         assert priced.predicted.step_seconds >= best.predicted.step_seconds * (1 - 1e-9) or not priced.fits
 
 
@@ -89,17 +89,17 @@ def test_where_no_layout_divides_the_model_the_reason_is_said(tmp_path: Path) ->
 
 def test_where_nothing_fits_the_leanest_is_priced() -> None:
     row = change(SMALL, "model", layers=24, hidden=4096, heads=32, params=5e9)
-    priced, chosen = price_row(question_of({**row, "measured": {"oom": True}}), MODELS)
+    priced, chosen = price_row(case_of({**row, "measured": {"oom": True}}), MODELS)
     assert not priced.fits and priced.layout.microbatch == 1 and "microbatch" in chosen
 
 
 def test_chunks_that_were_not_counted_are_more_than_one() -> None:
     row = changed("parallel", method=None, t=1, p=2, d=2, microbatch=1, schedule="interleaved-1f1b")
-    assert {layout.interleave for layout in tried(question_of(row), layers=8)} == {2, 3, 4}
+    assert {layout.interleave for layout in tried(case_of(row), layers=8)} == {2, 3, 4}
 
 
 def test_a_count_of_microbatches_says_their_size() -> None:
-    found = tried(question_of(changed("parallel", n_microbatches=8)))
+    found = tried(case_of(changed("parallel", n_microbatches=8)))
     assert found and {layout.microbatches(64) for layout in found} == {8}
 
 
@@ -132,7 +132,7 @@ def test_solutions_are_read(text: str, degrees: dict[str, int]) -> None:
 )
 def test_what_no_layout_expresses_is_skipped_with_a_reason(row: dict[str, Any], reason: str) -> None:
     with pytest.raises(NotExpressible, match=reason):
-        price_row(question_of(row), MODELS)
+        price_row(case_of(row), MODELS)
 
 
 def test_what_sources_say_elsewhere_is_filled_in() -> None:
@@ -141,11 +141,11 @@ def test_what_sources_say_elsewhere_is_filled_in() -> None:
         row = {**ROW, "source": "Alpa OSDI 2022 artifact", "table": "results_intra_ablation.tsv"}
         row |= {"row": f"{family} parax.auto_sharding n={devices} #2", "model": {}}
         row |= {"cluster": {**ROW["cluster"], "n_gpus": devices}, "parallel": {"method": "parax.auto_sharding", "p": 1}}
-        question = question_of(row)
-        assert parameters(question) == pytest.approx(params, rel=0.005)
-        assert question.batch == 8 and question.layout.precision == "fp16"
+        case = case_of(row)
+        assert parameters(case) == pytest.approx(params, rel=0.005)
+        assert case.batch == 8 and case.layout.precision == "fp16"
         if family == "gpt":
-            assert {(one.data, one.tensor, one.microbatch) for one in tried(question)} == {(2, 2, 4)}
+            assert {(one.data, one.tensor, one.microbatch) for one in tried(case)} == {(2, 2, 4)}
     scaled = completed(
         {**ROW, "source": "MaxText", "model": {"seq": 2048, "global_parameter_scale": 32}, "parallel": SLICE}
     )
@@ -157,9 +157,9 @@ def test_what_sources_say_elsewhere_is_filled_in() -> None:
 SLICE = {"t": 4, "p": 1, "d": 16, "per_device_batch": 6, "global_batch": 384}
 
 
-def parameters(question: Question) -> float:
+def parameters(case: PublishedCase) -> float:
     """As Alpa counts them: with biases, the embedding's table once."""
-    shape = question.shape
+    shape = case.shape
     dense, count = 4 * shape.hidden**2, shape.experts.number if shape.experts else 1
     mlp = 2 * shape.hidden * shape.ffn
     return shape.layers * (dense + mlp * (1 + count) / 2) + shape.vocab * shape.hidden
@@ -179,10 +179,10 @@ def test_masks_that_bring_tokens_to_slots_are_priced() -> None:
     that send tokens out."""
     row = changed("model", experts={"n": 8, "top_k": 2}, ffn=512, mlp="gelu", expert_group_size=256)
     row["parallel"] = {**ROW["parallel"], "t": 1, "p": 1, "microbatch": 4}
-    grouped = question_of(row)
-    plain = question_of({**row, "model": {**row["model"], "expert_group_size": None}})
+    grouped = case_of(row)
+    plain = case_of({**row, "model": {**row["model"], "expert_group_size": None}})
     assert grouped.sweep == plain.sweep and grouped.shape != plain.shape
-    with_masks, without = (price_row(question, MODELS)[0] for question in (grouped, plain))
+    with_masks, without = (price_row(case, MODELS)[0] for case in (grouped, plain))
     tokens, layers = 64 * 128, 4
     assert with_masks.flops - without.flops == pytest.approx(5 * 2 * tokens * 2 * 256 * 256 * layers, rel=0.01)
     assert with_masks.predicted.step_seconds > without.predicted.step_seconds
@@ -192,7 +192,7 @@ def test_methods_of_one_sweep_may_run_the_model_differently() -> None:
     """Megatron's runs drop out, Alpa's do not; DeepSpeed's groups are its microbatches."""
     row = {**changed("model", experts_every_other_layer=4, top_k=2, expert_group_size=512), "source": "Alpa OSDI 2022"}
     auto, deepspeed = (
-        question_of({**row, "row": f"moe {name} n=4", "parallel": {**ROW["parallel"], "method": name}})
+        case_of({**row, "row": f"moe {name} n=4", "parallel": {**ROW["parallel"], "method": name}})
         for name in ("auto", "deepspeed")
     )
     assert deepspeed.shape.dropout and not auto.shape.dropout and auto.sweep == deepspeed.sweep
@@ -203,9 +203,9 @@ def test_methods_of_one_sweep_may_run_the_model_differently() -> None:
 
 
 def test_an_adapter_that_a_node_shares_is_whole_for_one_of_its_devices() -> None:
-    (outer,) = question_of(ROW).cluster.links[1:]
+    (outer,) = case_of(ROW).cluster.links[1:]
     assert outer.adapters == 1 and outer.bandwidth == pytest.approx(0.95 * 25e9 / 8)
-    a100 = question_of(changed("cluster", gpu="A100-80GB", inter="8x HDR IB 200 Gb/s per node")).cluster
+    a100 = case_of(changed("cluster", gpu="A100-80GB", inter="8x HDR IB 200 Gb/s per node")).cluster
     assert a100.links[1].adapters == 8
 
 
@@ -228,7 +228,7 @@ def test_fields_may_be_anything(tmp_path: Path) -> None:
             for field in fields:
                 for value in strange:
                     try:
-                        question_of({**changed(part, **{field: value}), "source": source})
+                        case_of({**changed(part, **{field: value}), "source": source})
                     except NotExpressible as reason:
                         assert str(reason)
 

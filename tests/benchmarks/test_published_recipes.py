@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.published_recipes import recomputed
-from benchmarks.published_rows import question_of
+from benchmarks.published_rows import case_of
 from benchmarks.published_systems import system
 from tests.helpers.published_row import made_up
 
@@ -26,22 +26,22 @@ def mixture(row: str, release: str, **parallel: object) -> dict[str, Any]:
 
 def test_recipes_say_more_of_mixtures_than_rows() -> None:
     new, old = (
-        question_of(mixture("DeepSeekV3 GB200 x256 MXFP8", release, interleave=4)) for release in ("26.06", "26.04")
+        case_of(mixture("DeepSeekV3 GB200 x256 MXFP8", release, interleave=4)) for release in ("26.06", "26.04")
     )
     assert new.layout.graphed == ("*",) and "expert" in new.layout.overlap
     assert "*" not in old.layout.graphed and "expert" not in old.layout.overlap
     # 16 chunks of four layers, but the last of one: the head and the second token take the place of three.
     assert (new.shape.beyond, new.layout.lead, new.layout.tail) == (1, 0, 3)
-    pairs = question_of(mixture("Kimi_K2 GB200 x256 MXFP8", "26.06", interleave=8))
+    pairs = case_of(mixture("Kimi_K2 GB200 x256 MXFP8", "26.06", interleave=8))
     assert (pairs.shape.beyond, pairs.layout.lead, pairs.layout.tail) == (0, 1, 2)
-    by_rows = question_of(mixture("GPT OSS 120B GB200 x64 BF16", "26.04", precision="bf16"))
+    by_rows = case_of(mixture("GPT OSS 120B GB200 x64 BF16", "26.04", precision="bf16"))
     assert (by_rows.layout.dispatch, old.layout.dispatch) == ("rows", "tokens")
 
 
 def test_recipes_say_how_states_rest() -> None:
     """Of weights in fp8 alone, gradients in bf16, DeepSeek's moments in bf16, Muon's one moment."""
     found = {
-        name: question_of(mixture(f"{name} GB200 x64", "26.04", **parallel)).layout
+        name: case_of(mixture(f"{name} GB200 x64", "26.04", **parallel)).layout
         for name, parallel in (
             ("DeepSeekV3", {}),
             ("Kimi_K2", {}),

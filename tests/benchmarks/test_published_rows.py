@@ -17,7 +17,7 @@ from benchmarks import published
 from benchmarks.published import Models, report, score_file
 from benchmarks.published_clusters import adapter_rate, cluster_of
 from benchmarks.published_flops import published_seconds
-from benchmarks.published_rows import Question, question_of, read_rows
+from benchmarks.published_rows import PublishedCase, case_of, read_rows
 from benchmarks.published_scores import Scored, kendall, kendall_apart, kendall_b, layouts
 from benchmarks.published_shape import NotExpressible
 from tests.helpers.published_row import MODELS, change, made_up
@@ -36,15 +36,15 @@ def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_row_becomes_a_layout() -> None:
-    question = question_of(ROW)
-    layout = question.layout
+    case = case_of(ROW)
+    layout = case.layout
     assert (layout.tensor, layout.pipeline, layout.data, layout.zero, layout.recompute) == (2, 2, 2, 1, "full")
-    assert question.seconds == 0.05 and question.shape.vocab == 1024 and not question.shape.flash
+    assert case.seconds == 0.05 and case.shape.vocab == 1024 and not case.shape.flash
 
 
 def test_a_row_runs_in_the_schedule_that_it_names() -> None:
     for said, named in (("1F1B (DeepSpeed)", ("1f1b", 1)), ("GPipe", ("gpipe", 1)), ("zbv", ("zb-v", 2))):
-        layout = question_of(changed("parallel", schedule=said)).layout
+        layout = case_of(changed("parallel", schedule=said)).layout
         assert (layout.schedule_name, layout.interleave) == named
 
 
@@ -95,7 +95,7 @@ def test_a_row_runs_in_the_schedule_that_it_names() -> None:
 )
 def test_what_cannot_be_priced_is_skipped_with_a_reason(row: dict[str, Any], reason: str) -> None:
     with pytest.raises(NotExpressible, match=reason):
-        question_of(row)
+        case_of(row)
 
 
 @pytest.mark.parametrize(
@@ -107,14 +107,14 @@ def test_what_cannot_be_priced_is_skipped_with_a_reason(row: dict[str, Any], rea
     ],
 )
 def test_moments_are_those_of_the_optimizer(moments: int, names: tuple[str | None, ...]) -> None:
-    assert {question_of(changed("parallel", optimizer=name)).layout.moments for name in names} == {moments}
+    assert {case_of(changed("parallel", optimizer=name)).layout.moments for name in names} == {moments}
 
 
 def test_kernels_and_dropout_are_those_of_the_system() -> None:
     """Of several years the first counts; dropout is read, written and its result kept."""
 
-    def asked(source: str, name: str = "175B") -> Question:
-        return question_of({**ROW, "source": source, "row": name})
+    def asked(source: str, name: str = "175B") -> PublishedCase:
+        return case_of({**ROW, "source": source, "row": name})
 
     old = asked("Korthikanti et al. 2022/MLSys 2023, arXiv 2205.05198")
     assert not old.shape.flash and old.shape.dropout and "input_gradient" in old.layout.overlap
@@ -131,22 +131,19 @@ def test_kernels_and_dropout_are_those_of_the_system() -> None:
 def test_kernels_are_named_in_all_of_many_layers() -> None:
     """Layers themselves run operation by operation, those with numbers of two digits too."""
     row = changed("model", layers=12)
-    question = question_of({**row, "parallel": {**row["parallel"], "attention_kernel": "flash_attention2"}})
-    named = MODELS.of(question).price(question.layout, question.cluster, question.batch)
-    fused = replace(question.layout, eager=())
-    assert (
-        named.predicted.step_seconds
-        > MODELS.of(question).price(fused, question.cluster, question.batch).predicted.step_seconds
-    )
+    case = case_of({**row, "parallel": {**row["parallel"], "attention_kernel": "flash_attention2"}})
+    named = MODELS.of(case).price(case.layout, case.cluster, case.batch)
+    fused = replace(case.layout, eager=())
+    assert named.predicted.step_seconds > MODELS.of(case).price(fused, case.cluster, case.batch).predicted.step_seconds
 
 
 def test_experts_are_divided_among_tensor_and_data_ranks() -> None:
     row = changed("model", experts={"n": 8, "top_k": 2, "ffn": 128, "shared": 1}, dense_layers=1)
     row["parallel"] = {**ROW["parallel"], "ep": 4, "capacity_factor": 1.25}
-    question = question_of(row)
-    assert (question.layout.expert, question.layout.capacity) == (2, 1.25)
-    assert question.shape.experts is not None and question.shape.experts.dense == 1
-    assert question_of({**row, "parallel": {**row["parallel"], "ep": 2, "etp": 2}}).layout.expert == 2
+    case = case_of(row)
+    assert (case.layout.expert, case.layout.capacity) == (2, 1.25)
+    assert case.shape.experts is not None and case.shape.experts.dense == 1
+    assert case_of({**row, "parallel": {**row["parallel"], "ep": 2, "etp": 2}}).layout.expert == 2
 
 
 def test_files_never_seen_are_priced(tmp_path: Path) -> None:
@@ -177,7 +174,7 @@ def test_whatever_a_file_holds_the_other_rows_are_priced(tmp_path: Path) -> None
         if isinstance(row, NotExpressible):
             continue
         try:
-            question_of(row)
+            case_of(row)
         except NotExpressible as reason:
             assert str(reason) and "Error" not in str(reason)
     scored, skipped = score_file(tmp_path / "absent.jsonl", MODELS)
@@ -189,7 +186,7 @@ def test_whatever_a_file_holds_the_other_rows_are_priced(tmp_path: Path) -> None
 
 def test_keys_that_several_queries_share_need_no_fused_kernel() -> None:
     """Each is repeated for its queries, so that scores cost as much as with keys of their own."""
-    own, shared = (question_of(changed("model", kv_heads=heads)) for heads in (4, 2))
+    own, shared = (case_of(changed("model", kv_heads=heads)) for heads in (4, 2))
     assert not shared.shape.flash
     priced = [MODELS.of(one).price(one.layout, one.cluster, one.batch).flops for one in (own, shared)]
     fewer = 4 * 2 * (256 * 128) * 3 * 2 * (8 * 128)  # layers x matrices x halves x passes x 2 x tokens
@@ -253,7 +250,7 @@ def test_flops_follow_the_convention() -> None:
 def test_what_is_known_of_systems_goes_into_their_rows() -> None:
     """Aleph Alpha's library, and DeepSpeed on Jean Zay: who stands still while messages travel, what is reduced, where
     layers are cut, what the network carries."""
-    hagemann = question_of({**ROW, "source": "Hagemann et al. 2023"})
+    hagemann = case_of({**ROW, "source": "Hagemann et al. 2023"})
     assert (hagemann.layout.lead, hagemann.layout.tail, hagemann.layout.reduction) == (1, 2, "all-fp32")
     assert "message" not in hagemann.layout.overlap and not hagemann.layout.scatter
     (outer,) = hagemann.cluster.links[1:]
@@ -261,12 +258,12 @@ def test_what_is_known_of_systems_goes_into_their_rows() -> None:
     jean_zay = changed("cluster", inter="4x Omni-Path 100 Gb/s per node", n_gpus=320)
     jean_zay["source"] = "BigScience tr11-176B chronicles-prequel.md"
     jean_zay["parallel"] = {**ROW["parallel"], "d": 80, "global_batch": 80, "schedule": "1f1b (DeepSpeed)"}
-    few, fp16 = question_of(jean_zay), changed("parallel", precision="fp16", schedule="1f1b (DeepSpeed)")
+    few, fp16 = case_of(jean_zay), changed("parallel", precision="fp16", schedule="1f1b (DeepSpeed)")
     assert "message" not in few.layout.overlap and few.layout.lead == 0
     assert few.cluster.device.launch_seconds > cluster_of(ROW).device.launch_seconds
     assert few.cluster.links[1].bandwidth < 0.5 * few.cluster.links[1].rates["message"][0].bandwidth
-    assert few.layout.gradients == "fp32" and question_of(fp16).layout.gradients == "own"
-    balanced = question_of({**jean_zay, "notes": "embedding-balanced stages"}).layout
+    assert few.layout.gradients == "fp32" and case_of(fp16).layout.gradients == "own"
+    balanced = case_of({**jean_zay, "notes": "embedding-balanced stages"}).layout
     assert (balanced.lead, balanced.tail) == (1, 1)
 
 
@@ -276,7 +273,7 @@ def test_zero_3_of_2021_is_that_of_one_paper() -> None:
         ("ZeRO-3 8B", "somebody 2025", "layer"),
         ("PTD-P 175B", "Narayanan et al., SC 2021", "layer"),
     ):
-        assert question_of({**ROW, "source": source, "row": name}).layout.gathers == gathers
+        assert case_of({**ROW, "source": source, "row": name}).layout.gathers == gathers
 
 
 @pytest.mark.parametrize(
@@ -292,18 +289,18 @@ def test_zero_3_of_2021_is_that_of_one_paper() -> None:
 def test_policies_of_maxtext_are_the_nearest_that_layouts_have(said: str | None, priced: str) -> None:
     row = changed("parallel", recompute=said, p=1, d=4, microbatch=None)
     row |= {"source": "MaxText", "model": {"seq": 128, "global_parameter_scale": 1}}
-    layout = question_of(row).layout
+    layout = case_of(row).layout
     assert (layout.recompute, layout.microbatch) == (priced, 2)
     row["parallel"]["microbatch"] = 1
-    assert question_of(row).layout.microbatch == 1
+    assert case_of(row).layout.microbatch == 1
 
 
 def test_models_are_in_the_dtype_of_their_rows() -> None:
     for precision, nbytes in (("fp32", 4), ("fp8", 2)):
         row = changed("parallel", precision=precision)
         row["cluster"] = {**ROW["cluster"], "gpu": "H100-80GB-SXM"}
-        question = question_of(row)
-        sections = MODELS.of(question).sections(question.layout, question.cluster)
+        case = case_of(row)
+        sections = MODELS.of(case).sections(case.layout, case.cluster)
         assert {weight.itemsize for section in sections.every for weight in section.weights} == {nbytes}
 
 
@@ -318,9 +315,9 @@ def test_kernels_of_attention_are_those_of_their_time() -> None:
 def test_a_layout_measured_several_times_is_one() -> None:
     rows = [(1, 5.0), (1, 5.0), (1, 8.0), (2, 6.0), (4, 4.0)]
     scored = [
-        Scored(str(i), "made up", question, cast(Any, SimpleNamespace(predicted=SimpleNamespace(step_seconds=size))))
+        Scored(str(i), "made up", case, cast(Any, SimpleNamespace(predicted=SimpleNamespace(step_seconds=size))))
         for i, (size, seconds) in enumerate(rows)
-        for question in [question_of({**changed("parallel", microbatch=size), "measured": {"iter_s": seconds}})]
+        for case in [case_of({**changed("parallel", microbatch=size), "measured": {"iter_s": seconds}})]
     ]
     assert layouts(scored) == [(1, 5.0), (2, 6.0), (4, 4.0)]
 

@@ -14,15 +14,15 @@ from torch import nn
 import autopar
 from autopar.cluster.description import Cluster
 from autopar.compiler import plan_cache
-from autopar.compiler.plan_cache import answered, plan_key
+from autopar.compiler.plan_cache import cached_plan, plan_key
 from autopar.content import source_hash
 from autopar.ir.microbatching import Repeats
 from autopar.options import Options
-from autopar.planner.prepare import ask, prepare
-from autopar.planner.request import Question
+from autopar.planner.prepare import make_request, prepare
+from autopar.planner.request import PlanRequest
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
-from autopar.search.best_plan import answer
+from autopar.search.best_plan import best_plan
 
 
 @pytest.fixture(autouse=True)
@@ -32,65 +32,69 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def question() -> Question:
+def plan_request() -> PlanRequest:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4)), torch.randn(8, 8)
     base = prepare(model, (x,), {}, device="cpu", loss_fn=lambda out: out.square().mean(), training=True)
-    return ask(model, base, (4,), Cluster.get("local"), Options())
+    return make_request(model, base, (4,), Cluster.get("local"), Options())
 
 
 @pytest.fixture
-def searches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Question]]:
+def searches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PlanRequest]]:
     """The questions that were really searched."""
-    asked: list[Question] = []
+    asked: list[PlanRequest] = []
 
-    def counted(question: Question, timings: Timings) -> Plan:
-        asked.append(question)
-        return answer(question, timings)
+    def counted(plan_request: PlanRequest, timings: Timings) -> Plan:
+        asked.append(plan_request)
+        return best_plan(plan_request, timings)
 
-    monkeypatch.setattr(plan_cache, "answer", counted)
+    monkeypatch.setattr(plan_cache, "best_plan", counted)
     yield asked
 
 
-def test_a_plan_is_made_once_for_this_process_and_the_next(question: Question, searches: list[Question]) -> None:
-    fresh = answered(question, Timings())
-    again = answered(question, Timings())
+def test_a_plan_is_made_once_for_this_process_and_the_next(
+    plan_request: PlanRequest, searches: list[PlanRequest]
+) -> None:
+    fresh = cached_plan(plan_request, Timings())
+    again = cached_plan(plan_request, Timings())
     plan_cache.forget()  # as in the next run
-    kept = answered(question, Timings())
+    kept = cached_plan(plan_request, Timings())
     assert len(searches) == 1
-    assert kept == again == fresh == replace(answer(question, Timings()), solve_seconds=fresh.solve_seconds)
+    assert kept == again == fresh == replace(best_plan(plan_request, Timings()), solve_seconds=fresh.solve_seconds)
     assert list(kept.timings) == list(again.timings) == ["cache"] and "solve" in fresh.timings
 
 
-def test_stages_are_kept_too(question: Question, searches: list[Question]) -> None:
-    staged = replace(question, options=Options(stages=2, microbatches=2))
-    fresh = answered(staged, Timings())
+def test_stages_are_kept_too(plan_request: PlanRequest, searches: list[PlanRequest]) -> None:
+    staged = replace(plan_request, options=Options(stages=2, microbatches=2))
+    fresh = cached_plan(staged, Timings())
     plan_cache.forget()
-    assert answered(staged, Timings()) == fresh and fresh.pipeline is not None and len(searches) == 1
+    assert cached_plan(staged, Timings()) == fresh and fresh.pipeline is not None and len(searches) == 1
 
 
 @pytest.mark.parametrize("damage", ["", "garbage", "{}"])
-def test_damaged_plans_are_made_anew(question: Question, searches: list[Question], folder: Path, damage: str) -> None:
-    fresh = answered(question, Timings())
+def test_damaged_plans_are_made_anew(
+    plan_request: PlanRequest, searches: list[PlanRequest], folder: Path, damage: str
+) -> None:
+    fresh = cached_plan(plan_request, Timings())
     (file,) = folder.iterdir()
     plan_cache.forget()
     if damage == "{}":  # whole, but no plan
         plan_cache.write("plans", file.stem, damage)
     else:
         file.write_text(damage)
-    again = answered(question, Timings())
+    again = cached_plan(plan_request, Timings())
     assert replace(again, solve_seconds=fresh.solve_seconds) == fresh
     assert len(searches) == 2
     plan_cache.forget()
-    assert answered(question, Timings()) == again and len(searches) == 2
+    assert cached_plan(plan_request, Timings()) == again and len(searches) == 2
 
 
 def test_off_means_searched_each_time(
-    question: Question, searches: list[Question], monkeypatch: pytest.MonkeyPatch
+    plan_request: PlanRequest, searches: list[PlanRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answered(question, Timings())
+    cached_plan(plan_request, Timings())
     monkeypatch.setenv("AUTOPAR_CACHE", "off")
-    answered(question, Timings())
+    cached_plan(plan_request, Timings())
     assert len(searches) == 2
 
 
@@ -125,27 +129,27 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
-def test_everything_in_a_question_counts(question: Question, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = {"": plan_key(question)}
+def test_everything_in_a_question_counts(plan_request: PlanRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {"": plan_key(plan_request)}
     for name, value in _OTHER.items():
-        keys[name] = plan_key(replace(question, **{name: value}))
+        keys[name] = plan_key(replace(plan_request, **{name: value}))
     for name, value in _OPTIONS.items():
-        keys[f"options.{name}"] = plan_key(replace(question, options=replace(Options(), **{name: value})))
-    (weight, *rest) = question.graph.nodes
-    other = replace(question.graph, nodes=(replace(weight, module="x"), *rest))
-    keys["a node"] = plan_key(replace(question, graph=other))
-    cluster = question.cluster
+        keys[f"options.{name}"] = plan_key(replace(plan_request, options=replace(Options(), **{name: value})))
+    (weight, *rest) = plan_request.graph.nodes
+    other = replace(plan_request.graph, nodes=(replace(weight, module="x"), *rest))
+    keys["a node"] = plan_key(replace(plan_request, graph=other))
+    cluster = plan_request.cluster
     slower = replace(cluster, device=replace(cluster.device, launch_seconds=1.0), collective_seconds=1.0)
-    keys["a rate"] = plan_key(replace(question, cluster=slower))
+    keys["a rate"] = plan_key(replace(plan_request, cluster=slower))
     for value in (0.0, 1.0):
-        graph = replace(question.graph, constants={"c": torch.tensor([value])})
-        keys[f"constant {value}"] = plan_key(replace(question, graph=graph))
+        graph = replace(plan_request.graph, constants={"c": torch.tensor([value])})
+        keys[f"constant {value}"] = plan_key(replace(plan_request, graph=graph))
     source_hash.code_version.cache_clear()
     monkeypatch.setattr(source_hash, "own_sources", lambda: "edited")
-    keys["code"] = plan_key(question)
+    keys["code"] = plan_key(plan_request)
     source_hash.code_version.cache_clear()
     assert len(set(keys.values())) == len(keys)
-    assert {"graph", *_OTHER} == {field.name for field in fields(Question)}
+    assert {"graph", *_OTHER} == {field.name for field in fields(PlanRequest)}
 
 
 def test_options_that_are_not_looked_at_here_count_too() -> None:
@@ -154,7 +158,7 @@ def test_options_that_are_not_looked_at_here_count_too() -> None:
     assert set(_OPTIONS) >= known - {"check_inputs", "last_batch"}
 
 
-def test_planning_twice_searches_once(searches: list[Question]) -> None:
+def test_planning_twice_searches_once(searches: list[PlanRequest]) -> None:
     def plan() -> autopar.Plan:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
@@ -165,11 +169,11 @@ def test_planning_twice_searches_once(searches: list[Question]) -> None:
 
 
 def test_a_plan_that_the_time_limit_cut_off_is_not_kept(
-    question: Question, folder: Path, monkeypatch: pytest.MonkeyPatch
+    plan_request: PlanRequest, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def cut_off(question: Question, timings: Timings) -> Plan:
-        return replace(answer(question, timings), status="feasible", gap=0.5)
+    def cut_off(plan_request: PlanRequest, timings: Timings) -> Plan:
+        return replace(best_plan(plan_request, timings), status="feasible", gap=0.5)
 
-    monkeypatch.setattr(plan_cache, "answer", cut_off)
-    answered(question, Timings())
+    monkeypatch.setattr(plan_cache, "best_plan", cut_off)
+    cached_plan(plan_request, Timings())
     assert not folder.exists()

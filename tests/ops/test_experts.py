@@ -14,10 +14,10 @@ import autopar
 from autopar.ir.graph import Graph
 from autopar.ir.placements import shard_dim
 from autopar.planner.timings import Timings
-from autopar.search.best_plan import answer
+from autopar.search.best_plan import best_plan
 from autopar.trace.moe_blocks import activation_text
 from autopar.trace.tracer import trace
-from tests.helpers.questions import ask
+from tests.helpers.planning import make_request
 from tests.zoo.check import check_assignments, make_case
 
 hf.logging.set_verbosity_error()
@@ -123,7 +123,7 @@ def heavy(experts: int = 8) -> tuple[nn.Module, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("mesh", [(4,), *(pytest.param(m, marks=pytest.mark.slow) for m in ((2, 2), (8, 8)))], ids=str)
 def test_heavy_experts_end_sharded(mesh: tuple[int, ...]) -> None:
     model, batch = heavy()
-    plan = answer(ask(model, batch, mesh), Timings())
+    plan = best_plan(make_request(model, batch, mesh), Timings())
     blocks = {name: place for name, place in plan.parameters.items() if ".experts." in name}
     assert len(blocks) == 4
     for name, place in blocks.items():
@@ -158,8 +158,8 @@ class Capacity(nn.Module):
 def test_slots_of_experts_travel_by_all_to_all() -> None:
     with torch.device("meta"):
         model, batch = Capacity(1024, 8192, 8, 32), (torch.zeros(16, 128, 1024),)
-    question = ask(model, batch, (8,), pins={"up": "S(0)", "down": "S(0)"})
-    plan = answer(question, Timings())
+    request = make_request(model, batch, (8,), pins={"up": "S(0)", "down": "S(0)"})
+    plan = best_plan(request, Timings())
     assert shard_dim(plan.parameters["up"].weight[0]) == 0
     assert "all_to_all" in {line.kind for line in plan.collectives()}
 

@@ -12,7 +12,7 @@ import autopar
 from autopar.ops.index_range import any_outside, noted
 from autopar.ops.masked import LOCAL_OPS
 from autopar.runtime.execute.index_guards import GUARDED
-from tests.helpers.questions import on, slow_devices
+from tests.helpers.planning import on, slow_devices
 
 ROWS, CLASSES = 24, 20
 

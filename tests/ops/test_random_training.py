@@ -22,7 +22,7 @@ from autopar.trace.random_draws import number_draws
 from autopar.trace.tracer import trace
 from tests.helpers.eager_draws import eager_draws
 from tests.helpers.models import VOCABULARY, text
-from tests.helpers.questions import CLUSTER, on, slow_devices
+from tests.helpers.planning import CLUSTER, on, slow_devices
 from tests.verification.test_models import tensor_parallel
 from tests.zoo.check import check_assignments, check_plans, make_case
 

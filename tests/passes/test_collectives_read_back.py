@@ -17,17 +17,17 @@ from autopar.ir.reshard import Collective
 from autopar.passes.lower.collectives_read_back import collectives_of, difference
 from autopar.placement.bill import Account
 from autopar.placement.parameter_choices import parameter_choices
-from autopar.planner.request import Question
+from autopar.planner.request import PlanRequest
 from tests.helpers.models import MODELS
-from tests.helpers.questions import Setting, ask, asked, setting
+from tests.helpers.planning import Setting, make_request, requested, setting
 
 MESHES = [(4,), (2, 2), (2, 1, 2)]
 
 
 @cache
-def prepared(name: str, mesh: tuple[int, ...]) -> tuple[Question, Setting]:
-    question = asked(name, mesh)
-    return question, setting(question)
+def prepared(name: str, mesh: tuple[int, ...]) -> tuple[PlanRequest, Setting]:
+    request = requested(name, mesh)
+    return request, setting(request)
 
 
 def priced(bill: Account) -> Counter[Collective]:
@@ -139,8 +139,8 @@ class Running(torch.nn.Module):
 
 
 def test_a_value_used_and_returned_is_reduced_once() -> None:
-    question = ask(Running(), (torch.randn(8, 12, requires_grad=True),), (2, 2))
-    found = setting(question)
+    request = make_request(Running(), (torch.randn(8, 12, requires_grad=True),), (2, 2))
+    found = setting(request)
     assert {o.kind for o in found.graph.outputs} >= {"mutation", "input_gradient", "gradient"}
     for seed in range(12):
         assignment = any_assignment(found.graph, (2, 2), seed)

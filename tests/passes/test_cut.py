@@ -25,7 +25,7 @@ from autopar.trace.tracer import trace
 from tests.helpers import models
 from tests.helpers.lowering import plain
 from tests.helpers.microbatches import run_microbatches
-from tests.helpers.questions import asked
+from tests.helpers.planning import requested
 from tests.helpers.stage_run import check_staged, run_chunks
 from tests.zoo.check import Case, compare, make_case
 from tests.zoo.hugging_face import FAMILIES
@@ -246,8 +246,8 @@ def test_every_place_of_a_model_with_repeats() -> None:
 
 def _four_layers_of(name: str) -> Graph:
     """Its step, traced once for all tests."""
-    question = asked(FOUR_LAYERS[name], (1,))
-    return plain(step_graph(question.graph, question.loss, question.batch))
+    request = requested(FOUR_LAYERS[name], (1,))
+    return plain(step_graph(request.graph, request.loss, request.batch))
 
 
 FOUR_LAYERS: dict[str, Callable[[], models.Case]] = {

@@ -14,11 +14,11 @@ from autopar.passes.annotate.fold import fold_layers
 from autopar.passes.annotate.fold_loops import LEAST_STEPS
 from autopar.passes.lower.lower import Lowering, lower
 from autopar.passes.lower.overlap import overlap
-from autopar.planner.request import Question
+from autopar.planner.request import PlanRequest
 from autopar.planner.solve_mesh import solve_mesh
 from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings
-from tests.helpers.questions import ask, gradients_of, slow_devices
+from tests.helpers.planning import gradients_of, make_request, slow_devices
 from tests.helpers.simulate import World
 
 
@@ -118,14 +118,14 @@ class Recurrence(nn.Module):
         return ((torch.stack(states, 1) - target) ** 2).mean()
 
 
-def question(steps: int) -> tuple[nn.Module, tuple[torch.Tensor, ...], Question]:
+def request(steps: int) -> tuple[nn.Module, tuple[torch.Tensor, ...], PlanRequest]:
     torch.manual_seed(0)
     model, batch = Recurrence(), (torch.randn(4, steps, 8), torch.randn(4, steps, 8))
-    return model, batch, ask(model, batch, (2, 2), slow_devices())
+    return model, batch, make_request(model, batch, (2, 2), slow_devices())
 
 
 def test_a_plan_of_a_loop_is_priced_step_by_step_and_computes_what_one_device_does() -> None:
-    model, batch, asked = question(20)
+    model, batch, asked = request(20)
     graph = step_graph(asked.graph, asked.loss, asked.batch)
     best, _ = solve_mesh(asked, graph, Timings())
     graph = best.instance.graph

@@ -18,7 +18,7 @@ from autopar.passes.probe.probe import fits, probe
 from autopar.passes.probe.trials import find_operation
 from autopar.passes.rules import RULES
 from tests.helpers.custom_ops import Fused
-from tests.helpers.questions import slow_devices
+from tests.helpers.planning import slow_devices
 from tests.oracle.harness import Case, Sample, check
 
 

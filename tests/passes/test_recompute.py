@@ -25,13 +25,13 @@ from autopar.passes.recompute.recompute import Recompute, recomputed
 from autopar.placement.prices import BUCKET_BYTES
 from autopar.planner import solve_mesh as planner
 from autopar.planner.memory_limit import widened
-from autopar.planner.request import Question
+from autopar.planner.request import PlanRequest
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
-from autopar.search.best_plan import answer
+from autopar.search.best_plan import best_plan
 from autopar.solver.problem import evaluate
 from tests.helpers.models import Case, Stack, text
-from tests.helpers.questions import CLUSTER, Setting, ask, asked, setting
+from tests.helpers.planning import CLUSTER, Setting, make_request, requested, setting
 from tests.helpers.simulate import World
 from tests.passes.test_lower import programs, random_assignment
 
@@ -88,14 +88,14 @@ def layers() -> Case:
 
 
 @cache
-def stack(mesh: tuple[int, ...]) -> tuple[Question, Setting]:
-    question = asked(layers, mesh)
-    return question, setting(question)
+def stack(mesh: tuple[int, ...]) -> tuple[PlanRequest, Setting]:
+    request = requested(layers, mesh)
+    return request, setting(request)
 
 
 @pytest.mark.parametrize("mesh", [(2,), (2, 2)])
 def test_any_choice_of_values_gives_the_same_bits_and_does_what_its_bill_says(mesh: tuple[int, ...]) -> None:
-    question, found = stack(mesh)
+    request, found = stack(mesh)
     torch.manual_seed(0)
     model = Stack(layers=3, hidden=64)
     values: dict[str, Any] = {**dict(model.named_parameters()), **text(8, 8)}
@@ -116,7 +116,7 @@ def test_any_choice_of_values_gives_the_same_bits_and_does_what_its_bill_says(me
             assert all(torch.equal(before[name], after[name]) for name in before)
         changed = Setting(graph, found.prices)
         assert difference(collectives_of(changed.program(whole, bucket=BUCKET_BYTES)), priced(changed, whole)) == ()
-        instance = widened(instance_of(question, found), Options(offload=False))
+        instance = widened(instance_of(request, found), Options(offload=False))
         chosen = instance.chosen(again)
         assert evaluate(instance.problem, chosen) == pytest.approx(changed.bill(whole).seconds, rel=1e-9)
 
@@ -125,25 +125,25 @@ def priced(found: Setting, assignment: Assignment) -> Counter[Collective]:
     return Counter(wire for line in found.bill(assignment).lines for wire in line.collectives)
 
 
-def instance_of(question: Question, found: Setting) -> Any:
+def instance_of(request: PlanRequest, found: Setting) -> Any:
     from autopar.placement.formulation import build_instance
 
     return build_instance(found.graph, found.prices, optimizer="adamw", memory_limit=1e12)
 
 
-def planned(question: Question, **options: Any) -> Plan:
-    return answer(replace(question, options=replace(question.options, **options)), Timings())
+def planned(request: PlanRequest, **options: Any) -> Plan:
+    return best_plan(replace(request, options=replace(request.options, **options)), Timings())
 
 
 def test_policies_trade_seconds_for_bytes() -> None:
-    question, _ = stack((2,))
-    none, full = planned(question, recompute="none"), planned(question, recompute="full")
+    request, _ = stack((2,))
+    none, full = planned(request, recompute="none"), planned(request, recompute="full")
     assert none.recomputed == () and full.recomputed
     assert full.predicted.activation_bytes < none.predicted.activation_bytes
     assert full.predicted.step_seconds > none.predicted.step_seconds
     assert full.objective == pytest.approx(sum(line.seconds for line in full.lines), rel=1e-9)
     assert Plan.from_json(full.to_json()) == full == Plan.from_text(full.to_text())
-    assert planned(question).recomputed == ()
+    assert planned(request).recomputed == ()
 
 
 class Wide(nn.Module):
@@ -167,10 +167,10 @@ def wide() -> Case:
 
 
 def test_what_does_not_fit_is_recomputed() -> None:
-    question = asked(wide, (2,), time_limit=8.0)
-    free = planned(question, recompute="none")
+    request = requested(wide, (2,), time_limit=8.0)
+    free = planned(request, recompute="none")
     limit = int(0.7 * free.predicted.peak_bytes)
-    found = planned(question, memory_limit=limit)
+    found = planned(request, memory_limit=limit)
     assert found.recomputed and found.predicted.peak_bytes <= limit
     assert found.predicted.step_seconds > free.predicted.step_seconds
     assert sum(h.bytes for h in found.holdings) + found.predicted.temporary_bytes == found.predicted.peak_bytes
@@ -180,12 +180,12 @@ def test_recomputation_is_tried_where_only_the_rehearsed_peak_exceeds_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What the program deems to fit, and the rehearsal of the step not, fits with values recomputed."""
-    question = asked(wide, (2,), time_limit=8.0)
-    free = planned(question, recompute="none")
+    request = requested(wide, (2,), time_limit=8.0)
+    free = planned(request, recompute="none")
     rehearsed = planner.peak_bytes
     more = int(0.3 * free.predicted.peak_bytes)
     monkeypatch.setattr(planner, "peak_bytes", lambda found: rehearsed(found) + more)
-    found = planned(question, memory_limit=int(1.1 * free.predicted.peak_bytes))
+    found = planned(request, memory_limit=int(1.1 * free.predicted.peak_bytes))
     assert found.recomputed and found.predicted.peak_bytes + more <= found.memory_limit
 
 
@@ -204,7 +204,7 @@ class Written(nn.Module):
 
 
 def test_selective_is_the_inside_of_attention() -> None:
-    found = setting(ask(Written(), (torch.randn(2, 6, 8),), (1,)))
+    found = setting(make_request(Written(), (torch.randn(2, 6, 8),), (1,)))
     possible = recomputable(found.graph)
     sizes = {tuple(map(int, found.graph[name].type.shape)) for name in possible.selective}
     assert possible.selective < possible.full or not possible.full

@@ -17,11 +17,11 @@ from autopar.placement.axis_names import weight_values
 from autopar.placement.baselines import Baseline, baselines
 from autopar.placement.prices import Prices
 from autopar.planner.formulate import posed
-from autopar.planner.mesh_solution import Answer, placed_step
+from autopar.planner.mesh_solution import MeshSolution, placed_step
 from autopar.planner.step_graphs import step_graph
 from autopar.solver.solve import solve
 from tests.helpers.models import Case
-from tests.helpers.questions import ask
+from tests.helpers.planning import make_request
 
 
 class Classifier(nn.Module):
@@ -50,19 +50,19 @@ def slow_links() -> Cluster:
 
 
 @cache
-def answers(mesh: tuple[int, ...]) -> dict[str, tuple[Baseline, Answer]]:
+def answers(mesh: tuple[int, ...]) -> dict[str, tuple[Baseline, MeshSolution]]:
     model, batch = case()
-    question = ask(model, batch, mesh, cluster=slow_links())
-    graph = annotate(step_graph(question.graph, question.loss, question.batch), mesh)
-    instance = posed(question, graph, Prices.of(question.cluster, mesh, graph))
+    request = make_request(model, batch, mesh, cluster=slow_links())
+    graph = annotate(step_graph(request.graph, request.loss, request.batch), mesh)
+    instance = posed(request, graph, Prices.of(request.cluster, mesh, graph))
     found = {}
     for line in baselines(instance):
         problem = replace(line.instance.problem, memory_limit=float("inf"))
-        found[line.name] = line, Answer.of(line.instance, solve(problem, time_limit=20.0, gap=0.0))
+        found[line.name] = line, MeshSolution.of(line.instance, solve(problem, time_limit=20.0, gap=0.0))
     return found
 
 
-def takers(found: Answer) -> Iterator[tuple[str, tuple[object, ...], bool]]:
+def takers(found: MeshSolution) -> Iterator[tuple[str, tuple[object, ...], bool]]:
     """The operations that take weights and something of the batch: each operand's placements, and whether it is a
     weight."""
     graph, weights = found.instance.graph, weight_values(found.instance.graph)
@@ -76,9 +76,9 @@ def takers(found: Answer) -> Iterator[tuple[str, tuple[object, ...], bool]]:
 
 def test_there_are_none_on_one_device() -> None:
     model, batch = case()
-    question = ask(model, batch, (1,))
-    graph = annotate(step_graph(question.graph, question.loss, question.batch), (1,))
-    assert list(baselines(posed(question, graph, Prices.of(question.cluster, (1,), graph)))) == []
+    request = make_request(model, batch, (1,))
+    graph = annotate(step_graph(request.graph, request.loss, request.batch), (1,))
+    assert list(baselines(posed(request, graph, Prices.of(request.cluster, (1,), graph)))) == []
 
 
 @pytest.mark.parametrize("mesh", [(4,), (2, 2)])

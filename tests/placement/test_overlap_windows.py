@@ -15,9 +15,9 @@ from autopar.planner.solve_mesh import solve_mesh
 from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings
 from autopar.plans.timeline import step_timeline
-from autopar.search.best_plan import answer
+from autopar.search.best_plan import best_plan
 from autopar.solver.problem import evaluate, sides_of
-from tests.helpers.questions import CLUSTER, asked
+from tests.helpers.planning import CLUSTER, requested
 
 
 @pytest.fixture(autouse=True)
@@ -31,8 +31,8 @@ def test_the_bill_takes_back_what_the_program_hides(changes: dict[str, Any]) -> 
     apart = replace(Cluster.get(CLUSTER), overlaps=False)
     seconds = {}
     for cluster in (Cluster.get(CLUSTER), apart):
-        question = asked("plain", (2, 2), cluster=cluster, **changes)
-        best, _ = solve_mesh(question, step_graph(question.graph, question.loss, question.batch), Timings())
+        request = requested("plain", (2, 2), cluster=cluster, **changes)
+        best, _ = solve_mesh(request, step_graph(request.graph, request.loss, request.batch), Timings())
         problem, chosen = best.instance.problem, best.solution.choices
         assert evaluate(problem, chosen) == pytest.approx(best.account.seconds, rel=1e-9)
         hidden = [line for line in best.account.lines if line.kind == "hidden"]
@@ -49,24 +49,24 @@ def test_the_bill_takes_back_what_the_program_hides(changes: dict[str, Any]) -> 
 
 
 def test_what_may_hide() -> None:
-    question = asked("plain", (4,))
-    graph = step_graph(question.graph, question.loss, question.batch)
+    request = requested("plain", (4,))
+    graph = step_graph(request.graph, request.loss, request.batch)
     sizes = [int(node.type.bytes) for node in graph.placeholders("param")]
-    shares = hidden_shares(graph, question.cluster)
+    shares = hidden_shares(graph, request.cluster)
     assert shares.gathers == pytest.approx(1 - max(sizes) / sum(sizes))
     assert shares.reductions == pytest.approx(1 - max(*sizes, 1 << 10) / exchanged_bytes(graph))
-    assert hidden_shares(graph, replace(question.cluster, overlaps=False)) == Shares(0.0, 0.0)
+    assert hidden_shares(graph, replace(request.cluster, overlaps=False)) == Shares(0.0, 0.0)
     first, second = sorted(sizes, reverse=True)[:2]
-    apart = hidden_shares(graph, question.cluster, 2)
+    apart = hidden_shares(graph, request.cluster, 2)
     assert apart.gathers == pytest.approx(1 - (first + second) / sum(sizes)), "each stage has a first gather"
 
 
 def test_windows_of_several_microbatches() -> None:
     """Gathers hide in every backward, reductions in the last, behind what gathers leave of it."""
-    question = asked("plain", (4,))
-    graph = step_graph(question.graph, question.loss, question.batch)
-    shares, count = hidden_shares(graph, question.cluster), 3
-    windows = windows_of(graph, question.cluster, Repeats(count, 1, accumulates=True))
+    request = requested("plain", (4,))
+    graph = step_graph(request.graph, request.loss, request.batch)
+    shares, count = hidden_shares(graph, request.cluster), 3
+    windows = windows_of(graph, request.cluster, Repeats(count, 1, accumulates=True))
     assert [window.times for window in windows] == [3, 3, 1]
     for gathers, reductions in ((1.0, 0.5), (1.0, 2.0), (5.0, 1.0), (0.0, 9.0)):
         sides = {"backward": Sides(2.0, gathers), "forward": Sides()}
@@ -91,17 +91,17 @@ def test_a_backward_in_halves_has_two_windows() -> None:
 
 def test_one_bucket_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autopar.placement.overlap_windows.BUCKET_BYTES", 1 << 40)
-    question = asked("plain", (4,))
-    graph = step_graph(question.graph, question.loss, question.batch)
-    names = [window.name for window in windows_of(graph, question.cluster, ONCE)]
+    request = requested("plain", (4,))
+    graph = step_graph(request.graph, request.loss, request.batch)
+    names = [window.name for window in windows_of(graph, request.cluster, ONCE)]
     assert names == ["forward", "backward"], "gathers hide in backward all the same"
 
 
 @pytest.mark.parametrize("microbatches", [2, 4])
 def test_accumulated_gradients_travel_beside_the_last_backward(microbatches: int) -> None:
     """The program's windows, the bill of the plan and the simulated step are one figure."""
-    question = asked("plain", (2, 2), stages=1, microbatches=microbatches, zero=3)
-    plan = answer(question, Timings())
+    request = requested("plain", (2, 2), stages=1, microbatches=microbatches, zero=3)
+    plan = best_plan(request, Timings())
     assert (plan.stages, plan.microbatches) == (1, microbatches)
     assert plan.predicted.step_seconds == pytest.approx(plan.objective, rel=1e-9)
     assert sum(line.seconds for line in plan.lines) == pytest.approx(plan.objective, rel=1e-9)
@@ -114,15 +114,15 @@ def test_accumulated_gradients_travel_beside_the_last_backward(microbatches: int
     last = max((span for span in timeline.spans if span.lane == "compute"), key=lambda span: span.start)
     backward = max((s for s in timeline.spans if s.name.startswith("B")), key=lambda span: span.start)
     assert backward.start <= reduce.start < backward.end <= reduce.end <= last.start + 1e-12
-    apart = replace(question.cluster, overlaps=False)
-    other = answer(replace(question, cluster=apart), Timings())
+    apart = replace(request.cluster, overlaps=False)
+    other = best_plan(replace(request, cluster=apart), Timings())
     assert other.seconds_of("hidden") == 0.0
     assert other.predicted.step_seconds == pytest.approx(other.objective, rel=1e-9)
     assert other.predicted.step_seconds * 1.02 > plan.predicted.step_seconds
 
 
 def test_the_timeline_of_what_travels_meanwhile_ends_with_the_step() -> None:
-    plan = answer(asked("plain", (2, 2), zero=3), Timings())
+    plan = best_plan(requested("plain", (2, 2), zero=3), Timings())
     assert plan.seconds_of("hidden") < 0
     spans = step_timeline(plan).spans
     assert max(span.end for span in spans) == pytest.approx(plan.predicted.step_seconds)

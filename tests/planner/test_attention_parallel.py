@@ -18,13 +18,13 @@ from autopar.ir.placements import local_shape, shard_dim
 from autopar.options import Options
 from autopar.passes.annotate.annotate import annotate
 from autopar.placement.prices import Prices
-from autopar.planner.request import Question
+from autopar.planner.request import PlanRequest
 from autopar.planner.solve_mesh import solve_mesh
 from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings
 from autopar.trace.tracer import trace
 from tests.helpers.interpret import interpret
-from tests.helpers.questions import asked
+from tests.helpers.planning import requested
 from tests.zoo.check import Case, check_assignment, compute_bound, make_case
 
 LENGTH = 17
@@ -97,7 +97,7 @@ BLOCKS = {
 
 def solved(case: Case, mesh: tuple[int, ...], pins: dict[str, str]) -> tuple[Graph, Assignment]:
     cluster = compute_bound(autopar.Cluster.get("dgx-a100-80gb"))
-    found, _ = solve_mesh(Question(case.graph, None, 2, mesh, cluster, Options(pins=pins)), case.graph, Timings())
+    found, _ = solve_mesh(PlanRequest(case.graph, None, 2, mesh, cluster, Options(pins=pins)), case.graph, Timings())
     prices = Prices.of(cluster, mesh, annotate(case.graph, mesh))
     check_assignment(case, found.instance.graph, found.assignment, prices, f"mesh {mesh}")
     return found.instance.graph, found.assignment
@@ -199,9 +199,9 @@ def long_sequence() -> tuple[nn.Module, Any]:
 @pytest.mark.parametrize("limited", [False, True])
 def test_long_sequences_are_sharded_by_price(limited: bool) -> None:
     # Replicated, what is saved for backward takes some 2.5 GB; the limit leaves room for less than half of it.
-    question = asked(long_sequence, (4,), memory_limit=1 << 30) if limited else asked(long_sequence, (4,))
-    graph = step_graph(question.graph, question.loss, question.batch)
-    found, _ = solve_mesh(question, graph, Timings())
+    request = requested(long_sequence, (4,), memory_limit=1 << 30) if limited else requested(long_sequence, (4,))
+    graph = step_graph(request.graph, request.loss, request.batch)
+    found, _ = solve_mesh(request, graph, Timings())
     kernels = [node for node in found.instance.graph.nodes if node.op.startswith(KERNELS)]
     assert len(kernels) == 4
     assert all(shard_dim(found.assignment.strategies[node.name].outputs[0][0]) == 2 for node in kernels)

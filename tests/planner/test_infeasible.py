@@ -12,16 +12,16 @@ import pytest
 from autopar.cluster.description import Cluster
 from autopar.errors import InfeasibleError
 from autopar.options import Options
-from autopar.planner.request import Question
+from autopar.planner.request import PlanRequest
 from autopar.planner.solve_mesh import solve_mesh
 from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings
-from autopar.search.best_plan import answer
+from autopar.search.best_plan import best_plan
 from autopar.search.infeasible import smallest_limit
 from autopar.solver import solve
 from autopar.solver.highs import Outcome
 from tests.helpers.models import Case, Stack, text
-from tests.helpers.questions import asked
+from tests.helpers.planning import requested
 from tests.solver.test_budget import hurry
 
 
@@ -37,16 +37,16 @@ def two_layers() -> Case:
     return Stack(layers=2, width=32, hidden=128), text(4, 4)
 
 
-QUESTIONS: dict[str, Callable[[], Question]] = {
-    "one device": lambda: asked(two_layers, (1,)),
-    "two devices": lambda: asked(one_layer, (2,), recompute="none"),
+REQUESTS: dict[str, Callable[[], PlanRequest]] = {
+    "one device": lambda: requested(two_layers, (1,)),
+    "two devices": lambda: requested(one_layer, (2,), recompute="none"),
 }
 
 
-def refused(question: Question, limit: int) -> str:
-    options = replace(question.options, memory_limit=limit)
+def refused(request: PlanRequest, limit: int) -> str:
+    options = replace(request.options, memory_limit=limit)
     with pytest.raises(InfeasibleError) as caught:
-        answer(replace(question, options=options), Timings())
+        best_plan(replace(request, options=options), Timings())
     return str(caught.value)
 
 
@@ -56,41 +56,41 @@ def named(error: str) -> int:
     return int(found[1])
 
 
-def enough(question: Question) -> int:
-    """The limit that the error names, in which the same question has an answer."""
-    limit = named(refused(question, 1000))
-    plan = answer(replace(question, options=replace(question.options, memory_limit=limit)), Timings())
+def enough(request: PlanRequest) -> int:
+    """The limit that the error names, in which the same request has a plan."""
+    limit = named(refused(request, 1000))
+    plan = best_plan(replace(request, options=replace(request.options, memory_limit=limit)), Timings())
     assert plan.predicted.peak_bytes <= limit
     return limit
 
 
-@pytest.mark.parametrize("name", QUESTIONS)
+@pytest.mark.parametrize("name", REQUESTS)
 def test_the_limit_that_is_named_is_enough_and_less_is_not(name: str) -> None:
-    question = QUESTIONS[name]()
-    limit = enough(question)
-    assert named(refused(question, int(0.9 * limit))) == limit
+    request = REQUESTS[name]()
+    limit = enough(request)
+    assert named(refused(request, int(0.9 * limit))) == limit
 
 
 def test_the_limit_that_is_named_is_enough_for_a_solver_that_is_cut_off() -> None:
-    assert enough(asked("plain", (2,), Cluster.get("local"), time_limit=2.0))
+    assert enough(requested("plain", (2,), Cluster.get("local"), time_limit=2.0))
 
 
 def test_what_was_not_found_is_not_called_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
-    question = QUESTIONS["two devices"]()
+    request = REQUESTS["two devices"]()
     unknown = Outcome("unknown", np.zeros(0), -np.inf, np.zeros(0))
     monkeypatch.setattr(solve, "smallest", lambda problem: np.array([len(g.cost) - 1 for g in problem.groups]))
     monkeypatch.setattr(solve, "fits", lambda *_: False)
     monkeypatch.setattr(solve, "run", lambda *_: unknown)
     with pytest.raises(InfeasibleError, match="was found in the work allowed, nor one with any other limit"):
-        whole(question)
+        whole(request)
     monkeypatch.setattr(solve, "run", lambda *_: replace(unknown, status="infeasible"))
     with pytest.raises(InfeasibleError, match="is possible at all"):
-        whole(question)
+        whole(request)
 
 
-def whole(question: Question) -> None:
-    graph = step_graph(question.graph, question.loss, question.batch)
-    solve_mesh(replace(question, memory_limit=1000), graph, Timings())
+def whole(request: PlanRequest) -> None:
+    graph = step_graph(request.graph, request.loss, request.batch)
+    solve_mesh(replace(request, memory_limit=1000), graph, Timings())
 
 
 @pytest.mark.parametrize(("least", "expected"), [(300, 309), (10**6, None), (120, 125)])
@@ -108,7 +108,7 @@ def test_only_a_limit_in_which_a_pipeline_was_found_is_named(least: int, expecte
 @pytest.mark.parametrize("name", ["two devices", pytest.param("two stages", marks=pytest.mark.slow)])
 def test_a_busy_machine_names_the_same_limit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     staged = name == "two stages"
-    question = asked(narrow, (2,), stages=2, microbatches=2) if staged else QUESTIONS[name]()
-    error = refused(question, 1000)
+    request = requested(narrow, (2,), stages=2, microbatches=2) if staged else REQUESTS[name]()
+    error = refused(request, 1000)
     hurry(monkeypatch)
-    assert refused(question, 1000) == error
+    assert refused(request, 1000) == error

@@ -13,15 +13,15 @@ import pytest
 from autopar.ir.placements import short
 from autopar.ir.reshard import Collective
 from autopar.passes.lower.collectives_read_back import collectives_of, difference
-from autopar.planner.mesh_solution import Answer
+from autopar.planner.mesh_solution import MeshSolution
 from autopar.planner.solve_mesh import solve_mesh
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
 from autopar.search import best_plan as search
-from autopar.search.best_plan import answer
+from autopar.search.best_plan import best_plan
 from autopar.solver.problem import evaluate, memory_of
 from tests.helpers.models import make
-from tests.helpers.questions import Setting, ask, asked, setting, slow_devices
+from tests.helpers.planning import Setting, make_request, requested, setting, slow_devices
 
 MESHES = [(4,), (2, 2), (2, 1, 2)]
 KINDS: dict[str, dict[str, Any]] = {
@@ -40,28 +40,28 @@ class Planned:
     """A plan, and the solved program that it was written from."""
 
     plan: Plan
-    best: Answer
+    best: MeshSolution
 
 
 @cache
 def planned(name: str, mesh: tuple[int, ...], kind: str) -> Planned:
-    seen: list[Answer] = []
+    seen: list[MeshSolution] = []
 
-    def spy(*question: Any) -> Any:
-        found = solve_mesh(*question)
+    def spy(*request: Any) -> Any:
+        found = solve_mesh(*request)
         seen.append(found[0])
         return found
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "solve_mesh", spy)
-        plan = answer(asked(name, mesh, **KINDS[kind]), Timings())
+        plan = best_plan(requested(name, mesh, **KINDS[kind]), Timings())
     (best,) = seen
     return Planned(plan, best)
 
 
 @cache
 def settled(mesh: tuple[int, ...], slow: bool) -> Setting:
-    return setting(asked("stack", mesh, **KINDS["slow devices" if slow else "best"]))
+    return setting(requested("stack", mesh, **KINDS["slow devices" if slow else "best"]))
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -123,14 +123,14 @@ def without_times(plan: Plan) -> Plan:
     return replace(plan, solve_seconds=0.0, timings={})
 
 
-def test_the_same_question_has_the_same_answer() -> None:
+def test_the_same_request_has_the_same_plan() -> None:
     first = planned("stack", (2, 2), "slow devices").plan
-    second = answer(ask(*make("stack"), (2, 2), **KINDS["slow devices"]), Timings())
+    second = best_plan(make_request(*make("stack"), (2, 2), **KINDS["slow devices"]), Timings())
     assert without_times(first) == without_times(second)
     assert without_times(first).to_json() == without_times(second).to_json()
 
 
 def test_mesh_search_is_never_worse_than_the_mesh_given() -> None:
     fixed = planned("stack", (4,), "slow devices").plan
-    free = answer(asked("stack", (4,), slow_devices(), mesh_search=True), Timings())
+    free = best_plan(requested("stack", (4,), slow_devices(), mesh_search=True), Timings())
     assert free.predicted.step_seconds <= fixed.predicted.step_seconds * 1.011

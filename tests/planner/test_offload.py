@@ -22,10 +22,10 @@ from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
 from autopar.runtime.state import optimizer as steps
 from autopar.runtime.state.optimizer import make_optimizer
-from autopar.search.best_plan import answer
+from autopar.search.best_plan import best_plan
 from autopar.solver.problem import host_of
 from tests.helpers.models import Case, Stack, text
-from tests.helpers.questions import asked, on
+from tests.helpers.planning import on, requested
 
 CLUSTER = Cluster.get("dgx-a100-80gb")
 
@@ -40,8 +40,8 @@ def large() -> Case:
 
 
 def planned(cluster: Cluster = CLUSTER, mesh: tuple[int, ...] = (2,), **options: Any) -> Plan:
-    question = asked(small, mesh, cluster, time_limit=8.0)
-    return answer(replace(question, options=replace(question.options, **options)), Timings())
+    request = requested(small, mesh, cluster, time_limit=8.0)
+    return best_plan(replace(request, options=replace(request.options, **options)), Timings())
 
 
 def test_state_goes_to_the_host_where_the_step_does_not_fit_otherwise() -> None:
@@ -120,8 +120,8 @@ def test_what_the_host_cannot_hold_stays_on_devices() -> None:
 
 
 def stacked(cluster: Cluster = CLUSTER, **options: Any) -> Plan:
-    question = asked(large, (1,), cluster, time_limit=8.0)
-    return answer(replace(question, options=replace(question.options, recompute="none", **options)), Timings())
+    request = requested(large, (1,), cluster, time_limit=8.0)
+    return best_plan(replace(request, options=replace(request.options, recompute="none", **options)), Timings())
 
 
 def test_the_memory_of_the_host_is_a_row_of_the_program() -> None:
@@ -140,16 +140,16 @@ def test_the_memory_of_the_host_is_a_row_of_the_program() -> None:
 
 
 def test_what_the_program_counts_in_host_memory_is_what_the_bill_does() -> None:
-    question = asked(small, (2,), CLUSTER, offload=True, zero=1)
-    best, _ = solve_mesh(question, step_graph(question.graph, question.loss, question.batch), Timings())
+    request = requested(small, (2,), CLUSTER, offload=True, zero=1)
+    best, _ = solve_mesh(request, step_graph(request.graph, request.loss, request.batch), Timings())
     assert host_of(best.instance.problem, best.solution.choices) == best.account.memory.host > 0
 
 
 def test_a_pipeline_is_sought_with_less_than_its_bill_where_its_steps_hold_more() -> None:
     """The first pipeline within this limit by its bill is not by its step, which takes more than the limit allows."""
-    question = asked(large, (2,), CLUSTER, time_limit=8.0)
-    options = replace(question.options, stages=2, microbatches=2, recompute="none", memory_limit=928256)
-    plan = answer(replace(question, options=options), Timings())
+    request = requested(large, (2,), CLUSTER, time_limit=8.0)
+    options = replace(request.options, stages=2, microbatches=2, recompute="none", memory_limit=928256)
+    plan = best_plan(replace(request, options=options), Timings())
     assert plan.predicted.peak_bytes <= 928256 and plan.predicted.host_bytes > 0
 
 

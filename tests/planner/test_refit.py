@@ -8,19 +8,19 @@ import autopar
 from autopar.errors import PlanMismatchError
 from autopar.options import Options
 from autopar.planner.prepare import Prepared, prepare
-from autopar.planner.request import Question
+from autopar.planner.request import PlanRequest
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
-from autopar.search.best_plan import answer
+from autopar.search.best_plan import best_plan
 from tests.helpers.models import Stack, make, text
-from tests.helpers.questions import slow_devices
+from tests.helpers.planning import slow_devices
 
 
 def planned(batch: int = 8) -> tuple[Prepared, Plan]:
     cluster = slow_devices()
     base = prepare(Stack(layers=2), (), text(batch, 8), device="cpu", loss_fn=None, training=True)
-    question = Question(base.graph, base.loss, batch, (4,), cluster, Options(mesh_search=False), "Stack")
-    return base, answer(question, Timings())
+    request = PlanRequest(base.graph, base.loss, batch, (4,), cluster, Options(mesh_search=False), "Stack")
+    return base, best_plan(request, Timings())
 
 
 def test_repricing_at_its_own_size_changes_nothing() -> None:

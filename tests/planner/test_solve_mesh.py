@@ -25,20 +25,20 @@ from autopar.placement.formulation import build_instance
 from autopar.placement.prices import Prices
 from autopar.planner import solve_mesh as planner
 from autopar.planner import time_limit as solve_in_time
-from autopar.planner.request import Question, memory_limit_of, mesh_candidates
+from autopar.planner.request import PlanRequest, memory_limit_of, mesh_candidates
 from autopar.planner.solve_mesh import solve_mesh
 from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
-from autopar.search.best_plan import answer
+from autopar.search.best_plan import best_plan
 from autopar.solver.problem import Problem, Solution, evaluate, memory_of
 from autopar.solver.solve import solve
 from tests.helpers.models import Case, Stack, text
-from tests.helpers.questions import ask, asked, setting, slow_devices
+from tests.helpers.planning import make_request, requested, setting, slow_devices
 
 
 def planned(name: str, mesh: tuple[int, ...], **changes: Any) -> Plan:
-    return answer(asked(name, mesh, **changes), Timings())
+    return best_plan(requested(name, mesh, **changes), Timings())
 
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("resnet", marks=pytest.mark.slow)])
@@ -73,13 +73,13 @@ def test_without_time_there_is_still_a_plan_that_says_so() -> None:
     assert any("solving took all of time_limit=0 s" in warning for warning in plan.warnings)
 
 
-def objectives(question: Question) -> tuple[float, float, float]:
+def objectives(request: PlanRequest) -> tuple[float, float, float]:
     """Folded and unfolded objective, and the bound of the unfolded."""
-    graph = annotate(step_graph(question.graph, question.loss, question.batch), question.mesh)
-    prices = Prices.of(question.cluster, question.mesh, graph)
+    graph = annotate(step_graph(request.graph, request.loss, request.batch), request.mesh)
+    prices = Prices.of(request.cluster, request.mesh, graph)
     found = []
     for folded in (fold_layers(graph), graph):
-        instance = build_instance(folded, prices, optimizer="adamw", memory_limit=float(memory_limit_of(question)))
+        instance = build_instance(folded, prices, optimizer="adamw", memory_limit=float(memory_limit_of(request)))
         found.append(solve(instance.problem, time_limit=20, gap=0.01, seed=0))
     return found[0].objective, found[1].objective, found[1].bound
 
@@ -87,16 +87,16 @@ def objectives(question: Question) -> tuple[float, float, float]:
 @pytest.mark.parametrize("unequal", [False, True], ids=["equal layers", "first layer wider"])
 def test_folding_costs_no_more_than_the_gap(unequal: bool) -> None:
     model = Stack(layers=4, unequal=unequal)
-    folded, whole, bound = objectives(ask(model, text(8, 8), (2, 2), slow_devices()))
+    folded, whole, bound = objectives(make_request(model, text(8, 8), (2, 2), slow_devices()))
     assert folded <= whole * 1.01
     assert folded <= bound * 1.02
 
 
 def test_folding_makes_the_problem_smaller_not_another() -> None:
     model, batch = Stack(layers=6), text(8, 8)
-    question = ask(model, batch, (4,))
-    graph = annotate(step_graph(question.graph, question.loss, question.batch), (4,))
-    prices = Prices.of(question.cluster, (4,), graph)
+    request = make_request(model, batch, (4,))
+    graph = annotate(step_graph(request.graph, request.loss, request.batch), (4,))
+    prices = Prices.of(request.cluster, (4,), graph)
     whole = build_instance(graph, prices, optimizer="adamw", memory_limit=1e12)
     folded = build_instance(fold_layers(graph), prices, optimizer="adamw", memory_limit=1e12)
     assert len(folded.names) < 0.5 * len(whole.names)
@@ -111,9 +111,9 @@ def test_folding_makes_the_problem_smaller_not_another() -> None:
 def test_a_small_model_pays_whole_meetings() -> None:
     """Gradients that fill no bucket travel in one: together they cost what one collective of their bytes does."""
     cluster = replace(Cluster.get("dgx-a100-80gb"), synchronisation_seconds=1.0)
-    question = ask(Stack(layers=2), text(8, 8), (2, 2), cluster)
-    graph = annotate(step_graph(question.graph, question.loss, question.batch), (2, 2))
-    prices = Prices.of(question.cluster, (2, 2), graph)
+    request = make_request(Stack(layers=2), text(8, 8), (2, 2), cluster)
+    graph = annotate(step_graph(request.graph, request.loss, request.batch), (2, 2))
+    prices = Prices.of(request.cluster, (2, 2), graph)
     partial, whole = parse_placements("P,P"), parse_placements("R,R")
     sent = [node.type for node in graph.placeholders("param")]
     apart = sum(prices.table(kind, bucketed=True).cost(partial, whole) for kind in sent)
@@ -127,9 +127,9 @@ def wide() -> Case:
 
 
 def test_memory_limit_is_kept_and_costs_time() -> None:
-    free = answer(asked(wide, (4,)), Timings())
-    least = smallest_limit(asked(wide, (4,), memory_limit=1))
-    tight = answer(asked(wide, (4,), memory_limit=least, time_limit=16.0), Timings())
+    free = best_plan(requested(wide, (4,)), Timings())
+    least = smallest_limit(requested(wide, (4,), memory_limit=1))
+    tight = best_plan(requested(wide, (4,), memory_limit=least, time_limit=16.0), Timings())
     assert tight.predicted.peak_bytes <= least == tight.memory_limit < free.predicted.peak_bytes
     assert tight.predicted.step_seconds > free.predicted.step_seconds
     sharded = [sum("S" in short(place.optimizer) for place in one.parameters.values()) for one in (tight, free)]
@@ -143,13 +143,13 @@ class SoughtError(Exception):
 def test_layers_that_differ_are_sought_only_where_the_limit_costs_more_than_the_gap(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    question = asked(wide, (4,))
-    graph = step_graph(question.graph, question.loss, question.batch)
+    request = requested(wide, (4,))
+    graph = step_graph(request.graph, request.loss, request.batch)
     monkeypatch.setattr(planner, "stretched", Mock(side_effect=SoughtError))
-    free, _ = solve_mesh(question, graph, Timings())
+    free, _ = solve_mesh(request, graph, Timings())
     needed = memory_of(free.instance.problem, free.solution.choices)
     for share in (1.01, 0.5):
-        limited = replace(question, options=replace(question.options, memory_limit=int(share * needed)))
+        limited = replace(request, options=replace(request.options, memory_limit=int(share * needed)))
         if share > 1:
             near, _ = solve_mesh(limited, graph, Timings())
             assert near.solution.objective == free.solution.objective
@@ -158,20 +158,20 @@ def test_layers_that_differ_are_sought_only_where_the_limit_costs_more_than_the_
                 solve_mesh(limited, graph, Timings())
 
 
-def smallest_limit(question: Question) -> int:
+def smallest_limit(request: PlanRequest) -> int:
     with pytest.raises(InfeasibleError) as caught:
-        answer(question, Timings())
+        best_plan(request, Timings())
     found = re.search(r"Options\(memory_limit=(\d+)\)", str(caught.value))
     assert found is not None
     return int(found[1])
 
 
 def test_infeasible_limit_names_tensors() -> None:
-    question = asked("stack", (2,), memory_limit=1000)
+    request = requested("stack", (2,), memory_limit=1000)
     with pytest.raises(
         InfeasibleError, match=r"(?s)mesh \(2,\) fits into 1000 B.*Largest tensors: .*embed\.weight f32\[257, 16\]"
     ):
-        answer(question, Timings())
+        best_plan(request, Timings())
 
 
 def test_default_limit_is_the_device_less_a_reserve() -> None:
@@ -181,13 +181,13 @@ def test_default_limit_is_the_device_less_a_reserve() -> None:
 
 
 def test_mesh_search_splits_one_axis_but_not_what_is_named_pinned_or_fixed() -> None:
-    question = asked("plain", (8,), mesh_search=True)
-    assert set(mesh_candidates(question)) == {(2, 4), (4, 2)}
-    assert mesh_candidates(replace(question, axis_names=("dp",))) == [(8,)]
-    assert mesh_candidates(replace(question, options=Options(mesh_search=False))) == [(8,)]
-    assert mesh_candidates(replace(question, options=Options(pins={"*": "R"}))) == [(8,)]
-    assert mesh_candidates(replace(question, mesh=(2, 1, 2))) == [(2, 1, 2)]
-    assert mesh_candidates(replace(question, mesh=(3,))) == [(3,)]
+    request = requested("plain", (8,), mesh_search=True)
+    assert set(mesh_candidates(request)) == {(2, 4), (4, 2)}
+    assert mesh_candidates(replace(request, axis_names=("dp",))) == [(8,)]
+    assert mesh_candidates(replace(request, options=Options(mesh_search=False))) == [(8,)]
+    assert mesh_candidates(replace(request, options=Options(pins={"*": "R"}))) == [(8,)]
+    assert mesh_candidates(replace(request, mesh=(2, 1, 2))) == [(2, 1, 2)]
+    assert mesh_candidates(replace(request, mesh=(3,))) == [(3,)]
 
 
 @pytest.mark.parametrize(
@@ -260,9 +260,9 @@ class Odd(nn.Module):
 
 
 def test_an_operation_without_a_rule_is_reported_with_its_price() -> None:
-    question = ask(Odd(), (torch.randn(8, 8),), (4,))
-    plan = answer(question, Timings())
-    found: Graph = setting(question).graph
+    request = make_request(Odd(), (torch.randn(8, 8),), (4,))
+    plan = best_plan(request, Timings())
+    found: Graph = setting(request).graph
     ops = {n.op for n in found.nodes if "matrix_exp" in n.op}
     assert ops and ops <= set(plan.fallbacks)
     for op in ops:

@@ -16,10 +16,10 @@ from autopar.ir.placements import Strategy, is_shard, parse_placements, shard_di
 from autopar.ir.reshard import make_hop
 from autopar.options import Options
 from autopar.placement.prices import Prices
-from autopar.planner.request import Question
+from autopar.planner.request import PlanRequest
 from autopar.planner.solve_mesh import solve_mesh
 from autopar.planner.timings import Timings
-from autopar.search.best_plan import answer
+from autopar.search.best_plan import best_plan
 from tests.zoo.check import Case, check_assignments, compute_bound, make_case
 
 VOCABULARY, TOKENS, HEADS, WIDTH = 257, 17, 3, 96
@@ -59,7 +59,7 @@ def test_any_assignment_is_right(batch: int, mesh: tuple[int, ...]) -> None:
 def test_three_heads_on_two_devices_divide_attention() -> None:
     slow = compute_bound(Cluster.get("dgx-a100-80gb"))
     slow = replace(slow, device=replace(slow.device, memory_bandwidth=1e11))
-    solved, _ = solve_mesh(Question(case(1).graph, None, 1, (2,), slow, Options(zero=0)), case(1).graph, Timings())
+    solved, _ = solve_mesh(PlanRequest(case(1).graph, None, 1, (2,), slow, Options(zero=0)), case(1).graph, Timings())
     attention = [n for n in solved.instance.graph.nodes if "scaled_dot_product" in n.op]
     assert len(attention) == 2
     for node in attention:
@@ -72,7 +72,7 @@ def test_six_sequences_on_four_devices_are_divided_on_two_axes() -> None:
     heads on the other, leave none. (Results of attention may rest whole: where messages cost next to nothing, that is
     as good.)"""
     slow = compute_bound(Cluster.get("dgx-a100-80gb"))
-    plan = answer(Question(case(6).graph, None, 6, (4,), slow, Options()), Timings())
+    plan = best_plan(PlanRequest(case(6).graph, None, 6, (4,), slow, Options()), Timings())
     assert plan.mesh == (2, 2)
     attention = [node.name for node in case(6).graph if "scaled_dot_product" in node.op]
     assert len(attention) == 2

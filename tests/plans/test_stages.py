@@ -16,16 +16,16 @@ from autopar.cli.parser import main
 from autopar.errors import OptionsError, PlanMismatchError
 from autopar.options import Options
 from autopar.planner.prepare import prepare
-from autopar.planner.request import Question
+from autopar.planner.request import PlanRequest
 from autopar.planner.timings import Timings
 from autopar.plans.views.module_tree import module_rows
 from autopar.plans.views.stage_table import stage_lines
 from autopar.plans.views.stages import busiest_stage, folded_modules, sends, stage_rows
 from autopar.schedule.check import check
-from autopar.search.best_plan import answer
+from autopar.search.best_plan import best_plan
 from tests.helpers.chrome_trace import timeline_from_chrome_trace
 from tests.helpers.models import Stack, text
-from tests.helpers.questions import slow_devices
+from tests.helpers.planning import slow_devices
 from tests.plans.test_summary import check_shape
 from tests.search.test_best_plan import plan as planned
 
@@ -226,7 +226,7 @@ def test_a_pipeline_is_priced_at_other_batches() -> None:
     cluster = slow_devices()
     base = prepare(Stack(layers=2), (), text(8, 8), device="cpu", loss_fn=None, training=True)
     options = Options(mesh_search=False, stages=2, microbatches=2, schedule="1f1b")
-    plan = answer(Question(base.graph, base.loss, 8, (4,), cluster, options, "Stack"), Timings())
+    plan = best_plan(PlanRequest(base.graph, base.loss, 8, (4,), cluster, options, "Stack"), Timings())
     again = autopar.reprice(plan, base, 8, cluster=cluster)
     assert again.predicted == plan.predicted and again.lines == plan.lines
     assert again.strategies == plan.strategies and again.pipeline == plan.pipeline

@@ -14,7 +14,7 @@ import autopar
 from autopar.runtime import Compiled, ParallelModule, Request
 from autopar.runtime.calls.input_checks import Check
 from autopar.runtime.inputs.content_hash import WHOLE_BYTES, content_hash
-from tests.helpers.questions import on
+from tests.helpers.planning import on
 from tests.helpers.runtime_tiny import FEATURES, Tiny, compile_tiny
 
 BATCH = 8

@@ -13,7 +13,7 @@ from torch import nn
 import autopar
 from autopar.errors import InfeasibleError
 from autopar.runtime.module.parallel_module import ParallelModule
-from tests.helpers.questions import on, slow_devices
+from tests.helpers.planning import on, slow_devices
 
 WORDS, WIDTH = 11, 6
 LABELS = F.cross_entropy

@@ -13,7 +13,7 @@ from torch import nn
 import autopar
 from autopar.options import Options
 from autopar.runtime.state.loss_scale import FIRST, LossScale
-from tests.helpers.questions import on
+from tests.helpers.planning import on
 
 
 class Blocks(nn.Module):

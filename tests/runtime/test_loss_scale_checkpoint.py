@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import autopar
 from autopar.options import Options
 from autopar.runtime.state.loss_scale import LossScale
-from tests.helpers.questions import on
+from tests.helpers.planning import on
 from tests.runtime.test_loss_scale import Blocks
 
 # A scale of 2**19 overflows and one of 2**18 does not, so that at this pace every third step is skipped.

@@ -19,7 +19,7 @@ from autopar.runtime.comm.exchange import Exchange
 from autopar.runtime.comm.groups import mesh_groups
 from autopar.runtime.inputs.rank_local import join, own_part, whole
 from autopar.runtime.inputs.sampler import GlobalBatchSampler, shares
-from tests.helpers.questions import gradients_of, on, slow_devices
+from tests.helpers.planning import gradients_of, on, slow_devices
 
 PLACEMENTS = [
     "R,R", "S(0),R", "R,S(0)", "S(0),S(0)", "S(1),R", "R,S(1)", "S(0),S(1)", "S(1),S(0)", "S(1),S(1)", "S(0/2),R",

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.runtime.comm.groups import mesh_groups
-from tests.helpers.questions import on
+from tests.helpers.planning import on
 
 
 class Net(nn.Module):

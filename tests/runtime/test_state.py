@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import autopar
 from autopar.errors import AutoparError
 from autopar.runtime.module.parallel_module import ParallelModule
-from tests.helpers.questions import CLUSTER, on, slow_devices
+from tests.helpers.planning import CLUSTER, on, slow_devices
 from tests.zoo.check import check_assignments, make_case
 
 WIDTH = 6

@@ -15,7 +15,7 @@ import autopar
 from autopar.errors import OptionsError, TraceError
 from autopar.trace.loss import call_loss, run_with_loss
 from autopar.trace.tracer import trace
-from tests.helpers.questions import CLUSTER, on, slow_devices
+from tests.helpers.planning import CLUSTER, on, slow_devices
 from tests.runtime.test_kinds_of_calls import Flagged, batch, check_gradients, check_own_loss, check_step, pair
 
 

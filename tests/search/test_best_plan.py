@@ -27,7 +27,7 @@ from autopar.search.candidate import Found
 from autopar.search.pipeline_bill import shared_processors
 from autopar.search.stage_meshes import StageMeshes, layout_for, layouts, microbatch_counts
 from tests.helpers.models import Case
-from tests.helpers.questions import CLUSTER, asked, planned
+from tests.helpers.planning import CLUSTER, planned, requested
 
 
 class Block(nn.Module):
@@ -297,13 +297,13 @@ def test_a_named_schedule_that_nothing_beats_is_kept_and_said() -> None:
 
 
 def test_on_shared_cores_stages_that_nobody_asked_for_must_win_clearly() -> None:
-    question = asked("plain", (2,))
-    shared = replace(question, options=Options(), cluster=replace(question.cluster, sharing=2, cores=1.0))
+    request = requested("plain", (2,))
+    shared = replace(request, options=Options(), cluster=replace(request.cluster, sharing=2, cores=1.0))
     whole = Found(1.0, None, Mock(), Mock())
     pipeline = Found(0.9, StageMeshes(2, (1,), ()), Mock(), Mock())
     assert search._doubt(shared, whole) == 1 < search._doubt(shared, pipeline)
     assert search._doubt(replace(shared, options=Options(stages=2)), pipeline) == 1
-    assert search._doubt(replace(shared, cluster=question.cluster), pipeline) == 1
+    assert search._doubt(replace(shared, cluster=request.cluster), pipeline) == 1
     assert "Options(stages=2)" in next(search._passed_over([whole, pipeline], whole))
     assert not list(search._passed_over([whole, pipeline], pipeline))
 
@@ -312,18 +312,18 @@ def test_on_shared_cores_stages_that_nobody_asked_for_must_win_clearly() -> None
 def test_stages_that_cannot_win_are_not_sought_with_less_memory(monkeypatch: pytest.MonkeyPatch, best: float) -> None:
     """Two stages that take at least 4 s together, 2 s each, beside a plan of ``best`` seconds. Bills were seen 11%
     under their share of the program's bound, so that 1.77 s are no reason yet."""
-    answer = Mock(**{"unlimited": 4.0, "account.seconds": 5.0})
-    solve_only = Mock(return_value=answer)
+    solution = Mock(**{"unlimited": 4.0, "account.seconds": 5.0})
+    solve_only = Mock(return_value=solution)
     monkeypatch.setattr(stage_programs, "solve_only", solve_only)
-    question = asked("plain", (2,))
-    programs = stage_programs.StagePrograms(question, best, Timings())
+    request = requested("plain", (2,))
+    programs = stage_programs.StagePrograms(request, best, Timings())
     repeats = Repeats(2, 1, accumulates=True, stages=2)
-    assert programs.solve(question.graph, repeats, 100.0, 10.0) is answer
+    assert programs.solve(request.graph, repeats, 100.0, 10.0) is solution
     if best * 1.15 < 2.0:
         with pytest.raises(InfeasibleError, match="2 stages take at least 2 s: not sought with less memory"):
-            programs.solve(question.graph, repeats, 90.0, 10.0)
+            programs.solve(request.graph, repeats, 90.0, 10.0)
     else:
-        assert programs.solve(question.graph, repeats, 90.0, 10.0) is answer
+        assert programs.solve(request.graph, repeats, 90.0, 10.0) is solution
         assert [call.args[0].memory_limit for call in solve_only.call_args_list] == [100.0, 90.0]
 
 

@@ -7,7 +7,7 @@ import pytest
 from autopar.cluster.description import Cluster
 from autopar.cost.collective.point_to_point import message_rate
 from autopar.plans.plan import Plan
-from tests.helpers.questions import CLUSTER
+from tests.helpers.planning import CLUSTER
 from tests.search.test_best_plan import plan
 
 STAGED = {"stages": 2, "microbatches": 2, "schedule": "1f1b"}

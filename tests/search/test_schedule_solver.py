@@ -85,7 +85,7 @@ def test_equal_stages_keep_the_named_schedule_that_is_best() -> None:
     assert (solved.schedule.name, solved.status, solved.seconds) == ("zb-h1", "optimal", 27)
 
 
-def test_the_same_question_has_the_same_answer() -> None:
+def test_the_same_problem_has_the_same_schedule() -> None:
     prices = uneven(2, 1, 1, 1, 1, 2, wire=0.7)
     first, second = (solve_schedule(prices, loop_placement(3, 2), 4, chain(6), time_limit=0.5) for _ in range(2))
     assert first == second

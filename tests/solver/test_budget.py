@@ -65,8 +65,8 @@ def test_a_program_is_not_begun_where_what_is_left_cannot_be_enough(
 ) -> None:
     program = build(hard())
     monkeypatch.setattr(solve_budget, "run", lambda *_: pytest.fail("begun"))
-    answer = Budget(1e-3, counted).branch(program, gap=0.0)
-    assert answer.status == "unknown" and len(answer.values) == 0 and answer.bound == -np.inf
+    outcome = Budget(1e-3, counted).branch(program, gap=0.0)
+    assert outcome.status == "unknown" and len(outcome.values) == 0 and outcome.bound == -np.inf
     assert Budget(1e-3, counted).relax(program, seed=0).status == "unknown"
 
 
@@ -80,7 +80,7 @@ def test_a_search_ends_once_it_has_enough() -> None:
     assert found.bound <= known.objective and budget.spent < 1.0
 
 
-def test_questions_whose_work_is_counted_are_answered_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_problems_whose_work_is_counted_are_solved_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """So is what they took of the time limit."""
     options = Options(time_limit=1.2, gap=0.0)
     first, second = Timings(counted=True), Timings(counted=True)
@@ -135,6 +135,6 @@ def test_a_solver_that_is_cut_off_twice_computes_a_few_times_its_limit(monkeypat
 
     monkeypatch.setattr(solve_run, "_run", half_waiting)
     program = build(layered(6, 3))
-    answer = run(program, False, Effort(0.4))
+    outcome = run(program, False, Effort(0.4))
     assert len(given) == 2 and given[1] <= 3 * (0.4 - 0.2) * 1.01
-    assert answer.bound == 2.0 * program.unit
+    assert outcome.bound == 2.0 * program.unit

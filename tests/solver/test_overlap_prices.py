@@ -72,11 +72,11 @@ def test_the_program_has_windows_as_linear_rows(seed: int) -> None:
     if problem is None:
         return
     program = build(problem)
-    best, answer = brute_force(problem), run(program, False, Effort(10.0))
+    best, outcome = brute_force(problem), run(program, False, Effort(10.0))
     if np.isfinite(best):
         # Of microseconds, too: the rows are not in seconds, of which the solver's tolerance is a millionth.
-        assert answer.bound == pytest.approx(best, rel=1e-5, abs=1e-12)
-        assert evaluate(problem, round_up(problem, program, answer)) == pytest.approx(best, rel=1e-5, abs=1e-12)
+        assert outcome.bound == pytest.approx(best, rel=1e-5, abs=1e-12)
+        assert evaluate(problem, round_up(problem, program, outcome)) == pytest.approx(best, rel=1e-5, abs=1e-12)
     names = list(export(problem).linear_constraints.names)
     assert {"exposed[w0]", "exposed[w1]"} <= set(names)
 

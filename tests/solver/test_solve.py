@@ -124,12 +124,12 @@ def test_the_program_as_it_stands_has_the_optimum_of_the_problem(seed: int, host
     program_problem = forbid(problem)
     if program_problem is None:
         return
-    answer = run(build(program_problem), False, Effort(10.0))
+    outcome = run(build(program_problem), False, Effort(10.0))
     best = brute_force(program_problem)
     if np.isinf(best):
-        assert answer.status == "infeasible"
+        assert outcome.status == "infeasible"
     else:
-        assert answer.bound == pytest.approx(best, rel=1e-4, abs=1e-9)
+        assert outcome.bound == pytest.approx(best, rel=1e-4, abs=1e-9)
 
 
 def forbid(problem: Problem) -> Problem | None:

@@ -10,7 +10,7 @@ from torch import nn
 
 import autopar
 from tests.helpers.models import MODELS, make
-from tests.helpers.questions import CLUSTER, slow_devices
+from tests.helpers.planning import CLUSTER, slow_devices
 
 MESHES = [(4,), (2, 2), (2, 1, 2)]
 KINDS = ["best", "slow devices", "fully sharded", "tensor parallel"]

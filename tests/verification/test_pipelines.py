@@ -10,7 +10,7 @@ import torch
 import autopar
 from autopar import Options
 from autopar.runtime.launch import run_local
-from tests.helpers.questions import CLUSTER, slow_devices
+from tests.helpers.planning import CLUSTER, slow_devices
 from tests.passes.test_cut import _make
 from tests.search.test_best_plan import Model
 

@@ -19,7 +19,7 @@ from autopar.verification.report import OneStep, Report, _compare, judge
 from autopar.verification.steps import _doubled
 from autopar.verification.tolerance import Closeness
 from tests.helpers.models import Stack, make, plain, text
-from tests.helpers.questions import CLUSTER
+from tests.helpers.planning import CLUSTER
 
 
 def check(model: nn.Module, batch: Any, mesh: Any = (2,), **changes: Any) -> Report:

@@ -26,7 +26,7 @@ from autopar.passes.lower.overlap import overlap
 from autopar.passes.normalise.standard import normalise
 from autopar.placement.parameter_choices import parameter_choices
 from autopar.placement.prices import Prices
-from autopar.planner.request import Question
+from autopar.planner.request import PlanRequest
 from autopar.planner.solve_mesh import solve_mesh
 from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings
@@ -198,16 +198,16 @@ def check_plans(case: Case, mesh: tuple[int, ...], kinds: Iterable[str] = KINDS)
     annotated = annotate(case.graph, mesh)
     found = {}
     for name in kinds:
-        cluster, options = _questions()[name]
-        question = Question(case.graph, None, 6, mesh, cluster, options)
-        solved, _ = solve_mesh(question, case.graph, Timings())
+        cluster, options = _configurations()[name]
+        request = PlanRequest(case.graph, None, 6, mesh, cluster, options)
+        solved, _ = solve_mesh(request, case.graph, Timings())
         prices = Prices.of(cluster, mesh, annotated)
         check_assignment(case, solved.instance.graph, solved.assignment, prices, f"mesh {mesh}, {name}")
         found[name] = solved.assignment
     return found
 
 
-def _questions() -> dict[str, tuple[Cluster, Options]]:
+def _configurations() -> dict[str, tuple[Cluster, Options]]:
     fast = Cluster.get("dgx-a100-80gb")
     slow = compute_bound(fast)
     return {

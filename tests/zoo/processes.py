@@ -10,8 +10,8 @@ from unittest.mock import patch
 from autopar.api import split_batch
 from autopar.cluster.description import Cluster
 from autopar.options import Options
-from autopar.planner.prepare import Prepared, ask, prepare
-from autopar.planner.request import Question
+from autopar.planner.prepare import Prepared, make_request, prepare
+from autopar.planner.request import PlanRequest
 from autopar.planner.solve_mesh import solve_only
 from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings
@@ -29,7 +29,7 @@ Asked = tuple[Mesh, str]
 
 
 def run_on_processes(
-    maker: Maker, meshes: Sequence[Mesh], questions: Mapping[str, tuple[Cluster, Options]], timeout: float = 200.0
+    maker: Maker, meshes: Sequence[Mesh], configurations: Mapping[str, tuple[Cluster, Options]], timeout: float = 200.0
 ) -> dict[Asked, str]:
     """For every mesh and question ``equal``, or how its plan differs from one process: loss, gradients, or collectives
     that are not those priced. The meshes are of equally many devices, the plans of fixed meshes and without stages."""
@@ -38,8 +38,8 @@ def run_on_processes(
     base = prepare(model, args, kwargs, device="cpu", loss_fn=None)
     tasks: dict[Asked, Task] = {}
     for mesh in meshes:
-        for kind, (cluster, options) in questions.items():
-            plan = _solved(ask(model, base, mesh, cluster, replace(options, seed=0)))
+        for kind, (cluster, options) in configurations.items():
+            plan = _solved(make_request(model, base, mesh, cluster, replace(options, seed=0)))
             tasks[mesh, kind] = Task(model, mesh, batch, replace(options, seed=0), cluster, None, plan)
     steps = run_local(_steps, math.prod(meshes[0]), timeout=timeout, args=(base, list(tasks.values())))[0]
     first = next(iter(tasks.values()))
@@ -49,10 +49,10 @@ def run_on_processes(
     return dict(zip(tasks, outcomes, strict=True))
 
 
-def _solved(question: Question) -> Plan:
+def _solved(request: PlanRequest) -> Plan:
     """The plan on just this mesh, without baselines."""
-    graph, timings = step_graph(question.graph, question.loss, question.batch), Timings()
-    return make_plan(question, graph, solve_only(question, graph, timings), {}, timings)
+    graph, timings = step_graph(request.graph, request.loss, request.batch), Timings()
+    return make_plan(request, graph, solve_only(request, graph, timings), {}, timings)
 
 
 def _steps(rank: int, world: int, base: Prepared, tasks: list[Task]) -> list[OneStep]:

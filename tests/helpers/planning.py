@@ -1,4 +1,4 @@
-"""Planning in a test: a model and a batch become a question, the answer, and its programs."""
+"""Planning in a test: requests for a model and a batch, their plans, and the plans' programs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from autopar.placement.bill import account
 from autopar.placement.placed_step import PlacedStep
 from autopar.placement.prices import BUCKET_BYTES, Prices
 from autopar.planner.prepare import Prepared, prepare
-from autopar.planner.prepare import ask as described
-from autopar.planner.request import Question
+from autopar.planner.prepare import make_request as search_request
+from autopar.planner.request import PlanRequest
 from autopar.planner.step_graphs import step_graph
 from autopar.planner.timings import Timings
 from autopar.plans.plan import Plan
 from autopar.runtime.launch import run_local
-from autopar.search.best_plan import answer
+from autopar.search.best_plan import best_plan
 from tests.helpers.models import Batch, Case, make
 
 CLUSTER = "dgx-a100-80gb"
@@ -59,12 +59,12 @@ def slow_devices() -> Cluster:
     return replace(cluster, device=device)
 
 
-def ask(
+def make_request(
     model: nn.Module, batch: Batch, mesh: tuple[int, ...], cluster: str | Cluster = CLUSTER, **options: Any
-) -> Question:
-    """The question :func:`autopar.plan` would ask, for just this mesh and without stages."""
+) -> PlanRequest:
+    """The request :func:`autopar.plan` would make, for just this mesh and without stages."""
     settings = _just_this_mesh(options)
-    return _question(_prepare(model, batch, settings.precision), mesh, cluster, settings)
+    return _request(_prepare(model, batch, settings.precision), mesh, cluster, settings)
 
 
 def _prepare(model: nn.Module, batch: Batch, precision: Any) -> Prepared:
@@ -72,8 +72,8 @@ def _prepare(model: nn.Module, batch: Batch, precision: Any) -> Prepared:
     return prepare(model, args, kwargs, device="cpu", loss_fn=None, training=True, precision=precision)
 
 
-def _question(base: Prepared, mesh: tuple[int, ...], cluster: str | Cluster, settings: Options) -> Question:
-    return Question(base.graph, base.loss, base.batch, mesh, Cluster.get(cluster), settings)
+def _request(base: Prepared, mesh: tuple[int, ...], cluster: str | Cluster, settings: Options) -> PlanRequest:
+    return PlanRequest(base.graph, base.loss, base.batch, mesh, Cluster.get(cluster), settings)
 
 
 def _just_this_mesh(options: dict[str, Any]) -> Options:
@@ -86,17 +86,17 @@ def _prepared(source: Source, precision: Any) -> tuple[nn.Module, Prepared]:
     return model, _prepare(model, batch, precision)
 
 
-def asked(source: Source, mesh: tuple[int, ...], cluster: str | Cluster = CLUSTER, **options: Any) -> Question:
-    """:func:`ask` of a model that is traced once, under each precision, for all questions of all tests."""
+def requested(source: Source, mesh: tuple[int, ...], cluster: str | Cluster = CLUSTER, **options: Any) -> PlanRequest:
+    """:func:`make_request` of a model that is traced once, under each precision, for all requests of all tests."""
     settings = _just_this_mesh(options)
-    return _question(_prepared(source, settings.precision)[1], mesh, cluster, settings)
+    return _request(_prepared(source, settings.precision)[1], mesh, cluster, settings)
 
 
 def planned(source: Source, mesh: tuple[int, ...], cluster: str | Cluster = CLUSTER, **options: Any) -> Plan:
-    """:func:`autopar.plan` of a model that is traced as for :func:`asked`."""
+    """:func:`autopar.plan` of a model that is traced as for :func:`requested`."""
     settings = Options(**options)
     model, base = _prepared(source, settings.precision)
-    return answer(described(model, base, mesh, Cluster.get(cluster), settings), Timings())
+    return best_plan(search_request(model, base, mesh, Cluster.get(cluster), settings), Timings())
 
 
 @dataclass(frozen=True)
@@ -117,10 +117,10 @@ class Setting:
         return account(PlacedStep(self.graph, assignment, self.prices, "adamw"))
 
 
-def setting(question: Question) -> Setting:
-    """The question's step, annotated and priced."""
-    graph = annotate(step_graph(question.graph, question.loss, question.batch), question.mesh)
-    return Setting(graph, Prices.of(question.cluster, question.mesh, graph))
+def setting(request: PlanRequest) -> Setting:
+    """The request's step, annotated and priced."""
+    graph = annotate(step_graph(request.graph, request.loss, request.batch), request.mesh)
+    return Setting(graph, Prices.of(request.cluster, request.mesh, graph))
 
 
 def gradients_of(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
