@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Protocol
 
 from autopar.errors import PlanMismatchError
@@ -15,6 +16,7 @@ from autopar.ir.staged_graph import Staged
 from autopar.passes.lower.lower import Lowering, Path, lower, stored_slot
 from autopar.passes.lower.lower_chunk import ChunkLowering, Wires, lower_chunk
 from autopar.passes.pipeline.microbatch import Microbatched
+from autopar.schedule.check import check
 from autopar.schedule.schedule import Schedule
 
 
@@ -42,7 +44,8 @@ def pipeline_program(
 
     Gradients of inputs are left out: a step gives none. ``path`` and ``bucket_bytes`` as in
     :class:`~autopar.passes.lower.lower.Lowering`. Raises :class:`PlanMismatchError` if the parts do not belong
-    together, or if chunks store a parameter they share differently.
+    together, or if chunks store a parameter they share differently, and :class:`ScheduleError` if the schedule is not
+    proven to run.
     """
     _check(pieces, chunks, schedule, coordinate)
     jobs = [Lowering(_stepping(c.graph), c.assignment, coordinate[1:], path, bucket_bytes) for c in chunks]
@@ -77,6 +80,15 @@ def _check(
         raise PlanMismatchError(f"the chunks are placed on different meshes: {', '.join(map(str, sorted(meshes)))}")
     if not all(0 <= at < size for at, size in zip(coordinate, (schedule.stages, *next(iter(meshes))), strict=True)):
         raise PlanMismatchError(f"no rank is at {coordinate} of {schedule.stages} stages of mesh {next(iter(meshes))}")
+    _prove(schedule)
+
+
+# A process that compiles the programs of many ranks proves their schedule once.
+@lru_cache(maxsize=8)
+def _prove(schedule: Schedule) -> None:
+    """Raises :class:`ScheduleError` for a schedule that would stall or compute something else. Each message is taken to
+    block until both its ends are posted: NCCL may do so, and the messenger waits for old sends wherever it is."""
+    check(schedule, "blocking")
 
 
 def prelude_program(graph: Graph) -> Program:
