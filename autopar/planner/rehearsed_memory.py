@@ -46,10 +46,15 @@ def exact_memory(
     try:
         found = rehearse(overlap(lower(job, graph.outputs)), prices.cluster.backend)
     except Exception as error:  # Any operation may have no form for tensors without data.
-        reason = str(error).splitlines()[-1] if str(error) else type(error).__name__
-        return ExactMemory(None, holdings, (f"memory is an upper bound: the step could not be rehearsed ({reason})",))
+        said = f"memory is an upper bound: the step could not be rehearsed ({reason_of(error)})"
+        return ExactMemory(None, holdings, (said,))
     host = host_memory(PlacedStep(graph, assignment, prices, instance.optimizer))
     return of_step({node.name: node.target for node in graph.placeholders("param")}, found, holdings, host)
+
+
+def reason_of(error: Exception) -> str:
+    """Why a rehearsal failed, on one line."""
+    return str(error).splitlines()[-1] if str(error) else type(error).__name__
 
 
 def of_step(

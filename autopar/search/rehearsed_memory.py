@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
@@ -15,7 +15,7 @@ from autopar.placement.memory_bound import HostMemory, Memory, host_memory
 from autopar.placement.placed_step import PlacedStep
 from autopar.placement.predicted import memory_figures
 from autopar.placement.prices import BUCKET_BYTES
-from autopar.planner.rehearsed_memory import ExactMemory, of_step
+from autopar.planner.rehearsed_memory import ExactMemory, of_step, reason_of
 from autopar.runtime.rehearse.rehearsal import rehearse
 
 from .borrowed_parameters import loans
@@ -28,16 +28,25 @@ EFFORT = 40_000
 ROUNDS, NEAR = 4, 0.5
 
 
-def exact_stages(solution: PipelineSolution) -> tuple[ExactMemory, ...] | None:
-    """For each pipeline rank the memory of its devices at their peak, None where that would take too long or cannot be
-    rehearsed."""
+@dataclass(frozen=True)
+class ExactStages:
+    """For each pipeline rank the memory of its devices at their peak. ``ranks`` is None where a rehearsal would take
+    too long or failed; of what failed ``warnings`` says why."""
+
+    ranks: tuple[ExactMemory, ...] | None
+    warnings: tuple[str, ...] = ()
+
+
+def exact_stages(solution: PipelineSolution) -> ExactStages:
+    """The memory of the stages of ``solution``, by rehearsing the program of the first device of each."""
     schedule = solution.bill.schedule
     if sum(len(chunk.graph) for chunk in solution.bill.chunks) * schedule.microbatches > EFFORT:
-        return None
+        return ExactStages(None)
     try:
-        return tuple(_of_rank(solution, rank) for rank in range(schedule.stages))
-    except Exception:  # Any operation may have no form for tensors without data: the bill stands.
-        return None
+        return ExactStages(tuple(_of_rank(solution, rank) for rank in range(schedule.stages)))
+    except Exception as error:  # Any operation may have no form for tensors without data: the bill stands.
+        said = f"memory of stages is an estimate: their steps could not be rehearsed ({reason_of(error)})"
+        return ExactStages(None, (said,))
 
 
 def search_within(request: PipelineRequest) -> PipelineSolution:
@@ -56,7 +65,7 @@ def search_within(request: PipelineRequest) -> PipelineSolution:
 
 def held_beyond(made: PipelineSolution, limit: float) -> float:
     """By how many bytes a step exceeds ``limit``; looked at closely where the bill comes near to it."""
-    exact = None if max(made.bill.peaks) < NEAR * limit else exact_stages(made)
+    exact = None if max(made.bill.peaks) < NEAR * limit else exact_stages(made).ranks
     return 0.0 if exact is None else peak(exact[fullest(exact)]) - limit
 
 

@@ -32,7 +32,8 @@ def staged_plan(
     limited = replace(inside, memory_limit=memory_limit_of(request))
     base = make_plan(limited, made.whole.instance.graph, made.whole, {}, timings)
     several = made.layout.stages > 1
-    exact = exact_stages(made)
+    rehearsed = exact_stages(made)
+    exact = rehearsed.ranks
     return replace(
         base,
         predicted=staged_predicted(made) if exact is None else with_memory(staged_predicted(made), exact),
@@ -46,5 +47,5 @@ def staged_plan(
         microbatches=made.pipeline.schedule.microbatches,
         pipeline=made.pipeline if exact is None else replace(made.pipeline, peaks=tuple(map(peak, exact))),
         graph_hash=graph_hash(graph),
-        warnings=(*base.warnings, *filter(None, [warning])),
+        warnings=(*base.warnings, *rehearsed.warnings, *filter(None, [warning])),
     )
