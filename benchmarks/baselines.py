@@ -10,9 +10,7 @@ For each model all variants run on the same four processes in one run and take t
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import autopar
 from examples.demo import batches, read_corpus
 
+from .local_ranks import run_as_ranks
 from .report import describe_machine, emit, make_table
 from .step_time import PROCESSES, make_model, measure
 from .variants import Step, adamw, ddp, fsdp, tp
@@ -178,12 +177,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=3, help="steps in a row of one variant within a round")
     parser.add_argument("--model", nargs="+", choices=list(CASES), default=list(CASES))
     arguments = parser.parse_args(words)
-    if "RANK" in os.environ:
-        run(arguments)
-        return 0
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    return subprocess.run([*launcher, "-m", "benchmarks.baselines", *words], env=environment, check=False).returncode
+    return run_as_ranks("benchmarks.baselines", words, PROCESSES, lambda: run(arguments))
 
 
 if __name__ == "__main__":

@@ -10,9 +10,7 @@ backward and AdamW, as long as on the slowest process.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import combinations
@@ -26,6 +24,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import autopar
 from autopar import Options
 
+from .local_ranks import run_as_ranks
 from .report import describe_machine, emit, make_table
 from .step_time import measure
 from .variants import Step
@@ -137,14 +136,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=2, help="steps in a row of one plan within a round")
     parser.add_argument("--plans", nargs="+", choices=list(PLANS), default=list(PLANS))
     arguments = parser.parse_args(words)
-    if "RANK" in os.environ:
-        run(arguments)
-        return 0
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    return subprocess.run(
-        [*launcher, "-m", "benchmarks.pipeline_plans", *words], env=environment, check=False
-    ).returncode
+    return run_as_ranks("benchmarks.pipeline_plans", words, PROCESSES, lambda: run(arguments))
 
 
 if __name__ == "__main__":

@@ -11,10 +11,8 @@ follow the losses of a single process on the same batch.
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -26,6 +24,7 @@ from transformers import LlamaForCausalLM
 
 from examples.demo import BATCH, CONFIG, SEQUENCE, batches, read_corpus
 
+from .local_ranks import run_as_ranks
 from .report import describe_machine, emit, make_table
 from .variants import TORCH_VARIANTS, VARIANTS, Batch, Step, single_process
 
@@ -148,18 +147,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 def main(words: Sequence[str]) -> int:
     """Starts four processes of itself, unless this is one of them."""
     arguments = parse(words)
-    if "RANK" in os.environ:
-        run(arguments)
-        return 0
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={PROCESSES}",
-    ]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    return subprocess.run([*launcher, "-m", "benchmarks.step_time", *words], env=environment, check=False).returncode
+    return run_as_ranks("benchmarks.step_time", words, PROCESSES, lambda: run(arguments))
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def is_library(file: str) -> bool:
 @lru_cache(maxsize=1)
 def _folders() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
-    return (*(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")), *own_folders().values())
+    return (*(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")), *_known_folders())
 
 
 @lru_cache(maxsize=1)
@@ -59,9 +59,16 @@ def own_folders() -> dict[str, str]:
     return {name: next(iter(spec.submodule_search_locations or ())) for name, spec in specs.items() if spec}
 
 
-def is_users(filename: str, function: str) -> bool:
-    """Whether a frame is of the author of a model: neither torch's, nor ours, nor the standard library's, nor one that
-    only handles a call of torch made elsewhere."""
+def is_written_by_user(value: Any) -> bool:
+    """Whether a function, a class or the class of an object is of the user's own files, or was written at a prompt."""
+    code = value if isinstance(value, (types.FunctionType, type)) else type(value)
+    file = file_of(code)
+    return not is_library(file) if file else code.__module__ == "__main__"
+
+
+def is_model_code(filename: str, function: str) -> bool:
+    """Whether a frame is of the author of a model, who may have installed it (transformers): neither torch's, nor ours,
+    nor the standard library's, nor one that only handles a call of torch made elsewhere."""
     return function not in _HANDLERS and not filename.startswith((*_known_folders(), "<")) and not _is_stdlib(filename)
 
 

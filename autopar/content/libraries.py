@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from .code_origin import file_of, is_library
+from .code_origin import file_of, is_library, is_written_by_user
 
 # Of packages with more files the sizes count, not the text.
 _READ_FILES = 512
@@ -104,6 +104,4 @@ def _parts(value: Any) -> list[Any]:
 def _is_users(value: Any) -> bool:
     while isinstance(value, (functools.partial, types.MethodType)):
         value = value.func if isinstance(value, functools.partial) else value.__func__
-    code = value if isinstance(value, (types.FunctionType, type)) else type(value)
-    file = file_of(code)
-    return not is_library(file) if file else code.__module__ == "__main__"
+    return is_written_by_user(value)

@@ -43,7 +43,7 @@ def notes_on(layout: Layout, cluster: Cluster) -> tuple[str, ...]:
     )
 
 
-def check_host(held: Iterable[Held], layout: Layout, cluster: Cluster) -> None:
+def check_offloaded(held: Iterable[Held], layout: Layout, cluster: Cluster) -> None:
     """Raises :class:`OptionsError` if what is offloaded is more than the host has room for."""
     most, room = max(one.offloaded for one in held), usable_host_bytes(cluster)
     if most > room:

@@ -10,10 +10,10 @@ from autopar.layout import Layout
 from autopar.layouts.sections.section import Sections
 from autopar.layouts.step.chunks import cut_into_chunks
 from autopar.layouts.step.memory import Held, held_by
-from autopar.layouts.step.pipeline_ranks import held_chunks
+from autopar.layouts.step.pipeline_ranks import chunks_of
 from autopar.layouts.step.step import LayoutStep
 
-from .hardware import check_hardware, check_host, notes_on
+from .hardware import check_hardware, check_offloaded, notes_on
 from .precision import DTYPES
 
 
@@ -61,10 +61,10 @@ def price_sections(
     step = LayoutStep(chunks, layout, microbatches, cluster)
     seconds = step.seconds()
     held = tuple(
-        held_by(rank, [chunks[c] for c in held_chunks(rank, layout)], layout, microbatches)
+        held_by(rank, [chunks[c] for c in chunks_of(rank, layout)], layout, microbatches)
         for rank in range(layout.pipeline)
     )
-    check_host(held, layout, cluster)
+    check_offloaded(held, layout, cluster)
     fullest = max(held, key=lambda one: one.total + one.lost)
     reserved = cluster.device.reserve_bytes + fullest.lost
     flops = sum(section.flops for chunk in chunks for section in chunk) * microbatches * layout.data
@@ -106,8 +106,8 @@ def quick_price(sections: Sections, layout: Layout, batch: int, cluster: Cluster
     check_hardware(layout, cluster)
     chunks = cut_into_chunks(sections, layout)
     ends = sorted({0, layout.pipeline // 2, layout.pipeline - 1})
-    held = [held_by(rank, [chunks[c] for c in held_chunks(rank, layout)], layout, microbatches) for rank in ends]
-    check_host(held, layout, cluster)
+    held = [held_by(rank, [chunks[c] for c in chunks_of(rank, layout)], layout, microbatches) for rank in ends]
+    check_offloaded(held, layout, cluster)
     step = LayoutStep(chunks, layout, microbatches, cluster)
     fullest = max(held, key=lambda one: one.total + one.lost)
     allowed = cluster.device.memory_bytes - cluster.device.reserve_bytes - fullest.lost

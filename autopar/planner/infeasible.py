@@ -17,6 +17,7 @@ from autopar.plans.views.quantities import size
 from autopar.solver.problem import Group, Ints, host_binds, host_of, memory_of
 from autopar.solver.solve import smallest_choices, smallest_search
 
+from .memory_advice import LESS_STATE, offload_more, recompute_more, twice_the_devices
 from .memory_limit import widened
 
 
@@ -84,9 +85,9 @@ def _wider(instance: Instance) -> Iterator[tuple[str, Options]]:
     """Options that allow what the instance does not."""
     now = Options(recompute="none" if instance.again is None else None, offload=None if instance.offload else False)
     if instance.again is None:
-        yield "recompute=None or 'full'", replace(now, recompute=None)
+        yield recompute_more(now)
     if not instance.offload and instance.prices.cluster.device.has_host:
-        yield "offload=None or True", replace(now, offload=None)
+        yield offload_more(now)
 
 
 def _advice(instance: Instance, choices: Ints, known: float) -> Iterator[str]:
@@ -104,5 +105,5 @@ def _advice(instance: Instance, choices: Ints, known: float) -> Iterator[str]:
     yield from _more_host(instance, least)
     if instance.repeats.microbatches == 1:
         yield f"half the batch, or microbatches=2, about {size(parameters + batch / 2)}"
-    yield f"twice the devices, about {size(least / 2)} if all divides"
-    yield f"an optimizer with less state (weights, gradients and state take {size(parameters)})"
+    yield twice_the_devices(least)
+    yield f"{LESS_STATE} (weights, gradients and state take {size(parameters)})"

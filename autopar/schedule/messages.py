@@ -13,7 +13,7 @@ idle while the value is being computed: for it, ``prefetch=False`` puts messages
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import count
 
 from autopar.errors import ScheduleError
@@ -172,7 +172,7 @@ def forward_only(schedule: Schedule) -> Schedule:
     return Schedule(name, schedule.microbatches, schedule.placement, schedule.edges, ranks, none, training=False)
 
 
-def most_in_flight(listed: tuple[Instruction, ...]) -> int:
+def most_in_flight(listed: Iterable[Instruction]) -> int:
     """The most (chunk, microbatch) pairs at any position that began forward and did not finish backward."""
     now = most = 0
     for instruction in listed:

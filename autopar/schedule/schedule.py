@@ -146,7 +146,12 @@ def check_chunks(placement: tuple[int, ...], edges: tuple[Edge, ...], microbatch
 
 def held_chunks(placement: tuple[int, ...], stages: int) -> tuple[tuple[int, ...], ...]:
     """The chunks that each of ``stages`` ranks holds, ascending."""
-    return tuple(tuple(c for c, at in enumerate(placement) if at == rank) for rank in range(stages))
+    return tuple(chunks_at(rank, placement) for rank in range(stages))
+
+
+def chunks_at(rank: int, placement: tuple[int, ...]) -> tuple[int, ...]:
+    """The chunks that ``rank`` holds, ascending."""
+    return tuple(chunk for chunk, at in enumerate(placement) if at == rank)
 
 
 def chain(chunks: int) -> tuple[Edge, ...]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 
 from autopar.errors import InfeasibleError
 from autopar.optimizers import ELEMENTWISE
 from autopar.options import Options
+from autopar.planner.memory_advice import LESS_STATE, offload_more, recompute_more, twice_the_devices
 from autopar.planner.request import PlanRequest
 from autopar.plans.views.quantities import size
 
@@ -73,21 +73,15 @@ def _advice(
 ) -> Iterator[str]:
     """Changes that help, with the bytes per device they come to."""
     options, device = request.options, request.cluster.device
-    wider = {
-        "recompute=None or 'full'": replace(options, recompute=None),
-        "offload=None or True": replace(options, offload=None),
-    }
-    useful = {
-        "recompute=None or 'full'": options.recompute in ("none", "selective"),
-        "offload=None or True": options.offload is False and device.has_host and options.optimizer in ELEMENTWISE,
-    }
-    for text, asked in wider.items():
-        found = smallest(asked) if useful[text] else None
+    may_offload = options.offload is False and device.has_host and options.optimizer in ELEMENTWISE
+    useful = (options.recompute in ("none", "selective"), may_offload)
+    for (text, asked), helps in zip((recompute_more(options), offload_more(options)), useful, strict=True):
+        found = smallest(asked) if helps else None
         if found is not None and found < least:
             yield f"{text}, {size(found)}"
     if microbatches < request.batch:
         yield "more microbatches, each with fewer samples"
     if options.zero is not None and math.prod(layout.mesh) > 1:
         yield "zero=None, so that weights, gradients and state may rest in shards"
-    yield f"twice the devices, about {size(least / 2)} if all divides"
-    yield "an optimizer with less state"
+    yield twice_the_devices(least)
+    yield LESS_STATE

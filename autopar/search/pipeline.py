@@ -38,7 +38,7 @@ from autopar.solver.problem import Ints
 
 from .chunks import WirePrice, place_chunks
 from .cuts import Segments, best_cuts
-from .pipeline_bill import StageBill, bill_stages, most_in_flight, shared_processors, wire_prices
+from .pipeline_bill import StageBill, bill_stages, in_flight_of_chunks, shared_processors, wire_prices
 from .pipeline_record import planned_pipeline
 from .segments import PinnedTogetherError, pinned_ranks, price_segments, segment_of_nodes
 from .stage_meshes import StageMeshes
@@ -231,7 +231,7 @@ def _cuts_at(
 ) -> tuple[str, ...] | None:
     """The best cuts for a schedule with at most ``limit`` bytes a chunk, None if there are none."""
     schedule = make_schedule(kind[0], request.layout.stages, request.microbatches, kind[1])
-    return best_cuts(segments, most_in_flight(schedule), limit, np.array(schedule.placement), pinned)
+    return best_cuts(segments, in_flight_of_chunks(schedule), limit, np.array(schedule.placement), pinned)
 
 
 def _estimated(

@@ -24,6 +24,7 @@ from autopar.placement.item_prices import agreement_seconds
 from autopar.placement.overlap_windows import Shares, gather_windows, hidden_shares
 from autopar.placement.placed_step import PlacedStep
 from autopar.placement.prices import Prices, local_bytes
+from autopar.schedule.messages import most_in_flight
 from autopar.schedule.schedule import Schedule
 
 from .borrowed_parameters import loans
@@ -121,7 +122,7 @@ def _accounts(
     sections: Sequence[SectionOf],
 ) -> Iterator[Account]:
     """The bill of each chunk. The first chunk of a rank pays for agreeing on overflow, once a step on every device."""
-    most, first = most_in_flight(schedule), {held[0] for held in schedule.held}
+    most, first = in_flight_of_chunks(schedule), {held[0] for held in schedule.held}
     agreement = agreement_seconds(prices, (chunk.graph for chunk in chunks), schedule.stages)
     borrowed = loans(chunks, schedule.placement, prices)
     for chunk, lent, share, section_of in zip(chunks, borrowed, shares, sections, strict=True):
@@ -131,19 +132,10 @@ def _accounts(
         yield account(step, agreement if chunk.index in first else 0.0, windows, section_of)
 
 
-def most_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """For each chunk, how many microbatches at most have begun forward there and not ended backward."""
-    most = [1] * schedule.chunks
-    for listed in schedule.ranks:
-        open_now: dict[int, int] = {}
-        for instruction in listed:
-            chunk = instruction.chunk
-            if instruction.kind == "forward":
-                open_now[chunk] = open_now.get(chunk, 0) + 1
-                most[chunk] = max(most[chunk], open_now[chunk])
-            elif instruction.kind in ("weight_gradient", "backward"):
-                open_now[chunk] -= 1
-    return tuple(most)
+def in_flight_of_chunks(schedule: Schedule) -> tuple[int, ...]:
+    """For each chunk, how many microbatches at most have begun forward there and not ended backward; at least one."""
+    lists = ([i for i in schedule.ranks[rank] if i.chunk == chunk] for chunk, rank in enumerate(schedule.placement))
+    return tuple(max(1, most_in_flight(listed)) for listed in lists)
 
 
 def _edge_prices(

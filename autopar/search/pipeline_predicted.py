@@ -17,7 +17,7 @@ from autopar.placement.predicted import working_dtype
 
 from .borrowed_parameters import loans
 from .pipeline import PipelineSolution
-from .pipeline_bill import StageBill, most_in_flight
+from .pipeline_bill import StageBill, in_flight_of_chunks
 
 
 def staged_predicted(solution: PipelineSolution) -> Predicted:
@@ -137,7 +137,7 @@ def staged_holdings(solution: PipelineSolution) -> tuple[Holding, ...]:
 def rank_holdings(solution: PipelineSolution, rank: int) -> Iterator[Holding]:
     """The same of any rank."""
     bill, prices = solution.bill, solution.whole.prices
-    most, borrowed = most_in_flight(bill.schedule), loans(bill.chunks, bill.schedule.placement, prices)
+    most, borrowed = in_flight_of_chunks(bill.schedule), loans(bill.chunks, bill.schedule.placement, prices)
     for index in bill.schedule.held[rank]:
         repeats = Repeats(bill.schedule.microbatches, most[index], accumulates=True)
         chunk, optimizer = bill.chunks[index], solution.whole.instance.optimizer

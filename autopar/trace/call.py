@@ -4,7 +4,6 @@ leaves.
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, is_dataclass
@@ -14,22 +13,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autopar.errors import TraceError
+from autopar.trace.guards.values import CONSTANT_TYPES
 
 Differentiate = Literal["loss", "all"]
-
-CONSTANT_TYPES = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    torch.dtype,
-    torch.device,
-    enum.Enum,
-    slice,
-)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from autopar.content.code_origin import is_users
+from autopar.content.code_origin import is_model_code
 from autopar.errors import TraceError
 from autopar.trace.masked_rows.branches import SelectionError
 
@@ -159,7 +159,7 @@ def _operator(error: BaseException) -> torch._ops.OpOverload | None:
 
 def user_location(error: BaseException) -> tuple[str, str] | None:
     """``("file:line", source line)`` of the innermost frame that is the author's of the model."""
-    own = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename, f.name)]
+    own = [f for f in traceback.extract_tb(error.__traceback__) if is_model_code(f.filename, f.name)]
     return (f"{own[-1].filename}:{own[-1].lineno}", own[-1].line or "") if own else None
 
 

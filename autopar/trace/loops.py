@@ -13,7 +13,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Hashable
 
-from autopar.content.code_origin import is_users
+from autopar.content.code_origin import is_model_code
 
 # How often one line may do the same in one call of a module.
 MOST = 256
@@ -53,7 +53,7 @@ class LoopWatch:
 def _line() -> tuple[str, int]:
     """The innermost line of the model's code that is running."""
     frame = sys._getframe(3)
-    while frame.f_back is not None and not is_users(frame.f_code.co_filename, frame.f_code.co_name):
+    while frame.f_back is not None and not is_model_code(frame.f_code.co_filename, frame.f_code.co_name):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
 

@@ -25,6 +25,7 @@ from autopar.errors import AutoparError
 _FORWARD = ("_forward_hooks", "_forward_pre_hooks")
 _BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 _WITH_KWARGS = {"_forward_hooks": "_forward_hooks_with_kwargs", "_forward_pre_hooks": "_forward_pre_hooks_with_kwargs"}
+# Libraries whose own hooks do nothing but change tensors; of hooks of others that is not known.
 _LIBRARIES = ("torch.", "transformers.", "autopar.")
 # A number for each hook seen, by identity, as long as the hook is there. No number is given twice, so that ranks that
 # register the same hooks count alike, whenever each of them drops one.
@@ -67,12 +68,12 @@ def hooks_everywhere() -> Iterator[Hook]:
     """Of users alone: torch's own, such as those of its counters, come and go at every call."""
     for kind in (*_FORWARD, *_BACKWARD):
         for hook in getattr(module_hooks, f"_global{kind}").values():
-            if not _is_library(hook):
+            if not _only_changes_tensors(hook):
                 yield _described(hook, kind, "of every module")
 
 
 def _described(hook: Any, kind: str, where: str) -> Hook:
-    library = _is_library(hook)
+    library = _only_changes_tensors(hook)
     number = -1 if library else _number(hook)
     name = getattr(hook, "__qualname__", type(hook).__qualname__)
     text = f"the {kind.strip('_').removesuffix('s').replace('_', ' ')} {name} {where}"
@@ -89,7 +90,7 @@ def _number(hook: Any) -> int:
     return _numbers[id(hook)]
 
 
-def _is_library(hook: Any) -> bool:
+def _only_changes_tensors(hook: Any) -> bool:
     home = getattr(hook, "__module__", None) or type(hook).__module__
     return str(home).startswith(_LIBRARIES)
 
@@ -119,7 +120,7 @@ def take_over(parallel: nn.Module, module: nn.Module) -> None:
     through which their handles remove them."""
     for kind in (*_FORWARD, *_BACKWARD):
         hooks: OrderedDict[int, Any] = getattr(module, kind)
-        kept = OrderedDict((key, hook) for key, hook in hooks.items() if _is_library(hook))
+        kept = OrderedDict((key, hook) for key, hook in hooks.items() if _only_changes_tensors(hook))
         for key in kept:
             del hooks[key]
         vars(module)[kind], vars(parallel)[kind] = kept, hooks

@@ -14,14 +14,14 @@ from autopar.cost import collective_seconds
 from autopar.layout import Layout
 from autopar.layouts.sections.section import Section, Weight
 from autopar.schedule.named import SCHEDULES
+from autopar.schedule.schedule import chunks_at
 
 from .memory import data_ranks, gradient_bytes
 
 
-def held_chunks(rank: int, layout: Layout) -> list[int]:
+def chunks_of(rank: int, layout: Layout) -> tuple[int, ...]:
     """The chunks of a pipeline rank."""
-    placement = SCHEDULES[layout.schedule_name].placement(layout.pipeline, layout.interleave)
-    return [chunk for chunk, holder in enumerate(placement) if holder == rank]
+    return chunks_at(rank, SCHEDULES[layout.schedule_name].placement(layout.pipeline, layout.interleave))
 
 
 def once_on_each_rank(chunks: Sequence[Sequence[Section]], layout: Layout) -> list[list[Section]]:
@@ -29,7 +29,7 @@ def once_on_each_rank(chunks: Sequence[Sequence[Section]], layout: Layout) -> li
     others it is lent: ZeRO-3 gathers it for each."""
     found, without = [list(chunk) for chunk in chunks], dict[tuple[int, frozenset[str]], Section]()
     for rank in range(layout.pipeline):
-        places = [(c, i) for c in held_chunks(rank, layout) for i in range(len(chunks[c]))]
+        places = [(c, i) for c in chunks_of(rank, layout) for i in range(len(chunks[c]))]
         homes = _homes(chunks, places)
         for c, i in places:
             section = chunks[c][i]
@@ -64,7 +64,7 @@ def shared_weights(chunks: Sequence[Sequence[Section]], layout: Layout) -> tuple
     """The weights that several ranks hold, each rank once."""
     found: dict[str, list[tuple[int, Weight]]] = {}
     for rank in range(layout.pipeline):
-        for c in held_chunks(rank, layout):
+        for c in chunks_of(rank, layout):
             for section in chunks[c]:
                 for weight in section.shared:
                     found.setdefault(weight.path, []).append((rank, weight))

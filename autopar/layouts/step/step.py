@@ -13,7 +13,7 @@ from autopar.layouts.sections.section import Section, counted
 from autopar.schedule.named import SCHEDULES, make_schedule
 
 from .optimizer_update import offloading_seconds, updating_seconds
-from .pipeline_ranks import held_chunks, shared_weights, summing_seconds
+from .pipeline_ranks import chunks_of, shared_weights, summing_seconds
 from .section_seconds import SectionTimes
 
 # Microbatches beyond this many rounds of the pipeline repeat each other: the time of a round is extrapolated. A round
@@ -73,7 +73,7 @@ class LayoutStep:
 
     def reducing(self, rank: int) -> float:
         """Seconds of reducing a rank's gradients that nothing hides."""
-        held = held_chunks(rank, self.layout)
+        held = chunks_of(rank, self.layout)
         if self.layout.reducing == "step":
             return sum(self.prices[c].reduce for c in held)
         alone = (self.sections.chunk_times(self.chunks[c])[1] + sum(self.standing(c)) for c in held)
@@ -81,7 +81,7 @@ class LayoutStep:
 
     def sections_of(self, rank: int) -> list[tuple[Section, int]]:
         """What a rank holds: so many of each section."""
-        return counted(section for c in held_chunks(rank, self.layout) for section in self.chunks[c])
+        return counted(section for c in chunks_of(rank, self.layout) for section in self.chunks[c])
 
     def gathering(self, rank: int) -> float:
         """Seconds of gathering the weights that were updated in shards."""
@@ -99,11 +99,11 @@ class LayoutStep:
 
     def fetching(self, rank: int) -> float:
         """Seconds for which each microbatch waits for what layers keep on the host."""
-        return sum(sum(self.sections.fetching(self.chunks[c])) for c in held_chunks(rank, self.layout))
+        return sum(sum(self.sections.fetching(self.chunks[c])) for c in chunks_of(rank, self.layout))
 
     def stands(self, rank: int) -> float:
         """Seconds for which a rank stands still for each microbatch."""
-        return 2 * sum(sum(self.standing(c)) for c in held_chunks(rank, self.layout))
+        return 2 * sum(sum(self.standing(c)) for c in chunks_of(rank, self.layout))
 
     def _edges(self) -> dict[tuple[int, int], EdgePrice]:
         found = {}

@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from autopar.content.code_origin import is_users
+from autopar.content.code_origin import is_model_code
 from autopar.errors import TraceError
 
 Generator = random.Random | np.random.Generator | np.random.RandomState
@@ -130,7 +130,9 @@ class Chance:
             return line
 
         def call(frame: Any, event: str, argument: Any) -> Any:
-            return line(frame, event, argument) if is_users(frame.f_code.co_filename, frame.f_code.co_name) else None
+            return (
+                line(frame, event, argument) if is_model_code(frame.f_code.co_filename, frame.f_code.co_name) else None
+            )
 
         before = sys.gettrace()
         with self.watching():

@@ -19,12 +19,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from autopar.content.code_origin import is_written_by_user
+
 from .random_numbers import GENERATORS, Chance
 from .values import CONTAINERS, MISSING, PLAIN, within
 from .variables import (
     Variable,
     attributes_named,
-    is_own_class,
     is_own_code,
     variables_of,
     variables_of_class,
@@ -171,7 +172,7 @@ class Reads:
 
     def _pair_class(self, kind: type) -> None:
         """Counts as read what code that was met names of a class: it may read it through the class itself."""
-        if kind not in self._kinds and any(map(is_own_class, kind.__mro__)):
+        if kind not in self._kinds and any(map(is_written_by_user, kind.__mro__)):
             self._kinds[kind] = None
             self._note_variables(variables_of_class(kind, self._names))
 

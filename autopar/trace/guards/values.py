@@ -14,23 +14,10 @@ import torch
 
 from autopar.content.tensor_digest import tensor_digest
 
-PLAIN = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    torch.dtype,
-    torch.device,
-    torch.memory_format,
-    torch.layout,
-    enum.Enum,
-    range,
-    slice,
-    np.generic,
-)
+# What a call may be given or return besides tensors, as a constant of its trace.
+CONSTANT_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum, slice)
+# What is compared by equality alone.
+PLAIN = (*CONSTANT_TYPES, torch.memory_format, torch.layout, range, np.generic)
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 # Tensors and arrays of so few bytes are compared by what they hold at each call: no counter sees writes through
 # ``.data`` or an array that shares the memory.

@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import dis
 import functools
-import sys
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.content.code_origin import is_users
+from autopar.content.code_origin import is_library, is_model_code, is_written_by_user
 
 from .values import MISSING
 
-_INSTALLED = ("site-packages", "dist-packages")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 
 
@@ -47,7 +45,7 @@ class Variable:
 
 def is_own_code(code: types.CodeType) -> bool:
     """Whether the user wrote it, rather than installed it."""
-    return is_users(code.co_filename, code.co_name) and not any(part in code.co_filename for part in _INSTALLED)
+    return is_model_code(code.co_filename, code.co_name) and not is_library(code.co_filename)
 
 
 def variables_of(function: types.FunctionType) -> Iterator[Variable]:
@@ -68,7 +66,7 @@ def variables_of_partial(partial: functools.partial[Any], label: str) -> Iterato
 
 def variables_of_class(kind: type, names: set[str]) -> Iterator[Variable]:
     """What the user's classes among ``kind`` and its bases hold under any of these names."""
-    for name in dict.fromkeys(name for base in kind.__mro__ if is_own_class(base) for name in vars(base)):
+    for name in dict.fromkeys(name for base in kind.__mro__ if is_written_by_user(base) for name in vars(base)):
         if name in names and not (name.startswith("__") and name.endswith("__")):
             yield Variable(f"{kind.__qualname__}.{name}", kind, name)
 
@@ -104,7 +102,7 @@ def _attribute(owner: Any, name: str) -> Variable | None:
     """``name`` of one of the user's modules or classes, if that has it."""
     if _is_own_module(owner):
         found = Variable(f"{owner.__name__}.{name}", vars(owner), name)
-    elif isinstance(owner, type) and is_own_class(owner):
+    elif isinstance(owner, type) and is_written_by_user(owner):
         found = Variable(f"{owner.__qualname__}.{name}", owner, name)
     else:
         return None
@@ -114,18 +112,12 @@ def _attribute(owner: Any, name: str) -> Variable | None:
 def _may_change(value: object) -> bool:
     """Whether a variable with that value is one that users change, rather than something imported."""
     if isinstance(value, type):
-        return is_own_class(value)
+        return is_written_by_user(value)
     return not isinstance(value, (types.ModuleType, types.BuiltinFunctionType))
-
-
-def is_own_class(kind: type) -> bool:
-    """Whether the user wrote it, in a file or at a prompt."""
-    home = sys.modules.get(kind.__module__)
-    return kind.__module__ == "__main__" or (home is not None and _is_own_module(home))
 
 
 def _is_own_module(value: object) -> bool:
     file = getattr(value, "__file__", None)
     if not isinstance(value, types.ModuleType) or not isinstance(file, str):
         return False
-    return is_users(file, "") and not any(part in file for part in _INSTALLED)
+    return is_model_code(file, "") and not is_library(file)

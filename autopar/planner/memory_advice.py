@@ -1,0 +1,25 @@
+"""What is advised where memory is short, with stages and without: the same words, and the options they mean."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.options import Options
+from autopar.plans.views.quantities import size
+
+LESS_STATE = "an optimizer with less state"
+
+
+def recompute_more(options: Options) -> tuple[str, Options]:
+    """The advice to recompute, and ``options`` that follow it."""
+    return "recompute=None or 'full'", replace(options, recompute=None)
+
+
+def offload_more(options: Options) -> tuple[str, Options]:
+    """The advice to offload, and ``options`` that follow it."""
+    return "offload=None or True", replace(options, offload=None)
+
+
+def twice_the_devices(least: float) -> str:
+    """``least``: bytes per device that are enough now."""
+    return f"twice the devices, about {size(least / 2)} if all divides"
