@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from autopar.cli.parser import main
+from .command_line import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,1 +1,1 @@
-"""The command line, ``autopar plan``, ``explain``, ``diff``, ``run``, ``verify`` ... A new command goes here."""
+"""What the commands of the command line share: arguments, output, plans."""

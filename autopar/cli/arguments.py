@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import importlib.util
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,8 +19,17 @@ import torch
 from torch import nn
 
 from autopar.errors import OptionsError
+from autopar.optimizers import OPTIMIZERS
+from autopar.options import CHOICES, Options
 
 Batch = tuple[Any, ...] | Mapping[str, Any]
+TARGET_HELP = "file.py:function or module:function, which returns (model, batch)"
+CONFIG_HELP = "or, with --devices, the config.json of a transformers model"
+# Fields of Options that a command line may leave out.
+GIVEN = (
+    *("memory_limit", "precision", "zero", "recompute", "offload", "microbatches", "stages", "schedule"),
+    *("time_limit", "gap", "seed", "optimizer"),
+)
 
 _UNITS = {
     "": 1,
@@ -153,3 +163,69 @@ def _model_and_batch(text: str, result: object) -> tuple[nn.Module, Batch]:
             kinds = ", ".join(type(item).__name__ for item in result)
             raise OptionsError(f"{text} gave ({kinds}), not (model, batch); give {_EXAMPLE}")
     raise OptionsError(f"{text} gave a {type(result).__name__}, not (model, batch); give {_EXAMPLE}")
+
+
+def options_from(arguments: argparse.Namespace) -> Options:
+    """The :class:`Options` a command line asks for; what it leaves out keeps its default."""
+    given = {name: getattr(arguments, name) for name in GIVEN if getattr(arguments, name) is not None}
+    return Options(**given, pins=parse_pins(arguments.pin), mesh_search=arguments.mesh_search)
+
+
+def checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """``parse`` with its errors said the way argparse says them, usage and all."""
+
+    def convert(text: str) -> Any:
+        try:
+            return parse(text)
+        except OptionsError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return convert
+
+
+def positive(text: str) -> int:
+    """A whole number above 0. Raises :class:`OptionsError`."""
+    if not text.isdecimal() or int(text) < 1:
+        raise OptionsError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def add_mesh(parser: Any, required: bool) -> None:
+    """``--mesh``."""
+    text = "shape of the device mesh, outermost (slowest link) first: 2,2"
+    parser.add_argument("--mesh", type=checked(parse_mesh), required=required, help=text)
+
+
+def add_planning(parser: argparse.ArgumentParser, *more: Mapping[str, tuple[object, ...]]) -> None:
+    """The options of everything that plans; what is left out is searched, or as :class:`Options` has it. ``more``:
+    choices besides those of :class:`Options`."""
+
+    def add_choice(name: str, text: str) -> None:
+        known = tuple(dict.fromkeys(value for choices in (CHOICES, *more) for value in choices[name]))
+        group.add_argument(f"--{name}", type=type(known[0]), choices=known, help=text)
+
+    group = parser.add_argument_group("planning")
+    group.add_argument("--cluster", help="hardware to price for: a preset such as dgx-a100-80gb, or local")
+    group.add_argument("--memory-limit", type=checked(parse_bytes), help="bytes per device: 10GiB")
+    group.add_argument(
+        "--pin",
+        action="append",
+        default=[],
+        metavar="NAME=PLACEMENTS",
+        help="fix the placements of a weight or module: 'lm_head.weight=S(0),R'; globs and repeats allowed",
+    )
+    add_choice("precision", "what products are computed in" + ("; fp8 of layouts only (--devices)" if more else ""))
+    add_choice("zero", "fix the ZeRO stage instead of searching")
+    recompute = "compute saved values again instead of keeping them; by default whatever makes the step fit"
+    recompute += "; elementwise and operations of layouts only" if more else ""
+    offload = "keep optimizer state in host memory; by default where that makes the step fit"
+    group.add_argument("--offload", action=argparse.BooleanOptionalAction, default=None, help=offload)
+    add_choice("recompute", recompute)
+    group.add_argument("--microbatches", type=checked(positive))
+    group.add_argument("--stages", type=checked(positive))
+    group.add_argument("--schedule")
+    group.add_argument("--optimizer", choices=sorted(OPTIMIZERS), help="decides the bytes of optimizer state")
+    group.add_argument("--time-limit", type=float, metavar="SECONDS", help="of computing, for the solvers")
+    group.add_argument("--gap", type=float, help="relative distance from the proven bound that is good enough")
+    group.add_argument("--seed", type=int)
+    group.add_argument("--no-mesh-search", dest="mesh_search", action="store_false", help="keep the axes as given")

@@ -11,7 +11,7 @@ import torch
 import transformers as hf
 
 import autopar
-from autopar.cli.parser import main, make_parser
+from autopar.command_line import main, make_parser
 from autopar.errors import AutoparError, OptionsError
 from autopar.layout import CHOICES as LAYOUT_CHOICES
 from autopar.layout import Layout

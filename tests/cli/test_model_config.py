@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from autopar.cli.model_config import load_config, model_of
-from autopar.cli.parser import main
+from autopar.command_line import main
 from autopar.errors import AutoparError, OptionsError
 
 TINY = {

@@ -46,7 +46,7 @@ def test_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
 def test_wheel_declares_the_command(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     (name,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
-    assert "autopar = autopar.cli.parser:main" in archive.read(name).decode()
+    assert "autopar = autopar.command_line:main" in archive.read(name).decode()
 
 
 def test_wheel_imports_without_the_repository(wheel: Path, tmp_path: Path) -> None:

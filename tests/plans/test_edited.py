@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.cli.parser import main
+from autopar.command_line import main
 from autopar.errors import AutoparError, OptionsError, PlanMismatchError
 from autopar.plans.plan import Plan
 from tests.helpers.plan_mutations import mutated, mutated_lines

@@ -12,7 +12,7 @@ import pytest
 
 import autopar
 from autopar import Plan
-from autopar.cli.parser import main
+from autopar.command_line import main
 from autopar.errors import OptionsError, PlanMismatchError
 from autopar.options import Options
 from autopar.planner.prepare import prepare

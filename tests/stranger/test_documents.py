@@ -44,7 +44,7 @@ WAYS = [
 
 # Commands that are not run, by how they begin, and why.
 NOT_RUN = {
-    "make demo": "sets up an environment from a package index; tests/cli/test_parser.py runs the demo's parts",
+    "make demo": "sets up an environment from a package index; tests/cli/test_command_line.py runs the demo's parts",
     "make test": "this is it",
     "autopar run --nproc 4 train.py": "test_blocks_of_training runs this file",
     "autopar calibrate": "measures for most of a minute; tests/calibration/test_machine.py does",

@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 
-from autopar.cli import commands as cli_commands
-from autopar.cli.parser import main, make_parser
+from autopar.cli import plans as cli_plans
+from autopar.cli.arguments import options_from
+from autopar.cli.commands import calibrate as calibrate_command
+from autopar.cli.commands import verify as verify_command
 from autopar.cluster.description import Cluster, local_file
+from autopar.command_line import main, make_parser
 from autopar.errors import InfeasibleError, WorkerError
 from autopar.plans.plan import Plan
 
@@ -102,7 +105,7 @@ def test_options_reach_the_planner() -> None:
         "b=R,R",
     ]
     arguments = make_parser().parse_args(words)
-    options = cli_commands.options_from(arguments)
+    options = options_from(arguments)
     assert (options.memory_limit, options.zero, options.gap, options.seed) == (10 * 2**30, 3, 0.02, 7)
     assert (options.optimizer, options.mesh_search) == ("sgd", False)
     assert options.pins == {"a.*": "S(0),R", "b": "R,R"}
@@ -175,7 +178,7 @@ def test_errors_are_one_message_and_status_2(
     def refuse(*_: object, **__: object) -> None:
         raise InfeasibleError("nothing fits into 1 KiB; 3 KiB would")
 
-    monkeypatch.setattr(cli_commands, "plan_model", refuse)
+    monkeypatch.setattr(cli_plans, "plan_model", refuse)
     assert main(["plan", target, "--mesh", "2", "--json"]) == 2
     captured = capsys.readouterr()
     assert captured.err == "autopar: nothing fits into 1 KiB; 3 KiB would\n"
@@ -207,7 +210,7 @@ def test_verify_status_and_arguments(
         seen.update(keywords, mesh=mesh, batch=batch)
         return fake_report(ok)
 
-    monkeypatch.setattr(cli_commands, "verify_model", verify)
+    monkeypatch.setattr(verify_command, "verify_model", verify)
     words = [
         "verify",
         target,
@@ -243,7 +246,7 @@ def test_a_dead_worker_is_an_error(
     def die(*_: object, **__: object) -> None:
         raise WorkerError("rank 1 died: Traceback ...")
 
-    monkeypatch.setattr(cli_commands, "verify_model", die)
+    monkeypatch.setattr(verify_command, "verify_model", die)
     assert main(["verify", target, "--mesh", "2"]) == 2
     assert "rank 1 died" in capsys.readouterr().err
 
@@ -265,7 +268,7 @@ def test_verify_a_plan_from_a_file(
         seen.append(plan)
         return fake_report(True)
 
-    monkeypatch.setattr(cli_commands, "verify_model", verify)
+    monkeypatch.setattr(verify_command, "verify_model", verify)
     assert main(["verify", target, "--mesh", "2,2", "--plan", str(path)]) == 0
     assert seen == [Plan.from_json(path.read_text())]
     path.write_text("{}")
@@ -323,7 +326,7 @@ def test_calibrate_only_if_missing(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         local_file().write_text(found.to_toml())
         return found
 
-    monkeypatch.setattr(cli_commands, "calibrate_machine", calibrate)
+    monkeypatch.setattr(calibrate_command, "calibrate_machine", calibrate)
     assert main(["calibrate", "--nproc", "2", "--if-missing"]) == 0
     assert main(["calibrate", "--nproc", "2", "--if-missing", "--json"]) == 0
     assert calls == [2]
@@ -355,7 +358,7 @@ def test_bench_needs_a_checkout(
 
 
 def test_the_reader_may_close_the_pipe() -> None:
-    command = f"{sys.executable} -m autopar.cli.parser doctor --json | head -c 1"
+    command = f"{sys.executable} -m autopar.command_line doctor --json | head -c 1"
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "{", "")
 

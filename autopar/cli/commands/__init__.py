@@ -1,0 +1,38 @@
+"""The commands, one a file: its name is the command's, its docstring what ``--help`` says.
+
+Each is a thin shell over the library call of the same name. A new command is a new file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pkgutil
+from typing import Protocol, cast
+
+from autopar.cli.output import Output
+
+# The order of ``autopar --help``: from planning to running to the machine; others follow by name.
+_FIRST = ("plan", "show", "explain", "diff", "verify", "run", "calibrate", "doctor", "bench")
+
+
+class Command(Protocol):
+    """What the module of a command has."""
+
+    __name__: str
+    __doc__: str | None
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """The command's arguments; ``--json`` is there already."""
+
+    def run(self, arguments: argparse.Namespace, output: Output) -> int:
+        """Runs the command; returns its exit status."""
+
+
+def _place(name: str) -> tuple[int, str]:
+    return (_FIRST.index(name) if name in _FIRST else len(_FIRST), name)
+
+
+_NAMES = sorted((module.name for module in pkgutil.iter_modules(__path__)), key=_place)
+COMMANDS = tuple(cast(Command, importlib.import_module(f".{name}", __name__)) for name in _NAMES)
+"""The modules of all commands."""

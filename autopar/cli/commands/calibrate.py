@@ -1,0 +1,47 @@
+"""Measures this machine as the cluster ``local``, or, started by torchrun, the devices of all its processes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from autopar.calibration.job import calibrate_job, in_job
+from autopar.calibration.machine import calibrate as calibrate_machine
+from autopar.cli.arguments import checked, positive
+from autopar.cli.output import Output
+from autopar.cli.status import OK
+from autopar.cluster.description import Cluster, local_file
+from autopar.errors import OptionsError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("--nproc", type=checked(positive), default=4, help="processes to measure with (4)")
+    parser.add_argument("--seconds", type=float, default=40.0, help="how long to measure, about (40)")
+    parser.add_argument("--output", metavar="FILE", help="where the description goes; default the cache of this user")
+    parser.add_argument("--if-missing", action="store_true", help="do nothing where it was measured before")
+
+
+def run(arguments: argparse.Namespace, output: Output) -> int:
+    """Runs the command; returns its exit status."""
+    if in_job():
+        return _calibrate_job(arguments, output)
+    target = Path(arguments.output or local_file())
+    if arguments.if_missing and target.is_file():
+        output.note(f"calibrated already, in {target}; leave out --if-missing to measure again")
+        found = Cluster.get(arguments.output or "local")
+    else:
+        with output.progress(f"measuring compute and collectives on {arguments.nproc} processes"):
+            found = calibrate_machine(arguments.nproc, arguments.seconds, arguments.output)
+    output.result(found, found)
+    return OK
+
+
+def _calibrate_job(arguments: argparse.Namespace, output: Output) -> int:
+    if arguments.if_missing:
+        raise OptionsError("--if-missing is for one machine: hosts of a job need not have the same files")
+    found = calibrate_job(arguments.output, arguments.seconds)
+    if os.environ["RANK"] == "0":
+        output.result(f"{found}\nwritten to {arguments.output or local_file(found.name)}", found)
+    return OK

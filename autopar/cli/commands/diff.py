@@ -1,0 +1,23 @@
+"""What differs between two plans; 1 if anything does, as diff(1)."""
+
+from __future__ import annotations
+
+import argparse
+
+from autopar.cli.output import Output
+from autopar.cli.plans import read_plan
+from autopar.cli.status import FAILED, OK
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("first", metavar="FIRST", help="a plan written by `autopar plan --output`")
+    parser.add_argument("second", metavar="SECOND", help="another")
+
+
+def run(arguments: argparse.Namespace, output: Output) -> int:
+    """Runs the command; returns its exit status."""
+    first, second = read_plan(arguments.first), read_plan(arguments.second)
+    found = first.diff(second)
+    output.result(found, {"same": found.same, "diff": found, "text": str(found)})
+    return OK if found.same else FAILED

@@ -1,0 +1,31 @@
+"""Prints a saved plan, its tree or a table of it, or writes it as a page or in its other form."""
+
+from __future__ import annotations
+
+import argparse
+
+from autopar.cli.output import Output
+from autopar.cli.plans import TABLES, read_plan, view, write_files
+from autopar.cli.status import OK
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("plan", metavar="PLAN", help="a plan written by `autopar plan --output`")
+    parser.add_argument(
+        "--by",
+        choices=("plan", "tree", *TABLES),
+        default="plan",
+        help="print the plan (as without --by), the tree of modules, or what a step costs by module, kind, op, rule, "
+        "phase, collective or stage",
+    )
+    parser.add_argument("--html", metavar="PLAN.html", help="write the plan as a page")
+    parser.add_argument("--output", metavar="FILE", help="write the plan again: as JSON if called .json, else as text")
+
+
+def run(arguments: argparse.Namespace, output: Output) -> int:
+    """Runs the command; returns its exit status."""
+    found = read_plan(arguments.plan)
+    write_files(found, arguments)
+    output.result(view(found, arguments.by), found)
+    return OK

@@ -1,0 +1,72 @@
+"""The command line: ``autopar plan | show | explain | diff | run | verify | doctor | calibrate | bench``.
+
+Models are named ``file.py:function`` or ``module:function``: a function without arguments that returns
+``(model, batch)``, where the batch is a tuple of positional inputs or a dict of keyword inputs, global.
+Exit status: 0 well, 1 a check failed (gradients differ, a script failed, plans differ), 2 bad usage or
+anything autopar raises on purpose, said in one message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from autopar.cli.commands import COMMANDS, Command
+from autopar.cli.output import Output
+from autopar.cli.status import OK, USAGE
+
+from .errors import AutoparError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status."""
+    parsed = make_parser().parse_args(arguments)
+    output = Output(json=parsed.json)
+    command: Command = parsed.command
+    try:
+        status = command.run(parsed, output)
+        sys.stdout.flush()
+        return status
+    except AutoparError as error:
+        output.error(str(error), type(error).__name__)
+        return USAGE
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader (head, less) has what it wanted; nothing may be flushed into the closed pipe at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; each sets ``command`` to the function that runs it."""
+    parser = argparse.ArgumentParser(prog="autopar", description="Automatic parallelism for PyTorch models.")
+    parser.add_argument("--version", action="version", version=_version())
+    subparsers = parser.add_subparsers(metavar="command", required=True)
+    for command in COMMANDS:
+        _add(subparsers, command)
+    return parser
+
+
+def _add(subparsers: Any, command: Command) -> None:
+    """A subcommand named as its module, and described as that is."""
+    summary = (command.__doc__ or "").strip()
+    name = command.__name__.rpartition(".")[2]
+    parser: argparse.ArgumentParser = subparsers.add_parser(name, help=summary, description=summary)
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    parser.set_defaults(command=command)
+    command.add_arguments(parser)
+
+
+def _version() -> str:
+    return f"autopar {version('autopar')} (torch {torch.__version__})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
