@@ -152,14 +152,14 @@ def test_any_assignment_gives_what_one_device_does(name: str, mesh: tuple[int, .
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_the_bill_is_what_the_program_does(precision: str) -> None:
+def test_the_cost_breakdown_is_what_the_program_does(precision: str) -> None:
     model, batch = make("stack")
     found = setting(make_request(model, batch, (2, 2), precision=precision))
     for seed in range(2):
         assignment = any_assignment(found.graph, (2, 2), seed)
-        bill = found.bill(assignment)
-        assert difference(collectives_of(found.program(assignment)), priced(bill)) == ()
-    assert any(line.name == "loss scale" for line in bill.lines) == (precision == "fp16")
+        breakdown = found.breakdown(assignment)
+        assert difference(collectives_of(found.program(assignment)), priced(breakdown)) == ()
+    assert any(line.name == "loss scale" for line in breakdown.lines) == (precision == "fp16")
 
 
 def test_stages_agree_on_overflow_once_a_step() -> None:
@@ -288,7 +288,7 @@ def test_masters_gradients_and_state_are_whole_and_copies_are_half() -> None:
     request = make_request(model, (torch.randn(4, 64),), (1,), precision="bf16")
     graph = setting(request).graph
     assignment = any_assignment(graph, (1,), 0)
-    memory = setting(request).bill(assignment).memory
+    memory = setting(request).breakdown(assignment).memory
     count = 64 * 64
     assert (memory.weights, memory.gradients, memory.optimizer) == (6 * count, 4 * count, 8 * count)
 

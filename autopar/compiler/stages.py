@@ -32,7 +32,7 @@ from autopar.schedule.named import SCHEDULES
 from autopar.schedule.schedule import Schedule, loop_placement
 from autopar.search.chunks import place_chunks
 from autopar.search.pipeline import scheduled
-from autopar.search.pipeline_bill import bill_stages, wire_prices
+from autopar.search.pipeline_breakdown import price_stages, wire_prices
 
 from .pipeline import pipeline_program
 
@@ -114,7 +114,7 @@ class StageCompiler:
         links = wire_prices(self.cluster, schedule.placement, devices, pairs)
         chunks, wires = place_chunks(staged, whole, prices, links, self.pipeline.wires)
         if checked:
-            peak = max(bill_stages(chunks, wires, schedule, prices, links, self.optimizer).peaks)
+            peak = max(price_stages(chunks, wires, schedule, prices, links, self.optimizer).peaks)
             check_memory(self.plan, peak, pieces.graph, "microbatches of ")
         coordinate = coordinate_of(self.index, (self.plan.stages, *self.plan.mesh))
         return pipeline_program(pieces, staged, chunks, wires, schedule, coordinate, prices.path, BUCKET_BYTES)

@@ -165,7 +165,7 @@ class PlanRecord:
         placements: by path, how each parameter's value is placed during a step, and the output of each module;
             ``parameters`` adds where gradients and optimizer state rest.
         strategies: the choice for each node of the graph whose fingerprint is ``graph_hash``; ``nodes`` describes them.
-        lines: the bill of a step.
+        lines: the cost breakdown of a step.
         baselines: other plans with the same prices; None: not possible.
         alternatives: by the first node of those that choose alike, what else was possible and by how many seconds a
             step would change.

@@ -1,4 +1,4 @@
-"""A model ready to be priced under layouts: traced once, short, with what was placed and billed remembered."""
+"""A model ready to be priced under layouts: traced once, short, with what was placed and priced remembered."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from autopar.api import Batch, split_batch
 from autopar.cluster.description import Cluster
 from autopar.errors import OptionsError
 from autopar.layout import Layout
-from autopar.layouts.sections.bill import bill_sections, with_experts
 from autopar.layouts.sections.experts import expert_counts
 from autopar.layouts.sections.placement import Placed, place
 from autopar.layouts.sections.section import Sections
+from autopar.layouts.sections.section_costs import section_costs, with_experts
 from autopar.layouts.sections.section_of_node import standing_for
 from autopar.layouts.sections.shortened_model import Depth, traced_short
 from autopar.layouts.sections.stand_in import read_by_others
@@ -66,12 +66,12 @@ class LayoutModel:
 
     def sections(self, layout: Layout, cluster: Cluster, batch: int | None = None) -> Sections:
         """What one microbatch of a global batch costs under ``layout``."""
-        billed = (layout.eager, layout.precision, layout.graphed, layout.balanced, layout.holds, layout.recomputed)
-        key = (*self._key(layout, cluster), *billed)
+        priced_by = (layout.eager, layout.precision, layout.graphed, layout.balanced, layout.holds, layout.recomputed)
+        key = (*self._key(layout, cluster), *priced_by)
         if key not in self._sections:
             check_represented(self.modules, self.depth, layout)
             check_recomputed(self.prepared.graph, layout)
-            self._sections[key] = bill_sections(self.placed(layout, cluster), self.depth, layout)
+            self._sections[key] = section_costs(self.placed(layout, cluster), self.depth, layout)
         # Products add nothing to the gradients of a single microbatch, as where operations of their own do it.
         is_single = (batch or self.batch) <= layout.data * layout.microbatch
         layout = replace(layout, adding=layout.adding or is_single)

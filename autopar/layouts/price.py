@@ -53,7 +53,7 @@ class Priced:
 def price_sections(
     sections: Sections, layout: Layout, batch: int, cluster: Cluster, limit: int | None = None
 ) -> Priced:
-    """The price of a layout whose sections are billed. Raises :class:`OptionsError` if layers, batch or devices do not
+    """The price of a layout whose sections are priced. Raises :class:`OptionsError` if layers, batch or devices do not
     divide so."""
     microbatches = layout.microbatches(batch)
     check_hardware(layout, cluster)

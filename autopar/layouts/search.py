@@ -1,6 +1,6 @@
 """The best layout of a space (:mod:`.space`), and the rule of thumb it is compared with.
 
-A candidate is billed from sections that all candidates of the same tensor degree and microbatch share, so that each
+A candidate is priced from sections that all candidates of the same tensor degree and microbatch share, so that each
 placement program is solved once; it is then ranked by a bound of its step (the busiest rank and the filling of the
 pipeline), and the best few are simulated. Planning time therefore grows neither with layers (equal ones are one) nor
 with devices (only with the ways to divide them).

@@ -104,11 +104,11 @@ def prices_alone(problem: Problem, transfers: list[Transfer], group: int, chosen
     for seconds in moved.values():
         total += seconds
     for window in problem.windows:
-        total -= window.hidden * _at_once(problem, window, moved, group, chosen)
+        total -= window.hidden * _overlapped(problem, window, moved, group, chosen)
     return total
 
 
-def _at_once(problem: Problem, window: Window, moved: Mapping[int, Floats], group: int, chosen: Ints) -> Floats:
+def _overlapped(problem: Problem, window: Window, moved: Mapping[int, Floats], group: int, chosen: Ints) -> Floats:
     """Seconds, shape [K], in which the computing and the messages of a window run beside each other, for each choice of
     ``group``."""
     messages, computing = sides_of(problem, window, chosen)

@@ -34,7 +34,7 @@ from autopar.ir.placements import REPLICATE, is_shard
 from autopar.ir.reshard import Collective
 
 from .axis_names import weight_values
-from .bill import Account, Line, rebilled
+from .breakdown import CostBreakdown, CostLine, with_lines
 from .choices import Choice
 from .constraints import Allowed, live_axes, with_choices, zero_allows
 from .formulation import Instance
@@ -50,9 +50,9 @@ class Baseline:
     instance: Instance
     gathers_blocks: bool = False
 
-    def billed(self, step: PlacedStep, bill: Account) -> Account:
-        """The bill of what people run of the bill of a plan that does the same."""
-        return rebilled(step, bill, _by_blocks(bill, self.instance)) if self.gathers_blocks else bill
+    def as_run(self, step: PlacedStep, breakdown: CostBreakdown) -> CostBreakdown:
+        """The cost breakdown of what people run of the cost breakdown of a plan that does the same."""
+        return with_lines(step, breakdown, _by_blocks(breakdown, self.instance)) if self.gathers_blocks else breakdown
 
 
 def baselines(instance: Instance) -> Iterator[Baseline]:
@@ -153,9 +153,9 @@ class Samples:
         return allowed
 
 
-def _by_blocks(bill: Account, instance: Instance) -> dict[int, Line]:
-    """The lines of ``bill``, by position, that cost less where weights are gathered block by block."""
-    gathers = {i: line for i, line in enumerate(bill.lines) if line.kind == "weight"}
+def _by_blocks(breakdown: CostBreakdown, instance: Instance) -> dict[int, CostLine]:
+    """The lines of ``breakdown``, by position, that cost less where weights are gathered block by block."""
+    gathers = {i: line for i, line in enumerate(breakdown.lines) if line.kind == "weight"}
     sums = Counter[object]()
     for line in gathers.values():
         for wire in line.collectives:
@@ -170,7 +170,7 @@ def _by_blocks(bill: Account, instance: Instance) -> dict[int, Line]:
     return found
 
 
-def _group(line: Line, wire: Collective) -> object:
+def _group(line: CostLine, wire: Collective) -> object:
     return line.phase, block_of(line.module), wire.kind, wire.axes
 
 

@@ -12,7 +12,7 @@ from autopar.ir.node import REST, Node, Value
 from autopar.ir.placements import Strategy
 from autopar.solver.problem import Group, Transfer
 
-from .choices import OUTPUTS, Choice, Offer
+from .choices import OUTPUTS, Choice, ChoiceSets
 from .item_prices import (
     accumulator_bytes,
     adding_seconds,
@@ -28,37 +28,37 @@ from .prices import local_bytes
 
 
 @dataclass(frozen=True, eq=False)
-class Charges:
-    """The prices of what ``offer`` has to choose from."""
+class ChoiceCosts:
+    """The prices of what ``choice_sets`` has to choose from."""
 
-    offer: Offer
+    choice_sets: ChoiceSets
 
     @cached_property
     def gradients(self) -> frozenset[Value]:
         """The gradients of parameters, as backward makes them."""
-        return frozenset(self.offer.graph.gradients.values())
+        return frozenset(self.choice_sets.graph.gradients.values())
 
     def group(self, name: str) -> Group:
         """The charges of a class: those of one node times how many it has. Of temporary bytes only the most count."""
-        offer = self.offer
+        choice_sets = self.choice_sets
         if name == OUTPUTS:
-            seconds = np.array([agreement_seconds(offer.prices, (offer.graph,))])
+            seconds = np.array([agreement_seconds(choice_sets.prices, (choice_sets.graph,))])
             return Group(name, seconds, np.zeros(1), np.zeros(1), np.zeros(1))
-        count, node, choices = offer.counts[name], offer.graph[name], offer.choices[name]
+        count, node, choices = choice_sets.counts[name], choice_sets.graph[name], choice_sets.choices[name]
         rows = np.array([self._charges(node, choice) for choice in choices], dtype=np.float64)
         host = np.array([self._away(node, choice) for choice in choices], dtype=np.float64)
         return Group(name, rows[:, 0] * count, rows[:, 1] * count, rows[:, 2], host * count)
 
     def rerun(self, name: str) -> Transfer:
         """The price of the second run, apart from the first: messages are not taken to travel beside it."""
-        offer = self.offer
-        cost = [[self._seconds_again(name, choice)] for choice in offer.choices[name]]
+        choice_sets = self.choice_sets
+        cost = [[self._seconds_again(name, choice)] for choice in choice_sets.choices[name]]
         rows, end = np.arange(len(cost)), np.zeros(1, dtype=np.int64)
         return Transfer(
             name=f"{name} again",
-            producer=offer.index[name],
+            producer=choice_sets.index[name],
             source=rows,
-            consumers=(offer.index[OUTPUTS],),
+            consumers=(choice_sets.index[OUTPUTS],),
             targets=(end,),
             cost=np.array(cost),
         )
@@ -67,20 +67,20 @@ class Charges:
         """Seconds, resting bytes and temporary bytes of one node."""
         if isinstance(choice, ParameterPlacement):
             return self._parameter_charges(node, choice)
-        prices, raw = self.offer.prices, float(self._accumulated(node, choice))
+        prices, raw = self.choice_sets.prices, float(self._accumulated(node, choice))
         if node.is_placeholder or node.op == REST:
             held = local_bytes(node.type, choice.outputs[0], prices.mesh)
             return 0.0, self._copies_held(node, choice) * held + raw, 0.0
         seconds = self._running(node, choice)
-        seconds += adding_seconds(prices, node, choice, self.gradients, self.offer.repeats)
-        kinds = tuple(self.offer.graph.type_of(value) for value in node.operands)
+        seconds += adding_seconds(prices, node, choice, self.gradients, self.choice_sets.repeats)
+        kinds = tuple(self.choice_sets.graph.type_of(value) for value in node.operands)
         return seconds, raw, float(temporary_bytes(prices, node, kinds, choice))
 
     def _parameter_charges(self, node: Node, place: ParameterPlacement) -> tuple[float, float, float]:
-        prices, optimizer = self.offer.prices, self.offer.optimizer
+        prices, optimizer = self.choice_sets.prices, self.choice_sets.optimizer
         parts = parameter_bytes(prices, node, place, optimizer)
         casting = casting_seconds(prices, node, place)
-        if node.target not in self.offer.trained:
+        if node.target not in self.choice_sets.trained:
             return casting, float(parts[0]), 0.0
         seconds = casting + optimizer_seconds(prices, node, place, optimizer)
         seconds += offload_seconds(prices, node, place, optimizer)
@@ -90,32 +90,34 @@ class Charges:
 
     def _away(self, node: Node, choice: Choice) -> int:
         """Bytes in the host's memory; brought to the device they are temporary."""
-        if not isinstance(choice, ParameterPlacement) or node.target not in self.offer.trained:
+        if not isinstance(choice, ParameterPlacement) or node.target not in self.choice_sets.trained:
             return 0
-        return offloaded_bytes(self.offer.prices, node, choice, self.offer.optimizer)
+        return offloaded_bytes(self.choice_sets.prices, node, choice, self.choice_sets.optimizer)
 
     def _running(self, node: Node, choice: Strategy) -> float:
         """Seconds of one node in all microbatches."""
-        kinds = tuple(self.offer.graph.type_of(value) for value in node.operands)
-        return self.offer.prices.node(node, kinds, choice) * self.offer.repeats.microbatches
+        kinds = tuple(self.choice_sets.graph.type_of(value) for value in node.operands)
+        return self.choice_sets.prices.node(node, kinds, choice) * self.choice_sets.repeats.microbatches
 
     def _seconds_again(self, name: str, choice: Choice) -> float:
-        node = self.offer.graph[name]
+        node = self.choice_sets.graph[name]
         if not isinstance(choice, Again) or node.op == REST:
             return 0.0
-        return self._running(node, choice) * self.offer.counts[name]
+        return self._running(node, choice) * self.choice_sets.counts[name]
 
     def _copies_held(self, node: Node, choice: Strategy) -> float:
         """How many copies of a value the device holds at once."""
-        if isinstance(choice, Again) and self.offer.again is not None:
-            return self.offer.again.shares[node.name]
-        return self.offer.repeats.in_flight if node.op == REST else 1
+        if isinstance(choice, Again) and self.choice_sets.again is not None:
+            return self.choice_sets.again.shares[node.name]
+        return self.choice_sets.repeats.in_flight if node.op == REST else 1
 
     def _accumulated(self, node: Node, choice: Strategy) -> int:
         """Bytes of the gradients that the node makes as partial sums, added up over microbatches."""
         made = ((Value(node.name, i), place) for i, place in enumerate(choice.outputs))
         return sum(
-            accumulator_bytes(self.offer.prices, self.offer.graph.type_of(value), place, self.offer.repeats)
+            accumulator_bytes(
+                self.choice_sets.prices, self.choice_sets.graph.type_of(value), place, self.choice_sets.repeats
+            )
             for value, place in made
             if value in self.gradients
         )

@@ -25,7 +25,7 @@ OUTPUTS = "(outputs)"
 
 
 @dataclass(frozen=True, eq=False)
-class Offer:
+class ChoiceSets:
     """The arguments are those of :func:`autopar.placement.formulation.build_instance`; without ``graph.classes``
     every node is its own class."""
 

@@ -19,7 +19,7 @@ from autopar.solver.problem import Transfer
 
 from .axis_names import weight_values
 from .choices import OUTPUTS, Choice, operand_place, result_place
-from .edges import Route
+from .edges import TensorEdge
 from .formulation import Instance
 
 Allowed = Callable[[Node, Choice], bool]
@@ -52,9 +52,9 @@ def with_choices(instance: Instance, allowed: Allowed, *, gathers: bool = True, 
     transfers = instance.problem.transfers
     if not gathers:
         weights = weight_values(instance.graph)
-        known = {i for i, route in enumerate(instance.routes) if route.producer in weights}
+        known = {i for i, edge in enumerate(instance.edges) if edge.producer in weights}
         transfers = tuple(
-            _without_gathers(instance, instance.routes[i], transfer) if i in known else transfer
+            _without_gathers(instance, instance.edges[i], transfer) if i in known else transfer
             for i, transfer in enumerate(transfers)
         )
     return replace(instance, problem=replace(instance.problem, groups=tuple(groups), transfers=transfers))
@@ -71,18 +71,18 @@ def _place(choice: Choice) -> Placements:
     return choice.weight if isinstance(choice, ParameterPlacement) else choice.outputs[0]
 
 
-def _without_gathers(instance: Instance, route: Route, transfer: Transfer) -> Transfer:
+def _without_gathers(instance: Instance, edge: TensorEdge, transfer: Transfer) -> Transfer:
     """Forbids communication on the way from a parameter, or a view or cast of one, to its uses."""
     choices = instance.choices[transfer.producer]
-    sources = {row: result_place(choice, route.result) for row, choice in zip(transfer.source, choices, strict=True)}
+    sources = {row: result_place(choice, edge.result) for row, choice in zip(transfer.source, choices, strict=True)}
     targets: dict[int, Placements] = {}
-    for (_, operand), consumer, columns in zip(route.consumers, transfer.consumers, transfer.targets, strict=True):
+    for (_, operand), consumer, columns in zip(edge.consumers, transfer.consumers, transfer.targets, strict=True):
         places = (operand_place(choice, operand) for choice in instance.choices[consumer])
         targets.update(zip(map(int, columns), places, strict=True))
-    kind = instance.graph.type_of(Value(route.producer, route.result))
+    kind = instance.graph.type_of(Value(edge.producer, edge.result))
     cost = transfer.cost.copy()
     for row, column in np.argwhere((cost > 0) & np.isfinite(cost)):
-        path = instance.prices.path(kind, sources[row], targets[int(column)], route.role == "gradient")
+        path = instance.prices.path(kind, sources[row], targets[int(column)], edge.role == "gradient")
         if any(hop.collective is not None for hop in path):
             cost[row, column] = np.inf
     return replace(transfer, cost=cost)

@@ -13,9 +13,9 @@ from autopar.ir.node import REST, Value
 from autopar.ir.placements import Placements
 from autopar.solver.problem import Floats, Ints, Transfer
 
-from .choices import OUTPUTS, Choice, Offer, operand_place, result_place
-from .edges import Route
-from .full_precision_reduction import summed_late, without_sums
+from .choices import OUTPUTS, Choice, ChoiceSets, operand_place, result_place
+from .edges import TensorEdge
+from .full_precision_reduction import forbid_reductions, full_precision_gradients
 from .prices import ReshardTable
 
 # None: at its source, a value is not there; at its end, it is not needed.
@@ -24,59 +24,59 @@ _Places = Sequence[Placements | None]
 
 @dataclass(frozen=True, eq=False)
 class Transfers:
-    """The prices of the routes of ``offer``."""
+    """The prices of the routes of ``choice_sets``."""
 
-    offer: Offer
+    choice_sets: ChoiceSets
 
     @cached_property
     def late(self) -> frozenset[Value]:
         """What may not be added up across devices before it is widened."""
-        return summed_late(self.offer.graph)
+        return full_precision_gradients(self.choice_sets.graph)
 
     @cached_property
     def only_backward(self) -> frozenset[str]:
         """The rests that nothing in forward reads."""
-        offer = self.offer
-        read = {v.node for n in offer.graph.nodes if n.phase == "forward" for v in n.operands}
-        read |= {value.node for value in offer.results if value is not None}
-        classes = {offer.class_of(name) for name in read}
-        return frozenset(n for n in offer.counts if offer.graph[n].op == REST and n not in classes)
+        choice_sets = self.choice_sets
+        read = {v.node for n in choice_sets.graph.nodes if n.phase == "forward" for v in n.operands}
+        read |= {value.node for value in choice_sets.results if value is not None}
+        classes = {choice_sets.class_of(name) for name in read}
+        return frozenset(n for n in choice_sets.counts if choice_sets.graph[n].op == REST and n not in classes)
 
-    def of(self, route: Route, count: int) -> Transfer:
+    def of(self, edge: TensorEdge, count: int) -> Transfer:
         """The transfer of a route that there is ``count`` times."""
-        offer, name = self.offer, f"{route.producer}.{route.result} {route.role}"
-        rows = [self._row(route, choice) for choice in offer.choices[route.producer]]
+        choice_sets, name = self.choice_sets, f"{edge.producer}.{edge.result} {edge.role}"
+        rows = [self._row(edge, choice) for choice in choice_sets.choices[edge.producer]]
         needs = [
-            [self._column(consumer, operand, route.role, choice) for choice in offer.choices[consumer]]
-            for consumer, operand in route.consumers
+            [self._column(consumer, operand, edge.role, choice) for choice in choice_sets.choices[consumer]]
+            for consumer, operand in edge.consumers
         ]
         sources, targets = list(dict.fromkeys(rows)), list(dict.fromkeys(place for need in needs for place in need))
-        consumers = tuple(offer.index[consumer] for consumer, _ in route.consumers)
+        consumers = tuple(choice_sets.index[consumer] for consumer, _ in edge.consumers)
         columns = tuple(_positions(need, targets) for need in needs)
-        cost = self._cost(route, count, sources, targets)
-        return Transfer(name, offer.index[route.producer], _positions(rows, sources), consumers, columns, cost)
+        cost = self._cost(edge, count, sources, targets)
+        return Transfer(name, choice_sets.index[edge.producer], _positions(rows, sources), consumers, columns, cost)
 
-    def _cost(self, route: Route, count: int, sources: _Places, targets: _Places) -> Floats:
+    def _cost(self, edge: TensorEdge, count: int, sources: _Places, targets: _Places) -> Floats:
         """Seconds from sources to targets in a step. What a microbatch hands on travels with each, gradients once."""
-        offer, value = self.offer, Value(route.producer, route.result)
-        is_gradient = route.role == "gradient"
-        table = offer.prices.table(offer.graph.type_of(value), bucketed=is_gradient)
-        often = 1 if is_gradient else offer.repeats.microbatches
+        choice_sets, value = self.choice_sets, Value(edge.producer, edge.result)
+        is_gradient = edge.role == "gradient"
+        table = choice_sets.prices.table(choice_sets.graph.type_of(value), bucketed=is_gradient)
+        often = 1 if is_gradient else choice_sets.repeats.microbatches
         cost = count * often * _submatrix(table, sources, targets)
-        if not is_gradient and travels_unseen(offer.graph, value):
+        if not is_gradient and travels_unseen(choice_sets.graph, value):
             cost = np.where(np.isfinite(cost), 0.0, cost)
-        return without_sums(cost, sources, targets) if value in self.late else cost
+        return forbid_reductions(cost, sources, targets) if value in self.late else cost
 
-    def _row(self, route: Route, choice: Choice) -> Placements | None:
+    def _row(self, edge: TensorEdge, choice: Choice) -> Placements | None:
         """How a value lies at its source; None if backward asks for it and it is not there."""
-        node = self.offer.graph[route.producer]
-        gone = route.role == "backward" and node.phase == "forward" and not node.is_placeholder and node.op != REST
-        return None if gone and not isinstance(choice, Again) else result_place(choice, route.result)
+        node = self.choice_sets.graph[edge.producer]
+        gone = edge.role == "backward" and node.phase == "forward" and not node.is_placeholder and node.op != REST
+        return None if gone and not isinstance(choice, Again) else result_place(choice, edge.result)
 
     def _column(self, consumer: str, operand: int, role: str, choice: Choice) -> Placements | None:
         """How a consumer needs a value; None if it does not: in backward, because it ran in forward only, or in
         forward, because it is a rest for backward alone that is not kept."""
-        forward = consumer != OUTPUTS and self.offer.graph[consumer].phase == "forward"
+        forward = consumer != OUTPUTS and self.choice_sets.graph[consumer].phase == "forward"
         unneeded = role == "forward" and forward and isinstance(choice, Again) and consumer in self.only_backward
         repeated = role == "backward" and forward and not isinstance(choice, Again)
         return None if unneeded or repeated else operand_place(choice, operand)

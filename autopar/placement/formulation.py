@@ -28,10 +28,10 @@ from autopar.ir.placements import Strategy
 from autopar.passes.recompute.recomputable import Recomputable
 from autopar.solver.problem import Ints, Problem
 
-from .choice_costs import Charges
-from .choices import Choice, Offer, again
+from .choice_costs import ChoiceCosts
+from .choices import Choice, ChoiceSets, again
 from .edge_costs import Transfers
-from .edges import Route, find_routes
+from .edges import TensorEdge, find_edges
 from .formulation_windows import instance_windows
 from .prices import Prices
 
@@ -39,7 +39,7 @@ from .prices import Prices
 @dataclass(frozen=True, eq=False)
 class Instance:
     """``choices[i]`` of group i of ``problem``, whose node is ``names[i]``; ``again``: what may be recomputed, if
-    anything; see the module docstring; ``offload``: whether optimizer state may rest in host memory; ``routes``: of the
+    anything; see the module docstring; ``offload``: whether optimizer state may rest in host memory; ``edges``: of the
     first transfers of ``problem`` what they are."""
 
     graph: Graph
@@ -51,7 +51,7 @@ class Instance:
     repeats: Repeats = ONCE
     again: Recomputable | None = None
     offload: bool = False
-    routes: tuple[Route, ...] = ()
+    edges: tuple[TensorEdge, ...] = ()
 
     @cached_property
     def index(self) -> Mapping[str, int]:
@@ -109,27 +109,27 @@ def build_instance(
     graph): what may be recomputed. ``offload``: whether optimizer state may rest in host memory. Choices that recompute
     or offload stand behind those that do not, so that choices of an instance without are those of one with.
     ``standing``: nodes that stand for several, and for how many."""
-    offer = Offer(graph, prices, optimizer, repeats, again, offload, standing or {})
-    charges, transfers, counted = Charges(offer), Transfers(offer), find_routes(offer)
-    routes = tuple(counted)
-    moves = [transfers.of(route, count) for route, count in counted.items()]
-    moves += [charges.rerun(name) for name in offer.counts if offer.may_run_again(name)]
+    choice_sets = ChoiceSets(graph, prices, optimizer, repeats, again, offload, standing or {})
+    costs, transfers, counted = ChoiceCosts(choice_sets), Transfers(choice_sets), find_edges(choice_sets)
+    edges = tuple(counted)
+    moves = [transfers.of(edge, count) for edge, count in counted.items()]
+    moves += [costs.rerun(name) for name in choice_sets.counts if choice_sets.may_run_again(name)]
     problem = Problem(
-        tuple(map(charges.group, offer.choices)),
+        tuple(map(costs.group, choice_sets.choices)),
         tuple(moves),
         memory_limit,
-        windows=instance_windows(offer, routes),
+        windows=instance_windows(choice_sets, edges),
         host_limit=host_limit,
     )
     return Instance(
         graph,
         prices,
         optimizer,
-        names=tuple(offer.choices),
-        choices=tuple(offer.choices.values()),
+        names=tuple(choice_sets.choices),
+        choices=tuple(choice_sets.choices.values()),
         problem=problem,
         repeats=repeats,
         again=again,
         offload=offload,
-        routes=routes,
+        edges=edges,
     )

@@ -7,33 +7,33 @@ from collections.abc import Sequence
 from autopar.ir.node import REST
 from autopar.solver.problem import Window
 
-from .choices import OUTPUTS, Offer
-from .edges import Route
-from .overlap_windows import Beside, windows_of
+from .choices import OUTPUTS, ChoiceSets
+from .edges import TensorEdge
+from .overlap_windows import OverlapWindow, windows_of
 
 
-def instance_windows(offer: Offer, routes: Sequence[Route]) -> tuple[Window, ...]:
-    """The windows of a step; transfer i is that of ``routes[i]``."""
-    found = windows_of(offer.graph, offer.prices.cluster, offer.repeats)
-    return tuple(_window(offer, window, routes) for window in found)
+def instance_windows(choice_sets: ChoiceSets, edges: Sequence[TensorEdge]) -> tuple[Window, ...]:
+    """The windows of a step; transfer i is that of ``edges[i]``."""
+    found = windows_of(choice_sets.graph, choice_sets.prices.cluster, choice_sets.repeats)
+    return tuple(_window(choice_sets, window, edges) for window in found)
 
 
-def _window(offer: Offer, window: Beside, routes: Sequence[Route]) -> Window:
+def _window(choice_sets: ChoiceSets, window: OverlapWindow, edges: Sequence[TensorEdge]) -> Window:
     """Groups and gathers cost what they do in all microbatches, reductions once."""
-    part = window.times / offer.repeats.microbatches
-    computes = (i for i, name in enumerate(offer.choices) if _computes(offer, name, window.phase))
-    gathers = (i for i, route in enumerate(routes) if _gathers(offer, route, window.phase))
-    reductions = (i for i, route in enumerate(routes) if window.reduces and route.role == "gradient")
+    part = window.times / choice_sets.repeats.microbatches
+    computes = (i for i, name in enumerate(choice_sets.choices) if _computes(choice_sets, name, window.phase))
+    gathers = (i for i, edge in enumerate(edges) if _gathers(choice_sets, edge, window.phase))
+    reductions = (i for i, edge in enumerate(edges) if window.reduces and edge.role == "gradient")
     transfers = dict.fromkeys(gathers, part) | dict.fromkeys(reductions, 1.0)
     return Window(window.name, dict.fromkeys(computes, part), transfers, window.hidden)
 
 
-def _computes(offer: Offer, name: str, phase: str) -> bool:
+def _computes(choice_sets: ChoiceSets, name: str, phase: str) -> bool:
     if name == OUTPUTS:
         return False
-    node = offer.graph[name]
+    node = choice_sets.graph[name]
     return node.phase == phase and not node.is_placeholder and node.op != REST
 
 
-def _gathers(offer: Offer, route: Route, phase: str) -> bool:
-    return route.role == phase and offer.graph[route.producer].op == "param"
+def _gathers(choice_sets: ChoiceSets, edge: TensorEdge, phase: str) -> bool:
+    return edge.role == phase and choice_sets.graph[edge.producer].op == "param"

@@ -20,7 +20,7 @@ from autopar.solver.problem import Floats
 _PASSED_ON = VIEWS | {"aten._to_copy.default", "aten.add.Tensor"}
 
 
-def summed_late(graph: Graph) -> frozenset[Value]:
+def full_precision_gradients(graph: Graph) -> frozenset[Value]:
     """The values of backward that become nothing but gradients of parameters, of more bits than they have."""
     bits = {value: graph.type_of(value).dtype.itemsize for value in graph.gradients.values()}
     kept = frozenset(o.value for o in graph.outputs if o.kind != "gradient" and o.value is not None)
@@ -33,7 +33,7 @@ def summed_late(graph: Graph) -> frozenset[Value]:
     return frozenset(value for value, size in bits.items() if graph.type_of(value).dtype.itemsize < size)
 
 
-def without_sums(cost: Floats, rows: Sequence[Placements | None], columns: Sequence[Placements | None]) -> Floats:
+def forbid_reductions(cost: Floats, rows: Sequence[Placements | None], columns: Sequence[Placements | None]) -> Floats:
     """``cost`` [rows, columns] of reshards where what adds up partial sums is impossible, unless a row is left with
     nothing."""
     found = cost.copy()

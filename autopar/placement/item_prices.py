@@ -1,4 +1,5 @@
-"""Prices of single parameters and operations, which the placement program and the bill of its answer share."""
+"""Prices of single parameters and operations, which the placement program and the cost breakdown of its answer
+share."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def host_memory(step: PlacedStep) -> HostMemory:
     counts = [
         offloaded_bytes(step.prices, node, step.assignment.parameters[node.name], step.optimizer)
         for path, node in ((path, step.graph.parameters[path]) for path in trained(step.graph))
-        if path not in step.loans
+        if path not in step.shared_parameters
     ]
     return HostMemory(sum(counts), max(counts, default=0))
 
@@ -88,9 +88,9 @@ def held_bytes(step: PlacedStep, node: Node) -> tuple[int, int, int]:
     One that is not trained has only weights."""
     place, mesh = step.assignment.parameters[node.name], step.prices.mesh
     weight, gradient, state = parameter_bytes(step.prices, node, place, step.optimizer)
-    loan, made = step.loans.get(node.target), step.graph.gradients.get(node.target)
-    if loan is not None:
-        weight -= 0 if loan.apart else local_bytes(node.stored, place.optimizer, mesh)
+    shared, made = step.shared_parameters.get(node.target), step.graph.gradients.get(node.target)
+    if shared is not None:
+        weight -= 0 if shared.apart else local_bytes(node.stored, place.optimizer, mesh)
         state = 0
     if made is None:
         return weight, 0, 0

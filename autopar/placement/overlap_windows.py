@@ -44,7 +44,7 @@ HALVES = ("input_gradient", "weight_gradient")
 
 
 class Priced(Protocol):
-    """A line of a bill (:class:`autopar.placement.bill.Line`)."""
+    """A line of a cost breakdown (:class:`autopar.placement.breakdown.CostLine`)."""
 
     @property
     def kind(self) -> str: ...
@@ -59,7 +59,7 @@ class Priced(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class HiddenShares:
     """Which share of messages and computing can be at once: of ``gathers`` of weights with the pass that needs them, of
     ``reductions`` of gradients with the last backward."""
 
@@ -68,26 +68,26 @@ class Shares:
 
 
 @dataclass(frozen=True, slots=True)
-class Sides:
+class SectionSeconds:
     """Seconds of a section in one pass: what it computes, and its gathers of weights."""
 
     computing: float = 0.0
     gathers: float = 0.0
 
-    def __add__(self, other: Sides) -> Sides:
-        return Sides(self.computing + other.computing, self.gathers + other.gathers)
+    def __add__(self, other: SectionSeconds) -> SectionSeconds:
+        return SectionSeconds(self.computing + other.computing, self.gathers + other.gathers)
 
     @property
-    def at_once(self) -> float:
+    def overlapped(self) -> float:
         return min(self.gathers, self.computing)
 
-    def beside(self, reductions: float) -> float:
+    def hidden_reductions(self, reductions: float) -> float:
         """How many seconds of reductions go beside the computing when gathers have taken their part of it."""
-        return min(self.gathers + reductions, self.computing) - self.at_once
+        return min(self.gathers + reductions, self.computing) - self.overlapped
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class OverlapWindow:
     """A window: gathers of ``sections``, and where it ``reduces`` all reductions, beside what these compute, ``times``
     in a step; the share ``hidden`` of both is at once."""
 
@@ -101,57 +101,57 @@ class Beside:
     def phase(self) -> Phase:
         return "forward" if self.sections == ("forward",) else "backward"
 
-    def seconds(self, sides: Mapping[str, Sides], reductions: float) -> float:
+    def seconds(self, sides: Mapping[str, SectionSeconds], reductions: float) -> float:
         """What a step hides in this window, all its times together."""
-        both = sum((sides.get(section, Sides()) for section in self.sections), Sides())
+        both = sum((sides.get(section, SectionSeconds()) for section in self.sections), SectionSeconds())
         messages = both.gathers + (reductions if self.reduces else 0.0)
         return self.hidden * self.times * min(messages, both.computing)
 
 
-def hidden_shares(graph: Graph, cluster: Cluster, stages: int = 1) -> Shares:
+def hidden_shares(graph: Graph, cluster: Cluster, stages: int = 1) -> HiddenShares:
     """The shares of a graph that so many ``stages`` divide among them: each has a piece with nothing to hide behind."""
     sizes = sorted((int(node.type.bytes) for node in graph.placeholders("param")), reverse=True)
     if not cluster.overlaps or not sizes:
-        return Shares()
+        return HiddenShares()
     gathered = 1.0 - sum(sizes[:stages]) / sum(sizes)
     exchanged = exchanged_bytes(graph)
     reduced = 1.0 - sum(max(size, BUCKET_BYTES) for size in sizes[:stages]) / exchanged if exchanged else 0.0
-    return Shares(gathered, min(gathered, max(0.0, reduced)))
+    return HiddenShares(gathered, min(gathered, max(0.0, reduced)))
 
 
-def windows_of(graph: Graph, cluster: Cluster, repeats: Repeats) -> tuple[Beside, ...]:
+def windows_of(graph: Graph, cluster: Cluster, repeats: Repeats) -> tuple[OverlapWindow, ...]:
     """The windows of a step that runs ``graph`` as ``repeats`` says; its sections are its phases."""
     shares, count = hidden_shares(graph, cluster, repeats.stages), repeats.microbatches
     found = (
-        Beside("forward", ("forward",), shares.gathers, count),
-        Beside("backward", ("backward",), shares.gathers - shares.reductions / count, count),
-        Beside(REDUCTIONS, ("backward",), shares.reductions, 1, reduces=True),
+        OverlapWindow("forward", ("forward",), shares.gathers, count),
+        OverlapWindow("backward", ("backward",), shares.gathers - shares.reductions / count, count),
+        OverlapWindow(REDUCTIONS, ("backward",), shares.reductions, 1, reduces=True),
     )
     return tuple(window for window in found if window.hidden > 0)
 
 
-def gather_windows(shares: Shares, microbatches: int, backwards: Sequence[str]) -> tuple[Beside, ...]:
+def gather_windows(shares: HiddenShares, microbatches: int, backwards: Sequence[str]) -> tuple[OverlapWindow, ...]:
     """Those of gathers of a chunk's weights; ``backwards`` as of :meth:`.Schedule.weight_gradients`. A backward in
     halves has a window for each."""
     halves = backwards.count("weight_gradient")
     found = (
-        Beside("forward", ("forward",), shares.gathers, microbatches),
-        Beside("backward", HALVES, shares.gathers, len(backwards) - halves),
-        *(Beside(half, (half,), shares.gathers, halves) for half in HALVES),
+        OverlapWindow("forward", ("forward",), shares.gathers, microbatches),
+        OverlapWindow("backward", HALVES, shares.gathers, len(backwards) - halves),
+        *(OverlapWindow(half, (half,), shares.gathers, halves) for half in HALVES),
     )
     return tuple(window for window in found if window.hidden * window.times > 0)
 
 
-def sides_of_sections(lines: Iterable[Priced], section_of: Callable[[Priced], str]) -> dict[str, Sides]:
-    """The sides of every section in one pass, from the lines of a bill. Messages are not taken to travel beside what is
-    recomputed."""
+def seconds_of_sections(lines: Iterable[Priced], section_of: Callable[[Priced], str]) -> dict[str, SectionSeconds]:
+    """The sides of every section in one pass, from the lines of a cost breakdown. Messages are not taken to travel
+    beside what is recomputed."""
     computing, gathers = Counter[str](), Counter[str]()
     for line in lines:
         if line.kind == "weight":
             gathers[section_of(line)] += line.seconds / line.times  # type: ignore[assignment]
         elif line.kind == "compute" and not line.name.endswith(RECOMPUTED):
             computing[section_of(line)] += line.seconds / line.times  # type: ignore[assignment]
-    return {name: Sides(computing[name], gathers[name]) for name in (*computing, *gathers)}
+    return {name: SectionSeconds(computing[name], gathers[name]) for name in (*computing, *gathers)}
 
 
 def hidden_gathers(lines: Sequence[Priced]) -> dict[str, float]:

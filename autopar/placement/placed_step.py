@@ -1,4 +1,4 @@
-"""A step as it is placed: everything that its bill and its memory depend on."""
+"""A step as it is placed: everything that its cost breakdown and its memory depend on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .prices import Prices
 
 
 @dataclass(frozen=True, slots=True)
-class Borrowed:
+class SharedParameter:
     """A parameter that another chunk stores and updates. ``apart``: on other devices, which send it here once a step
     and are sent its gradient, in ``seconds``."""
 
@@ -22,20 +22,20 @@ class Borrowed:
 
 
 # By path, the parameters of a chunk that it does not store.
-Loans = Mapping[str, Borrowed]
+SharedParameters = Mapping[str, SharedParameter]
 
 
 @dataclass(frozen=True)
 class PlacedStep:
     """``graph``, with what is recomputed, placed by ``assignment`` on the devices of ``prices`` and run as ``repeats``
-    says; ``loans``: the parameters that it does not store."""
+    says; ``shared_parameters``: the parameters that it does not store."""
 
     graph: Graph
     assignment: Assignment
     prices: Prices
     optimizer: str
     repeats: Repeats = ONCE
-    loans: Loans = field(default_factory=dict)
+    shared_parameters: SharedParameters = field(default_factory=dict)
 
 
 def trained(graph: Graph) -> tuple[str, ...]:

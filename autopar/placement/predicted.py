@@ -1,4 +1,4 @@
-"""Figures and lines of a plan, from the bill."""
+"""Figures and lines of a plan, from the cost breakdown."""
 
 from __future__ import annotations
 
@@ -13,14 +13,20 @@ from autopar.ir.graph import Graph
 from autopar.ir.placements import short
 from autopar.ir.plan_record import PlanLine, Predicted, Step
 
-from .bill import Account, Line
+from .breakdown import CostBreakdown, CostLine
 from .formulation import Instance
 from .memory_bound import Memory
 
 
-def predicted(bill: Account, instance: Instance, cluster: Cluster, memory: Memory | None = None) -> Predicted:
-    """The figures of a bill; its memory as ``memory``, where that is known better."""
-    compute, seconds, memory = bill.seconds_of("compute", "optimizer"), bill.seconds, memory or bill.memory
+def predicted(
+    breakdown: CostBreakdown, instance: Instance, cluster: Cluster, memory: Memory | None = None
+) -> Predicted:
+    """The figures of a cost breakdown; its memory as ``memory``, where that is known better."""
+    compute, seconds, memory = (
+        breakdown.seconds_of("compute", "optimizer"),
+        breakdown.seconds,
+        memory or breakdown.memory,
+    )
     dtype = working_dtype(instance.graph)
     possible = instance.prices.devices * cluster.device.flops(dtype) * seconds
     return Predicted(
@@ -55,7 +61,7 @@ def memory_figures(memory: Memory) -> dict[str, Any]:
     }
 
 
-def plan_line(line: Line) -> PlanLine:
+def plan_line(line: CostLine) -> PlanLine:
     steps = tuple(
         Step(hop.kind, hop.axes, short(hop.source), short(hop.target), hop.collective.bytes if hop.collective else 0)
         for hop in line.hops

@@ -1,1 +1,1 @@
-"""What is asked of one mesh, and its answer: formulates the placement program, solves it, writes the plan."""
+"""Plans for one mesh: formulates the placement program, solves it, writes the plan."""

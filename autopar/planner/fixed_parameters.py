@@ -42,8 +42,8 @@ def fixed_assignment(request: PlanRequest, graph: Graph, parameters: Places, lim
     plain = with_choices(instance, allowed)
     timings = Timings()
 
-    def run(posed: Instance, known: Sequence[Ints] = ()) -> Solution:
-        return solve_in_time(posed.problem, request.options, timings, known)
+    def run(formulated: Instance, known: Sequence[Ints] = ()) -> Solution:
+        return solve_in_time(formulated.problem, request.options, timings, known)
 
     free = run(plain)
     found = _assignment(plain, free, parameters)

@@ -14,7 +14,7 @@ from .request import PlanRequest, host_limit_of, memory_limit_of
 STRETCHES = 3
 
 
-def posed(request: PlanRequest, annotated: Graph, prices: Prices, stretches: int = 1) -> Instance:
+def formulate(request: PlanRequest, annotated: Graph, prices: Prices, stretches: int = 1) -> Instance:
     """The instance of an annotated graph without recomputation and offload. Equal layers are tied within so many
     ``stretches`` of depth."""
     folded = fold_layers(annotated, stretches, pinned_apart(annotated, request.options.pins))
@@ -29,13 +29,13 @@ def posed(request: PlanRequest, annotated: Graph, prices: Prices, stretches: int
     return _restricted(request, instance)
 
 
-def stretched(request: PlanRequest, annotated: Graph, folded: Instance) -> Instance:
+def untie_layers(request: PlanRequest, annotated: Graph, folded: Instance) -> Instance:
     """The instance whose equal layers are tied only within stretches of depth, as wide as ``folded``."""
-    instance = posed(request, annotated, folded.prices, STRETCHES)
-    return widest(request, instance) if folded.is_wide else instance
+    instance = formulate(request, annotated, folded.prices, STRETCHES)
+    return with_memory_savers(request, instance) if folded.is_wide else instance
 
 
-def widest(request: PlanRequest, instance: Instance) -> Instance:
+def with_memory_savers(request: PlanRequest, instance: Instance) -> Instance:
     """The instance with recomputation and offload, if the options leave them and they are not yet in it."""
     if not may_widen(request.options, instance):
         return instance

@@ -1,4 +1,5 @@
-"""What solving a mesh gives: choices for every group of its program, the placements that they mean, and their bill."""
+"""What solving a mesh gives: choices for every group of its program, the placements that they mean, and their cost
+breakdown."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from autopar.ir.assignment import Assignment
 from autopar.passes.recompute.recompute import recomputed
 from autopar.placement.alternatives import holdings
-from autopar.placement.bill import Account, account
+from autopar.placement.breakdown import CostBreakdown, cost_breakdown
 from autopar.placement.formulation import Instance
 from autopar.placement.placed_step import PlacedStep
 from autopar.placement.prices import Prices
@@ -19,20 +20,20 @@ from .rehearsed_memory import exact_memory
 
 @dataclass(frozen=True)
 class MeshSolution:
-    """One solved mesh: the instance, the solution, and its bill. ``unlimited``: seconds that no choices take less than,
-    whatever the memory limit, where that is known."""
+    """One solved mesh: the instance, the solution, and its cost breakdown. ``unlimited``: seconds that no choices take
+    less than, whatever the memory limit, where that is known."""
 
     instance: Instance
     solution: Solution
     assignment: Assignment
-    account: Account
+    breakdown: CostBreakdown
     unlimited: float = -math.inf
 
     @staticmethod
     def of(instance: Instance, solution: Solution) -> MeshSolution:
-        """The answer that a solution of ``instance`` means."""
+        """Reads a solution of ``instance``: its assignment, and what it costs."""
         assignment = instance.assignment(solution.choices)
-        return MeshSolution(instance, solution, assignment, account(placed_step(instance, assignment)))
+        return MeshSolution(instance, solution, assignment, cost_breakdown(placed_step(instance, assignment)))
 
     @property
     def prices(self) -> Prices:
@@ -46,8 +47,8 @@ def placed_step(instance: Instance, assignment: Assignment) -> PlacedStep:
 
 
 def peak_bytes(found: MeshSolution) -> int:
-    """Peak bytes of the step, rehearsed where that can be; else those of its bill."""
+    """Peak bytes of the step, rehearsed where possible, otherwise those of its cost breakdown."""
     instance = found.instance
     step = placed_step(instance, found.assignment)
     memory = exact_memory(step.graph, step.assignment, instance, tuple(holdings(step))).memory
-    return (memory or found.account.memory).peak
+    return (memory or found.breakdown.memory).peak

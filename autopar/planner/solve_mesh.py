@@ -1,4 +1,4 @@
-"""From a traced model to the best answer on one mesh: annotate, price, solve until what is found fits, read it."""
+"""From a step's graph to the best solution on one mesh: annotates, prices, and solves until the solution fits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopar.placement.prices import Prices
 from autopar.solver.problem import Ints, Solution, evaluate, host_binds, memory_of
 from autopar.solver.solve import smallest_choices, solve
 
-from .formulate import posed, stretched, widest
+from .formulate import formulate, untie_layers, with_memory_savers
 from .infeasible import infeasible
 from .memory_limit import ROUNDS, Solve, Solved, fits, solve_wide, solve_within, tightened
 from .mesh_solution import MeshSolution, peak_bytes, placed_step
@@ -28,7 +28,7 @@ BASELINE_GAP = 0.05
 # Counted seconds for one baseline. Those of transformers take less than one; that of a recurrent network took 28 s to
 # come within the gap, and 4 s to come within twice that.
 BASELINE_SECONDS = 4.0
-# Counted seconds for the plan of least memory.
+# Counted seconds for the solution of least memory.
 SMALLEST_SECONDS = 3.0
 
 SolveAgain = Callable[[Instance, Solution], tuple[Instance, Solution]]
@@ -37,38 +37,38 @@ SolveAgain = Callable[[Instance, Solution], tuple[Instance, Solution]]
 def solve_mesh(
     request: PlanRequest, graph: Graph, timings: Timings
 ) -> tuple[MeshSolution, dict[str, Predicted | None]]:
-    """The best answer on just this mesh, and the baselines priced on it. Raises :class:`InfeasibleError`."""
-    annotated, plain = _posed(request, graph, timings)
+    """The best solution on just this mesh, and the baselines priced on it. Raises :class:`InfeasibleError`."""
+    annotated, plain = _formulate(request, graph, timings)
     with timings.phase("solve"):
         others = [(line, _solve_baseline(request, line.instance, timings)) for line in baselines(plain)]
-        possible = [solution for _, solution in others if _is_one(solution)]
-        solved = _solved(request, plain, timings, [solution.choices for solution in possible])
-        if _is_one(solved.solution):
-            solved = _best(solved, [solution for solution in possible if fits(solved.instance, solution)])
-    best = _settled(request, annotated, solved, timings)
+        possible = [solution for _, solution in others if _is_feasible(solution)]
+        solved = _solve_within_memory(request, plain, timings, [solution.choices for solution in possible])
+        if _is_feasible(solved.solution):
+            solved = _take_cheapest(solved, [solution for solution in possible if fits(solved.instance, solution)])
+    best = _enforce_memory_limit(request, annotated, solved, timings)
     with timings.phase("report"):
-        priced = {line.name: _priced(request, line, other) for line, other in others}
+        priced = {line.name: _price_baseline(request, line, other) for line, other in others}
     return best, priced
 
 
 def solve_only(request: PlanRequest, graph: Graph, timings: Timings) -> MeshSolution:
-    """The best answer on just this mesh, without baselines. Raises :class:`InfeasibleError`."""
-    annotated, plain = _posed(request, graph, timings)
+    """The best solution on just this mesh, without baselines. Raises :class:`InfeasibleError`."""
+    annotated, plain = _formulate(request, graph, timings)
     with timings.phase("solve"):
-        solved = _solved(request, plain, timings)
-    return _settled(request, annotated, solved, timings)
+        solved = _solve_within_memory(request, plain, timings)
+    return _enforce_memory_limit(request, annotated, solved, timings)
 
 
-def _posed(request: PlanRequest, graph: Graph, timings: Timings) -> tuple[Graph, Instance]:
-    """The annotated graph, and the placement program of it with its layers folded."""
+def _formulate(request: PlanRequest, graph: Graph, timings: Timings) -> tuple[Graph, Instance]:
+    """Returns the annotated graph and its placement program, with layers folded."""
     with timings.phase("annotate"):
         annotated = annotate(graph, request.mesh)
         prices = Prices.of(request.cluster, request.mesh, annotated)
     with timings.phase("price"):
-        return annotated, posed(request, annotated, prices)
+        return annotated, formulate(request, annotated, prices)
 
 
-def _is_one(solution: Solution) -> bool:
+def _is_feasible(solution: Solution) -> bool:
     return solution.status != "infeasible"
 
 
@@ -77,8 +77,8 @@ def _solver(request: PlanRequest, timings: Timings) -> Solve:
 
 
 def _solve_baseline(request: PlanRequest, instance: Instance, timings: Timings) -> Solution:
-    """A baseline is a comparison, not the answer: priced without a memory limit, to a coarser gap than a plan, and with
-    little work, which is counted so that it has one price on every machine."""
+    """Solves a baseline without a memory limit, to a coarser gap than a plan and with little work: it is only compared
+    with. The work is counted, so that a baseline has the same price on every machine."""
     problem = replace(instance.problem, memory_limit=math.inf)
     seconds, gap = min(BASELINE_SECONDS, request.options.time_limit), max(request.options.gap, BASELINE_GAP)
     found = solve(problem, time_limit=seconds, gap=gap, seed=request.options.solver_seed, counted=True)
@@ -86,14 +86,16 @@ def _solve_baseline(request: PlanRequest, instance: Instance, timings: Timings) 
     return found
 
 
-def _solved(request: PlanRequest, plain: Instance, timings: Timings, incumbents: Sequence[Ints] = ()) -> Solved:
-    """The instance that had to be solved, without or with recomputation, and its solution."""
+def _solve_within_memory(
+    request: PlanRequest, plain: Instance, timings: Timings, incumbents: Sequence[Ints] = ()
+) -> Solved:
+    """Solves without recomputation, and with it only if memory requires it. Returns the instance solved last."""
     run = _solver(request, timings)
-    return solve_within(request.options, plain, lambda: widest(request, plain), run, incumbents)
+    return solve_within(request.options, plain, lambda: with_memory_savers(request, plain), run, incumbents)
 
 
-def _best(solved: Solved, others: list[Solution]) -> Solved:
-    """The cheapest: a baseline that beats what the solver found in its time is the answer, with the solver's bound."""
+def _take_cheapest(solved: Solved, others: list[Solution]) -> Solved:
+    """Takes the cheapest: a baseline that beats the solver's solution replaces it and retains the solver's bound."""
     known = solved.solution
     cheapest = min([known, *others], key=lambda s: s.objective)
     if cheapest is known:
@@ -102,52 +104,52 @@ def _best(solved: Solved, others: list[Solution]) -> Solved:
     return replace(solved, solution=cheapest)
 
 
-def _settled(request: PlanRequest, annotated: Graph, solved: Solved, timings: Timings) -> MeshSolution:
-    """The answer that a solution means, solved again as long as its bill does not fit; if nothing so found fits, the
-    plan of least memory may. Raises :class:`InfeasibleError`."""
-    found, instance = _fitted(request, annotated, solved, timings)
+def _enforce_memory_limit(request: PlanRequest, annotated: Graph, solved: Solved, timings: Timings) -> MeshSolution:
+    """Solves again until the rehearsed step fits into memory. If none does, takes the solution of least memory. Raises
+    :class:`InfeasibleError` if that does not fit either."""
+    found, instance = _solve_until_fits(request, annotated, solved, timings)
     if found is None:
         with timings.phase("solve"):
-            found = _leanest(instance, float(memory_limit_of(request)))
+            found = _minimize_memory_within(instance, float(memory_limit_of(request)))
     elif _memory_binds(request, found, solved.unlimited):
-        found = _refined(request, annotated, found, timings)
+        found = _refine_untied(request, annotated, found, timings)
     return replace(found, unlimited=solved.unlimited)
 
 
-def _fitted(
+def _solve_until_fits(
     request: PlanRequest, annotated: Graph, solved: Solved, timings: Timings
 ) -> tuple[MeshSolution | None, Instance]:
-    """The answer that fits, and else the widest instance, in which nothing did: solved again with less memory, and with
-    layers that may differ if the host's memory is short as well."""
+    """Returns a solution that fits, or None with the largest instance that was tried. Solves again with less memory,
+    and with untied layers if the host's memory is short as well."""
     limit, run, instance = float(memory_limit_of(request)), _solver(request, timings), solved.instance
-    again = _with_less(request, run)
+    again = _tightened_solver(request, run)
     with timings.phase("solve"):
-        found = _fitting(instance, solved.solution, limit, again)
-        instance = instance if found is not None else widest(request, instance)
+        found = _tighten_until_fits(instance, solved.solution, limit, again)
+        instance = instance if found is not None else with_memory_savers(request, instance)
     if found is None and host_binds(instance.problem):
         with timings.phase("price"):
-            instance = stretched(request, annotated, instance)
+            instance = untie_layers(request, annotated, instance)
         with timings.phase("solve"):
-            found = _fitting(instance, solve_wide(instance, run, ()), limit, again)
+            found = _tighten_until_fits(instance, solve_wide(instance, run, ()), limit, again)
     return found, instance
 
 
-def _with_less(request: PlanRequest, run: Solve) -> SolveAgain:
-    """Solves an instance whose limit was lowered, from the solution before: with recomputation and offload, if these
-    had not been needed so far."""
+def _tightened_solver(request: PlanRequest, run: Solve) -> SolveAgain:
+    """Returns a function that solves an instance with a lower limit, starting from the last solution. It adds
+    recomputation and offload if the instance lacks them."""
 
     def again(less: Instance, before: Solution) -> tuple[Instance, Solution]:
-        wide = widest(request, less)
+        wide = with_memory_savers(request, less)
         return wide, run(less, ()) if wide is less else solve_wide(wide, run, [before.choices])
 
     return again
 
 
-def _fitting(instance: Instance, solution: Solution, limit: float, again: SolveAgain) -> MeshSolution | None:
-    """An answer whose step needs at most ``limit`` bytes: what ``solution`` means, or what solving ``again`` with less
-    and less memory finds."""
+def _tighten_until_fits(instance: Instance, solution: Solution, limit: float, again: SolveAgain) -> MeshSolution | None:
+    """Returns a solution whose step needs at most ``limit`` bytes: ``solution`` itself, or one that ``again`` finds
+    with less and less memory. None if there is none."""
     for _ in range(ROUNDS):
-        if not _is_one(solution):
+        if not _is_feasible(solution):
             return None
         found = MeshSolution.of(instance, solution)
         less = tightened(instance, solution.choices, peak_bytes(found), limit)
@@ -157,9 +159,9 @@ def _fitting(instance: Instance, solution: Solution, limit: float, again: SolveA
     return None
 
 
-def _leanest(instance: Instance, limit: float) -> MeshSolution:
-    """The answer of least memory. Raises :class:`InfeasibleError` if that is more than ``limit`` bytes."""
-    least = _smallest(instance)
+def _minimize_memory_within(instance: Instance, limit: float) -> MeshSolution:
+    """The solution of least memory. Raises :class:`InfeasibleError` if it needs more than ``limit`` bytes."""
+    least = _minimize_memory(instance)
     if least is None:
         raise infeasible(instance, limit)
     peak = peak_bytes(least)
@@ -168,12 +170,12 @@ def _leanest(instance: Instance, limit: float) -> MeshSolution:
     return least
 
 
-def _smallest(instance: Instance) -> MeshSolution | None:
-    """The answer whose step needs the fewest bytes, as far as is known; None if there is none at all.
+def _minimize_memory(instance: Instance) -> MeshSolution | None:
+    """The solution whose step needs the fewest bytes, as far as is known; None if none exists.
 
-    Of all that take the least memory as the program counts it the cheapest is taken: what the program does not count,
-    such as the two ends of a needless reshard, is mostly there for nothing. The work for this is counted, so that a
-    limit that was named as enough is enough when it is asked for."""
+    Among solutions of least memory, as the program counts it, this takes the cheapest: memory that the program does
+    not count, such as both ends of a needless reshard, mostly comes from needless work. The work is counted, so that
+    a limit that an error names as sufficient is sufficient when it is requested."""
     problem = instance.problem
     choices = smallest_choices(problem)
     if choices is None:
@@ -190,31 +192,31 @@ def _smallest(instance: Instance) -> MeshSolution | None:
 def _memory_binds(request: PlanRequest, best: MeshSolution, unlimited: float) -> bool:
     """Whether the memory limit costs more than the gap, so that layers that may differ are worth trying.
 
-    A heuristic: what the limit costs is told from the program in which equal layers choose alike by construction.
-    Layers that differ, at the ends of the model above all, could be quicker even without a limit."""
+    A heuristic: the cost of the limit comes from the program whose equal layers choose alike by construction. Layers
+    that differ, mostly at the ends of the model, could be faster even without a limit."""
     instance, solution = best.instance, best.solution
     folded = len(instance.names) < len(instance.graph.nodes)
     dearer = solution.objective - unlimited > request.options.gap * solution.objective
     return folded and dearer and memory_of(instance.problem, solution.choices) > 0.8 * instance.problem.memory_limit
 
 
-def _refined(request: PlanRequest, annotated: Graph, best: MeshSolution, timings: Timings) -> MeshSolution:
-    """Where memory is short equal layers may differ: solves again with layers tied only within stretches of depth."""
+def _refine_untied(request: PlanRequest, annotated: Graph, best: MeshSolution, timings: Timings) -> MeshSolution:
+    """Where memory is short, equal layers may differ: solves again with layers tied only within stretches of depth."""
     with timings.phase("price"):
-        instance = stretched(request, annotated, best.instance)
+        instance = untie_layers(request, annotated, best.instance)
     with timings.phase("solve"):
         known = instance.chosen(best.assignment)
         solution = solve_in_time(instance.problem, request.options, timings, [known])
-    if not _is_one(solution) or solution.objective >= best.solution.objective:
+    if not _is_feasible(solution) or solution.objective >= best.solution.objective:
         return best
     found = MeshSolution.of(instance, solution)
     return found if peak_bytes(found) <= memory_limit_of(request) else best
 
 
-def _priced(request: PlanRequest, line: Baseline, solution: Solution) -> Predicted | None:
-    """The figures of a baseline, as people run it."""
-    if not _is_one(solution):
+def _price_baseline(request: PlanRequest, line: Baseline, solution: Solution) -> Predicted | None:
+    """Predicts a baseline as people run it."""
+    if not _is_feasible(solution):
         return None
     found = MeshSolution.of(line.instance, solution)
-    bill = line.billed(placed_step(line.instance, found.assignment), found.account)
-    return predicted(bill, line.instance, request.cluster)
+    breakdown = line.as_run(placed_step(line.instance, found.assignment), found.breakdown)
+    return predicted(breakdown, line.instance, request.cluster)

@@ -24,7 +24,7 @@ from .timings import Timings
 def make_plan(
     request: PlanRequest, graph: Graph, best: MeshSolution, priced: Mapping[str, Predicted | None], timings: Timings
 ) -> Plan:
-    """The answer as a plan."""
+    """Writes a solution as a plan."""
     instance, solution = best.instance, best.solution
     whole, assignment = recomputed(instance.graph, best.assignment)
     named = {node.name: node.target for node in graph.placeholders("param")}
@@ -47,8 +47,8 @@ def make_plan(
         solve_seconds=solution.seconds,
         memory_limit=memory_limit_of(request),
         graph_hash=graph_hash(graph),
-        predicted=predicted(best.account, instance, request.cluster, exact.memory or best.account.memory),
-        lines=tuple(map(plan_line, best.account.lines)),
+        predicted=predicted(best.breakdown, instance, request.cluster, exact.memory or best.breakdown.memory),
+        lines=tuple(map(plan_line, best.breakdown.lines)),
         strategies=assignment.strategies,
         parameters={named[name]: place for name, place in assignment.parameters.items()},
         outputs={path: assignment.strategies[name].outputs[0] for path, name in module_outputs(graph).items()},
@@ -65,13 +65,13 @@ def make_plan(
 
 
 def _warnings(best: MeshSolution, graph: Graph, rules: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
-    if best.account.memory.host:
+    if best.breakdown.memory.host:
         yield "optimizer state rests in host memory: only an optimizer made by model.optimizer(...) puts it there"
     for op, said in rules.items():
         for text in said:
             kind, _, reason = text.partition(": ")
             if kind == "fallback":
-                lines = (line for line in best.account.lines if line.kind == "compute" and graph[line.name].op == op)
+                lines = (line for line in best.breakdown.lines if line.kind == "compute" and graph[line.name].op == op)
                 seconds = sum(line.seconds for line in lines)
                 price = f"{seconds * 1e3:.3g} ms a step"
                 yield f"{op} has no sharding rule ({reason}): it runs whole on every device, {price}"

@@ -139,10 +139,10 @@ def _without_stages(request: PlanRequest, timings: Timings) -> tuple[list[Found]
             continue
         make = partial(make_plan, on_mesh, graph, solved, priced, timings)
         figures = partial(_whole_figures, on_mesh, solved)
-        found.append(Found(solved.account.seconds, None, make, figures, priced))
+        found.append(Found(solved.breakdown.seconds, None, make, figures, priced))
     return found, failure
 
 
 def _whole_figures(request: PlanRequest, solved: MeshSolution) -> tuple[str, Predicted]:
-    figures = predicted(solved.account, solved.instance, request.cluster)
+    figures = predicted(solved.breakdown, solved.instance, request.cluster)
     return f"no stages, {named_axes(request, solved.assignment, solved.instance.graph)}", figures

@@ -1,4 +1,4 @@
-"""The price of a chunk for one microbatch, section by section, from the lines of its bill."""
+"""The price of a chunk for one microbatch, section by section, from the lines of its cost breakdown."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan_record import ONCE_A_STEP
 from autopar.passes.lower.emit import IN_FLIGHT
 from autopar.passes.pipeline.cut import split_backward
-from autopar.placement.bill import Account, Line
-from autopar.placement.overlap_windows import Priced, Shares, Sides, sides_of_sections
+from autopar.placement.breakdown import CostBreakdown, CostLine
+from autopar.placement.overlap_windows import HiddenShares, Priced, SectionSeconds, seconds_of_sections
 from autopar.placement.prices import BUCKET_BYTES, local_bytes
 
 from .chunks import Chunk
@@ -20,7 +20,7 @@ SectionOf = Callable[[Priced], str]
 
 
 def sections_of(graph: Graph) -> SectionOf:
-    """The section of a chunk's graph that a line of its bill belongs to: "forward", "input_gradient" or
+    """The section of a chunk's graph that a line of its cost breakdown belongs to: "forward", "input_gradient" or
     "weight_gradient". A computation of backward belongs to the input gradient by itself, a reshard if a node of it is
     among the users of the value."""
     early, _ = split_backward(graph)
@@ -41,13 +41,13 @@ def sections_of(graph: Graph) -> SectionOf:
     return section_of
 
 
-def first_buckets_seconds(graph: Graph, lines: Iterable[Line]) -> float:
+def first_buckets_seconds(graph: Graph, lines: Iterable[CostLine]) -> float:
     """Seconds of the buckets of gradients that fill first in backward, as many as may be on their way at once: of all
     others one has to wait (:class:`autopar.passes.lower.emit.Buckets`)."""
     made = {node.name: position for position, node in enumerate(graph.nodes)}
     travelling = [line for line in lines if line.kind == "gradient" and line.collectives]
-    filling: dict[object, list[Line]] = {}
-    full: list[list[Line]] = []
+    filling: dict[object, list[CostLine]] = {}
+    full: list[list[CostLine]] = []
     for line in sorted(travelling, key=lambda line: made[line.name]):
         wire = line.collectives[0]
         group = wire.kind, wire.axes, line.name if wire.kind == "all_to_all" else ""
@@ -58,28 +58,34 @@ def first_buckets_seconds(graph: Graph, lines: Iterable[Line]) -> float:
     return sum(line.seconds / len(line.collectives) for members in full[:IN_FLIGHT] for line in members)
 
 
-def chunk_price(chunk: Chunk, bill: Account, shares: Shares, section_of: SectionOf) -> ChunkPrice:
+def chunk_price(chunk: Chunk, breakdown: CostBreakdown, shares: HiddenShares, section_of: SectionOf) -> ChunkPrice:
     """The price of ``chunk``, of whose messages ``shares`` can be hidden."""
     seconds = Counter[str]()
-    for line in bill.lines:
+    for line in breakdown.lines:
         if line.kind not in (*ONCE_A_STEP, "hidden"):
             seconds[section_of(line)] += line.seconds / line.times  # type: ignore[assignment]
-    sides, reduce, memory = sides_of_sections(bill.lines, section_of), bill.seconds_of("gradient"), bill.memory
-    forward, first, second = (sides.get(name, Sides()) for name in ("forward", "input_gradient", "weight_gradient"))
+    sides, reduce, memory = (
+        seconds_of_sections(breakdown.lines, section_of),
+        breakdown.seconds_of("gradient"),
+        breakdown.memory,
+    )
+    forward, first, second = (
+        sides.get(name, SectionSeconds()) for name in ("forward", "input_gradient", "weight_gradient")
+    )
     saved = sum(
         local_bytes(n.type, chunk.assignment.strategies[n.name].outputs[0], chunk.assignment.mesh)
         for n in chunk.graph.nodes
         if n.op == "receive" or n.name in chunk.graph.kept
     )
-    unawaited = shares.reductions * first_buckets_seconds(chunk.graph, bill.lines)
+    unawaited = shares.reductions * first_buckets_seconds(chunk.graph, breakdown.lines)
     return ChunkPrice(
-        seconds["forward"] - shares.gathers * forward.at_once,
-        seconds["input_gradient"] - shares.gathers * first.at_once,
-        seconds["weight_gradient"] - shares.gathers * second.at_once,
-        backward=seconds["input_gradient"] + seconds["weight_gradient"] - shares.gathers * (first + second).at_once,
+        seconds["forward"] - shares.gathers * forward.overlapped,
+        seconds["input_gradient"] - shares.gathers * first.overlapped,
+        seconds["weight_gradient"] - shares.gathers * second.overlapped,
+        backward=seconds["input_gradient"] + seconds["weight_gradient"] - shares.gathers * (first + second).overlapped,
         reduce=reduce,
-        beside_weight_gradient=shares.reductions * second.beside(reduce),
-        beside_backward=shares.reductions * (first + second).beside(reduce),
+        beside_weight_gradient=shares.reductions * second.hidden_reductions(reduce),
+        beside_backward=shares.reductions * (first + second).hidden_reductions(reduce),
         unawaited=unawaited,
         until_weight_gradient=float(saved),
         static=float(memory.weights + memory.gradients + memory.optimizer + memory.inputs),

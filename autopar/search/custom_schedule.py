@@ -11,7 +11,7 @@ from autopar.schedule.named import SCHEDULES
 from autopar.schedule.schedule import Schedule
 
 from .pipeline import PipelineSolution
-from .pipeline_bill import StageBill, bill_stages, wire_prices
+from .pipeline_breakdown import PipelineBreakdown, price_stages, wire_prices
 from .pipeline_record import planned_pipeline
 from .rehearsed_memory import held_beyond
 from .schedule_cpsat import MOST_COMPUTATIONS, computations
@@ -45,10 +45,14 @@ def with_solved_schedule(made: PipelineSolution, measure: Measure) -> tuple[Pipe
     except InfeasibleError:
         return made, _kept(made, "nothing else was found within the memory") if measure.asked else ""
     least = made.seconds * (1.0 if measure.asked else 1.0 - WORTH)
-    bill = _billed(made, solved.schedule)
-    if bill.seconds < least and max(bill.peaks) <= measure.memory_limit and solved.schedule.name not in SCHEDULES:
-        pipeline = planned_pipeline(made.pipeline.cuts, bill, made.pipeline.wires, made.whole.prices)
-        better = replace(made, bill=bill, pipeline=pipeline)
+    breakdown = _price_under(made, solved.schedule)
+    if (
+        breakdown.seconds < least
+        and max(breakdown.peaks) <= measure.memory_limit
+        and solved.schedule.name not in SCHEDULES
+    ):
+        pipeline = planned_pipeline(made.pipeline.cuts, breakdown, made.pipeline.wires, made.whole.prices)
+        better = replace(made, breakdown=breakdown, pipeline=pipeline)
         if held_beyond(better, measure.memory_limit) <= 0:
             return better, ""
     found = f"nothing quicker was found ({solved.status}; no schedule saves more than {solved.gap:.1%})"
@@ -57,22 +61,22 @@ def with_solved_schedule(made: PipelineSolution, measure: Measure) -> tuple[Pipe
 
 def _solve(made: PipelineSolution, measure: Measure) -> SolvedSchedule:
     """The temporaries of what computes are not in the simulated bytes, so they are taken off the limit."""
-    bill, schedule = made.bill, made.pipeline.schedule
+    breakdown, schedule = made.breakdown, made.pipeline.schedule
     limits = tuple(
-        measure.memory_limit - max(bill.accounts[c].memory.temporary for c in held) for held in schedule.held
+        measure.memory_limit - max(breakdown.breakdowns[c].memory.temporary for c in held) for held in schedule.held
     )
     seconds = min(measure.time_limit, MOST_SECONDS)
     return solve_schedule(
-        bill.prices, schedule.placement, schedule.microbatches, schedule.edges, limits, seconds, measure.seed
+        breakdown.prices, schedule.placement, schedule.microbatches, schedule.edges, limits, seconds, measure.seed
     )
 
 
-def _billed(made: PipelineSolution, schedule: Schedule) -> StageBill:
+def _price_under(made: PipelineSolution, schedule: Schedule) -> PipelineBreakdown:
     """The same chunks under ``schedule``."""
     prices, wires = made.whole.prices, made.pipeline.wires
     pairs = tuple(sorted({(edge.source, edge.target) for edge in wires}))
     links = wire_prices(prices.cluster, schedule.placement, math.prod(made.layout.mesh), pairs)
-    return bill_stages(made.bill.chunks, wires, schedule, prices, links, made.whole.instance.optimizer)
+    return price_stages(made.breakdown.chunks, wires, schedule, prices, links, made.whole.instance.optimizer)
 
 
 def _kept(made: PipelineSolution, why: str) -> str:

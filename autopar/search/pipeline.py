@@ -2,7 +2,7 @@
 
 The placement program is solved once, for the graph of one microbatch on the mesh inside a stage. Its answer prices
 every node; from these prices come the cuts (:mod:`.cuts`) and, for each schedule, the simulated step
-(:mod:`.pipeline_bill`). The quickest step wins.
+(:mod:`.pipeline_breakdown`). The quickest step wins.
 
 The memory of the uncut graph stands for all stages together; a stage that turns out too full asks for a solution with
 less memory, a few times.
@@ -38,7 +38,7 @@ from autopar.solver.problem import Ints
 
 from .chunks import WirePrice, place_chunks
 from .cuts import Segments, best_cuts
-from .pipeline_bill import StageBill, bill_stages, in_flight_of_chunks, shared_processors, wire_prices
+from .pipeline_breakdown import PipelineBreakdown, in_flight_of_chunks, price_stages, shared_processors, wire_prices
 from .pipeline_record import planned_pipeline
 from .segments import PinnedTogetherError, pinned_ranks, price_segments, segment_of_nodes
 from .stage_meshes import StageMeshes
@@ -56,12 +56,12 @@ class PipelineSolution:
 
     layout: StageMeshes
     whole: MeshSolution
-    bill: StageBill
+    breakdown: PipelineBreakdown
     pipeline: PlannedPipeline
 
     @property
     def seconds(self) -> float:
-        return self.bill.seconds
+        return self.breakdown.seconds
 
 
 @dataclass(frozen=True)
@@ -103,18 +103,18 @@ def search(request: PipelineRequest) -> PipelineSolution:
                 break
         if fitting:
             return min(fitting, key=lambda solution: solution.seconds)
-        away = min((solution.bill.away for solution in found), default=0)
+        away = min((solution.breakdown.away for solution in found), default=0)
         if away > request.host_limit:
             host *= 0.95 * request.host_limit / away
             continue
-        worst = min([worst, *(float(max(solution.bill.peaks)) for solution in found)])
+        worst = min([worst, *(float(max(solution.breakdown.peaks)) for solution in found)])
         limit *= 0.95 * min(1.0, request.memory_limit / worst) if math.isfinite(worst) else 0.8
     check_host(whole.prices.cluster, away, request.host_limit)
     raise _too_full(request, worst)
 
 
 def _fits(request: PipelineRequest, made: PipelineSolution) -> bool:
-    return max(made.bill.peaks) <= request.memory_limit and made.bill.away <= request.host_limit
+    return max(made.breakdown.peaks) <= request.memory_limit and made.breakdown.away <= request.host_limit
 
 
 def _candidates(request: PipelineRequest, graph: Graph) -> tuple[tuple[CutCandidate, ...], dict[str, int]]:
@@ -269,8 +269,8 @@ def price_schedule(
     pairs = tuple((edge.source, edge.target) for edge in staged.edges)
     links = wire_prices(whole.prices.cluster, schedule.placement, math.prod(layout.mesh), pairs)
     chunks, wires = place_chunks(staged, whole.assignment, whole.prices, links)
-    bill = bill_stages(chunks, wires, schedule, whole.prices, links, whole.instance.optimizer)
-    return PipelineSolution(layout, whole, bill, planned_pipeline(cuts, bill, wires, whole.prices))
+    breakdown = price_stages(chunks, wires, schedule, whole.prices, links, whole.instance.optimizer)
+    return PipelineSolution(layout, whole, breakdown, planned_pipeline(cuts, breakdown, wires, whole.prices))
 
 
 def scheduled(kind: tuple[str, int], stages: int, microbatches: int, staged: Staged) -> Schedule:

@@ -10,27 +10,27 @@ from autopar.ir.microbatching import Repeats
 from autopar.ir.placements import Strategy
 from autopar.ir.plan_record import Holding, PlanLine, PlanNode, Predicted
 from autopar.placement.alternatives import holdings, plan_nodes
-from autopar.placement.bill import Line
+from autopar.placement.breakdown import CostLine
 from autopar.placement.overlap_windows import REDUCTIONS
 from autopar.placement.placed_step import PlacedStep
 from autopar.placement.predicted import working_dtype
 
-from .borrowed_parameters import loans
 from .pipeline import PipelineSolution
-from .pipeline_bill import StageBill, in_flight_of_chunks
+from .pipeline_breakdown import PipelineBreakdown, in_flight_of_chunks
+from .shared_parameters import shared_parameters
 
 
 def staged_predicted(solution: PipelineSolution) -> Predicted:
     """The figures of a pipeline: computing and communicating are those of the rank that is busy longest, the bubble is
     what the step takes beyond, where processors of waiting ranks have made it quicker counted without that; memory is
     that of the fullest rank's devices."""
-    bill = solution.bill
-    busiest = busiest_rank(bill)
-    lines = rank_lines(bill, busiest)
+    breakdown = solution.breakdown
+    busiest = busiest_rank(breakdown)
+    lines = rank_lines(breakdown, busiest)
     compute = sum(line.seconds for line in lines if line.kind in ("compute", "optimizer"))
-    busy, freed = sum(line.seconds for line in lines), _freed_seconds(bill, busiest)
-    seconds = max(bill.seconds, busy - freed)
-    memories = [bill.accounts[c].memory for c in bill.schedule.held[bill.fullest]]
+    busy, freed = sum(line.seconds for line in lines), _freed_seconds(breakdown, busiest)
+    seconds = max(breakdown.seconds, busy - freed)
+    memories = [breakdown.breakdowns[c].memory for c in breakdown.schedule.held[breakdown.fullest]]
     prices = solution.whole.prices
     graph = solution.whole.instance.graph
     dtype = working_dtype(graph)
@@ -41,7 +41,7 @@ def staged_predicted(solution: PipelineSolution) -> Predicted:
         compute_seconds=compute,
         comm_seconds=busy - compute,
         bubble_seconds=seconds - (busy - freed),
-        peak_bytes=bill.peaks[bill.fullest],
+        peak_bytes=breakdown.peaks[breakdown.fullest],
         weight_bytes=sum(m.weights for m in memories),
         gradient_bytes=sum(m.gradients for m in memories),
         optimizer_bytes=sum(m.optimizer for m in memories),
@@ -49,34 +49,36 @@ def staged_predicted(solution: PipelineSolution) -> Predicted:
         temporary_bytes=max(m.temporary for m in memories),
         input_bytes=sum(m.inputs for m in memories),
         host_bytes=sum(m.host for m in memories),
-        mfu=float(total_flops(graph)) * bill.schedule.microbatches / possible if possible else 0.0,
+        mfu=float(total_flops(graph)) * breakdown.schedule.microbatches / possible if possible else 0.0,
         freed_seconds=freed,
     )
 
 
-def _freed_seconds(bill: StageBill, rank: int) -> float:
+def _freed_seconds(breakdown: PipelineBreakdown, rank: int) -> float:
     """By how much ``rank`` is quicker than priced because others that share its processors wait."""
-    if bill.prices.shared is None:
+    if breakdown.prices.shared is None:
         return 0.0
     freed = 0.0
-    for one in bill.simulation.record.ran:
+    for one in breakdown.simulation.record.ran:
         if one.rank == rank and one.instruction.kind != "reduce":
             is_step = one.instruction.kind == "step"
-            freed += (bill.prices.step if is_step else bill.prices.duration(one.instruction)) - (one.end - one.start)
+            freed += (breakdown.prices.step if is_step else breakdown.prices.duration(one.instruction)) - (
+                one.end - one.start
+            )
     return max(0.0, freed)
 
 
-def rank_lines(bill: StageBill, rank: int) -> tuple[Line, ...]:
+def rank_lines(breakdown: PipelineBreakdown, rank: int) -> tuple[CostLine, ...]:
     """What the devices of a pipeline rank pay for: the lines of its chunks, less what they reduce while they compute,
     as simulated."""
-    own = [line for chunk in bill.schedule.held[rank] for line in bill.accounts[chunk].lines]
-    hidden = _reduced_meanwhile(bill, rank)
-    return (*own, *([Line("hidden", REDUCTIONS, "", "backward", -hidden)] if hidden > 0 else []))
+    own = [line for chunk in breakdown.schedule.held[rank] for line in breakdown.breakdowns[chunk].lines]
+    hidden = _reduced_meanwhile(breakdown, rank)
+    return (*own, *([CostLine("hidden", REDUCTIONS, "", "backward", -hidden)] if hidden > 0 else []))
 
 
-def _reduced_meanwhile(bill: StageBill, rank: int) -> float:
+def _reduced_meanwhile(breakdown: PipelineBreakdown, rank: int) -> float:
     """How long reductions of ``rank`` travel while it computes."""
-    mine = [one for one in bill.simulation.record.ran if one.rank == rank]
+    mine = [one for one in breakdown.simulation.record.ran if one.rank == rank]
     computed = [one for one in mine if one.instruction.computes]
     return sum(
         max(0.0, min(one.end, two.end) - max(one.start, two.start))
@@ -86,16 +88,18 @@ def _reduced_meanwhile(bill: StageBill, rank: int) -> float:
     )
 
 
-def busiest_rank(bill: StageBill) -> int:
-    """The pipeline rank with the longest bill."""
-    totals = [sum(line.seconds for line in rank_lines(bill, rank)) for rank in range(bill.schedule.stages)]
+def busiest_rank(breakdown: PipelineBreakdown) -> int:
+    """The pipeline rank with the longest cost breakdown."""
+    totals = [sum(line.seconds for line in rank_lines(breakdown, rank)) for rank in range(breakdown.schedule.stages)]
     return max(range(len(totals)), key=totals.__getitem__)
 
 
-def staged_lines(bill: StageBill, make: Callable[[Line], PlanLine]) -> tuple[PlanLine, ...]:
+def staged_lines(breakdown: PipelineBreakdown, make: Callable[[CostLine], PlanLine]) -> tuple[PlanLine, ...]:
     """Every line of every rank as ``make`` writes it, with its stage."""
     return tuple(
-        replace(make(line), stage=rank) for rank in range(bill.schedule.stages) for line in rank_lines(bill, rank)
+        replace(make(line), stage=rank)
+        for rank in range(breakdown.schedule.stages)
+        for line in rank_lines(breakdown, rank)
     )
 
 
@@ -104,7 +108,7 @@ def new_strategies(solution: PipelineSolution) -> dict[str, Strategy]:
     known = solution.whole.assignment.strategies
     return {
         name: strategy
-        for chunk in solution.bill.chunks
+        for chunk in solution.breakdown.chunks
         for name, strategy in chunk.assignment.strategies.items()
         if name not in known and chunk.graph[name].op != "receive"
     }
@@ -114,7 +118,7 @@ def new_nodes(solution: PipelineSolution, known: Mapping[str, PlanNode]) -> dict
     """What the nodes are that only the cut graph has."""
     return {
         name: node
-        for chunk in solution.bill.chunks
+        for chunk in solution.breakdown.chunks
         for name, node in plan_nodes(chunk.graph).items()
         if name not in known and node.op != "receive"
     }
@@ -123,7 +127,7 @@ def new_nodes(solution: PipelineSolution, known: Mapping[str, PlanNode]) -> dict
 def gradient_values(solution: PipelineSolution) -> dict[str, str]:
     """The value of each gradient, one for each chunk that makes a part of it."""
     found: dict[str, list[str]] = {}
-    for chunk in solution.bill.chunks:
+    for chunk in solution.breakdown.chunks:
         for path, value in chunk.graph.gradients.items():
             found.setdefault(path, []).append(str(value).removeprefix("%"))
     return {path: ",".join(dict.fromkeys(values)) for path, values in found.items()}
@@ -131,14 +135,17 @@ def gradient_values(solution: PipelineSolution) -> dict[str, str]:
 
 def staged_holdings(solution: PipelineSolution) -> tuple[Holding, ...]:
     """What rests on the fullest rank's devices; a saved activation once for each microbatch in flight."""
-    return tuple(rank_holdings(solution, solution.bill.fullest))
+    return tuple(rank_holdings(solution, solution.breakdown.fullest))
 
 
 def rank_holdings(solution: PipelineSolution, rank: int) -> Iterator[Holding]:
     """The same of any rank."""
-    bill, prices = solution.bill, solution.whole.prices
-    most, borrowed = in_flight_of_chunks(bill.schedule), loans(bill.chunks, bill.schedule.placement, prices)
-    for index in bill.schedule.held[rank]:
-        repeats = Repeats(bill.schedule.microbatches, most[index], accumulates=True)
-        chunk, optimizer = bill.chunks[index], solution.whole.instance.optimizer
-        yield from holdings(PlacedStep(chunk.graph, chunk.assignment, prices, optimizer, repeats, borrowed[index]))
+    breakdown, prices = solution.breakdown, solution.whole.prices
+    most, shared = (
+        in_flight_of_chunks(breakdown.schedule),
+        shared_parameters(breakdown.chunks, breakdown.schedule.placement, prices),
+    )
+    for index in breakdown.schedule.held[rank]:
+        repeats = Repeats(breakdown.schedule.microbatches, most[index], accumulates=True)
+        chunk, optimizer = breakdown.chunks[index], solution.whole.instance.optimizer
+        yield from holdings(PlacedStep(chunk.graph, chunk.assignment, prices, optimizer, repeats, shared[index]))

@@ -10,29 +10,29 @@ from autopar.ir.planned_pipeline import ChunkFigures, LinkFigures, PlannedPipeli
 from autopar.ir.staged_graph import Edge
 from autopar.placement.prices import Prices, local_bytes
 
-from .pipeline_bill import StageBill
+from .pipeline_breakdown import PipelineBreakdown
 
 
 def planned_pipeline(
-    cuts: tuple[str, ...], bill: StageBill, wires: Mapping[Edge, Placements], prices: Prices
+    cuts: tuple[str, ...], breakdown: PipelineBreakdown, wires: Mapping[Edge, Placements], prices: Prices
 ) -> PlannedPipeline:
-    """The pipeline of a bill as a plan keeps it: enough to simulate the step again."""
-    chunks = tuple(map(_chunk_figures, bill.prices.chunks))
+    """The pipeline of a cost breakdown as a plan keeps it: enough to simulate the step again."""
+    chunks = tuple(map(_chunk_figures, breakdown.prices.chunks))
     links = tuple(
         LinkFigures(source, target, p.bytes_of("forward"), p.bytes_of("backward"), p.bandwidth, p.latency)
-        for (source, target), p in sorted(bill.prices.edges.items())
+        for (source, target), p in sorted(breakdown.prices.edges.items())
     )
-    shared = bill.prices.shared
+    shared = breakdown.prices.shared
     return PlannedPipeline(
         cuts=cuts,
-        schedule=bill.schedule,
+        schedule=breakdown.schedule,
         wires=wires,
-        wire_bytes=_wire_bytes(bill, wires, prices),
+        wire_bytes=_wire_bytes(breakdown, wires, prices),
         chunk_figures=chunks,
         link_figures=links,
-        peaks=bill.peaks,
-        update_seconds=bill.prices.step,
-        hides=bill.prices.hides,
+        peaks=breakdown.peaks,
+        update_seconds=breakdown.prices.step,
+        hides=breakdown.prices.hides,
         hosts=shared.hosts if shared else (),
         speeds=shared.speeds if shared else (),
     )
@@ -53,6 +53,6 @@ def _chunk_figures(price: ChunkPrice) -> ChunkFigures:
     )
 
 
-def _wire_bytes(bill: StageBill, wires: Mapping[Edge, Placements], prices: Prices) -> dict[Edge, int]:
-    received = [{n.target: n.type for n in chunk.graph.placeholders("receive")} for chunk in bill.chunks]
+def _wire_bytes(breakdown: PipelineBreakdown, wires: Mapping[Edge, Placements], prices: Prices) -> dict[Edge, int]:
+    received = [{n.target: n.type for n in chunk.graph.placeholders("receive")} for chunk in breakdown.chunks]
     return {edge: local_bytes(received[edge.target][edge.name], place, prices.mesh) for edge, place in wires.items()}

@@ -1,4 +1,4 @@
-"""The segments of a graph between places where it may be cut, priced from the bill of the whole graph."""
+"""The segments of a graph between places where it may be cut, priced from the cost breakdown of the whole graph."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def price_segments(
     """The segments of ``graph`` between ``candidates``. ``whole`` is the answer for the graph with rests; ``where`` is
     that of :func:`segment_of_nodes`; ``link`` is the slowest wire between stages. What crosses at a candidate is
     assumed to be sharded over the whole inner mesh: the least it can take."""
-    instance, assignment, bill = whole.instance, whole.assignment, whole.account
+    instance, assignment, breakdown = whole.instance, whole.assignment, whole.breakdown
     count = len(candidates) + 1
     seconds, static, saved, wire = (np.zeros(count) for _ in range(4))
-    exposed = {phase: 1.0 - hidden for phase, hidden in hidden_gathers(bill.lines).items()}
-    for line in bill.lines:
+    exposed = {phase: 1.0 - hidden for phase, hidden in hidden_gathers(breakdown.lines).items()}
+    for line in breakdown.lines:
         if line.kind not in (*ONCE_A_STEP, "hidden"):
             share = exposed.get(line.phase, 1.0) if line.kind == "weight" else 1.0
             seconds[_segment(line.name, where)] += share * line.seconds / line.times

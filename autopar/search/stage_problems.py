@@ -13,7 +13,7 @@ from autopar.planner.solve_mesh import solve_only
 from autopar.planner.timings import Timings
 
 # What a stage takes may be so much less than its share of the program's bound: the program hides messages under the
-# computing of all stages, a bill under that of one (4% apart in seven of eight plans, 11% in the other).
+# computing of all stages, a cost breakdown under that of one (4% apart in seven of eight plans, 11% in the other).
 DOUBT = 1.15
 
 
@@ -42,4 +42,4 @@ class StagePrograms:
             solve_only(replace(limited, mesh=mesh), graph, self.timings) for mesh in mesh_candidates(self.request)
         ]
         self._least = min(one.unlimited for one in solved) / repeats.stages
-        return min(solved, key=lambda one: one.account.seconds)
+        return min(solved, key=lambda one: one.breakdown.seconds)

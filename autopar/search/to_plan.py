@@ -37,7 +37,7 @@ def staged_plan(
     return replace(
         base,
         predicted=staged_predicted(made) if exact is None else with_memory(staged_predicted(made), exact),
-        lines=staged_lines(made.bill, plan_line),
+        lines=staged_lines(made.breakdown, plan_line),
         strategies={**base.strategies, **new_strategies(made)},
         nodes={**base.nodes, **new_nodes(made, base.nodes)},
         gradient_values=gradient_values(made),

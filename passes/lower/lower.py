@@ -2,7 +2,7 @@
 
 Every operation becomes its local form on the rank's shards; every reshard the assignment implies becomes the hops it
 was priced with, once per (value, phase, target placements). Nothing else communicates, so the collectives of the
-program are those of the bill. Gradient reductions and weight refreshes are coalesced into buckets: many small
+program are those of the cost breakdown. Gradient reductions and weight refreshes are coalesced into buckets: many small
 collectives cost their latency many times over.
 """
 

@@ -20,7 +20,7 @@ from autopar.options import Options
 from autopar.passes.annotate.annotate import annotate
 from autopar.passes.lower.lower import Lowering, lower
 from autopar.passes.lower.overlap import overlap
-from autopar.placement.bill import account
+from autopar.placement.breakdown import cost_breakdown
 from autopar.placement.placed_step import PlacedStep
 from autopar.placement.prices import BUCKET_BYTES, Prices
 from autopar.planner.prepare import Prepared, prepare
@@ -113,8 +113,8 @@ class Setting:
         job = Lowering(self.graph, assignment, place, self.prices.path, bucket)
         return overlap(lower(job, self.graph.outputs))
 
-    def bill(self, assignment: Assignment) -> Any:
-        return account(PlacedStep(self.graph, assignment, self.prices, "adamw"))
+    def breakdown(self, assignment: Assignment) -> Any:
+        return cost_breakdown(PlacedStep(self.graph, assignment, self.prices, "adamw"))
 
 
 def setting(request: PlanRequest) -> Setting:

@@ -16,7 +16,7 @@ from autopar.errors import OptionsError
 from autopar.layout import Layout
 from autopar.layouts.model import LayoutModel
 from autopar.layouts.search import best_layout
-from autopar.layouts.sections.experts import BACKWARD, bill_block, routers
+from autopar.layouts.sections.experts import BACKWARD, price_block, routers
 from autopar.layouts.space import candidates, expert_degrees
 from benchmarks.published_models import Decoder, build
 from benchmarks.published_shape import Experts, Latent, Shape
@@ -120,7 +120,7 @@ def test_exchanges_hide_under_another_microbatch() -> None:
 def test_larger_groups_of_rows_compute_quicker_per_row() -> None:
     found = model().sections(Layout(data=16), A100).layers[1].blocks[0]
     few, many = (dataclasses.replace(found, rows=rows, held=held) for rows, held in ((256.0, 16), (256.0, 2)))
-    assert bill_block(many, Layout(), A100).forward < bill_block(few, Layout(), A100).forward
+    assert price_block(many, Layout(), A100).forward < price_block(few, Layout(), A100).forward
 
 
 def test_routers_are_whole_on_every_tensor_rank() -> None:

@@ -1,5 +1,5 @@
-"""What the placement program of a layout pays for collectives is what the bill counts: hidden under the products they
-travel beside, as often as the whole model has the layer, and none on weights."""
+"""What the placement program of a layout pays for collectives is what the cost breakdown counts: hidden under the
+products they travel beside, as often as the whole model has the layer, and none on weights."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from autopar.ir.placements import REPLICATE, is_shard
 from autopar.layout import CONTEXT, TENSOR, Layout
 from autopar.layouts.model import LayoutModel
 from autopar.layouts.sections import placement as layout_place
-from autopar.layouts.sections.bill import bill_sections, with_experts
-from autopar.layouts.sections.exposed_communication import TAKEN, as_billed, waited
+from autopar.layouts.sections.exposed_communication import TAKEN, waited, with_exposed_prices
 from autopar.layouts.sections.fusion import origin
 from autopar.layouts.sections.placement import Placed
 from autopar.layouts.sections.section import Sections
+from autopar.layouts.sections.section_costs import section_costs, with_experts
 from autopar.placement.axis_names import weight_values
 from autopar.placement.choices import OUTPUTS
 from autopar.placement.formulation import Instance
@@ -52,21 +52,21 @@ def seconds(sections: Sections) -> float:
 
 def believed(name: str, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> tuple[float, Sections]:
     """Seconds of the collectives of a microbatch by the prices of the placement program, without those of weights'
-    gradients, and the bill."""
+    gradients, and the cost breakdown."""
     seen: list[tuple[Instance, Ints]] = []
 
     def recorded(instance: Instance, layout: Layout, chosen: Ints | None = None) -> Instance:
-        priced = as_billed(instance, layout, chosen)
+        priced = with_exposed_prices(instance, layout, chosen)
         seen.extend([(priced, chosen)] if chosen is not None else [])
         return priced
 
-    monkeypatch.setattr(layout_place, "as_billed", recorded)
+    monkeypatch.setattr(layout_place, "with_exposed_prices", recorded)
     fresh = LayoutModel(model(name).prepared, model(name).depth, model(name).batch, model(name).modules)
     placed = fresh.placed(layout, H100).assignment.strategies
     instance, choices = next((i, c) for i, c in seen if i.assignment(c).strategies == placed)
     waited = sum(
         transfer_seconds(transfer, choices)
-        for route, transfer in zip(instance.routes, instance.problem.transfers, strict=False)
+        for route, transfer in zip(instance.edges, instance.problem.transfers, strict=False)
         if route.role != "gradient" and any(name != OUTPUTS for name, _ in route.consumers)
     )
     return waited, fresh.sections(layout, H100)
@@ -74,19 +74,19 @@ def believed(name: str, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> tupl
 
 @pytest.mark.parametrize("named", [{}, {"sequence_parallel": True}, {"sequence_parallel": True, "overlap": ()}])
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_program_believes_what_the_bill_counts(
+def test_the_program_believes_what_the_cost_breakdown_counts(
     name: str, named: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within a thousandth."""
     counted, sections = believed(name, Layout(tensor=8, **named), monkeypatch)  # type: ignore[arg-type]
-    billed = sum((section.forward + section.backward).communicate for section in sections.every)
-    assert billed > 0 and counted == pytest.approx(billed, rel=1e-3)
+    communication = sum((section.forward + section.backward).communicate for section in sections.every)
+    assert communication > 0 and counted == pytest.approx(communication, rel=1e-3)
 
 
-def test_the_program_believes_what_the_bill_counts_on_context_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_program_believes_what_the_cost_breakdown_counts_on_context_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     counted, sections = believed("grouped", Layout(tensor=4, context=2, sequence_parallel=True), monkeypatch)
-    billed = sum((section.forward + section.backward).communicate for section in sections.every)
-    assert counted == pytest.approx(billed, rel=1e-2)
+    communication = sum((section.forward + section.backward).communicate for section in sections.every)
+    assert counted == pytest.approx(communication, rel=1e-2)
 
 
 def test_of_two_answers_the_cheaper_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,12 +139,12 @@ def test_grouped_queries_with_sequence_parallelism_lie_as_in_megatron() -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_program_finds_no_worse_than_without_what_hides(name: str) -> None:
-    """What it places when it counts all collectives in full is no quicker by the bill than what it places knowing which
-    hide; a layout may have been placed half a percent from the best (``GAP``)."""
+    """What it places when it counts all collectives in full is no quicker by the cost breakdown than what it places
+    knowing which hide; a layout may have been placed half a percent from the best (``GAP``)."""
     layout = Layout(tensor=8, sequence_parallel=True)
     knowing = model(name).sections(layout, H100)
     placed = model(name).placed(dataclasses.replace(layout, overlap=()), H100)
-    blind = with_experts(bill_sections(placed, model(name).depth, layout), layout, H100)
+    blind = with_experts(section_costs(placed, model(name).depth, layout), layout, H100)
     assert seconds(knowing) <= 1.005 * seconds(blind)
 
 

@@ -15,7 +15,7 @@ from autopar.errors import OptionsError
 from autopar.layout import Layout
 from autopar.layouts.model import LayoutModel
 from autopar.layouts.sections.expert_all_to_all import Block, exchange_seconds, sent_rows
-from autopar.layouts.sections.experts import ARRANGING, bill_block
+from autopar.layouts.sections.experts import ARRANGING, price_block
 from autopar.layouts.sections.exposed_communication import TAKEN
 from benchmarks.published_models import build
 from benchmarks.published_shape import Experts, Shape
@@ -65,9 +65,9 @@ def test_gradients_of_weights_are_read_and_written_in_fp32() -> None:
     """With few rows each, products for gradients take what adding to them takes: 8 bytes an element."""
     few = block(rows=64.0, width=8192, up=8192, down=4096)
     elements = 16 * 8192 * (8192 + 4096)
-    assert bill_block(few, Layout(), H100).backward > 8 * elements / H100.device.memory_bandwidth
-    own, apart = (bill_block(few, Layout(**named), H100) for named in ({"gradients": "own"}, {"adding": True}))
-    saved = bill_block(few, Layout(), H100).backward - own.backward
+    assert price_block(few, Layout(), H100).backward > 8 * elements / H100.device.memory_bandwidth
+    own, apart = (price_block(few, Layout(**named), H100) for named in ({"gradients": "own"}, {"adding": True}))
+    saved = price_block(few, Layout(), H100).backward - own.backward
     assert saved == pytest.approx((8 - 4) * elements / H100.device.memory_bandwidth, rel=0.02)
     assert apart.backward < own.backward
 
@@ -86,14 +86,14 @@ def test_rows_are_cast_to_fp8_before_products() -> None:
     """Each is read in bf16 and written twice in fp8, and its product reads a byte less; what it computes is next to
     nothing here."""
     wide = block(rows=1e6, up=16, down=16)
-    plain, cast = (bill_block(wide, Layout(precision=p), H100) for p in ("bf16", "fp8"))
+    plain, cast = (price_block(wide, Layout(precision=p), H100) for p in ("bf16", "fp8"))
     passed = 1e6 * 1024 * (2 + 2 - 1) / H100.device.memory_bandwidth
     assert cast.forward - plain.forward == pytest.approx(passed, rel=0.05)
 
 
 def test_experts_are_started_one_by_one_unless_they_are_a_graph() -> None:
-    bill = bill_block(block(), Layout(expert=4, data=4), H100)
-    assert bill.starts == (2 * 4 + ARRANGING, 4 * 4 + ARRANGING)
+    cost = price_block(block(), Layout(expert=4, data=4), H100)
+    assert cost.starts == (2 * 4 + ARRANGING, 4 * 4 + ARRANGING)
     slow, layout = with_host(1e-3), Layout(graphed=("*attention*", "layers.?", "*norm*"))
     waiting = model().sections(layout, slow).layers[0]
     assert waiting.forward.host > (2 * 16 + ARRANGING) * 1e-3 - waiting.forward.compute

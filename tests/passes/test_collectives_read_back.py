@@ -1,4 +1,5 @@
-"""The collectives of a lowered program are those of the bill: kind, axes, bytes and count, whatever the assignment."""
+"""The collectives of a lowered program are those of the cost breakdown: kind, axes, bytes and count, whatever the
+assignment."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from autopar.ir.placements import parse_placements
 from autopar.ir.program import Instruction, Program, Section, TensorSlot
 from autopar.ir.reshard import Collective
 from autopar.passes.lower.collectives_read_back import collectives_of, difference
-from autopar.placement.bill import Account
+from autopar.placement.breakdown import CostBreakdown
 from autopar.placement.parameter_choices import parameter_choices
 from autopar.planner.request import PlanRequest
 from tests.helpers.models import MODELS
@@ -30,8 +31,8 @@ def prepared(name: str, mesh: tuple[int, ...]) -> tuple[PlanRequest, Setting]:
     return request, setting(request)
 
 
-def priced(bill: Account) -> Counter[Collective]:
-    return Counter(wire for line in bill.lines for wire in line.collectives)
+def priced(breakdown: CostBreakdown) -> Counter[Collective]:
+    return Counter(wire for line in breakdown.lines for wire in line.collectives)
 
 
 def any_assignment(graph: Graph, mesh: tuple[int, ...], seed: int) -> Assignment:
@@ -49,13 +50,13 @@ def any_assignment(graph: Graph, mesh: tuple[int, ...], seed: int) -> Assignment
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", ["plain", "stack"])
 @pytest.mark.parametrize("bucket", [1, 1 << 12, 1 << 30])
-def test_random_assignments_do_what_their_bill_says(name: str, mesh: tuple[int, ...], bucket: int) -> None:
+def test_random_assignments_do_what_their_cost_breakdown_says(name: str, mesh: tuple[int, ...], bucket: int) -> None:
     _, found = prepared(name, mesh)
     total = 0
     for seed in range(3):
         assignment = any_assignment(found.graph, mesh, seed)
         done = collectives_of(found.program(assignment, bucket=bucket))
-        assert difference(done, priced(found.bill(assignment))) == (), f"seed {seed}"
+        assert difference(done, priced(found.breakdown(assignment))) == (), f"seed {seed}"
         total += done.total()
     assert total > 20
 
@@ -68,7 +69,7 @@ def test_random_assignments_of_real_models(name: str, mesh: tuple[int, ...]) -> 
     _, found = prepared(name, mesh)
     assignment = any_assignment(found.graph, mesh, 0)
     done = collectives_of(found.program(assignment))
-    assert difference(done, priced(found.bill(assignment))) == ()
+    assert difference(done, priced(found.breakdown(assignment))) == ()
     assert done.total() > 10
 
 
@@ -145,4 +146,4 @@ def test_a_value_used_and_returned_is_reduced_once() -> None:
     for seed in range(12):
         assignment = any_assignment(found.graph, (2, 2), seed)
         done = collectives_of(found.program(assignment))
-        assert difference(done, priced(found.bill(assignment))) == (), f"seed {seed}"
+        assert difference(done, priced(found.breakdown(assignment))) == (), f"seed {seed}"

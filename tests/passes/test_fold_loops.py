@@ -130,7 +130,7 @@ def test_a_plan_of_a_loop_is_priced_step_by_step_and_computes_what_one_device_do
     best, _ = solve_mesh(asked, graph, Timings())
     graph = best.instance.graph
     assert len(best.instance.names) < 0.7 * len(graph.nodes)
-    assert best.account.seconds == pytest.approx(best.solution.objective, rel=1e-9)
+    assert best.breakdown.seconds == pytest.approx(best.solution.objective, rel=1e-9)
     inputs = [node.target for node in graph.placeholders("input")]
     values = {**dict(model.named_parameters()), **dict(zip(inputs, batch, strict=True))}
     jobs = (Lowering(graph, best.assignment, c, best.prices.path, 256) for c in itertools.product(range(2), range(2)))

@@ -15,7 +15,7 @@ from autopar.passes.lower.emit import IN_FLIGHT
 from autopar.schedule.check import check
 from autopar.search.chunk_price import first_buckets_seconds
 from autopar.search.chunks import WirePrice
-from autopar.search.pipeline_bill import bill_stages
+from autopar.search.pipeline_breakdown import price_stages
 from tests.helpers.pipelines import SCHEDULE_NAMES, Wanted, make_pipeline
 from tests.helpers.simulate_pipeline import Pipeline
 from tests.passes.test_cut import MODELS, _case
@@ -69,11 +69,11 @@ def test_chunks_compute_what_one_device_does(name: str, wanted: Wanted) -> None:
 def test_stages_communicate_what_was_priced(name: str, wanted: Wanted) -> None:
     made = make_pipeline(_case(name).graph, wanted)
     links = {(edge.source, edge.target): WirePrice(1e-5, 1e10) for edge in made.staged.edges}
-    bill = bill_stages(made.chunks, made.wires, made.schedule, made.prices, links, "adamw")
+    breakdown = price_stages(made.chunks, made.wires, made.schedule, made.prices, links, "adamw")
     said = 0
     for stage, held in enumerate(made.schedule.held):
         priced: Counter[Collective] = Counter()
-        for line in (line for chunk in held for line in bill.accounts[chunk].lines):
+        for line in (line for chunk in held for line in breakdown.breakdowns[chunk].lines):
             for wire in line.collectives:
                 priced[wire] += line.times
         found = collectives_of_stage(made.program((stage, *[0] * len(made.prices.mesh))))
@@ -91,7 +91,7 @@ def test_no_gradient_waits_for_a_reduction_before_it_is_sent(wanted: Wanted, mon
     monkeypatch.setattr("autopar.search.chunk_price.BUCKET_BYTES", 256)
     made = make_pipeline(_case("gpt2").graph, wanted)
     links = {(edge.source, edge.target): WirePrice(1e-5, 1e10) for edge in made.staged.edges}
-    bill = bill_stages(made.chunks, made.wires, made.schedule, made.prices, links, "adamw")
+    breakdown = price_stages(made.chunks, made.wires, made.schedule, made.prices, links, "adamw")
     under_way = []
     for stage in range(made.schedule.stages):
         for chunk in made.program((stage, 0)).chunks.values():
@@ -100,6 +100,6 @@ def test_no_gradient_waits_for_a_reduction_before_it_is_sent(wanted: Wanted, mon
             if not made.schedule.ends_with(chunk.chunk):
                 assert not waits
                 under_way.append(len(mine))
-                priced = first_buckets_seconds(made.chunks[chunk.chunk].graph, bill.accounts[chunk.chunk].lines)
+                priced = first_buckets_seconds(made.chunks[chunk.chunk].graph, breakdown.breakdowns[chunk.chunk].lines)
                 assert (priced > 0) == (len(mine) > 0)
     assert under_way and 0 < max(under_way) <= IN_FLIGHT

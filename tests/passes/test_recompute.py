@@ -94,7 +94,7 @@ def stack(mesh: tuple[int, ...]) -> tuple[PlanRequest, Setting]:
 
 
 @pytest.mark.parametrize("mesh", [(2,), (2, 2)])
-def test_any_choice_of_values_gives_the_same_bits_and_does_what_its_bill_says(mesh: tuple[int, ...]) -> None:
+def test_any_choice_of_values_gives_the_same_bits_and_does_what_its_cost_breakdown_says(mesh: tuple[int, ...]) -> None:
     request, found = stack(mesh)
     torch.manual_seed(0)
     model = Stack(layers=3, hidden=64)
@@ -118,11 +118,11 @@ def test_any_choice_of_values_gives_the_same_bits_and_does_what_its_bill_says(me
         assert difference(collectives_of(changed.program(whole, bucket=BUCKET_BYTES)), priced(changed, whole)) == ()
         instance = widened(instance_of(request, found), Options(offload=False))
         chosen = instance.chosen(again)
-        assert evaluate(instance.problem, chosen) == pytest.approx(changed.bill(whole).seconds, rel=1e-9)
+        assert evaluate(instance.problem, chosen) == pytest.approx(changed.breakdown(whole).seconds, rel=1e-9)
 
 
 def priced(found: Setting, assignment: Assignment) -> Counter[Collective]:
-    return Counter(wire for line in found.bill(assignment).lines for wire in line.collectives)
+    return Counter(wire for line in found.breakdown(assignment).lines for wire in line.collectives)
 
 
 def instance_of(request: PlanRequest, found: Setting) -> Any:

@@ -16,7 +16,7 @@ from autopar.passes.annotate.annotate import annotate
 from autopar.placement.axis_names import weight_values
 from autopar.placement.baselines import Baseline, baselines
 from autopar.placement.prices import Prices
-from autopar.planner.formulate import posed
+from autopar.planner.formulate import formulate
 from autopar.planner.mesh_solution import MeshSolution, placed_step
 from autopar.planner.step_graphs import step_graph
 from autopar.solver.solve import solve
@@ -54,7 +54,7 @@ def answers(mesh: tuple[int, ...]) -> dict[str, tuple[Baseline, MeshSolution]]:
     model, batch = case()
     request = make_request(model, batch, mesh, cluster=slow_links())
     graph = annotate(step_graph(request.graph, request.loss, request.batch), mesh)
-    instance = posed(request, graph, Prices.of(request.cluster, mesh, graph))
+    instance = formulate(request, graph, Prices.of(request.cluster, mesh, graph))
     found = {}
     for line in baselines(instance):
         problem = replace(line.instance.problem, memory_limit=float("inf"))
@@ -78,14 +78,14 @@ def test_there_are_none_on_one_device() -> None:
     model, batch = case()
     request = make_request(model, batch, (1,))
     graph = annotate(step_graph(request.graph, request.loss, request.batch), (1,))
-    assert list(baselines(posed(request, graph, Prices.of(request.cluster, (1,), graph)))) == []
+    assert list(baselines(formulate(request, graph, Prices.of(request.cluster, (1,), graph)))) == []
 
 
 @pytest.mark.parametrize("mesh", [(4,), (2, 2)])
 def test_ddp_exchanges_gradients_and_nothing_else(mesh: tuple[int, ...]) -> None:
     _, found = answers(mesh)["data parallel"]
-    assert {line.kind for line in found.account.lines if line.collectives} <= {"gradient", "reshard"}
-    shared = [line for line in found.account.lines if line.kind == "reshard" and line.collectives and line.seconds]
+    assert {line.kind for line in found.breakdown.lines if line.collectives} <= {"gradient", "reshard"}
+    shared = [line for line in found.breakdown.lines if line.kind == "reshard" and line.collectives and line.seconds]
     assert shared == [], "every rank can count the labels of the whole batch by itself"
     for name, places, is_weight in takers(found):
         assert all(p == REPLICATE for p in places) if is_weight else all(map(is_shard, places)), name  # type: ignore[arg-type]
@@ -101,14 +101,14 @@ def test_fsdp_shards_all_that_rests(mesh: tuple[int, ...]) -> None:
 
 def test_fsdp_gathers_a_block_at_once() -> None:
     line, found = answers((4,))["FSDP"]
-    bill = line.billed(placed_step(line.instance, found.assignment), found.account)
-    gathers = [one for one in bill.lines if one.kind == "weight"]
-    assert bill.seconds < found.account.seconds
-    assert bill.seconds_of("compute", "gradient") == found.account.seconds_of("compute", "gradient")
+    breakdown = line.as_run(placed_step(line.instance, found.assignment), found.breakdown)
+    gathers = [one for one in breakdown.lines if one.kind == "weight"]
+    assert breakdown.seconds < found.breakdown.seconds
+    assert breakdown.seconds_of("compute", "gradient") == found.breakdown.seconds_of("compute", "gradient")
     outside = [one for one in gathers if one.phase == "backward" and not one.module.startswith("blocks.")]
     assert outside and all(one.seconds == 0 for one in outside), "the root's weights stay gathered until backward"
     # A block's weights are four tensors; what a message costs whatever its size is paid about once for them.
-    singly = [one for one in found.account.lines if one.kind == "weight" and one.module.startswith("blocks.0")]
+    singly = [one for one in found.breakdown.lines if one.kind == "weight" and one.module.startswith("blocks.0")]
     together = [one for one in gathers if one.module.startswith("blocks.0")]
     assert len(singly) == len(together) > 4
     assert sum(one.seconds for one in together) < 0.5 * sum(one.seconds for one in singly)
@@ -123,11 +123,11 @@ def test_megatron_shards_matrices_on_the_innermost_axis() -> None:
         assert node.type.rank < 2 or is_shard(place[1]), node.target
     kept = [places[0] for _, places, is_weight in takers(found) if not is_weight]
     assert all(shard_dim(place) == 0 for place in kept), "samples are divided over the outer axis"  # type: ignore[arg-type]
-    assert not [one for one in found.account.lines if one.kind == "weight" and one.collectives]
+    assert not [one for one in found.breakdown.lines if one.kind == "weight" and one.collectives]
 
 
 def test_what_ddp_does_costs_what_its_gradients_cost() -> None:
     """On few samples a plan may compute everything everywhere; the comparison says what DDP would take."""
     _, found = answers((4,))["data parallel"]
-    account = found.account
-    assert account.seconds == pytest.approx(account.seconds_of("compute", "gradient", "optimizer"), rel=0.01)
+    breakdown = found.breakdown
+    assert breakdown.seconds == pytest.approx(breakdown.seconds_of("compute", "gradient", "optimizer"), rel=0.01)

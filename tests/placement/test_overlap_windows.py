@@ -1,4 +1,4 @@
-"""What travels while a step computes: the bill takes back what the solver took for hidden, and no more."""
+"""What travels while a step computes: the cost breakdown takes back what the solver took for hidden, and no more."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from autopar.cluster.description import Cluster
 from autopar.ir.microbatching import ONCE, Repeats
-from autopar.placement.overlap_windows import Shares, Sides, gather_windows, hidden_shares, windows_of
+from autopar.placement.overlap_windows import HiddenShares, SectionSeconds, gather_windows, hidden_shares, windows_of
 from autopar.placement.prices import exchanged_bytes
 from autopar.planner.solve_mesh import solve_mesh
 from autopar.planner.step_graphs import step_graph
@@ -27,22 +27,22 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"zero": 3}, {"zero": 1}], ids=str)
-def test_the_bill_takes_back_what_the_program_hides(changes: dict[str, Any]) -> None:
+def test_the_cost_breakdown_takes_back_what_the_program_hides(changes: dict[str, Any]) -> None:
     apart = replace(Cluster.get(CLUSTER), overlaps=False)
     seconds = {}
     for cluster in (Cluster.get(CLUSTER), apart):
         request = requested("plain", (2, 2), cluster=cluster, **changes)
         best, _ = solve_mesh(request, step_graph(request.graph, request.loss, request.batch), Timings())
         problem, chosen = best.instance.problem, best.solution.choices
-        assert evaluate(problem, chosen) == pytest.approx(best.account.seconds, rel=1e-9)
-        hidden = [line for line in best.account.lines if line.kind == "hidden"]
+        assert evaluate(problem, chosen) == pytest.approx(best.breakdown.seconds, rel=1e-9)
+        hidden = [line for line in best.breakdown.lines if line.kind == "hidden"]
         windows = {window.name: window for window in problem.windows}
         assert {"forward", "reductions"} <= set(windows) if cluster.overlaps else not windows
         assert {line.name for line in hidden} <= set(windows)
         for line in hidden:
             expected = -windows[line.name].hidden * min(sides_of(problem, windows[line.name], chosen))
             assert line.seconds == pytest.approx(expected, rel=1e-9)
-        seconds[cluster.overlaps] = best.account.seconds
+        seconds[cluster.overlaps] = best.breakdown.seconds
     assert seconds[True] <= seconds[False] * 1.02  # Within the gap both were solved to.
     if changes:
         assert seconds[True] < seconds[False]
@@ -55,7 +55,7 @@ def test_what_may_hide() -> None:
     shares = hidden_shares(graph, request.cluster)
     assert shares.gathers == pytest.approx(1 - max(sizes) / sum(sizes))
     assert shares.reductions == pytest.approx(1 - max(*sizes, 1 << 10) / exchanged_bytes(graph))
-    assert hidden_shares(graph, replace(request.cluster, overlaps=False)) == Shares(0.0, 0.0)
+    assert hidden_shares(graph, replace(request.cluster, overlaps=False)) == HiddenShares(0.0, 0.0)
     first, second = sorted(sizes, reverse=True)[:2]
     apart = hidden_shares(graph, request.cluster, 2)
     assert apart.gathers == pytest.approx(1 - (first + second) / sum(sizes)), "each stage has a first gather"
@@ -69,22 +69,22 @@ def test_windows_of_several_microbatches() -> None:
     windows = windows_of(graph, request.cluster, Repeats(count, 1, accumulates=True))
     assert [window.times for window in windows] == [3, 3, 1]
     for gathers, reductions in ((1.0, 0.5), (1.0, 2.0), (5.0, 1.0), (0.0, 9.0)):
-        sides = {"backward": Sides(2.0, gathers), "forward": Sides()}
+        sides = {"backward": SectionSeconds(2.0, gathers), "forward": SectionSeconds()}
         hidden = sum(window.seconds(sides, reductions) for window in windows)
         each, last = min(gathers, 2.0), min(gathers + reductions, 2.0)
         assert hidden == pytest.approx(count * shares.gathers * each + shares.reductions * (last - each))
-        assert shares.reductions * (last - each) == shares.reductions * sides["backward"].beside(reductions)
+        assert shares.reductions * (last - each) == shares.reductions * sides["backward"].hidden_reductions(reductions)
 
 
 def test_a_backward_in_halves_has_two_windows() -> None:
-    windows = gather_windows(Shares(0.5, 0.25), 3, ("weight_gradient", "backward", "weight_gradient"))
+    windows = gather_windows(HiddenShares(0.5, 0.25), 3, ("weight_gradient", "backward", "weight_gradient"))
     assert {window.name: window.times for window in windows} == {
         "forward": 3,
         "backward": 1,
         "input_gradient": 2,
         "weight_gradient": 2,
     }
-    sides = {"input_gradient": Sides(1.0, 3.0), "weight_gradient": Sides(4.0, 0.0)}
+    sides = {"input_gradient": SectionSeconds(1.0, 3.0), "weight_gradient": SectionSeconds(4.0, 0.0)}
     hidden = {window.name: window.seconds(sides, 100.0) for window in windows}
     assert hidden == {"forward": 0.0, "backward": 0.5 * 3.0, "input_gradient": 0.5 * 2 * 1.0, "weight_gradient": 0.0}
 
@@ -99,7 +99,7 @@ def test_one_bucket_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("microbatches", [2, 4])
 def test_accumulated_gradients_travel_beside_the_last_backward(microbatches: int) -> None:
-    """The program's windows, the bill of the plan and the simulated step are one figure."""
+    """The program's windows, the cost breakdown of the plan and the simulated step are one figure."""
     request = requested("plain", (2, 2), stages=1, microbatches=microbatches, zero=3)
     plan = best_plan(request, Timings())
     assert (plan.stages, plan.microbatches) == (1, microbatches)

@@ -205,7 +205,7 @@ def test_long_sequences_are_sharded_by_price(limited: bool) -> None:
     kernels = [node for node in found.instance.graph.nodes if node.op.startswith(KERNELS)]
     assert len(kernels) == 4
     assert all(shard_dim(found.assignment.strategies[node.name].outputs[0][0]) == 2 for node in kernels)
-    assert not limited or found.account.memory.peak <= 1 << 30
+    assert not limited or found.breakdown.memory.peak <= 1 << 30
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
-"""Plans of small models on every mesh under every restriction, each made once: their objective is their bill is their
-prediction, their programs communicate what they say, and no baseline beside them is better."""
+"""Plans of small models on every mesh under every restriction, each made once: their objective is their cost breakdown
+is their prediction, their programs communicate what they say, and no baseline beside them is better."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def settled(mesh: tuple[int, ...], slow: bool) -> Setting:
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("kind", ["best", "zero-1", "zero-3", "sgd", "slow devices"])
-def test_objective_is_the_bill_is_the_prediction(kind: str, mesh: tuple[int, ...]) -> None:
+def test_objective_is_the_cost_breakdown_is_the_prediction(kind: str, mesh: tuple[int, ...]) -> None:
     found = planned("plain" if mesh == (2, 1, 2) else "stack", mesh, kind)
     best, plan = found.best, found.plan
     objective = best.solution.objective
     assert objective > 0
-    assert best.account.seconds == pytest.approx(objective, rel=1e-9)
+    assert best.breakdown.seconds == pytest.approx(objective, rel=1e-9)
     assert evaluate(best.instance.problem, best.solution.choices) == pytest.approx(objective, rel=1e-9)
-    assert memory_of(best.instance.problem, best.solution.choices) == best.account.memory.peak
+    assert memory_of(best.instance.problem, best.solution.choices) == best.breakdown.memory.peak
     assert plan.objective == pytest.approx(objective, rel=1e-9)
     assert plan.objective == pytest.approx(plan.predicted.step_seconds, rel=1e-9)
     assert sum(line.seconds for line in plan.lines) == pytest.approx(plan.objective, rel=1e-9)

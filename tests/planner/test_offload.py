@@ -1,4 +1,4 @@
-"""Optimizer state in host memory: chosen where it pays, priced, billed, and stepped with the same numbers."""
+"""Optimizer state in host memory: chosen where it pays, priced, priced, and stepped with the same numbers."""
 
 from __future__ import annotations
 
@@ -139,14 +139,15 @@ def test_the_memory_of_the_host_is_a_row_of_the_program() -> None:
     assert least[0] - least[1] == pytest.approx(matrix, rel=0.01)
 
 
-def test_what_the_program_counts_in_host_memory_is_what_the_bill_does() -> None:
+def test_what_the_program_counts_in_host_memory_is_what_the_cost_breakdown_does() -> None:
     request = requested(small, (2,), CLUSTER, offload=True, zero=1)
     best, _ = solve_mesh(request, step_graph(request.graph, request.loss, request.batch), Timings())
-    assert host_of(best.instance.problem, best.solution.choices) == best.account.memory.host > 0
+    assert host_of(best.instance.problem, best.solution.choices) == best.breakdown.memory.host > 0
 
 
-def test_a_pipeline_is_sought_with_less_than_its_bill_where_its_steps_hold_more() -> None:
-    """The first pipeline within this limit by its bill is not by its step, which takes more than the limit allows."""
+def test_a_pipeline_is_sought_with_less_than_its_cost_breakdown_where_its_steps_hold_more() -> None:
+    """The first pipeline within this limit by its cost breakdown is not by its step, which takes more than the limit
+    allows."""
     request = requested(large, (2,), CLUSTER, time_limit=8.0)
     options = replace(request.options, stages=2, microbatches=2, recompute="none", memory_limit=928256)
     plan = best_plan(replace(request, options=options), Timings())

@@ -42,7 +42,7 @@ def planned(name: str, mesh: tuple[int, ...], **changes: Any) -> Plan:
 
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("resnet", marks=pytest.mark.slow)])
-def test_objective_is_the_bill_for_real_models(name: str) -> None:
+def test_objective_is_the_cost_breakdown_for_real_models(name: str) -> None:
     plan = planned(name, (2, 2))
     assert sum(line.seconds for line in plan.lines) == pytest.approx(plan.objective, rel=1e-9)
     assert plan.predicted.step_seconds == pytest.approx(plan.objective, rel=1e-9)
@@ -145,7 +145,7 @@ def test_layers_that_differ_are_sought_only_where_the_limit_costs_more_than_the_
 ) -> None:
     request = requested(wide, (4,))
     graph = step_graph(request.graph, request.loss, request.batch)
-    monkeypatch.setattr(planner, "stretched", Mock(side_effect=SoughtError))
+    monkeypatch.setattr(planner, "untie_layers", Mock(side_effect=SoughtError))
     free, _ = solve_mesh(request, graph, Timings())
     needed = memory_of(free.instance.problem, free.solution.choices)
     for share in (1.01, 0.5):

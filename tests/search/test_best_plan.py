@@ -24,7 +24,7 @@ from autopar.schedule.named import SCHEDULES
 from autopar.search import best_plan as search
 from autopar.search import stage_problems as stage_programs
 from autopar.search.candidate import Found
-from autopar.search.pipeline_bill import shared_processors
+from autopar.search.pipeline_breakdown import shared_processors
 from autopar.search.stage_meshes import StageMeshes, layout_for, layouts, microbatch_counts
 from tests.helpers.models import Case
 from tests.helpers.planning import CLUSTER, planned, requested
@@ -312,7 +312,7 @@ def test_on_shared_cores_stages_that_nobody_asked_for_must_win_clearly() -> None
 def test_stages_that_cannot_win_are_not_sought_with_less_memory(monkeypatch: pytest.MonkeyPatch, best: float) -> None:
     """Two stages that take at least 4 s together, 2 s each, beside a plan of ``best`` seconds. Bills were seen 11%
     under their share of the program's bound, so that 1.77 s are no reason yet."""
-    solution = Mock(**{"unlimited": 4.0, "account.seconds": 5.0})
+    solution = Mock(**{"unlimited": 4.0, "breakdown.seconds": 5.0})
     solve_only = Mock(return_value=solution)
     monkeypatch.setattr(stage_programs, "solve_only", solve_only)
     request = requested("plain", (2,))

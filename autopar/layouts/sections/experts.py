@@ -133,7 +133,7 @@ def are_cast(*dims: int) -> bool:
     return not any(dim % FP8_MULTIPLE for dim in dims)
 
 
-def bill_block(block: Block, layout: Layout, cluster: Cluster) -> Bill:
+def price_block(block: Block, layout: Layout, cluster: Cluster) -> Bill:
     """What a block costs on a device of ``layout``. Products add the gradients of weights to those of microbatches
     before, which are read and written, unless ``layout.adding``: then they write their own."""
     held = block.held // layout.expert

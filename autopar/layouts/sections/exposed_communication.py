@@ -1,4 +1,5 @@
-"""What a layout waits for of the collectives of its tensor and context ranks, in its bill and in its placement program.
+"""What a layout waits for of the collectives of its tensor and context ranks, in its cost breakdown and in its
+placement program.
 
 With ``"input_gradient"`` in ``overlap`` a collective of backward travels beside a product (Korthikanti et al. 2022,
 section 4.2.2): while the gradient of an input is summed over tensor ranks that of the weight is computed, a product of
@@ -7,9 +8,10 @@ known of each placement by itself, so that the program has it as prices:
 
     waited(seconds, computing) = max(computing + TAKEN min(computing, seconds), seconds) - computing
 
-The bill knows under which placements products compute, and which of them take what is gathered. The program takes the
-placements quickest for a product that fit the ends of the collective, and all products that may take what is gathered;
-what they took of a first answer, and prices with which the answer is found again if it was much mistaken, are exact.
+The cost breakdown knows under which placements products compute, and which of them take what is gathered. The program
+takes the placements quickest for a product that fit the ends of the collective, and all products that may take what is
+gathered; what they took of a first answer, and prices with which the answer is found again if it was much mistaken, are
+exact.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from autopar.ir.placements import REPLICATE, Placements, Strategy, is_shard
 from autopar.layout import TENSOR, Layout
 from autopar.placement.axis_names import weight_values
 from autopar.placement.choices import OUTPUTS, Choice, operand_place, result_place
-from autopar.placement.edges import Route
+from autopar.placement.edges import TensorEdge
 from autopar.placement.formulation import Instance
 from autopar.solver.problem import Floats, Ints, Transfer
 
@@ -72,19 +74,19 @@ def _products(graph: Graph, value: Value) -> Iterator[Node]:
         yield node
 
 
-def as_billed(instance: Instance, layout: Layout, chosen: Ints | None = None) -> Instance:
-    """The instance with the prices of the bill of ``layout``: collectives of backward at what is waited for; sums of
-    the gradients of weights free, which are taken once a step with those over data ranks; and none on weights, which
-    a layout divides once and for all. ``chosen``: an assignment that says what takes values how."""
+def with_exposed_prices(instance: Instance, layout: Layout, chosen: Ints | None = None) -> Instance:
+    """The instance with the prices of the cost breakdown of ``layout``: collectives of backward at what is waited for;
+    sums of the gradients of weights free, which are taken once a step with those over data ranks; and none on weights,
+    which a layout divides once and for all. ``chosen``: an assignment that says what takes values how."""
     weights, transfers = weight_values(instance.graph), list(instance.problem.transfers)
-    for index, route in enumerate(instance.routes):
+    for index, edge in enumerate(instance.edges):
         transfer = transfers[index]
-        if route.role == "gradient":
-            cost = _reweighed(instance, route, transfer, _summed_once)
-        elif route.producer in weights:
-            cost = _reweighed(instance, route, transfer, _at_home)
-        elif route.role == "backward" and layout.hides_input_gradients:
-            cost = _exposed(instance, route, transfer, chosen)
+        if edge.role == "gradient":
+            cost = _reweighed(instance, edge, transfer, _summed_once)
+        elif edge.producer in weights:
+            cost = _reweighed(instance, edge, transfer, _at_home)
+        elif edge.role == "backward" and layout.hides_input_gradients:
+            cost = _exposed(instance, edge, transfer, chosen)
         else:
             continue
         transfers[index] = replace(transfer, cost=cost)
@@ -97,17 +99,17 @@ def scattering(instance: Instance) -> Instance:
     lies between products is in shards, though an all-reduce that hides may be waited for less than the gather after a
     scatter."""
     transfers = list(instance.problem.transfers)
-    for index, route in enumerate(instance.routes):
-        if route.role != "gradient" and any(_products(instance.graph, Value(route.producer, route.result))):
-            transfers[index] = replace(transfers[index], cost=_reweighed(instance, route, transfers[index], _scattered))
+    for index, edge in enumerate(instance.edges):
+        if edge.role != "gradient" and any(_products(instance.graph, Value(edge.producer, edge.result))):
+            transfers[index] = replace(transfers[index], cost=_reweighed(instance, edge, transfers[index], _scattered))
     return replace(instance, problem=replace(instance.problem, transfers=tuple(transfers)))
 
 
 Reweigh = Callable[[Placements, Placements, float], float]
 
 
-def _reweighed(instance: Instance, route: Route, transfer: Transfer, reweigh: Reweigh) -> Floats:
-    rows, columns = _ends(instance, route, transfer)
+def _reweighed(instance: Instance, edge: TensorEdge, transfer: Transfer, reweigh: Reweigh) -> Floats:
+    rows, columns = _ends(instance, edge, transfer)
     cost = transfer.cost.copy()
     for (p, source), (q, target) in product(enumerate(rows), enumerate(columns)):
         if source is not None and target is not None and np.isfinite(cost[p, q]):
@@ -115,13 +117,13 @@ def _reweighed(instance: Instance, route: Route, transfer: Transfer, reweigh: Re
     return cost
 
 
-def _ends(instance: Instance, route: Route, transfer: Transfer) -> tuple[list[Placements | None], ...]:
+def _ends(instance: Instance, edge: TensorEdge, transfer: Transfer) -> tuple[list[Placements | None], ...]:
     """The placements of the rows and of the columns of a transfer."""
     rows: list[Placements | None] = [None] * transfer.cost.shape[0]
     columns: list[Placements | None] = [None] * transfer.cost.shape[1]
     for choice, row in zip(instance.choices[transfer.producer], transfer.source, strict=True):
-        rows[int(row)] = result_place(choice, route.result)
-    for (_, operand), group, target in zip(route.consumers, transfer.consumers, transfer.targets, strict=True):
+        rows[int(row)] = result_place(choice, edge.result)
+    for (_, operand), group, target in zip(edge.consumers, transfer.consumers, transfer.targets, strict=True):
         for choice, column in zip(instance.choices[group], target, strict=True):
             columns[int(column)] = operand_place(choice, operand)
     return rows, columns
@@ -145,29 +147,29 @@ def _summed_once(source: Placements, target: Placements, seconds: float) -> floa
     return float("inf") if is_shard(end) and start != REPLICATE else seconds
 
 
-def _exposed(instance: Instance, route: Route, transfer: Transfer, chosen: Ints | None) -> Floats:
+def _exposed(instance: Instance, edge: TensorEdge, transfer: Transfer, chosen: Ints | None) -> Floats:
     """What is waited for of a value's reshards in backward."""
-    graph, value = instance.graph, Value(route.producer, route.result)
-    rows, columns = _ends(instance, route, transfer)
+    graph, value = instance.graph, Value(edge.producer, edge.result)
+    rows, columns = _ends(instance, edge, transfer)
     seconds = instance.prices.table(graph.type_of(value)).cost
     cost = transfer.cost.copy()
     for (p, source), (q, target) in product(enumerate(rows), enumerate(columns)):
         if source is None or target is None or source == target or not np.isfinite(cost[p, q]):
             continue
-        nodes = beside(graph, value, source, target, _takers(instance, route, target, chosen))
+        nodes = beside(graph, value, source, target, _takers(instance, edge, target, chosen))
         computing = sum(_quickest(instance, node, _fits(node, value, source, target)) for node in nodes)
         full = seconds(source, target)
         cost[p, q] *= waited(computing, full) / full if full else 1.0
     return cost
 
 
-def _takers(instance: Instance, route: Route, target: Placements, chosen: Ints | None) -> list[Node]:
+def _takers(instance: Instance, edge: TensorEdge, target: Placements, chosen: Ints | None) -> list[Node]:
     """The operations that take the value so, or if none does all that may."""
 
     def taking(choices_of: Callable[[str], Iterable[Choice]]) -> list[Node]:
         return [
             instance.graph[name]
-            for name, operand in route.consumers
+            for name, operand in edge.consumers
             if name != OUTPUTS and any(operand_place(choice, operand) == target for choice in choices_of(name))
         ]
 

@@ -35,7 +35,7 @@ from autopar.solver.problem import Solution, evaluate
 from autopar.solver.solve import solve
 
 from .experts import routers
-from .exposed_communication import as_billed, scattering
+from .exposed_communication import scattering, with_exposed_prices
 from .fusion import readers
 
 # Seconds of counted work, so that what a layout costs does not hang on how busy the machine is.
@@ -72,16 +72,16 @@ def place(graph: Graph, layout: Layout, cluster: Cluster, standing: Mapping[str,
 
 
 def _solved(instance: Instance, layout: Layout) -> Solution:
-    """The placements at the prices of the bill. Found again, from there, where the answer costs more than the program
-    knew when it was asked; of both answers the one that costs less by its own bill."""
-    priced = as_billed(instance, layout)
+    """The placements at the prices of the cost breakdown. Found again, from there, where the answer costs more than the
+    program knew when it was asked; of both answers the one that costs less by its own cost breakdown."""
+    priced = with_exposed_prices(instance, layout)
     answers: list[tuple[float, Solution]] = []
     for _ in range(ROUNDS):
         known = [found.choices for _, found in answers]
         found = solve(priced.problem, time_limit=SECONDS, gap=GAP, incumbents=known, counted=True)
         if found.status == "infeasible":
             break
-        priced = as_billed(instance, layout, found.choices)
+        priced = with_exposed_prices(instance, layout, found.choices)
         answers.append((evaluate(priced.problem, found.choices), found))
         if answers[-1][0] <= (1 + GAP) * found.objective:
             break

@@ -60,7 +60,7 @@ class Section:
         saved_last: of ``saved``, what is made after the last layer and goes before layers run backward.
         working: the most bytes that are there for a moment beside ``saved`` (:mod:`.transient_memory`).
         flops: of products, of all devices together.
-        blocks: of experts; they are no part of the other figures until :func:`.bill.with_experts` adds them, and
+        blocks: of experts; they are no part of the other figures until :func:`.cost.with_experts` adds them, and
             puts the bytes that one device hands to each of their exchanges into ``exchanged``.
         kept: seconds of forward that are not spent again under ``recompute="operations"``, which takes ``saved_kept``
             bytes.

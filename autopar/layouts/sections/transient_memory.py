@@ -96,7 +96,7 @@ class Transients:
             phase = self.graph[value.node].phase
             leaves = any(user.phase == phase and user.name not in names for user in readers(self.graph, value))
             last = len(kernels) - 1 if leaves else read.get(value, at)
-            # Blocks of experts are billed apart.
+            # Blocks of experts are priced apart.
             if not (value in self.gradients and self.graph[value.node].op in OPERATIONS):
                 yield Span(at, last, self.size(value))
 

@@ -205,7 +205,7 @@ def mesh_text(plan: PlanRecord) -> str:
 
 
 def stages_holding(plan: PlanRecord, names: Iterable[str]) -> tuple[int, ...]:
-    """The stages whose bill has a computation of one of ``names``, or of what takes them."""
+    """The stages whose cost breakdown has a computation of one of ``names``, or of what takes them."""
     wanted = set(names)
     found = {line.stage for name in wanted for line in plan.lines_by_name.get(name, ()) if line.kind == "compute"}
     if not found:

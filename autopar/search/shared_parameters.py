@@ -5,31 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.cost.collective.point_to_point import message_rate
-from autopar.placement.placed_step import Borrowed, Loans, trained
+from autopar.placement.placed_step import SharedParameter, SharedParameters, trained
 from autopar.placement.prices import Prices, local_bytes
 
 from .chunks import Chunk
 
 
-def loans(chunks: Sequence[Chunk], placement: tuple[int, ...], prices: Prices) -> tuple[Loans, ...]:
+def shared_parameters(
+    chunks: Sequence[Chunk], placement: tuple[int, ...], prices: Prices
+) -> tuple[SharedParameters, ...]:
     """For each chunk the parameters that an earlier one stores. A stage borrows each once, whichever of its chunks use
     it: it is sent the stored tensor, and sends its gradient back. ``placement``: chunk to pipeline rank."""
     owners: dict[str, int] = {}
     here: set[tuple[str, int]] = set()
-    found: list[Loans] = []
+    found: list[SharedParameters] = []
     for chunk in chunks:
-        mine: dict[str, Borrowed] = {}
+        mine: dict[str, SharedParameter] = {}
         rank, learns = placement[chunk.index], trained(chunk.graph)
         for node in chunk.graph.placeholders("param"):
             path = node.target
             owner = owners.setdefault(path, rank)
             if (path, rank) in here:
-                mine[path] = Borrowed(apart=False)
+                mine[path] = SharedParameter(apart=False)
             elif owner != rank:
                 latency, bandwidth = message_rate(prices.cluster, owner, rank, prices.devices)
                 stored = chunk.assignment.parameters[node.name].optimizer
                 seconds = latency + local_bytes(node.stored, stored, prices.mesh) / bandwidth
-                mine[path] = Borrowed(apart=True, seconds=seconds * (2 if path in learns else 1))
+                mine[path] = SharedParameter(apart=True, seconds=seconds * (2 if path in learns else 1))
             here.add((path, rank))
         found.append(mine)
     return tuple(found)

@@ -1,7 +1,7 @@
 """What one microbatch costs on one device, section by section of the model.
 
 Sections are what comes before the layers, every kept layer (:mod:`.shortened_model`) and what comes after them. Each
-is billed from the placed graph: kernels by the roofline of their local shapes, collectives at their links, the bytes
+is priced from the placed graph: kernels by the roofline of their local shapes, collectives at their links, the bytes
 that forward keeps, and what it takes to compute again what recomputation did not keep.
 """
 
@@ -22,7 +22,7 @@ from autopar.ir.placements import Placements
 from autopar.layout import Layout, matches
 from autopar.placement.prices import local_type
 
-from .experts import BACKWARD, are_cast, bill_block, check_degree, expert_weights, find_blocks
+from .experts import BACKWARD, are_cast, check_degree, expert_weights, find_blocks, price_block
 from .exposed_communication import beside, waited
 from .fusion import Kernel, Kernels, find_kernels, readers
 from .kernel_seconds import KernelPrices, graphed, local_size
@@ -47,12 +47,12 @@ def with_experts(sections: Sections, layout: Layout, cluster: Cluster) -> Sectio
 def _with_experts(section: Section, layout: Layout, cluster: Cluster) -> Section:
     if not section.blocks:
         return section
-    bills = [bill_block(block, layout, cluster) for block in section.blocks]
+    costs = [price_block(block, layout, cluster) for block in section.blocks]
     forward, backward = Seconds(), Seconds()
-    for block, bill in zip(section.blocks, bills, strict=True):
+    for block, cost in zip(section.blocks, costs, strict=True):
         each = 0.0 if graphed(block.module, layout) else cluster.device.host_seconds
-        forward += Seconds(bill.forward, 0.0, max(0.0, bill.starts[0] * each - bill.forward))
-        backward += Seconds(bill.backward, 0.0, max(0.0, bill.starts[1] * each - bill.backward))
+        forward += Seconds(cost.forward, 0.0, max(0.0, cost.starts[0] * each - cost.forward))
+        backward += Seconds(cost.backward, 0.0, max(0.0, cost.starts[1] * each - cost.backward))
     weights = (
         replace(w, elements=w.elements // layout.expert, experts=layout.expert) if w.experts else w
         for w in section.weights
@@ -61,23 +61,23 @@ def _with_experts(section: Section, layout: Layout, cluster: Cluster) -> Section
         section,
         forward=section.forward + forward,
         backward=section.backward + backward,
-        saved=section.saved + sum(bill.saved for bill in bills),
-        working=section.working + max(bill.working for bill in bills),
+        saved=section.saved + sum(cost.saved for cost in costs),
+        working=section.working + max(cost.working for cost in costs),
         weights=tuple(weights),
-        exchanged=tuple(bill.exchanged for bill in bills if bill.exchanged),
+        exchanged=tuple(cost.exchanged for cost in costs if cost.exchanged),
     )
 
 
-def bill_sections(placed: Placed, depth: Depth, layout: Layout) -> Sections:
+def section_costs(placed: Placed, depth: Depth, layout: Layout) -> Sections:
     """The sections of a placed graph of one microbatch, blocks of experts set apart."""
     paths, standing = depth.paths, depth.standing
-    biller = _Biller(placed, homes_of(placed.graph, paths), layout)
-    layers = tuple(biller.section(path) for path in paths)
-    return Sections(biller.section(BEFORE), layers, biller.section(AFTER), standing)
+    pricer = _SectionPricer(placed, homes_of(placed.graph, paths), layout)
+    layers = tuple(pricer.section(path) for path in paths)
+    return Sections(pricer.section(BEFORE), layers, pricer.section(AFTER), standing)
 
 
-class _Biller:
-    """Holds what all sections share while they are billed."""
+class _SectionPricer:
+    """Holds what all sections share while they are priced."""
 
     def __init__(self, placed: Placed, homes: Mapping[str, str], layout: Layout) -> None:
         self.placed, self.homes, self.layout = placed, homes, layout
@@ -109,8 +109,8 @@ class _Biller:
         return find_kernels(self.graph, moves, runs_alone, partial(local_size, self.placed))
 
     def section(self, name: str) -> Section:
-        """The bill of one section. Of its collectives, half of forward's seconds are taken to be reductions, which
-        recomputation keeps, and half gathers, which it repeats."""
+        """The cost breakdown of one section. Of its collectives, half of forward's seconds are taken to be reductions,
+        which recomputation keeps, and half gathers, which it repeats."""
         kernels = [kernel for kernel in self.kernels.kernels if self.homes[kernel.nodes[0].name] == name]
         ahead = [kernel for kernel in kernels if kernel.phase == "forward"]
         back = [kernel for kernel in kernels if kernel.phase == "backward"]

@@ -1,4 +1,5 @@
-"""The bill of a placed step: what it costs, line by line. The solver's objective is the sum of the same lines.
+"""The cost breakdown of a placed step: what it costs, line by line. The solver's objective is the sum of the same
+lines.
 
 Lines come from walking the whole graph, not from the solver's arrays, so that objective == sum of lines is a check and
 not a tautology.
@@ -17,12 +18,12 @@ from autopar.ir.reshard import Collective, Hop, make_hop
 
 from .item_prices import adding_seconds, agreement_seconds, casting_seconds, offload_seconds, optimizer_seconds
 from .memory_bound import Memory, memory
-from .overlap_windows import Beside, Priced, sides_of_sections, windows_of
+from .overlap_windows import OverlapWindow, Priced, seconds_of_sections, windows_of
 from .placed_step import PlacedStep, trained
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class CostLine:
     """One priced item: ``name`` is the node computed, or the value moved by ``hops``; ``times`` in a step, which takes
     ``seconds`` in all. A ``hidden`` one takes back (below zero) what travels while the step computes."""
 
@@ -40,10 +41,10 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Account:
+class CostBreakdown:
     """All lines of a step, and its memory."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[CostLine, ...]
     memory: Memory
 
     @cached_property
@@ -54,16 +55,17 @@ class Account:
         return sum(line.seconds for line in self.lines if line.kind in kinds)
 
 
-def account(
+def cost_breakdown(
     step: PlacedStep,
     agreement: float | None = None,
-    windows: Sequence[Beside] | None = None,
+    windows: Sequence[OverlapWindow] | None = None,
     section_of: Callable[[Priced], str] = lambda line: line.phase,
-) -> Account:
-    """The bill of a placed step.
+) -> CostBreakdown:
+    """The cost breakdown of a placed step.
 
     Args:
-        agreement: seconds of agreeing on overflow that this bill has; None for those of a step of this graph alone.
+        agreement: seconds of agreeing on overflow that this cost breakdown has; None for those of a step of this graph
+            alone.
         windows: of the sections that ``section_of`` gives; None for those of a step of this graph alone.
     """
     agreeing = agreement_seconds(step.prices, (step.graph,)) if agreement is None else agreement
@@ -71,23 +73,23 @@ def account(
         *_compute_lines(step),
         *_use_lines(step),
         *_optimizer_lines(step),
-        *([Line("optimizer", "loss scale", "", "backward", agreeing)] if agreeing else []),
-        *_loan_lines(step),
+        *([CostLine("optimizer", "loss scale", "", "backward", agreeing)] if agreeing else []),
+        *_shared_parameter_lines(step),
     )
     if windows is None:
         windows = windows_of(step.graph, step.prices.cluster, step.repeats)
     hidden = _hidden_lines(lines, windows, section_of)
-    return Account((*lines, *hidden), memory(step))
+    return CostBreakdown((*lines, *hidden), memory(step))
 
 
-def rebilled(step: PlacedStep, bill: Account, changed: Mapping[int, Line]) -> Account:
-    """``bill`` with other lines in some positions; what is hidden is found anew."""
-    lines = [changed.get(i, line) for i, line in enumerate(bill.lines) if line.kind != "hidden"]
+def with_lines(step: PlacedStep, breakdown: CostBreakdown, changed: Mapping[int, CostLine]) -> CostBreakdown:
+    """``breakdown`` with other lines in some positions; what is hidden is found anew."""
+    lines = [changed.get(i, line) for i, line in enumerate(breakdown.lines) if line.kind != "hidden"]
     windows = windows_of(step.graph, step.prices.cluster, step.repeats)
-    return Account((*lines, *_hidden_lines(lines, windows, lambda line: line.phase)), bill.memory)
+    return CostBreakdown((*lines, *_hidden_lines(lines, windows, lambda line: line.phase)), breakdown.memory)
 
 
-def _compute_lines(step: PlacedStep) -> Iterator[Line]:
+def _compute_lines(step: PlacedStep) -> Iterator[CostLine]:
     prices, times = step.prices, step.repeats.microbatches
     made = {output.value for output in step.graph.outputs if output.kind == "gradient"}
     for node in step.graph.nodes:
@@ -95,10 +97,10 @@ def _compute_lines(step: PlacedStep) -> Iterator[Line]:
             inputs, strategy = tuple(map(step.graph.type_of, node.operands)), step.assignment.strategies[node.name]
             adding = adding_seconds(prices, node, strategy, made, step.repeats)
             seconds = prices.node(node, inputs, strategy) * times + adding
-            yield Line("compute", node.name, node.module, node.phase, seconds, (), times)
+            yield CostLine("compute", node.name, node.module, node.phase, seconds, (), times)
 
 
-def _use_lines(step: PlacedStep) -> Iterator[Line]:
+def _use_lines(step: PlacedStep) -> Iterator[CostLine]:
     graph, assignment, prices = step.graph, step.assignment, step.prices
     for use in uses(graph, assignment):
         if use.source == use.target:
@@ -116,36 +118,38 @@ def _use_lines(step: PlacedStep) -> Iterator[Line]:
         module = graph[use.value.node].module or graph[use.consumer].module if use.consumer in graph else ""
         seconds = 0.0 if unseen else table.cost(use.source, use.target)
         often = 1 if bucketed else step.repeats.microbatches
-        yield Line(kind, use.value.node, module, use.phase, seconds * often, hops, often)
+        yield CostLine(kind, use.value.node, module, use.phase, seconds * often, hops, often)
 
 
-def _optimizer_lines(step: PlacedStep) -> Iterator[Line]:
+def _optimizer_lines(step: PlacedStep) -> Iterator[CostLine]:
     prices, optimizer = step.prices, step.optimizer
-    updated = set(trained(step.graph)) - set(step.loans)
+    updated = set(trained(step.graph)) - set(step.shared_parameters)
     for node in step.graph.placeholders("param"):
         place = step.assignment.parameters[node.name]
         seconds = casting_seconds(prices, node, place)
         if node.target in updated:
             seconds += optimizer_seconds(prices, node, place, optimizer)
         if node.target in updated or seconds:
-            yield Line("optimizer", node.name, node.target.rpartition(".")[0], "backward", seconds)
+            yield CostLine("optimizer", node.name, node.target.rpartition(".")[0], "backward", seconds)
         moving = offload_seconds(prices, node, place, optimizer) if node.target in updated else 0.0
         if moving:
-            yield Line("offload", node.name, node.target.rpartition(".")[0], "backward", moving)
+            yield CostLine("offload", node.name, node.target.rpartition(".")[0], "backward", moving)
 
 
-def _loan_lines(step: PlacedStep) -> Iterator[Line]:
-    for path, loan in step.loans.items():
-        if loan.seconds:
-            yield Line("refresh", step.graph.parameters[path].name, path.rpartition(".")[0], "forward", loan.seconds)
+def _shared_parameter_lines(step: PlacedStep) -> Iterator[CostLine]:
+    for path, shared in step.shared_parameters.items():
+        if shared.seconds:
+            yield CostLine(
+                "refresh", step.graph.parameters[path].name, path.rpartition(".")[0], "forward", shared.seconds
+            )
 
 
 def _hidden_lines(
-    lines: Sequence[Line], windows: Iterable[Beside], section_of: Callable[[Priced], str]
-) -> Iterator[Line]:
-    sides = sides_of_sections(lines, section_of)
+    lines: Sequence[CostLine], windows: Iterable[OverlapWindow], section_of: Callable[[Priced], str]
+) -> Iterator[CostLine]:
+    sides = seconds_of_sections(lines, section_of)
     reductions = sum(line.seconds for line in lines if line.kind == "gradient")
     for window in windows:
         seconds = window.seconds(sides, reductions)
         if seconds > 0:
-            yield Line("hidden", window.name, "", window.phase, -seconds)
+            yield CostLine("hidden", window.name, "", window.phase, -seconds)

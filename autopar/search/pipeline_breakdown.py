@@ -1,7 +1,7 @@
-"""What a pipeline costs: each chunk's bill, and the step that a schedule makes of them.
+"""What a pipeline costs: each chunk's cost breakdown, and the step that a schedule makes of them.
 
-The bill of a chunk counts what its devices do in a step, so that its lines add up as those of a plan without stages;
-how long the step takes is more than any stage's bill, for stages wait: the simulator
+The cost breakdown of a chunk counts what its devices do in a step, so that its lines add up as those of a plan without
+stages; how long the step takes is more than any stage's cost breakdown, for stages wait: the simulator
 (:mod:`autopar.cost.pipeline.simulate`) replays the schedule with the durations of these lines, and what it adds to
 the fullest stage is the bubble.
 """
@@ -19,25 +19,25 @@ from autopar.cost.pipeline.simulate import Simulation, simulate
 from autopar.ir.microbatching import Repeats
 from autopar.ir.placements import Placements
 from autopar.ir.staged_graph import Edge
-from autopar.placement.bill import Account, account
+from autopar.placement.breakdown import CostBreakdown, cost_breakdown
 from autopar.placement.item_prices import agreement_seconds
-from autopar.placement.overlap_windows import Shares, gather_windows, hidden_shares
+from autopar.placement.overlap_windows import HiddenShares, gather_windows, hidden_shares
 from autopar.placement.placed_step import PlacedStep
 from autopar.placement.prices import Prices, local_bytes
 from autopar.schedule.messages import most_in_flight
 from autopar.schedule.schedule import Schedule
 
-from .borrowed_parameters import loans
 from .chunk_price import SectionOf, chunk_price, sections_of
 from .chunks import Chunk, WirePrice, WirePrices
+from .shared_parameters import shared_parameters
 
 
 @dataclass(frozen=True)
-class StageBill:
-    """The bills of all chunks, and the simulated step."""
+class PipelineBreakdown:
+    """The cost breakdowns of all chunks, and the simulated step."""
 
     chunks: tuple[Chunk, ...]
-    accounts: tuple[Account, ...]
+    breakdowns: tuple[CostBreakdown, ...]
     prices: PipelinePrices
     simulation: Simulation
     schedule: Schedule
@@ -51,15 +51,15 @@ class StageBill:
         """Peak bytes of each pipeline rank's devices: all its chunks rest there, one computes at a time."""
         held = self.schedule.held
         return tuple(
-            sum(self.accounts[c].memory.peak - self.accounts[c].memory.temporary for c in chunks)
-            + max(self.accounts[c].memory.temporary for c in chunks)
+            sum(self.breakdowns[c].memory.peak - self.breakdowns[c].memory.temporary for c in chunks)
+            + max(self.breakdowns[c].memory.temporary for c in chunks)
             for chunks in held
         )
 
     @property
     def away(self) -> int:
         """Bytes of optimizer state in host memory, for each device of the pipeline rank with most of it."""
-        return max(sum(self.accounts[c].memory.host for c in chunks) for chunks in self.schedule.held)
+        return max(sum(self.breakdowns[c].memory.host for c in chunks) for chunks in self.schedule.held)
 
     @property
     def fullest(self) -> int:
@@ -90,46 +90,47 @@ def shared_processors(cluster: Cluster, stages: int, devices: int) -> SharedProc
     return SharedProcessors(tuple(stage * devices // cluster.sharing for stage in range(stages)), speeds)
 
 
-def bill_stages(
+def price_stages(
     chunks: tuple[Chunk, ...],
     wires: Mapping[Edge, Placements],
     schedule: Schedule,
     prices: Prices,
     links: WirePrices,
     optimizer: str,
-) -> StageBill:
-    """The bill of a cut and placed graph under ``schedule``."""
+) -> PipelineBreakdown:
+    """The cost breakdown of a cut and placed graph under ``schedule``."""
     shares = [hidden_shares(chunk.graph, prices.cluster) for chunk in chunks]
     sections = [sections_of(chunk.graph) for chunk in chunks]
-    accounts = tuple(_accounts(chunks, schedule, prices, optimizer, shares, sections))
-    step = max(sum(accounts[c].seconds_of("optimizer", "offload", "refresh") for c in held) for held in schedule.held)
+    breakdowns = tuple(_breakdowns(chunks, schedule, prices, optimizer, shares, sections))
+    step = max(sum(breakdowns[c].seconds_of("optimizer", "offload", "refresh") for c in held) for held in schedule.held)
     priced = PipelinePrices(
-        tuple(map(chunk_price, chunks, accounts, shares, sections)),
+        tuple(map(chunk_price, chunks, breakdowns, shares, sections)),
         _edge_prices(chunks, wires, prices, links),
         step=step,
         hides=prices.cluster.overlaps,
         shared=shared_processors(prices.cluster, schedule.stages, prices.devices),
     )
-    return StageBill(chunks, accounts, priced, simulate(schedule, priced), schedule)
+    return PipelineBreakdown(chunks, breakdowns, priced, simulate(schedule, priced), schedule)
 
 
-def _accounts(
+def _breakdowns(
     chunks: tuple[Chunk, ...],
     schedule: Schedule,
     prices: Prices,
     optimizer: str,
-    shares: Sequence[Shares],
+    shares: Sequence[HiddenShares],
     sections: Sequence[SectionOf],
-) -> Iterator[Account]:
-    """The bill of each chunk. The first chunk of a rank pays for agreeing on overflow, once a step on every device."""
+) -> Iterator[CostBreakdown]:
+    """The cost breakdown of each chunk. The first chunk of a rank pays for agreeing on overflow, once a step on every
+    device."""
     most, first = in_flight_of_chunks(schedule), {held[0] for held in schedule.held}
     agreement = agreement_seconds(prices, (chunk.graph for chunk in chunks), schedule.stages)
-    borrowed = loans(chunks, schedule.placement, prices)
-    for chunk, lent, share, section_of in zip(chunks, borrowed, shares, sections, strict=True):
+    shared = shared_parameters(chunks, schedule.placement, prices)
+    for chunk, lent, share, section_of in zip(chunks, shared, shares, sections, strict=True):
         repeats = Repeats(schedule.microbatches, most[chunk.index], accumulates=True)
         step = PlacedStep(chunk.graph, chunk.assignment, prices, optimizer, repeats, lent)
         windows = gather_windows(share, schedule.microbatches, schedule.weight_gradients(chunk.index))
-        yield account(step, agreement if chunk.index in first else 0.0, windows, section_of)
+        yield cost_breakdown(step, agreement if chunk.index in first else 0.0, windows, section_of)
 
 
 def in_flight_of_chunks(schedule: Schedule) -> tuple[int, ...]:

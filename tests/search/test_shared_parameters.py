@@ -1,4 +1,5 @@
-"""A parameter that several chunks use is stored and updated once, and what it takes to borrow it is on the bill."""
+"""A parameter that several chunks use is stored and updated once, and what it takes to borrow it is on the cost
+breakdown."""
 
 from __future__ import annotations
 
