@@ -15,6 +15,7 @@ import torch
 from autopar.errors import GraphError
 from autopar.ir.graph import Graph
 from autopar.ir.node import Node, Output, Phase, Value
+from autopar.torch_internals.operators import OpOverload, is_mutable
 
 # Results of these depend on strides, which a graph does not show and dropping a copy may change.
 LAYOUT_SENSITIVE = frozenset(("aten.as_strided.default", "aten.view.dtype", "aten.as_strided_scatter.default"))
@@ -90,9 +91,9 @@ def is_pure(op: str) -> bool:
     name, _, overload = rest.rpartition(".")
     packet = getattr(getattr(torch.ops, namespace), name, None) if namespace in ("aten", "autopar") and name else None
     found = getattr(packet, overload, None)
-    if not isinstance(found, torch._ops.OpOverload):
+    if not isinstance(found, OpOverload):
         return False
-    return not found._schema.is_mutable and torch.Tag.nondeterministic_seeded not in found.tags
+    return not is_mutable(found) and torch.Tag.nondeterministic_seeded not in found.tags
 
 
 def with_phases(graph: Graph) -> Graph:

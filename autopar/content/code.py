@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.torch_internals.operators import HigherOrderOperator, OpOverload, OpOverloadPacket
+
 from .code_origin import code_text, file_of, is_library, version_of
 from .feed import Feed, Unkeyable
 from .libraries import modules_with_registries, package_digest, registered
@@ -28,7 +30,7 @@ _BUILTIN: tuple[type, ...] = (
     *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType),
     *(types.ClassMethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType),
 )
-_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)
+_OPERATORS = (OpOverload, OpOverloadPacket, HigherOrderOperator)
 _TYPING: tuple[type, ...] = (types.GenericAlias, types.UnionType)
 _WRAPPERS = (property, staticmethod, classmethod, functools.cached_property, type(functools.lru_cache(len)))
 _INNER = ("fget", "fset", "__func__", "func", "__wrapped__")

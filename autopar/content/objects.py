@@ -27,6 +27,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from autopar.torch_internals.modules import BUFFERS, PARAMETERS
+from autopar.torch_internals.tensors import accumulation_hooks, gradient_hooks
+
 from .code import Code
 from .feed import Unkeyable
 from .tensor_digest import tensor_digest
@@ -158,7 +161,7 @@ class Contents:
     def _module(self, module: nn.Module, where: str) -> None:
         self.code.feed(type(module), where)
         members = dict(vars(module))
-        for role in ("_parameters", "_buffers"):
+        for role in (PARAMETERS, BUFFERS):
             self.say(role)
             for name, tensor in members.pop(role, {}).items():
                 self._state(name, tensor, f"{where}.{name}" if where else name)
@@ -169,8 +172,7 @@ class Contents:
         self.say(name)
         if tensor is None or self.is_known(tensor):
             return
-        hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
-        if any(getattr(tensor, hook, None) for hook in hooks):
+        if gradient_hooks(tensor) or accumulation_hooks(tensor):
             raise Unkeyable(f"{where} has hooks")
         self.say(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, isinstance(tensor, nn.Parameter))
 

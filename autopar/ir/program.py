@@ -30,6 +30,8 @@ from typing import Any, Literal
 
 import torch
 
+from autopar.torch_internals.operators import OpOverload, schema_of
+
 from .graph_text import print_arg
 from .node import Arg, Value
 from .placements import Placements
@@ -39,12 +41,12 @@ COLLECTIVES: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_s
 
 
 @cache
-def _overload(op: str) -> torch._ops.OpOverload | None:
+def _overload(op: str) -> OpOverload | None:
     """The torch operation of that name, None for what is none."""
     found: Any = torch.ops
     for part in op.split("."):
         found = getattr(found, part, None)
-    return found if isinstance(found, torch._ops.OpOverload) else None
+    return found if isinstance(found, OpOverload) else None
 
 
 def is_random(op: str) -> bool:
@@ -79,7 +81,7 @@ def draws_numbers(instruction: Instruction) -> bool:
     if operation is None or not is_random(instruction.op):
         return False
     given = dict(instruction.kwargs)
-    for position, argument in enumerate(operation._schema.arguments):
+    for position, argument in enumerate(schema_of(operation).arguments):
         if argument.name == "dropout_p":
             known = instruction.args[position] if position < len(instruction.args) else argument.default_value
             return given.get("dropout_p", known) != 0

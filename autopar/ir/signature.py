@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils._pytree import TreeSpec
+from autopar.torch_internals.trees import TreeSpec
 
 
 @dataclass(frozen=True)

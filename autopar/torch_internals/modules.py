@@ -5,7 +5,7 @@ The public methods (``named_parameters`` and its like) leave out what is None or
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,11 +17,21 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parameter import is_lazy
 
 __all__ = [
+    "BUFFERS",
+    "CHILDREN",
+    "PARAMETERS",
+    "SKIPPED_ON_META",
+    "STATE",
+    "STATE_DICT_HOOKS",
     "BatchNorm",
+    "blank_copy",
     "buffers_of",
     "check_batch_norm_input",
     "children_of",
     "flat_weights_of",
+    "initialiser_of",
+    "is_about_flat_weights",
+    "is_flat_weights",
     "is_lazy",
     "is_persistent",
     "parameters_of",
@@ -29,6 +39,18 @@ __all__ = [
     "set_children",
     "set_flat_weights",
 ]
+
+PARAMETERS, BUFFERS, CHILDREN = "_parameters", "_buffers", "_modules"
+"""The names of a module's tables in its ``__dict__`` (2.11)."""
+STATE = (PARAMETERS, BUFFERS, CHILDREN, "_non_persistent_buffers_set")
+"""The names of all that ``__dict__`` has of a module's parameters, buffers and children (2.11)."""
+STATE_DICT_HOOKS = (
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+"""The names of the tables of hooks that run when a state dict is made or loaded (2.11)."""
+SKIPPED_ON_META = ("_no_grad_trunc_normal_", "orthogonal_", "dirac_", "sparse_")
+"""The functions of ``torch.nn.init`` that leave a meta tensor alone, because they look at values (2.11)."""
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -66,6 +88,32 @@ def check_batch_norm_input(module: BatchNorm, x: Tensor) -> None:
 def flat_weights_of(layer: nn.RNNBase) -> list[Tensor | None]:
     """The list of its parameters that a recurrent layer hands to its kernel. Relies on ``_flat_weights`` (2.11)."""
     return layer._flat_weights
+
+
+def is_flat_weights(owner: object, name: str) -> bool:
+    """Whether attribute ``name`` of ``owner`` is that list. Relies on ``_flat_weights`` (2.11)."""
+    return name == "_flat_weights" and isinstance(owner, nn.RNNBase)
+
+
+def is_about_flat_weights(owner: object, name: str) -> bool:
+    """Whether attribute ``name`` of ``owner`` is that list, their names, or references to them. Relies on
+    ``_flat_weights``, ``_flat_weights_names`` and ``_flat_weight_refs`` (2.11)."""
+    return name.startswith("_flat_weight") and isinstance(owner, nn.RNNBase)
+
+
+def initialiser_of(module: nn.Module) -> Callable[[], None] | None:
+    """What gives the module's own parameters initial values, if anything does: ``reset_parameters``, which torch
+    documents for writers of modules, or ``_reset_parameters``, as some of torch's own call it (2.11)."""
+    found = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return found if callable(found) else None
+
+
+def blank_copy(module: nn.Module) -> nn.Module:
+    """A module of the same class and attributes, with tables of its own, which are empty. Relies on the names of these
+    (2.11)."""
+    found: nn.Module = object.__new__(type(module))
+    found.__dict__.update(module.__dict__, **{table: {} for table in (PARAMETERS, BUFFERS, CHILDREN)})
+    return found
 
 
 def set_flat_weights(layer: nn.RNNBase, weights: list[Any]) -> None:

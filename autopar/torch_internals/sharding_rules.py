@@ -89,4 +89,4 @@ def is_registered_by_user(operation: OpOverload) -> bool:
     """Whether a user registered a rule by ``torch.distributed.tensor.experimental.register_sharding``. Relies on that
     function's storing a ``partial`` of a function of its own module in ``op_strategy_funcs`` (2.11)."""
     function = strategy_function_of(operation)
-    return getattr(getattr(function, "func", None), "__module__", "").startswith(register_sharding.__module__)
+    return str(getattr(getattr(function, "func", None), "__module__", "")).startswith(register_sharding.__module__)

@@ -9,7 +9,15 @@ import torch
 # The memory format that torch's own decompositions and AOTAutograd take a tensor to have (2.11).
 from torch._prims_common import suggest_memory_format
 
-__all__ = ["counted_writes", "is_view", "storage_key", "suggest_memory_format", "wrapper_subclass"]
+__all__ = [
+    "accumulation_hooks",
+    "counted_writes",
+    "gradient_hooks",
+    "is_view",
+    "storage_key",
+    "suggest_memory_format",
+    "wrapper_subclass",
+]
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
@@ -33,3 +41,16 @@ def wrapper_subclass(cls: type, shape: tuple[int, ...], dtype: torch.dtype) -> A
     """A tensor of class ``cls`` without memory of its own. Relies on ``Tensor._make_wrapper_subclass``, which
     "Extending PyTorch" names (2.11)."""
     return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+
+
+def gradient_hooks(tensor: torch.Tensor) -> dict[int, Any] | None:
+    """The hooks of ``register_hook``; None if there never were any. Relies on ``Tensor._backward_hooks`` (2.11)."""
+    found: dict[int, Any] | None = tensor._backward_hooks
+    return found
+
+
+def accumulation_hooks(tensor: torch.Tensor) -> dict[int, Any] | None:
+    """The hooks of ``register_post_accumulate_grad_hook``; None if there never were any. Relies on
+    ``Tensor._post_accumulate_grad_hooks`` (2.11)."""
+    found: dict[int, Any] | None = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return found

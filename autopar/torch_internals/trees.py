@@ -9,19 +9,25 @@ from __future__ import annotations
 from torch.utils._pytree import (
     TreeSpec,
     keystr,
+    register_dataclass,
     tree_flatten,
     tree_flatten_with_path,
     tree_leaves,
     tree_map,
     tree_unflatten,
+    treespec_dumps,
+    treespec_loads,
 )
 
 __all__ = [
     "TreeSpec",
     "keystr",
+    "register_dataclass",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
+    "treespec_dumps",
+    "treespec_loads",
 ]

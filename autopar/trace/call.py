@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, is_dataclass
 from typing import Any, Literal
 
 import torch
-from torch.utils import _pytree as pytree
 
 from autopar.errors import TraceError
+from autopar.torch_internals.trees import TreeSpec, register_dataclass, tree_flatten_with_path, tree_unflatten
 from autopar.trace.guards.values import CONSTANT_TYPES
 
 Differentiate = Literal["loss", "all"]
@@ -23,7 +23,7 @@ class Call:
     """``model(*args, **kwargs)`` as leaves of a pytree. ``names[i]`` is None where leaf i is no tensor;
     ``batch`` is the size of dim 0 that most tensor leaves share (0: none worth a symbol)."""
 
-    spec: pytree.TreeSpec
+    spec: TreeSpec
     leaves: tuple[Any, ...]
     names: tuple[str | None, ...]
     batch: int
@@ -42,7 +42,7 @@ class Call:
         """``(args, kwargs)`` with the given tensors in place of the tensor leaves."""
         source = iter(tensors)
         leaves = [leaf if name is None else next(source) for name, leaf in zip(self.names, self.leaves, strict=True)]
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        args, kwargs = tree_unflatten(leaves, self.spec)
         return args, kwargs
 
 
@@ -50,7 +50,7 @@ def describe_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     """Flattens the inputs. Raises :class:`TraceError` for a leaf that is neither a tensor nor a plain
     constant.
     """
-    paths, spec = pytree.tree_flatten_with_path((args, dict(kwargs)))
+    paths, spec = tree_flatten_with_path((args, dict(kwargs)))
     names = tuple(_leaf_name(path) if isinstance(leaf, torch.Tensor) else None for path, leaf in paths)
     for path, leaf in paths:
         if not isinstance(leaf, (torch.Tensor, *CONSTANT_TYPES)):
@@ -92,7 +92,7 @@ class Returned:
     its constant. ``lost`` names the leaves that are neither, with their types.
     """
 
-    spec: pytree.TreeSpec | None = None
+    spec: TreeSpec | None = None
     names: tuple[str | None, ...] = ()
     constants: dict[int, Any] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
@@ -127,16 +127,16 @@ def collect_outputs(
     )
 
 
-def _flatten_output(output: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], pytree.TreeSpec]:
+def _flatten_output(output: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], TreeSpec]:
     """Leaves of ``output`` with their paths, and its tree; dataclasses met for the first time become trees of their
     fields.
     """
-    leaves, spec = pytree.tree_flatten_with_path(output)
+    leaves, spec = tree_flatten_with_path(output)
     fresh = {type(leaf) for _, leaf in leaves if is_dataclass(leaf) and not isinstance(leaf, type)}
     if not fresh:
         return leaves, spec
     for kind in sorted(fresh, key=lambda kind: kind.__qualname__):
-        pytree.register_dataclass(kind, serialized_type_name=f"{kind.__module__}.{kind.__qualname__}")
+        register_dataclass(kind, serialized_type_name=f"{kind.__module__}.{kind.__qualname__}")
     return _flatten_output(output)
 
 

@@ -1,13 +1,8 @@
-"""Runs a model on fake tensors and captures its joint forward and backward as one torch.fx graph.
-
-All of torch's private machinery that tracing needs is in this file: fake tensors, the symbolic batch size,
-the two flags that make models take their traceable paths, module paths on nodes, and the joint export.
-"""
+"""Runs a model on fake tensors and captures its joint forward and backward as one torch.fx graph."""
 
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -16,16 +11,21 @@ from typing import Any
 
 import sympy
 import torch
-import torch.fx.traceback as fx_traceback
 from torch import nn
-from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import ConstantSource
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from autopar.errors import TraceError
+from autopar.torch_internals.fake_tensors import (
+    FakeTensorMode,
+    conditions,
+    enable_python_dispatcher,
+    expression_of,
+    new_symbol,
+    shape_environment,
+    without_error_log,
+)
+from autopar.torch_internals.joint_graphs import export_joint, preserve_node_meta
+from autopar.torch_internals.modules import buffers_of, parameters_of
+from autopar.torch_internals.replacements import exporting
 from autopar.trace.decompositions.general import decomposition_table
 from autopar.trace.guards.random_numbers import notes_on_draws
 from autopar.trace.guards.reads import Reads
@@ -102,12 +102,12 @@ class Step(nn.Module):
         self.__dict__["request"], self.__dict__["tracker"] = request, tracker
         self.__dict__["selected"] = selected
         for index, (entry, tensor) in enumerate(zip(request.state, tensors, strict=True)):
-            members = self._parameters if entry.role == "param" else self._buffers
+            members = parameters_of(self) if entry.role == "param" else buffers_of(self)
             members[f"t{index}"] = tensor  # type: ignore[assignment]
 
     def _state(self, index: int) -> torch.Tensor:
         name = f"t{index}"
-        tensor = self._parameters[name] if name in self._parameters else self._buffers[name]
+        tensor = parameters_of(self)[name] if name in parameters_of(self) else buffers_of(self)[name]
         assert tensor is not None
         return tensor
 
@@ -209,26 +209,6 @@ def _fake_inputs(request: Request, batch: Any) -> tuple[torch.Tensor, ...]:
 
 
 @contextmanager
-def _traceable() -> Iterator[None]:
-    """Models, transformers' above all, take paths free of data-dependent checks when told that they are
-    being exported.
-    """
-    flags = ("_is_compiling_flag", "_is_exporting_flag")
-    saved = [getattr(torch.compiler, flag) for flag in flags]
-    # What torch logs about an error in a model arrives as an exception as well.
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    was_disabled, log.disabled = log.disabled, True
-    try:
-        for flag in flags:
-            setattr(torch.compiler, flag, True)
-        yield
-    finally:
-        for flag, value in zip(flags, saved, strict=True):
-            setattr(torch.compiler, flag, value)
-        log.disabled = was_disabled
-
-
-@contextmanager
 def _collecting_rarely() -> Iterator[None]:
     """Tracing makes many objects that live on; looking for garbage among them costs an eighth of the time."""
     saved = gc.get_threshold()
@@ -239,23 +219,6 @@ def _collecting_rarely() -> Iterator[None]:
         gc.set_threshold(*saved)
 
 
-def _shape_env() -> ShapeEnv:
-    return ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
-
-
-def _batch_symbol(environment: ShapeEnv, hint: int) -> Any:
-    source = ConstantSource("batch")
-    created = environment.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
-    return environment.create_symintnode(created, hint=hint, source=source)
-
-
-def _guards(environment: ShapeEnv) -> tuple[sympy.Basic, ...]:
-    """Conditions that the model's code, or the validity of an operation, put on the batch size. Those from
-    torch's fake tensors are none: there a threshold picks the kernel of a convolution, which the graph does
-    not show."""
-    return tuple(guard.expr for guard in environment.guards if "_subclasses/" not in str(guard.sloc))
-
-
 def capture(
     request: Request, tracker: ModuleTracker, *, symbolic: bool, outlined: bool = False, select: bool = False
 ) -> Captured:
@@ -264,10 +227,10 @@ def capture(
     Raises whatever the model or torch raise, and :class:`UnrecordedError` if nothing can be
     outlined.
     """
-    environment = _shape_env() if symbolic else None
+    environment = shape_environment() if symbolic else None
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment)
     batch = (
-        _batch_symbol(environment, fresh_prime(_sizes(request), request.call.batch))
+        new_symbol(environment, "batch", fresh_prime(_sizes(request), request.call.batch))
         if environment is not None
         else None
     )
@@ -279,10 +242,11 @@ def capture(
     with ExitStack() as stack:
         for context in (
             _collecting_rarely(),
-            _traceable(),
+            exporting(),  # Models, transformers' above all, then take paths free of data-dependent checks.
+            without_error_log(),
             patched(),
             experts_as_operations(request.model, request.autocast),
-            fx_traceback.preserve_node_meta(),
+            preserve_node_meta(),
             selected if select else nullcontext(),
         ):
             stack.enter_context(context)
@@ -293,9 +257,9 @@ def capture(
         if outlined:
             graph_module, bodies = _outlined(mode, step, tensors, inputs, batch)
         notes = (*selected.notes(), *_drawn(mode, step, inputs, batch))
-        guards = _guards(environment) if environment is not None else ()
+        guards = tuple(conditions(environment)) if environment is not None else ()
         numbers = _counted(mode, step, inputs, batch)
-    symbol = batch.node.expr if batch is not None else None
+    symbol = expression_of(batch) if batch is not None else None
     return Captured(graph_module, step.returned, symbol, guards, numbers, bodies, notes)
 
 
@@ -325,11 +289,7 @@ def _symbolic(batch: Any) -> AbstractContextManager[Any]:
 
 
 def _export(mode: FakeTensorMode, module: nn.Module, inputs: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
-    with ExitStack() as stack:
-        stack.enter_context(tracing(TracingContext(mode)))
-        return aot_export_joint_with_descriptors(
-            stack, module, tuple(inputs), decompositions=decomposition_table()
-        ).graph_module
+    return export_joint(mode, module, inputs, decomposition_table())
 
 
 def _outlined(

@@ -10,7 +10,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import (
+
+from autopar.errors import TraceError
+from autopar.ir.graph import Graph
+from autopar.ir.node import DTYPE_NAMES, Arg, Node, Output, TensorType, Value, symbol
+from autopar.passes.base import with_phases
+from autopar.torch_internals.joint_graphs import (
     BufferAOTInput,
     GradAOTOutput,
     InputMutationAOTOutput,
@@ -19,11 +24,7 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTOutput,
     TangentAOTInput,
 )
-
-from autopar.errors import TraceError
-from autopar.ir.graph import Graph
-from autopar.ir.node import DTYPE_NAMES, Arg, Node, Output, TensorType, Value, symbol
-from autopar.passes.base import with_phases
+from autopar.torch_internals.operators import OpOverload
 
 from .capture import Captured, Request, module_path_of, place_of
 from .explain_errors import SPARSE, defined_at
@@ -200,7 +201,7 @@ class _Converter:
             return Value(found.node, index) if isinstance(found, Value) else found[index]
         if isinstance(value, (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
             return self.expressions.number(value)
-        if not isinstance(node.target, torch._ops.OpOverload):
+        if not isinstance(node.target, OpOverload):
             raise TraceError(_no_operator(node))
         args = self._arg(node.args)
         kwargs = tuple((key, self._arg(arg)) for key, arg in node.kwargs.items())

@@ -9,11 +9,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.content.tensor_digest import tensor_digest
+from autopar.torch_internals.fake_tensors import FakeTensor
+from autopar.torch_internals.modes import TorchDispatchMode
+from autopar.torch_internals.modules import is_about_flat_weights
+from autopar.torch_internals.tensors import storage_key
+from autopar.torch_internals.trees import tree_map
 
 from .model_state import contents_of, refill
 
@@ -80,13 +82,8 @@ def containers(model: nn.Module) -> dict[str, list[tuple[Any, Any]]]:
         f"{path}.{key}" if path else key: found
         for path, module in model.named_modules()
         for key, value in module.__dict__.items()
-        if key not in _OWN and not _is_of_torch(module, key) and (found := contents_of([value]))
+        if key not in _OWN and not is_about_flat_weights(module, key) and (found := contents_of([value]))
     }
-
-
-def _is_of_torch(module: nn.Module, key: str) -> bool:
-    """Whether a recurrent module keeps its parameters there once more."""
-    return isinstance(module, nn.RNNBase) and key.startswith("_flat_weight")
 
 
 def refilled(before: Mapping[str, Sequence[tuple[Any, Any]]], model: nn.Module) -> tuple[str, ...]:
@@ -149,7 +146,7 @@ class Operations(TorchDispatchMode):
 
     def note(self, tree: Any) -> None:
         """Counts ``tree`` as part of what ran."""
-        self.seen.append(str(pytree.tree_map(self._described, tree)))
+        self.seen.append(str(tree_map(self._described, tree)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.note((str(func), args, kwargs or {}))
@@ -171,4 +168,4 @@ class Operations(TorchDispatchMode):
     def _number(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
         # Kept: the address of one that is gone may be another's.
-        return self._storages.setdefault(storage._cdata, (len(self._storages), storage))[0]
+        return self._storages.setdefault(storage_key(storage), (len(self._storages), storage))[0]

@@ -10,16 +10,17 @@ import traceback
 from collections.abc import Mapping
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from autopar.content.code_origin import is_model_code
 from autopar.errors import TraceError
+from autopar.torch_internals.fake_tensors import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from autopar.torch_internals.operators import OpOverload
 from autopar.trace.masked_rows.branches import SelectionError
 
 _BRANCH = (
@@ -152,9 +153,9 @@ def _name_of(error: BaseException) -> str:
     return str(operator.overloadpacket.__name__) if operator else ""
 
 
-def _operator(error: BaseException) -> torch._ops.OpOverload | None:
+def _operator(error: BaseException) -> OpOverload | None:
     found = getattr(error, "func", error.args[0] if error.args else None)
-    return found if isinstance(found, torch._ops.OpOverload) else None
+    return found if isinstance(found, OpOverload) else None
 
 
 def user_location(error: BaseException) -> tuple[str, str] | None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import sympy
 import torch
-from torch.utils._sympy import functions as theirs
 
 from autopar.errors import TraceError
 from autopar.ir.node import Dim
+from autopar.torch_internals.fake_tensors import sympy_functions as theirs
 
 _PLAIN: dict[type, Callable[..., sympy.Expr]] = {
     theirs.FloorDiv: lambda a, b: sympy.floor(a / b),

@@ -14,6 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from autopar.torch_internals.modules import buffers_of, parameters_of
+
 Role = Literal["param", "buffer", "constant"]
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
 
@@ -61,8 +63,8 @@ class State:
 def _members_of(path: str, module: nn.Module) -> Iterator[tuple[str, Slot, torch.Tensor]]:
     prefix = f"{path}." if path else ""
     roles: tuple[tuple[Role, Mapping[str, Any]], ...] = (
-        ("param", module._parameters),
-        ("buffer", module._buffers),
+        ("param", parameters_of(module)),
+        ("buffer", buffers_of(module)),
         ("constant", module.__dict__),
     )
     for role, members in roles:

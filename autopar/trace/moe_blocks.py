@@ -20,9 +20,11 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.ops.experts import Activation, experts
+from autopar.torch_internals.hugging_face import gate_of, is_expert_parallel
+from autopar.torch_internals.joint_graphs import make_fx
+from autopar.torch_internals.operators import OpOverload
 
 _MODULE = "transformers.integrations.moe"
 # Numbers of rows of which one does not divide the width: where it appears in a graph, it is the number of rows. (What
@@ -74,13 +76,13 @@ def _activation(module: Any, dtype: torch.dtype | None) -> str | None:
     """The text of what ``module`` does between its two matrices, in ``dtype`` or that of the matrices; None if it is no
     such block, or does what the operation cannot."""
     has_all = all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "down_proj"))
-    if not has_all or getattr(module, "has_post_expert_norm", False) or getattr(module, "_is_expert_parallel", False):
+    if not has_all or getattr(module, "has_post_expert_norm", False) or is_expert_parallel(module):
         return None
     up = getattr(module, "gate_up_proj" if module.has_gate else "up_proj", None)
     if not (_is_stacked(up) and _is_stacked(module.down_proj)):
         return None
     width = int(up.shape[2 if module.is_transposed else 1])
-    function = module._apply_gate if module.has_gate else module.act_fn
+    function = gate_of(module) if module.has_gate else module.act_fn
     return activation_text(function, width, dtype or up.dtype)
 
 
@@ -144,7 +146,7 @@ def _steps(graph: torch.fx.Graph, rows: int) -> list[Any]:
     for node in graph.nodes:
         if node.op == "placeholder":
             positions[node] = {"value": len(positions)}
-        elif node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+        elif node.op == "call_function" and isinstance(node.target, OpOverload):
             name = str(node.target)
             kwargs = {key: leaf(arg) for key, arg in node.kwargs.items() if arg not in (torch.strided, None)}
             steps.append([name, leaf(node.args), kwargs])

@@ -16,6 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autopar.torch_internals.operators import schema_of
+from autopar.torch_internals.tensors import storage_key
+
 from .record import Instruction, Program, Ref, Region, leaves
 
 WORTHWHILE = 24  # operations that need not be traced, for an outlined kind of call to pay.
@@ -181,7 +184,7 @@ class _Finder:
 
 def _written_by(instruction: Instruction) -> list[int]:
     """The operands that an operation writes to."""
-    schema = instruction.op._schema
+    schema = schema_of(instruction.op)
     if not schema.is_mutable:
         return []
     given = dict(zip((argument.name for argument in schema.arguments), instruction.args, strict=False))
@@ -191,8 +194,7 @@ def _written_by(instruction: Instruction) -> list[int]:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    found: int = tensor.untyped_storage()._cdata
-    return found
+    return storage_key(tensor.untyped_storage())
 
 
 def _size(size: Any) -> Hashable:

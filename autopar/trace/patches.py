@@ -24,7 +24,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -32,48 +31,39 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._higher_order_ops.effects import _get_effect, _register_effectful_op
-from torch._higher_order_ops.flex_attention import math_attention
-from torch.distributions import Distribution
 from torch.nn import functional as F
-from torch.nn.attention import flex_attention
 from torch.nn.modules import module as module_hooks
-from torch.nn.modules import transformer
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint
 
+from autopar.torch_internals import replacements
+from autopar.torch_internals.hugging_face import masks_as_in_eager
+from autopar.torch_internals.modules import BatchNorm, buffers_of, check_batch_norm_input, parameters_of
+from autopar.torch_internals.operators import safe_softmax
 from autopar.trace.decompositions.corrected import mended
 
 from .embedding_bags import embedding_bag
 
 _CHECKS = "aten::_linalg_check_errors"
-_batch_norm_forward = _BatchNorm.forward
+_batch_norm_forward = BatchNorm.forward
 
 
 @contextmanager
 def patched() -> Iterator[None]:
     """Within, the parts of torch named above are traceable."""
     with ExitStack() as stack:
-        stack.enter_context(patch.object(checkpoint.CheckpointFunction, "apply", staticmethod(_call)))
-        stack.enter_context(patch.object(checkpoint, "_checkpoint_without_reentrant_generator", _around_a_call))
-        stack.enter_context(patch.object(nn.Module, "_apply", _convert))
-        stack.enter_context(patch.object(_BatchNorm, "forward", _batch_norm))
+        stack.enter_context(replacements.checkpoint_replaced(_call, _around_a_call))
+        stack.enter_context(replacements.module_conversion_replaced(_convert))
+        stack.enter_context(patch.object(BatchNorm, "forward", _batch_norm))
         stack.enter_context(patch.object(nn.SyncBatchNorm, "forward", _batch_norm))
         stack.enter_context(patch.object(F, "embedding_bag", embedding_bag))
-        stack.enter_context(_without_effect(_CHECKS))
-        stack.enter_context(_without_mkldnn())
+        stack.enter_context(replacements.without_effect(_CHECKS))
+        stack.enter_context(replacements.without_mkldnn())
         stack.enter_context(_without_fast_path())
-        stack.enter_context(patch.object(transformer, "_detect_is_causal_mask", _said_to_be_causal))
+        stack.enter_context(replacements.causal_mask_detection_replaced(_said_to_be_causal))
         stack.enter_context(mended())
-        stack.enter_context(patch.object(Distribution, "_validate_args", False))
-        # Torch refuses gradients on the CPU for lack of a kernel, and compiles unless it is told not to.
-        stack.enter_context(patch.object(flex_attention, "_validate_device", lambda *_tensors: None))
-        stack.enter_context(patch.object(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True))
-        stack.enter_context(patch.object(flex_attention, "flex_attention_hop", math_attention))
-        masking = sys.modules.get("transformers.masking_utils")
-        if hasattr(masking, "is_torchdynamo_exporting"):
-            stack.enter_context(patch.object(masking, "is_torchdynamo_exporting", lambda: False))
+        stack.enter_context(replacements.without_distribution_checks())
+        stack.enter_context(replacements.flex_attention_by_definition())
+        stack.enter_context(masks_as_in_eager())
         stack.enter_context(_Plain())
         yield
 
@@ -92,9 +82,9 @@ def _convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: b
     and the gradient would go to what stands in its place. Here the conversion is an operation with a gradient, and a
     parameter that is already as it should be stays itself."""
     for child in module.children() if recurse else ():
-        child._apply(function)
+        replacements.convert_module(child, function)
     with torch.enable_grad():
-        kinds: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        kinds: tuple[dict[str, Any], ...] = (parameters_of(module), buffers_of(module))
         for tensors in kinds:
             for key, tensor in tensors.items():
                 tensors[key] = tensor if tensor is None else function(tensor)
@@ -148,15 +138,15 @@ def _attention(
         scores = scores.masked_fill(~attn_mask, -math.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    return _dropout(torch._safe_softmax(scores, -1), dropout_p, True) @ value
+    return _dropout(safe_softmax(scores, -1), dropout_p, True) @ value
 
 
-def _batch_norm(module: _BatchNorm, x: Tensor) -> Tensor:
+def _batch_norm(module: BatchNorm, x: Tensor) -> Tensor:
     counter, mean, var = module.num_batches_tracked, module.running_mean, module.running_var
     cumulative = module.momentum is None and module.training and module.track_running_stats
     if not cumulative or counter is None or mean is None or var is None:
         return _batch_norm_forward(module, x)
-    module._check_input_dim(x)
+    check_batch_norm_input(module, x)
     counter.add_(1)
     # With a momentum of 1 the running statistics are those of the batch.
     batch_mean, batch_var = torch.zeros_like(mean), torch.zeros_like(var)
@@ -169,26 +159,6 @@ def _batch_norm(module: _BatchNorm, x: Tensor) -> Tensor:
 
 def _said_to_be_causal(_mask: Tensor | None, is_causal: bool | None = None, _size: int | None = None) -> bool:
     return bool(is_causal)
-
-
-@contextmanager
-def _without_effect(operation: str) -> Iterator[None]:
-    before = _get_effect(operation)
-    _register_effectful_op(operation, None)
-    try:
-        yield
-    finally:
-        _register_effectful_op(operation, before)
-
-
-@contextmanager
-def _without_mkldnn() -> Iterator[None]:
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)
 
 
 @contextmanager

@@ -15,12 +15,13 @@ from typing import Any, NoReturn, TypeVar
 from unittest.mock import patch
 
 import torch
-import torch.fx.traceback as fx_traceback
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.passes.base import LAYOUT_SENSITIVE
+from autopar.torch_internals.fake_tensors import FakeTensor
+from autopar.torch_internals.joint_graphs import notes
+from autopar.torch_internals.modes import TorchDispatchMode
+from autopar.torch_internals.operators import OpOverload, is_mutable
 
 from .loops import LoopWatch
 from .patches import every_module
@@ -46,7 +47,7 @@ class Instruction:
     """One operation; ``args`` and ``kwargs`` are trees with :class:`Ref` for tensors. ``operands`` are their numbers
     in order, ``learns`` whether each required a gradient then; a result that is no tensor has no number."""
 
-    op: torch._ops.OpOverload
+    op: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     operands: tuple[int, ...]
@@ -128,10 +129,10 @@ class Recorder(TorchDispatchMode):
                 0
             ]  # Torch detaches on its own accord; where nothing is cut, it is no operation.
             self.aliases.append(made)
-        elif func._schema.is_mutable or any(isinstance(result, torch.Tensor) for result in results):
+        elif is_mutable(func) or any(isinstance(result, torch.Tensor) for result in results):
             refs = (replaced(arg, torch.Tensor, self._ref) for arg in (args, *kwargs.values()))
             first = next(refs)
-            custom = fx_traceback.current_meta.get("custom", {})
+            custom = notes() or {}
             self._loops.saw(id(self._region), func, _named(custom.get(PATH)))
             self.instructions.append(
                 Instruction(

@@ -14,16 +14,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.fx.traceback as fx_traceback
 from torch import fx, nn
-from torch._functorch._aot_autograd.descriptors import (
+
+from autopar.torch_internals.fake_tensors import FakeTensorMode
+from autopar.torch_internals.joint_graphs import (
     GradAOTOutput,
     PlainAOTInput,
     PlainAOTOutput,
     TangentAOTInput,
+    notes,
+    set_notes,
 )
-from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import FakeTensorMode
+from autopar.torch_internals.modules import buffers_of, parameters_of
+from autopar.torch_internals.tensors import suggest_memory_format
 
 from .outline import Body, Outlined, Site
 from .record import PATH, PLACE, Instruction, Program, Ref, UnrecordedError, replaced
@@ -146,21 +149,18 @@ def _run(step: Instruction, tensors: dict[int, torch.Tensor], place: int | None)
     if torch.is_grad_enabled() and tuple(tensor.requires_grad for tensor in given) != step.learns:
         raise UnrecordedError(f"{step.op} would have another derivative")
     note = {PATH: step.path} if place is None else {PLACE: place}
-    before = fx_traceback.current_meta.get("custom")
-    fx_traceback.current_meta["custom"] = {**(before or {}), **note} if step.path is not None else before or {}
+    before = notes()
+    set_notes({**(before or {}), **note} if step.path is not None else before or {})
     grad_mode = torch.is_grad_enabled()
     try:
-        torch._C._set_grad_enabled(grad_mode and step.grad_mode)
+        torch.set_grad_enabled(grad_mode and step.grad_mode)
         args, kwargs = (
             replaced(arg, Ref, lambda ref: tensors[ref.number]) for arg in (step.args, tuple(step.kwargs.values()))
         )
         made = step.op(*args, **dict(zip(step.kwargs, kwargs, strict=True)))
     finally:
-        torch._C._set_grad_enabled(grad_mode)
-        if before is None:
-            fx_traceback.current_meta.pop("custom", None)
-        else:
-            fx_traceback.current_meta["custom"] = before
+        torch.set_grad_enabled(grad_mode)
+        set_notes(before)
     results = made if isinstance(made, (tuple, list)) else (made,)
     for number, result in zip(step.results, results, strict=True):
         if number is not None:
@@ -173,14 +173,14 @@ class Whole(nn.Module):
 
     def __init__(self, like: nn.Module, outlined: Outlined) -> None:
         super().__init__()
-        self._parameters.update(like._parameters)
-        self._buffers.update(like._buffers)
+        parameters_of(self).update(parameters_of(like))
+        buffers_of(self).update(buffers_of(like))
         self.__dict__["outlined"] = outlined
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outlined: Outlined = self.__dict__["outlined"]
         program = outlined.program
-        members: dict[str, Any] = {**self._parameters, **self._buffers}
+        members: dict[str, Any] = {**parameters_of(self), **buffers_of(self)}
         state = [members[f"t{index}"] for index in range(len(members))]
         tensors: dict[int, torch.Tensor] = dict(enumerate((*inputs, *state)))
         tensors.update(program.constants)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch.fx.traceback as fx_traceback
 from torch import nn
+
+from autopar.torch_internals.joint_graphs import notes, set_notes
 
 from .model_state import module_paths
 from .patches import every_module
@@ -34,18 +35,15 @@ class ModuleTracker:
 
     def _enter(self, module: nn.Module, _args: Any) -> None:
         if id(module) in self._paths:
-            meta = fx_traceback.current_meta
-            self._running.append((module, meta.get("custom")))
-            meta["custom"] = {**meta.get("custom", {}), PATH: self._paths[id(module)]}
+            before = notes()
+            self._running.append((module, before))
+            set_notes({**(before or {}), PATH: self._paths[id(module)]})
 
     def _leave(self, module: nn.Module, _args: Any, _output: Any) -> None:
         # Modules whose exception was caught by a caller are still listed above this one.
         while any(module is entry for entry, _ in self._running):
             entry, custom = self._running.pop()
-            if custom is None:
-                fx_traceback.current_meta.pop("custom", None)
-            else:
-                fx_traceback.current_meta["custom"] = custom
+            set_notes(custom)
             if entry is module:
                 break
 

@@ -16,12 +16,12 @@ from typing import Any
 import sympy
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from autopar.errors import TraceError
 from autopar.ir.graph import Graph
 from autopar.ir.node import symbol
 from autopar.ir.signature import Signature
+from autopar.torch_internals.modules import buffers_of, is_lazy, is_persistent, parameters_of
 from autopar.trace.guards.guards import Guards, guards_of
 from autopar.trace.guards.random_numbers import DrawError
 from autopar.trace.guards.read_names import Names, names_of
@@ -169,7 +169,7 @@ def _check_modules(model: nn.Module) -> None:
         where = f"module {path!r}" if path else "the model"
         if isinstance(module, torch.jit.ScriptModule):
             raise TraceError(f"{where} is TorchScript, which cannot be traced; give the module it was made from")
-        tensors = {**module._parameters, **module._buffers}
+        tensors = {**parameters_of(module), **buffers_of(module)}
         if any(tensor is not None and is_lazy(tensor) for tensor in tensors.values()):
             raise TraceError(
                 f"{where} ({type(module).__name__}) has parameters without a shape; call the model on one batch first"
@@ -266,7 +266,7 @@ def traced_call(
 
 def _is_persistent(entry: State) -> bool:
     slot = entry.slots[0]
-    return slot.key not in slot.module._non_persistent_buffers_set
+    return is_persistent(slot.module, slot.key)
 
 
 def _signature(request: Request, returned: Returned) -> Signature:

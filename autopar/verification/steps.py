@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from autopar.api import Batch, LossFunction, parallelize, split_batch
 from autopar.cluster.description import Cluster
@@ -30,6 +29,7 @@ from autopar.precision import Precision, autocast_dtype, scales_loss
 from autopar.runtime.launch import run_local
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.state.loss_scale import BACKOFF, FIRST
+from autopar.torch_internals.trees import tree_leaves, tree_map
 from autopar.trace.loss import TARGETS, run_with_loss
 
 from .later_steps import MOMENTUM, RATE, Later, train
@@ -92,7 +92,7 @@ def _doubled(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
     dtype = torch.float64 if double else torch.float32
     other = copy.deepcopy(model)
     other = other.double() if double else other.float()
-    return other, pytree.tree_map(lambda t: t.to(dtype) if _is_float(t) else t, batch)
+    return other, tree_map(lambda t: t.to(dtype) if _is_float(t) else t, batch)
 
 
 def in_training(model: nn.Module) -> nn.Module:
@@ -164,7 +164,7 @@ def _evaluated(
     half = autocast_dtype(policy)
     model.eval()
     with torch.no_grad(), torch.autocast("cpu", half) if half else nullcontext():
-        leaves = [leaf for leaf in pytree.tree_leaves(model(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
+        leaves = [leaf for leaf in tree_leaves(model(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
     whole = (leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in leaves)
     return {str(number): leaf.detach().cpu() for number, leaf in enumerate(whole)}
 
@@ -179,7 +179,7 @@ def _loss_of(output: Any) -> torch.Tensor:
     if found is None and isinstance(output, Mapping):
         found = output.get("loss")
     if found is None:
-        scalars = [t for t in pytree.tree_leaves(output) if _is_float(t) and t.ndim == 0 and t.requires_grad]
+        scalars = [t for t in tree_leaves(output) if _is_float(t) and t.ndim == 0 and t.requires_grad]
         found = scalars[0] if len(scalars) == 1 else None
     if found is None:
         raise TraceError(

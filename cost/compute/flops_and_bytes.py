@@ -15,6 +15,7 @@ import sympy
 import torch
 
 from autopar.ir.node import Dim, TensorType
+from autopar.torch_internals.operators import schema_of
 
 Inputs = tuple[TensorType, ...]
 Outputs = tuple[TensorType | None, ...]
@@ -60,7 +61,7 @@ def _positions(op: str) -> Mapping[str, int]:
     """Positions of the arguments of ``aten.mm.default`` by name; none for operations torch does not know."""
     namespace, packet, overload = (*op.split("."), "default", "default")[:3]
     found = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload, None)
-    return {item.name: i for i, item in enumerate(found._schema.arguments)} if found is not None else {}
+    return {item.name: i for i, item in enumerate(schema_of(found).arguments)} if found is not None else {}
 
 
 # ---- bytes ------------------------------------------------------------

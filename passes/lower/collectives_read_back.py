@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.ir.chunk_program import ChunkProgram
 from autopar.ir.node import Arg, Value
@@ -23,6 +22,7 @@ from autopar.ir.placements import chunk_bounds, local_shape
 from autopar.ir.program import COLLECTIVES, Instruction, Program, Section, TensorSlot
 from autopar.ir.reshard import Collective
 from autopar.ops.masked import LOCAL_OPS
+from autopar.torch_internals.fake_tensors import FakeTensorMode
 
 WAIT = "collective.wait"
 

@@ -1,16 +1,9 @@
 """What torch's own DTensor, and whoever registered rules with it, says about operations we have no rule for: claims, to
 be proven by execution (:mod:`.found_rules`).
 
-Besides :mod:`autopar.trace.tracer` this is the one place that touches private parts of torch: DTensor keeps its
-sharding rules in three registries of its ``sharding_propagator``, all asked here on a mesh of one axis that
-needs no process group and leaves an initialised one alone.
-
-- ``op_single_dim_strategy_funcs``: a function of the operand types that lists strategies of one axis;
-- ``op_strategy_funcs``: a function of operand placements that lists strategies near these;
-- ``op_to_rules``: a function of operand placements that gives the placement of the results.
-
-The latter two drop strategies no operand is sharded for, so they are asked once for each way to shard an
-operand.
+DTensor has three registries of rules (:mod:`autopar.torch_internals.sharding_rules`), all asked here on a mesh of one
+axis that needs no process group and leaves an initialised one alone. The latter two drop strategies no operand is
+sharded for, so they are asked once for each way to shard an operand.
 """
 
 from __future__ import annotations
@@ -22,17 +15,29 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, OutputSharding
-from torch.distributed.tensor._ops.single_dim_strategy import _ShardingPlaceholder
-from torch.distributed.tensor.experimental import register_sharding
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from autopar.ir.node import Arg, TensorType
 from autopar.ir.placements import REPLICATE, AxisStrategy, Placement
 from autopar.passes.rule_language.claims import leaves_none_empty
 from autopar.passes.rule_language.registry import OpCall, Operand
+from autopar.torch_internals.operators import OpOverload
+from autopar.torch_internals.sharding_rules import (
+    DTensorSpec,
+    OpSchema,
+    OpSpec,
+    OutputSharding,
+    TensorMeta,
+    imagined_mesh,
+    is_registered_by_user,
+    op_schema,
+    rule_of,
+    rule_of_one_axis,
+    strategies_of,
+    strategy_function_of,
+    with_shards,
+)
 
 from .trials import REDUCTIONS, find_operation
 
@@ -41,8 +46,7 @@ _PLAIN = (Replicate, Shard, Partial)
 
 @lru_cache(maxsize=64)
 def _mesh(size: int) -> DeviceMesh:
-    """A mesh of one axis that exists on paper only: no process group is made or asked."""
-    return DeviceMesh("cpu", torch.arange(size, device="cpu"), _init_backend=False, _rank=0)
+    return imagined_mesh(size)
 
 
 def _meta(tensor: TensorType) -> TensorMeta:
@@ -63,8 +67,7 @@ def _schema(call: OpCall, operation: Any, placements: Sequence[Placement]) -> Op
         DTensorSpec(mesh, (cast(TorchPlacement, p),), _meta(t)) for p, t in zip(placements, call.inputs, strict=True)
     ]
     args = tuple(_fill(arg, specs) for arg in call.args)
-    info = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info.get(operation)
-    return OpSchema(operation, args, {key: _fill(arg, specs) for key, arg in call.kwargs}, info)
+    return op_schema(operation, args, {key: _fill(arg, specs) for key, arg in call.kwargs})
 
 
 def _queries(call: OpCall) -> Iterator[tuple[Placement, ...]]:
@@ -96,7 +99,7 @@ def _from_single_dim(call: OpCall, function: Callable[..., Any], operation: Any)
     args = tuple(_fill(arg, metas) for arg in call.args)
     count = len(call.inputs)
     for row in function(operation, args, {key: _fill(arg, metas) for key, arg in call.kwargs}):
-        filled = [Shard(p.dim) if isinstance(p, _ShardingPlaceholder) else p for p in row]
+        filled = with_shards(row)
         yield _strategy(call, filled[len(filled) - count :], filled[: len(filled) - count])
 
 
@@ -114,10 +117,8 @@ def _from_spec(call: OpCall, spec: OpSpec) -> AxisStrategy | None:
 
 
 def _from_strategies(call: OpCall, function: Callable[..., Any], operation: Any) -> Iterator[AxisStrategy | None]:
-    propagator = DTensor._op_dispatcher.sharding_propagator
     for query in _queries(call):
-        answer = function(propagator._wrap_with_op_strategy(_schema(call, operation, query)))
-        for spec in answer.strategies if isinstance(answer, OpStrategy) else ():
+        for spec in strategies_of(function, _schema(call, operation, query)):
             yield _from_spec(call, spec)
 
 
@@ -129,13 +130,12 @@ def _from_rule(call: OpCall, function: Callable[..., Any], operation: Any) -> It
 
 
 def _proposals(call: OpCall, operation: Any) -> Iterator[AxisStrategy | None]:
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    if operation in propagator.op_single_dim_strategy_funcs:
-        yield from _from_single_dim(call, propagator.op_single_dim_strategy_funcs[operation], operation)
-    elif operation in propagator.op_strategy_funcs:
-        yield from _from_strategies(call, propagator.op_strategy_funcs[operation], operation)
-    elif operation in propagator.op_to_rules:
-        yield from _from_rule(call, propagator.op_to_rules[operation], operation)
+    if (function := rule_of_one_axis(operation)) is not None:
+        yield from _from_single_dim(call, function, operation)
+    elif (function := strategy_function_of(operation)) is not None:
+        yield from _from_strategies(call, function, operation)
+    elif (function := rule_of(operation)) is not None:
+        yield from _from_rule(call, function, operation)
 
 
 def _collected(proposals: Iterable[AxisStrategy | None]) -> list[AxisStrategy]:
@@ -163,6 +163,4 @@ def dtensor_strategies(call: OpCall) -> tuple[AxisStrategy, ...]:
 def is_registered(op: str) -> bool:
     """Whether a user registered a rule for it by ``torch.distributed.tensor.experimental.register_sharding``."""
     operation = find_operation(op)
-    functions: dict[Any, Any] = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
-    function = functions.get(operation)
-    return getattr(getattr(function, "func", None), "__module__", "").startswith(register_sharding.__module__)
+    return operation is not None and is_registered_by_user(cast(OpOverload, operation))

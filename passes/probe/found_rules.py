@@ -21,6 +21,7 @@ from autopar.ir.node import Arg, map_arg
 from autopar.ir.placements import AxisStrategy
 from autopar.passes.rule_language.claims import leaves_none_empty
 from autopar.passes.rule_language.registry import OpCall, Operand
+from autopar.torch_internals.operators import OpOverload, is_mutable, schema_of
 
 from .dtensor_rules import dtensor_strategies, is_registered
 from .operator_study import Unfit, learn, numbers_in
@@ -113,12 +114,12 @@ def _harm(op: str, reason: str) -> str:
 
 def _unfit(call: OpCall, operation: Any) -> str:
     """Why there is no point in trying; empty if there is one."""
-    if not isinstance(operation, torch._ops.OpOverload):
+    if not isinstance(operation, OpOverload):
         return "it is no operation of torch"
     for tag, reason in _UNJUDGEABLE.items():
         if tag in {t.name for t in operation.tags}:
             return reason
-    if operation._schema.is_mutable:
+    if is_mutable(operation):
         return "it writes into its operands"
     if operation.name().split("::")[1].split(".")[0] in _UNINITIALISED:
         return "its result is uninitialised"
@@ -142,7 +143,7 @@ def _strange(call: OpCall) -> str:
 
 
 def _finding(call: OpCall, operation: Any) -> Finding:
-    description = describe(call, str(operation._schema))
+    description = describe(call, str(schema_of(operation)))
     claims: tuple[AxisStrategy, ...] = ()
     if is_registered(call.op):
         # What a user registered may change from one run to the next, and depend on sizes: it is not kept on disk.
@@ -220,7 +221,7 @@ def _confirmed(call: OpCall, operation: Any, finding: Finding, offered: Sequence
     if not offered:
         return ()
     claims = [p.strategy for p in offered]
-    kind = key_of(describe(call, str(operation._schema)))
+    kind = key_of(describe(call, str(schema_of(operation))))
     key = (kind, call.size, _magnitude(call), tuple(map(str, claims)))
     if key not in KNOWN.confirmed:
         outcome = run_apart(lambda: _confirm_plainly(call, operation, claims, finding))

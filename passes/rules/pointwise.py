@@ -17,6 +17,7 @@ from autopar.ir.node import TensorType
 from autopar.ir.placements import AxisStrategy
 from autopar.passes.rule_language.dimension_strings import WHOLE, agnostic, letters, strategies
 from autopar.passes.rule_language.registry import OpCall, Operand, rule
+from autopar.torch_internals.operators import is_mutable, registered_names, schema_of
 
 _UNTAGGED = (
     "__and__.Scalar",
@@ -111,13 +112,13 @@ def _overload(name: str) -> Any:
 
 def _is_functional(operation: Any) -> bool:
     """Whether it is a function of single tensors that returns new ones, the same at each call."""
-    kinds = {str(a.type).removeprefix("Optional[").removesuffix("]") for a in operation._schema.arguments}
+    kinds = {str(a.type).removeprefix("Optional[").removesuffix("]") for a in schema_of(operation).arguments}
     plain = "List[Tensor" not in "".join(kinds)
-    return plain and not operation._schema.is_mutable and torch.Tag.nondeterministic_seeded not in operation.tags
+    return plain and not is_mutable(operation) and torch.Tag.nondeterministic_seeded not in operation.tags
 
 
 def _pointwise_names() -> Iterator[str]:
-    registered = (name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if "aten::" in name)
+    registered = (name.removeprefix("aten::") for name in registered_names() if "aten::" in name)
     for name in sorted({*registered, *_UNTAGGED}):
         operation = _overload(name)
         if operation is None or not _is_functional(operation):
@@ -133,7 +134,7 @@ POINTWISE = tuple(dict.fromkeys(_pointwise_names()))
 
 @cache
 def _argument_names(op: str) -> tuple[str, ...]:
-    return tuple(argument.name for argument in _overload(op.removeprefix("aten."))._schema.arguments)
+    return tuple(argument.name for argument in schema_of(_overload(op.removeprefix("aten."))).arguments)
 
 
 def _operands_by_name(call: OpCall) -> dict[str, int]:

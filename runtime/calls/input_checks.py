@@ -23,6 +23,7 @@ from autopar.errors import InputMismatchError, OptionsError
 from autopar.ir.placements import coordinate_of, is_shard
 from autopar.runtime.comm.exchange import Exchange
 from autopar.runtime.inputs.content_hash import SIZE, content_hash
+from autopar.runtime.torch_internals.dtensors import local_tensor
 
 from .differing_calls import Description, explain_content, explain_kind
 from .kind import CallKind
@@ -123,7 +124,7 @@ def _layout(leaf: object) -> str:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _holding_the_same(tensor: torch.Tensor, ranks: Sequence[int]) -> list[list[int]]:

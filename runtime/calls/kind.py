@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
 
 from autopar.ir.node import TensorType
+from autopar.torch_internals.modules import parameters_of
+from autopar.torch_internals.trees import keystr, tree_flatten, tree_flatten_with_path
 
 from .compiled import OutputsWanted
 from .module_hooks import Hook, hooks_of
@@ -67,7 +68,7 @@ def kind_of(
     """The kind of the call ``model(*args, **kwargs)``, whatever the order of its keywords."""
     leaves, spec = tree_flatten((args, dict(sorted(kwargs.items()))))
     parts = [*model.named_modules()]  # The only walk: this runs at every call.
-    parameters = {id(p): p for _, part in parts for p in part._parameters.values() if p is not None}
+    parameters = {id(p): p for _, part in parts for p in parameters_of(part).values() if p is not None}
     with_inputs = grad and outputs != "loss"
     return CallKind(
         str(spec),

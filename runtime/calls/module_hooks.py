@@ -13,18 +13,25 @@ import itertools
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.nn.modules import module as module_hooks
 
 from autopar.errors import AutoparError
+from autopar.runtime.torch_internals.hooks import (
+    BACKWARD_KINDS,
+    FORWARD_KINDS,
+    KINDS,
+    forward_pre_hooks,
+    has_hooks,
+    hooks_on_all_modules,
+    module_hooks,
+    move_hook_settings,
+    move_hooks,
+)
 
-_FORWARD = ("_forward_hooks", "_forward_pre_hooks")
-_BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
-_WITH_KWARGS = {"_forward_hooks": "_forward_hooks_with_kwargs", "_forward_pre_hooks": "_forward_pre_hooks_with_kwargs"}
 # Libraries whose own hooks do nothing but change tensors; of hooks of others that is not known.
 _LIBRARIES = ("torch.", "transformers.", "autopar.")
 # A number for each hook seen, by identity, as long as the hook is there. No number is given twice, so that ranks that
@@ -53,21 +60,21 @@ def hooks_of(parts: Iterable[tuple[str, nn.Module]]) -> tuple[Hook, ...]:
     """The hooks of modules, given with their paths, and of every module."""
     found = list(hooks_everywhere())
     for path, part in parts:
-        if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
+        if has_hooks(part):
             found += _of(part, f"of {path or 'the model'} ({type(part).__name__})")
     return tuple(found)
 
 
 def _of(part: nn.Module, where: str) -> Iterator[Hook]:
-    for kind in (*_FORWARD, *_BACKWARD):
-        for hook in getattr(part, kind).values():
+    for kind in KINDS:
+        for hook in module_hooks(part, kind).values():
             yield _described(hook, kind, where)
 
 
 def hooks_everywhere() -> Iterator[Hook]:
     """Of users alone: torch's own, such as those of its counters, come and go at every call."""
-    for kind in (*_FORWARD, *_BACKWARD):
-        for hook in getattr(module_hooks, f"_global{kind}").values():
+    for kind in KINDS:
+        for hook in hooks_on_all_modules(kind):
             if not _only_changes_tensors(hook):
                 yield _described(hook, kind, "of every module")
 
@@ -77,7 +84,7 @@ def _described(hook: Any, kind: str, where: str) -> Hook:
     number = -1 if library else _number(hook)
     name = getattr(hook, "__qualname__", type(hook).__qualname__)
     text = f"the {kind.strip('_').removesuffix('s').replace('_', ' ')} {name} {where}"
-    return Hook(text, kind in _BACKWARD, library, number)
+    return Hook(text, kind in BACKWARD_KINDS, library, number)
 
 
 def _number(hook: Any) -> int:
@@ -118,18 +125,13 @@ def check_hooks(hooks: tuple[Hook, ...], told: set[int]) -> None:
 def take_over(parallel: nn.Module, module: nn.Module) -> None:
     """Gives ``parallel`` the hooks that users have registered on ``module``, which it stands for: the very dicts,
     through which their handles remove them."""
-    for kind in (*_FORWARD, *_BACKWARD):
-        hooks: OrderedDict[int, Any] = getattr(module, kind)
+    for kind in KINDS:
+        hooks = module_hooks(module, kind)
         kept = OrderedDict((key, hook) for key, hook in hooks.items() if _only_changes_tensors(hook))
         for key in kept:
             del hooks[key]
-        vars(module)[kind], vars(parallel)[kind] = kept, hooks
-        if kind in _WITH_KWARGS:
-            vars(parallel)[_WITH_KWARGS[kind]] = vars(module)[_WITH_KWARGS[kind]]
-            vars(module)[_WITH_KWARGS[kind]] = OrderedDict(vars(module)[_WITH_KWARGS[kind]])
-    vars(parallel)["_forward_hooks_always_called"] = vars(module)["_forward_hooks_always_called"]
-    vars(module)["_forward_hooks_always_called"] = OrderedDict()
-    vars(parallel)["_is_full_backward_hook"] = vars(module)["_is_full_backward_hook"]
+        move_hooks(module, parallel, kind, kept)
+    move_hook_settings(module, parallel)
 
 
 def before_step(
@@ -137,15 +139,14 @@ def before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The inputs of a step as the forward pre-hooks of ``model`` leave them. Raises :class:`AutoparError` if it has
     hooks on its output, of which a step has only the loss."""
-    rest: Mapping[str, Any] = {kind: getattr(model, kind) for kind in ("_forward_hooks", *_BACKWARD)}
-    for kind, hooks in rest.items():
-        for hook in hooks.values():
+    for kind in (FORWARD_KINDS[0], *BACKWARD_KINDS):
+        for hook in module_hooks(model, kind).values():
             raise AutoparError(
                 f"step() computes the loss alone, but {_described(hook, kind, 'of the parallel model').text} is for "
                 "its outputs: run out = model(...) and loss.backward() instead, or remove the hook"
             )
-    for key, hook in model._forward_pre_hooks.items():
-        if key in model._forward_pre_hooks_with_kwargs:
+    for hook, takes_kwargs in forward_pre_hooks(model):
+        if takes_kwargs:
             args, kwargs = hook(model, args, kwargs) or (args, kwargs)
         else:
             found = hook(model, args)

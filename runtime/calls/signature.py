@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from autopar.errors import AutoparError, PlanMismatchError
 from autopar.ir.program import Section
@@ -18,6 +17,7 @@ from autopar.runtime.execute.bad_indices import raise_bad_indices
 from autopar.runtime.execute.index_guards import looks_up
 from autopar.runtime.state.loss_scale import LossScale
 from autopar.runtime.state.weights import Weights
+from autopar.torch_internals.trees import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from .compiled import Compiled
 
@@ -109,9 +109,9 @@ class Calling:
         """Where leaf ``index`` of the inputs stands in the call, such as ``kwargs['use_cache']``."""
         paths = tree_unflatten(list(range(len(self.signature.input_names))), self.signature.input_spec)
         for head, part in zip(("args", "kwargs"), paths, strict=True):
-            for path, found in torch.utils._pytree.tree_flatten_with_path(part)[0]:
+            for path, found in tree_flatten_with_path(part)[0]:
                 if found == index:
-                    return f"{head}{torch.utils._pytree.keystr(path)}"
+                    return f"{head}{keystr(path)}"
         return str(index)
 
     def rebuild(self, values: Mapping[str, torch.Tensor]) -> Any:
@@ -146,9 +146,9 @@ class Calling:
             return name
         index = self.signature.output_names.index(name)
         tree = tree_unflatten(list(range(len(self.signature.output_names))), self.signature.output_spec)
-        for path, found in torch.utils._pytree.tree_flatten_with_path(tree)[0]:
+        for path, found in tree_flatten_with_path(tree)[0]:
             if found == index:
-                return torch.utils._pytree.keystr(path) or name
+                return keystr(path) or name
         return name
 
     def loss_name(self) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from autopar.ir.placements import chunk_bounds, take_shard
+from autopar.torch_internals.tensors import is_view
 
 from . import gloo
 from . import nccl as native
@@ -223,7 +224,7 @@ class Collectives:
         """R -> S(dim/before), no communication; contiguous, and no view, which would keep the whole tensor alive."""
         group = self._over(axes)
         piece = take_shard(tensor, dim, before, group.size, group.index).contiguous()
-        return piece.clone() if piece.nbytes < tensor.nbytes and piece._is_view() else piece
+        return piece.clone() if piece.nbytes < tensor.nbytes and is_view(piece) else piece
 
     def partial(self, tensor: torch.Tensor, axes: Axes) -> torch.Tensor:
         """R -> P(sum): zero except on the first device of the axes."""

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import _redistribute
 
 from autopar.errors import OptionsError
+from autopar.runtime.torch_internals.dtensors import without_advice_to_flatten
 
 from .settle_threads import settle_at_exit
 
@@ -165,8 +165,4 @@ def _quieten(mesh: DeviceMesh) -> None:
     """Marks DTensor's advice for ``mesh`` as given. Where several axes shard one dim, ``full_tensor()`` of a parameter
     says that its gathers could be one if the user flattened the mesh. The user did not make these DTensors and cannot
     follow the advice; the steps themselves are ours and gather once."""
-    known = getattr(_redistribute, "_warned_flatten_issues", None)
-    if isinstance(known, set):
-        subsets = (s for n in range(2, mesh.ndim + 1) for s in itertools.combinations(range(mesh.ndim), n))
-        reasons = ("no_flattened_mesh", "uneven_tensor_shape", "non_ascending_mesh_dims")
-        known.update((hash(mesh), axes, reason) for axes, reason in itertools.product(subsets, reasons))
+    without_advice_to_flatten(mesh)

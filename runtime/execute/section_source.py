@@ -30,6 +30,7 @@ import torch
 from autopar.errors import GraphError
 from autopar.ir.node import Arg, Value, values_in
 from autopar.ir.program import Instruction, Section
+from autopar.torch_internals.operators import OpOverload, schema_of
 
 Operation = Callable[..., Any]
 
@@ -39,7 +40,7 @@ _TOLERANT = {"aten.view.default": "aten.reshape.default", "aten._unsafe_view.def
 WAIT = "collective.wait"
 
 
-def resolve_aten(op: str) -> torch._ops.OpOverload:
+def resolve_aten(op: str) -> OpOverload:
     """The torch operation called ``namespace.name.overload``. Raises :class:`GraphError` if there is none."""
     parts = _TOLERANT.get(op, op).split(".")
     found: Any = torch.ops
@@ -48,16 +49,16 @@ def resolve_aten(op: str) -> torch._ops.OpOverload:
             found = getattr(found, part)
     except AttributeError:
         found = None
-    if not isinstance(found, torch._ops.OpOverload):
+    if not isinstance(found, OpOverload):
         raise GraphError(f"{op!r} is no operation: expected namespace.name.overload, such as aten.mm.default")
     return found
 
 
 def returns_sequence(operation: Operation) -> bool:
     """Whether a torch operation returns a tuple or list even if it has one result."""
-    if not isinstance(operation, torch._ops.OpOverload):
+    if not isinstance(operation, OpOverload):
         return False
-    returns = operation._schema.returns
+    returns = schema_of(operation).returns
     return len(returns) != 1 or isinstance(returns[0].type, torch.ListType)
 
 

@@ -25,6 +25,7 @@ from autopar.runtime.comm.collectives import Collectives
 from autopar.runtime.comm.exchange import Exchange
 from autopar.runtime.comm.groups import MeshGroups
 from autopar.runtime.state.parameters import contiguous_stride
+from autopar.runtime.torch_internals.dtensors import local_tensor
 
 SHARD_0 = Shard(0)
 
@@ -118,7 +119,7 @@ def own_part(value: DTensor, placements: Placements, groups: MeshGroups) -> torc
     these ranks, in parts as :func:`join` makes them or whole on each; None where it lies otherwise."""
     if value.device_mesh.mesh.flatten().tolist() != groups.mesh.mesh.flatten().tolist():
         return None
-    local, count = value._local_tensor.detach(), groups.mesh.size()
+    local, count = local_tensor(value).detach(), groups.mesh.size()
     if all(placement == Replicate() for placement in value.placements):
         return take_local(local, placements, groups.shape, groups.coordinate)
     in_parts = all(placement == SHARD_0 for placement in value.placements)

@@ -7,13 +7,13 @@ programs are made from its own modules, so that what is changed in the copy coun
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.runtime.calls.compiled import Compile
+from autopar.runtime.torch_internals.dtensors import dtensor_like, local_tensor
 
 
 def copied_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -21,18 +21,11 @@ def copied_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     some of which this rank holds nothing, which torch would not copy."""
     for parameter in module.parameters():
         if isinstance(parameter, DTensor):
-            local = parameter._local_tensor.detach().clone()
-            made = nn.Parameter(DTensor(local, parameter._spec, requires_grad=False), parameter.requires_grad)
+            local = local_tensor(parameter).detach().clone()
+            made = nn.Parameter(dtensor_like(local, parameter), parameter.requires_grad)
             made.__dict__.update(parameter.__dict__)
             memo[id(parameter)] = made
     return copy.deepcopy(module, memo)
-
-
-def hook_dicts(model: nn.Module) -> Iterator[str]:
-    """The names of the dicts in which a module keeps its hooks."""
-    for name, value in vars(model).items():
-        if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and isinstance(value, dict):
-            yield name
 
 
 def compile_for(compile: Compile, module: nn.Module) -> Compile:

@@ -22,6 +22,7 @@ from autopar.runtime.comm.groups import MeshGroups
 from autopar.runtime.pipeline.stage_mesh import whole_everywhere
 from autopar.runtime.state.parameters import broadcast_first, local_of
 from autopar.runtime.state.weights import Weights
+from autopar.torch_internals.modules import flat_weights_of, parameters_of, renew_flat_weights, set_flat_weights
 
 # How long the first ranks to arrive wait for the others.
 PATIENCE = timedelta(minutes=10)
@@ -38,10 +39,10 @@ def whole_parameters(weights: Weights, *, rank0_only: bool, writeback: bool) -> 
     holds = not rank0_only or is_first(groups)
     named = {name: parameter for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)}
     plain = _plain(weights, named, holds)
-    before = [(part, dict(part._parameters)) for part in module.modules()]
+    before = [(part, dict(parameters_of(part))) for part in module.modules()]
     for part, parameters in before:
         for key, parameter in parameters.items():
-            part._parameters[key] = None if parameter is None else plain.get(id(parameter), parameter)
+            parameters_of(part)[key] = None if parameter is None else plain.get(id(parameter), parameter)
     listed = _flat_weights(module)
     failure: Exception | None = None
     wholes: list[torch.Tensor] = []
@@ -59,10 +60,10 @@ def whole_parameters(weights: Weights, *, rank0_only: bool, writeback: bool) -> 
             raise failure
     finally:
         for part, parameters in before:
-            part._parameters.clear()
-            part._parameters.update(parameters)
+            parameters_of(part).clear()
+            parameters_of(part).update(parameters)
         for part, flat in listed:
-            part._flat_weights = flat
+            set_flat_weights(part, flat)
 
 
 def is_first(groups: MeshGroups) -> bool:
@@ -135,9 +136,9 @@ def _refuse_gradient(_gradient: torch.Tensor) -> None:
 def _flat_weights(module: nn.Module) -> list[tuple[nn.RNNBase, list[torch.Tensor | None]]]:
     """Has recurrent layers, which keep a list of their parameters, list those that they have now; the old lists."""
     parts = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
-    listed = [(part, part._flat_weights) for part in parts]
+    listed = [(part, flat_weights_of(part)) for part in parts]
     for part in parts:
-        part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
+        renew_flat_weights(part)
     return listed
 
 
@@ -165,7 +166,7 @@ def _all_changed(
     now: dict[int, torch.Tensor | None] = {}
     for part, parameters in before:
         for key, parameter in parameters.items():
-            now.setdefault(id(parameter), part._parameters.get(key))
+            now.setdefault(id(parameter), parameters_of(part).get(key))
     return [_changed(name, p, now[id(p)], groups, holds) for name, p in named.items()]
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autopar.errors import AutoparError
 from autopar.runtime.calls.kind import leaf_names
@@ -16,6 +15,7 @@ from autopar.runtime.comm.groups import MeshGroups
 from autopar.runtime.execute.randomness import RandomState
 from autopar.runtime.inputs.rank_local import join
 from autopar.runtime.inputs.sampler import GlobalBatchSampler, size_of
+from autopar.torch_internals.trees import tree_flatten, tree_unflatten
 
 
 class OwnSamples:

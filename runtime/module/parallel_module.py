@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autopar.errors import AutoparError
 from autopar.ir.pipeline_program import PipelineProgram
@@ -37,23 +36,15 @@ from autopar.runtime.state.optimizer import make_optimizer
 from autopar.runtime.state.param_groups import ParamGroups
 from autopar.runtime.state.parameters import broadcast_first, shared_seed
 from autopar.runtime.state.weights import Weights
+from autopar.runtime.torch_internals.hooks import hook_tables
 from autopar.schedule.timeline import Timeline
+from autopar.torch_internals.modules import STATE, STATE_DICT_HOOKS
+from autopar.torch_internals.trees import tree_flatten, tree_unflatten
 
-from .copies import compile_for, copied_module, hook_dicts
+from .copies import compile_for, copied_module
 from .delegation import Delegating, check_plain
 from .loss_factor import step_scale
 from .own_samples import OwnSamples, check_one_form
-
-_SHARED = (
-    "_parameters",
-    "_buffers",
-    "_modules",
-    "_non_persistent_buffers_set",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
 
 _NO_TAPE = (
     "under a plan with microbatches, model(...) does not record for backward(), since forward and backward of several "
@@ -102,7 +93,7 @@ class ParallelModule(OwnSamples, Delegating):
         loss_scale: LossScale | None,
         check_inputs: Check,
     ) -> None:
-        for name in _SHARED:
+        for name in (*STATE, *STATE_DICT_HOOKS):
             self.__dict__[name] = module.__dict__[name]
         self.training = module.training
         self.__dict__["_is_whole"] = False
@@ -127,7 +118,7 @@ class ParallelModule(OwnSamples, Delegating):
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         nn.Module.__init__(made)
-        made.__dict__.update({name: copy.deepcopy(self.__dict__[name], memo) for name in hook_dicts(self)})
+        made.__dict__.update({name: copy.deepcopy(self.__dict__[name], memo) for name in hook_tables(self)})
         module = copied_module(self._original, memo)
         weights, compile = self._weights.copied_for(module), compile_for(self._compile, module)
         scale = None if self._loss_scale is None else self._loss_scale.copied()

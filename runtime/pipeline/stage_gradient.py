@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils import _foreach_utils
 
 from autopar.runtime.comm.groups import MeshGroups
 from autopar.runtime.state.gradient_norm import norms
 from autopar.runtime.state.parameters import local_of
+from autopar.runtime.torch_internals.dtensors import dtensor_like, local_tensor, subclass_like
+from autopar.runtime.torch_internals.tensor_lists import FOREACH_NORM, allow_in_lists, changes_list
+from autopar.torch_internals.modes import without_torch_function
 
 from .stage_mesh import whole_everywhere
 
@@ -33,30 +35,30 @@ class StageGradient(DTensor):
     def like(parameter: torch.Tensor, local: torch.Tensor, everyone: MeshGroups) -> StageGradient:
         """``local`` as the gradient of ``parameter``, placed the same."""
         assert isinstance(parameter, DTensor)
-        made = StageGradient(local, parameter._spec, requires_grad=False)
+        made = subclass_like(StageGradient, local, parameter)
         made.everyone = everyone
         return made
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        return whole_everywhere(DTensor(self._local_tensor, self._spec, requires_grad=False), self.everyone)
+        return whole_everywhere(dtensor_like(local_tensor(self), self), self.everyone)
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = dict(kwargs or {})
-        with torch._C.DisableTorchFunctionSubclass():
-            if func is torch._foreach_norm and _ours(args[0]):
+        with without_torch_function():
+            if func is FOREACH_NORM and _ours(args[0]):
                 return list(_norms(args[0], *args[1:], **given).unbind())
             if func in _NORMS and isinstance(args[0], StageGradient) and _is_whole(args, given):
                 return _norms([args[0]], *args[1:], *(given[name] for name in ("p", "ord") if name in given))[0]
-            if _changes_list(func) and _ours(args[0]):
+            if changes_list(func) and _ours(args[0]):
                 return func(*([local_of(t) for t in a] if isinstance(a, (list, tuple)) else a for a in args), **given)
             return func(*args, **given)
 
 
 # As DTensor itself is added to these: clipping then takes one message for all gradients, not one for each.
-_foreach_utils._foreach_supported_types.append(StageGradient)
+allow_in_lists(StageGradient)
 
 
 def _ours(tensors: Any) -> bool:
@@ -67,11 +69,6 @@ def _is_whole(args: tuple[Any, ...], given: Mapping[str, Any]) -> bool:
     """Whether a norm is asked for of all elements, in their dtype."""
     rest = [value for name, value in given.items() if name not in ("p", "ord")]
     return len(args) <= 2 and all(value is None or value is False for value in rest)
-
-
-def _changes_list(func: Callable[..., Any]) -> bool:
-    name = getattr(func, "__name__", "")
-    return name.startswith("_foreach_") and name.endswith("_")
 
 
 def _norms(

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from autopar.runtime.comm.collectives import Collectives
 from autopar.runtime.comm.groups import MeshGroups, known_groups, mesh_groups
 from autopar.runtime.state.parameters import Place
+from autopar.runtime.torch_internals.dtensors import sub_mesh
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class StageMeshes:
         )
 
     def _other(self, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
-        return DeviceMesh(self.whole.mesh.device_type, ranks, mesh_dim_names=names, _init_backend=False)
+        return sub_mesh(self.whole.mesh.device_type, ranks, names)
 
     def everywhere(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
         """``tensor`` of the ranks of ``stage``, on all: the others give an empty one of its shape, which is filled.

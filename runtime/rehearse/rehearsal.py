@@ -22,6 +22,7 @@ from autopar.runtime.execute.executor import own_constants, runner
 from autopar.runtime.pipeline.chunk_executable import ChunkExecutable
 from autopar.runtime.pipeline.instruction_loop import PipelineRun
 from autopar.runtime.pipeline.point_to_point import IN_FLIGHT, Arrival
+from autopar.torch_internals.tensors import storage_key
 
 from .storage_meter import StorageMeter
 
@@ -156,7 +157,7 @@ class _Record:
             if alive and name:
                 held[kind, name] = held.get((kind, name), 0) + alive
         rest = self.meter.peak - sum(sums.values())
-        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in gradients if t is not None}
+        storages = {storage_key(t.untyped_storage()): t.untyped_storage().nbytes() for t in gradients if t is not None}
         return Footprint(
             weights=sums["weight"],
             gradients=sums["gradient"],

@@ -13,8 +13,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from autopar.torch_internals.modes import TorchDispatchMode
+from autopar.torch_internals.tensors import storage_key
+from autopar.torch_internals.trees import tree_leaves
 
 
 @dataclass
@@ -41,7 +43,7 @@ class StorageMeter(TorchDispatchMode):
     def see(self, tensor: torch.Tensor) -> None:
         """Counts the storage of ``tensor``, if it is not counted yet."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_key(storage)
         if key in self._lives or not storage.nbytes():
             return
         self.events += 1
@@ -61,7 +63,7 @@ class StorageMeter(TorchDispatchMode):
 
     def life(self, tensor: torch.Tensor) -> _Life | None:
         """The record of a tensor's storage, to ask :meth:`at_peak` later."""
-        return self._lives.get(tensor.untyped_storage()._cdata)
+        return self._lives.get(storage_key(tensor.untyped_storage()))
 
     def at_peak(self, life: _Life | None) -> int:
         """Bytes of a storage if it was alive when most was, else 0."""

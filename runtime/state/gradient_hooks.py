@@ -21,20 +21,22 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
 
 from autopar.errors import AutoparError
+from autopar.runtime.torch_internals.hooks import set_accumulation_hooks, set_gradient_hooks
+from autopar.torch_internals.tensors import accumulation_hooks, gradient_hooks
 
-_KINDS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+Table = dict[int, Any] | None
 
 
-def hooks_of(parameter: torch.Tensor) -> tuple[Any, ...]:
+def hooks_of(parameter: torch.Tensor) -> tuple[Table, Table]:
     """The dicts that hold the hooks of ``parameter``, to be given to :func:`set_hooks`."""
-    return tuple(getattr(parameter, kind) for kind in _KINDS)
+    return gradient_hooks(parameter), accumulation_hooks(parameter)
 
 
-def set_hooks(parameter: torch.Tensor, hooks: tuple[Any, ...]) -> None:
+def set_hooks(parameter: torch.Tensor, hooks: tuple[Table, Table]) -> None:
     """Makes ``parameter`` have ``hooks``: the very dicts, through which their handles remove them."""
-    for kind, found in zip(_KINDS, hooks, strict=True):
+    for found, give in zip(hooks, (set_gradient_hooks, set_accumulation_hooks), strict=True):
         if found is not None:
-            setattr(parameter, kind, found)
+            give(parameter, found)
 
 
 def carry_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -44,22 +46,22 @@ def carry_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
 
 def run_hooks(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
     """``gradient`` after the hooks of ``parameter`` on it, placed as before."""
-    for hook in tuple((parameter._backward_hooks or {}).values()):
+    for hook in tuple((gradient_hooks(parameter) or {}).values()):
         gradient = _result(_inner(hook), gradient)
     return gradient
 
 
 def run_post_hooks(parameter: nn.Parameter) -> None:
     """The hooks of ``parameter`` for after its ``.grad`` was added to."""
-    for hook in tuple((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
+    for hook in tuple((accumulation_hooks(parameter) or {}).values()):
         _inner(hook)(parameter)
 
 
 def prepare_hooks(parameter: nn.Parameter, arrives: bool) -> None:
     """Before autograd runs the hooks of ``parameter`` itself: lets them do what :func:`run_hooks` lets them, and
     whether a gradient ``arrives`` at all: torch runs hooks also where there is none."""
-    for kind, wrapper in zip(_KINDS, (_OnGradient, _AfterAccumulation), strict=True):
-        hooks = getattr(parameter, kind) or {}
+    for table, wrapper in zip(hooks_of(parameter), (_OnGradient, _AfterAccumulation), strict=True):
+        hooks = table or {}
         for key, hook in tuple(hooks.items()):
             if not isinstance(hook, _Wrapped) and not getattr(hook, "__module__", "").startswith("autopar."):
                 hooks[key] = hook = wrapper(hook)

@@ -32,6 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from autopar.runtime.comm.groups import MeshGroups
+from autopar.runtime.torch_internals.tensor_lists import each_norm, multiply_in_place
 
 FIRST, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
 # Passes in a row whose gradients are dropped before that is called odd, nobody seeming to consume gradients.
@@ -67,7 +68,7 @@ class LossScale:
         given = [gradient for gradient in gradients if gradient.numel()]
         overflow = _overflow(given, groups)
         if given:
-            torch._foreach_mul_(given, 1.0 / self.scale)
+            multiply_in_place(given, 1.0 / self.scale)
         if overflow and not self.overflowed:
             self.overflowed, self.scale, self.tracker = True, self.scale * self.backoff_factor, 0
         if self.overflowed:
@@ -128,7 +129,7 @@ def _overflow(gradients: Sequence[torch.Tensor], groups: MeshGroups) -> bool:
     everyone, device = groups.over(groups.axes), groups.device
     found = torch.zeros((), device=device)
     if gradients:
-        largest = torch._foreach_norm(list(gradients), float("inf"))
+        largest = each_norm(gradients, float("inf"))
         found = (~torch.stack([size.to(device, torch.float32) for size in largest]).isfinite().all()).float()
     if everyone.group is not None:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=everyone.group)

@@ -18,10 +18,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from autopar.errors import AutoparError
+from autopar.torch_internals.hugging_face import initialises_all_inside
+from autopar.torch_internals.modes import TorchDispatchMode
+from autopar.torch_internals.modules import SKIPPED_ON_META, buffers_of, initialiser_of
+from autopar.torch_internals.operators import is_mutable, schema_of
+from autopar.torch_internals.tensors import storage_key
+from autopar.torch_internals.trees import tree_leaves, tree_map
 
 # In-place operations that do not read what they overwrite.
 _OVERWRITES = {
@@ -35,11 +39,6 @@ _OVERWRITES = {
     "bernoulli_",
     "eye_",
 }
-
-
-# What torch.nn.init silently leaves out on the meta device, because it looks at values: recorded as one step
-# each.
-_SKIPPED_ON_META = ("_no_grad_trunc_normal_", "orthogonal_", "dirac_", "sparse_")
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class _Step:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return storage_key(tensor.untyped_storage())
 
 
 def _is_meta(value: object) -> bool:
@@ -109,14 +108,14 @@ class _Recorder(TorchDispatchMode):
 
     def _record(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
         reads = frozenset(map(_storage, given))
-        mutable = func._schema.is_mutable
+        mutable = is_mutable(func)
         if mutable:
             writes = frozenset(_storage(t) for t in _mutated(func, args, kwargs) if _is_meta(t))
         else:
             writes = frozenset(map(_storage, made)) - reads
         if not writes:
             return
-        fills = not mutable or func._schema.name.split("::")[1] in _OVERWRITES
+        fills = not mutable or schema_of(func).name.split("::")[1] in _OVERWRITES
         made = [tensor for tensor in made if _storage(tensor) not in reads]
         self.add(func, args, kwargs, made, reads, writes, fills, fills and (not mutable or _note(args[0]).whole))
 
@@ -150,7 +149,7 @@ class _Recorder(TorchDispatchMode):
         )
 
     def add_whole(self, function: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
-        """Records ``function(tensor, ...)`` of :data:`_SKIPPED_ON_META`, or runs it on a real tensor."""
+        """Records ``function(tensor, ...)`` of :data:`SKIPPED_ON_META`, or runs it on a real tensor."""
         if not _is_meta(tensor):
             raise AutoparError(f"{function.__name__} of a real tensor inside the initialisation of a meta model")
         self.kept[_storage(tensor)] = tensor.untyped_storage()
@@ -165,11 +164,11 @@ class _Recorder(TorchDispatchMode):
         Those functions are known under many names (transformers keeps them in a table), so their code is
         exchanged, not the names.
         """
-        functions = [getattr(nn.init, name) for name in _SKIPPED_ON_META]
+        functions = [getattr(nn.init, name) for name in SKIPPED_ON_META]
         kept = [(f.__code__, f.__defaults__, f.__kwdefaults__) for f in functions]
         nn.init.__dict__["_autopar_recorder"] = self
         try:
-            for name, function in zip(_SKIPPED_ON_META, functions, strict=True):
+            for name, function in zip(SKIPPED_ON_META, functions, strict=True):
                 function.__defaults__ = function.__kwdefaults__ = None
                 function.__code__ = _relay(name)
             with self:
@@ -193,7 +192,7 @@ def _relay(name: str) -> CodeType:
 
 def _mutated(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
     """The tensor arguments that ``func`` writes to."""
-    for place, argument in enumerate(func._schema.arguments):
+    for place, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
@@ -202,8 +201,7 @@ def _mutated(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
 def _initialise(module: nn.Module) -> None:
     """The model's own initialisation, children first."""
     for path, part in reversed(list(module.named_modules())):
-        reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
-        if callable(reset):
+        if (reset := initialiser_of(part)) is not None:
             try:
                 reset()
             except Exception as error:
@@ -214,11 +212,7 @@ def _initialise(module: nn.Module) -> None:
                 ) from error
     covered: set[nn.Module] = set()
     for part in module.modules():
-        if (
-            part not in covered
-            and callable(getattr(part, "initialize_weights", None))
-            and hasattr(part, "_init_weights")
-        ):
+        if part not in covered and initialises_all_inside(part):
             covered.update(part.modules())
             part.initialize_weights()  # type: ignore[operator]
 
@@ -325,6 +319,6 @@ def materialise(module: nn.Module, device: torch.device, seed: int) -> None:
             real.__dict__.update(parameter.__dict__)
             torch.utils.swap_tensors(parameter, real)
     for path, part in module.named_modules():
-        for key, buffer in part._buffers.items():
+        for key, buffer in buffers_of(part).items():
             if buffer is not None and _is_meta(buffer):
-                part._buffers[key] = initialiser.value(buffer, f"{path}.{key}" if path else key)
+                buffers_of(part)[key] = initialiser.value(buffer, f"{path}.{key}" if path else key)

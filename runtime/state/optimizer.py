@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from autopar.errors import AutoparError
+from autopar.runtime.torch_internals.dtensors import dtensor, local_tensor
 
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Adadelta,
@@ -86,21 +86,21 @@ def _on_shards(cls: type[torch.optim.Optimizer], in_host: InHost) -> type[torch.
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         cls.load_state_dict(self, state_dict)
-        self._inner = None
+        self.autopar_inner = None
         # torch has put it all on the device.
         for parameter, path, _ in _named(self):
             if parameter in self.state and in_host(path):
                 resting = _in_host({key: _local(value) for key, value in self.state[parameter].items()})
                 self.state[parameter] = _as_global(resting, parameter)
 
-    body = {"step": step, "load_state_dict": load_state_dict, "_inner": None, "__doc__": cls.__doc__}
+    body = {"step": step, "load_state_dict": load_state_dict, "autopar_inner": None, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls,), body)
 
 
 def _step(outer: Any, cls: type[torch.optim.Optimizer], in_host: InHost) -> None:
-    if outer._inner is None or _resting(outer, in_host) != outer._inner.resting:
-        outer._inner = _Inner(outer, cls, in_host)
-    outer._inner.step(outer)
+    if outer.autopar_inner is None or _resting(outer, in_host) != outer.autopar_inner.resting:
+        outer.autopar_inner = _Inner(outer, cls, in_host)
+    outer.autopar_inner.step(outer)
 
 
 class _Inner:
@@ -208,7 +208,7 @@ def _resting(optimizer: torch.optim.Optimizer, in_host: InHost) -> list[tuple[in
 
 
 def _shard(parameter: nn.Parameter) -> torch.Tensor:
-    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    return local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
 
 
 def _local(value: Any) -> Any:
@@ -261,4 +261,4 @@ def _dtensor(shard: torch.Tensor, parameter: DTensor) -> DTensor:
     if shard.device.type == mesh.device_type:
         return DTensor.from_local(shard, mesh, places, run_check=False, shape=shape, stride=stride)
     # ``from_local`` would bring what lies in host memory to the device.
-    return DTensor(shard, DTensorSpec(mesh, places, TensorMeta(shape, stride, shard.dtype)), requires_grad=False)
+    return dtensor(shard, mesh, places, shape, stride)

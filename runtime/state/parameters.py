@@ -21,9 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from autopar.errors import AutoparError, PlanMismatchError
 from autopar.ir.placements import (
@@ -40,6 +38,8 @@ from autopar.ir.program import TensorSlot
 from autopar.runtime.comm.collectives import Collectives
 from autopar.runtime.comm.groups import AxisGroup, MeshGroups
 from autopar.runtime.execute.randomness import signed_seed
+from autopar.runtime.torch_internals.dtensors import dtensor, local_tensor, strided_shard
+from autopar.torch_internals.modules import buffers_of, parameters_of
 
 from .gradient_hooks import carry_hooks, hooks_of, set_hooks
 from .materialise import Initialiser
@@ -84,7 +84,7 @@ def torch_placements(placements: Placements, mesh: Sequence[int]) -> tuple[Torch
     for axis, placement in enumerate(placements):
         if isinstance(placement, StridedShard):
             factor = before_when_cut(placements, axis, mesh)
-            found.append(Shard(placement.dim) if factor == 1 else _StridedShard(placement.dim, split_factor=factor))
+            found.append(Shard(placement.dim) if factor == 1 else strided_shard(placement.dim, factor))
         else:
             found.append(placement)
     return tuple(found)
@@ -128,9 +128,8 @@ def make_dtensor(local: torch.Tensor, slot: TensorSlot, place: Place) -> DTensor
     """The DTensor of global shape ``slot.shape``, placed as ``slot`` says, of which this rank holds
     ``local`` (nothing if it is no part of the mesh). Not by ``DTensor.from_local``, which takes the shape of a number,
     (), for none given."""
-    meta = TensorMeta(torch.Size(slot.shape), contiguous_stride(slot.shape), local.dtype)
-    spec = DTensorSpec(place.mesh, torch_placements(slot.placements, place.shape), tensor_meta=meta)
-    return DTensor(local, spec, requires_grad=local.requires_grad)
+    placements = torch_placements(slot.placements, place.shape)
+    return dtensor(local, place.mesh, placements, slot.shape, contiguous_stride(slot.shape), local.requires_grad)
 
 
 def take_own(whole: torch.Tensor, slot: TensorSlot, place: Place) -> torch.Tensor:
@@ -171,9 +170,8 @@ def _broadcast(tensors: Sequence[torch.Tensor], group: AxisGroup, device: torch.
 def wrap(tensor: torch.Tensor, groups: MeshGroups) -> DTensor:
     """``tensor`` as a replicated DTensor of the same memory, wherever that is: ``from_local`` would move it
     to the mesh's device."""
-    meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
-    spec = DTensorSpec(groups.mesh, (Replicate(),) * len(groups.shape), tensor_meta=meta)
-    return DTensor(tensor.detach(), spec, requires_grad=False)
+    placements = (Replicate(),) * len(groups.shape)
+    return dtensor(tensor.detach(), groups.mesh, placements, tensor.shape, tensor.stride())
 
 
 def wrap_parameters(module: nn.Module, groups: MeshGroups) -> None:
@@ -181,7 +179,7 @@ def wrap_parameters(module: nn.Module, groups: MeshGroups) -> None:
     device it is (meta included); tied ones by the same one."""
     made: dict[int, nn.Parameter] = {}
     for part in module.modules():
-        for key, parameter in part._parameters.items():
+        for key, parameter in parameters_of(part).items():
             if parameter is None or isinstance(parameter, DTensor):
                 continue
             if id(parameter) not in made:
@@ -189,29 +187,29 @@ def wrap_parameters(module: nn.Module, groups: MeshGroups) -> None:
                 made[id(parameter)].__dict__.update(parameter.__dict__)
                 carry_hooks(parameter, made[id(parameter)])
                 mark_replaced(parameter, made[id(parameter)])
-            part._parameters[key] = made[id(parameter)]
+            parameters_of(part)[key] = made[id(parameter)]
 
 
 @contextmanager
 def unwrapped(module: nn.Module) -> Iterator[None]:
     """Within, ``module`` has the local tensors of its DTensor parameters, as plain parameters."""
     plain: dict[int, nn.Parameter] = {}
-    before = [(part, dict(part._parameters)) for part in module.modules()]
+    before = [(part, dict(parameters_of(part))) for part in module.modules()]
     for part, parameters in before:
         for key, parameter in parameters.items():
             if isinstance(parameter, DTensor):
-                local = plain.setdefault(id(parameter), nn.Parameter(parameter._local_tensor, requires_grad=False))
-                part._parameters[key] = local
+                local = plain.setdefault(id(parameter), nn.Parameter(local_tensor(parameter), requires_grad=False))
+                parameters_of(part)[key] = local
     try:
         yield
     finally:
         for part, parameters in before:
-            part._parameters.update(parameters)
+            parameters_of(part).update(parameters)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor, without the cost or the autograd of ``to_local``."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def swap_parameter(parameter: torch.Tensor, replacement: torch.Tensor, name: str) -> None:
@@ -307,9 +305,9 @@ def _replace(parameter: nn.Parameter, whole: torch.Tensor, stored: Stored) -> No
 
 def _fill_buffers(module: nn.Module, initialiser: Initialiser) -> None:
     for path, part in module.named_modules():
-        for key, buffer in part._buffers.items():
+        for key, buffer in buffers_of(part).items():
             if buffer is not None and buffer.is_meta:
-                part._buffers[key] = initialiser.value(buffer, f"the buffer {path}.{key}")
+                buffers_of(part)[key] = initialiser.value(buffer, f"the buffer {path}.{key}")
 
 
 def _place_buffers(module: nn.Module, groups: MeshGroups) -> None:
@@ -322,9 +320,9 @@ def _place_buffers(module: nn.Module, groups: MeshGroups) -> None:
         else:
             moved[id(buffer)] = value
     for part in module.modules():
-        for key, tensor in part._buffers.items():
+        for key, tensor in buffers_of(part).items():
             if tensor is not None and id(tensor) in moved:
-                part._buffers[key] = moved[id(tensor)]
+                buffers_of(part)[key] = moved[id(tensor)]
 
 
 def check_placed(module: nn.Module, stored: Mapping[str, Stored]) -> None:

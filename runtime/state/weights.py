@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from autopar.errors import PlanMismatchError
 from autopar.ir.program import TensorSlot
 from autopar.runtime.comm.groups import MeshGroups
+from autopar.runtime.torch_internals.dtensors import dtensor_like
+from autopar.torch_internals.tensors import gradient_hooks
 
 from .gradient_hooks import run_hooks, run_post_hooks
 from .parameters import (
@@ -141,7 +143,7 @@ def gradient_like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
     """``local`` as the gradient of ``parameter``: placed the same. The bare constructor, because
     ``from_local`` takes twice as long and there are hundreds a step."""
     assert isinstance(parameter, DTensor)
-    return DTensor(local, parameter._spec, requires_grad=False)
+    return dtensor_like(local, parameter)
 
 
 MakeGradient = Callable[[nn.Parameter, torch.Tensor], torch.Tensor]
@@ -150,7 +152,7 @@ MakeGradient = Callable[[nn.Parameter, torch.Tensor], torch.Tensor]
 def accumulate(parameter: nn.Parameter, local: torch.Tensor, make: MakeGradient = gradient_like) -> None:
     """Adds ``local`` to the gradient of ``parameter``; the first is what ``make`` makes of it. Runs the hooks that
     autograd would run."""
-    if parameter._backward_hooks:
+    if gradient_hooks(parameter):
         local = local_of(run_hooks(parameter, make(parameter, local)))
     if parameter.grad is None:
         parameter.grad = make(parameter, local)

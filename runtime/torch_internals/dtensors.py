@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,17 +20,23 @@ from autopar.torch_internals.sharding_rules import DTensorSpec, TensorMeta
 
 __all__ = ["dtensor", "dtensor_like", "local_tensor", "strided_shard", "sub_mesh", "without_advice_to_flatten"]
 
+Made = TypeVar("Made", bound=DTensor)
+
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:
     """What this rank holds of ``tensor``: the very tensor. Relies on ``DTensor._local_tensor`` (2.11)."""
     return tensor._local_tensor
 
 
-def dtensor_like(local: torch.Tensor, like: DTensor, cls: type[DTensor] = DTensor) -> DTensor:
-    """``local`` as a ``cls`` of the placements and the shape of ``like``. Relies on ``DTensor._spec`` and the
+def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
+    """``local`` as a DTensor of the mesh, placements and shape of ``like``. Relies on ``DTensor._spec`` and the
     constructor that takes it (2.11)."""
-    made: DTensor = cls(local, like._spec, requires_grad=False)
-    return made
+    return DTensor(local, like._spec, requires_grad=False)
+
+
+def subclass_like(cls: type[Made], local: torch.Tensor, like: DTensor) -> Made:
+    """As :func:`dtensor_like`, of a class of one's own. Relies on the same (2.11)."""
+    return cls(local, like._spec, requires_grad=False)
 
 
 def dtensor(

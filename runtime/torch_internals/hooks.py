@@ -49,7 +49,7 @@ def forward_pre_hooks(module: nn.Module) -> Iterator[tuple[Any, bool]]:
 def move_hooks(source: nn.Module, target: nn.Module, kind: str, kept: OrderedDict[int, Any]) -> None:
     """Gives ``target`` the table of ``source``, which has ``kept`` from now on. Relies on the tables of :data:`KINDS`
     and on those that say which take keyword arguments (2.11)."""
-    vars(target)[kind], vars(source)[kind] = vars(source)[kind], kept
+    vars(source)[kind], vars(target)[kind] = kept, module_hooks(source, kind)
     if kind in _WITH_KWARGS:
         vars(target)[_WITH_KWARGS[kind]] = vars(source)[_WITH_KWARGS[kind]]
         vars(source)[_WITH_KWARGS[kind]] = OrderedDict(vars(source)[_WITH_KWARGS[kind]])
@@ -68,19 +68,6 @@ def hook_tables(module: nn.Module) -> Iterator[str]:
     for name, value in vars(module).items():
         if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and isinstance(value, dict):
             yield name
-
-
-def gradient_hooks(tensor: torch.Tensor) -> dict[int, Any] | None:
-    """The hooks of ``register_hook``; None if there never were any. Relies on ``Tensor._backward_hooks`` (2.11)."""
-    found: dict[int, Any] | None = tensor._backward_hooks
-    return found
-
-
-def accumulation_hooks(tensor: torch.Tensor) -> dict[int, Any] | None:
-    """The hooks of ``register_post_accumulate_grad_hook``; None if there never were any. Relies on
-    ``Tensor._post_accumulate_grad_hooks`` (2.11)."""
-    found: dict[int, Any] | None = getattr(tensor, "_post_accumulate_grad_hooks", None)
-    return found
 
 
 def set_gradient_hooks(tensor: torch.Tensor, hooks: dict[int, Any]) -> None:

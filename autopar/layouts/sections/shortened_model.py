@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from autopar.errors import TraceError
+from autopar.torch_internals.modules import buffers_of, children_of, parameters_of, set_children
 
 from .stand_in import Represented, UnlikeError
 
@@ -76,12 +77,12 @@ def _signature(module: nn.Module, numbers: frozenset[_Attribute], path: str = ""
     )
     state = tuple(
         (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        for name, tensor in (*parameters_of(module).items(), *buffers_of(module).items())
         if tensor is not None
     )
     children = tuple(
         (name, _signature(child, numbers, f"{path}.{name}"))
-        for name, child in module._modules.items()
+        for name, child in children_of(module).items()
         if child is not None
     )
     return type(module), own, state, children
@@ -141,17 +142,18 @@ def shortened(model: nn.Module, whole: frozenset[str] = frozenset()) -> Iterator
     with contextlib.ExitStack() as stack:
         for path, module in list(model.named_modules()):
             is_part = any(path.startswith(inside(known, "")) for known in kinds)
-            layers = {name: child for name, child in module._modules.items() if child is not None}
+            layers = {name: child for name, child in children_of(module).items() if child is not None}
             if is_part or not isinstance(module, _LISTS) or not _is_list_of_layers(module, layers):
                 continue
             kinds[path] = {name: name for name in layers} if path in whole else _kinds(layers)
             represented = Represented(path)
             stack.callback(represented.close)
-            stack.callback(setattr, module, "_modules", dict(module._modules))
-            module._modules = {
+            stack.callback(set_children, module, dict(children_of(module)))
+            shown = {
                 name: layers[name] if name == kind else represented.stand_in(layers[name], layers[kind])
                 for name, kind in kinds[path].items()
             }
+            set_children(module, shown)
         yield Depth(kinds)
 
 

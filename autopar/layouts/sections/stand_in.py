@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from autopar.ir.graph import Graph
 from autopar.ir.node import Node
+from autopar.torch_internals.modules import blank_copy, children_of, set_children
+from autopar.torch_internals.trees import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 # What is called through its elements and not itself.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -44,7 +45,7 @@ class _Call:
 
     taken: tuple[torch.Tensor, ...]
     given: tuple[Any, ...]
-    spec: pytree.TreeSpec
+    spec: TreeSpec
 
 
 class Represented:
@@ -64,12 +65,10 @@ class Represented:
     def stand_in(self, layer: nn.Module, representative: nn.Module) -> nn.Module:
         """What stands in for ``layer``, which is equal to ``representative``; of lists and dicts of modules their
         elements do."""
-        found = object.__new__(type(layer))
-        found.__dict__.update(layer.__dict__, _parameters={}, _buffers={}, _modules={})
+        found = blank_copy(layer)
         if isinstance(layer, _CONTAINERS):
-            found._modules = {
-                name: self.stand_in(child, representative.get_submodule(name)) for name, child in layer._modules.items()
-            }
+            children = ((name, child) for name, child in children_of(layer).items() if child is not None)
+            set_children(found, {n: self.stand_in(child, representative.get_submodule(n)) for n, child in children})
             return found
         self._listen(representative)
         found.__dict__["forward"] = self._passing(id(representative))
@@ -77,7 +76,7 @@ class Represented:
 
     def _listen(self, module: nn.Module) -> None:
         def note(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            given, spec = pytree.tree_flatten(output)
+            given, spec = tree_flatten(output)
             self._last[id(module)] = _Call(_tensors((args, kwargs)), tuple(given), spec)
 
         if id(module) not in self._hooks:
@@ -88,13 +87,13 @@ class Represented:
             last, now = self._last.get(representative), _tensors((args, kwargs))
             if last is None or list(map(_kind, last.taken)) != list(map(_kind, now)):
                 raise UnlikeError(self.path)
-            return pytree.tree_unflatten(list(map(_marked, _passed_on(last, now))), last.spec)
+            return tree_unflatten(list(map(_marked, _passed_on(last, now))), last.spec)
 
         return forward
 
 
 def _tensors(tree: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return tuple(leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
 def _kind(tensor: torch.Tensor) -> tuple[str, torch.dtype]:

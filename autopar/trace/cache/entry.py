@@ -16,11 +16,11 @@ from typing import Any
 import safetensors.torch
 import sympy
 import torch
-from torch.utils import _pytree as pytree
 
 from autopar.ir.graph import Graph
 from autopar.ir.node import Node
 from autopar.ir.signature import Signature
+from autopar.torch_internals.trees import treespec_dumps, treespec_loads
 from autopar.trace.call import Returned
 from autopar.trace.capture import Request
 from autopar.trace.guards.read_names import Names, guards_by_name, same_guards
@@ -108,7 +108,7 @@ class Entry:
                 "sources": [node.source for node in self.graph.nodes],
                 "made": base64.b64encode(safetensors.torch.save(_whole(self.graph.constants))).decode(),
                 "held": dict(self.held),
-                "output_spec": pytree.treespec_dumps(returned.spec),
+                "output_spec": treespec_dumps(returned.spec),
                 "output_names": returned.names,
                 "output_constants": {str(i): _constant(value) for i, value in returned.constants.items()},
                 "lost": dict(returned.lost),
@@ -130,7 +130,7 @@ class Entry:
         graph = Graph.from_text(data["graph"])
         nodes = tuple(replace(n, source=str(s)) for n, s in zip(graph.nodes, data["sources"], strict=True))
         returned = Returned(
-            spec=pytree.treespec_loads(data["output_spec"]),
+            spec=treespec_loads(data["output_spec"]),
             names=tuple(data["output_names"]),
             constants={int(i): value for i, value in data["output_constants"].items()},
             lost={str(name): str(kind) for name, kind in data["lost"].items()},

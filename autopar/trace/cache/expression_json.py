@@ -7,7 +7,8 @@ from typing import Any
 
 import sympy
 from sympy.logic import boolalg
-from torch.utils._sympy import functions as theirs
+
+from autopar.torch_internals.fake_tensors import sympy_functions as theirs
 
 _OURS = (
     *(sympy.Add, sympy.Mul, sympy.Pow, sympy.Mod, sympy.floor, sympy.ceiling, sympy.Max, sympy.Min, sympy.Abs),

@@ -13,20 +13,19 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from autopar.content.code_origin import is_library
 from autopar.content.feed import Unkeyable
 from autopar.content.objects import Contents
 from autopar.content.source_hash import code_version
 from autopar.runtime.calls.module_hooks import hooks_everywhere
+from autopar.torch_internals.modes import is_any_mode_active
 from autopar.trace.capture import Request
 
 
 def trace_key(request: Request) -> str:
     """The key of a trace. Raises :class:`Unkeyable` if something that it may follow from cannot be told."""
-    if _get_current_function_mode_stack() or _get_current_dispatch_mode_stack():
+    if is_any_mode_active():
         raise Unkeyable("a mode of torch is active, which may do anything")
     for hook in hooks_everywhere():
         raise Unkeyable(f"{hook.text} may do anything")

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
-import torch._decomp.decompositions as torch_decompositions
 from torch import Tensor
-from torch._C import DispatchKey
-from torch._ops import OpOverload
+
+from autopar.torch_internals.operators import OpOverload, autograd_kernel, set_autograd_kernel
+from autopar.torch_internals.replacements import recurrent_layers as their_layers
+from autopar.torch_internals.replacements import recurrent_layers_replaced
 
 from .registry import aten
 
@@ -40,9 +40,6 @@ def multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) -> tuple[T
     return (each.mean() if reduction == _MEAN else each), marked
 
 
-_their_layers = torch_decompositions._rnn_helper
-
-
 def recurrent_layers(
     x: Tensor, hidden: Any, params: Any, biased: bool, layers: int, dropout: float, train: bool, both: bool,
     first: bool,
@@ -54,7 +51,7 @@ def recurrent_layers(
         if index and train and dropout:
             x = torch.dropout(x, dropout, True)
         own = slice(ways * index, ways * (index + 1))
-        x, last = _their_layers(x, hidden[own], params[own], biased, 1, 0.0, train, both, False, layer)
+        x, last = their_layers(x, hidden[own], params[own], biased, 1, 0.0, train, both, False, layer)
         final += last
     return (x.transpose(0, 1) if first else x), final
 
@@ -67,21 +64,12 @@ MENDED: dict[OpOverload, Callable[..., Any]] = {
 @contextmanager
 def mended() -> Iterator[None]:
     """Within, torch's tracer applies ours."""
-    key = DispatchKey.Autograd
-    before = {op: op.py_kernels.get(key) for op in MENDED}
+    before = {op: autograd_kernel(op) for op in MENDED}
     try:
         for op, ours in MENDED.items():
-            _apply(op, ours)
-        with patch.object(torch_decompositions, "_rnn_helper", recurrent_layers):
+            set_autograd_kernel(op, ours)
+        with recurrent_layers_replaced(recurrent_layers):
             yield
     finally:
         for op, theirs in before.items():
-            _apply(op, theirs)
-
-
-def _apply(op: Any, kernel: Any) -> None:
-    """``kernel`` is what tracing runs for ``op`` from now on; what torch remembers of its choice is dropped."""
-    op.py_kernels.pop(DispatchKey.Autograd, None)
-    if kernel is not None:
-        op.py_kernels[DispatchKey.Autograd] = kernel
-    op._dispatch_cache.clear()
+            set_autograd_kernel(op, theirs)

@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp import get_decompositions
-from torch._ops import OpOverload
+
+from autopar.torch_internals.operators import OpOverload, get_decompositions, overload_name
 
 from .mixed_precision import MIXED
 from .products import PRODUCTS
@@ -85,7 +85,7 @@ def decomposition_table() -> dict[OpOverload, Decomposition]:
     """The table for the tracer."""
     table: dict[Any, Decomposition] = get_decompositions(_TORCHS)
     ours = {**_OURS, **PRODUCTS, **MIXED, **RANDOM}
-    return {**{op: how for op, how in table.items() if not _OUT & set(op._overloadname.split("_"))}, **ours}
+    return {**{op: how for op, how in table.items() if not _OUT & set(overload_name(op).split("_"))}, **ours}
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

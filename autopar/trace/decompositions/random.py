@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from autopar.ops import random as random_ops
+from autopar.torch_internals.operators import OpOverload
 
 from .registry import Decomposition, Table, aten, into
 

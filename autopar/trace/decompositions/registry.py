@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+
+from autopar.torch_internals.operators import OpOverload
 
 aten: Any = torch.ops.aten
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from autopar.errors import TraceError
+from autopar.torch_internals.modules import BUFFERS, CHILDREN, PARAMETERS, buffers_of, children_of, parameters_of
 
 from .reads import Owner, Reads
 from .values import MISSING, Expected, Tensor, freeze, sentence, shown, within
@@ -63,7 +64,7 @@ class Members:
 
     @classmethod
     def of(cls, module: nn.Module, label: str) -> Members:
-        kinds = module._modules, module._parameters, module._buffers
+        kinds = children_of(module), parameters_of(module), buffers_of(module)
         return cls(label, *kinds, *(tuple(kind.items()) for kind in kinds))
 
     def changed(self) -> str | None:
@@ -200,7 +201,7 @@ def _is_learnt(value: object) -> bool:
 
 
 def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    for kind in (module._parameters, module._buffers):
+    for kind in (parameters_of(module), buffers_of(module)):
         yield from (tensor for tensor in kind.values() if tensor is not None)
 
 
@@ -208,7 +209,7 @@ def _places(owner: Owner, name: str, is_of_model: bool) -> Iterator[tuple[str, S
     """Where an attribute of that name is, or would be: how it is called, the namespace, the name there."""
     label, own = f"{owner.label}.{name}", owner.members
     if isinstance(owner.value, nn.Module):
-        for part in ("_parameters", "_buffers", "_modules"):
+        for part in (PARAMETERS, BUFFERS, CHILDREN):
             if name in own[part]:
                 if not is_of_model:
                     yield label, own[part], name

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from autopar.content.code_origin import is_written_by_user
+from autopar.torch_internals.modules import BUFFERS, CHILDREN, PARAMETERS, is_flat_weights
 
 from .random_numbers import GENERATORS, Chance
 from .values import CONTAINERS, MISSING, PLAIN, within
@@ -231,7 +232,7 @@ class Reads:
 
     def _note(self, owner: Any, name: str, inner: Callable[[Any, str], Any]) -> Any:
         key = id(owner), name
-        if name == "_flat_weights" and isinstance(owner, nn.RNNBase):  # The parameters again.
+        if is_flat_weights(owner, name):  # The parameters again.
             return inner(owner, name)
         if name in MACHINERY or key in self.read or (name.startswith("__") and name != "__dict__"):
             return inner(owner, name)
@@ -280,7 +281,7 @@ def members_of(owner: Owner) -> Mapping[str, Any]:
     """The attributes of an object, for a module with what it is made of."""
     if isinstance(owner.value, nn.Module):
         own = owner.members
-        return {**own["_modules"], **own["_buffers"], **own["_parameters"], **own}
+        return {**own[CHILDREN], **own[BUFFERS], **own[PARAMETERS], **own}
     return owner.members
 
 

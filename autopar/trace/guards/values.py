@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from autopar.content.tensor_digest import tensor_digest
+from autopar.torch_internals.tensors import counted_writes
 
 # What a call may be given or return besides tensors, as a constant of its trace.
 CONSTANT_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum, slice)
@@ -213,7 +214,7 @@ def within(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+    return -1 if tensor.is_inference() else counted_writes(tensor)
 
 
 def _digest(tensor: torch.Tensor) -> str | None:

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map
+
+from autopar.torch_internals.trees import tree_flatten, tree_map
 
 from . import ctc_loss as _ctc  # noqa: F401  (registers)
 from . import reductions as _sums  # noqa: F401

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from autopar.torch_internals.trees import tree_flatten, tree_unflatten
 
 from .branches import SelectionError
 from .gather_scatter import is_one, masked, same_selection

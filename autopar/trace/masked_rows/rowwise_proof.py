@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves
 
 from autopar.ir.node import TensorType
 from autopar.ir.placements import REPLICATE, AxisStrategy, Placement, is_shard, shard, shard_dim
 from autopar.passes.rule_language.registry import OpCall, Operand
 from autopar.passes.rules import RULES
+from autopar.torch_internals.modes import TorchDispatchMode, without_dispatch_modes
+from autopar.torch_internals.operators import is_mutable, schema_of
+from autopar.torch_internals.trees import tree_flatten, tree_leaves
 
 from .branches import SelectionError
 
@@ -64,11 +65,11 @@ class _Watch(TorchDispatchMode):
         results = result if isinstance(result, (tuple, list)) else (result,)
         self._kept += [*operands, *results]
         if not any(id(operand) in self.placed for operand in operands):
-            if func._schema.is_mutable:
+            if is_mutable(func):
                 raise SelectionError(f"{func} changes a tensor that is not selected by rows")
             return result
         places = tuple(self.placed.get(id(operand), REPLICATE) for operand in operands)
-        name = func._schema.name.removeprefix("aten::")
+        name = schema_of(func).name.removeprefix("aten::")
         self.found.tame &= name.removesuffix("_") in _TAME
         self._note_writes(func, args, kwargs)
         outputs = self._outputs(func, args, kwargs, operands, places, results)
@@ -78,7 +79,7 @@ class _Watch(TorchDispatchMode):
         return result
 
     def _note_writes(self, func: Any, args: Any, kwargs: Any) -> None:
-        for argument, value in zip(func._schema.arguments, args, strict=False):
+        for argument, value in zip(schema_of(func).arguments, args, strict=False):
             info = argument.alias_info
             if info is not None and isinstance(value, Tensor):
                 if info.is_write:
@@ -89,7 +90,7 @@ class _Watch(TorchDispatchMode):
                     self.found.written += (self._operands[id(value)],)
                 else:
                     self.found.views = True
-        if any(isinstance(v, Tensor) and a.alias_info for a in func._schema.arguments for v in [kwargs.get(a.name)]):
+        if any(isinstance(v, Tensor) and a.alias_info for a in schema_of(func).arguments for v in [kwargs.get(a.name)]):
             raise SelectionError(f"{func} writes to a tensor given as out")
 
     def _outputs(
@@ -98,7 +99,7 @@ class _Watch(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             if all(isinstance(r, Tensor) and r.shape == operands[0].shape for r in results):
                 return [places[0]] * len(results)  # Draws are by element.
-        elif not func._schema.name.startswith(("aten::new_", "aten::tri")):
+        elif not schema_of(func).name.startswith(("aten::new_", "aten::tri")):
             call = self._call(func, args, kwargs, operands, results)
             offered: list[AxisStrategy] = list(RULES[call.op](call)) if call.op in RULES else []
             fitting = [s for s in offered if s.inputs == places and _is_by_rows(s)]
@@ -137,7 +138,7 @@ def _type(tensor: Tensor) -> TensorType:
 
 def _functional(func: Any) -> str:
     """``aten.mul.Tensor`` of ``aten.mul_.Tensor``."""
-    if not func._schema.is_mutable:
+    if not is_mutable(func):
         return str(func)
     name, _, overload = str(func).rpartition(".")
     return f"{name.removesuffix('_')}.{overload}"
@@ -178,4 +179,4 @@ def by_rows(func: Any, args: Any, kwargs: Any, operands: dict[int, int], rows: i
     return watch.found
 
 
-without_modes = _disable_current_modes
+without_modes = without_dispatch_modes

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.torch_internals.tensors import wrapper_subclass
+
 from .branches import Regions, SelectionError
 from .mask_facts import Fact, Key, says_any
 
@@ -56,7 +58,7 @@ class Rows(torch.Tensor):
         data: Tensor, selection: Selection, pos: int, coordinates: tuple[int, ...] | None = None,
         sharing: list[None] | None = None,
     ) -> Rows:  # fmt: skip
-        made: Rows = torch.Tensor._make_wrapper_subclass(Rows, (0,), dtype=data.dtype)
+        made: Rows = wrapper_subclass(Rows, (0,), data.dtype)
         made.__dict__.update(
             data_=data,
             selection=selection,
@@ -87,7 +89,7 @@ class Known(torch.Tensor):
 
     @staticmethod
     def make(number: int, rank: int) -> Known:
-        made: Known = torch.Tensor._make_wrapper_subclass(Known, (0,), dtype=torch.int64)
+        made: Known = wrapper_subclass(Known, (0,), torch.int64)
         made.__dict__.update(number=number, rank=rank)
         return made
 
