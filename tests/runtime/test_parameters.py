@@ -17,8 +17,7 @@ from autopar.errors import AutoparError, PlanMismatchError
 from autopar.ir.placements import Placements, is_valid, parse_placement, parse_placements, short, take_local
 from autopar.ir.program import TensorSlot
 from autopar.runtime import gather_whole, mesh_groups, place_parameters, run_local, torch_placements
-from autopar.runtime.state import materialise
-from autopar.runtime.state.materialise import Initialiser
+from autopar.runtime.state.materialise import Initialiser, materialise
 from autopar.runtime.state.parameters import make_dtensor, take_own, torch_can_gather, wrap_parameters
 
 CPU = torch.device("cpu")
