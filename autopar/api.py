@@ -27,6 +27,7 @@ from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.trace.loss import TARGETS
 
 from .errors import OptionsError
+from .keywords import suggests
 from .options import Options, under_policy
 from .precision import scales_loss
 
@@ -66,6 +67,7 @@ def _axis_names(mesh: Mesh) -> tuple[str, ...]:
     return tuple(mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else ()
 
 
+@suggests
 def plan(
     model: nn.Module,
     mesh: Mesh,
@@ -105,6 +107,7 @@ def plan(
     return cached_plan(request, timings)
 
 
+@suggests
 def parallelize(
     model: nn.Module,
     mesh: Mesh,

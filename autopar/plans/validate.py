@@ -23,6 +23,7 @@ from autopar.ir.program import COLLECTIVES
 from autopar.plans.views.stages import busiest_stage
 
 from .field_types import wrong_fields
+from .moves import moves
 
 SHOWN = 5
 # Sums of floating-point numbers in another order.
@@ -44,7 +45,7 @@ def validate(plan: PlanRecord) -> None:
 
 def _wrong(plan: PlanRecord) -> Iterator[str]:
     """Each check relies on those before it: the first that finds something is the last."""
-    for check in (_settings, _names, _places, _lines, _figures, _pipeline):
+    for check in (_settings, _names, _places, _lines, moves, _figures, _pipeline):
         found = list(itertools.islice(check(plan), SHOWN))
         if found:
             yield from found

@@ -23,6 +23,8 @@ from autopar.torch_internals.fake_tensors import (
 from autopar.torch_internals.operators import OpOverload
 from autopar.trace.masked_rows.branches import SelectionError
 
+from .dtypes import given_where
+
 _BRANCH = (
     "the value of a tensor decides what runs next (.item(), int(), bool(), `if tensor:`, .tolist() or a "
     "Python loop over values), but a graph is captured without values; use torch.where or a mask instead, or "
@@ -106,7 +108,8 @@ def explain(error: BaseException, module: str, model: torch.nn.Module) -> TraceE
     )
     at = f" at {location[0]}\n    {location[1]}" if location else ""
     reason = _reason(error, location[1] if location else "")
-    return TraceError(f"{type(model).__name__} could not be captured as one graph: {where}{at}\n{reason}")
+    given = given_where(error, model)
+    return TraceError(f"{type(model).__name__} could not be captured as one graph: {where}{at}\n{reason}{given}")
 
 
 def explain_call(

@@ -17,6 +17,7 @@
   hold (absent tensors, a workspace); here they are steps of products, as in double precision;
 - ``nn.Transformer`` compares a mask with the causal one to let attention leave it out; here the mask is used as it is.
   In evaluation its encoder goes through nested tensors and fused layers; here it is the layers that it trains with;
+- ``cov`` and ``corrcoef`` warn where a value is too small; here they do not (:mod:`.covariance`);
 - checks of linear algebra (``cholesky`` of a matrix that has none), of distributions and of the variance in a Gaussian
   loss raise on values; a graph has no place to raise from.
 """
@@ -41,6 +42,7 @@ from autopar.torch_internals.modules import BatchNorm, buffers_of, check_batch_n
 from autopar.torch_internals.operators import safe_softmax
 from autopar.trace.decompositions.corrected import mended
 
+from .covariance import CORRELATIONS, COVARIANCES, correlation, covariance
 from .embedding_bags import embedding_bag
 
 _CHECKS = "aten::_linalg_check_errors"
@@ -92,10 +94,14 @@ def _convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: b
 
 
 class _Plain(TorchFunctionMode):
-    """Takes over dropout, attention with dropout, sparse embeddings and a loss, however they were imported."""
+    """Takes over dropout, attention with dropout, sparse embeddings, covariances and a loss, wherever imported."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in COVARIANCES:
+            return covariance(*args, **kwargs)
+        if func in CORRELATIONS:
+            return correlation(*args, **kwargs)
         if func is torch.dropout:
             return _dropout(*args, **kwargs)
         if func is F.scaled_dot_product_attention and _dropout_of(*args, **kwargs):

@@ -32,6 +32,7 @@ from .call import Call, Differentiate, Returned, describe_call
 from .capture import Captured, Request, capture
 from .convert import BATCH, convert
 from .counters import warn_of_counters
+from .dtypes import check_dtypes
 from .explain_errors import explain, explain_call, is_data_dependent
 from .loss import LossFunction
 from .model_state import State, model_state, unchanged
@@ -149,6 +150,7 @@ def traced_request(request: Request) -> Traced:
     assert reads is not None
     with unchanged(model):
         captured, graph = _captured(request)
+    check_dtypes(graph, model)
     if captured.counted:
         warn_of_counters(model, captured.counted)
     found = _traced(request, captured, graph)

@@ -15,6 +15,7 @@ from torch import nn
 from autopar.api import Batch, LossFunction, Mesh, mesh_shape
 from autopar.cluster.description import Cluster
 from autopar.errors import OptionsError
+from autopar.keywords import suggests
 from autopar.options import Options, under_policy
 from autopar.plans.plan import Plan
 from autopar.runtime.launch import run_local
@@ -24,6 +25,7 @@ from .steps import Task, is_double, one_process, parallel_step
 from .tolerance import Closeness
 
 
+@suggests
 def verify(
     model: nn.Module,
     mesh: Mesh,
