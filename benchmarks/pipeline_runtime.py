@@ -40,7 +40,7 @@ from autopar.passes.annotate.annotate import annotate
 from autopar.passes.normalise.standard import normalise
 from autopar.passes.pipeline.cut import cut
 from autopar.passes.pipeline.microbatch import microbatch
-from autopar.passes.recompute.saved_values import InsertRests
+from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.placement.prices import BUCKET_BYTES, Prices
 from autopar.planner.step_graphs import bare_step_graph
 from autopar.runtime import Compiled, ParallelModule, Request, run_local
@@ -145,7 +145,7 @@ def own_step(model: Whole, kind: Kind, stages: int, count: int, batch: tuple[tor
         each = BLOCKS // chunks
         staged = cut(pieces, cuts_before(pieces.graph, [each * c for c in range(1, chunks)]))
         schedule = scheduled((kind.own, kind.chunks), stages, count, staged)
-        whole = annotate(InsertRests()(pieces.graph), (1,))
+        whole = annotate(SaveActivations()(pieces.graph), (1,))
         prices = Prices.of(Cluster.get("local"), (1,), whole)
         links = {(edge.source, edge.target): WirePrice(1e-5, 1e9) for edge in staged.edges}
         placed, wires = place_chunks(staged, replicated(whole, (1,)), prices, links)

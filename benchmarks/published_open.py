@@ -194,7 +194,7 @@ def choose(
     for if none divides the model."""
     tried = tried_layouts(model, cluster, devices, batch=batch, like=like, space=space)
     if not tried:
-        layers, node = len(model.depth.standing), node_size(cluster, devices)
+        layers, node = len(model.depth.priced_as), node_size(cluster, devices)
         first = next(candidates(devices, batch, layers, node, model.experts, like, space), None)
         if first is not None:
             model.price(first, cluster, batch)

@@ -31,7 +31,7 @@ from autopar.passes.lower.lower import Lowering, lower
 from autopar.passes.lower.overlap import overlap
 from autopar.passes.probe.found_rules import KNOWN, Known
 from autopar.passes.recompute.recompute import recomputed
-from autopar.passes.recompute.saved_values import InsertRests
+from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.placement.memory_bound import memory
 from autopar.placement.placed_step import PlacedStep
 from autopar.placement.prices import BUCKET_BYTES, Prices
@@ -217,7 +217,7 @@ class Compiler:
                 raise _Indivisible
         whole = base.graph if request.outputs == "all" else replace(base.graph, outputs=_loss_outputs(base))
         sizes = {name: batch for name, _ in whole.symbols}
-        graph = InsertRests()(whole.without_dead().at(**sizes))
+        graph = SaveActivations()(whole.without_dead().at(**sizes))
         return self._lowered(graph, assignment, other, base, batch, planned=same)
 
     def _other_program(self, request: Request, base: Prepared, batch: int) -> Compiled:

@@ -22,7 +22,7 @@ from autopar.ir.staged_graph import Staged
 from autopar.passes.pipeline.cut import cut
 from autopar.passes.pipeline.cut_candidates import cuts_for_owners
 from autopar.passes.pipeline.microbatch import Microbatched, microbatch, split_inputs
-from autopar.passes.recompute.saved_values import InsertRests
+from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.placement.prices import BUCKET_BYTES, Prices
 from autopar.planner.check_strategies import check_offered
 from autopar.planner.refit import corresponding, refit_plan
@@ -60,7 +60,7 @@ class StageCompiler:
     def planned(self, graph: Graph, symbolic: Graph) -> PipelineProgram:
         """The program of the planned step; ``graph`` is concrete and without rests, ``symbolic`` in the batch."""
         pieces = self._pieces(graph, symbolic)
-        annotated = self.annotate(InsertRests()(pieces.graph))
+        annotated = self.annotate(SaveActivations()(pieces.graph))
         return self._program(pieces, cut(pieces, self.pipeline.cuts), self._choices(annotated), annotated)
 
     def refitted(self, graph: Graph, symbolic: Graph, planned: Graph, planned_symbolic: Graph) -> PipelineProgram:
@@ -71,9 +71,9 @@ class StageCompiler:
             PlanMismatchError: a dim that was divided evenly no longer is.
             InfeasibleError: the device cannot hold it.
         """
-        before = self.annotate(InsertRests()(self._pieces(planned, planned_symbolic).graph))
+        before = self.annotate(SaveActivations()(self._pieces(planned, planned_symbolic).graph))
         pieces = self._pieces(graph, symbolic)
-        after = self.annotate(InsertRests()(pieces.graph))
+        after = self.annotate(SaveActivations()(pieces.graph))
         assignment = refit_plan(self.plan, before, after)
         names = corresponding(before, after)
         staged = cut(pieces, tuple(names[name] for name in self.pipeline.cuts))
@@ -93,7 +93,7 @@ class StageCompiler:
         pieces = microbatch(graph, count, split_inputs(symbolic))
         cuts = cuts_for_owners(pieces.graph, owners, self.pipeline.chunks) if self.pipeline.cuts else ()
         rests = {path: chunks[0] for path, chunks in owners.items() if chunks}
-        annotated = self.annotate(InsertRests()(pieces.graph))
+        annotated = self.annotate(SaveActivations()(pieces.graph))
         trains = any(output.kind == "gradient" for output in graph.outputs)
         return self._program(pieces, cut(pieces, cuts, rests), self.solve(annotated), annotated, checked=trains)
 

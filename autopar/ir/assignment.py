@@ -11,7 +11,7 @@ from .placements import REPLICATE, Placements, Strategy
 
 
 @dataclass(frozen=True)
-class Again(Strategy):
+class Recomputed(Strategy):
     """A strategy of a forward operation that runs once more in backward; for a rest: its value is not kept."""
 
     @property

@@ -31,7 +31,7 @@ import torch
 from autopar.errors import GraphError
 
 from .graph_text import parse_graph, print_graph
-from .node import PLACEHOLDERS, REST, Arg, Node, Output, TensorType, Value, map_arg
+from .node import PLACEHOLDERS, SAVED_ACTIVATION, Arg, Node, Output, TensorType, Value, map_arg
 from .placements import Strategy
 
 
@@ -88,7 +88,9 @@ class Graph:
         has computed again."""
         read = {v.node for node in self.nodes if node.phase == "backward" for v in node.operands}
         read |= {o.value.node for o in self.outputs if o.value is not None and o.kind.endswith("gradient")}
-        return frozenset(n.name for n in self.nodes if n.op == REST and n.phase == "forward" and n.name in read)
+        return frozenset(
+            n.name for n in self.nodes if n.op == SAVED_ACTIVATION and n.phase == "forward" and n.name in read
+        )
 
     @cached_property
     def parameters(self) -> Mapping[str, Node]:

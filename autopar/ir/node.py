@@ -23,7 +23,7 @@ STORED = "stored"
 # The keyword of one whose gradient is that of a scaled loss.
 SCALED = "scaled"
 # The identity that keeps a value for backward (:mod:`autopar.passes.recompute.saved_values`).
-REST = "autopar.rest"
+SAVED_ACTIVATION = "autopar.rest"
 # What the copy of a forward node is called that backward computes again (:mod:`autopar.passes.recompute.recompute`).
 RECOMPUTED = "_recomputed"
 # The views of a normalised graph: they cost nothing to repeat and hold no memory of their own.

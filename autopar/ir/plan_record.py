@@ -21,7 +21,7 @@ Status = Literal["optimal", "feasible", "fallback"]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ReshardStep:
     """One hop of a reshard: ``kind`` as in :mod:`autopar.ir.program`, over mesh ``axes`` together; ``bytes`` of the
     full tensor of a group (0 for local steps); ``source`` and ``target`` in short form.
     """
@@ -50,7 +50,7 @@ class PlanLine:
     module: str
     phase: str
     seconds: float
-    steps: tuple[Step, ...] = ()
+    steps: tuple[ReshardStep, ...] = ()
     times: int = 1
     stage: int = 0
 
@@ -71,7 +71,7 @@ class PlanNode:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class ResidentTensor:
     """Bytes that rest on the fullest device through the step: a "weight", "gradient", "optimizer" state, saved
     "activation" or "input". ``name`` is the node.
     """
@@ -210,7 +210,7 @@ class PlanRecord:
     nodes: Mapping[str, PlanNode] = field(default_factory=dict)
     module_nodes: Mapping[str, str] = field(default_factory=dict)
     gradient_values: Mapping[str, str] = field(default_factory=dict)
-    holdings: tuple[Holding, ...] = ()
+    holdings: tuple[ResidentTensor, ...] = ()
     rules: Mapping[str, str] = field(default_factory=dict)
     pipeline: PlannedPipeline | None = None
     recomputed: tuple[str, ...] = ()
@@ -231,7 +231,7 @@ class PlanRecord:
         return _grouped((line.name, line) for line in self.lines)
 
     @cached_property
-    def holdings_by_name(self) -> Mapping[str, tuple[Holding, ...]]:
+    def holdings_by_name(self) -> Mapping[str, tuple[ResidentTensor, ...]]:
         """What rests in memory for each node."""
         return _grouped((holding.name, holding) for holding in self.holdings)
 

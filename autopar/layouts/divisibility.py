@@ -12,7 +12,7 @@ from autopar.cost import family_of
 from autopar.errors import OptionsError
 from autopar.ir.graph import Graph
 from autopar.ir.module_paths import meant
-from autopar.ir.node import REST, Node, Value
+from autopar.ir.node import SAVED_ACTIVATION, Node, Value
 from autopar.ir.placements import Placement, is_shard
 from autopar.layout import Layout, degrees, matches, matches_whole
 from autopar.layouts.sections.experts import FORWARD, MATRICES
@@ -148,7 +148,7 @@ def _summed_over(graph: Graph, value: Value, size: int) -> Node | None:
 
 def _results(graph: Graph, node: Node, index: int, place: Placement, size: int) -> list[Placement]:
     """How the first result of a node may lie on ``size`` devices if operand ``index`` lies as ``place``."""
-    if node.op == REST:
+    if node.op == SAVED_ACTIVATION:
         return [place]
     if node.op not in RULES:
         return []

@@ -21,7 +21,7 @@ FACTORS = (2, 4, 8, 16, 32, 64, 128, 256)
 def nothing_divides(search: LayoutSearch, devices: int) -> str:
     """Why no layout can even be priced: the batch, or what the first one was refused for."""
     model, cluster, batch = search.model, search.cluster, search.batch
-    layers, node = len(model.depth.standing), node_size(cluster, devices)
+    layers, node = len(model.depth.priced_as), node_size(cluster, devices)
     first = next(candidates(devices, batch, layers, node, model.experts, search.like, search.space), None)
     if first is not None:
         try:

@@ -17,7 +17,7 @@ from autopar.layouts.sections.experts import expert_counts
 from autopar.layouts.sections.placement import Placed, place
 from autopar.layouts.sections.section import Sections
 from autopar.layouts.sections.section_costs import section_costs, with_experts
-from autopar.layouts.sections.section_of_node import standing_for
+from autopar.layouts.sections.section_of_node import multiplicities
 from autopar.layouts.sections.shortened_model import Depth, traced_short
 from autopar.layouts.sections.stand_in import read_by_others
 from autopar.options import Options
@@ -91,7 +91,7 @@ class LayoutModel:
         if key not in self._placed:
             graph = step_graph(self.prepared.graph, self.prepared.loss, layout.microbatch)
             check_division(graph, layout)
-            self._placed[key] = place(graph, layout, cluster, standing_for(graph, self.depth))
+            self._placed[key] = place(graph, layout, cluster, multiplicities(graph, self.depth))
         return self._placed[key]
 
 

@@ -29,7 +29,7 @@ from .divisibility import check_modules
 from .model import LayoutModel
 from .precision import computed_in, dtype_of
 from .price import Priced
-from .search import Found, best_layout
+from .search import LayoutSearchResult, best_layout
 from .space import PLANNED, Space
 
 # Layouts that are shown.
@@ -52,7 +52,7 @@ class LayoutReport:
     batch: int
     sample_tokens: int | None
     tokens: float | None
-    found: Found
+    found: LayoutSearchResult
     named: Mapping[str, Priced]
     seconds: float
     cpu_seconds: float

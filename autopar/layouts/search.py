@@ -22,7 +22,7 @@ from .trials import SIMULATED, LayoutSearch, node_size, quick_layout
 
 
 @dataclass(frozen=True)
-class Found:
+class LayoutSearchResult:
     """The best layouts of ``considered``, of which ``fitting`` fit, best first; ``gap``: the largest that a placement
     program among them was solved to."""
 
@@ -46,7 +46,7 @@ def best_layout(
     limit: int | None = None,
     like: Layout = ONE,
     space: Space = PLANNED,
-) -> Found:
+) -> LayoutSearchResult:
     """The quickest layout that fits, and the rule of thumb to compare it with (:func:`rule_of_thumb`).
 
     Fields that are not searched (precision, overlap, offload) are taken from ``like``. Where the largest microbatches
@@ -70,7 +70,7 @@ def best_layout(
         priced = sorted([*priced, *found], key=lambda one: one.predicted.step_seconds)[:SIMULATED]
     gap = max(placed.gap for placed in model.every_placed)
     rule = rule_of_thumb(model, cluster, devices, batch=batch, limit=limit, like=like)
-    return Found(tuple(priced), len(tried), search.fitting(tried), gap, rule)
+    return LayoutSearchResult(tuple(priced), len(tried), search.fitting(tried), gap, rule)
 
 
 def _larger_microbatches(search: LayoutSearch, devices: int, best: Layout) -> list[Quick]:
@@ -87,7 +87,7 @@ def rule_of_thumb(
     """As many tensor ranks as a node has devices, the fewest pipeline stages that fit, and data ranks for the rest.
     Layers are computed again, microbatches have one sample, and experts are divided among as many data ranks as
     possible. None if no number of stages fits."""
-    layers, tensor = len(model.depth.standing), node_size(cluster, devices)
+    layers, tensor = len(model.depth.priced_as), node_size(cluster, devices)
     for pipeline in (p for p in divisors(devices // tensor) if p <= max(1, layers)):
         data = devices // (tensor * pipeline)
         layout = replace(

@@ -24,7 +24,7 @@ def tried_layouts(
 ) -> list[Quick]:
     """All layouts of ``space`` that divide the model, each with a bound of its step and its memory. Layouts sharing a
     placement program have it solved once; the model remembers it."""
-    layers, node = len(model.depth.standing), node_size(cluster, devices)
+    layers, node = len(model.depth.priced_as), node_size(cluster, devices)
     return [
         quick
         for layout in candidates(devices, batch, layers, node, model.experts, like, space)
@@ -103,7 +103,7 @@ def quick_layout(
 
 def _comes_to(recompute: Recompute, sections: Sections) -> Recompute:
     """The least recomputation that is the same in these sections: a kernel of attention keeps nothing of its inside."""
-    if recompute == "elementwise" and not any(section.saved_remade for section in sections.every):
+    if recompute == "elementwise" and not any(section.saved_rematerialised for section in sections.every):
         recompute = "selective"
     if recompute == "selective" and not any(section.saved_inside for section in sections.every):
         recompute = "none"

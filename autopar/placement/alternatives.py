@@ -15,9 +15,9 @@ import numpy as np
 
 from autopar.ir.assignment import Assignment, ParameterPlacement
 from autopar.ir.graph import Graph
-from autopar.ir.node import DTYPE_NAMES, REST, Node
+from autopar.ir.node import DTYPE_NAMES, SAVED_ACTIVATION, Node
 from autopar.ir.placements import short
-from autopar.ir.plan_record import Alternative, Alternatives, Holding, PlanNode
+from autopar.ir.plan_record import Alternative, Alternatives, PlanNode, ResidentTensor
 from autopar.solver.problem import Floats, Ints, Problem, Transfer, Window, sides_of
 
 from .choices import Choice
@@ -68,19 +68,19 @@ def _types(node: Node) -> str:
     return f"{found}, stored {DTYPE_NAMES[node.stored.dtype]}" if apart else found
 
 
-def holdings(step: PlacedStep) -> Iterator[Holding]:
+def holdings(step: PlacedStep) -> Iterator[ResidentTensor]:
     """What :func:`autopar.placement.memory_bound.memory` adds up, item by item."""
     for node in step.graph.nodes:
         if node.op == "param":
             parts = zip(("weight", "gradient", "optimizer"), held_bytes(step, node), strict=True)
             module = node.target.rpartition(".")[0]
-            yield from (Holding(kind, node.name, module, count) for kind, count in parts if count)
+            yield from (ResidentTensor(kind, node.name, module, count) for kind, count in parts if count)
         elif node.is_placeholder or node.name in step.graph.kept:
             place = step.assignment.strategies[node.name].outputs[0]
             count = local_bytes(node.type, place, step.prices.mesh)
-            kept = node.op in (REST, "receive")
+            kept = node.op in (SAVED_ACTIVATION, "receive")
             held = count * step.repeats.in_flight if kept else count
-            yield Holding("activation" if kept else "input", node.name, node.module, held)
+            yield ResidentTensor("activation" if kept else "input", node.name, node.module, held)
 
 
 def alternatives(instance: Instance, chosen: Ints, kept: int = KEPT) -> dict[str, Alternatives]:

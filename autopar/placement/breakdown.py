@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.ir.assignment import travels_unseen, uses
-from autopar.ir.node import REST, Phase
+from autopar.ir.node import SAVED_ACTIVATION, Phase
 from autopar.ir.plan_record import LineKind
 from autopar.ir.reshard import Collective, Hop, make_hop
 
@@ -93,7 +93,7 @@ def _compute_lines(step: PlacedStep) -> Iterator[CostLine]:
     prices, times = step.prices, step.repeats.microbatches
     made = {output.value for output in step.graph.outputs if output.kind == "gradient"}
     for node in step.graph.nodes:
-        if not node.is_placeholder and node.op != REST:
+        if not node.is_placeholder and node.op != SAVED_ACTIVATION:
             inputs, strategy = tuple(map(step.graph.type_of, node.operands)), step.assignment.strategies[node.name]
             adding = adding_seconds(prices, node, strategy, made, step.repeats)
             seconds = prices.node(node, inputs, strategy) * times + adding

@@ -7,8 +7,8 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.ir.assignment import Again, ParameterPlacement
-from autopar.ir.node import REST, Node, Value
+from autopar.ir.assignment import ParameterPlacement, Recomputed
+from autopar.ir.node import SAVED_ACTIVATION, Node, Value
 from autopar.ir.placements import Strategy
 from autopar.solver.problem import Group, Transfer
 
@@ -68,7 +68,7 @@ class ChoiceCosts:
         if isinstance(choice, ParameterPlacement):
             return self._parameter_charges(node, choice)
         prices, raw = self.choice_sets.prices, float(self._accumulated(node, choice))
-        if node.is_placeholder or node.op == REST:
+        if node.is_placeholder or node.op == SAVED_ACTIVATION:
             held = local_bytes(node.type, choice.outputs[0], prices.mesh)
             return 0.0, self._copies_held(node, choice) * held + raw, 0.0
         seconds = self._running(node, choice)
@@ -101,15 +101,15 @@ class ChoiceCosts:
 
     def _seconds_again(self, name: str, choice: Choice) -> float:
         node = self.choice_sets.graph[name]
-        if not isinstance(choice, Again) or node.op == REST:
+        if not isinstance(choice, Recomputed) or node.op == SAVED_ACTIVATION:
             return 0.0
         return self._running(node, choice) * self.choice_sets.counts[name]
 
     def _copies_held(self, node: Node, choice: Strategy) -> float:
         """How many copies of a value the device holds at once."""
-        if isinstance(choice, Again) and self.choice_sets.again is not None:
-            return self.choice_sets.again.shares[node.name]
-        return self.choice_sets.repeats.in_flight if node.op == REST else 1
+        if isinstance(choice, Recomputed) and self.choice_sets.recomputable is not None:
+            return self.choice_sets.recomputable.shares[node.name]
+        return self.choice_sets.repeats.in_flight if node.op == SAVED_ACTIVATION else 1
 
     def _accumulated(self, node: Node, choice: Strategy) -> int:
         """Bytes of the gradients that the node makes as partial sums, added up over microbatches."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autopar.ir.assignment import Again, ParameterPlacement
+from autopar.ir.assignment import ParameterPlacement, Recomputed
 from autopar.ir.graph import Graph
 from autopar.ir.microbatching import ONCE, Repeats
 from autopar.ir.node import Node, Value
@@ -33,16 +33,16 @@ class ChoiceSets:
     prices: Prices
     optimizer: str
     repeats: Repeats = ONCE
-    again: Recomputable | None = None
+    recomputable: Recomputable | None = None
     offload: bool = False
-    standing: Mapping[str, int] = field(default_factory=dict)
+    multiplicity: Mapping[str, int] = field(default_factory=dict)
 
     def class_of(self, node: str) -> str:
         return self.graph.classes.get(node, node)
 
     def often(self, node: str) -> int:
         """For how many nodes of the whole model a node stands."""
-        return self.standing.get(node, 1)
+        return self.multiplicity.get(node, 1)
 
     @cached_property
     def counts(self) -> Counter[str]:
@@ -73,7 +73,7 @@ class ChoiceSets:
         return frozenset(o.value for o in self.graph.outputs if o.kind in ("output", "mutation"))
 
     def may_run_again(self, name: str) -> bool:
-        return self.again is not None and name in self.again.nodes
+        return self.recomputable is not None and name in self.recomputable.nodes
 
     def _choices(self, name: str) -> tuple[Choice, ...]:
         if name == OUTPUTS:
@@ -82,7 +82,7 @@ class ChoiceSets:
         if self.graph[name].op == "param":
             return self._parameter_choices(strategies, self.graph[name])
         if self.may_run_again(name):
-            return (*strategies, *map(again, strategies))
+            return (*strategies, *map(recomputed_strategy, strategies))
         return strategies
 
     def _parameter_choices(self, strategies: tuple[Strategy, ...], node: Node) -> tuple[ParameterPlacement, ...]:
@@ -92,9 +92,9 @@ class ChoiceSets:
         return (*places, *in_host_memory(places)) if self.offload and has_state else places
 
 
-def again(strategy: Strategy) -> Again:
+def recomputed_strategy(strategy: Strategy) -> Recomputed:
     """The choice of ``strategy`` in forward and once more in backward."""
-    return Again(strategy.inputs, strategy.outputs, strategy.local)
+    return Recomputed(strategy.inputs, strategy.outputs, strategy.local)
 
 
 def result_place(choice: Choice, result: int) -> Placements:

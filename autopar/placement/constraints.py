@@ -13,7 +13,7 @@ from autopar.errors import OptionsError
 from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.graph import Graph
 from autopar.ir.module_paths import meant
-from autopar.ir.node import REST, Node, Value
+from autopar.ir.node import SAVED_ACTIVATION, Node, Value
 from autopar.ir.placements import Placements, is_shard, parse_placements, short
 from autopar.solver.problem import Transfer
 
@@ -216,7 +216,7 @@ def module_outputs(graph: Graph) -> dict[str, str]:
     """For each module path the last forward node that ran in it or below it: the one that makes its output."""
     found: dict[str, str] = {}
     for node in graph.nodes:
-        if node.phase == "forward" and not node.is_placeholder and node.op != REST and node.module:
+        if node.phase == "forward" and not node.is_placeholder and node.op != SAVED_ACTIVATION and node.module:
             parts = node.module.split(".")
             for length in range(1, len(parts) + 1):
                 found[".".join(parts[:length])] = node.name

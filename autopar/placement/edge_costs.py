@@ -8,8 +8,8 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.ir.assignment import Again, travels_unseen
-from autopar.ir.node import REST, Value
+from autopar.ir.assignment import Recomputed, travels_unseen
+from autopar.ir.node import SAVED_ACTIVATION, Value
 from autopar.ir.placements import Placements
 from autopar.solver.problem import Floats, Ints, Transfer
 
@@ -40,7 +40,9 @@ class Transfers:
         read = {v.node for n in choice_sets.graph.nodes if n.phase == "forward" for v in n.operands}
         read |= {value.node for value in choice_sets.results if value is not None}
         classes = {choice_sets.class_of(name) for name in read}
-        return frozenset(n for n in choice_sets.counts if choice_sets.graph[n].op == REST and n not in classes)
+        return frozenset(
+            n for n in choice_sets.counts if choice_sets.graph[n].op == SAVED_ACTIVATION and n not in classes
+        )
 
     def of(self, edge: TensorEdge, count: int) -> Transfer:
         """The transfer of a route that there is ``count`` times."""
@@ -70,15 +72,20 @@ class Transfers:
     def _row(self, edge: TensorEdge, choice: Choice) -> Placements | None:
         """How a value lies at its source; None if backward asks for it and it is not there."""
         node = self.choice_sets.graph[edge.producer]
-        gone = edge.role == "backward" and node.phase == "forward" and not node.is_placeholder and node.op != REST
-        return None if gone and not isinstance(choice, Again) else result_place(choice, edge.result)
+        gone = (
+            edge.role == "backward"
+            and node.phase == "forward"
+            and not node.is_placeholder
+            and node.op != SAVED_ACTIVATION
+        )
+        return None if gone and not isinstance(choice, Recomputed) else result_place(choice, edge.result)
 
     def _column(self, consumer: str, operand: int, role: str, choice: Choice) -> Placements | None:
         """How a consumer needs a value; None if it does not: in backward, because it ran in forward only, or in
         forward, because it is a rest for backward alone that is not kept."""
         forward = consumer != OUTPUTS and self.choice_sets.graph[consumer].phase == "forward"
-        unneeded = role == "forward" and forward and isinstance(choice, Again) and consumer in self.only_backward
-        repeated = role == "backward" and forward and not isinstance(choice, Again)
+        unneeded = role == "forward" and forward and isinstance(choice, Recomputed) and consumer in self.only_backward
+        repeated = role == "backward" and forward and not isinstance(choice, Recomputed)
         return None if unneeded or repeated else operand_place(choice, operand)
 
 

@@ -5,8 +5,8 @@ nodes, or, for parameters, :class:`~autopar.ir.assignment.ParameterPlacement` s.
 producer to the nodes that use it, one per phase. Equal groups and transfers of folded layers are one, their cost
 times their number.
 
-*Recomputation.* Where it is offered, a forward operation may also choose :class:`~autopar.ir.assignment.Again`: to run
-once more in backward, at its price; a rest that does so is not kept and holds memory only while its layer is
+*Recomputation.* Where it is offered, a forward operation may also choose :class:`~autopar.ir.assignment.Recomputed`: to
+run once more in backward, at its price; a rest that does so is not kept and holds memory only while its layer is
 recomputed. An operation that runs again needs its operands in backward like any backward operation: it is one more
 consumer of their backward transfers, in a column of its own if it does not run again. A value that is neither kept,
 nor made again, nor there anyway leaves a row from which nothing but that column can be reached.
@@ -21,7 +21,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.ir.assignment import Again, Assignment, ParameterPlacement
+from autopar.ir.assignment import Assignment, ParameterPlacement, Recomputed
 from autopar.ir.graph import Graph
 from autopar.ir.microbatching import ONCE, Repeats
 from autopar.ir.placements import Strategy
@@ -29,7 +29,7 @@ from autopar.passes.recompute.recomputable import Recomputable
 from autopar.solver.problem import Ints, Problem
 
 from .choice_costs import ChoiceCosts
-from .choices import Choice, ChoiceSets, again
+from .choices import Choice, ChoiceSets, recomputed_strategy
 from .edge_costs import Transfers
 from .edges import TensorEdge, find_edges
 from .formulation_windows import instance_windows
@@ -38,9 +38,9 @@ from .prices import Prices
 
 @dataclass(frozen=True, eq=False)
 class Instance:
-    """``choices[i]`` of group i of ``problem``, whose node is ``names[i]``; ``again``: what may be recomputed, if
-    anything; see the module docstring; ``offload``: whether optimizer state may rest in host memory; ``edges``: of the
-    first transfers of ``problem`` what they are."""
+    """``choices[i]`` of group i of ``problem``, whose node is ``names[i]``; ``recomputable``: what may be recomputed,
+    if anything; see the module docstring; ``offload``: whether optimizer state may rest in host memory; ``edges``: of
+    the first transfers of ``problem`` what they are."""
 
     graph: Graph
     prices: Prices
@@ -49,7 +49,7 @@ class Instance:
     choices: tuple[tuple[Choice, ...], ...]
     problem: Problem
     repeats: Repeats = ONCE
-    again: Recomputable | None = None
+    recomputable: Recomputable | None = None
     offload: bool = False
     edges: tuple[TensorEdge, ...] = ()
 
@@ -60,7 +60,7 @@ class Instance:
     @property
     def is_wide(self) -> bool:
         """Whether there are choices that only save memory: recomputing, and optimizer state in host memory."""
-        return self.again is not None or self.offload
+        return self.recomputable is not None or self.offload
 
     def group_of(self, node: str) -> int:
         return self.index[self.graph.classes.get(node, node)]
@@ -75,7 +75,7 @@ class Instance:
             choice = self.choices[group][int(chosen[group])]
             if isinstance(choice, ParameterPlacement):
                 parameters[node.name] = choice
-            elif isinstance(choice, Again):
+            elif isinstance(choice, Recomputed):
                 strategies[node.name] = choice.plain
                 recomputed.add(node.name)
             else:
@@ -88,7 +88,7 @@ class Instance:
         for name, choices in zip(self.names, self.choices, strict=True):
             found = assignment.parameters.get(name) or assignment.strategies.get(name)
             if name in assignment.recomputed and isinstance(found, Strategy):
-                found = again(found)
+                found = recomputed_strategy(found)
             picked.append(choices.index(found) if found is not None else 0)
         return np.array(picked, dtype=np.int64)
 
@@ -101,15 +101,15 @@ def build_instance(
     memory_limit: float,
     host_limit: float = math.inf,
     repeats: Repeats = ONCE,
-    again: Recomputable | None = None,
+    recomputable: Recomputable | None = None,
     offload: bool = False,
-    standing: Mapping[str, int] | None = None,
+    multiplicity: Mapping[str, int] | None = None,
 ) -> Instance:
-    """The instance of an annotated graph; without ``graph.classes`` every node is its own class. ``again`` (of the same
-    graph): what may be recomputed. ``offload``: whether optimizer state may rest in host memory. Choices that recompute
-    or offload stand behind those that do not, so that choices of an instance without are those of one with.
-    ``standing``: nodes that stand for several, and for how many."""
-    choice_sets = ChoiceSets(graph, prices, optimizer, repeats, again, offload, standing or {})
+    """The instance of an annotated graph; without ``graph.classes`` every node is its own class. ``recomputable`` (of
+    the same graph): what may be recomputed. ``offload``: whether optimizer state may rest in host memory. Choices that
+    recompute or offload stand behind those that do not, so that choices of an instance without are those of one with.
+    ``multiplicity``: nodes that stand for several, and for how many."""
+    choice_sets = ChoiceSets(graph, prices, optimizer, repeats, recomputable, offload, multiplicity or {})
     costs, transfers, counted = ChoiceCosts(choice_sets), Transfers(choice_sets), find_edges(choice_sets)
     edges = tuple(counted)
     moves = [transfers.of(edge, count) for edge, count in counted.items()]
@@ -129,7 +129,7 @@ def build_instance(
         choices=tuple(choice_sets.choices.values()),
         problem=problem,
         repeats=repeats,
-        again=again,
+        recomputable=recomputable,
         offload=offload,
         edges=edges,
     )

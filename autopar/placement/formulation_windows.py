@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.ir.node import REST
+from autopar.ir.node import SAVED_ACTIVATION
 from autopar.solver.problem import Window
 
 from .choices import OUTPUTS, ChoiceSets
@@ -32,7 +32,7 @@ def _computes(choice_sets: ChoiceSets, name: str, phase: str) -> bool:
     if name == OUTPUTS:
         return False
     node = choice_sets.graph[name]
-    return node.phase == phase and not node.is_placeholder and node.op != REST
+    return node.phase == phase and not node.is_placeholder and node.op != SAVED_ACTIVATION
 
 
 def _gathers(choice_sets: ChoiceSets, edge: TensorEdge, phase: str) -> bool:

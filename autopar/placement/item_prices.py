@@ -12,7 +12,7 @@ from autopar.cost import collective_seconds
 from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.graph import Graph
 from autopar.ir.microbatching import Repeats
-from autopar.ir.node import REST, VIEWS, Node, TensorType, Value
+from autopar.ir.node import SAVED_ACTIVATION, VIEWS, Node, TensorType, Value
 from autopar.ir.placements import Placements, Strategy
 from autopar.optimizers import optimizer_bytes
 
@@ -73,7 +73,7 @@ def offload_seconds(prices: Prices, node: Node, place: ParameterPlacement, optim
 
 def temporary_bytes(prices: Prices, node: Node, inputs: tuple[TensorType, ...], strategy: Strategy) -> int:
     """What one operation holds at once: its operands and results, as placed by the strategy."""
-    if node.is_placeholder or node.op in VIEWS or node.op == REST:
+    if node.is_placeholder or node.op in VIEWS or node.op == SAVED_ACTIVATION:
         return 0
     taken = sum(local_bytes(t, p, prices.mesh) for t, p in zip(inputs, strategy.inputs, strict=True))
     made = zip(node.types, strategy.outputs, strict=True)

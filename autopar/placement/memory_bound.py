@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
-from autopar.ir.node import REST, Node
+from autopar.ir.node import SAVED_ACTIVATION, Node
 
 from .item_prices import accumulator_bytes, offloaded_bytes, parameter_bytes, temporary_bytes
 from .placed_step import PlacedStep, trained
@@ -52,9 +52,9 @@ def memory(step: PlacedStep) -> Memory:
     activations = inputs = 0
     temporary = host.largest
     for node in graph.nodes:
-        if node.op == "param" or (node.op == REST and node.name not in graph.kept):
+        if node.op == "param" or (node.op == SAVED_ACTIVATION and node.name not in graph.kept):
             continue
-        if node.op in (REST, "receive"):
+        if node.op in (SAVED_ACTIVATION, "receive"):
             held = local_bytes(node.type, assignment.strategies[node.name].outputs[0], prices.mesh)
             activations += held * step.repeats.in_flight
         elif node.is_placeholder:
@@ -105,7 +105,7 @@ def recomputed_bytes(graph: Graph, assignment: Assignment) -> int:
     held = most = 0
     leaving: dict[int, int] = {}
     for position, node in enumerate(graph.nodes):
-        if node.op == REST and node.phase == "backward":
+        if node.op == SAVED_ACTIVATION and node.phase == "backward":
             size = local_bytes(node.type, assignment.strategies[node.name].outputs[0], assignment.mesh)
             held += size
             end = last.get(node.name, position)

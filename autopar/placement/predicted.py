@@ -11,7 +11,7 @@ from autopar.cluster.description import Cluster
 from autopar.cost import total_flops
 from autopar.ir.graph import Graph
 from autopar.ir.placements import short
-from autopar.ir.plan_record import PlanLine, Predicted, Step
+from autopar.ir.plan_record import PlanLine, Predicted, ReshardStep
 
 from .breakdown import CostBreakdown, CostLine
 from .formulation import Instance
@@ -63,7 +63,9 @@ def memory_figures(memory: Memory) -> dict[str, Any]:
 
 def plan_line(line: CostLine) -> PlanLine:
     steps = tuple(
-        Step(hop.kind, hop.axes, short(hop.source), short(hop.target), hop.collective.bytes if hop.collective else 0)
+        ReshardStep(
+            hop.kind, hop.axes, short(hop.source), short(hop.target), hop.collective.bytes if hop.collective else 0
+        )
         for hop in line.hops
     )
     return PlanLine(line.kind, line.name, line.module, line.phase, line.seconds, steps, line.times)

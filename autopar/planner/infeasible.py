@@ -10,7 +10,7 @@ import numpy as np
 
 from autopar.cluster.description import Cluster
 from autopar.errors import InfeasibleError
-from autopar.ir.node import REST
+from autopar.ir.node import SAVED_ACTIVATION
 from autopar.options import Options
 from autopar.placement.formulation import Instance
 from autopar.plans.views.quantities import size
@@ -25,7 +25,7 @@ def infeasible(instance: Instance, limit: float, known: int | None = None) -> In
     """The error for an ``instance`` that has no solution within ``limit`` bytes per device; ``known``: bytes in which a
     step was found to fit."""
     groups = instance.problem.groups
-    check_host(instance.prices.cluster, sum(_least_away(group) for group in groups), instance.problem.host_limit)
+    check_host(instance.prices.cluster, sum(_least_host_bytes(group) for group in groups), instance.problem.host_limit)
     choices, is_proven = smallest_search(instance.problem)
     where = f"on mesh {instance.prices.mesh}"
     if choices is None and is_proven:
@@ -44,7 +44,7 @@ def infeasible(instance: Instance, limit: float, known: int | None = None) -> In
     )
 
 
-def _least_away(group: Group) -> float:
+def _least_host_bytes(group: Group) -> float:
     return float(np.where(np.isfinite(group.cost), group.host, np.inf).min())
 
 
@@ -72,7 +72,7 @@ def _more_host(instance: Instance, least: float) -> Iterator[str]:
 
 
 def _largest(instance: Instance) -> str:
-    values = [n for n in instance.graph.nodes if n.op in ("param", REST)]
+    values = [n for n in instance.graph.nodes if n.op in ("param", SAVED_ACTIVATION)]
     largest = sorted(values, key=lambda n: -int(n.type.bytes))[:5]
     return "; ".join(
         f"{n.target if n.op == 'param' else 'activation of ' + (n.module or n.name)} {n.type}, "
@@ -83,8 +83,10 @@ def _largest(instance: Instance) -> str:
 
 def _wider(instance: Instance) -> Iterator[tuple[str, Options]]:
     """Options that allow what the instance does not."""
-    now = Options(recompute="none" if instance.again is None else None, offload=None if instance.offload else False)
-    if instance.again is None:
+    now = Options(
+        recompute="none" if instance.recomputable is None else None, offload=None if instance.offload else False
+    )
+    if instance.recomputable is None:
         yield recompute_more(now)
     if not instance.offload and instance.prices.cluster.device.has_host:
         yield offload_more(now)

@@ -16,8 +16,8 @@ import numpy as np
 
 from autopar.cluster.description import Cluster
 from autopar.errors import OptionsError
-from autopar.ir.assignment import Again, ParameterPlacement
-from autopar.ir.node import REST, Node
+from autopar.ir.assignment import ParameterPlacement, Recomputed
+from autopar.ir.node import SAVED_ACTIVATION, Node
 from autopar.optimizers import ELEMENTWISE
 from autopar.options import Options
 from autopar.passes.recompute.recomputable import Recomputable, recomputable
@@ -106,7 +106,7 @@ def widened(plain: Instance, options: Options) -> Instance:
         memory_limit=plain.problem.memory_limit,
         host_limit=plain.problem.host_limit,
         repeats=plain.repeats,
-        again=possible,
+        recomputable=possible,
         offload=_may_offload(options, plain),
     )
     if options.offload:
@@ -134,31 +134,33 @@ def check_offload(options: Options, cluster: Cluster) -> None:
 
 def _follows(wide: Instance, dropped: frozenset[str]) -> Callable[[Node, Choice], bool]:
     def allowed(node: Node, choice: Choice) -> bool:
-        return node.op != REST or isinstance(choice, Again) == (node.name in dropped)
+        return node.op != SAVED_ACTIVATION or isinstance(choice, Recomputed) == (node.name in dropped)
 
     return allowed
 
 
 def _recomputing(wide: Instance, incumbents: Sequence[Ints]) -> Iterator[Ints]:
     """The first of ``incumbents`` with less and less of it kept, to start from."""
-    if wide.again is None:
+    if wide.recomputable is None:
         return
-    rests = frozenset(name for name in wide.again.nodes if wide.graph[name].op == REST)
+    saved = frozenset(name for name in wide.recomputable.nodes if wide.graph[name].op == SAVED_ACTIVATION)
     for choices in incumbents[:1]:
-        for dropped in (wide.again.selective, _cheap(wide.again), wide.again.full, rests):
-            yield _with_again(wide, choices, wide.again.chain(dropped))
+        for dropped in (wide.recomputable.selective, _cheap(wide.recomputable), wide.recomputable.full, saved):
+            yield _with_recomputed(wide, choices, wide.recomputable.chain(dropped))
 
 
-def _cheap(again: Recomputable) -> frozenset[str]:
+def _cheap(recomputable: Recomputable) -> frozenset[str]:
     """The rests that can be had again without a product."""
-    rests = [n.name for n in again.graph.nodes if n.op == REST and n.name in again.nodes]
-    return frozenset(r for r in rests if not any("mm" in again.graph[n].op for n in again.chain(frozenset((r,)))))
+    saved = [n.name for n in recomputable.graph.nodes if n.op == SAVED_ACTIVATION and n.name in recomputable.nodes]
+    return frozenset(
+        r for r in saved if not any("mm" in recomputable.graph[n].op for n in recomputable.chain(frozenset((r,))))
+    )
 
 
-def _with_again(wide: Instance, choices: Ints, names: frozenset[str]) -> Ints:
+def _with_recomputed(wide: Instance, choices: Ints, names: frozenset[str]) -> Ints:
     """``choices`` of an instance without recomputation, with all of ``names`` recomputed. The choices that recompute
     stand behind the others in the same order."""
-    shift = [len(c) // 2 if name in names and isinstance(c[-1], Again) else 0 for name, c in _groups(wide)]
+    shift = [len(c) // 2 if name in names and isinstance(c[-1], Recomputed) else 0 for name, c in _groups(wide)]
     return choices + np.array(shift, dtype=np.int64)
 
 
@@ -168,10 +170,10 @@ def _with_offload(wide: Instance, choices: Ints) -> Ints:
     for index, (offered, group) in enumerate(zip(wide.choices, wide.problem.groups, strict=True)):
         place, last = offered[int(choices[index])], offered[-1]
         if isinstance(place, ParameterPlacement) and isinstance(last, ParameterPlacement) and last.offload:
-            away = offered.index(replace(place, offload=True))
-            if group.host[away] <= left:
-                found[index] = away
-                left -= float(group.host[away])
+            in_host = offered.index(replace(place, offload=True))
+            if group.host[in_host] <= left:
+                found[index] = in_host
+                left -= float(group.host[in_host])
     return found
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
 from autopar.ir.microbatching import ONCE
-from autopar.ir.plan_record import Holding
+from autopar.ir.plan_record import ResidentTensor
 from autopar.passes.lower.lower import Lowering, lower
 from autopar.passes.lower.overlap import overlap
 from autopar.placement.formulation import Instance
@@ -30,12 +30,12 @@ class ExactMemory:
     """``memory`` at its peak with the ``holdings`` that are there then; None if it could not be rehearsed."""
 
     memory: Memory | None
-    holdings: tuple[Holding, ...]
+    holdings: tuple[ResidentTensor, ...]
     warnings: tuple[str, ...] = ()
 
 
 def exact_memory(
-    graph: Graph, assignment: Assignment, instance: Instance, holdings: tuple[Holding, ...]
+    graph: Graph, assignment: Assignment, instance: Instance, holdings: tuple[ResidentTensor, ...]
 ) -> ExactMemory:
     """The memory of the step that runs ``graph`` (with what is recomputed) once; ``holdings`` are all there ever are.
     Of other steps nothing is rehearsed."""
@@ -58,7 +58,7 @@ def reason_of(error: Exception) -> str:
 
 
 def of_step(
-    targets: Mapping[str, str], found: Footprint, holdings: tuple[Holding, ...], host: HostMemory
+    targets: Mapping[str, str], found: Footprint, holdings: tuple[ResidentTensor, ...], host: HostMemory
 ) -> ExactMemory:
     """The memory of a step whose program leaves ``found``; ``targets``: the path of each parameter's node; ``host``:
     the optimizer state in host memory."""
@@ -72,7 +72,9 @@ def of_step(
     return _balanced(kept, found.peak + states, host)
 
 
-def _alive(targets: Mapping[str, str], found: Footprint, holdings: tuple[Holding, ...]) -> Iterator[Holding]:
+def _alive(
+    targets: Mapping[str, str], found: Footprint, holdings: tuple[ResidentTensor, ...]
+) -> Iterator[ResidentTensor]:
     """The gradients and activations among ``holdings`` that are there at the peak, with the bytes they have then."""
     held = dict(found.held)
     for holding in holdings:
@@ -84,7 +86,7 @@ def _alive(targets: Mapping[str, str], found: Footprint, holdings: tuple[Holding
             yield holding
 
 
-def _balanced(holdings: Iterable[Holding], peak: int, host: HostMemory) -> ExactMemory:
+def _balanced(holdings: Iterable[ResidentTensor], peak: int, host: HostMemory) -> ExactMemory:
     """Whatever is no holding is temporary."""
     kept = tuple(holdings)
     parts = {kind: sum(h.bytes for h in kept if h.kind == kind) for kind in {h.kind for h in kept}}

@@ -122,15 +122,15 @@ def _solve_until_fits(
     """Returns a solution that fits, or None with the largest instance that was tried. Solves again with less memory,
     and with untied layers if the host's memory is short as well."""
     limit, run, instance = float(memory_limit_of(request)), _solver(request, timings), solved.instance
-    again = _tightened_solver(request, run)
+    solve_again = _tightened_solver(request, run)
     with timings.phase("solve"):
-        found = _tighten_until_fits(instance, solved.solution, limit, again)
+        found = _tighten_until_fits(instance, solved.solution, limit, solve_again)
         instance = instance if found is not None else with_memory_savers(request, instance)
     if found is None and host_binds(instance.problem):
         with timings.phase("price"):
             instance = untie_layers(request, annotated, instance)
         with timings.phase("solve"):
-            found = _tighten_until_fits(instance, solve_wide(instance, run, ()), limit, again)
+            found = _tighten_until_fits(instance, solve_wide(instance, run, ()), limit, solve_again)
     return found, instance
 
 
@@ -138,16 +138,18 @@ def _tightened_solver(request: PlanRequest, run: Solve) -> SolveAgain:
     """Returns a function that solves an instance with a lower limit, starting from the last solution. It adds
     recomputation and offload if the instance lacks them."""
 
-    def again(less: Instance, before: Solution) -> tuple[Instance, Solution]:
+    def solve_again(less: Instance, before: Solution) -> tuple[Instance, Solution]:
         wide = with_memory_savers(request, less)
         return wide, run(less, ()) if wide is less else solve_wide(wide, run, [before.choices])
 
-    return again
+    return solve_again
 
 
-def _tighten_until_fits(instance: Instance, solution: Solution, limit: float, again: SolveAgain) -> MeshSolution | None:
-    """Returns a solution whose step needs at most ``limit`` bytes: ``solution`` itself, or one that ``again`` finds
-    with less and less memory. None if there is none."""
+def _tighten_until_fits(
+    instance: Instance, solution: Solution, limit: float, solve_again: SolveAgain
+) -> MeshSolution | None:
+    """Returns a solution whose step needs at most ``limit`` bytes: ``solution`` itself, or one that ``solve_again``
+    finds with less and less memory. None if there is none."""
     for _ in range(ROUNDS):
         if not _is_feasible(solution):
             return None
@@ -155,7 +157,7 @@ def _tighten_until_fits(instance: Instance, solution: Solution, limit: float, ag
         less = tightened(instance, solution.choices, peak_bytes(found), limit)
         if less is None:
             return found
-        instance, solution = again(less, solution)
+        instance, solution = solve_again(less, solution)
     return None
 
 

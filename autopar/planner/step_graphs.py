@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import replace
 
 from autopar.ir.graph import Graph
-from autopar.passes.recompute.saved_values import InsertRests
+from autopar.passes.recompute.saved_values import SaveActivations
 
 
 def bare_step_graph(graph: Graph, loss: str | None, batch: int) -> Graph:
@@ -26,7 +26,7 @@ def pipelined_graph(graph: Graph, loss: str | None, batch: int) -> Graph:
 
 def step_graph(graph: Graph, loss: str | None, batch: int) -> Graph:
     """:func:`bare_step_graph` with rests for saved values."""
-    return InsertRests()(bare_step_graph(graph, loss, batch))
+    return SaveActivations()(bare_step_graph(graph, loss, batch))
 
 
 def graph_hash(graph: Graph) -> str:

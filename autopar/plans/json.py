@@ -10,7 +10,16 @@ from autopar.errors import AutoparError, OptionsError
 from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.module_paths import meant
 from autopar.ir.placements import Placements, Strategy, parse_placements, short
-from autopar.ir.plan_record import Alternative, Alternatives, Holding, PlanLine, PlanNode, PlanRecord, Predicted, Step
+from autopar.ir.plan_record import (
+    Alternative,
+    Alternatives,
+    PlanLine,
+    PlanNode,
+    PlanRecord,
+    Predicted,
+    ReshardStep,
+    ResidentTensor,
+)
 
 from .pipeline_json import pipeline_from_data, pipeline_to_data
 
@@ -156,7 +165,9 @@ def _fields(data: dict[str, Any]) -> dict[str, Any]:
     }
     fields["outputs"] = {path: places(p) for path, p in data["outputs"].items()}
     fields |= _node_fields(data, [_strategy(item, places) for item in data["strategy_table"]])
-    fields["holdings"] = tuple(Holding(kind, name, module, _count(n)) for kind, name, module, n in data["holdings"])
+    fields["holdings"] = tuple(
+        ResidentTensor(kind, name, module, _count(n)) for kind, name, module, n in data["holdings"]
+    )
     fields["lines"] = tuple(map(_line, data["lines"]))
     fields["pipeline"] = data["pipeline"] and pipeline_from_data(data["pipeline"], places)
     if data["status"] not in ("optimal", "feasible", "fallback") or len(fields["axis_names"]) != len(mesh):
@@ -187,7 +198,7 @@ def _strategy(data: Any, places: Any) -> Strategy:
 
 def _line(data: Any) -> PlanLine:
     kind, name, module, phase, seconds, steps, times, stage = data
-    hops = tuple(Step(k, tuple(map(_count, axes)), s, t, _count(b)) for k, axes, s, t, b in steps)
+    hops = tuple(ReshardStep(k, tuple(map(_count, axes)), s, t, _count(b)) for k, axes, s, t, b in steps)
     kind, name, module, phase = map(_string, (kind, name, module, phase))
     return PlanLine(
         kind=kind,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from autopar.ir.node import SHORT_DTYPES, TensorType
 from autopar.ir.placements import Placements, parse_placements, shard_before, short
-from autopar.ir.plan_record import PlanLine, PlanRecord, Step
+from autopar.ir.plan_record import PlanLine, PlanRecord, ReshardStep
 from autopar.ir.reshard import make_hop
 
 _TYPE = re.compile(r"(\w+)\[([\d, ]*)\]")
@@ -38,7 +38,7 @@ def _types(text: str) -> list[TensorType]:
     return [*found, *(TensorType(shape, dtype) for dtype in stored)]
 
 
-def _hop(plan: PlanRecord, step: Step, types: list[TensorType], where: str) -> Iterator[str]:
+def _hop(plan: PlanRecord, step: ReshardStep, types: list[TensorType], where: str) -> Iterator[str]:
     """A step is what leads from its source to its target, and moves as many bytes as the tensor has."""
     source, target = parse_placements(step.source), parse_placements(step.target)
     whole = all(shard_before(place) > 0 for place in (*source, *target))

@@ -19,17 +19,17 @@ from autopar.passes.annotate.annotate import annotate
 from autopar.placement.prices import Prices
 from autopar.planner.request import PlanRequest, axes_are_fixed
 
-from .stage_meshes import StageMeshes, layouts, microbatch_counts
+from .stage_meshes import StageLayout, layouts, microbatch_counts
 
 # How many placement programs may be solved to see whether stages pay, times the operations of the graph: at least one.
 EFFORT = 2000
 
 
-def attempts(request: PlanRequest, graph: Graph, best: float) -> Iterator[tuple[StageMeshes, tuple[int, ...]]]:
+def attempts(request: PlanRequest, graph: Graph, best: float) -> Iterator[tuple[StageLayout, tuple[int, ...]]]:
     """Layouts with the numbers of microbatches to try. ``graph``: the step to be cut; ``best``: seconds of the best
     plan without stages, infinite if there is none."""
     options, devices = request.options, math.prod(request.mesh)
-    one_stage = StageMeshes(1, request.mesh, tuple(range(len(request.mesh))))
+    one_stage = StageLayout(1, request.mesh, tuple(range(len(request.mesh))))
     if options.stages in (None, 1) and options.microbatches is not None and options.microbatches > 1:
         yield one_stage, (options.microbatches,)
     if options.stages == 1 and options.microbatches is None and math.isinf(best):
@@ -54,14 +54,14 @@ def keeps_axes(request: PlanRequest) -> bool:
 
 
 def _promising(
-    request: PlanRequest, graph: Graph, best: float, every: list[tuple[StageMeshes, tuple[int, ...]]]
-) -> Iterator[tuple[StageMeshes, tuple[int, ...]]]:
+    request: PlanRequest, graph: Graph, best: float, every: list[tuple[StageLayout, tuple[int, ...]]]
+) -> Iterator[tuple[StageLayout, tuple[int, ...]]]:
     """Of all attempts those that could win, the one with the least bound of each layout first, as many as the effort
     allows."""
     devices = math.prod(request.mesh)
     alone, launches = single_device_seconds(request, graph)
     idle = partial(_idle_share, request.cluster)
-    found: list[tuple[float, int, StageMeshes, int]] = []
+    found: list[tuple[float, int, StageLayout, int]] = []
     for layout, counts in every:
         bounds = [
             (alone + (n - 1) * launches) / devices * (1.0 + idle(layout.stages, n)) + _hops(request, layout)
@@ -81,7 +81,7 @@ def _idle_share(cluster: Cluster, stages: int, microbatches: int) -> float:
     return 0.0 if cluster.cores < cluster.sharing else (stages - 1) / (6.0 * microbatches)
 
 
-def _hops(request: PlanRequest, layout: StageMeshes) -> float:
+def _hops(request: PlanRequest, layout: StageLayout) -> float:
     """Latencies on the way of a microbatch through all stages and back."""
     devices = math.prod(layout.mesh)
     pairs = ((s, s + 1) for s in range(layout.stages - 1))

@@ -23,14 +23,14 @@ from autopar.planner.to_plan import make_plan
 from autopar.plans.plan import Plan
 from autopar.plans.views.idle_axes import idle_devices
 
-from .candidate import Found, named_axes
+from .candidate import Candidate, named_axes
 from .pipelines import with_stages
 from .segments import stage_pins
-from .stage_meshes import StageMeshes
+from .stage_meshes import StageLayout
 
 # Pipelines of processes that share cores took up to this many times their price, relative to plans without stages
 # (benchmarks/results/two_hosts.json, pipeline_plans.json).
-SHARED_CORES_DOUBT = 1.2
+SHARED_CORES_SAFETY_FACTOR = 1.2
 
 
 def best_plan(request: PlanRequest, timings: Timings) -> Plan:
@@ -43,7 +43,7 @@ def best_plan(request: PlanRequest, timings: Timings) -> Plan:
     _check_schedule(request)
     pinned, placed = stage_pins(request.options.pins)
     unstaged = replace(request, options=replace(request.options, pins=placed))
-    found: list[Found] = []
+    found: list[Candidate] = []
     failure: InfeasibleError | None = None
     if _may_be_whole(request, pinned):
         found, failure = _without_stages(unstaged, timings)
@@ -52,7 +52,7 @@ def best_plan(request: PlanRequest, timings: Timings) -> Plan:
     found += staged
     if not found:
         raise failure or complaint()
-    chosen = min(found, key=lambda one: one.seconds * _doubt(request, one))
+    chosen = min(found, key=lambda one: one.seconds * _safety_factor(request, one))
     passed = _passed_over(found, chosen)
     if chosen.improved is not None:
         with timings.phase("schedule"):
@@ -74,21 +74,21 @@ def _check_schedule(request: PlanRequest) -> None:
         )
 
 
-def _doubt(request: PlanRequest, one: Found) -> float:
+def _safety_factor(request: PlanRequest, one: Candidate) -> float:
     """What the seconds of a pipeline that nobody asked for count as, where processes share cores."""
     options = request.options
     is_requested = options.stages is not None or options.schedule is not None
     is_pipeline = one.layout is not None and one.layout.stages > 1
-    return SHARED_CORES_DOUBT if is_pipeline and not is_requested and request.cluster.sharing > 1 else 1.0
+    return SHARED_CORES_SAFETY_FACTOR if is_pipeline and not is_requested and request.cluster.sharing > 1 else 1.0
 
 
-def _passed_over(found: list[Found], chosen: Found) -> Iterator[str]:
+def _passed_over(found: list[Candidate], chosen: Candidate) -> Iterator[str]:
     quickest = min(found, key=lambda one: one.seconds)
     if quickest.seconds < chosen.seconds and quickest.layout is not None:
         yield (
-            f"{quickest.layout.stages} stages are priced at {quickest.seconds / chosen.seconds:.0%} of this, but where "
-            f"processes share cores stages took up to {SHARED_CORES_DOUBT - 1:.0%} more than their price, beside plans "
-            f"without; Options(stages={quickest.layout.stages}) takes them"
+            f"{quickest.layout.stages} stages are predicted at {quickest.seconds / chosen.seconds:.0%} of this, but "
+            f"on shared cores, pipelines ran up to {SHARED_CORES_SAFETY_FACTOR - 1:.0%} slower than predicted relative "
+            f"to single-stage plans; Options(stages={quickest.layout.stages}) chooses them"
         )
 
 
@@ -109,10 +109,10 @@ def _warnings_of_time(request: PlanRequest, timings: Timings) -> Iterator[str]:
         yield f"solving took all of time_limit={limit:g} s: other pipelines or placements may be better"
 
 
-def _also_priced(found: list[Found], best: Found) -> dict[str, Predicted | None]:
+def _also_priced(found: list[Candidate], best: Candidate) -> dict[str, Predicted | None]:
     """What else was priced, by name: the baselines on the best mesh without stages, and the quickest of every other
     way to divide the devices."""
-    quickest: dict[StageMeshes | None, Found] = {}
+    quickest: dict[StageLayout | None, Candidate] = {}
     for one in sorted(found, key=lambda one: one.seconds):
         quickest.setdefault(one.layout, one)
     listed = {name: priced for one in quickest.values() for name, priced in one.baselines.items()}
@@ -125,10 +125,10 @@ def _may_be_whole(request: PlanRequest, pinned: Mapping[str, str]) -> bool:
     return options.stages in (None, 1) and options.microbatches in (None, 1) and not pinned and not options.schedule
 
 
-def _without_stages(request: PlanRequest, timings: Timings) -> tuple[list[Found], InfeasibleError | None]:
+def _without_stages(request: PlanRequest, timings: Timings) -> tuple[list[Candidate], InfeasibleError | None]:
     """The best plan on every candidate mesh, or why there is none."""
     graph = step_graph(request.graph, request.loss, request.batch)
-    found: list[Found] = []
+    found: list[Candidate] = []
     failure: InfeasibleError | None = None
     for mesh in mesh_candidates(request):
         on_mesh = replace(request, mesh=mesh)
@@ -139,7 +139,7 @@ def _without_stages(request: PlanRequest, timings: Timings) -> tuple[list[Found]
             continue
         make = partial(make_plan, on_mesh, graph, solved, priced, timings)
         figures = partial(_whole_figures, on_mesh, solved)
-        found.append(Found(solved.breakdown.seconds, None, make, figures, priced))
+        found.append(Candidate(solved.breakdown.seconds, None, make, figures, priced))
     return found, failure
 
 

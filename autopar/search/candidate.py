@@ -12,11 +12,11 @@ from autopar.placement.axis_names import default_names
 from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan
 
-from .stage_meshes import StageMeshes
+from .stage_meshes import StageLayout
 
 
 @dataclass(frozen=True)
-class Found:
+class Candidate:
     """A solved alternative of ``seconds`` a step.
 
     ``make`` writes its plan; ``figures`` gives its name and predictions. Of the alternatives of one ``layout`` (None:
@@ -24,11 +24,11 @@ class Found:
     a pipeline, is the same under a schedule of its own."""
 
     seconds: float
-    layout: StageMeshes | None
+    layout: StageLayout | None
     make: Callable[[], Plan]
     figures: Callable[[], tuple[str, Predicted]]
     baselines: Mapping[str, Predicted | None] = field(default_factory=dict)
-    improved: Callable[[], Found] | None = None
+    improved: Callable[[], Candidate] | None = None
 
 
 def named_axes(request: PlanRequest, assignment: Assignment, graph: Graph) -> str:

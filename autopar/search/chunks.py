@@ -17,12 +17,12 @@ from torch.distributed.tensor import Partial
 
 from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
-from autopar.ir.node import REST, Node, Phase, TensorType, Value
+from autopar.ir.node import SAVED_ACTIVATION, Node, Phase, TensorType, Value
 from autopar.ir.placements import Placements, Strategy
 from autopar.ir.staged_graph import Edge, Staged
 from autopar.passes.annotate.annotate import annotate
 from autopar.passes.recompute.recompute import recomputed
-from autopar.passes.recompute.saved_values import InsertRests
+from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.placement.prices import Prices, local_bytes
 
 _DUPLICATE = re.compile(r"_at\d+(?=$|_)")
@@ -58,7 +58,7 @@ def place_chunks(
     """The chunks of ``staged`` with the choices of ``whole``, an assignment of the uncut graph, and the placement of
     every edge on the wire: as ``known``, or chosen by price. ``links``: by (source, target) chunk."""
     known = known or {}
-    rested = [InsertRests()(graph) for graph in staged.chunks]
+    rested = [SaveActivations()(graph) for graph in staged.chunks]
     made = [recomputed(graph, _carried(graph, whole, prices)) for graph in rested]
     graphs, bare = [graph for graph, _ in made], [assignment for _, assignment in made]
     senders = [_sent_values(graph) for graph in graphs]
@@ -104,7 +104,7 @@ def _carried(graph: Graph, whole: Assignment, prices: Prices) -> Assignment:
             continue
         known = whole.strategies.get(_original(node.name, whole.strategies))
         homes = [_home(value, strategies, parameters) for value in node.operands]
-        if known is None and node.op == REST and homes[0] is not None:
+        if known is None and node.op == SAVED_ACTIVATION and homes[0] is not None:
             known = _resting(homes[0])
         if known is None:
             annotated = annotated or annotate(graph, whole.mesh)

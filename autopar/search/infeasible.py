@@ -13,7 +13,7 @@ from autopar.planner.memory_advice import LESS_STATE, offload_more, recompute_mo
 from autopar.planner.request import PlanRequest
 from autopar.plans.views.quantities import size
 
-from .stage_meshes import StageMeshes
+from .stage_meshes import StageLayout
 
 # By how much at a time a limit that fits is lowered; by less where that fails.
 LOWER, FINEST = 0.8, 0.98
@@ -29,7 +29,7 @@ Peak = Callable[[Options, int], int | None]
 
 
 def pipeline_infeasible(
-    request: PlanRequest, layout: StageMeshes, microbatches: int, limit: int, peak: Peak
+    request: PlanRequest, layout: StageLayout, microbatches: int, limit: int, peak: Peak
 ) -> InfeasibleError | None:
     """The error for ``request``, whose pipelines do not fit into ``limit`` bytes per device; what would is said of the
     one with ``layout`` and so many ``microbatches``. None if none was found to be enough."""
@@ -66,7 +66,7 @@ def smallest_limit(options: Options, peak: Peak, tries: int) -> int | None:
 
 def _advice(
     request: PlanRequest,
-    layout: StageMeshes,
+    layout: StageLayout,
     microbatches: int,
     least: int,
     smallest: Callable[[Options], int | None],

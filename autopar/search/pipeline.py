@@ -28,7 +28,7 @@ from autopar.options import SOLVED
 from autopar.passes.pipeline.cut import cut
 from autopar.passes.pipeline.cut_candidates import CutCandidate, cut_candidates
 from autopar.passes.pipeline.microbatch import Microbatched, microbatch
-from autopar.passes.recompute.saved_values import InsertRests
+from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.planner.infeasible import check_host
 from autopar.planner.mesh_solution import MeshSolution
 from autopar.schedule.instructions import Edge as Link
@@ -41,7 +41,7 @@ from .cuts import Segments, best_cuts
 from .pipeline_breakdown import PipelineBreakdown, in_flight_of_chunks, price_stages, shared_processors, wire_prices
 from .pipeline_record import planned_pipeline
 from .segments import PinnedTogetherError, pinned_ranks, price_segments, segment_of_nodes
-from .stage_meshes import StageMeshes
+from .stage_meshes import StageLayout
 
 ROUNDS = 3
 # Schedules that fit into memory and are priced exactly, of those whose estimates are best.
@@ -54,7 +54,7 @@ class PipelineSolution:
     """A cut, placed and scheduled graph; ``whole`` is the answer of the placement program for the uncut graph of one
     microbatch."""
 
-    layout: StageMeshes
+    layout: StageLayout
     whole: MeshSolution
     breakdown: PipelineBreakdown
     pipeline: PlannedPipeline
@@ -72,7 +72,7 @@ class PipelineRequest:
 
     graph: Graph
     inputs: Mapping[str, int | None]
-    layout: StageMeshes
+    layout: StageLayout
     microbatches: int
     schedule: str | None
     pins: dict[str, str]
@@ -93,7 +93,7 @@ def search(request: PipelineRequest) -> PipelineSolution:
     stages, worst = request.layout.stages, math.inf
     limit, host = request.memory_limit * stages, request.host_limit * stages
     for _ in range(ROUNDS):
-        whole = request.solve(InsertRests()(pieces.graph), inner_repeats(request.microbatches, stages), limit, host)
+        whole = request.solve(SaveActivations()(pieces.graph), inner_repeats(request.microbatches, stages), limit, host)
         found: list[PipelineSolution] = []
         fitting: list[PipelineSolution] = []
         for made in _scheduled(request, pieces, candidates, where, whole):
@@ -103,18 +103,18 @@ def search(request: PipelineRequest) -> PipelineSolution:
                 break
         if fitting:
             return min(fitting, key=lambda solution: solution.seconds)
-        away = min((solution.breakdown.away for solution in found), default=0)
-        if away > request.host_limit:
-            host *= 0.95 * request.host_limit / away
+        host_bytes = min((solution.breakdown.host_bytes for solution in found), default=0)
+        if host_bytes > request.host_limit:
+            host *= 0.95 * request.host_limit / host_bytes
             continue
         worst = min([worst, *(float(max(solution.breakdown.peaks)) for solution in found)])
         limit *= 0.95 * min(1.0, request.memory_limit / worst) if math.isfinite(worst) else 0.8
-    check_host(whole.prices.cluster, away, request.host_limit)
+    check_host(whole.prices.cluster, host_bytes, request.host_limit)
     raise _too_full(request, worst)
 
 
 def _fits(request: PipelineRequest, made: PipelineSolution) -> bool:
-    return max(made.breakdown.peaks) <= request.memory_limit and made.breakdown.away <= request.host_limit
+    return max(made.breakdown.peaks) <= request.memory_limit and made.breakdown.host_bytes <= request.host_limit
 
 
 def _candidates(request: PipelineRequest, graph: Graph) -> tuple[tuple[CutCandidate, ...], dict[str, int]]:
@@ -254,7 +254,7 @@ def _ring(stages: int) -> tuple[tuple[int, int], ...]:
 
 
 def cut_and_price(
-    layout: StageMeshes, pieces: Microbatched, cuts: tuple[str, ...], kind: tuple[str, int], whole: MeshSolution
+    layout: StageLayout, pieces: Microbatched, cuts: tuple[str, ...], kind: tuple[str, int], whole: MeshSolution
 ) -> PipelineSolution:
     """The graph cut at ``cuts`` under the schedule ``kind`` (name, chunks per stage): placed and priced."""
     staged = cut(pieces, cuts)
@@ -263,7 +263,7 @@ def cut_and_price(
 
 
 def price_schedule(
-    layout: StageMeshes, staged: Staged, cuts: tuple[str, ...], schedule: Schedule, whole: MeshSolution
+    layout: StageLayout, staged: Staged, cuts: tuple[str, ...], schedule: Schedule, whole: MeshSolution
 ) -> PipelineSolution:
     """The cut graph under ``schedule``: placed as ``whole`` chooses, and priced."""
     pairs = tuple((edge.source, edge.target) for edge in staged.edges)

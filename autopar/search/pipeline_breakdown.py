@@ -57,7 +57,7 @@ class PipelineBreakdown:
         )
 
     @property
-    def away(self) -> int:
+    def host_bytes(self) -> int:
         """Bytes of optimizer state in host memory, for each device of the pipeline rank with most of it."""
         return max(sum(self.breakdowns[c].memory.host for c in chunks) for chunks in self.schedule.held)
 

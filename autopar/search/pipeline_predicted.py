@@ -8,7 +8,7 @@ from dataclasses import replace
 from autopar.cost import total_flops
 from autopar.ir.microbatching import Repeats
 from autopar.ir.placements import Strategy
-from autopar.ir.plan_record import Holding, PlanLine, PlanNode, Predicted
+from autopar.ir.plan_record import PlanLine, PlanNode, Predicted, ResidentTensor
 from autopar.placement.alternatives import holdings, plan_nodes
 from autopar.placement.breakdown import CostLine
 from autopar.placement.overlap_windows import REDUCTIONS
@@ -133,12 +133,12 @@ def gradient_values(solution: PipelineSolution) -> dict[str, str]:
     return {path: ",".join(dict.fromkeys(values)) for path, values in found.items()}
 
 
-def staged_holdings(solution: PipelineSolution) -> tuple[Holding, ...]:
+def staged_holdings(solution: PipelineSolution) -> tuple[ResidentTensor, ...]:
     """What rests on the fullest rank's devices; a saved activation once for each microbatch in flight."""
     return tuple(rank_holdings(solution, solution.breakdown.fullest))
 
 
-def rank_holdings(solution: PipelineSolution, rank: int) -> Iterator[Holding]:
+def rank_holdings(solution: PipelineSolution, rank: int) -> Iterator[ResidentTensor]:
     """The same of any rank."""
     breakdown, prices = solution.breakdown, solution.whole.prices
     most, shared = (

@@ -19,13 +19,13 @@ from autopar.planner.step_graphs import pipelined_graph
 from autopar.planner.timings import Timings
 
 from .attempts import attempts
-from .candidate import Found, named_axes
+from .candidate import Candidate, named_axes
 from .custom_schedule import Measure, with_solved_schedule
 from .infeasible import pipeline_infeasible
 from .pipeline import PipelineRequest, PipelineSolution
 from .pipeline_predicted import staged_predicted
 from .rehearsed_memory import search_within
-from .stage_meshes import StageMeshes
+from .stage_meshes import StageLayout
 from .stage_problems import StagePrograms
 from .to_plan import staged_plan
 
@@ -43,7 +43,7 @@ Complaint = Callable[[], Exception]
 
 def with_stages(
     request: PlanRequest, pinned: Mapping[str, str], timings: Timings, best: float
-) -> tuple[list[Found], Complaint]:
+) -> tuple[list[Candidate], Complaint]:
     """Every pipeline (and gradient accumulation) worth trying, and the last reason why one could not be had: an error
     only if nothing else was found, or if just this was asked for.
 
@@ -54,7 +54,7 @@ def with_stages(
     if request.loss is None and request.graph.gradients:
         return [], lambda: OptionsError(_NO_LOSS)
     whole = pipelined_graph(request.graph, request.loss, request.batch)
-    found: list[Found] = []
+    found: list[Candidate] = []
     complaint: Complaint = partial(AssertionError, "nothing was tried")
     for layout, counts in attempts(request, whole, best):
         quickest = min([best, *(one.seconds for one in found)])
@@ -68,10 +68,10 @@ def with_stages(
 
 def _of_layout(
     pipeline: Callable[[int], _Pipeline], counts: Sequence[int], timings: Timings, best: float, quickest: float
-) -> tuple[list[Found], Complaint | None]:
+) -> tuple[list[Candidate], Complaint | None]:
     """The pipelines of one layout, for each number of microbatches as long as more of them pay, and the last reason why
     one could not be had. ``quickest``: seconds of the best plan known, ``best`` of that without stages."""
-    found, left = list[Found](), list(counts)
+    found, left = list[Candidate](), list(counts)
     complaint: Complaint | None = None
     while left:
         candidate = pipeline(left.pop(0))
@@ -106,10 +106,10 @@ class _Pipeline:
     request: PlanRequest
     pinned: Mapping[str, str]
     whole: Graph
-    layout: StageMeshes
+    layout: StageLayout
     microbatches: int
 
-    def solved(self, timings: Timings, best: float = math.inf) -> Found:
+    def solved(self, timings: Timings, best: float = math.inf) -> Candidate:
         """The quickest; ``best``: seconds of the best plan known. Raises :class:`InfeasibleError` if none fits,
         :class:`OptionsError` if none can be had."""
         request, layout = self.request, self.layout
@@ -128,7 +128,7 @@ class _Pipeline:
         )
         made = search_within(pipeline_request)
         solved = _Solved(request, replace(inside, mesh=made.whole.prices.mesh), timings, made)
-        return replace(solved.found(), improved=solved.improved)
+        return replace(solved.candidate(), improved=solved.improved)
 
     def too_full(self, error: InfeasibleError) -> InfeasibleError:
         """The error for a pipeline that fits into no device; ``error`` itself, if no memory was found that helps. What
@@ -155,9 +155,9 @@ class _Solved:
     timings: Timings
     made: PipelineSolution
 
-    def found(self, warning: str = "") -> Found:
+    def candidate(self, warning: str = "") -> Candidate:
         make = partial(staged_plan, self.request, self.inside, self.made, self.timings, warning)
-        return Found(staged_predicted(self.made).step_seconds, self.made.layout, make, self.figures)
+        return Candidate(staged_predicted(self.made).step_seconds, self.made.layout, make, self.figures)
 
     def figures(self) -> tuple[str, Predicted]:
         made = self.made
@@ -169,12 +169,12 @@ class _Solved:
         stages = f"{made.layout.stages} stages" + (f" x {where}" if math.prod(self.inside.mesh) > 1 else "")
         return f"{stages}, {schedule.name}, {count}", staged_predicted(made)
 
-    def improved(self) -> Found:
+    def improved(self) -> Candidate:
         """The pipeline under a schedule made to measure, where that is asked for, or nothing is and it pays."""
         options = self.request.options
         if options.schedule not in (None, SOLVED):
-            return self.found()
+            return self.candidate()
         limit = float(memory_limit_of(self.request))
         measure = Measure(options.schedule == SOLVED, limit, options.time_limit, options.solver_seed)
         better, kept = with_solved_schedule(self.made, measure)
-        return replace(self, made=better).found(kept)
+        return replace(self, made=better).candidate(kept)

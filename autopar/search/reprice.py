@@ -23,7 +23,7 @@ from autopar.passes.annotate.fold import fold_layers
 from autopar.passes.pipeline.cut import cut
 from autopar.passes.pipeline.microbatch import microbatch, split_inputs
 from autopar.passes.recompute.recomputable import recomputable
-from autopar.passes.recompute.saved_values import InsertRests
+from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.placement.formulation import Instance, build_instance
 from autopar.placement.prices import Prices
 from autopar.planner.mesh_solution import MeshSolution
@@ -37,7 +37,7 @@ from autopar.plans.plan import Plan
 from autopar.solver.problem import Solution, evaluate
 
 from .pipeline import inner_repeats, price_schedule
-from .stage_meshes import StageMeshes
+from .stage_meshes import StageLayout
 from .to_plan import staged_plan
 
 
@@ -90,12 +90,12 @@ def _reprice_staged(plan: Plan, pipeline: PlannedPipeline, request: PlanRequest)
         microbatch(pipelined_graph(request.graph, request.loss, batch), count, split_inputs(request.graph))
         for batch in (plan.batch, request.batch)
     )
-    known, other = (annotate(InsertRests()(one.graph), plan.mesh) for one in (before, pieces))
+    known, other = (annotate(SaveActivations()(one.graph), plan.mesh) for one in (before, pieces))
     repeats = inner_repeats(count, stages)
     solved = _solution_of(request, other, refit_plan(plan, known, other), repeats)
     renamed = corresponding(before.graph, pieces.graph)
     cuts = tuple(renamed[name] for name in pipeline.cuts)
-    layout = StageMeshes(stages, plan.mesh, tuple(range(len(plan.mesh))))
+    layout = StageLayout(stages, plan.mesh, tuple(range(len(plan.mesh))))
     made = price_schedule(layout, cut(pieces, cuts), cuts, pipeline.schedule, solved)
     return staged_plan(request, replace(request, repeats=repeats), made, Timings())
 
@@ -107,9 +107,15 @@ def _solution_of(request: PlanRequest, graph: Graph, assignment: Assignment, rep
     offload = any(place.offload for place in assignment.parameters.values())
 
     def build(one: Graph) -> Instance:
-        again = recomputable(one) if assignment.recomputed else None
+        possible = recomputable(one) if assignment.recomputed else None
         return build_instance(
-            one, prices, optimizer=optimizer, memory_limit=math.inf, repeats=repeats, again=again, offload=offload
+            one,
+            prices,
+            optimizer=optimizer,
+            memory_limit=math.inf,
+            repeats=repeats,
+            recomputable=possible,
+            offload=offload,
         )
 
     instance, folded = build(graph), build(fold_layers(graph))

@@ -10,7 +10,7 @@ import numpy as np
 
 from autopar.errors import OptionsError
 from autopar.ir.graph import Graph
-from autopar.ir.node import RECOMPUTED, REST
+from autopar.ir.node import RECOMPUTED, SAVED_ACTIVATION
 from autopar.ir.plan_record import ONCE_A_STEP
 from autopar.passes.pipeline.cut import cut
 from autopar.passes.pipeline.cut_candidates import CutCandidate
@@ -66,7 +66,7 @@ def price_segments(
         if node.op == "param":
             parts = parameter_bytes(instance.prices, node, assignment.parameters[node.name], instance.optimizer)
             static[_segment(node.name, where)] += sum(parts)
-        elif node.op == REST and node.name not in assignment.recomputed:
+        elif node.op == SAVED_ACTIVATION and node.name not in assignment.recomputed:
             place = assignment.strategies[node.name].outputs[0]
             saved[_segment(node.operands[0].node, where)] += local_bytes(node.type, place, instance.prices.mesh)
     for position, candidate in enumerate(candidates, start=1):

@@ -9,7 +9,7 @@ from autopar.errors import OptionsError
 
 
 @dataclass(frozen=True, slots=True)
-class StageMeshes:
+class StageLayout:
     """``stages`` blocks of consecutive devices, each a ``mesh`` whose axes are those of the whole named ``axes`` (by
     position): the stages take the outermost part, where links are slowest."""
 
@@ -18,11 +18,11 @@ class StageMeshes:
     axes: tuple[int, ...]
 
 
-def layout_for(mesh: tuple[int, ...], stages: int) -> StageMeshes | None:
+def layout_for(mesh: tuple[int, ...], stages: int) -> StageLayout | None:
     """The layout with so many stages, or None if they do not take whole outermost factors of the mesh.
 
     >>> layout_for((2, 4), 4)
-    StageMeshes(stages=4, mesh=(2,), axes=(1,))
+    StageLayout(stages=4, mesh=(2,), axes=(1,))
     """
     left, inner, axes = stages, [], []
     for axis, size in enumerate(mesh):
@@ -35,10 +35,10 @@ def layout_for(mesh: tuple[int, ...], stages: int) -> StageMeshes | None:
             axes.append(axis)
     if left > 1:
         return None
-    return StageMeshes(stages, tuple(inner) or (1,), tuple(axes) or (len(mesh) - 1,))
+    return StageLayout(stages, tuple(inner) or (1,), tuple(axes) or (len(mesh) - 1,))
 
 
-def layouts(mesh: tuple[int, ...], stages: int | None) -> tuple[StageMeshes, ...]:
+def layouts(mesh: tuple[int, ...], stages: int | None) -> tuple[StageLayout, ...]:
     """Every layout with more than one stage, or that with just ``stages``. Raises :class:`OptionsError` if there is
     none."""
     devices = math.prod(mesh)

@@ -14,7 +14,7 @@ from autopar.planner.timings import Timings
 
 # What a stage takes may be so much less than its share of the program's bound: the program hides messages under the
 # computing of all stages, a cost breakdown under that of one (4% apart in seven of eight plans, 11% in the other).
-DOUBT = 1.15
+SAFETY_FACTOR = 1.15
 
 
 @dataclass
@@ -33,7 +33,7 @@ class StagePrograms:
         All stages share the work of a step, so that one of them takes at least its part of the seconds without a memory
         limit: less memory makes nothing quicker. Raises :class:`InfeasibleError` if nothing fits, or if something was
         found before that did not do and could not have won."""
-        if self._least > DOUBT * self.best:
+        if self._least > SAFETY_FACTOR * self.best:
             raise InfeasibleError(
                 f"{repeats.stages} stages take at least {self._least:.3g} s: not sought with less memory"
             )

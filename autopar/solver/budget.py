@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from .highs import Effort, Outcome, run
-from .milp import Program
+from .milp import MixedIntegerProgram
 
 # Seconds of one update of messages between two groups, and for each entry of its price (150 slots of 14 to 5000
 # entries); a sweep of a descent over all groups takes about as long as one over all messages.
@@ -37,7 +37,7 @@ def sweep_seconds(slots: int, entries: int) -> float:
     return slots * SLOT_SECONDS + entries * ENTRY_SECONDS
 
 
-def relaxed_seconds(program: Program) -> float:
+def relaxed_seconds(program: MixedIntegerProgram) -> float:
     """About what the linear relaxation takes."""
     return float(RELAXED_SECONDS * (len(program.value) / RELAXED_NONZEROS) ** RELAXED_POWER)
 
@@ -78,7 +78,7 @@ class Budget:
         """A budget of a share of what is left, and at most so many seconds."""
         return Budget(min(share * self.left, most), self.counted, of=self)
 
-    def relax(self, program: Program, seed: int) -> Outcome:
+    def relax(self, program: MixedIntegerProgram, seed: int) -> Outcome:
         """The linear relaxation, by an interior point method: with a memory row that is several times faster than
         simplex."""
         effort = Effort(self.left, seed=seed, algorithm="BARRIER")
@@ -90,7 +90,7 @@ class Budget:
         self.spend(needed)
         return run(program, True, replace(effort, time_limit=GUARD * needed))
 
-    def simplex(self, program: Program) -> Outcome:
+    def simplex(self, program: MixedIntegerProgram) -> Outcome:
         """A linear program of some rows and columns, at a vertex."""
         if not self.counted:
             return run(program, True, Effort(self.left))
@@ -100,7 +100,7 @@ class Budget:
         self._charge(program, outcome)
         return outcome
 
-    def branch(self, program: Program, gap: float, seed: int = 0) -> Outcome:
+    def branch(self, program: MixedIntegerProgram, gap: float, seed: int = 0) -> Outcome:
         """Branch and cut."""
         effort = Effort(self.left, gap=gap, seed=seed)
         if not self.counted:
@@ -114,5 +114,5 @@ class Budget:
         self._charge(program, outcome)
         return outcome
 
-    def _charge(self, program: Program, outcome: Outcome) -> None:
+    def _charge(self, program: MixedIntegerProgram, outcome: Outcome) -> None:
         self.spend(ITERATION_SECONDS * (outcome.iterations + len(program.value) / 100))

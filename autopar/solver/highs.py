@@ -11,7 +11,7 @@ from ortools.math_opt import model_parameters_pb2, model_pb2, result_pb2
 from ortools.math_opt.core.python import solver as math_opt_solver
 from ortools.math_opt.python import mathopt
 
-from .milp import Program
+from .milp import MixedIntegerProgram
 from .problem import Floats
 
 # Of its seconds of computing a solver that was stopped by the clock had enough. One that had not is given the rest, and
@@ -53,7 +53,7 @@ class Outcome:
     iterations: int = 0
 
 
-def run(program: Program, relaxed: bool, effort: Effort) -> Outcome:
+def run(program: MixedIntegerProgram, relaxed: bool, effort: Effort) -> Outcome:
     """Solves the program, or with ``relaxed`` its linear relaxation.
 
     HiGHS's presolve calls some integer programs infeasible that are not (``tests/solver/test_solve.py`` has one):
@@ -69,7 +69,7 @@ def run(program: Program, relaxed: bool, effort: Effort) -> Outcome:
     return outcome
 
 
-def _run_for(program: Program, relaxed: bool, effort: Effort) -> Outcome:
+def _run_for(program: MixedIntegerProgram, relaxed: bool, effort: Effort) -> Outcome:
     """Solves for so many seconds of computing. The solver's clock is that of the wall: where other work kept the
     processor from it until that ran out, it begins once more with the seconds it did not have, and as much longer as
     they took: at most ``MOST_BUSY`` times the limit is computed in all."""
@@ -84,7 +84,7 @@ def _run_for(program: Program, relaxed: bool, effort: Effort) -> Outcome:
     return _read(program, result)
 
 
-def _better(program: Program, relaxed: bool, first: Outcome, second: Outcome) -> Outcome:
+def _better(program: MixedIntegerProgram, relaxed: bool, first: Outcome, second: Outcome) -> Outcome:
     """What is known after two runs, of which the second may have been the shorter one."""
     if relaxed or second.status in ("optimal", "infeasible"):
         return second
@@ -93,7 +93,7 @@ def _better(program: Program, relaxed: bool, first: Outcome, second: Outcome) ->
     return replace(best, bound=max(first.bound, second.bound))
 
 
-def _run(program: Program, relaxed: bool, effort: Effort) -> result_pb2.SolveResultProto:
+def _run(program: MixedIntegerProgram, relaxed: bool, effort: Effort) -> result_pb2.SolveResultProto:
     """Solves for at most so many seconds by the clock on the wall."""
     parameters = mathopt.SolveParameters(
         time_limit=timedelta(seconds=effort.time_limit),
@@ -112,7 +112,7 @@ def _run(program: Program, relaxed: bool, effort: Effort) -> result_pb2.SolveRes
     )  # fmt: skip
 
 
-def to_proto(program: Program, relaxed: bool) -> model_pb2.ModelProto:
+def to_proto(program: MixedIntegerProgram, relaxed: bool) -> model_pb2.ModelProto:
     """The program for math_opt; ``relaxed`` drops integrality."""
     model = model_pb2.ModelProto()
     size = len(program.cost)
@@ -140,7 +140,7 @@ _STATUS = {
 }
 
 
-def _read(program: Program, result: result_pb2.SolveResultProto) -> Outcome:
+def _read(program: MixedIntegerProgram, result: result_pb2.SolveResultProto) -> Outcome:
     status = _STATUS.get(result.termination.reason, "unknown")
     bound = result.termination.objective_bounds.dual_bound * program.unit
     values, duals = np.zeros(0), np.zeros(0)

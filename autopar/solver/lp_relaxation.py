@@ -9,7 +9,7 @@ import numpy as np
 from .budget import Budget
 from .highs import Outcome
 from .message_passing import Messages
-from .milp import Program, build, host_unit
+from .milp import MixedIntegerProgram, build, host_unit
 from .problem import Floats, Ints, Problem
 
 
@@ -39,7 +39,7 @@ def relax(problem: Problem, budget: Budget, seed: int = 0) -> Relaxation:
     return Relaxation(messages.bound, messages.slack(), rounded)
 
 
-def round_up(problem: Problem, program: Program, outcome: Outcome) -> Ints:
+def round_up(problem: Problem, program: MixedIntegerProgram, outcome: Outcome) -> Ints:
     """Per group the choice of greatest x; empty if there is no solution."""
     if not len(outcome.values):
         return np.zeros(0, dtype=np.int64)
@@ -48,7 +48,7 @@ def round_up(problem: Problem, program: Program, outcome: Outcome) -> Ints:
     return np.array(picks, dtype=np.int64)
 
 
-def load(problem: Problem, program: Program, outcome: Outcome) -> Messages:
+def load(problem: Problem, program: MixedIntegerProgram, outcome: Outcome) -> Messages:
     """The solver's dual prices as messages, so that the bound is certified by them and owes nothing to the
     solver's tolerances."""
     messages = Messages(problem)

@@ -16,7 +16,7 @@ Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class MixedIntegerProgram:
     """minimise ``cost`` v  subject to  ``lower`` <= A v <= ``upper``, v >= 0, and v binary where ``binary``.
 
     A has entries ``value`` at (``row``, ``column``). x[i,k] is variable ``first[i] + k``. ``families`` are
@@ -67,7 +67,7 @@ class _Builder:
         self.entries.append((rows, columns, np.broadcast_to(np.asarray(values, dtype=np.float64), rows.shape)))
 
 
-def build(problem: Problem, objective: str = "cost") -> Program:
+def build(problem: Problem, objective: str = "cost") -> MixedIntegerProgram:
     """The program in the docstring of :mod:`autopar.solver.problem`; ``objective`` "memory" minimises peak bytes
     instead of seconds."""
     builder = _Builder()
@@ -206,7 +206,7 @@ def _unit(cost: Floats) -> float:
     return max(float(np.abs(cost).max(initial=0.0)) / 1e3, 1e-300)
 
 
-def _finish(builder: _Builder, first: Ints, count: int) -> Program:
+def _finish(builder: _Builder, first: Ints, count: int) -> MixedIntegerProgram:
     row = np.concatenate([entry[0] for entry in builder.entries])
     column = np.concatenate([entry[1] for entry in builder.entries])
     value = np.concatenate([entry[2] for entry in builder.entries])
@@ -215,7 +215,7 @@ def _finish(builder: _Builder, first: Ints, count: int) -> Program:
     unit = _unit(cost)
     binary = np.zeros(builder.variables, dtype=bool)
     binary[:count] = True
-    return Program(
+    return MixedIntegerProgram(
         cost=cost / unit,
         binary=binary,
         lower=np.concatenate(builder.lower),

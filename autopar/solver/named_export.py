@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from ortools.math_opt import model_pb2
 
 from .highs import to_proto
-from .milp import Program, build
+from .milp import MixedIntegerProgram, build
 from .problem import Problem
 
 
-def row_names(program: Program, problem: Problem) -> Iterator[str]:
+def row_names(program: MixedIntegerProgram, problem: Problem) -> Iterator[str]:
     """``one_choice[group]``, ``leaves_row[transfer,consumer,row]``, ``enters_column[...]``, ``memory``, ``host``,
     ``temporary[group]``."""
     for family, labels in program.families:

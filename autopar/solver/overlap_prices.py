@@ -22,7 +22,7 @@ from .budget import Budget, sweep_seconds
 from .coordinate_descent import ROUNDING, Neighbourhood, polish
 from .dual_ascent import POLISHING
 from .lp_relaxation import round_up
-from .milp import Program, build
+from .milp import MixedIntegerProgram, build
 from .problem import Floats, Ints, Problem, Solution, evaluate, is_within, sides_of
 from .reduce import DropForbidden
 
@@ -112,7 +112,7 @@ class _Hunt:
         row, column = np.nonzero(rows)
         # Of prices that prove the same the least: their assignments send less.
         cost = np.array([-1.0, *[1e-6] * count])
-        program = Program(
+        program = MixedIntegerProgram(
             cost=cost,
             binary=np.zeros(count + 1, dtype=bool),
             lower=np.full(len(upper), -np.inf),

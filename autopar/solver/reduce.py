@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from .eliminate_variables import Fold, eliminate
 from .problem import Group, Ints, Problem, Transfer, without_needless_host
 from .reduce_dominated import undominated
-from .reduction_memo import Settled
+from .reduction_memo import ReductionMemo
 from .simplify_edges import simplify
 
 Mask = NDArray[np.bool_]
@@ -255,10 +255,10 @@ class DropDominated:
     """Drops choices that another choice of the group replaces at no greater cost, memory, temporary and host memory."""
 
     name: ClassVar[str] = "drop-dominated"
-    settled: Settled = field(default_factory=Settled, repr=False)
+    dominance_memo: ReductionMemo = field(default_factory=ReductionMemo, repr=False)
 
     def apply(self, problem: Problem) -> tuple[Problem, Inverse]:
-        masks, substitutes = undominated(problem, self.settled)
+        masks, substitutes = undominated(problem, self.dominance_memo)
         if all(mask.all() for mask in masks):
             return problem, SameChoices()
         return _fewer(problem, masks, substitutes)
@@ -270,10 +270,10 @@ class SimplifyTransfers:
     group."""
 
     name: ClassVar[str] = "simplify-transfers"
-    simple: Settled = field(default_factory=Settled, repr=False)
+    edge_memo: ReductionMemo = field(default_factory=ReductionMemo, repr=False)
 
     def apply(self, problem: Problem) -> tuple[Problem, Inverse]:
-        return simplify(problem, self.simple), SameChoices()
+        return simplify(problem, self.edge_memo), SameChoices()
 
 
 @dataclass(frozen=True)

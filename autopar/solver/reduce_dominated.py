@@ -9,18 +9,18 @@ from numpy.typing import NDArray
 
 from .label_arrays import distinct, used
 from .problem import Floats, Group, Ints, Problem, Transfer
-from .reduction_memo import Settled
+from .reduction_memo import ReductionMemo
 
 Mask = NDArray[np.bool_]
 # Differences looked at in one piece: about what a processor has near.
 _PIECE = 1 << 17
 
 
-def undominated(problem: Problem, settled: Settled) -> tuple[list[Mask], list[Ints]]:
+def undominated(problem: Problem, memo: ReductionMemo) -> tuple[list[Mask], list[Ints]]:
     """Per group which choices to keep, and for every choice the one that stands for it (itself if kept).
 
     Groups are treated one after another, each against what is left of the others, so that every single
-    removal is exact. Those ``settled`` had nothing to remove when they and the transfers at them were as they are.
+    removal is exact. Those ``memo`` had nothing to remove when they and the transfers at them were as they are.
     """
     masks = [np.ones(len(group.cost), dtype=bool) for group in problem.groups]
     incident: list[list[Transfer]] = [[] for _ in problem.groups]
@@ -32,10 +32,10 @@ def undominated(problem: Problem, settled: Settled) -> tuple[list[Mask], list[In
         substitute = np.arange(len(group.cost))
         # A transfer from a group to itself couples both its ends: the bounds below take them one at a time.
         looped = any(t.producer == index and index in t.consumers for t in incident[index])
-        if len(group.cost) > 1 and not looped and not settled.has_group(index, group, incident[index]):
+        if len(group.cost) > 1 and not looped and not memo.has_group(index, group, incident[index]):
             substitute = _remove(_worst(group, index, incident[index], masks), masks[index])
             if masks[index].all():
-                settled.add_group(index, group, incident[index])
+                memo.add_group(index, group, incident[index])
         substitutes.append(substitute)
     return masks, substitutes
 

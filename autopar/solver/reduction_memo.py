@@ -13,7 +13,7 @@ def _transfer_mark(transfer: Transfer) -> _Mark:
     return (id(transfer.cost), id(transfer.source), *map(id, transfer.targets), *map(ends.index, ends))
 
 
-class Settled:
+class ReductionMemo:
     """Transfers, and groups with the transfers at them. They are known by their arrays: these are never written to, and
     a problem made of another keeps those that did not change."""
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from .label_arrays import distinct, equal_rows, used
 from .problem import Floats, Ints, Problem, Transfer
-from .reduction_memo import Settled
+from .reduction_memo import ReductionMemo
 
 
 @dataclass
@@ -24,12 +24,12 @@ class _Work:
             self.costs[group] = self.costs[group] + cost
 
 
-def simplify(problem: Problem, simple: Settled) -> Problem:
-    """See :class:`autopar.solver.reduce.SimplifyTransfers`; ``simple`` are transfers that were found to be so
+def simplify(problem: Problem, memo: ReductionMemo) -> Problem:
+    """See :class:`autopar.solver.reduce.SimplifyTransfers`; ``memo`` are transfers that were found to be so
     before."""
     work = _Work([group.cost for group in problem.groups], [])
     for transfer in problem.transfers:
-        if transfer in simple:
+        if transfer in memo:
             work.done.append(transfer)
             continue
         before = len(work.done)
@@ -37,7 +37,7 @@ def simplify(problem: Problem, simple: Settled) -> Problem:
             _finish(work, _as_pair(part))
         if _is_as_before(work.done[before:], transfer):
             work.done[before:] = [transfer]
-            simple.add(transfer)
+            memo.add(transfer)
     groups = tuple(
         group if cost is group.cost else replace(group, cost=cost)
         for group, cost in zip(problem.groups, work.costs, strict=True)

@@ -19,7 +19,7 @@ import torch
 from autopar.torch_internals.operators import schema_of
 from autopar.torch_internals.tensors import storage_key
 
-from .record import Instruction, Program, Ref, Region, leaves
+from .record import RecordedOp, Recording, Ref, Region, leaves
 
 WORTHWHILE = 24  # operations that need not be traced, for an outlined kind of call to pay.
 
@@ -30,7 +30,7 @@ class Body:
     in order of first use, and of those made inside and used outside afterwards."""
 
     index: int
-    instructions: tuple[Instruction, ...]
+    instructions: tuple[RecordedOp, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
 
@@ -52,10 +52,10 @@ class Site:
 class Outlined:
     """A program in which some calls are taken out of line."""
 
-    program: Program
+    program: Recording
     sites: tuple[Site, ...]
 
-    def steps(self) -> Iterator[Instruction | Site]:
+    def steps(self) -> Iterator[RecordedOp | Site]:
         """What is left, in order."""
         done = 0
         for site in self.sites:
@@ -65,7 +65,7 @@ class Outlined:
         yield from self.program.instructions[done:]
 
 
-def outline(program: Program) -> Outlined:
+def outline(program: Recording) -> Outlined:
     """Takes equal calls out of line, outer ones before those inside them, where that spares enough."""
     finder = _Finder(program)
     chosen: list[tuple[Region, Hashable]] = []
@@ -100,7 +100,7 @@ class _Memory(NamedTuple):
 class _Finder:
     """Describes calls of one program; lives only while they are compared."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Recording) -> None:
         self.program = program
         self._signatures: dict[Hashable, int] = {}
         self._last_use: dict[int, int] = {}
@@ -116,7 +116,7 @@ class _Finder:
             for instruction in self.program.instructions
         ]
 
-    def _signature(self, instruction: Instruction) -> Hashable:
+    def _signature(self, instruction: RecordedOp) -> Hashable:
         arguments = (instruction.args, *sorted(instruction.kwargs.items()))
         types = tuple(None if n is None else self.type_of(n) for n in instruction.results)
         return instruction.op, _plain(arguments), instruction.learns, types, instruction.grad_mode
@@ -182,7 +182,7 @@ class _Finder:
         return tuple(flow), tuple(map(self.type_of, inputs)), tuple(local[number] for number in outputs)
 
 
-def _written_by(instruction: Instruction) -> list[int]:
+def _written_by(instruction: RecordedOp) -> list[int]:
     """The operands that an operation writes to."""
     schema = schema_of(instruction.op)
     if not schema.is_mutable:

@@ -43,7 +43,7 @@ class Ref:
 
 
 @dataclass(frozen=True, slots=True)
-class Instruction:
+class RecordedOp:
     """One operation; ``args`` and ``kwargs`` are trees with :class:`Ref` for tensors. ``operands`` are their numbers
     in order, ``learns`` whether each required a gradient then; a result that is no tensor has no number."""
 
@@ -67,11 +67,11 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Program:
+class Recording:
     """``tensors[n]`` is tensor n as it was made: its shape, strides and dtype; the first ones are the inputs. Real
     tensors that the model made or found are ``constants``, by number."""
 
-    instructions: tuple[Instruction, ...]
+    instructions: tuple[RecordedOp, ...]
     regions: tuple[Region, ...]
     tensors: Sequence[torch.Tensor]
     inputs: int
@@ -105,7 +105,7 @@ class Recorder(TorchDispatchMode):
         self.tensors: list[torch.Tensor] = []
         self.numbers: dict[int, int] = {}
         self.constants: dict[int, torch.Tensor] = {}
-        self.instructions: list[Instruction] = []
+        self.instructions: list[RecordedOp] = []
         self.aliases: list[torch.Tensor] = []  # Kept alive, so that their identities stay theirs.
         self.root = Region(0)
         self.refused: list[str] = []
@@ -135,7 +135,7 @@ class Recorder(TorchDispatchMode):
             custom = notes() or {}
             self._loops.saw(id(self._region), func, _named(custom.get(PATH)))
             self.instructions.append(
-                Instruction(
+                RecordedOp(
                     op=func,
                     args=first,
                     kwargs=dict(zip(kwargs, refs, strict=True)),
@@ -191,7 +191,7 @@ class Recorder(TorchDispatchMode):
         with every_module(self._enter, self._leave), _plain_autograd(self), self:
             yield
 
-    def program(self, inputs: int, outputs: Sequence[torch.Tensor]) -> Program:
+    def program(self, inputs: int, outputs: Sequence[torch.Tensor]) -> Recording:
         """What was recorded. Raises :class:`UnrecordedError` if it cannot be repeated."""
         if self.refused:  # The model may have caught the exception.
             raise UnrecordedError(self.refused[0])
@@ -203,7 +203,7 @@ class Recorder(TorchDispatchMode):
             if instruction.op is torch.ops.aten.detach.default and self.tensors[instruction.results[0]].requires_grad:  # type: ignore[index]
                 raise UnrecordedError("a detached tensor that requires a gradient")
         numbers = tuple(map(self._known, outputs))
-        return Program(
+        return Recording(
             tuple(self.instructions), tuple(self.root.children), self.tensors, inputs, self.constants, numbers
         )
 

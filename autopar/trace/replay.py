@@ -29,7 +29,7 @@ from autopar.torch_internals.modules import buffers_of, parameters_of
 from autopar.torch_internals.tensors import suggest_memory_format
 
 from .outline import Body, Outlined, Site
-from .record import PATH, PLACE, Instruction, Program, Ref, UnrecordedError, replaced
+from .record import PATH, PLACE, RecordedOp, Recording, Ref, UnrecordedError, replaced
 
 _LIBRARY = torch.library.Library("autopar_trace", "FRAGMENT")
 _LIBRARY.define("forward(Tensor[] inputs, int site) -> Tensor[]")
@@ -100,7 +100,7 @@ torch.library.register_fake("autopar_trace::forward", _forward, lib=_LIBRARY)
 torch.library.register_fake("autopar_trace::backward", _backward, lib=_LIBRARY)
 
 
-def learning_inputs(program: Program, body: Body, received: Received) -> tuple[int, ...]:
+def learning_inputs(program: Recording, body: Body, received: Received) -> tuple[int, ...]:
     """Which inputs get a gradient if just the results ``received`` do."""
     wanted = {body.outputs[index] for index in received}
     for instruction in reversed(body.instructions):
@@ -115,7 +115,7 @@ class _Outline(torch.autograd.Function):
     """A call out of line, to autograd."""
 
     @staticmethod
-    def forward(ctx: Any, site: Site, program: Program, *inputs: torch.Tensor) -> Any:
+    def forward(ctx: Any, site: Site, program: Recording, *inputs: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.site, ctx.program = site, program
         made = FORWARD(list(inputs), site.index)
@@ -143,7 +143,7 @@ def _format_of(result: torch.Tensor) -> torch.memory_format:
     return found
 
 
-def _run(step: Instruction, tensors: dict[int, torch.Tensor], place: int | None) -> None:
+def _run(step: RecordedOp, tensors: dict[int, torch.Tensor], place: int | None) -> None:
     """Does one operation again; ``place`` is noted on its nodes instead of its path, where given."""
     given = [tensors[number] for number in step.operands]
     if torch.is_grad_enabled() and tuple(tensor.requires_grad for tensor in given) != step.learns:
@@ -233,7 +233,7 @@ def capture_outlined(
 
 
 def _body_graph(
-    program: Program,
+    program: Recording,
     body: Body,
     received: Received,
     spare: Sequence[torch.Tensor],
@@ -260,7 +260,7 @@ def _body_graph(
 
 
 def _in_parts(
-    program: Program,
+    program: Recording,
     graph_module: fx.GraphModule,
     body: Body,
     spare: int,

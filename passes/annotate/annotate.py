@@ -17,7 +17,7 @@ from torch.distributed.tensor import Partial, Shard
 
 from autopar.errors import OperatorError
 from autopar.ir.graph import Graph
-from autopar.ir.node import REST, Node, TensorType, Value
+from autopar.ir.node import SAVED_ACTIVATION, Node, TensorType, Value
 from autopar.ir.placements import (
     PARTIAL_SUM,
     REPLICATE,
@@ -46,7 +46,7 @@ REPLICATED_PLACEHOLDERS = ("buffer", "constant", "tangent", "random")
 
 def axis_strategies(call: OpCall, factors: Factors) -> tuple[AxisStrategy, ...]:
     """The strategies of one axis but the replicated one, strided variants for the given ``factors`` included."""
-    if call.op == REST:
+    if call.op == SAVED_ACTIVATION:
         return ()
     found = tuple(RULES[call.op](call)) if call.op in RULES else found_strategies(call)
     variants = [v for strategy in found for v in strided_variants(call, strategy, factors)]
@@ -64,7 +64,7 @@ def rule_sources(graph: Graph, mesh: tuple[int, ...]) -> dict[str, tuple[str, ..
     true."""
     found: dict[str, dict[str, None]] = {}
     for node in graph.nodes:
-        if not node.is_placeholder and node.op != REST:
+        if not node.is_placeholder and node.op != SAVED_ACTIVATION:
             found.setdefault(node.op, {}).update(dict.fromkeys(_sources(graph, node, mesh)))
     return {op: tuple(said) for op, said in found.items()}
 
@@ -90,7 +90,7 @@ def rule_findings(graph: Graph, size: int) -> list[tuple[str, str, str]]:
 
 
 def _has_rule(node: Node) -> bool:
-    return node.is_placeholder or node.op == REST or node.op in RULES
+    return node.is_placeholder or node.op == SAVED_ACTIVATION or node.op in RULES
 
 
 def reshape_factors(graph: Graph, mesh: tuple[int, ...]) -> Factors:
@@ -152,7 +152,7 @@ def _wanted(graph: Graph, live: Live) -> Wanted:
     together."""
     found: dict[OpCall, list[set[Placement]]] = {}
     for node in graph.nodes:
-        if not node.is_placeholder and node.op != REST:
+        if not node.is_placeholder and node.op != SAVED_ACTIVATION:
             values = [*node.operands, *(Value(node.name, i) for i in range(len(node.types)))]
             sets = found.setdefault(_key(op_call(graph, node)), [set() for _ in values])
             for known, value in zip(sets, values, strict=True):
@@ -194,7 +194,7 @@ def _strategies(
     for node in graph.nodes:
         if node.is_placeholder:
             strategies[node.name] = placeholder_strategies(node, mesh)
-        elif node.op != REST:
+        elif node.op != SAVED_ACTIVATION:
             call = op_call(graph, node)
             anywhere = _anywhere(call)
             if anywhere not in known:
@@ -202,7 +202,7 @@ def _strategies(
             strategies[node.name] = known[anywhere]
     seen: dict[object, tuple[Strategy, ...]] = {}
     for node in graph.nodes:
-        if node.op == REST:
+        if node.op == SAVED_ACTIVATION:
             strategies[node.name] = _rest_strategies(graph, node, strategies, seen)
     return strategies
 
@@ -241,7 +241,7 @@ def _rest_strategies(
     """A value may rest in any placement its producer leaves it in or one of its users takes it in; ``seen`` remembers
     answers."""
     (value,) = node.operands
-    users = [(known[u.name], i) for u, i in graph.users.get(Value(node.name), ()) if u.op != REST]
+    users = [(known[u.name], i) for u, i in graph.users.get(Value(node.name), ()) if u.op != SAVED_ACTIVATION]
     key = (id(known[value.node]), value.index, *((id(found), i) for found, i in users))
     if key not in seen:
         places = dict.fromkeys(s.outputs[value.index] for s in known[value.node])

@@ -34,7 +34,7 @@ def without_positions(op: str, args: tuple[Arg, ...]) -> tuple[Arg, ...]:
     return tuple(None if index in places else arg for index, arg in enumerate(args)) if places else args
 
 
-def part_of(graph: Graph, node: Node, pattern: str) -> Hashable:
+def equivalence_key(graph: Graph, node: Node, pattern: str) -> Hashable:
     """What must be equal for two nodes to have the same strategies at the same prices; ``pattern`` is where the node
     stands in the model."""
 

@@ -18,7 +18,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.module_paths import fold_path, layers_among
 from autopar.ir.node import Node
 
-from .equivalent_nodes import part_of
+from .equivalent_nodes import equivalence_key
 from .fold_loops import fold_loops
 
 NOBODY: Mapping[str, Hashable] = MappingProxyType({})
@@ -43,7 +43,7 @@ def fold_layers(graph: Graph, groups: int = 1, apart: Mapping[str, Hashable] = N
     for node in graph.nodes:
         pattern, numbers = folded[node.name]
         stretch = numbers[0] * groups // depths[pattern.partition("*")[0]] if numbers else 0
-        part = part_of(graph, node, pattern)
+        part = equivalence_key(graph, node, pattern)
         seen[part, numbers] += 1
         key = (part, stretch, seen[part, numbers], apart.get(node.name)) if numbers else node.name
         classes[node.name] = representative.setdefault(key, node.name)

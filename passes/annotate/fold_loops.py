@@ -16,7 +16,7 @@ from collections.abc import Container, Hashable, Iterable, Mapping
 from autopar.ir.graph import Graph
 from autopar.ir.node import Node, Value
 
-from .equivalent_nodes import part_of
+from .equivalent_nodes import equivalence_key
 
 # So often one module does the same amid the same in a loop, its ends left out.
 LEAST_STEPS = 16
@@ -48,7 +48,7 @@ def fold_loops(graph: Graph, classes: Mapping[str, str], apart: Container[str], 
 def _steps(graph: Graph, nodes: Iterable[Node]) -> dict[str, Hashable]:
     """The nodes that may belong to loops, with what each has in common with those that may play its part in other
     steps."""
-    parts = {node.name: part_of(graph, node, node.module) for node in nodes if not node.is_placeholder}
+    parts = {node.name: equivalence_key(graph, node, node.module) for node in nodes if not node.is_placeholder}
     often = Counter(parts.values())
     numbers: dict[Hashable, int] = {}
     known: dict[int, int] = {}

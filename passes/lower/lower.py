@@ -16,7 +16,7 @@ import torch
 
 from autopar.ir.assignment import Assignment, travels_unseen
 from autopar.ir.graph import Graph
-from autopar.ir.node import REST, VIEWS, Arg, Node, Output, Phase, TensorType, Value, map_arg
+from autopar.ir.node import SAVED_ACTIVATION, VIEWS, Arg, Node, Output, Phase, TensorType, Value, map_arg
 from autopar.ir.placements import Placements, Strategy
 from autopar.ir.program import Program, Section, TensorSlot
 from autopar.ir.reshard import Hop, make_hop
@@ -121,7 +121,7 @@ class NodeLowerer:
         operands = [
             self.take(value, place, node.module) for value, place in zip(node.operands, strategy.inputs, strict=True)
         ]
-        if node.op == REST:
+        if node.op == SAVED_ACTIVATION:
             self.local[Value(node.name)] = operands[0]
             return
         layout = layout_for(node.op)

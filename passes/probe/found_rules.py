@@ -203,15 +203,15 @@ def _report(
     """What :func:`_study` reads, in the other process."""
     with _plain_surroundings():
         try:
-            subject = learn(call, operation, cautious)
+            operator = learn(call, operation, cautious)
         except Unfit as error:
             return {"reason": str(error), "harmful": error.harmful}
-        found, cases = probe(subject) if probing else ([], 0)
+        found, cases = probe(operator) if probing else ([], 0)
         known = {p.strategy for p in found}
-        more, tried = check(subject, [c for c in claims if c not in known])
+        more, tried = check(operator, [c for c in claims if c not in known])
     return {
         "strategies": [[str(p.strategy), p.even] for p in (*found, *more)],
-        "ranges": {i: [r.low, r.high, r.of] for i, r in subject.ranges.items()},
+        "ranges": {i: [r.low, r.high, r.of] for i, r in operator.ranges.items()},
         "cases": cases + tried,
     }
 

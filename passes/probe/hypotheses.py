@@ -14,71 +14,71 @@ from torch.distributed.tensor import Partial, Shard
 
 from autopar.ir.placements import PARTIAL_SUM, REPLICATE, Placement
 
-from .operator_study import Slot, Subject, slots_of
+from .operator_study import OperatorProbe, Slot, slots_of
 
 Inputs = tuple[Placement, ...]
 MOST_CHOICES = 8
 FEW_OPERANDS = 3
 
 
-def sharded(subject: Subject) -> list[Inputs]:
+def sharded(operator: OperatorProbe) -> list[Inputs]:
     """Hypotheses that shard something and sum nothing."""
-    free = frozenset().union(*subject.families)
+    free = frozenset().union(*operator.families)
     # Of a long list one tensor alone is no use to shard.
-    groups = [g for g in subject.groups if len(g) > 1 or len(subject.call.inputs) <= 2 * FEW_OPERANDS]
-    sets = [*groups, *_aligned(subject, free), *_of_one_size(subject, free)]
-    found = (inputs for slots in sets for inputs in _one_dim_each(subject, slots))
+    groups = [g for g in operator.groups if len(g) > 1 or len(operator.call.inputs) <= 2 * FEW_OPERANDS]
+    sets = [*groups, *_aligned(operator, free), *_of_one_size(operator, free)]
+    found = (inputs for slots in sets for inputs in _one_dim_each(operator, slots))
     return list(dict.fromkeys(inputs for inputs in found if any(p != REPLICATE for p in inputs)))
 
 
-def _aligned(subject: Subject, free: frozenset[Slot]) -> Iterator[frozenset[Slot]]:
+def _aligned(operator: OperatorProbe, free: frozenset[Slot]) -> Iterator[frozenset[Slot]]:
     """The same dim of every operand, counted from the front and from the back."""
-    ranks = [t.rank for t in subject.call.inputs]
+    ranks = [t.rank for t in operator.call.inputs]
     for dim in range(max(ranks, default=0)):
         yield frozenset((i, dim) for i in range(len(ranks)) if (i, dim) in free)
         yield frozenset((i, rank - 1 - dim) for i, rank in enumerate(ranks) if (i, rank - 1 - dim) in free)
 
 
-def _of_one_size(subject: Subject, free: frozenset[Slot]) -> Iterator[frozenset[Slot]]:
+def _of_one_size(operator: OperatorProbe, free: frozenset[Slot]) -> Iterator[frozenset[Slot]]:
     by_size: dict[int, set[Slot]] = {}
-    for operand, dim in slots_of(subject.call):
+    for operand, dim in slots_of(operator.call):
         if (operand, dim) in free:
-            by_size.setdefault(int(subject.call.inputs[operand].shape[dim]), set()).add((operand, dim))
+            by_size.setdefault(int(operator.call.inputs[operand].shape[dim]), set()).add((operand, dim))
     yield from map(frozenset, by_size.values())
 
 
-def _one_dim_each(subject: Subject, slots: Iterable[Slot]) -> Iterator[Inputs]:
+def _one_dim_each(operator: OperatorProbe, slots: Iterable[Slot]) -> Iterator[Inputs]:
     """An operand with several of the dims is sharded on one of them: every choice, up to a number."""
     dims: dict[int, list[Placement]] = {}
     for operand, dim in sorted(slots):
         dims.setdefault(operand, []).append(Shard(dim))
     for choice in islice(product(*dims.values()), MOST_CHOICES):
         placed = dict(zip(dims, choice, strict=True))
-        yield tuple(placed.get(i, REPLICATE) for i in range(len(subject.call.inputs)))
+        yield tuple(placed.get(i, REPLICATE) for i in range(len(operator.call.inputs)))
 
 
-def _floats(subject: Subject) -> list[int]:
-    return [i for i, t in enumerate(subject.call.inputs) if t.dtype.is_floating_point]
+def _floats(operator: OperatorProbe) -> list[int]:
+    return [i for i, t in enumerate(operator.call.inputs) if t.dtype.is_floating_point]
 
 
-def beside(subject: Subject, inputs: Inputs) -> list[Inputs]:
+def beside(operator: OperatorProbe, inputs: Inputs) -> list[Inputs]:
     """The hypothesis with one, or all, of its replicated floats summed."""
-    others = [i for i in _floats(subject) if inputs[i] == REPLICATE]
+    others = [i for i in _floats(operator) if inputs[i] == REPLICATE]
     sets: list[tuple[int, ...]] = [(i,) for i in others] if len(others) <= FEW_OPERANDS else []
     if len(others) > 1:
         sets.append(tuple(others))
     return [tuple(PARTIAL_SUM if i in chosen else p for i, p in enumerate(inputs)) for chosen in sets]
 
 
-def partial(subject: Subject) -> list[Inputs]:
+def partial(operator: OperatorProbe) -> list[Inputs]:
     """Hypotheses that shard nothing: every set of few float operands summed, or all of them; all a maximum or
     minimum."""
-    floats = _floats(subject)
+    floats = _floats(operator)
     few = len(floats) <= FEW_OPERANDS
     lengths = range(1, len(floats) + 1) if few else [len(floats)]
     found: list[Inputs] = []
     for chosen in [set(c) for n in lengths for c in combinations(floats, n)]:
         for op in ("sum", "max", "min") if len(chosen) == len(floats) else ("sum",):
-            placed = [Partial(op) if i in chosen else REPLICATE for i in range(len(subject.call.inputs))]
+            placed = [Partial(op) if i in chosen else REPLICATE for i in range(len(operator.call.inputs))]
             found.append(tuple(placed))
     return list(dict.fromkeys(found))

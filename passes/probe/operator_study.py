@@ -35,7 +35,7 @@ class Unfit(Exception):
 
 
 @dataclass(frozen=True)
-class Subject:
+class OperatorProbe:
     """An operation under test. ``base`` are shapes it runs on; ``groups`` the smallest sets of dims that can change
     their size together, ``families`` those sets merged where they overlap; no other dim may change."""
 
@@ -119,21 +119,23 @@ def slots_of(call: OpCall) -> list[Slot]:
     return [(i, d) for i, t in enumerate(call.inputs) for d, size in enumerate(t.shape) if int(size) > 1]
 
 
-def learn(call: OpCall, operation: Callable[..., Any], cautious: bool) -> Subject:
+def learn(call: OpCall, operation: Callable[..., Any], cautious: bool) -> OperatorProbe:
     """What there is to know. Raises :class:`Unfit`. ``cautious``: dims of equal size stay so, integers stay small."""
-    subject = _with_base(Subject(call, operation))
-    check_function(subject)
+    operator = _with_base(OperatorProbe(call, operation))
+    check_function(operator)
     classes = _classes(call)
     if cautious:
-        groups = [c for c in classes if subject.runs(_changed(subject, c, 2)) and subject.runs(_changed(subject, c, 0))]
+        groups = [
+            c for c in classes if operator.runs(_changed(operator, c, 2)) and operator.runs(_changed(operator, c, 0))
+        ]
     else:
-        groups = list(dict.fromkeys(g for c in classes for slot in sorted(c) if (g := _together(subject, slot, c))))
-    subject = replace(subject, groups=tuple(groups), families=tuple(_merged(groups)))
-    subject = replace(subject, ranges=_ranges(subject, cautious))
-    subject = replace(subject, wide=_runs_wide(subject))
-    shrinking = replace(subject, shrinks=True)
+        groups = list(dict.fromkeys(g for c in classes for slot in sorted(c) if (g := _together(operator, slot, c))))
+    operator = replace(operator, groups=tuple(groups), families=tuple(_merged(groups)))
+    operator = replace(operator, ranges=_ranges(operator, cautious))
+    operator = replace(operator, wide=_runs_wide(operator))
+    shrinking = replace(operator, shrinks=True)
     can_shrink = all(shrinking.runs(shrinking.sized((), 0, turn)) for turn in range(4))
-    return shrinking if can_shrink else subject
+    return shrinking if can_shrink else operator
 
 
 def _classes(call: OpCall) -> list[Family]:
@@ -143,22 +145,22 @@ def _classes(call: OpCall) -> list[Family]:
     return [frozenset(slots) for slots in found.values()]
 
 
-def _with_base(subject: Subject) -> Subject:
+def _with_base(operator: OperatorProbe) -> OperatorProbe:
     """Shapes and first integers it runs with: sizes that stand among the arguments as they are and the others small;
     else all small; else all real, and then what can be small."""
-    call = subject.call
+    call = operator.call
     real = {int(size) for t in call.inputs for size in t.shape if int(size) > 1}
     for kept in (real & numbers_in(call), set()):
-        found = _first_run(replace(subject, base=_shapes(call, _shrunk(real - kept))))
+        found = _first_run(replace(operator, base=_shapes(call, _shrunk(real - kept))))
         if found is not None:
             return found
-    found = _first_run(replace(subject, base=_shapes(call, {})))
+    found = _first_run(replace(operator, base=_shapes(call, {})))
     if found is None:
-        raise Unfit(f"it runs on no operands we made up: {_complaint(subject)}")
+        raise Unfit(f"it runs on no operands we made up: {_complaint(operator)}")
     small = _shrunk(real)
     sizes: dict[int, int] = {}
     for size in sorted(real, reverse=True):
-        tried = _first_run(replace(subject, base=_shapes(call, {**sizes, size: small[size]})))
+        tried = _first_run(replace(operator, base=_shapes(call, {**sizes, size: small[size]})))
         if tried is not None:
             found, sizes = tried, {**sizes, size: small[size]}
     return found
@@ -172,10 +174,10 @@ def _shapes(call: OpCall, sizes: Mapping[int, int]) -> tuple[Shape, ...]:
     return tuple(tuple(sizes.get(int(size), int(size)) for size in t.shape) for t in call.inputs)
 
 
-def _first_run(subject: Subject) -> Subject | None:
-    whole = [i for i, t in enumerate(subject.call.inputs) if not is_float(t.dtype) and t.dtype != torch.bool]
+def _first_run(operator: OperatorProbe) -> OperatorProbe | None:
+    whole = [i for i, t in enumerate(operator.call.inputs) if not is_float(t.dtype) and t.dtype != torch.bool]
     for low, high in ((0, 2), (0, 1), (1, 2)):
-        found = replace(subject, ranges=dict.fromkeys(whole, Range(low, high)))
+        found = replace(operator, ranges=dict.fromkeys(whole, Range(low, high)))
         if found.runs(found.base):
             return found
         if not whole:
@@ -183,14 +185,14 @@ def _first_run(subject: Subject) -> Subject | None:
     return None
 
 
-def _complaint(subject: Subject) -> str:
+def _complaint(operator: OperatorProbe) -> str:
     """Why it does not run on its own shapes, or on small ones if those are too large."""
-    call = subject.call
+    call = operator.call
     shapes = _shapes(call, {})
     if sum(map(prod, shapes)) > MOST_ELEMENTS:
         shapes = _shapes(call, _shrunk({int(s) for t in call.inputs for s in t.shape if int(s) > 1}))
     try:
-        subject.run(subject.operands(shapes, Values(0)))
+        operator.run(operator.operands(shapes, Values(0)))
     except NotImplementedError:
         return "it has no kernel for the CPU"
     except Exception as error:
@@ -199,18 +201,18 @@ def _complaint(subject: Subject) -> str:
     return "it needs more memory than a trial may use"
 
 
-def check_function(subject: Subject) -> None:
+def check_function(operator: OperatorProbe) -> None:
     """Raises :class:`Unfit` for what is not a function of its operands that leaves them alone."""
-    operands = subject.operands(subject.base, Values(3))
+    operands = operator.operands(operator.base, Values(3))
     before, state = [x.clone() for x in operands], torch.get_rng_state()
-    first = subject.run(operands)
+    first = operator.run(operands)
     if not torch.equal(state, torch.get_rng_state()):
         raise Unfit("it draws random numbers, and is not tagged torch.Tag.nondeterministic_seeded", harmful=True)
     if not _same(operands, before):
         raise Unfit("it writes into its operands, and its schema does not say so", harmful=True)
-    if not _same(first, subject.run(before)):
+    if not _same(first, operator.run(before)):
         raise Unfit("it gives different results for the same operands")
-    kinds = [(t and (t.rank, t.dtype)) for t in subject.call.outputs]
+    kinds = [(t and (t.rank, t.dtype)) for t in operator.call.outputs]
     if kinds != [None if r is None else (r.dim(), r.dtype) for r in first]:
         raise Unfit("its results are of another rank or dtype than its shape function says")
 
@@ -223,22 +225,22 @@ def _same(one: Sequence[torch.Tensor | None], other: Sequence[torch.Tensor | Non
     )
 
 
-def _changed(subject: Subject, slots: Iterable[Slot], factor: int) -> tuple[Shape, ...]:
+def _changed(operator: OperatorProbe, slots: Iterable[Slot], factor: int) -> tuple[Shape, ...]:
     """The base shapes with some dims twice as long, or (``factor`` 0) half."""
 
     def size(slot: Slot) -> int:
-        now = subject.base[slot[0]][slot[1]]
+        now = operator.base[slot[0]][slot[1]]
         return now * 2 if factor else max(1, now // 2)
 
-    return subject.resized({slot: size(slot) for slot in slots})
+    return operator.resized({slot: size(slot) for slot in slots})
 
 
-def _together(subject: Subject, slot: Slot, tied: Family) -> Family | None:
+def _together(operator: OperatorProbe, slot: Slot, tied: Family) -> Family | None:
     """The smallest set of dims, ``slot`` among them, that can become longer and shorter together; None if it must stay
     as it is. ``tied`` are those of its size."""
 
     def may_change(slots: Family) -> bool:
-        return subject.runs(_changed(subject, slots, 2)) and subject.runs(_changed(subject, slots, 0))
+        return operator.runs(_changed(operator, slots, 2)) and operator.runs(_changed(operator, slots, 0))
 
     others = sorted(tied - {slot})
     sets = (frozenset([slot, *more]) for n in range(len(others)) for more in combinations(others, n))
@@ -265,28 +267,28 @@ def _merged(groups: Sequence[Family]) -> Iterator[Family]:
         yield family
 
 
-def _ranges(subject: Subject, cautious: bool) -> dict[int, Range]:
+def _ranges(operator: OperatorProbe, cautious: bool) -> dict[int, Range]:
     """The widest range each operand of integers takes: up to the size of a dim (index), or any (data)."""
-    found = dict(subject.ranges)
-    slots = {subject.base[i][d]: (i, d) for i, d in reversed(slots_of(subject.call))}
-    for index, first in subject.ranges.items():
+    found = dict(operator.ranges)
+    slots = {operator.base[i][d]: (i, d) for i, d in reversed(slots_of(operator.call))}
+    for index, first in operator.ranges.items():
         options = [Range(first.low, size, slot) for size, slot in sorted(slots.items()) if size > first.high]
-        if not cautious and not any(r.dtype.itemsize < 4 for r in [subject.call.inputs[index]]):
+        if not cautious and not any(r.dtype.itemsize < 4 for r in [operator.call.inputs[index]]):
             options += [Range(first.low, 1 << bits) for bits in (10, 20)]
         for option in options:
-            tried = replace(subject, ranges={**found, index: option})
-            if not all(tried.runs(subject.base, Values(seed)) for seed in range(3)):
+            tried = replace(operator, ranges={**found, index: option})
+            if not all(tried.runs(operator.base, Values(seed)) for seed in range(3)):
                 break
             found[index] = option
         lower = replace(found[index], low=-1)
-        tried = replace(subject, ranges={**found, index: lower})
-        if first.low == 0 and subject.call.inputs[index].dtype != torch.uint8 and tried.runs(subject.base):
+        tried = replace(operator, ranges={**found, index: lower})
+        if first.low == 0 and operator.call.inputs[index].dtype != torch.uint8 and tried.runs(operator.base):
             found[index] = lower
     return found
 
 
-def _runs_wide(subject: Subject) -> bool:
+def _runs_wide(operator: OperatorProbe) -> bool:
     """Whether it computes in float64 too, where less is lost to rounding."""
-    if not any(t.dtype in (torch.float32, torch.float16, torch.bfloat16) for t in subject.call.inputs):
+    if not any(t.dtype in (torch.float32, torch.float16, torch.bfloat16) for t in operator.call.inputs):
         return False
-    return subject.runs(subject.base, Values(0, wide=True))
+    return operator.runs(operator.base, Values(0, wide=True))

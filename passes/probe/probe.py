@@ -22,7 +22,7 @@ from autopar.ir.placements import REPLICATE, AxisStrategy, Placement, shard_dim
 from autopar.passes.rule_language.registry import OpCall
 
 from .hypotheses import Inputs, beside, partial, sharded
-from .operator_study import MOST_ELEMENTS, Slot, Subject, numbers_in
+from .operator_study import MOST_ELEMENTS, OperatorProbe, Slot, numbers_in
 from .trials import (
     Range,
     Shape,
@@ -68,18 +68,18 @@ def _screening(even: bool) -> list[Trial]:
     return [Trial(n, size, Values(n, profile)) for (n, size), profile in zip(sizes, PROFILES, strict=False)]
 
 
-def _battery(subject: Subject, even: bool) -> Iterator[Trial]:
+def _battery(operator: OperatorProbe, even: bool) -> Iterator[Trial]:
     seed = 10
     for devices in (2, 3, 4):
         for size in (devices, devices * 5) if even else (devices * 3 - 1, 31):
             for profile in PROFILES:
                 seed += 1
-                yield Trial(devices, size, Values(seed, profile, wide=subject.wide and seed % 2 == 0))
+                yield Trial(devices, size, Values(seed, profile, wide=operator.wide and seed % 2 == 0))
 
 
-def _sweep(subject: Subject, even: bool) -> Iterator[Trial]:
+def _sweep(operator: OperatorProbe, even: bool) -> Iterator[Trial]:
     """Every scale, so that a threshold on a sum lies between that of a part and that of the whole once."""
-    floats = any(is_float(t.dtype) for t in subject.call.inputs)
+    floats = any(is_float(t.dtype) for t in operator.call.inputs)
     for power in range(-20, 25 if floats else 1):
         size = 6 if even or power % 2 else 7
         yield Trial(2, size, Values(100 + power, "positive", 2.0**power))
@@ -92,20 +92,20 @@ def _sweep(subject: Subject, even: bool) -> Iterator[Trial]:
 class Examiner:
     """Puts hypotheses about one operation to trial, and counts the ``cases`` it ran."""
 
-    subject: Subject
+    operator: OperatorProbe
     cases: int = 0
 
     def examine(self, inputs: Inputs, outputs: Open | None = None) -> Proven | None:
         """What a hypothesis comes to, if anything: of several ways for a result to lie the one that says most."""
-        found = outputs or tuple(tuple(candidates(t)) for t in self.subject.call.outputs)
+        found = outputs or tuple(tuple(candidates(t)) for t in self.operator.call.outputs)
         left = self._through(inputs, found, _screening(even=True))
         if left is None:
             return None
         uneven = self._through(inputs, left, _screening(even=False))
         even = uneven is None
         left = left if uneven is None else uneven
-        battery = [*_battery(self.subject, True), *_sweep(self.subject, even)]
-        left = self._through(inputs, left, battery if even else [*battery, *_battery(self.subject, False)])
+        battery = [*_battery(self.operator, True), *_sweep(self.operator, even)]
+        left = self._through(inputs, left, battery if even else [*battery, *_battery(self.operator, False)])
         if left is None:
             return None
         return Proven(AxisStrategy(inputs, tuple(places[0] for places in left)), even)
@@ -116,25 +116,25 @@ class Examiner:
         told = total = 0
         for trial in trials:
             slots = [(i, d) for i, p in enumerate(inputs) if (d := shard_dim(p)) is not None]
-            shapes = self.subject.sized(slots, trial.size, trial.values.seed)
+            shapes = self.operator.sized(slots, trial.size, trial.values.seed)
             if cuts_differ(shapes, inputs) or not leaves_none_out(shapes, inputs, trial.devices):
                 return None
             total += 1
             try:
-                operands = self.subject.operands(shapes, trial.values)
-                whole = self.subject.run(operands)
+                operands = self.operator.operands(shapes, trial.values)
+                whole = self.operator.run(operands)
             except Exception:
                 continue
             self.cases += 1
             told += is_informative(whole)
-            outputs = narrowed(self.subject, operands, whole, inputs, trial, outputs)
+            outputs = narrowed(self.operator, operands, whole, inputs, trial, outputs)
             if not all(outputs):
                 return None
         return outputs if told * 2 >= total else None
 
 
 def narrowed(
-    subject: Subject,
+    operator: OperatorProbe,
     operands: Sequence[torch.Tensor],
     whole: Tensors,
     inputs: Inputs,
@@ -147,7 +147,7 @@ def narrowed(
     nothing: Open = ((),) * len(outputs)
     try:
         shards = [split(x, p, trial.devices, generator) for x, p in zip(operands, inputs, strict=True)]
-        local = [subject.run([pieces[i] for pieces in shards]) for i in range(trial.devices)]
+        local = [operator.run([pieces[i] for pieces in shards]) for i in range(trial.devices)]
     except Exception:
         return nothing
     if len(whole) != len(outputs) or any(len(results) != len(whole) for results in local):
@@ -159,24 +159,24 @@ def narrowed(
     )
 
 
-def probe(subject: Subject) -> tuple[list[Proven], int]:
+def probe(operator: OperatorProbe) -> tuple[list[Proven], int]:
     """Every strategy found, and the number of cases tried."""
-    examiner = Examiner(subject)
+    examiner = Examiner(operator)
     found: list[Proven] = []
-    for inputs in sharded(subject):
+    for inputs in sharded(operator):
         proven = examiner.examine(inputs)
-        for more in beside(subject, inputs) if proven is None else ():
+        for more in beside(operator, inputs) if proven is None else ():
             if (other := examiner.examine(more)) is not None:
                 found.append(other)
         if proven is not None:
             found.append(proven)
-    found += [p for inputs in partial(subject) if (p := examiner.examine(inputs)) is not None]
+    found += [p for inputs in partial(operator) if (p := examiner.examine(inputs)) is not None]
     return [p for p in found if any(x != REPLICATE for x in p.strategy.inputs)], examiner.cases
 
 
-def check(subject: Subject, claims: Iterable[AxisStrategy]) -> tuple[list[Proven], int]:
+def check(operator: OperatorProbe, claims: Iterable[AxisStrategy]) -> tuple[list[Proven], int]:
     """Those of the ``claims`` of others that are true."""
-    examiner = Examiner(subject)
+    examiner = Examiner(operator)
     tried = [examiner.examine(c.inputs, tuple((p,) for p in c.outputs)) for c in claims]
     return [proven for proven in tried if proven is not None], examiner.cases
 
@@ -191,31 +191,31 @@ def confirm(
 ) -> list[bool]:
     """Which of the ``claims`` hold at the sizes of ``call`` and on as many devices; where these are too large for a
     trial, with only the sharded dims as long."""
-    subject = Subject(call, operation, tuple(tuple(map(int, t.shape)) for t in call.inputs), ranges=ranges)
-    return [_holds_here(subject, claim) for claim in claims]
+    operator = OperatorProbe(call, operation, tuple(tuple(map(int, t.shape)) for t in call.inputs), ranges=ranges)
+    return [_holds_here(operator, claim) for claim in claims]
 
 
-def _holds_here(subject: Subject, claim: AxisStrategy) -> bool:
-    call = subject.call
-    for shapes in (subject.base, _reduced(subject, claim)):
-        if sum(map(prod, shapes)) > MOST_ELEMENTS or not subject.runs(shapes):
+def _holds_here(operator: OperatorProbe, claim: AxisStrategy) -> bool:
+    call = operator.call
+    for shapes in (operator.base, _reduced(operator, claim)):
+        if sum(map(prod, shapes)) > MOST_ELEMENTS or not operator.runs(shapes):
             continue
         outputs: Open = tuple((p,) for p in claim.outputs)
         for values in (*_CONFIRMING, *(_MORE if sum(map(prod, shapes)) < _FEW_ELEMENTS else ())):
-            operands = subject.operands(shapes, values)
-            whole = subject.run(operands)
+            operands = operator.operands(shapes, values)
+            whole = operator.run(operands)
             trial = Trial(call.size, 0, values)
-            if not all(narrowed(subject, operands, whole, claim.inputs, trial, outputs)):
+            if not all(narrowed(operator, operands, whole, claim.inputs, trial, outputs)):
                 return False
         return True
     # Too large to try: small sizes speak for large ones only if no argument may mean something else there.
     return max(numbers_in(call), default=0) <= _SMALL_NUMBER
 
 
-def _reduced(subject: Subject, claim: AxisStrategy) -> tuple[Shape, ...]:
+def _reduced(operator: OperatorProbe, claim: AxisStrategy) -> tuple[Shape, ...]:
     slots: set[Slot] = {(i, d) for i, p in enumerate(claim.inputs) if (d := shard_dim(p)) is not None}
-    kept = {subject.base[i][d] for i, d in slots} | numbers_in(subject.call)
-    return tuple(tuple(n if n in kept else min(n, 3 + n % 5) for n in shape) for shape in subject.base)
+    kept = {operator.base[i][d] for i, d in slots} | numbers_in(operator.call)
+    return tuple(tuple(n if n in kept else min(n, 3 + n % 5) for n in shape) for shape in operator.base)
 
 
 def fits(call: OpCall, proven: Proven) -> bool:

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from autopar.ir.graph import Graph
 from autopar.ir.module_paths import layers_among
-from autopar.ir.node import REST, Node, Value
+from autopar.ir.node import SAVED_ACTIVATION, Node, Value
 from autopar.ir.program import Instruction, draws_numbers
 from autopar.passes.base import is_pure
 
@@ -36,15 +36,15 @@ class Recomputable:
     def shares(self) -> Mapping[str, float]:
         """For each rest the part of its bytes that backward holds at once if all that are like it are recomputed:
         that of one layer."""
-        rests = [node.name for node in self.graph.nodes if node.op == REST]
+        saved = [node.name for node in self.graph.nodes if node.op == SAVED_ACTIVATION]
         count = Counter(map(_stem, set(self.layers.values())))
-        outside = 1.0 if count else 1.0 / max(len(rests), 1)
-        return {name: 1.0 / count[_stem(self.layers[name])] if name in self.layers else outside for name in rests}
+        outside = 1.0 if count else 1.0 / max(len(saved), 1)
+        return {name: 1.0 / count[_stem(self.layers[name])] if name in self.layers else outside for name in saved}
 
     @cached_property
     def full(self) -> frozenset[str]:
         """The rests that only their own layer uses: without them, what is kept are the inputs of layers."""
-        return frozenset(n for n in self.nodes if self.graph[n].op == REST and n in self.layers)
+        return frozenset(n for n in self.nodes if self.graph[n].op == SAVED_ACTIVATION and n in self.layers)
 
     @cached_property
     def selective(self) -> frozenset[str]:
@@ -52,22 +52,22 @@ class Recomputable:
         one fused operation (Korthikanti et al. 2022, section 5)."""
         inside = set(_between_products(self.graph))
         fused = {n.name for n in self.graph.nodes if n.op.startswith(_FUSED) and n.phase == "forward"}
-        found = (n for n in self.graph.nodes if n.op == REST and n.name in self.nodes)
+        found = (n for n in self.graph.nodes if n.op == SAVED_ACTIVATION and n.name in self.nodes)
         return frozenset(n.name for n in found if n.name in inside or n.operands[0].node in fused)
 
-    def chain(self, rests: frozenset[str]) -> frozenset[str]:
-        """Everything that runs again if ``rests`` (of :attr:`nodes`) are not kept: they, and the operations back to
+    def chain(self, saved: frozenset[str]) -> frozenset[str]:
+        """Everything that runs again if ``saved`` (of :attr:`nodes`) are not kept: they, and the operations back to
         what is there."""
         needed: set[str] = set()
         for node in reversed(self.graph.nodes):
-            if node.name in needed or node.name in rests:
+            if node.name in needed or node.name in saved:
                 needed.add(node.name)
                 needed.update(v.node for v in node.operands if self._is_computed(v.node))
         return frozenset(needed)
 
     def _is_computed(self, name: str) -> bool:
         """Whether a node that runs again cannot read the value but must have it made again."""
-        return not self.graph[name].is_placeholder and self.graph[name].op != REST
+        return not self.graph[name].is_placeholder and self.graph[name].op != SAVED_ACTIVATION
 
 
 def recomputable(graph: Graph) -> Recomputable:
@@ -90,7 +90,7 @@ def _possible(graph: Graph, layers: Mapping[str, str], banned: set[str]) -> set[
         if node.phase != "forward" or node.is_placeholder or node.name in banned:
             continue
         own = layers.get(node.name)
-        if node.op == REST:
+        if node.op == SAVED_ACTIVATION:
             shared = any(layers.get(user.name) != own for user in _forward_users(graph, node))
             possible = node.operands[0].node in found and not (own and shared)
         else:
@@ -102,7 +102,7 @@ def _possible(graph: Graph, layers: Mapping[str, str], banned: set[str]) -> set[
 
 def _is_there(graph: Graph, value: Value, layer: str | None, layers: Mapping[str, str], found: set[str]) -> bool:
     node = graph[value.node]
-    if node.is_placeholder or node.op == REST:
+    if node.is_placeholder or node.op == SAVED_ACTIVATION:
         return node.op != "tangent"
     return node.name in found and layers.get(node.name) in (None, layer)
 

@@ -31,7 +31,7 @@ from autopar.ir.node import RECOMPUTED, Node, Value
 from autopar.ir.placements import Strategy
 from autopar.passes.base import Pass
 
-from .saved_values import insert_rests
+from .saved_values import save_activations
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Recompute(Pass):
     nodes: frozenset[str]
 
     def apply(self, graph: Graph) -> Graph:
-        return insert_rests(_Copier(graph, self.nodes).run()).without_dead()
+        return save_activations(_Copier(graph, self.nodes).run()).without_dead()
 
 
 def recomputed(graph: Graph, assignment: Assignment) -> tuple[Graph, Assignment]:

@@ -18,18 +18,18 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from autopar.ir.graph import Graph
-from autopar.ir.node import REST, Node, Value
+from autopar.ir.node import SAVED_ACTIVATION, Node, Value
 from autopar.passes.base import Pass
 
 
 @dataclass(frozen=True)
-class InsertRests(Pass):
+class SaveActivations(Pass):
     """Inserts ``autopar.rest`` behind each saved value; see the module docstring."""
 
-    name: ClassVar[str] = "insert-rests"
+    name: ClassVar[str] = "save-activations"
 
     def apply(self, graph: Graph) -> Graph:
-        return insert_rests(graph)
+        return save_activations(graph)
 
 
 def saved_values(graph: Graph) -> list[Value]:
@@ -43,19 +43,21 @@ def saved_values(graph: Graph) -> list[Value]:
     ]
 
 
-def insert_rests(graph: Graph) -> Graph:
+def save_activations(graph: Graph) -> Graph:
     """The graph with one ``autopar.rest`` per saved value, which takes over all its uses by operations."""
-    rests = {value: Value(_rest_name(value)) for value in saved_values(graph) if graph[value.node].op != REST}
+    saved = {
+        value: Value(_rest_name(value)) for value in saved_values(graph) if graph[value.node].op != SAVED_ACTIVATION
+    }
     nodes: list[Node] = []
     for node in graph.nodes:
-        nodes.append(node.map_values(lambda value: rests.get(value, value)))
+        nodes.append(node.map_values(lambda value: saved.get(value, value)))
         for index, kind in enumerate(node.types):
             value = Value(node.name, index)
-            if value in rests and kind is not None:
+            if value in saved and kind is not None:
                 nodes.append(
                     Node(
-                        name=rests[value].node,
-                        op=REST,
+                        name=saved[value].node,
+                        op=SAVED_ACTIVATION,
                         args=(value,),
                         kwargs=(),
                         types=(kind,),

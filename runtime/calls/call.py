@@ -20,7 +20,7 @@ from autopar.runtime.inputs.rank_local import own_part
 from autopar.runtime.state.parameters import gather_whole, local_of, make_dtensor, torch_placements
 from autopar.runtime.state.weights import accumulate
 
-from .signature import Calling
+from .signature import CompiledCall
 
 
 def is_replicated(slot: TensorSlot) -> bool:
@@ -37,7 +37,7 @@ class Past:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-class Call(Calling):
+class Call(CompiledCall):
     """See the module docstring."""
 
     def _bind_program(self, program: Program) -> None:
@@ -77,7 +77,7 @@ class Call(Calling):
         """Forward: local outputs by name, and the values saved for backward. Buffers are brought up to
         date. ``past`` is filled in."""
         started, saved = self.start(leaves, past)
-        outputs = {name: settled(value) for name, value in started.items()}
+        outputs = {name: wait_for(value) for name, value in started.items()}
         self.check_indices()
         return outputs, saved
 
@@ -86,13 +86,13 @@ class Call(Calling):
         nothing is changed by it, neither buffers nor the count of calls."""
         outputs, saved = self.start(leaves, past, again=True)
         for value in outputs.values():
-            settled(value)  # What was begun must be awaited, or later collectives wait for ever.
+            wait_for(value)  # What was begun must be awaited, or later collectives wait for ever.
         return saved
 
     def start(
         self, leaves: Sequence[Any], past: Past | None = None, *, again: bool = False
     ) -> tuple[dict[str, torch.Tensor | Handle], list[torch.Tensor]]:
-        """:meth:`run`, but outputs may be on their way still (:func:`settled` waits for one). ``again``: as ``past``
+        """:meth:`run`, but outputs may be on their way still (:func:`wait_for` waits for one). ``again``: as ``past``
         was."""
         noted()  # What an earlier call met that ended in another error.
         past = past or Past()
@@ -209,7 +209,7 @@ class Call(Calling):
         one = self.unit_tangent(name) * scale
         tangents = self.tangents({name: one}, {s.target: one.dtype for s in self.program.tangents})
         gradients = self.backward(saved, tangents)
-        loss = gather_whole(settled(outputs.pop(name)), self.results[name], self.groups).detach()
+        loss = gather_whole(wait_for(outputs.pop(name)), self.results[name], self.groups).detach()
         self.check_indices()
         with torch.no_grad():
             for slot, parameter in zip(self.program.parameters, self.parameters, strict=True):
@@ -219,7 +219,7 @@ class Call(Calling):
         return loss
 
 
-def settled(value: torch.Tensor | Handle) -> torch.Tensor:
+def wait_for(value: torch.Tensor | Handle) -> torch.Tensor:
     """An output of a program, once it has arrived."""
     found = value.wait() if isinstance(value, Handle) else value
     assert isinstance(found, torch.Tensor)

@@ -18,7 +18,7 @@ from autopar.ir.signature import Signature
 from autopar.torch_internals.trees import tree_unflatten
 
 from .compiled import Padding
-from .signature import Calling, flatten_as, same_value
+from .signature import CompiledCall, flatten_as, same_value
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,9 @@ class Filled:
     batch: int
 
 
-def filled(calls: Iterator[tuple[object, Calling]], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Filled | None:
+def filled(
+    calls: Iterator[tuple[object, CompiledCall]], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Filled | None:
     """The call as one of those that ``calls`` were compiled for, but for its number of rows; None if it is none."""
     for _, call in calls:
         found = None if call.padding is None else _filled(call.padding, call.signature, args, kwargs)
@@ -90,7 +92,7 @@ class Cut:
         return value if dim is None else value.narrow(dim, 0, value.shape[dim] // self.batch * self.rows)
 
 
-def cut_of(call: Calling, given: Filled | None) -> Cut:
+def cut_of(call: CompiledCall, given: Filled | None) -> Cut:
     """How outputs of ``call`` are cut. Collective at the first use. Raises :class:`AutoparError` if rows that were
     filled in would change others."""
     if given is None:

@@ -26,12 +26,12 @@ from autopar.runtime.state.parameters import local_of
 from autopar.runtime.state.weights import accumulate, gradient_like
 from autopar.schedule.timeline import Timeline
 
-from .signature import Calling
+from .signature import CompiledCall
 
 Values = Mapping[str, torch.Tensor]
 
 
-class PipelineCall(Calling):
+class PipelineCall(CompiledCall):
     """See the module docstring. ``groups`` are of the mesh (stages, \\*inside a stage)."""
 
     def _bind_program(self, program: PipelineProgram) -> None:

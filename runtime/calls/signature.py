@@ -47,7 +47,7 @@ def same_value(old: object, new: object) -> bool:
         return False
 
 
-class Calling:
+class CompiledCall:
     """The calling convention of one compiled model, and what its runs stand on; see the module docstring. Making one is
     collective (process groups, first placement of the parameters).
 

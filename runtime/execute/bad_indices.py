@@ -10,7 +10,7 @@ from autopar.runtime.comm.exchange import Exchange
 
 from .section_code import describe_place
 
-Found = tuple[OutOfRange, str]
+LocatedIndex = tuple[OutOfRange, str]
 
 
 def raise_bad_indices(exchange: Exchange) -> None:
@@ -21,7 +21,7 @@ def raise_bad_indices(exchange: Exchange) -> None:
         raise IndexRangeError(_explain(exchange.ranks, exchange.all_objects(found)))
 
 
-def _explain(ranks: Sequence[int], everyone: Sequence[list[Found]]) -> str:
+def _explain(ranks: Sequence[int], everyone: Sequence[list[LocatedIndex]]) -> str:
     where: dict[tuple[int, int, int, str], set[int]] = {}
     for rank, found in zip(ranks, everyone, strict=True):
         for one, place in found:

@@ -112,7 +112,7 @@ def _plain(weights: Weights, named: Mapping[str, nn.Parameter], holds: bool) -> 
 
 def _wholes(weights: Weights, parameters: list[nn.Parameter]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
     """Each parameter with its whole value, which shares no memory with it."""
-    if not weights.settled:  # Whatever other ranks have: the first rank's values will count.
+    if not weights.is_placed:  # Whatever other ranks have: the first rank's values will count.
         for index, value in broadcast_first([local_of(parameter) for parameter in parameters], weights.groups):
             yield parameters[index], _own_memory(value, parameters[index])
         return

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .stage_mesh import StageMeshes
+from .stage_mesh import StageGroups
 
 # Messages to one stage whose tensors are kept while more are sent. Waiting for an older one cannot stall, since the
 # schedule could wait for each where it is sent.
@@ -41,7 +41,7 @@ class Arrival:
 class Messenger:
     """Sends and receives of one step."""
 
-    def __init__(self, stages: StageMeshes) -> None:
+    def __init__(self, stages: StageGroups) -> None:
         self.stages = stages
         self._sent: dict[int, deque[Arrival]] = {}
 

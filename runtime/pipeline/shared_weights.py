@@ -10,13 +10,13 @@ from autopar.ir.pipeline_program import PipelineProgram, StagedParameter
 from autopar.ir.placements import local_shape
 
 from .point_to_point import Arrival, Messenger
-from .stage_mesh import StageMeshes
+from .stage_mesh import StageGroups
 
 
 class SharedWeights:
     """Every rank goes through the shared parameters, and the stages of each, in one order, so that messages match."""
 
-    def __init__(self, program: PipelineProgram, stages: StageMeshes) -> None:
+    def __init__(self, program: PipelineProgram, stages: StageGroups) -> None:
         self.program, self.stages = program, stages
         self.shared = [p for p in program.parameters if len(p.chunks) > 1]
 

@@ -29,7 +29,7 @@ class Elsewhere:
     coordinate: None = None
 
 
-class StageMeshes:
+class StageGroups:
     """``whole``: groups of the mesh (stages, \\*inside). ``own``: groups of the mesh inside this rank's stage.
     ``place``: each stage's mesh. ``peers``: the ranks at this coordinate of all stages, in a group that only messages
     between stages use (None if there is one stage). Making one is collective over the mesh."""
@@ -71,13 +71,13 @@ class StageMeshes:
 
 
 # By the identity of the groups, as in :mod:`autopar.runtime.comm.groups`, and never dropped: making one is collective.
-_MADE: dict[int, StageMeshes] = {}
+_MADE: dict[int, StageGroups] = {}
 
 
-def stage_meshes(whole: MeshGroups) -> StageMeshes:
-    """The one :class:`StageMeshes` of ``whole`` in this process."""
+def stage_meshes(whole: MeshGroups) -> StageGroups:
+    """The one :class:`StageGroups` of ``whole`` in this process."""
     if id(whole) not in _MADE:
-        _MADE[id(whole)] = StageMeshes(whole)
+        _MADE[id(whole)] = StageGroups(whole)
     return _MADE[id(whole)]
 
 

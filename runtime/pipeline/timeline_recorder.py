@@ -11,7 +11,7 @@ import torch.distributed as dist
 from autopar.schedule.instructions import Instruction
 from autopar.schedule.timeline import Span, Timeline
 
-from .stage_mesh import StageMeshes
+from .stage_mesh import StageGroups
 
 
 @dataclass
@@ -20,7 +20,7 @@ class Recorder:
     for each message is a span of the receive, in the lane ``communication``, as are sends (their start only) and
     reductions. On devices that compute asynchronously every span is waited for, which slows the step down."""
 
-    stages: StageMeshes
+    stages: StageGroups
     spans: list[Span] = field(default_factory=list)
     begin: float = 0.0
 

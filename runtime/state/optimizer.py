@@ -110,14 +110,17 @@ class _Inner:
     def __init__(self, outer: Any, cls: type[torch.optim.Optimizer], in_host: InHost) -> None:
         self.resting = _resting(outer, in_host)
         self.local = {parameter: _local(parameter) for parameter, _, _ in _named(outer)}
-        away = {parameter: index for parameter, path, index in _named(outer) if in_host(path)}
-        groups = [[p for p in group["params"] if p not in away] for group in outer.param_groups]
+        host_index = {parameter: index for parameter, path, index in _named(outer) if in_host(path)}
+        groups = [[p for p in group["params"] if p not in host_index] for group in outer.param_groups]
         make: OptimizerClass = cls
         self.resident = make([self._group(outer, i, members) for i, members in enumerate(groups)])
         self.visiting: dict[nn.Parameter, tuple[int, torch.optim.Optimizer]] = {}
         for parameter in self.local:
-            if parameter in away:
-                self.visiting[parameter] = away[parameter], make([self._group(outer, away[parameter], [parameter])])
+            if parameter in host_index:
+                self.visiting[parameter] = (
+                    host_index[parameter],
+                    make([self._group(outer, host_index[parameter], [parameter])]),
+                )
             self._take_state(outer, parameter)
 
     def _group(self, outer: Any, index: int, members: list[nn.Parameter]) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class Weights:
         if self._stored is None:
             return
         for copied in self._copies:
-            if not copied.settled:
+            if not copied.is_placed:
                 copied.groups = self.groups
                 copied.settle(list(self._stored.values()))
         if self._copies and any(place.coordinate is None for _, place in self._stored.values()):
@@ -118,7 +118,7 @@ class Weights:
         return make_dtensor(take_own(value.to(self.groups.device), slot, place), slot, place)
 
     @property
-    def settled(self) -> bool:
+    def is_placed(self) -> bool:
         """Whether a program has placed the parameters."""
         return self._stored is not None
 

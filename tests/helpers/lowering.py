@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.ir.graph import Graph
-from autopar.ir.node import REST, Node, Value
+from autopar.ir.node import SAVED_ACTIVATION, Node, Value
 from autopar.passes.base import rewrite
 
 
@@ -11,6 +11,6 @@ def plain(graph: Graph) -> Graph:
     """The graph with every rest replaced by what rests."""
 
     def visit(node: Node) -> Node | Value:
-        return node.operands[0] if node.op == REST else node
+        return node.operands[0] if node.op == SAVED_ACTIVATION else node
 
     return rewrite(graph, visit)

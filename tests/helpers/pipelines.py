@@ -25,7 +25,7 @@ from autopar.passes.normalise.standard import normalise
 from autopar.passes.pipeline.cut import cut
 from autopar.passes.pipeline.cut_candidates import cut_candidates, cuts_for_owners
 from autopar.passes.pipeline.microbatch import Microbatched, microbatch
-from autopar.passes.recompute.saved_values import InsertRests
+from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.placement.prices import Prices
 from autopar.planner.step_graphs import step_graph
 from autopar.runtime import Compiled, Request
@@ -105,7 +105,7 @@ def make_pipeline(graph: Graph, wanted: Wanted, *, like: Made | None = None) -> 
     schedule = scheduled((wanted.schedule, wanted.count // wanted.mesh[0]), wanted.mesh[0], pieces.count, staged)
     if not graph.placeholders("tangent"):
         schedule = forward_only(schedule)
-    whole = annotate(InsertRests()(pieces.graph), inside)
+    whole = annotate(SaveActivations()(pieces.graph), inside)
     prices = prices_for(whole, inside)
     assignment = random_assignment(whole, inside, wanted.seed)
     if like is not None:

@@ -50,7 +50,7 @@ def weights(degree: int) -> tuple[int, int]:
 
 
 def test_layers_with_and_without_experts_stand_for_their_own() -> None:
-    assert model().depth.standing == (0, 1, 2, 3, 3, 3)
+    assert model().depth.priced_as == (0, 1, 2, 3, 3, 3)
     assert model().experts == 16
     whole = sum(parameter.numel() for parameter in build(SHAPE).parameters())
     assert sum(weights(1)) == 2 * whole

@@ -52,17 +52,17 @@ def test_what_only_products_in_fp8_take_again_is_kept_in_fp8() -> None:
     """Of every layer the two norms' results and the activation's; all else is read by other kernels too."""
     bf16, fp8 = (model().sections(Layout(precision=precision), H100).layers[0] for precision in ("bf16", "fp8"))
     halved = SHAPE.seq * (2 * SHAPE.hidden + SHAPE.ffn)
-    assert bf16.saved - fp8.saved == halved == bf16.saved_remade - fp8.saved_remade
+    assert bf16.saved - fp8.saved == halved == bf16.saved_rematerialised - fp8.saved_rematerialised
 
 
 def test_what_elementwise_operations_make_is_made_again() -> None:
     """Of every layer the two norms' results and the activation's, in bf16: from the norms' inputs and two products."""
     layer = model().sections(Layout(), H100).layers[0]
     tokens = SHAPE.seq * 2
-    assert layer.saved_remade == tokens * (2 * SHAPE.hidden + SHAPE.ffn)
+    assert layer.saved_rematerialised == tokens * (2 * SHAPE.hidden + SHAPE.ffn)
     moved = tokens * (2 * 2 * SHAPE.hidden + 3 * SHAPE.ffn)
     started = 3 * H100.device.launch_seconds
-    assert layer.remade.total == pytest.approx(moved / H100.device.memory_bandwidth + started, rel=0.1)
+    assert layer.rematerialised.total == pytest.approx(moved / H100.device.memory_bandwidth + started, rel=0.1)
     none, light, full = (model().price(Layout(recompute=name), H100) for name in ("none", "elementwise", "full"))
     assert none.predicted.step_seconds < light.predicted.step_seconds < full.predicted.step_seconds
     assert full.held[0].activations < light.held[0].activations < none.held[0].activations
@@ -76,7 +76,7 @@ def test_what_is_inside_attention_is_dropped_once(changes: dict[str, bool]) -> N
     held = [model(written).price(Layout(recompute=name), H100).held[0].activations for name in names]
     assert held == sorted(held) and len(set(held)) == 4
     layer = model(written).sections(Layout(), H100).layers[0]
-    assert layer.saved_inside + layer.saved_remade < layer.saved
+    assert layer.saved_inside + layer.saved_rematerialised < layer.saved
 
 
 def test_an_early_and_a_late_piece_are_as_long_on_every_context_rank() -> None:

@@ -168,10 +168,10 @@ def test_the_price_is_that_of_all_layers(name: str, monkeypatch: pytest.MonkeyPa
 def test_kept_layers_have_their_own_numbers() -> None:
     model = Stack(nn.ModuleList([*blocks()[:2], nn.Linear(WIDTH, WIDTH), *blocks()[:3]]), in_turn)
     with shortened(model) as depth:
-        assert depth.paths == ["layers.0", "layers.1", "layers.2", "layers.3"] and depth.standing == (0, 1, 2, 3, 3, 3)
+        assert depth.paths == ["layers.0", "layers.1", "layers.2", "layers.3"] and depth.priced_as == (0, 1, 2, 3, 3, 3)
         assert [bool(list(layer.parameters())) for layer in model.layers] == [True, True, True, True, False, False]
     with shortened(model, frozenset({"layers"})) as depth:
-        assert depth.is_whole and depth.standing == (0, 1, 2, 3, 4, 5)
+        assert depth.is_whole and depth.priced_as == (0, 1, 2, 3, 4, 5)
 
 
 def test_only_what_numbers_layers_may_differ() -> None:
@@ -180,14 +180,14 @@ def test_only_what_numbers_layers_may_differ() -> None:
     for number, layer in enumerate(layers):
         layer.number, layer.heads = number + 7, 2
     with shortened(Stack(nn.ModuleList(layers), in_turn)) as depth:
-        assert depth.standing == (0, 1, 2, 2, 2)
+        assert depth.priced_as == (0, 1, 2, 2, 2)
     layers[3].window = 3
     with shortened(Stack(nn.ModuleList(layers), in_turn)) as depth:
-        assert depth.standing == (0, 1, 2, 3, 2)
+        assert depth.priced_as == (0, 1, 2, 3, 2)
     del layers[3].window
     layers[3].heads = 3
     with shortened(Stack(nn.ModuleList(layers), in_turn)) as depth:
-        assert depth.standing == (0, 1, 2, 3, 2)
+        assert depth.priced_as == (0, 1, 2, 3, 2)
 
 
 def test_a_model_that_cannot_be_traced_says_so_of_itself() -> None:
@@ -266,7 +266,7 @@ def test_layers_are_cut_in_the_order_in_which_they_run(is_turned: bool) -> None:
     with torch.device("meta"):
         model, x = Halves(is_turned), torch.empty(8, WIDTH)
     found = LayoutModel.of(model, (x,))
-    places = [found.depth.paths[at] for at in found.depth.standing]
+    places = [found.depth.paths[at] for at in found.depth.priced_as]
     assert [path.partition(".")[0] for path in places] == ["ups", "downs"] * (2 * DEPTH)
     sections = found.sections(Layout(precision="fp32"), Cluster.get("dgx-a100-80gb"))
     halves = cut_into_chunks(sections, Layout(pipeline=2, precision="fp32"))

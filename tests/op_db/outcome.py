@@ -25,7 +25,7 @@ from tests.helpers.lowering import plain
 from tests.helpers.simulate import World
 from tests.zoo.check import prices_for, programs, random_assignment
 
-from .wrapped import Subject
+from .wrapped import OperatorCase
 
 MESHES = ((2, 2), (3,))
 SECONDS = 120
@@ -70,7 +70,7 @@ def _in_time(seconds: int) -> Iterator[None]:
 
 
 def outcome_of(
-    subject: Subject, meshes: tuple[tuple[int, ...], ...] = MESHES, seeds: range = range(1), seconds: int = SECONDS
+    case: OperatorCase, meshes: tuple[tuple[int, ...], ...] = MESHES, seeds: range = range(1), seconds: int = SECONDS
 ) -> Outcome:
     """Runs the call eagerly, as a graph and on shards, in at most ``seconds``."""
     where = ["eager"]
@@ -78,29 +78,29 @@ def outcome_of(
         warnings.simplefilter("ignore")
         try:
             with _in_time(seconds):
-                _check(subject, meshes, seeds, where)
+                _check(case, meshes, seeds, where)
         except AutoparError as error:
-            return Outcome(subject.name, "refused", where[0], f"{type(error).__name__}: {error}")
+            return Outcome(case.name, "refused", where[0], f"{type(error).__name__}: {error}")
         except Different as error:
-            return Outcome(subject.name, "wrong", where[0], str(error))
+            return Outcome(case.name, "wrong", where[0], str(error))
         except Exception as error:
             said = "".join(traceback.format_exception(error)[-8:])
-            return Outcome(subject.name, "invalid" if where[0] == "eager" else "crash", where[0], said)
-    return Outcome(subject.name, "equal")
+            return Outcome(case.name, "invalid" if where[0] == "eager" else "crash", where[0], said)
+    return Outcome(case.name, "equal")
 
 
-def _check(subject: Subject, meshes: tuple[tuple[int, ...], ...], seeds: range, where: list[str]) -> None:
+def _check(case: OperatorCase, meshes: tuple[tuple[int, ...], ...], seeds: range, where: list[str]) -> None:
     torch.manual_seed(0)
-    outputs = eager_outputs(subject)
+    outputs = eager_outputs(case)
     tangents = {name: _tangent(out) for name, out in outputs.items() if out.requires_grad}
-    expected = _eager(subject, outputs, tangents)
+    expected = _eager(case, outputs, tangents)
     where[0] = "trace"
     torch.manual_seed(0)
-    traced = trace(subject.model, subject.inputs, device="cpu", differentiate="all")
+    traced = trace(case.model, case.inputs, device="cpu", differentiate="all")
     batch = next(iter(dict(traced.graph.symbols).values()), 0)
     where[0] = "(1,)"
     graph = step_graph(normalise(traced.graph), None, batch)
-    values = _values(subject, traced)
+    values = _values(case, traced)
     _compare(interpret(plain(graph), values, tangents), expected)
     rule_sources(graph, (1,))
     for mesh in meshes:
@@ -113,10 +113,10 @@ def _check(subject: Subject, meshes: tuple[tuple[int, ...], ...], seeds: range, 
             _compare(_keyed(expected, results, gradients), expected)
 
 
-def eager_outputs(subject: Subject) -> dict[str, torch.Tensor]:
+def eager_outputs(case: OperatorCase) -> dict[str, torch.Tensor]:
     """The tensors that the model returns, by name."""
     with eager_draws():
-        leaves = pytree.tree_leaves(subject.model(*[x.clone() for x in subject.inputs]))
+        leaves = pytree.tree_leaves(case.model(*[x.clone() for x in case.inputs]))
     return {str(i): leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
 
 
@@ -124,9 +124,9 @@ def _tangent(output: torch.Tensor) -> torch.Tensor:
     return torch.randn(output.shape, dtype=output.dtype)
 
 
-def _eager(subject: Subject, outputs: Mapping[str, torch.Tensor], tangents: Mapping[str, torch.Tensor]) -> Results:
+def _eager(case: OperatorCase, outputs: Mapping[str, torch.Tensor], tangents: Mapping[str, torch.Tensor]) -> Results:
     expected: Results = {("output", name): out.detach().clone() for name, out in outputs.items()}
-    learning = dict(subject.model.named_parameters())
+    learning = dict(case.model.named_parameters())
     if tangents and learning:
         ends = [outputs[name] for name in tangents]
         given = list(learning.values())
@@ -135,11 +135,11 @@ def _eager(subject: Subject, outputs: Mapping[str, torch.Tensor], tangents: Mapp
     return expected
 
 
-def _values(subject: Subject, traced: Traced) -> dict[str, torch.Tensor]:
-    model = subject.model
+def _values(case: OperatorCase, traced: Traced) -> dict[str, torch.Tensor]:
+    model = case.model
     values = {name: value.detach().clone() for name, value in (*model.named_parameters(), *model.named_buffers())}
     names = [name for name in traced.signature.input_names if name is not None]
-    return {**values, **dict(zip(names, subject.inputs, strict=True)), "random": STATE}
+    return {**values, **dict(zip(names, case.inputs, strict=True)), "random": STATE}
 
 
 def _keyed(expected: Results, results: Mapping[str, Any], gradients: Mapping[str, Any]) -> Results:

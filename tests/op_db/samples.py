@@ -13,7 +13,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
 from torch.utils import _pytree as pytree
 
-from .wrapped import Subject, called
+from .wrapped import OperatorCase, called
 
 DTYPES = {"f64": torch.float64, "f32": torch.float32, "c128": torch.complex128, "i64": torch.int64}
 DTYPES |= {"f16": torch.float16, "bf16": torch.bfloat16}
@@ -42,7 +42,7 @@ def spread(items: list[Any], count: int, name: str) -> list[tuple[int, Any]]:
     return [(i, items[i]) for i in at]
 
 
-def op_subjects(name: str, kind: str, count: int) -> Iterator[Subject]:
+def op_subjects(name: str, kind: str, count: int) -> Iterator[OperatorCase]:
     """Calls of the operation in the dtype called ``kind``; none if it does not take it."""
     op = OPS[name]
     for index, sample in spread(_samples(op, DTYPES[kind]), count, name):
@@ -50,7 +50,7 @@ def op_subjects(name: str, kind: str, count: int) -> Iterator[Subject]:
         yield called(f"{name}[{kind}]#{index}", _processed(op, sample), args, kwargs)
 
 
-def empty_subjects(name: str, kind: str, count: int) -> Iterator[Subject]:
+def empty_subjects(name: str, kind: str, count: int) -> Iterator[OperatorCase]:
     """Calls of the operation with a tensor that has no elements."""
     op = OPS[name]
     samples = list(enumerate(_samples(op, DTYPES[kind])))
@@ -81,7 +81,7 @@ def _processed(op: Any, sample: Any) -> Callable[..., Any]:
     return function
 
 
-def inplace_subjects(name: str, kind: str, count: int) -> Iterator[Subject]:
+def inplace_subjects(name: str, kind: str, count: int) -> Iterator[OperatorCase]:
     """Calls of the operation that write into a copy of its first operand."""
     op, dtype = OPS[name], DTYPES[kind]
     written = op.get_inplace()
@@ -96,7 +96,7 @@ def inplace_subjects(name: str, kind: str, count: int) -> Iterator[Subject]:
         yield called(f"{name}_[{kind}]#{index}", function, (sample.input, *sample.args), sample.kwargs)
 
 
-def module_subjects(name: str, kind: str, count: int) -> Iterator[Subject]:
+def module_subjects(name: str, kind: str, count: int) -> Iterator[OperatorCase]:
     """Calls of the module in training and, where that differs, evaluation."""
     info, dtype = MODULES[name], DTYPES[kind]
     if dtype not in info.dtypes:
@@ -111,13 +111,13 @@ def module_subjects(name: str, kind: str, count: int) -> Iterator[Subject]:
             yield _module_subject(info, given, dtype, training, f"{name}[{kind}]#{index}{'' if training else ' eval'}")
 
 
-def _module_subject(info: Any, given: Any, dtype: torch.dtype, training: bool, name: str) -> Subject:
+def _module_subject(info: Any, given: Any, dtype: torch.dtype, training: bool, name: str) -> OperatorCase:
     torch.manual_seed(0)
     made = given.constructor_input
     module = info.module_cls(*made.args, **{**made.kwargs}).to(dtype).train(training)
     call = given.forward_input
-    subject = called(name, module, () if call is None else call.args, {} if call is None else call.kwargs)
-    return subject
+    case = called(name, module, () if call is None else call.args, {} if call is None else call.kwargs)
+    return case
 
 
 def _quietly(make: Callable[[], Any]) -> Any:

@@ -18,9 +18,9 @@ import torch
 
 from .outcome import SECONDS, Outcome, outcome_of
 from .samples import MODULES, NOT_OURS, OPS, empty_subjects, inplace_subjects, module_subjects, op_subjects
-from .wrapped import Subject
+from .wrapped import OperatorCase
 
-Make = Callable[[str, str, int], Iterator[Subject]]
+Make = Callable[[str, str, int], Iterator[OperatorCase]]
 # How many samples of a name, a dtype and a kind: "op:f64:1", with the name behind.
 Job = tuple[str, str]
 OURS = tuple(name for name in OPS if name not in NOT_OURS)
@@ -46,9 +46,9 @@ def run(job: Job, out: Path, done: set[str], seconds: int = SECONDS) -> None:
     if child == 0:
         torch.set_num_threads(1)
         try:
-            for subject in MAKERS[kind][0](name, dtype, int(count)):
-                if subject.name not in done:
-                    _write(out, outcome_of(subject, seconds=seconds))
+            for case in MAKERS[kind][0](name, dtype, int(count)):
+                if case.name not in done:
+                    _write(out, outcome_of(case, seconds=seconds))
         except Exception as error:
             _write(out, Outcome(_job_name(job), "crash", "samples", f"{type(error).__name__}: {error}"))
         finally:

@@ -22,7 +22,7 @@ from autopar.trace.decompositions.random import RANDOM
 
 from .calls import calls
 from .samples import MODULES, OPS, module_subjects, op_subjects
-from .wrapped import Subject
+from .wrapped import OperatorCase
 
 # What their results hold is whatever was in memory.
 UNDEFINED = (
@@ -112,18 +112,18 @@ def _shown(args: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda t: f"{t.dtype}{list(t.shape)}", args)
 
 
-def _run(beside: Beside, subject: Subject) -> None:
+def _run(beside: Beside, case: OperatorCase) -> None:
     """Forward and backward of a sample."""
     torch.manual_seed(0)
     with beside:
-        outputs = pytree.tree_leaves(subject.model(*[x.clone() for x in subject.inputs]))
+        outputs = pytree.tree_leaves(case.model(*[x.clone() for x in case.inputs]))
         ends = [out for out in outputs if isinstance(out, torch.Tensor) and out.requires_grad]
         if ends:
             tangents = [torch.randn_like(end) for end in ends]
-            torch.autograd.grad(ends, list(subject.model.parameters()), tangents, allow_unused=True)
+            torch.autograd.grad(ends, list(case.model.parameters()), tangents, allow_unused=True)
 
 
-def _subjects(counts: dict[str, int]) -> Iterator[Subject]:
+def _subjects(counts: dict[str, int]) -> Iterator[OperatorCase]:
     for kind, count in counts.items():
         for name in OPS:
             if "jiterator" not in name and name not in STORAGE:
@@ -140,8 +140,8 @@ def _compared(counts: dict[str, int]) -> Beside:
     beside = Beside(decompositions())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for subject in _subjects(counts):
-            _run(beside, subject)
+        for case in _subjects(counts):
+            _run(beside, case)
         for op, args in calls():
             beside.compare(op, args)
     return beside

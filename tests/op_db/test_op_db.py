@@ -53,8 +53,8 @@ def _failed(job: tuple[str, str, str, int]) -> Iterator[Outcome]:
     kind, name, dtype, count = job
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for subject in MAKERS[kind][0](name, dtype, count):
-            outcome = outcome_of(subject)
+        for case in MAKERS[kind][0](name, dtype, count):
+            outcome = outcome_of(case)
             if not outcome.ok:
                 yield outcome
 

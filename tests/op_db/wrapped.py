@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 
 @dataclass(frozen=True, eq=False)
-class Subject:
+class OperatorCase:
     """A model and one call of it; ``name`` says which."""
 
     name: str
@@ -61,7 +61,7 @@ class Called(nn.Module):
         return self.function(*args, **kwargs)
 
 
-def called(name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Subject:
+def called(name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> OperatorCase:
     """The call as a model."""
     model = Called(function, args, kwargs)
-    return Subject(name, model, model.__dict__["given"])
+    return OperatorCase(name, model, model.__dict__["given"])

@@ -7,12 +7,12 @@ from autopar.ir.node import Value
 from autopar.ir.placements import Strategy, parse_placements
 from autopar.passes.annotate.annotate import annotate, rule_sources
 from autopar.passes.annotate.prune import live_placements
-from autopar.passes.recompute.saved_values import insert_rests
+from autopar.passes.recompute.saved_values import save_activations
 
 
 def strategies(text: str, mesh: tuple[int, ...]) -> dict[str, list[str]]:
     """The strategies of each node, operands and results as text."""
-    graph = annotate(insert_rests(Graph.from_text("graph()\n" + text)), mesh)
+    graph = annotate(save_activations(Graph.from_text("graph()\n" + text)), mesh)
     return {name: [str(strategy).strip() for strategy in found] for name, found in graph.strategies.items()}
 
 

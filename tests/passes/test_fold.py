@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.ir.graph import Graph
 from autopar.passes.annotate.fold import fold_layers
-from autopar.passes.recompute.saved_values import insert_rests
+from autopar.passes.recompute.saved_values import save_activations
 
 LAYERS = """graph()
 %w0: f32[4, 4] = param("layers.0.fc.weight")
@@ -38,8 +38,8 @@ backward %h: f32[2, 4] = aten.mul.Tensor(%g, %y)
 return output "0" = %y
 return input_gradient "x" = %h
 """)
-    rested = insert_rests(graph)
+    rested = save_activations(graph)
     assert [node.name for node in rested.nodes if node.op == "autopar.rest"] == ["y_rest"]
     assert [value.node for value in rested["g"].operands] == ["t", "y_rest"]
     assert [value.node for value in rested["h"].operands] == ["g", "y_rest"]
-    assert insert_rests(rested) == rested
+    assert save_activations(rested) == rested

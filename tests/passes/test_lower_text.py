@@ -11,7 +11,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.placements import Placements, Strategy, parse_placement
 from autopar.passes.annotate.annotate import annotate
 from autopar.passes.lower.lower import Lowering, lower
-from autopar.passes.recompute.saved_values import insert_rests
+from autopar.passes.recompute.saved_values import save_activations
 from autopar.placement.prices import Prices
 
 PERCEPTRON = """graph()
@@ -89,7 +89,7 @@ def across(axes: list[str]) -> tuple[Placements, ...]:
 def program(*axes: Axis) -> str:
     """The text of the program of the first rank, on a mesh with an axis of two devices for each of ``axes``."""
     mesh = (2,) * len(axes)
-    graph = annotate(insert_rests(Graph.from_text(PERCEPTRON)), mesh)
+    graph = annotate(save_activations(Graph.from_text(PERCEPTRON)), mesh)
     strategies = {}
     for node in graph.nodes:
         if node.op != "param":

@@ -16,7 +16,7 @@ import autopar
 from autopar.errors import OptionsError
 from autopar.ir.assignment import Assignment
 from autopar.ir.graph import Graph
-from autopar.ir.node import REST
+from autopar.ir.node import SAVED_ACTIVATION
 from autopar.ir.reshard import Collective
 from autopar.options import Options
 from autopar.passes.lower.collectives_read_back import collectives_of, difference
@@ -102,7 +102,7 @@ def test_any_choice_of_values_gives_the_same_bits_and_does_what_its_cost_breakdo
     values = {name: value.detach() for name, value in values.items()}
     tangents = {node.target: torch.ones(()) for node in found.graph.placeholders("tangent")}
     possible = recomputable(found.graph)
-    rests = sorted(name for name in possible.nodes if found.graph[name].op == REST)
+    rests = sorted(name for name in possible.nodes if found.graph[name].op == SAVED_ACTIVATION)
     assert len(rests) > 8 and possible.full
     for seed in range(2):
         kept = random_assignment(found.graph, mesh, seed)

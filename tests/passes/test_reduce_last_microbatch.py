@@ -13,7 +13,7 @@ from autopar.ir.program import Section
 from autopar.passes.annotate.annotate import annotate
 from autopar.passes.lower.lower import Lowering
 from autopar.passes.lower.lower_chunk import ChunkLowering, lower_chunk
-from autopar.passes.recompute.saved_values import insert_rests
+from autopar.passes.recompute.saved_values import save_activations
 from autopar.placement.prices import Prices
 from autopar.schedule.named import make_schedule
 from autopar.schedule.schedule import chain
@@ -22,7 +22,7 @@ from tests.passes.test_lower_text import BATCH, PERCEPTRON, REPLICATED, ZERO_3, 
 
 def chunk(microbatches: int, rests: dict[str, str], bucket: int, schedule: str = "gpipe", of: int = 1) -> ChunkProgram:
     """The perceptron's program, samples divided, as one stage runs it: the last of so many chunks."""
-    graph = annotate(insert_rests(Graph.from_text(PERCEPTRON)), (2,))
+    graph = annotate(save_activations(Graph.from_text(PERCEPTRON)), (2,))
     strategies = {
         node.name: Strategy(*(across([side]) for side in BATCH[node.name].split("->")))
         for node in graph.nodes

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.placements import PARTIAL_SUM, REPLICATE, Placements, Shard, StridedShard, short
-from autopar.ir.plan_record import Holding, PlanLine, PlanNode, Predicted, Step
+from autopar.ir.plan_record import PlanLine, PlanNode, Predicted, ReshardStep, ResidentTensor
 from autopar.plans.plan import Plan
 from autopar.plans.views.module_tree import ModuleRow, module_rows, numbers
 from autopar.plans.views.quantities import clip, duration, share, signed_duration, signed_size, size
@@ -28,7 +28,7 @@ class Sketch:
     parameters: dict[str, ParameterPlacement] = field(default_factory=dict)
     outputs: dict[str, Placements] = field(default_factory=dict)
     nodes: dict[str, PlanNode] = field(default_factory=dict)
-    holdings: list[Holding] = field(default_factory=list)
+    holdings: list[ResidentTensor] = field(default_factory=list)
 
     def module(self, path: str, seconds: float, weight: Placements, output: Placements) -> None:
         name = f"n{len(self.lines)}"
@@ -41,13 +41,13 @@ class Sketch:
         name = f"p{len(self.parameters)}"
         self.parameters[path] = ParameterPlacement(weight, weight, weight)
         self.nodes[name] = PlanNode("param", "f32[4, 4]", "", path, (), "")
-        self.holdings.append(Holding("weight", name, path.rpartition(".")[0], 64))
+        self.holdings.append(ResidentTensor("weight", name, path.rpartition(".")[0], 64))
 
     def reshard(
         self, path: str, source: Placements, target: Placements, count: int, seconds: float, kind: str = "reshard"
     ) -> None:
         changed = [axis for axis in range(len(self.mesh)) if source[axis] != target[axis]]
-        steps = tuple(Step("all_gather", (axis,), short(source), short(target), count) for axis in changed)
+        steps = tuple(ReshardStep("all_gather", (axis,), short(source), short(target), count) for axis in changed)
         self.lines.append(PlanLine(kind, f"n{len(self.lines)}", path, "forward", seconds, steps))
 
     def plan(self, **fields: object) -> Plan:
@@ -210,7 +210,7 @@ def test_does_not_fit_and_not_possible() -> None:
 
 def test_local_moves_have_no_size() -> None:
     sketch = layered(1, 1)
-    step = Step("slice", (0,), short(WHOLE), short((S0, R, R)), 0)
+    step = ReshardStep("slice", (0,), short(WHOLE), short((S0, R, R)), 0)
     sketch.lines.append(PlanLine("reshard", "x", "model.layers.0.block0", "forward", 8e-6, (step,)))
     text = str(sketch.plan())
     assert "↳ slice dp  R → S(0)  local x1" in text and "0 B" not in text

@@ -23,9 +23,9 @@ from autopar.schedule.check import check
 from autopar.schedule.named import SCHEDULES
 from autopar.search import best_plan as search
 from autopar.search import stage_problems as stage_programs
-from autopar.search.candidate import Found
+from autopar.search.candidate import Candidate
 from autopar.search.pipeline_breakdown import shared_processors
-from autopar.search.stage_meshes import StageMeshes, layout_for, layouts, microbatch_counts
+from autopar.search.stage_meshes import StageLayout, layout_for, layouts, microbatch_counts
 from tests.helpers.models import Case
 from tests.helpers.planning import CLUSTER, planned, requested
 
@@ -239,10 +239,10 @@ def test_more_stages_than_regions_names_how_many_there_are() -> None:
 
 
 def test_stages_take_the_outermost_devices() -> None:
-    assert layout_for((2, 4), 2) == StageMeshes(2, (4,), (1,))
-    assert layout_for((2, 4), 4) == StageMeshes(4, (2,), (1,))
-    assert layout_for((4, 2), 2) == StageMeshes(2, (2, 2), (0, 1))
-    assert layout_for((2, 3), 6) == StageMeshes(6, (1,), (1,))
+    assert layout_for((2, 4), 2) == StageLayout(2, (4,), (1,))
+    assert layout_for((2, 4), 4) == StageLayout(4, (2,), (1,))
+    assert layout_for((4, 2), 2) == StageLayout(2, (2, 2), (0, 1))
+    assert layout_for((2, 3), 6) == StageLayout(6, (1,), (1,))
     assert layout_for((4, 3), 3) is None
     assert [found.stages for found in layouts((2, 2), None)] == [2, 4]
 
@@ -299,11 +299,11 @@ def test_a_named_schedule_that_nothing_beats_is_kept_and_said() -> None:
 def test_on_shared_cores_stages_that_nobody_asked_for_must_win_clearly() -> None:
     request = requested("plain", (2,))
     shared = replace(request, options=Options(), cluster=replace(request.cluster, sharing=2, cores=1.0))
-    whole = Found(1.0, None, Mock(), Mock())
-    pipeline = Found(0.9, StageMeshes(2, (1,), ()), Mock(), Mock())
-    assert search._doubt(shared, whole) == 1 < search._doubt(shared, pipeline)
-    assert search._doubt(replace(shared, options=Options(stages=2)), pipeline) == 1
-    assert search._doubt(replace(shared, cluster=request.cluster), pipeline) == 1
+    whole = Candidate(1.0, None, Mock(), Mock())
+    pipeline = Candidate(0.9, StageLayout(2, (1,), ()), Mock(), Mock())
+    assert search._safety_factor(shared, whole) == 1 < search._safety_factor(shared, pipeline)
+    assert search._safety_factor(replace(shared, options=Options(stages=2)), pipeline) == 1
+    assert search._safety_factor(replace(shared, cluster=request.cluster), pipeline) == 1
     assert "Options(stages=2)" in next(search._passed_over([whole, pipeline], whole))
     assert not list(search._passed_over([whole, pipeline], pipeline))
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from autopar.solver import highs as solve_run
 from autopar.solver.coordinate_descent import smallest
 from autopar.solver.highs import LEAST_PRESOLVED, Effort, run
-from autopar.solver.milp import Program, build
+from autopar.solver.milp import MixedIntegerProgram, build
 from autopar.solver.named_export import export
 from autopar.solver.problem import Group, Ints, Problem, Transfer, evaluate, host_of, is_within, memory_of
 from autopar.solver.reduce import DropForbidden, is_impossible
@@ -234,5 +234,7 @@ def test_a_program_of_which_presolve_never_ends_is_solved(least: int, monkeypatc
     lower, upper = np.zeros(12), np.zeros(12)
     lower[:2] = upper[:2] = 1.0
     upper[[6, 11]] = np.inf
-    program = Program(cost, np.arange(11) < 4, lower, upper, row, column, value, np.array([0, 2]), (), 1.0, 1.0)
+    program = MixedIntegerProgram(
+        cost, np.arange(11) < 4, lower, upper, row, column, value, np.array([0, 2]), (), 1.0, 1.0
+    )
     assert run(program, False, Effort(5.0)).bound == pytest.approx(1000 + 420.62 + 36.24)

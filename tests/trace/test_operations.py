@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from op_db.outcome import outcome_of
-from op_db.wrapped import Subject
+from op_db.wrapped import OperatorCase
 from torch import nn
 
 import autopar
@@ -64,7 +64,7 @@ FUNCTIONS: dict[str, Function] = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_as_eager(name: str) -> None:
     torch.manual_seed(0)
-    outcome = outcome_of(Subject(name, Scaled(FUNCTIONS[name]), (torch.randn(4, 5),)), ((2,), (2, 2)))
+    outcome = outcome_of(OperatorCase(name, Scaled(FUNCTIONS[name]), (torch.randn(4, 5),)), ((2,), (2, 2)))
     assert outcome.kind == "equal", outcome
 
 
@@ -73,7 +73,7 @@ def test_as_eager(name: str) -> None:
 def test_recurrent_layers_in_single_precision(kind: Any, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     layer = kind(4, 6, batch_first=True, **options)
-    outcome = outcome_of(Subject("layer", layer, (torch.randn(4, 2, 4),)), ((2,),))
+    outcome = outcome_of(OperatorCase("layer", layer, (torch.randn(4, 2, 4),)), ((2,),))
     assert outcome.kind == "equal", outcome
 
 
@@ -97,7 +97,7 @@ def test_dropout_between_recurrent_layers_is_as_eager(kind: Any, shape: tuple[in
     """One sample or one step: eager draws here count elements as they lie, a trace counts sample by sample."""
     torch.manual_seed(0)
     layer = kind(4, 6, num_layers=3, dropout=0.3, batch_first=True)
-    outcome = outcome_of(Subject("layer", layer, (torch.randn(shape),)), ((2,),))
+    outcome = outcome_of(OperatorCase("layer", layer, (torch.randn(shape),)), ((2,),))
     assert outcome.kind == "equal", outcome
 
 
@@ -172,7 +172,7 @@ class Decoder(nn.Module):
 def test_transformers_of_torch_take_masks(kind: Any, training: bool, given: tuple[torch.Tensor, ...]) -> None:
     torch.manual_seed(0)
     model, x = kind().train(training), torch.randn(4, 5, 8)
-    outcome = outcome_of(Subject("masked", model, (x, *given)), ((2,),))
+    outcome = outcome_of(OperatorCase("masked", model, (x, *given)), ((2,),))
     assert outcome.kind == "equal", outcome
     traced = trace(model, (x, *given), device="cpu")
     assert not [node.op for node in traced.graph.nodes if "transformer" in node.op]

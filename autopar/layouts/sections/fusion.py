@@ -21,7 +21,7 @@ import networkx as nx
 
 from autopar.cost import family_of
 from autopar.ir.graph import Graph
-from autopar.ir.node import REST, VIEWS, Node, Value
+from autopar.ir.node import SAVED_ACTIVATION, VIEWS, Node, Value
 
 Moves = Callable[[Node, Node], bool]
 Alone = Callable[[Node], bool]
@@ -54,7 +54,7 @@ class Kernels:
     graph: Graph
     kernels: tuple[Kernel, ...]
     saved: tuple[Value, ...]
-    remade: Mapping[Value, tuple[Value, ...]] = field(default_factory=dict)
+    rematerialised: Mapping[Value, tuple[Value, ...]] = field(default_factory=dict)
 
     @cached_property
     def of(self) -> Mapping[str, Kernel]:
@@ -79,7 +79,7 @@ _ALONE = frozenset(
 
 def is_alias(node: Node) -> bool:
     """Whether the node's result is its operand seen otherwise: a view, or a value at rest."""
-    return node.op in VIEWS or node.op == REST
+    return node.op in VIEWS or node.op == SAVED_ACTIVATION
 
 
 def origin(graph: Graph, value: Value) -> Value:
@@ -239,7 +239,7 @@ def _with_remade(
 ) -> Kernels:
     """Decides kernel by kernel, the last first, what is kept and what is remade."""
     wanted = dict.fromkeys(_kept_for_backward(graph, users))
-    remade: dict[Value, tuple[Value, ...]] = {}
+    rematerialised: dict[Value, tuple[Value, ...]] = {}
     for kernel in reversed(kernels):
         if kernel.phase != "forward" or not fusable(kernel.nodes[0]):
             continue
@@ -252,13 +252,15 @@ def _with_remade(
         prices = [sum(size(s) for s in found if s not in wanted) for found in needed]
         best = prices.index(min(prices))
         if candidates and prices[best] <= sum(map(size, candidates)):
-            remade.update(ways[best])
+            rematerialised.update(ways[best])
             for value in candidates:
                 del wanted[value]
             wanted.update(needed[best])
     order = {node.name: i for i, node in enumerate(graph.nodes)}
     saved = tuple(sorted(wanted, key=lambda v: (order[v.node], v.index)))
-    return Kernels(graph, tuple(_remaking(kernel, remade, users) for kernel in kernels), saved, remade)
+    return Kernels(
+        graph, tuple(_rematerialising(kernel, rematerialised, users) for kernel in kernels), saved, rematerialised
+    )
 
 
 def _kept_for_backward(graph: Graph, users: Mapping[Value, list[Node]]) -> Iterable[Value]:
@@ -291,17 +293,19 @@ def _sources(graph: Graph, value: Value, kernel: Kernel, stops: Set[Value]) -> t
     return tuple(found)
 
 
-def _remaking(kernel: Kernel, remade: Mapping[Value, tuple[Value, ...]], users: Mapping[Value, list[Node]]) -> Kernel:
+def _rematerialising(
+    kernel: Kernel, rematerialised: Mapping[Value, tuple[Value, ...]], users: Mapping[Value, list[Node]]
+) -> Kernel:
     """The kernel, reading what remade values are made from, and not writing what only backward would read."""
     inside = {node.name for node in kernel.nodes}
-    reads = dict.fromkeys(s for value in kernel.reads for s in _from(value, kernel, remade))
+    reads = dict.fromkeys(s for value in kernel.reads for s in _from(value, kernel, rematerialised))
 
     def is_read(value: Value) -> bool:
         later = (user for user in users.get(value, ()) if user.name not in inside)
-        return value not in remade or any(user.phase == "forward" for user in later)
+        return value not in rematerialised or any(user.phase == "forward" for user in later)
 
     return Kernel(kernel.nodes, tuple(reads), tuple(filter(is_read, kernel.writes)))
 
 
-def _from(value: Value, kernel: Kernel, remade: Mapping[Value, tuple[Value, ...]]) -> tuple[Value, ...]:
-    return remade.get(value, (value,)) if kernel.phase == "backward" else (value,)
+def _from(value: Value, kernel: Kernel, rematerialised: Mapping[Value, tuple[Value, ...]]) -> tuple[Value, ...]:
+    return rematerialised.get(value, (value,)) if kernel.phase == "backward" else (value,)

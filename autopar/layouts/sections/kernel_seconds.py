@@ -9,7 +9,7 @@ import torch
 
 from autopar.cost import compute_seconds, family_of, node_seconds
 from autopar.ir.graph import Graph
-from autopar.ir.node import REST, Node, TensorType, Value
+from autopar.ir.node import SAVED_ACTIVATION, Node, TensorType, Value
 from autopar.layout import Layout, matches
 from autopar.placement.axis_names import weight_values
 from autopar.placement.prices import local_bytes, local_type
@@ -46,7 +46,7 @@ def _contiguous(graph: Graph, value: Value) -> int | None:
         return last
     source = node.operands[0]
     before, dim = graph.type_of(source).shape, _contiguous(graph, source)
-    if dim is None or node.op == REST:
+    if dim is None or node.op == SAVED_ACTIVATION:
         return dim
     if node.op == "aten.permute.default":
         return [int(d) % len(shape) for d in node.args[1]].index(dim)
@@ -70,23 +70,23 @@ def _is_aligned(graph: Graph, node: Node, local: _Types) -> bool:
 
 def local_size(placed: Placed, value: Value) -> int:
     """Bytes of a value on one device; of one that rests, as it rests."""
-    rest = next((u for u, _ in placed.graph.users.get(value, ()) if u.op == REST), None)
+    rest = next((u for u, _ in placed.graph.users.get(value, ()) if u.op == SAVED_ACTIVATION), None)
     place = placed.assignment.placements_of(Value(rest.name) if rest is not None else value)
     return local_bytes(placed.graph.type_of(value), place, placed.prices.mesh)
 
 
 class KernelPrices:
-    """What kernels take under a layout; ``homes``: the section of each node."""
+    """What kernels take under a layout; ``section_of_node``: the section of each node."""
 
-    def __init__(self, placed: Placed, homes: Mapping[str, str], layout: Layout, kernels: Kernels) -> None:
-        self.placed, self.homes, self.layout, self.kernels = placed, homes, layout, kernels
+    def __init__(self, placed: Placed, section_of_node: Mapping[str, str], layout: Layout, kernels: Kernels) -> None:
+        self.placed, self.section_of_node, self.layout, self.kernels = placed, section_of_node, layout, kernels
         self.graph, self.prices, self.assignment = placed.graph, placed.prices, placed.assignment
         chosen_by = routers(self.graph)
         self.routing = {node.module for node in self.graph.nodes if any(v.node in chosen_by for v in node.operands)}
         self.weights = weight_values(self.graph)
         self.fp8 = frozenset(node.name for node in self.graph.nodes if self._is_fp8(node))
         # What values are made again from.
-        self.sources = frozenset(source for found in kernels.remade.values() for source in found)
+        self.sources = frozenset(source for found in kernels.rematerialised.values() for source in found)
         # Which product each value is first cast for.
         self.cast: dict[Value, str] = {}
         for kernel in kernels.kernels:
@@ -171,7 +171,7 @@ class KernelPrices:
         in none, the head above all, and routers stay as they are, and so does what libraries do not multiply in fp8:
         dims of weights that are no multiples of 16, and for their gradients tokens that are none, which these sum over
         (``torch._scaled_mm``; of other products tokens are the rows of its first operand, which may be any)."""
-        if self.layout.precision != "fp8" or self.homes[node.name] in (BEFORE, AFTER):
+        if self.layout.precision != "fp8" or self.section_of_node[node.name] in (BEFORE, AFTER):
             return False
         if node.op not in PRODUCTS or node.module in self.routing:
             return False

@@ -21,7 +21,7 @@ from autopar.cost import family_of
 from autopar.errors import OptionsError
 from autopar.ir.assignment import Assignment, ParameterPlacement
 from autopar.ir.graph import Graph
-from autopar.ir.node import REST, Node, TensorType, Value
+from autopar.ir.node import SAVED_ACTIVATION, Node, TensorType, Value
 from autopar.ir.placements import REPLICATE, Placement, Strategy, is_shard
 from autopar.ir.reshard import Hop
 from autopar.layout import CONTEXT, TENSOR, Layout, matches
@@ -56,13 +56,13 @@ class Placed:
     gap: float = 0.0
 
 
-def place(graph: Graph, layout: Layout, cluster: Cluster, standing: Mapping[str, int]) -> Placed:
-    """The placements of ``layout``; ``standing``: for how many nodes of the whole model each stands. Raises
+def place(graph: Graph, layout: Layout, cluster: Cluster, multiplicity: Mapping[str, int]) -> Placed:
+    """The placements of ``layout``; ``multiplicity``: for how many nodes of the whole model each stands. Raises
     :class:`OptionsError` if the model cannot be divided so."""
     annotated = annotate(graph, (layout.context, layout.tensor))
     folded = fold_layers(annotated, 1)
     for prices, scatters in _prices(annotated, layout, cluster):
-        instance = build_instance(folded, prices, optimizer="sgd", memory_limit=math.inf, standing=standing)
+        instance = build_instance(folded, prices, optimizer="sgd", memory_limit=math.inf, multiplicity=multiplicity)
         rules = (_weights(instance), _inputs(layout), _whole(layout), _kept(instance, layout), _apart(instance, layout))
         instance = with_choices(instance, _all_of(*rules))
         found = _solved(scattering(instance) if scatters else instance, layout)
@@ -182,18 +182,18 @@ def _kept(instance: Instance, layout: Layout) -> Allowed:
     """With sequence parallelism, operands of products are kept in shards where they can be (Korthikanti et al. 2022,
     section 4.2.2)."""
     graph = instance.graph
-    rests = {node.name for node in graph.nodes if node.op == REST and _feeds_product(graph, node)}
+    saved = {node.name for node in graph.nodes if node.op == SAVED_ACTIVATION and _feeds_product(graph, node)}
     divisible = {
         name
         for name, choices in zip(instance.names, instance.choices, strict=True)
         if layout.sequence_parallel
         and layout.operands == "shards"
-        and name in rests
+        and name in saved
         and any(isinstance(choice, Strategy) and is_shard(choice.outputs[0][TENSOR]) for choice in choices)
     }
 
     def allowed(node: Node, choice: Choice) -> bool:
-        kept = node.op == REST and graph.classes.get(node.name, node.name) in divisible
+        kept = node.op == SAVED_ACTIVATION and graph.classes.get(node.name, node.name) in divisible
         return not kept or isinstance(choice, ParameterPlacement) or is_shard(choice.outputs[0][TENSOR])
 
     return allowed

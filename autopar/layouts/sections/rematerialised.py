@@ -17,7 +17,9 @@ from autopar.ir.node import Node, Value
 from .fusion import Kernels, is_alias, is_heavy, origin
 
 
-def remakeable(graph: Graph, saved: tuple[Value, ...], moved: Set[tuple[Value, str]]) -> Mapping[Value, Set[Value]]:
+def rematerialisable(
+    graph: Graph, saved: tuple[Value, ...], moved: Set[tuple[Value, str]]
+) -> Mapping[Value, Set[Value]]:
     """Of the values kept for backward those that elementwise operations make from the others, and from which.
 
     Args:
@@ -51,10 +53,10 @@ def _sources(graph: Graph, value: Value, kept: Set[Value], moved: Set[tuple[Valu
     return found
 
 
-def remaking(graph: Graph, remade: Mapping[Value, Set[Value]]) -> frozenset[str]:
-    """The operations that make values again from what :func:`remakeable` says."""
+def rematerialised_nodes(graph: Graph, rematerialised: Mapping[Value, Set[Value]]) -> frozenset[str]:
+    """The operations that make values again from what :func:`rematerialisable` says."""
     found = set[str]()
-    for value, sources in remade.items():
+    for value, sources in rematerialised.items():
         waiting = [value]
         while waiting:
             node = graph[waiting.pop().node]
@@ -65,7 +67,7 @@ def remaking(graph: Graph, remade: Mapping[Value, Set[Value]]) -> frozenset[str]
 
 
 @dataclass(frozen=True)
-class Again:
+class Rematerialised:
     """What backward computes again of named modules: the operations ``nodes`` (by name), whose results ``dropped`` need
     not be kept for it, from values of which ``taken`` would not be kept otherwise."""
 
@@ -74,13 +76,15 @@ class Again:
     taken: frozenset[Value] = frozenset()
 
 
-def computed_again(kernels: Kernels, named: Callable[[Node], bool], homes: Mapping[str, str]) -> Again:
+def computed_again(
+    kernels: Kernels, named: Callable[[Node], bool], section_of_node: Mapping[str, str]
+) -> Rematerialised:
     """What is computed again so that none of the values saved for backward is kept that ``named`` operations make;
     those are part of it which lead to such a value, back to the first that none of them makes. What a section hands to
-    another one, ``homes`` being that of each operation, is kept: each is computed again by itself, from what comes
-    into it."""
+    another one, ``section_of_node`` being that of each operation, is kept: each is computed again by itself, from what
+    comes into it."""
     graph, kept = kernels.graph, set(kernels.saved)
-    handed_on = _handed_on(kernels, homes)
+    handed_on = _handed_on(kernels, section_of_node)
 
     def stays(value: Value) -> bool:
         return value in handed_on or not named(graph[value.node])
@@ -97,18 +101,18 @@ def computed_again(kernels: Kernels, named: Callable[[Node], bool], homes: Mappi
             nodes.add(node.name)
             waiting += (origin(graph, operand) for operand in node.operands)
     taken = frozenset(value for value in outside - kept if not graph[value.node].is_placeholder)
-    return Again(frozenset(nodes), dropped, taken)
+    return Rematerialised(frozenset(nodes), dropped, taken)
 
 
-def _handed_on(kernels: Kernels, homes: Mapping[str, str]) -> Set[Value]:
+def _handed_on(kernels: Kernels, section_of_node: Mapping[str, str]) -> Set[Value]:
     """What another section takes in forward; where backward makes that again, what it is made from."""
     graph, found = kernels.graph, set[Value]()
     forward = (node for node in graph.nodes if node.phase == "forward" and not is_alias(node))
-    takes = ((origin(graph, operand), homes[node.name]) for node in forward for operand in node.operands)
-    waiting = [value for value, home in takes if homes[value.node] != home]
+    takes = ((origin(graph, operand), section_of_node[node.name]) for node in forward for operand in node.operands)
+    waiting = [value for value, home in takes if section_of_node[value.node] != home]
     while waiting:
         value = waiting.pop()
         if value not in found:
             found.add(value)
-            waiting += kernels.remade.get(value, ())
+            waiting += kernels.rematerialised.get(value, ())
     return found

@@ -19,32 +19,32 @@ from .attention import inside_attention
 from .fusion import origin, readers
 from .kernel_seconds import KernelPrices
 from .placement import Placed
-from .rematerialised import computed_again, remakeable, remaking
+from .rematerialised import computed_again, rematerialisable, rematerialised_nodes
 from .section import Seconds
 from .section_of_node import AFTER, BEFORE
 
 
 class Saved:
-    """What all sections share: ``homes`` is the section of each node, ``moved`` are values and the operations that take
-    them resharded."""
+    """What all sections share: ``section_of_node`` is the section of each node, ``moved`` are values and the operations
+    that take them resharded."""
 
     def __init__(
         self,
         placed: Placed,
-        homes: Mapping[str, str],
+        section_of_node: Mapping[str, str],
         layout: Layout,
         priced: KernelPrices,
         moved: Set[tuple[Value, str]],
     ) -> None:
-        self.homes, self.layout, self.priced = homes, layout, priced
+        self.section_of_node, self.layout, self.priced = section_of_node, layout, priced
         self.graph, self.prices, self.assignment = placed.graph, placed.prices, placed.assignment
         self.varying, self.inside, self.last = _varying(self.graph), inside_attention(self.graph), self._after_layers()
         saved = priced.kernels.saved
-        self.remade = remakeable(self.graph, saved, moved)
-        self.again = computed_again(priced.kernels, self._is_recomputed, homes)
+        self.rematerialised = rematerialisable(self.graph, saved, moved)
+        self.again = computed_again(priced.kernels, self._is_recomputed, section_of_node)
         # The operations that run once more, by what asks for it.
         inside = self.inside
-        ways = {"selective": inside, "elementwise": inside | remaking(self.graph, self.remade)}
+        ways = {"selective": inside, "elementwise": inside | rematerialised_nodes(self.graph, self.rematerialised)}
         self.repeated = {"recomputed": self.again.nodes, **ways}
         # What backward reads of what forward makes, and with it what is kept to compute some of that again.
         self.read = {value: priced.kept(value) for value in saved}
@@ -53,18 +53,18 @@ class Saved:
 
     def of(self, name: str) -> dict[str, Any]:
         """Of the values that a section keeps for backward the bytes, by what recomputation would drop."""
-        here = [value for value in self.kept if self.homes[value.node] == name]
+        here = [value for value in self.kept if self.section_of_node[value.node] == name]
         saved = [value for value in here if value not in self.again.dropped]
         held = self._held_by_callers(name)
         inside = [value for value in saved if self._stays_inside(value)]
-        remade = [value for value in saved if value in self.remade and value not in inside]
+        rematerialised = [value for value in saved if value in self.rematerialised and value not in inside]
         return {
             "saved": sum(self.kept[value] for value in saved) + held,
             "saved_last": sum(self.kept[value] for value in saved if value.node in self.last)
             + (held if name == AFTER else 0),
             "saved_inside": sum(self.kept[value] for value in inside),
-            "saved_remade": sum(self.kept[value] for value in remade),
-            "remade": Seconds(sum(map(self._remaking, remade))),
+            "saved_rematerialised": sum(self.kept[value] for value in rematerialised),
+            "rematerialised": Seconds(sum(map(self._rematerialising, rematerialised))),
             "saved_again": sum(self.kept[value] for value in here if value in self.again.dropped),
         }
 
@@ -86,9 +86,9 @@ class Saved:
     def _is_held(self, name: str) -> bool:
         return matches(self.graph[name].module, self.layout.holds)
 
-    def _remaking(self, value: Value) -> float:
+    def _rematerialising(self, value: Value) -> float:
         """Seconds of making a value again from what is kept."""
-        moved = sum(map(self.priced.local, (value, *self.remade[value])))
+        moved = sum(map(self.priced.local, (value, *self.rematerialised[value])))
         return compute_seconds(self.prices.cluster, 0.0, moved, torch.float32)
 
     def _stays_inside(self, value: Value) -> bool:
@@ -102,12 +102,12 @@ class Saved:
         return sum(size for value, size in taken.items() if self._comes_in(value, name))
 
     def _comes_in(self, value: Value, name: str) -> bool:
-        return value.node in self.varying and self.homes[value.node] != name
+        return value.node in self.varying and self.section_of_node[value.node] != name
 
     def _operands(self, name: str) -> Iterator[Use]:
         """What the operations of a section take in forward."""
         for node in self.graph.nodes:
-            if node.phase == "forward" and self.homes[node.name] == name:
+            if node.phase == "forward" and self.section_of_node[node.name] == name:
                 yield from operand_uses(self.graph, self.assignment, node)
 
     def _taken(self, use: Use) -> int:
@@ -120,7 +120,7 @@ class Saved:
     def _after_layers(self) -> frozenset[str]:
         """The operations of forward that no layer comes after."""
         names = [node.name for node in self.graph.nodes if node.phase == "forward" and not node.is_placeholder]
-        end = max((i for i, name in enumerate(names) if self.homes[name] not in (BEFORE, AFTER)), default=-1)
+        end = max((i for i, name in enumerate(names) if self.section_of_node[name] not in (BEFORE, AFTER)), default=-1)
         return frozenset(names[end + 1 :])
 
 

@@ -55,7 +55,7 @@ class Section:
     Attributes:
         inside: what of forward selective recomputation runs again.
         saved: bytes kept for backward. Of these ``saved_inside`` are not kept by selective recomputation, and
-            ``saved_remade`` are made again by elementwise operations in ``remade`` seconds.
+            ``saved_rematerialised`` are made again by elementwise operations in ``rematerialised`` seconds.
         entry: bytes of what comes in from the section before.
         saved_last: of ``saved``, what is made after the last layer and goes before layers run backward.
         working: the most bytes that are there for a moment beside ``saved`` (:mod:`.transient_memory`).
@@ -84,8 +84,8 @@ class Section:
     exchanged: tuple[float, ...] = ()
     kept: Seconds = Seconds()
     saved_kept: int = 0
-    remade: Seconds = Seconds()
-    saved_remade: int = 0
+    rematerialised: Seconds = Seconds()
+    saved_rematerialised: int = 0
     again: Seconds = Seconds()
     saved_again: int = 0
     lent: tuple[Weight, ...] = ()
@@ -113,12 +113,12 @@ class Sections:
     before: Section
     layers: tuple[Section, ...]
     after: Section
-    standing: tuple[int, ...] = field(default=())
+    priced_as: tuple[int, ...] = field(default=())
 
     @property
     def every(self) -> tuple[Section, ...]:
         """The sections of the whole model, layers repeated."""
-        return (self.before, *(self.layers[i] for i in self.standing), self.after)
+        return (self.before, *(self.layers[i] for i in self.priced_as), self.after)
 
 
 def counted(sections: Iterable[Section]) -> list[tuple[Section, int]]:

@@ -29,7 +29,7 @@ from .kernel_seconds import KernelPrices, graphed, local_size
 from .placement import Placed
 from .saved_activations import Saved
 from .section import Seconds, Section, Sections, Weight
-from .section_of_node import AFTER, BEFORE, homes_of, using
+from .section_of_node import AFTER, BEFORE, sections_by_node, using
 from .shortened_model import Depth
 from .transient_memory import Transients
 
@@ -41,7 +41,7 @@ def with_experts(sections: Sections, layout: Layout, cluster: Cluster) -> Sectio
     before, *layers, after = (
         _with_experts(section, layout, cluster) for section in (sections.before, *sections.layers, sections.after)
     )
-    return Sections(before, tuple(layers), after, sections.standing)
+    return Sections(before, tuple(layers), after, sections.priced_as)
 
 
 def _with_experts(section: Section, layout: Layout, cluster: Cluster) -> Section:
@@ -70,27 +70,27 @@ def _with_experts(section: Section, layout: Layout, cluster: Cluster) -> Section
 
 def section_costs(placed: Placed, depth: Depth, layout: Layout) -> Sections:
     """The sections of a placed graph of one microbatch, blocks of experts set apart."""
-    paths, standing = depth.paths, depth.standing
-    pricer = _SectionPricer(placed, homes_of(placed.graph, paths), layout)
+    paths, priced_as = depth.paths, depth.priced_as
+    pricer = _SectionPricer(placed, sections_by_node(placed.graph, paths), layout)
     layers = tuple(pricer.section(path) for path in paths)
-    return Sections(pricer.section(BEFORE), layers, pricer.section(AFTER), standing)
+    return Sections(pricer.section(BEFORE), layers, pricer.section(AFTER), priced_as)
 
 
 class _SectionPricer:
     """Holds what all sections share while they are priced."""
 
-    def __init__(self, placed: Placed, homes: Mapping[str, str], layout: Layout) -> None:
-        self.placed, self.homes, self.layout = placed, homes, layout
+    def __init__(self, placed: Placed, section_of_node: Mapping[str, str], layout: Layout) -> None:
+        self.placed, self.section_of_node, self.layout = placed, section_of_node, layout
         self.graph, self.prices, self.assignment = placed.graph, placed.prices, placed.assignment
         reshards = list(uses(self.graph, self.assignment))
         self.kernels = self._find_kernels(reshards)
-        self.using = using(self.graph, homes)
+        self.using = using(self.graph, section_of_node)
         self.moves = [use for use in reshards if use.source != use.target]
         self.blocks = find_blocks(self.graph, self.assignment, self.prices.mesh)
         self.expert_weights = expert_weights(self.graph)
-        self.priced = KernelPrices(placed, homes, layout, self.kernels)
+        self.priced = KernelPrices(placed, section_of_node, layout, self.kernels)
         moved = {(use.value, use.consumer) for use in self.moves}
-        self.saved = Saved(placed, homes, layout, self.priced, moved)
+        self.saved = Saved(placed, section_of_node, layout, self.priced, moved)
         read = self.saved.read
         self.transients = Transients(self.graph, self.assignment, self.priced.local, read, self.kernels.kernels)
 
@@ -99,7 +99,7 @@ class _SectionPricer:
         eager = self.layout.eager
 
         def moves(producer: Node, consumer: Node) -> bool:
-            if self.homes[producer.name] != self.homes[consumer.name]:
+            if self.section_of_node[producer.name] != self.section_of_node[consumer.name]:
                 return True
             return any(placed.get((v, consumer.name), False) for v in consumer.operands if v.node == producer.name)
 
@@ -111,11 +111,11 @@ class _SectionPricer:
     def section(self, name: str) -> Section:
         """The cost breakdown of one section. Of its collectives, half of forward's seconds are taken to be reductions,
         which recomputation keeps, and half gathers, which it repeats."""
-        kernels = [kernel for kernel in self.kernels.kernels if self.homes[kernel.nodes[0].name] == name]
+        kernels = [kernel for kernel in self.kernels.kernels if self.section_of_node[kernel.nodes[0].name] == name]
         ahead = [kernel for kernel in kernels if kernel.phase == "forward"]
         back = [kernel for kernel in kernels if kernel.phase == "backward"]
         forward, kept = self._seconds(name, "forward", ahead), list(self._kept(ahead))
-        saved = [value for value in self.kernels.saved if self.homes[value.node] == name]
+        saved = [value for value in self.kernels.saved if self.section_of_node[value.node] == name]
         return Section(
             forward,
             self._seconds(name, "backward", back),
@@ -125,7 +125,7 @@ class _SectionPricer:
             flops=self.flops(name),
             weights=self.weights(name),
             is_layer=name not in (BEFORE, AFTER),
-            blocks=tuple(block for node, block in self.blocks.items() if self.homes[node] == name),
+            blocks=tuple(block for node, block in self.blocks.items() if self.section_of_node[node] == name),
             kept=Seconds(self._computing(kept), forward.communicate / 2),
             saved_kept=sum(map(self._written, kept)),
             again=self._repeating(name, ahead),
@@ -134,7 +134,7 @@ class _SectionPricer:
 
     def _seconds(self, name: str, phase: str, kernels: Sequence[Kernel]) -> Seconds:
         """Of a phase: its kernels, the collectives it waits for, and the host where starting takes longer than both."""
-        moves = (use for use in self.moves if use.role == "operand" and self.homes[use.consumer] == name)
+        moves = (use for use in self.moves if use.role == "operand" and self.section_of_node[use.consumer] == name)
         found = Seconds(self._computing(kernels), sum((self.exposed(use) for use in moves if use.phase == phase), 0.0))
         started = sum(map(self.priced.host_seconds, kernels), 0.0)
         return replace(found, host=max(0.0, started - found.total))
@@ -160,7 +160,11 @@ class _SectionPricer:
         """What backward takes once more of the modules that the layout has computed again."""
         kernels = (kernel for kernel in forward if any(node.name in self.saved.again.nodes for node in kernel.nodes))
         moves = (use for use in self.moves if use.role == "operand" and use.phase == "forward")
-        repeated = (use for use in moves if use.consumer in self.saved.again.nodes and self.homes[use.consumer] == name)
+        repeated = (
+            use
+            for use in moves
+            if use.consumer in self.saved.again.nodes and self.section_of_node[use.consumer] == name
+        )
         return Seconds(self._computing(kernels), sum(map(self.exposed, repeated), 0.0))
 
     def exposed(self, use: Use) -> float:
@@ -175,7 +179,7 @@ class _SectionPricer:
     def _takers(self, use: Use) -> Iterator[Node]:
         """The operations that take a value so, in the same phase."""
         for user, operand in self.graph.users.get(use.value, ()):
-            same = user.phase == use.phase and self.homes[user.name] == self.homes[use.consumer]
+            same = user.phase == use.phase and self.section_of_node[user.name] == self.section_of_node[use.consumer]
             if same and self.assignment.strategies[user.name].inputs[operand] == use.target:
                 yield user
 
@@ -184,7 +188,7 @@ class _SectionPricer:
         found = 0.0
         for node in self.graph.nodes:
             family = family_of(node.op)
-            if family.matrix is not None and self.homes[node.name] == name:
+            if family.matrix is not None and self.section_of_node[node.name] == name:
                 inputs = tuple(map(self.graph.type_of, node.operands))
                 # The operation computes a third of its backward products again, which training libraries do not.
                 share = 2 / 3 if node.op == BACKWARD else 1.0
@@ -201,7 +205,7 @@ class _SectionPricer:
     def _taken_again(self, node: Node, name: str) -> frozenset[str]:
         """The ways of recomputation in which what a section computes again takes a parameter."""
         users = {user.name for user in readers(self.graph, Value(node.name)) if user.phase == "forward"}
-        here = {user for user in users if self.homes[user] == name}
+        here = {user for user in users if self.section_of_node[user] == name}
         return frozenset(way for way, nodes in self.saved.repeated.items() if here & nodes)
 
     def _weight(self, node: Node) -> Weight:

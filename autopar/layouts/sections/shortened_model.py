@@ -46,7 +46,7 @@ class Depth:
         return [inside(path, name) for path, kinds in self.kinds.items() for name in dict.fromkeys(kinds.values())]
 
     @property
-    def standing(self) -> tuple[int, ...]:
+    def priced_as(self) -> tuple[int, ...]:
         """For each layer of the whole model, in the order in which they run, the position in :attr:`paths` of the one
         it is priced as."""
         position = {path: i for i, path in enumerate(self.paths)}

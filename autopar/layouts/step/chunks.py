@@ -16,8 +16,8 @@ from .pipeline_ranks import once_on_each_rank
 def cut_into_chunks(sections: Sections, layout: Layout) -> list[list[Section]]:
     """The sections of each chunk. Raises :class:`OptionsError` if a chunk would have none, or there are fewer layers
     than are offloaded."""
-    if layout.offload_layers > len(sections.standing):
-        count = len(sections.standing)
+    if layout.offload_layers > len(sections.priced_as):
+        count = len(sections.priced_as)
         raise OptionsError(
             f"Layout(offload_layers={layout.offload_layers}): the model has {count} layers; take {count}"
         )
@@ -30,7 +30,7 @@ def cut_into_chunks(sections: Sections, layout: Layout) -> list[list[Section]]:
 def _between_layers(sections: Sections, layout: Layout) -> list[list[Section]]:
     """Layers in as many chunks, equal but for one layer; the short ones are those at the ends, which have embeddings
     and the loss besides, or only these. What these count as takes the place of layers."""
-    layers = [sections.layers[i] for i in sections.standing]
+    layers = [sections.layers[i] for i in sections.priced_as]
     count, slots = layout.chunks, layout.lead + len(layers) + layout.tail
     if count > 1 and not layers:
         raise OptionsError(
@@ -68,7 +68,7 @@ def computed_again(section: Section, layout: Layout) -> Seconds:
     if section.is_layer and layout.recompute != "none":
         again += {
             "selective": section.inside,
-            "elementwise": section.inside + section.remade,
+            "elementwise": section.inside + section.rematerialised,
             "operations": section.forward - section.kept,
         }[layout.recompute]
     whole = section.forward.compute
@@ -123,8 +123,8 @@ def _part(section: Section, share: float) -> Section:
         exchanged=tuple(nbytes * share for nbytes in section.exchanged),
         kept=of(section.kept),
         saved_kept=int(section.saved_kept * share),
-        remade=of(section.remade),
-        saved_remade=int(section.saved_remade * share),
+        rematerialised=of(section.rematerialised),
+        saved_rematerialised=int(section.saved_rematerialised * share),
         again=of(section.again),
         saved_again=int(section.saved_again * share),
     )

@@ -80,14 +80,14 @@ def held_by(rank: int, chunks: Sequence[Sequence[Section]], layout: Layout, micr
             optimizer += often * resting_states(weight, layout)
     gathered, working = _gathered(every, layout), _working([section for section, _ in every], layout)
     pairs = SCHEDULES[layout.schedule_name].in_flight(rank, layout.pipeline, microbatches, layout.interleave)
-    away, moving = sent_away(chunks[0], layout)
-    activations = _activations(pairs / layout.interleave, chunks, layout) - away + moving
+    offloaded, moving = offloaded_bytes(chunks[0], layout)
+    activations = _activations(pairs / layout.interleave, chunks, layout) - offloaded + moving
     lost = int(FRAGMENTED * (activations + working)) if layout.allocation == "caching" else 0
     on_device, on_host = (0, optimizer) if layout.offload else (optimizer, 0)
-    return Held(weights + gathered, gradients, on_device, activations, working, on_host + away, lost)
+    return Held(weights + gathered, gradients, on_device, activations, working, on_host + offloaded, lost)
 
 
-def sent_away(chunk: Sequence[Section], layout: Layout) -> tuple[int, int]:
+def offloaded_bytes(chunk: Sequence[Section], layout: Layout) -> tuple[int, int]:
     """Bytes that the first layers of a chunk keep on the host, and of these what is on the device meanwhile: of one
     layer that goes there, or comes back, and of one at work."""
     if not layout.offload_layers:
@@ -151,7 +151,11 @@ def _saved(section: Section, layout: Layout) -> int:
 
 def _dropped(section: Section, layout: Layout) -> int:
     """Bytes of what a layer would keep that recomputation drops."""
-    parts = {"none": 0, "selective": section.saved_inside, "elementwise": section.saved_inside + section.saved_remade}
+    parts = {
+        "none": 0,
+        "selective": section.saved_inside,
+        "elementwise": section.saved_inside + section.saved_rematerialised,
+    }
     return parts.get(layout.recompute, section.saved)
 
 

@@ -30,10 +30,10 @@ def once_on_each_rank(chunks: Sequence[Sequence[Section]], layout: Layout) -> li
     found, without = [list(chunk) for chunk in chunks], dict[tuple[int, frozenset[str]], Section]()
     for rank in range(layout.pipeline):
         places = [(c, i) for c in chunks_of(rank, layout) for i in range(len(chunks[c]))]
-        homes = _homes(chunks, places)
+        owner_of = _homes(chunks, places)
         for c, i in places:
             section = chunks[c][i]
-            gone = frozenset(weight.path for weight in section.weights if homes.get(weight.path, (c, i)) != (c, i))
+            gone = frozenset(weight.path for weight in section.weights if owner_of.get(weight.path, (c, i)) != (c, i))
             if gone:
                 # Equal sections stay one object, so that they are priced once.
                 left = tuple(weight for weight in section.weights if weight.path not in gone)

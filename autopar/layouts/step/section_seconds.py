@@ -13,7 +13,7 @@ from autopar.layouts.sections.exposed_communication import at_once, waited
 from autopar.layouts.sections.section import Seconds, Section, Weight, counted
 
 from .chunks import computed_again
-from .memory import gathered_bytes, gradient_bytes, sent_away
+from .memory import gathered_bytes, gradient_bytes, offloaded_bytes
 
 # Pieces in which a collective travels that overlaps with the product next to it: one of them is exposed.
 PIECES = 4
@@ -145,10 +145,10 @@ class SectionTimes:
 
     def fetching(self, chunk: Sequence[Section]) -> tuple[float, float]:
         """Seconds for which forward and backward of a chunk wait for what its layers keep on the host."""
-        away, _ = sent_away(chunk, self.layout)
-        if not away:
+        offloaded, _ = offloaded_bytes(chunk, self.layout)
+        if not offloaded:
             return 0.0, 0.0
-        travels = away / self.cluster.device.host_bandwidth
+        travels = offloaded / self.cluster.device.host_bandwidth
         forth, back = (max(0.0, travels - alone) for alone in self._alone(chunk))
         return forth, back
 

@@ -40,10 +40,10 @@ class LayoutStep:
         found: dict[object, ChunkPrice] = {}
         prices = []
         for c, chunk in enumerate(self.chunks):
-            standing = self.standing(c)
-            key = tuple(map(id, chunk)), standing
+            idle_seconds = self.idle_seconds(c)
+            key = tuple(map(id, chunk)), idle_seconds
             if key not in found:
-                found[key] = self.chunk_price(chunk, *standing)
+                found[key] = self.chunk_price(chunk, *idle_seconds)
             prices.append(found[key])
         return prices
 
@@ -76,7 +76,7 @@ class LayoutStep:
         held = chunks_of(rank, self.layout)
         if self.layout.reducing == "step":
             return sum(self.prices[c].reduce for c in held)
-        alone = (self.sections.chunk_times(self.chunks[c])[1] + sum(self.standing(c)) for c in held)
+        alone = (self.sections.chunk_times(self.chunks[c])[1] + sum(self.idle_seconds(c)) for c in held)
         return self.microbatches * (sum(self.prices[c].whole_backward for c in held) - sum(alone))
 
     def sections_of(self, rank: int) -> list[tuple[Section, int]]:
@@ -89,7 +89,7 @@ class LayoutStep:
             return 0.0
         return self.sections.over_data("all_gather", self.sections.weights(self.sections_of(rank)))
 
-    def standing(self, c: int) -> tuple[float, float]:
+    def idle_seconds(self, c: int) -> tuple[float, float]:
         """Seconds for which a rank stands still in forward, and again in backward, while what a chunk shares with the
         one before it and with the one after it travels, if nothing is computed meanwhile."""
         if "message" in self.layout.overlap:
@@ -101,9 +101,9 @@ class LayoutStep:
         """Seconds for which each microbatch waits for what layers keep on the host."""
         return sum(sum(self.sections.fetching(self.chunks[c])) for c in chunks_of(rank, self.layout))
 
-    def stands(self, rank: int) -> float:
+    def idle(self, rank: int) -> float:
         """Seconds for which a rank stands still for each microbatch."""
-        return 2 * sum(sum(self.standing(c)) for c in chunks_of(rank, self.layout))
+        return 2 * sum(sum(self.idle_seconds(c)) for c in chunks_of(rank, self.layout))
 
     def _edges(self) -> dict[tuple[int, int], EdgePrice]:
         found = {}
@@ -166,7 +166,7 @@ class LayoutStep:
         computed = self.microbatches * compute + updating
         moved = self.update(rank) - updating + self.reducing(rank) + self.microbatches * self.fetching(rank)
         # What is left by rounding is no communication.
-        return computed, max(0.0, self.microbatches * (total + self.stands(rank) - compute)) + moved
+        return computed, max(0.0, self.microbatches * (total + self.idle(rank) - compute)) + moved
 
     def parts(self) -> dict[str, float]:
         rank = max(range(self.layout.pipeline), key=lambda r: sum(self.of_rank(r)))
@@ -184,7 +184,7 @@ class LayoutStep:
             "adding up": summed(self.sections.adding_up),
             "exchange": summed(self.sections.exchanges),
             "host": summed(lambda s: (s.forward + s.backward + self.sections.again(s)).host),
-            "messages": self.microbatches * self.stands(rank),
+            "messages": self.microbatches * self.idle(rank),
             "reduce": self.reducing(rank),
             "update": self.update(rank) - offloading,
             "offload": offloading + self.microbatches * self.fetching(rank),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.ir.placements import Placements, parse_placements, short
-from autopar.ir.plan_record import PlanLine, PlanRecord, Step
+from autopar.ir.plan_record import PlanLine, PlanRecord, ReshardStep
 
 MOVES = ("reshard", "weight")
 # Layers of one container that fall into more kinds than this are folded by what they are, whatever was chosen.
@@ -100,7 +100,7 @@ def move(plan: PlanRecord, line: PlanLine) -> Move:
     return Move(what, way(source, target), sum(step.bytes for step in line.steps), line.kind, line.times, line.seconds)
 
 
-def _axes(plan: PlanRecord, step: Step) -> str:
+def _axes(plan: PlanRecord, step: ReshardStep) -> str:
     return ",".join(plan.axis_names[axis] for axis in step.axes)
 
 

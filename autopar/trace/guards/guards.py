@@ -45,7 +45,7 @@ class Guard:
     def changed(self) -> str | None:
         """What is there now, if it is another value."""
         now = self.space.get(self.key, MISSING)
-        if now is self.value and self.expected.settled:
+        if now is self.value and self.expected.immutable:
             return None
         return self.expected.difference(now, self.label)
 
@@ -110,7 +110,7 @@ class Guards:
     _rest: tuple[Guard, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        fast = [guard for guard in self.read if isinstance(guard.space, dict) and guard.expected.settled]
+        fast = [guard for guard in self.read if isinstance(guard.space, dict) and guard.expected.immutable]
         object.__setattr__(self, "_fast", Unmoved.of(fast, self.members))
         known = set(map(id, fast))
         object.__setattr__(self, "_rest", tuple(guard for guard in self.read if id(guard) not in known))

@@ -40,9 +40,9 @@ MISSING = _Missing()
 
 
 class Expected(ABC):
-    """A value as it was. ``settled``: the same object cannot have become another value."""
+    """A value as it was. ``immutable``: the same object cannot have become another value."""
 
-    settled = True
+    immutable = True
 
     @abstractmethod
     def difference(self, now: object, label: str) -> str | None:
@@ -98,7 +98,7 @@ class Same(Expected):
 class Tensor(Expected):
     """A tensor that a graph has in it as a constant: the same values, in whichever tensor."""
 
-    settled = False
+    immutable = False
 
     def __init__(self, value: torch.Tensor) -> None:
         self._text = shown(value)
@@ -127,7 +127,7 @@ class Tensor(Expected):
 class Array(Expected):
     """A numpy array, which a model may make a constant of."""
 
-    settled = False
+    immutable = False
 
     def __init__(self, value: np.ndarray) -> None:
         self._text, self._value = shown(value), value
@@ -145,7 +145,7 @@ class Array(Expected):
 class Contents(Expected):
     """A container with what was in it, in order; a namespace with its attributes."""
 
-    settled = False
+    immutable = False
 
     def __init__(self, value: object, known: frozenset[int], around: frozenset[int]) -> None:
         self._text, self._type = shown(value), type(value)
@@ -160,7 +160,7 @@ class Contents(Expected):
             if key not in self._items:
                 return sentence(label, self._text, shown(now))
             old, expected = self._items[key]
-            if item is old and expected.settled:
+            if item is old and expected.immutable:
                 continue
             found = expected.difference(item, f"{label}[{key!r}]")
             if found is not None:

@@ -11,7 +11,7 @@ from autopar.torch_internals.trees import tree_flatten, tree_unflatten
 
 from .branches import SelectionError
 from .gather_scatter import is_one, masked, same_selection
-from .rowwise_proof import Found, by_rows, hint, rows_of, without_modes
+from .rowwise_proof import RowwiseResult, by_rows, hint, rows_of, without_modes
 from .tensors import Rows, Selection, is_count
 
 
@@ -48,7 +48,7 @@ def each_row(func: Any, args: Any, kwargs: Any) -> Any:
     return tree_unflatten(made, out_spec)
 
 
-def _found(func: Any, leaves: list[Any], spec: Any) -> Found:
+def _found(func: Any, leaves: list[Any], spec: Any) -> RowwiseResult:
     """What :func:`autopar.trace.masked_rows.rowwise_proof.by_rows` finds, on stand-ins without data."""
     tensors = [leaf.data_ if isinstance(leaf, Rows) else leaf for leaf in leaves if isinstance(leaf, Tensor)]
     count = rows_of(tensors)

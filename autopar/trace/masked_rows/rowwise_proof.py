@@ -39,7 +39,7 @@ _TAME = {
 
 
 @dataclass
-class Found:
+class RowwiseResult:
     """``dims``: for each tensor of the result, the dim of its rows (None: it has none). ``views``: whether a result
     shares memory with an operand; ``written``: operands changed in place; ``tame``: see :data:`_TAME`."""
 
@@ -56,7 +56,7 @@ class _Watch(TorchDispatchMode):
         self._kept: list[Any] = [*operands]
         self.placed: dict[int, Placement] = {id(tensor): shard(dim) for tensor, dim in placed}
         self._operands = {id(tensor): index for index, tensor in enumerate(operands)}
-        self.found = Found()
+        self.found = RowwiseResult()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -155,7 +155,7 @@ def hint(size: Any) -> int:
     return int(size) if type(size) is int else int(size.node.hint)
 
 
-def by_rows(func: Any, args: Any, kwargs: Any, operands: dict[int, int], rows: int) -> Found:
+def by_rows(func: Any, args: Any, kwargs: Any, operands: dict[int, int], rows: int) -> RowwiseResult:
     """What ``func`` does with operands without data, of which ``operands[id]`` says the dim of their rows. Raises
     :class:`SelectionError` if it does not treat them one by one."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
