@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from autopar.torch_internals.hugging_face import IGNORED_MEMBERS
 from autopar.torch_internals.modules import BUFFERS, PARAMETERS
 from autopar.torch_internals.tensors import accumulation_hooks, gradient_hooks
 
@@ -42,8 +43,6 @@ _ATOMS = (
 _SEQUENCES = (list, tuple, deque)
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter, types.MappingProxyType)
 _REFUSED = (random.Random, torch.Generator, np.random.Generator, np.random.RandomState, io.IOBase, types.FrameType)
-# Members of transformers' configurations that differ from process to process, and that nothing is computed with.
-_IGNORED = frozenset(("_original_object_hash",))
 # Values that code refers to by name.
 _NAMED = frozenset(("members", "globals", "attributes", "closure"))
 # They hold nothing that a model computes with.
@@ -165,7 +164,7 @@ class Contents:
             self.say(role)
             for name, tensor in members.pop(role, {}).items():
                 self._state(name, tensor, f"{where}.{name}" if where else name)
-        self.feed_all("members", [item for item in members.items() if item[0] not in _IGNORED], where)
+        self.feed_all("members", [item for item in members.items() if item[0] not in IGNORED_MEMBERS], where)
 
     def _state(self, name: str, tensor: torch.Tensor | None, where: str) -> None:
         """A parameter or buffer: a trace takes its kind, and never what is in it."""
@@ -190,7 +189,7 @@ class Contents:
         self._inherited(value, where)
         members = dict(getattr(value, "__dict__", {}))
         members.update({name: getattr(value, name) for name in _slots(kind) if hasattr(value, name)})
-        self.feed_all("members", [item for item in members.items() if item[0] not in _IGNORED], where)
+        self.feed_all("members", [item for item in members.items() if item[0] not in IGNORED_MEMBERS], where)
 
     def _inherited(self, value: Any, where: str) -> None:
         """What an instance of a subclass of a container or of a number contains."""

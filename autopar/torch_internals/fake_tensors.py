@@ -39,6 +39,7 @@ __all__ = [
     "conditions",
     "enable_python_dispatcher",
     "expression_of",
+    "hint_of",
     "new_symbol",
     "shape_environment",
     "sympy_functions",
@@ -59,9 +60,15 @@ def new_symbol(environment: ShapeEnv, name: str, hint: int) -> torch.SymInt:
     return environment.create_symintnode(created, hint=hint, source=source)  # type: ignore[return-value]
 
 
-def expression_of(size: torch.SymInt) -> sympy.Expr:
-    """``size`` in terms of symbols. Relies on ``SymNode.expr`` (2.11)."""
-    return size.node.expr
+def expression_of(number: torch.SymInt | torch.SymFloat | torch.SymBool) -> sympy.Basic:
+    """``number`` in terms of symbols. Relies on ``SymNode.expr`` (2.11)."""
+    found: sympy.Basic = number.node.expr
+    return found
+
+
+def hint_of(size: torch.SymInt) -> int:
+    """The number that ``size`` compares like. Relies on ``SymNode.hint`` (2.11)."""
+    return int(size.node.hint)
 
 
 def conditions(environment: ShapeEnv) -> Iterator[sympy.Basic]:

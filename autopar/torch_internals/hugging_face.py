@@ -1,4 +1,4 @@
-"""Private and undocumented parts of transformers 5."""
+"""Private and undocumented parts of transformers; numbers in brackets are its versions."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from unittest.mock import patch
 
 from torch import Tensor, nn
 
+IGNORED_MEMBERS = frozenset(("_original_object_hash",))
+"""Attributes of configurations that differ from process to process, and that nothing is computed with."""
+
 
 @contextmanager
 def masks_as_in_eager() -> Iterator[None]:
     """Causal masks are left to the kernel although torch says that it exports. Relies on ``is_torchdynamo_exporting``,
-    which ``transformers.masking_utils`` asks; nothing is done where the module is not loaded, or asks otherwise."""
+    which ``transformers.masking_utils`` asks; it is not there in some versions (5.0)."""
     masking = sys.modules.get("transformers.masking_utils")
     if not hasattr(masking, "is_torchdynamo_exporting"):
         yield
@@ -24,17 +27,18 @@ def masks_as_in_eager() -> Iterator[None]:
 
 
 def is_expert_parallel(experts: nn.Module) -> bool:
-    """Whether transformers itself has sharded the block. Relies on ``_is_expert_parallel``, which old versions lack."""
+    """Whether transformers itself has sharded the block. Relies on ``_is_expert_parallel``, which
+    some versions lack (5.0)."""
     return bool(getattr(experts, "_is_expert_parallel", False))
 
 
 def gate_of(experts: Any) -> Callable[[Tensor], Tensor]:
-    """What a block does to the product of its gated matrices. Relies on ``_apply_gate``."""
+    """What a block does to the product of its gated matrices. Relies on ``_apply_gate`` (5.0)."""
     function: Callable[[Tensor], Tensor] = experts._apply_gate
     return function
 
 
 def initialises_all_inside(module: nn.Module) -> bool:
     """Whether ``module.initialize_weights()`` initialises every module inside. Relies on that name and on
-    ``_init_weights``, which it calls."""
+    ``_init_weights``, which it calls (5.0)."""
     return callable(getattr(module, "initialize_weights", None)) and hasattr(module, "_init_weights")

@@ -39,11 +39,15 @@ __all__ = [
     "PlainAOTInput",
     "PlainAOTOutput",
     "TangentAOTInput",
+    "described_outputs",
+    "descriptor_of",
     "export_joint",
     "make_fx",
     "notes",
+    "notes_of",
     "preserve_node_meta",
     "set_notes",
+    "value_of",
 ]
 
 
@@ -66,6 +70,30 @@ def notes() -> dict[str, Any] | None:
     """What is noted on nodes that are made now, under their key ``custom``; None for nothing. Relies on
     ``torch.fx.traceback.current_meta`` (2.11)."""
     return fx_traceback.current_meta.get("custom")
+
+
+def notes_of(node: torch.fx.Node) -> dict[str, Any]:
+    """What :func:`notes` were when ``node`` was made. Relies on its ``meta["custom"]`` (2.11)."""
+    found: dict[str, Any] = node.meta.get("custom", {})
+    return found
+
+
+def descriptor_of(placeholder: torch.fx.Node) -> Any:
+    """What an input of a joint graph is: a descriptor; None for those of other graphs. Relies on ``meta["desc"]``
+    (2.11)."""
+    return placeholder.meta.get("desc")
+
+
+def described_outputs(output: torch.fx.Node) -> list[tuple[torch.fx.Node | None, Any]]:
+    """The results of a joint graph with their descriptors. Relies on the output's ``meta["desc"]`` (2.11)."""
+    results: Any = output.args[0]
+    return list(zip(results, output.meta["desc"], strict=True))
+
+
+def value_of(node: torch.fx.Node, otherwise: Any = None) -> Any:
+    """The fake tensor, or the number, that ``node`` gives; ``otherwise`` where torch notes nothing. Relies on
+    ``meta["val"]`` (2.11)."""
+    return node.meta.get("val", otherwise)
 
 
 def set_notes(found: dict[str, Any] | None) -> None:

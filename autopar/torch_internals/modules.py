@@ -102,8 +102,8 @@ def is_about_flat_weights(owner: object, name: str) -> bool:
 
 
 def initialiser_of(module: nn.Module) -> Callable[[], None] | None:
-    """What gives the module's own parameters initial values, if anything does: ``reset_parameters``, which torch
-    documents for writers of modules, or ``_reset_parameters``, as some of torch's own call it (2.11)."""
+    """What gives the module's own parameters initial values, if anything does. Relies on ``reset_parameters``, which
+    torch asks writers of modules for, or ``_reset_parameters``, as some of torch's own call it (2.11)."""
     found = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return found if callable(found) else None
 

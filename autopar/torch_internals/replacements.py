@@ -36,6 +36,12 @@ def checkpoint_replaced(call: Replacement, around: Replacement) -> Iterator[None
         yield
 
 
+def is_registered_derivative(cls: type) -> bool:
+    """Whether the ``autograd.Function`` ``cls`` is what ``torch.library`` makes of an operator's registered derivative.
+    Relies on the module that defines it, ``torch._library.autograd`` (2.11)."""
+    return cls.__module__ == "torch._library.autograd"
+
+
 @contextmanager
 def module_conversion_replaced(convert: Replacement) -> Iterator[None]:
     """``convert`` runs for ``Module.to`` and its like. Relies on ``nn.Module._apply``, which they call (2.11)."""
@@ -59,7 +65,7 @@ def causal_mask_detection_replaced(detect: Replacement) -> Iterator[None]:
 
 @contextmanager
 def recurrent_layers_replaced(layers: Replacement) -> Iterator[None]:
-    """``layers`` runs for :data:`recurrent_layers` within torch's decompositions (2.11)."""
+    """``layers`` runs for :data:`recurrent_layers` within torch's decompositions. Relies on ``_rnn_helper`` (2.11)."""
     with patch.object(torch_decompositions, "_rnn_helper", layers):
         yield
 

@@ -59,17 +59,17 @@ def op_schema(operation: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str,
 
 
 def rule_of_one_axis(operation: OpOverload) -> Rule | None:
-    """What is registered in ``op_single_dim_strategy_funcs`` (2.11)."""
+    """What proposes strategies of one axis. Relies on the registry ``op_single_dim_strategy_funcs`` (2.11)."""
     return DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs.get(operation)
 
 
 def strategy_function_of(operation: OpOverload) -> Rule | None:
-    """What is registered in ``op_strategy_funcs`` (2.11)."""
+    """What proposes strategies near given placements. Relies on the registry ``op_strategy_funcs`` (2.11)."""
     return DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs.get(operation)
 
 
 def rule_of(operation: OpOverload) -> Rule | None:
-    """What is registered in ``op_to_rules`` (2.11)."""
+    """What tells the placements of results. Relies on the registry ``op_to_rules`` (2.11)."""
     return DTensor._op_dispatcher.sharding_propagator.op_to_rules.get(operation)
 
 

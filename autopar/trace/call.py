@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from autopar.errors import TraceError
+from autopar.torch_internals.fake_tensors import expression_of
 from autopar.torch_internals.trees import TreeSpec, register_dataclass, tree_flatten_with_path, tree_unflatten
 from autopar.trace.guards.values import CONSTANT_TYPES
 
@@ -149,7 +150,7 @@ def _is_lost(leaf: Any) -> bool:
 
 def _constant(leaf: Any) -> Any:
     if isinstance(leaf, _SYMBOLIC):
-        return leaf.node.expr
+        return expression_of(leaf)
     return leaf if isinstance(leaf, CONSTANT_TYPES) else None
 
 

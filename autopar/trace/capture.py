@@ -23,7 +23,7 @@ from autopar.torch_internals.fake_tensors import (
     shape_environment,
     without_error_log,
 )
-from autopar.torch_internals.joint_graphs import export_joint, preserve_node_meta
+from autopar.torch_internals.joint_graphs import export_joint, notes_of, preserve_node_meta
 from autopar.torch_internals.modules import buffers_of, parameters_of
 from autopar.torch_internals.replacements import exporting
 from autopar.trace.decompositions.general import decomposition_table
@@ -342,11 +342,11 @@ def _set_autocast(device: str, enabled: bool, dtype: torch.dtype, cached: bool) 
 
 def module_path_of(node: torch.fx.Node) -> str | None:
     """The path noted by :class:`ModuleTracker`, or None."""
-    found: str | None = node.meta.get("custom", {}).get(PATH)
+    found: str | None = notes_of(node).get(PATH)
     return found
 
 
 def place_of(node: torch.fx.Node) -> int | None:
     """For a node of a body, which of its operations it came from, or None."""
-    found: int | None = node.meta.get("custom", {}).get(PLACE)
+    found: int | None = notes_of(node).get(PLACE)
     return found

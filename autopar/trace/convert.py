@@ -23,6 +23,9 @@ from autopar.torch_internals.joint_graphs import (
     PlainAOTInput,
     PlainAOTOutput,
     TangentAOTInput,
+    described_outputs,
+    descriptor_of,
+    value_of,
 )
 from autopar.torch_internals.operators import OpOverload
 
@@ -140,7 +143,7 @@ class _Converter:
         return TensorType(tuple(map(self.expressions.size, value.shape)), value.dtype)
 
     def _placeholder(self, node: fx.Node) -> Value:
-        described, value = node.meta["desc"], node.meta["val"]
+        described, value = descriptor_of(node), value_of(node)
         match described:
             case ParamAOTInput(target=target) | BufferAOTInput(target=target):
                 return self._state(self.request.state[int(target[1:])], value)
@@ -171,7 +174,7 @@ class _Converter:
         if not isinstance(attribute, torch.Tensor):
             raise self._no_tensor(node, attribute)
         tensor = _real(attribute)
-        value = node.meta.get("val", tensor)
+        value = value_of(node, tensor)
         if tensor.dim() == 0 and not tensor.is_meta and type(tensor) is torch.Tensor:
             options = (("dtype", tensor.dtype), ("device", self._device()))
             return self._add(
@@ -193,7 +196,7 @@ class _Converter:
         )
 
     def _call(self, node: fx.Node) -> Any:
-        value = node.meta.get("val")
+        value = value_of(node)
         if node.target is operator.getitem:
             source, index = node.args
             assert isinstance(source, fx.Node) and isinstance(index, int)
@@ -234,7 +237,7 @@ class _Converter:
         """Model outputs, mutations, then one gradient per parameter and per input that requires one."""
         found: dict[tuple[str, str], Value | None] = {}
         output = next(iter(reversed(self.captured.graph_module.graph.nodes)))
-        for node, described in zip(output.args[0], output.meta["desc"], strict=True):
+        for node, described in described_outputs(output):
             key = self._output_key(described)
             if key is not None:
                 found[key] = self.values[node] if isinstance(node, fx.Node) else None

@@ -12,6 +12,7 @@ import torch
 
 from autopar.errors import TraceError
 from autopar.ir.node import Dim
+from autopar.torch_internals.fake_tensors import expression_of
 from autopar.torch_internals.fake_tensors import sympy_functions as theirs
 
 _PLAIN: dict[type, Callable[..., sympy.Expr]] = {
@@ -50,7 +51,7 @@ class Expressions:
         """
         if isinstance(value, (bool, int, float)):
             return value
-        expression = value.node.expr if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
+        expression = expression_of(value) if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
         if expression not in self._seen:
             self._seen[expression] = _settled(self._plain(expression))
         return self._seen[expression]

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autopar.torch_internals.fake_tensors import expression_of
 from autopar.torch_internals.operators import schema_of
 from autopar.torch_internals.tensors import storage_key
 
@@ -198,7 +199,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _size(size: Any) -> Hashable:
-    found: Hashable = size.node.expr if isinstance(size, torch.SymInt) else size
+    found: Hashable = expression_of(size) if isinstance(size, torch.SymInt) else size
     return found
 
 
@@ -210,7 +211,7 @@ def _plain(arg: Any) -> Hashable:
         case tuple() | list():
             return tuple(map(_plain, arg))
         case torch.SymInt() | torch.SymFloat() | torch.SymBool():
-            return repr(arg.node.expr)
+            return repr(expression_of(arg))
         case None | bool() | int() | float() | complex() | str() | torch.dtype() | torch.device() | torch.layout():
             return type(arg), repr(arg)
         case torch.memory_format():

@@ -22,6 +22,7 @@ from autopar.torch_internals.fake_tensors import FakeTensor
 from autopar.torch_internals.joint_graphs import notes
 from autopar.torch_internals.modes import TorchDispatchMode
 from autopar.torch_internals.operators import OpOverload, is_mutable
+from autopar.torch_internals.replacements import is_registered_derivative
 
 from .loops import LoopWatch
 from .patches import every_module
@@ -224,7 +225,7 @@ def _plain_autograd(recorder: Recorder) -> Iterator[None]:
 
     def apply_own(cls: type, *args: Any, **kwargs: Any) -> Any:
         # What torch.library makes of an operator's registered derivative belongs to that operator, which runs inside.
-        if cls.__module__ != "torch._library.autograd":
+        if not is_registered_derivative(cls):
             refuse()
         before, recorder.grad_mode = recorder.grad_mode, torch.is_grad_enabled()
         try:

@@ -22,8 +22,11 @@ from autopar.torch_internals.joint_graphs import (
     PlainAOTInput,
     PlainAOTOutput,
     TangentAOTInput,
+    described_outputs,
+    descriptor_of,
     notes,
     set_notes,
+    value_of,
 )
 from autopar.torch_internals.modules import buffers_of, parameters_of
 from autopar.torch_internals.tensors import suggest_memory_format
@@ -246,7 +249,7 @@ def _body_graph(
     output = next(iter(reversed(graph_module.graph.nodes)))
     learning = learning_inputs(program, body, received)
     gradients: dict[int, fx.Node] = {}
-    for node, described in zip(output.args[0], output.meta["desc"], strict=True):
+    for node, described in described_outputs(output):
         match described:
             case GradAOTOutput(grad_of=PlainAOTInput(idx=index)) if node is not None:
                 gradients[index - len(spare)] = node
@@ -271,7 +274,7 @@ def _in_parts(
     inputs, tangents = _given(nodes)
     for index, node in tangents.items():
         expected = _format_of(program.tensors[body.outputs[index]])
-        if not node.meta["val"].is_contiguous(memory_format=expected):
+        if not value_of(node).is_contiguous(memory_format=expected):
             raise UnrecordedError("a gradient that lies in memory unlike its value")
     made = nodes[-1].args[0]
     results = [_original(node, index in received) for index, node in enumerate(made[: len(body.outputs)])]
@@ -295,7 +298,7 @@ def _given(nodes: list[fx.Node]) -> tuple[dict[int, fx.Node], dict[int, fx.Node]
     inputs: dict[int, fx.Node] = {}
     tangents: dict[int, fx.Node] = {}
     for node in nodes:
-        match node.meta.get("desc") if node.op == "placeholder" else None:
+        match descriptor_of(node) if node.op == "placeholder" else None:
             case PlainAOTInput(idx=index):
                 inputs[index] = node
             case TangentAOTInput(output=PlainAOTOutput(idx=index)):

@@ -65,7 +65,7 @@ def sub_mesh(device_type: str, ranks: torch.Tensor, names: tuple[str, ...] | Non
 
 def without_advice_to_flatten(mesh: DeviceMesh) -> None:
     """Marks DTensor's advice to flatten axes of ``mesh`` as given. Relies on the set ``_warned_flatten_issues`` of
-    (hash of the mesh, axes, reason) that ``_redistribute`` keeps (2.13); nothing is done where there is none."""
+    (hash of the mesh, axes, reason) that ``_redistribute`` keeps (2.11); nothing is done where there is none."""
     known = getattr(_redistribute, "_warned_flatten_issues", None)
     if isinstance(known, set):
         subsets = (s for n in range(2, mesh.ndim + 1) for s in itertools.combinations(range(mesh.ndim), n))

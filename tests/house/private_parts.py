@@ -33,14 +33,15 @@ def is_private(name: str) -> bool:
 def uses_of_private_parts(root: Path = ROOT) -> list[str]:
     """``file:line: what`` of every use outside of :data:`HOMES`, in the four folders."""
     trees = {str(path.relative_to(root)): ast.parse(path.read_text()) for path in module_files(root).values()}
-    inherited = {name for tree in trees.values() for name in members(tree)}
+    own = {file: members(tree) for file, tree in trees.items()}
+    inherited = set().union(*own.values())
     homes = tuple(HOMES)
     reached = {name for file, tree in trees.items() if file.startswith(homes) for name in reached_for(tree)}
     return [
         f"{file}:{line}: {what}"
         for file, tree in trees.items()
         if not file.startswith(homes)
-        for line, what in sorted(_File(tree, inherited, reached - inherited).uses())
+        for line, what in sorted(_File(tree, own[file], inherited, reached - inherited).uses())
     ]
 
 
@@ -80,11 +81,11 @@ def _is_self(node: ast.expr) -> bool:
 
 
 class _File:
-    """One file: ``inherited`` are the names that any class of autopar defines, which ``self`` may have; ``reached``
-    are those that homes reach for, which are not to be named in quotes either."""
+    """One file: its classes define ``own``, and any class of autopar ``inherited``, which ``self`` may have;
+    ``reached`` are those that homes reach for, which are not to be named in quotes either."""
 
-    def __init__(self, tree: ast.Module, inherited: set[str], reached: set[str]) -> None:
-        self.tree, self.inherited, self.reached, self.own = tree, inherited, reached, members(tree)
+    def __init__(self, tree: ast.Module, own: set[str], inherited: set[str], reached: set[str]) -> None:
+        self.tree, self.own, self.inherited, self.reached = tree, own, inherited, reached
         self.modules = dict(_imported(tree))
 
     def uses(self) -> Iterator[tuple[int, str]]:

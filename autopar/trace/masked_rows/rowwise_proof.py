@@ -19,6 +19,7 @@ from autopar.ir.node import TensorType
 from autopar.ir.placements import REPLICATE, AxisStrategy, Placement, is_shard, shard, shard_dim
 from autopar.passes.rule_language.registry import OpCall, Operand
 from autopar.passes.rules import RULES
+from autopar.torch_internals.fake_tensors import hint_of
 from autopar.torch_internals.modes import TorchDispatchMode, without_dispatch_modes
 from autopar.torch_internals.operators import is_mutable, schema_of
 from autopar.torch_internals.trees import tree_flatten, tree_leaves
@@ -152,7 +153,7 @@ def rows_of(tensors: Sequence[Tensor]) -> int:
 
 def hint(size: Any) -> int:
     """A number for a size that may be a symbol."""
-    return int(size) if type(size) is int else int(size.node.hint)
+    return int(size) if type(size) is int else hint_of(size)
 
 
 def by_rows(func: Any, args: Any, kwargs: Any, operands: dict[int, int], rows: int) -> RowwiseResult:

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from autopar.torch_internals.size_nodes import SizeNode, node_of, size_of
 from autopar.torch_internals.tensors import wrapper_subclass
 
 from .branches import Regions, SelectionError
@@ -98,83 +99,25 @@ class Known(torch.Tensor):
         raise SelectionError(f"{func} is called on the number of an expert")
 
 
-class CountNode:
-    """What stands behind the number of selected rows as torch asks it, a ``SymInt``: it may be handed on as a size and
-    compared with zero, and nothing else."""
+class CountNode(SizeNode):
+    """The number of selected rows: it may be handed on as a size and compared with zero, and nothing else."""
 
     def __init__(self, selection: Selection, truth: bool | None = None) -> None:
         self.selection, self.truth = selection, truth
+        self.is_comparison = truth is not None
 
-    def is_int(self) -> bool:
-        return self.truth is None
-
-    def is_bool(self) -> bool:
-        return self.truth is not None
-
-    def is_float(self) -> bool:
-        return False
-
-    is_nested_int = is_constant = is_float
-
-    def is_symbolic(self) -> bool:
-        return True
-
-    def maybe_as_int(self) -> None:
-        return None
-
-    def wrap_int(self, number: int) -> int:
-        return number
-
-    def __str__(self) -> str:
-        return "n"
-
-    _graph_repr = __str__
-
-    def _compare(self, name: str, other: Any) -> CountNode:
+    def compared(self, name: str, other: Any) -> CountNode:
         said = says_any(name, other)
         if said is None:
-            raise SelectionError(_UNKNOWN)
+            self.refuse()
         return CountNode(self.selection, said)
 
-    def eq(self, other: Any) -> CountNode:
-        return self._compare("eq", other)
-
-    def ne(self, other: Any) -> CountNode:
-        return self._compare("ne", other)
-
-    def gt(self, other: Any) -> CountNode:
-        return self._compare("gt", other)
-
-    def ge(self, other: Any) -> CountNode:
-        return self._compare("ge", other)
-
-    def lt(self, other: Any) -> CountNode:
-        return self._compare("lt", other)
-
-    def le(self, other: Any) -> CountNode:
-        return self._compare("le", other)
-
-    def bool_(self) -> bool:
+    def decided(self) -> bool:
         truth = True if self.truth is None else self.truth
         return self.selection.regions.enter_branch(self.selection.fact.key, truth)
 
-    def guard_bool(self, _file: str, _line: int) -> bool:
-        return self.bool_()
-
-    def int_(self) -> int:
+    def refuse(self) -> NoReturn:
         raise SelectionError(_UNKNOWN)
-
-    def guard_int(self, _file: str, _line: int) -> int:
-        raise SelectionError(_UNKNOWN)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-        def refuse(*_args: Any) -> Any:
-            raise SelectionError(_UNKNOWN)
-
-        return refuse
 
 
 _UNKNOWN = (
@@ -185,8 +128,8 @@ _UNKNOWN = (
 
 def count_of(selection: Selection) -> Any:
     """The number of rows, as a size."""
-    return torch.SymInt(CountNode(selection))
+    return size_of(CountNode(selection))
 
 
 def is_count(value: Any) -> bool:
-    return isinstance(value, torch.SymInt) and isinstance(value.node, CountNode)
+    return isinstance(value, torch.SymInt) and isinstance(node_of(value), CountNode)
