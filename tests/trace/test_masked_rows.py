@@ -218,7 +218,7 @@ class Ranged(Mixture):
 )
 def test_what_depends_on_the_selection_names_its_line(kind: type[Mixture]) -> None:
     model = nn.Sequential(nn.Identity(), kind())
-    with pytest.raises(TraceError, match=r"(?s)module '1.*test_selected_rows.py:\d+.*the line|module '1.*BatchNorm"):
+    with pytest.raises(TraceError, match=r"(?s)module '1.*test_masked_rows.py:\d+.*the line|module '1.*BatchNorm"):
         trace(model, (torch.randn(BATCH, 5, WIDTH),), device="cpu")
 
 
