@@ -29,10 +29,13 @@ recurrent_layers = torch_decompositions._rnn_helper
 @contextmanager
 def checkpoint_replaced(call: Replacement, around: Replacement) -> Iterator[None]:
     """``call`` runs for a reentrant ``checkpoint``, and the generator ``around`` before and after the function of one
-    that is not. Relies on ``CheckpointFunction`` and ``_checkpoint_without_reentrant_generator`` (2.11)."""
+    that is not. Relies on ``CheckpointFunction`` and ``_checkpoint_without_reentrant_generator`` (2.11), which
+    ``checkpoint`` calls under a name with ``_impl`` since 2.14."""
+    generator = "_checkpoint_without_reentrant_generator"
+    name = f"{generator}_impl" if hasattr(checkpoint, f"{generator}_impl") else generator
     with ExitStack() as stack:
         stack.enter_context(patch.object(checkpoint.CheckpointFunction, "apply", staticmethod(call)))
-        stack.enter_context(patch.object(checkpoint, "_checkpoint_without_reentrant_generator", around))
+        stack.enter_context(patch.object(checkpoint, name, around))
         yield
 
 
