@@ -51,7 +51,7 @@ def split_batch(batch: Batch, targets: Any = None) -> tuple[tuple[Any, ...], dic
 
 
 def mesh_shape(mesh: Mesh) -> tuple[int, ...]:
-    """The shape of a mesh, outermost (slowest) axis first. Raises :class:`OptionsError` for what is no mesh."""
+    """The shape of a mesh, outermost (slowest) axis first. Raises :class:`OptionsError` for what is not a mesh."""
     if isinstance(mesh, DeviceMesh):
         return tuple(mesh.shape)
     given: object = mesh

@@ -49,8 +49,8 @@ class Layout:
     Args:
         tensor, pipeline, data, context: devices among which weights, layers, the batch and the sequence are divided;
             their product is the number of devices, tensor innermost, pipeline outermost.
-        expert: devices among which experts are divided, out of ``data`` x ``context``, neighbours first. Rows travel to
-            their experts and back by all-to-all; gradients of experts are reduced over the other data ranks.
+        expert: devices among which experts are divided, out of ``data`` x ``context``, neighbours first. Rows are sent
+            to their experts and back by all-to-all; gradients of experts are reduced over the other data ranks.
         capacity: slots of an expert as a multiple of its equal share of the rows; all are sent and computed, filled or
             not. 1: exactly what is chosen is sent and computed, and experts are chosen equally often.
         microbatch: samples that one data rank computes at a time.
@@ -65,8 +65,8 @@ class Layout:
         schedule: by name (:mod:`autopar.schedule.named`); default ``"1f1b"``, or ``"interleaved"`` with several chunks.
         precision: what is computed in. Reduced precisions keep fp32 master weights and accumulate gradients in fp32.
             ``"fp8"``: products with weights, everything else in bf16.
-        overlap: what travels while devices compute: ``"gradient"`` reductions under the last backward, ``"weight"``
-            gathers under the layer before, ``"message"`` s between stages (otherwise both ends stand still),
+        overlap: what is sent while devices compute: ``"gradient"`` reductions under the last backward, ``"weight"``
+            gathers under the layer before, ``"message"`` s between stages (otherwise both ends block),
             ``"input_gradient"`` collectives of the tensor ranks under the product that makes a weight's gradient,
             ``"tensor"`` (and context) collectives under the products next to them, ``"expert"`` exchanges of rows under
             the computing of another microbatch.
@@ -77,7 +77,7 @@ class Layout:
         gradients: the dtype gradients are accumulated in: ``"fp32"``, or ``"own"``, that of their weights.
         adding: whether gradients of microbatches are accumulated by operations of their own. Otherwise the products
             that make them do it, and the additional reads and writes are hidden under their computing.
-        scatter: whether a value that is whole on every tensor rank travels between stages in shards.
+        scatter: whether a value that is whole on every tensor rank is sent between stages in shards.
         offload: whether optimizer states rest in host memory.
         lead, tail: how many layers the embedding, and what comes after the layers, count as when these are cut into
             chunks. With 0 the ends carry them in addition to as many layers as the other chunks.
@@ -90,10 +90,10 @@ class Layout:
         operands: what sequence parallelism keeps of the operands of products: ``"shards"``, gathered once more in
             backward (Korthikanti et al. 2022, section 4.2.2), or the ``"whole"`` operand as gathered in forward.
         apart: modules (globs of paths) whose input gradients are each summed over tensor ranks separately. Elsewhere
-            gradients of one value are added first, and their sum travels.
+            gradients of one value are added first, and their sum is all-reduced.
         holds: modules (globs of paths) whose operands their caller holds until backward has passed: a loss, where a
             pipeline holds its stages' outputs, or a training loop the logits. Elsewhere only what backward reads is.
-        dispatch: what travels to experts: ``"rows"``, every choice of a token; ``"tokens"``, a token once to each rank
+        dispatch: what is sent to experts: ``"rows"``, every choice of a token; ``"tokens"``, a token once to each rank
             that has experts it chose, and between nodes once to each node (DeepEP, HybridEP).
         graphed: modules (globs of paths) whose operations the host starts as one (CUDA graphs), or never late. In all
             other modules each operation takes the device's ``host_seconds`` to start, and a layer computes no faster
@@ -115,7 +115,7 @@ class Layout:
         recomputed: modules (globs of paths) of which, and of all their parts, nothing is kept but what layers hand to
             each other: backward computes what it needs of them again, from what comes into them, besides what
             ``recompute`` says (Megatron-Core's ``recompute_modules``).
-        offload_layers: of how many layers what is kept for backward rests in host memory meanwhile. It travels under
+        offload_layers: of how many layers what is kept for backward rests in host memory meanwhile. It is sent under
             the computing of all layers, both ways; not with pipeline stages or GPipe (Megatron-Core's
             ``cpu_offloading_num_layers``).
         reducing: how often gradients are reduced over data ranks: once a ``"step"``, or of every ``"microbatch"`` by

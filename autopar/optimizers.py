@@ -1,4 +1,4 @@
-"""What optimizers keep beside a parameter, as torch allocates it: in the dtype of the parameter, scalars left out."""
+"""What optimizers retain for a parameter, as torch allocates it: in the dtype of the parameter, scalars left out."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Step time of autopar's pipeline runtime beside torch.distributed.pipelining: the same transformer in the same stages
-under the same schedule, in the same processes.
+"""Step time of autopar's pipeline runtime compared with torch.distributed.pipelining: the same transformer in the same
+stages under the same schedule, in the same processes.
 
     python -m benchmarks.pipeline_runtime [--json] [--output FILE] [--stages 2] [--microbatches 8] [--rounds 24]
 

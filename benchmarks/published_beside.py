@@ -1,4 +1,4 @@
-"""What trainers of published rows do in a step beside training, which no layout holds.
+"""What trainers of published rows do in a step in addition to training, which no layout holds.
 
 Composer, which llm-foundry trains with, evaluates training metrics on the logits of every microbatch after its backward
 (github.com/mosaicml/composer, `trainer.py`, `_train_microbatch`); of llm-foundry's models these are by default

@@ -10,7 +10,7 @@ from typing import Any
 from .published_shape import number
 
 # The host starts all of an iteration as one graph (a program without branches: rows are not counted on the host), and
-# rows travel beside another microbatch. Mixtures in MXFP8 run so since release 26.06 where a rack is one node, and
+# rows overlap with another microbatch. Mixtures in MXFP8 run so since release 26.06 where a rack is one node, and
 # Qwen3 on B300; of the rest some of a layer's modules are graphs, or none is.
 WHOLE = r"\(26\.(0[6-9]|1\d)\S* .*((deepseekv3|gpt oss|qwen3).* gb[23]00|qwen3.* b300) .*mxfp8"
 GRAPHS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -21,7 +21,7 @@ GRAPHS: tuple[tuple[str, tuple[str, ...]], ...] = (
 # Exchanges beside another microbatch without graphs of whole iterations: DeepSeek-V3 on B200 in two chunks a stage,
 # Qwen3 235B on H100.
 BESIDE = WHOLE + r"|deepseekv3.* b200 .* v2 |qwen3_235b.* h100"
-# Whose rows travel as rows: GPT-OSS by all-to-all where nothing else is said.
+# Whose rows are sent as rows: GPT-OSS by all-to-all where nothing else is said.
 BY_ROWS = r"gpt oss.* (bf16|h100)"
 
 
@@ -96,7 +96,7 @@ def resting(words: str, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def beside(words: str) -> bool:
-    """Whether rows travel to their experts beside another microbatch."""
+    """Whether rows are sent to their experts beside another microbatch."""
     return "megatron-bridge" in words and bool(re.search(BESIDE, words))
 
 

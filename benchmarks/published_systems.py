@@ -78,7 +78,7 @@ UNFUSED = r"megatron-lm \d+ gpus"
 DROPOUT = r"narayanan|korthikanti|mt-nlg|bigscience"
 
 
-# Systems whose pipelines send and receive one by one, standing still: DeepSpeed's, and Aleph Alpha's after it.
+# Systems whose pipelines send and receive one by one, blocking: DeepSpeed's, and Aleph Alpha's after it.
 BLOCKING_MESSAGES = r"deepspeed|hagemann"
 
 
@@ -88,7 +88,7 @@ PIECEWISE = r"megascale \d+ gpus|megatron-core|megatron-bridge"
 
 
 def overlap(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What the row, or else what is known of its system, has travel while devices compute. Weights of ZeRO-3 are
+    """What the row, or else what is known of its system, sends while devices compute. Weights of ZeRO-3 are
     prefetched by all; gradients are reduced under backward where the row says so, and by libraries since 2023. Messages
     between stages hold up only those who wait for them where libraries post sends and receives in pairs."""
     parallel = row["parallel"]

@@ -1,4 +1,4 @@
-"""Named pipeline schedules beside the one made to measure: simulated step time and bubble.
+"""Named pipeline schedules compared with the solved one: simulated step time and bubble.
 
     python -m benchmarks.schedules [--json] [--output FILE]
 

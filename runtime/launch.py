@@ -135,7 +135,7 @@ def run_local(
     """``function(rank, nprocs, *args)`` on ``nprocs`` local processes; the results by rank.
 
     The process group is initialised with ``backend`` (None: only the environment is set, as by torchrun).
-    Each rank gets its share of the cores. ``timeout`` is in seconds, for everything. Results travel by
+    Each rank gets its share of the cores. ``timeout`` is in seconds, for everything. Results are sent by
     cloudpickle; tensors are fine.
 
     Raises :class:`WorkerError` with the traceback of the rank that raised, died or hung; an

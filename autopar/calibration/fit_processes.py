@@ -23,7 +23,7 @@ from .samples import Samples
 
 # Processes that compute by less than this share faster alone have processors of their own.
 LEAST_GAIN = 0.1
-# Stands for links that nobody has measured yet.
+# Used for links that nobody has measured yet.
 NO_LINK = Link("none", None, 1.0, 0.0)
 
 

@@ -52,8 +52,8 @@ def calibrate_job(path: str | os.PathLike[str] | None = None, seconds: float = 9
     By default it is written, on the host of rank 0, where ``Cluster.get("local-gpu")`` looks, ``"local-job"`` for
     several hosts, ``"local-processes"`` where there are no GPUs. Processes are started by ``torchrun`` (or set
     ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``), as many on every host. A process takes the GPU of
-    its local rank if there is one for each, or the only one it sees, and then messages travel by NCCL; without GPUs by
-    gloo. Raises :class:`OptionsError` for other launches.
+    its local rank if there is one for each, or the only one it sees, and then messages are sent by NCCL; without GPUs
+    by gloo. Raises :class:`OptionsError` for other launches.
     """
     shape = _shape()
     device = _device(shape)

@@ -126,7 +126,7 @@ def run_job(command: Sequence[str], limit: float) -> None:
 
 
 def write_cluster(path: Path, cluster: Cluster) -> None:
-    """Writes beside, then renames: another process may be reading."""
+    """Writes a temporary file, then renames it: another process may be reading."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     unfinished.write_text(cluster.to_toml())

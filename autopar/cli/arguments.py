@@ -125,7 +125,7 @@ def _load_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
-    # Worker processes cannot import the file by name: its classes travel whole.
+    # Worker processes cannot import the file by name: its classes are sent whole.
     cloudpickle.register_pickle_by_value(module)
     return module
 

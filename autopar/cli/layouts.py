@@ -1,4 +1,4 @@
-"""``autopar plan --devices N``: the best layouts of a large model, beside those somebody names."""
+"""``autopar plan --devices N``: the best layouts of a large model, compared with those somebody names."""
 
 from __future__ import annotations
 

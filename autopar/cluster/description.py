@@ -50,7 +50,7 @@ class Cluster:
             slices.
         algorithms: those of the library of collectives (:mod:`autopar.cost.collective.algorithms`); if none are
             named, a hierarchical one in logarithmically many steps is assumed.
-        overlaps: whether messages travel while the device computes, without taking of its time: true of adapters that
+        overlaps: whether messages are sent while the device computes, without taking of its time: true of adapters that
             fetch from memory themselves, not of processes that share cores with what they send.
         sharing, cores: ``sharing`` consecutive devices share the processors of a host, which give ``cores`` of them at
             once all that one can use; the rates of ``device`` are those with all at work.

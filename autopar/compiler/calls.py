@@ -175,7 +175,7 @@ class Compiler:
         if base.traced.reads.changed(self.model) is not None:
             return False
         batch = batch_size(request.args, request.kwargs)
-        # A symbolic size stands for 2 and more: models treat a batch of one otherwise (``squeeze``), unguarded.
+        # A symbolic size means 2 or more: models treat a batch of one otherwise (``squeeze``), unguarded.
         holds = batch == base.batch or (batch >= 2 and base.traced.holds_for(batch))
         return holds and _same_but_batch(base, request)
 

@@ -83,14 +83,14 @@ class Code:
         self._contents = contents
         self._libraries: dict[str, None] = dict.fromkeys(("torch", "torch.nn.functional", "torch.nn.modules.module"))
         self._functions: dict[int, _Function] = {}
-        # By name what it may stand for.
+        # By name what it may represent.
         self._named: dict[str, set[int]] = {}
         # Modules of the user's, and what was fed of them.
         self._modules: dict[str, tuple[types.ModuleType, set[str]]] = {}
         self._searched: set[str] = set()
 
     def note(self, name: str, value: object) -> None:
-        """That ``name`` may stand for ``value``."""
+        """That ``name`` may represent ``value``."""
         if isinstance(value, types.FunctionType):
             self._named.setdefault(name, set()).add(id(value))
 
@@ -127,7 +127,7 @@ class Code:
         return True
 
     def finish(self) -> None:
-        """Feeds what all that was met stands on. Raises :class:`.Unkeyable` if code that may run when the model is
+        """Feeds what all that was met relies on. Raises :class:`.Unkeyable` if code that may run when the model is
         called reads what is outside of it."""
         done: set[str] = set()
         known = -1

@@ -1,8 +1,8 @@
 """Texts kept on disk under the hash of all that they follow from: one folder for each kind, one file for each text.
 
-A file is written beside its place and moved there, so readers see all of it or nothing, and two writers do no harm. Its
-first line is the hash of the rest: what is cut off, damaged or foreign counts as not there, and is written anew. A
-folder that cannot be written to, or a full disk, is no error. The files that were not read for longest are deleted
+A file is written under a temporary name and renamed, so readers see all of it or nothing, and two writers do no harm.
+Its first line is the hash of the rest: what is cut off, damaged or foreign counts as not there, and is written anew. A
+folder that cannot be written to, or a full disk, is not an error. The files that were not read for longest are deleted
 once all of a kind exceed :data:`LIMIT` bytes.
 """
 

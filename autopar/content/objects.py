@@ -151,7 +151,7 @@ class Contents:
         self.say(type(value).__name__, *sorted(f"{type(item).__name__} {item!r}" for item in value))
 
     def _tensor(self, tensor: torch.Tensor, where: str) -> None:
-        """A tensor that is no parameter or buffer: a trace takes over what is in it."""
+        """A tensor that is not a parameter or buffer: a trace takes over what is in it."""
         found = tensor_digest(tensor)
         if found is None:
             raise Unkeyable(f"what is in {where}, a {type(tensor).__name__} on {tensor.device}, cannot be read")

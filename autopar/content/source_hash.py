@@ -1,4 +1,4 @@
-"""What identifies the code that makes traces and plans: autopar's own sources, and versions of what it stands on."""
+"""What identifies the code that makes traces and plans: autopar's own sources, and versions of what it relies on."""
 
 from __future__ import annotations
 

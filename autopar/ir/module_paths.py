@@ -10,7 +10,7 @@ def fold_path(path: str, layers: Set[str] = frozenset()) -> tuple[str, tuple[int
     """A module path without its layer numbers, and those numbers: ``h.3.attn`` -> ``("h.*.attn", (3,))``.
 
     The number of a container's element counts if something follows it, or if the path is one of ``layers`` (see
-    :func:`layers_among`): ``net.0``, a leaf, is no layer.
+    :func:`layers_among`): ``net.0``, a leaf, is not a layer.
     """
     parts = path.split(".")
     last = len(parts) if path in layers else len(parts) - 1

@@ -2,7 +2,7 @@
 
 The devices form a mesh ``(stages, *mesh inside a stage)``; the rank at stage s holds the chunks that the schedule
 places there. Everything else in a :class:`PipelineProgram` is the same on every rank, so that each can name every
-parameter and every result, also those of stages it is no part of.
+parameter and every result, also those of stages it is not part of.
 """
 
 from __future__ import annotations

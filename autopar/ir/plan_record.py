@@ -40,7 +40,7 @@ class ReshardStep:
 @dataclass(frozen=True, slots=True)
 class PlanLine:
     """One priced item of a step, ``seconds`` in all. ``kind``: compute, reshard, weight (gathered for use), gradient,
-    refresh, optimizer, offload, or hidden, which takes back (below zero) what travels while the step computes.
+    refresh, optimizer, offload, or hidden, which takes back (below zero) what is sent while the step computes.
     ``name`` is the node computed, the value moved, or where it hides; ``times`` in a step (once for each microbatch, or
     once), by the devices of pipeline stage ``stage``.
     """
@@ -125,7 +125,7 @@ class Predicted:
     """Seconds of one step, and peak bytes of the device that holds most, with their parts.
 
     Attributes:
-        comm_seconds: communication that is waited for; what travels while devices compute is no part of it. Of a
+        comm_seconds: communication that is waited for; what is sent while devices compute is not part of it. Of a
             layout, waiting for the host counts as computing.
         mfu: FLOPs of the model over what all devices could do in the step.
         freed_seconds: what the busiest stage computes faster than its lines say because others that share its

@@ -15,7 +15,7 @@ from .staged_graph import Edge
 class ChunkFigures:
     """What one chunk was priced at: seconds of ``forward``, ``input_gradient`` and ``weight_gradient`` for one
     microbatch, and of ``reduce`` once a step; bytes on a device, ``saved`` by each microbatch in flight and always
-    ``resting``. A backward in one is ``joined`` seconds quicker than in halves. Of ``reduce``, ``beside_half`` travels
+    ``resting``. A backward in one is ``joined`` seconds quicker than in halves. Of ``reduce``, ``beside_half`` is sent
     beside the last weight gradient, or ``beside_whole`` beside the last backward; at most ``unawaited`` if the rank has
     more to do.
     """
@@ -34,7 +34,7 @@ class ChunkFigures:
 
 @dataclass(frozen=True, slots=True)
 class LinkFigures:
-    """What travels between two chunks for one microbatch: the bytes that one rank sends from ``source`` up to
+    """What is sent between two chunks for one microbatch: the bytes that one rank sends from ``source`` up to
     ``target``, and back; each way takes ``latency`` + bytes / ``bandwidth`` seconds.
     """
 
@@ -60,11 +60,11 @@ class PlannedPipeline:
     Attributes:
         cuts: the forward nodes at which chunks 1, 2, ... begin (:mod:`autopar.ir.staged_graph`).
         schedule: what each pipeline rank does.
-        wires: how the value of each edge is placed while it travels, on the mesh inside a stage.
+        wires: how the value of each edge is placed while it is sent, on the mesh inside a stage.
         wire_bytes: what one rank sends of it for one microbatch.
         peaks: peak bytes on the devices of each pipeline rank.
         update_seconds: of optimizer and weight refresh, after all reductions.
-        hides: whether reductions travel while their rank computes.
+        hides: whether reductions are sent while their rank computes.
         hosts, speeds: where pipeline ranks share processors, the host of each, and how fast each is while 1, 2, ... of
             a host compute.
     """

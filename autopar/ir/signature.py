@@ -14,7 +14,7 @@ class Signature:
     """The calling convention of a traced model.
 
     ``input_spec`` flattens ``(args, kwargs)``; ``input_names[i]`` names leaf i (``input_ids``, ``0``, ``labels.1``) if
-    it is a tensor and thereby an ``input`` of the graph, and is None for a leaf that is no tensor: its value, in
+    it is a tensor and thereby an ``input`` of the graph, and is None for a leaf that is not a tensor: its value, in
     ``constants[i]``, was fixed by the trace. ``output_spec`` rebuilds the model's own return type from its leaves: leaf
     i is graph output ``output_names[i]``, or, where that is None, ``output_constants[i]``. ``lost`` maps the names of
     outputs that are neither tensors nor constants (``past_key_values``), for which None stands, to their types.

@@ -1,12 +1,12 @@
-"""Pipeline stages: a graph cut into chunks, and what travels between them.
+"""Pipeline stages: a graph cut into chunks, and what is sent between them.
 
 A *chunk* is a contiguous part of the model's forward, with the backward that belongs to it; a pipeline rank (one of the
 ``stages`` groups of devices) holds one chunk or several. Chunks are numbered in the order of forward, 0 first.
 
 A chunk is a :class:`~autopar.ir.graph.Graph` of its own. Values made in another chunk enter it as ``receive``
 placeholders, named and targeted as the value in the chunk that makes it; values other chunks need leave it as ``send``
-outputs of that name. Forward values travel to a higher chunk, backward values to a lower one, always directly from the
-chunk that makes them to each that needs them::
+outputs of that name. Forward values are sent to a higher chunk, backward values to a lower one, always directly from
+the chunk that makes them to each that needs them::
 
     %add_12: f32[4, 64] = receive("add_12")  @h.1
     ...
@@ -52,9 +52,9 @@ class Staged:
     prelude: Graph | None = None
 
     def links(self) -> tuple[tuple[int, int], ...]:
-        """The pairs of chunks between which forward values travel."""
+        """The pairs of chunks between which forward values are sent."""
         return tuple(dict.fromkeys((e.source, e.target) for e in sorted(self.edges) if e.phase == "forward"))
 
     def values(self, source: int, target: int) -> tuple[str, ...]:
-        """What travels from one chunk to another for one microbatch, in the order of the message."""
+        """What is sent from one chunk to another for one microbatch, in the order of the message."""
         return tuple(e.name for e in sorted(self.edges) if (e.source, e.target) == (source, target))

@@ -35,7 +35,7 @@ def check_modules(model: nn.Module, layout: Layout) -> None:
 
 
 def check_represented(modules: Sequence[str], depth: Depth, layout: Layout) -> None:
-    """Raises :class:`OptionsError` for a field that names, of the paths ``modules``, some in a layer that stands for
+    """Raises :class:`OptionsError` for a field that names, of the paths ``modules``, some in a layer that represents
     others but not those in all of these, or the other way around: they have one price."""
     for name in _NAMING:
         patterns = getattr(layout, name)

@@ -1,4 +1,5 @@
-"""Planning by layouts: the best of all ways to lay a model out, beside layouts that somebody names and a rule of thumb.
+"""Planning by layouts: the best of all ways to lay a model out, compared with layouts that somebody names and with a
+rule of thumb.
 
 What :func:`plan_layouts` gives prints as a table and says how long training takes, what a checkpoint holds and where
 the prices come from.

@@ -23,7 +23,7 @@ RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "elementwise", "full")
 class Space:
     """The values that are tried of each field of a layout.
 
-    An empty field stands for the defaults: tensor ranks within a node, stages and data ranks that divide the devices,
+    An empty field means the defaults: tensor ranks within a node, stages and data ranks that divide the devices,
     :data:`MICROBATCHES`, :data:`CHUNKS`, every recomputation, ZeRO-1 over data ranks (planning itself searches
     :data:`PLANNED`), and the sequence divided among tensor ranks. ``microbatches`` is how many of them a data rank
     computes in a step."""

@@ -109,7 +109,7 @@ def prices_alone(problem: Problem, transfers: list[Transfer], group: int, chosen
 
 
 def _overlapped(problem: Problem, window: Window, moved: Mapping[int, Floats], group: int, chosen: Ints) -> Floats:
-    """Seconds, shape [K], in which the computing and the messages of a window run beside each other, for each choice of
+    """Seconds, shape [K], in which the computing and the messages of a window overlap, for each choice of
     ``group``."""
     messages, computing = sides_of(problem, window, chosen)
     now, sent = int(chosen[group]), np.zeros(len(problem.groups[group].cost))

@@ -1,4 +1,4 @@
-"""What people run without autopar, priced beside a plan: DDP, FSDP2, and Megatron's tensor parallelism.
+"""What people run without autopar, priced for comparison with a plan: DDP, FSDP2, and Megatron's tensor parallelism.
 
 Each is a restriction of the placement program, so it computes the same numbers and has the same prices:
 

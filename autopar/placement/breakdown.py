@@ -25,7 +25,7 @@ from .placed_step import PlacedStep, trained
 @dataclass(frozen=True, slots=True)
 class CostLine:
     """One priced item: ``name`` is the node computed, or the value moved by ``hops``; ``times`` in a step, which takes
-    ``seconds`` in all. A ``hidden`` one takes back (below zero) what travels while the step computes."""
+    ``seconds`` in all. A ``hidden`` one takes back (below zero) what is sent while the step computes."""
 
     kind: LineKind
     name: str

@@ -50,7 +50,7 @@ class ChoiceCosts:
         return Group(name, rows[:, 0] * count, rows[:, 1] * count, rows[:, 2], host * count)
 
     def rerun(self, name: str) -> Transfer:
-        """The price of the second run, apart from the first: messages are not taken to travel beside it."""
+        """The price of the second run, apart from the first: messages are assumed not to overlap with it."""
         choice_sets = self.choice_sets
         cost = [[self._seconds_again(name, choice)] for choice in choice_sets.choices[name]]
         rows, end = np.arange(len(cost)), np.zeros(1, dtype=np.int64)

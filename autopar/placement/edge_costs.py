@@ -59,7 +59,7 @@ class Transfers:
         return Transfer(name, choice_sets.index[edge.producer], _positions(rows, sources), consumers, columns, cost)
 
     def _cost(self, edge: TensorEdge, count: int, sources: _Places, targets: _Places) -> Floats:
-        """Seconds from sources to targets in a step. What a microbatch hands on travels with each, gradients once."""
+        """Seconds from sources to targets in a step. What a microbatch hands on is sent with each, gradients once."""
         choice_sets, value = self.choice_sets, Value(edge.producer, edge.result)
         is_gradient = edge.role == "gradient"
         table = choice_sets.prices.table(choice_sets.graph.type_of(value), bucketed=is_gradient)

@@ -108,7 +108,7 @@ def build_instance(
     """The instance of an annotated graph; without ``graph.classes`` every node is its own class. ``recomputable`` (of
     the same graph): what may be recomputed. ``offload``: whether optimizer state may rest in host memory. Choices that
     recompute or offload stand behind those that do not, so that choices of an instance without are those of one with.
-    ``multiplicity``: nodes that stand for several, and for how many."""
+    ``multiplicity``: nodes that represent several, and for how many."""
     choice_sets = ChoiceSets(graph, prices, optimizer, repeats, recomputable, offload, multiplicity or {})
     costs, transfers, counted = ChoiceCosts(choice_sets), Transfers(choice_sets), find_edges(choice_sets)
     edges = tuple(counted)

@@ -1,4 +1,4 @@
-"""The windows of a placement program: which of its groups compute, and which of its transfers travel meanwhile."""
+"""The windows of a placement program: which of its groups compute, and which of its transfers are sent meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of 16-bit products, which are to be added up across devices in the dtype they are kept in.
+"""Reduces bf16 gradients in the parameter's dtype.
 
 A product gives each device its part of a parameter's gradient in bf16, which autograd widens to the dtype of the
 parameter. To add up parts before that would move half the bytes, but round every partial sum to 8 bits, the worse the

@@ -1,11 +1,12 @@
-"""Which messages of a step may travel while it computes, and how much of them.
+"""Which messages of a step may be sent while it computes, and how much of them.
 
-A *window* is computing beside which messages travel. Each pass through a graph, or through a chunk of it, has a forward
-and a backward, beside which the gathers of weights they need start one weight ahead of their use
-(:mod:`autopar.passes.lower.overlap`). Beside the last backward, that of the last microbatch, gradients are reduced as
+A *window* is computation that overlaps communication. Each pass through a graph, or through a chunk of it, has a
+forward and a backward, which overlap the gathers of the weights they need; a gather starts one weight ahead of its use
+(:mod:`autopar.passes.lower.overlap`). The last backward, that of the last microbatch, overlaps reductions of gradients
+as
 well: a bucket sets out as soon as it is full (:mod:`autopar.passes.lower.reduce_last_microbatch`). All other messages
-are waited for where they
-stand: what computes next needs them.
+block
+where they are issued: the next computation needs them.
 
 The first gather of a window has nothing to hide behind, nor has the reduction of the last bucket, and while that bucket
 is computed there is nothing to reduce yet. So of the messages and of the computing of a window the share of one piece
@@ -143,7 +144,7 @@ def gather_windows(shares: HiddenShares, microbatches: int, backwards: Sequence[
 
 
 def seconds_of_sections(lines: Iterable[Priced], section_of: Callable[[Priced], str]) -> dict[str, SectionSeconds]:
-    """The sides of every section in one pass, from the lines of a cost breakdown. Messages are not taken to travel
+    """The sides of every section in one pass, from the lines of a cost breakdown. Messages are not taken to be sent
     beside what is recomputed."""
     computing, gathers = Counter[str](), Counter[str]()
     for line in lines:

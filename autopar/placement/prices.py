@@ -165,7 +165,7 @@ class Prices:
         return packing + copies + bucketed_seconds(self.cluster, self.mesh, wire.kind, wire.axes, wire.bytes, bucket)
 
     def _bucket_bytes(self, kind: TensorType, nbytes: int) -> float:
-        """What a bucket holds at the most in which a tensor of that type, ``nbytes`` of it on the wire, travels: as
+        """What a bucket holds at the most in which a tensor of that type, ``nbytes`` of it on the wire, is sent: as
         much again of all others, until it is full."""
         return min(float(BUCKET_BYTES), nbytes * max(1.0, self.exchanged / max(1, int(kind.bytes))))
 

@@ -1,7 +1,7 @@
 """The memory of a planned step to the byte, by rehearsing its program (:mod:`autopar.runtime.rehearse.rehearsal`).
 
 The placement program adds up everything that rests at any time, which is what a step in microbatches holds. A step of
-one pass holds less: gradients come as activations go. The plan says what is there when most is.
+one pass holds less: gradients come as activations go. The plan lists what is live at the memory peak.
 """
 
 from __future__ import annotations

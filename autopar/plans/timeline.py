@@ -66,7 +66,7 @@ def _one_after_the_other(plan: Plan) -> Timeline:
         lane: Lane = "compute" if line.kind in _COMPUTES else "communication"
         share = exposed.get((line.kind, line.phase), 1.0)
         if line.kind == "gradient" and link_free < 0:
-            # The last gradients are what a step waits for; those before travel while backward runs.
+            # The last gradients are what a step waits for; those before are sent while backward runs.
             link_free = now - (1.0 - share) * plan.seconds_of("gradient")
         end = now + share * line.seconds
         if line.kind == "gradient":
@@ -77,7 +77,7 @@ def _one_after_the_other(plan: Plan) -> Timeline:
 
 
 def _exposed(plan: Plan) -> dict[tuple[str, str], float]:
-    """For messages that travel while the step computes, by kind and phase, which share of them it waits for."""
+    """For messages that are sent while the step computes, by kind and phase, which share of them it waits for."""
     hidden: dict[str, float] = {}
     for line in plan.lines:
         if line.kind == "hidden":

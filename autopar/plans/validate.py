@@ -103,7 +103,7 @@ def _names(plan: PlanRecord) -> Iterator[str]:
 
 
 def _shapes(text: str) -> list[tuple[int, ...]] | None:
-    """The shapes in the types of a node, ``f32[8, 4], i64[]``; None if it is no list of types."""
+    """The shapes in the types of a node, ``f32[8, 4], i64[]``; None if it is not a list of types."""
     plain = text.partition(", stored ")[0]
     if not re.fullmatch(_TYPES, plain):
         return None

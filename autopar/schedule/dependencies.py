@@ -1,4 +1,4 @@
-"""What the computations of a pipeline need from each other, and on which edge it travels."""
+"""What the computations of a pipeline need from each other, and on which edge it is sent."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Wiring:
         return ()
 
     def crosses(self, message: Message) -> bool:
-        """Whether ``message`` travels between ranks."""
+        """Whether ``message`` is sent between ranks."""
         return self.placement[message.source] != self.placement[message.target]
 
 

@@ -63,7 +63,7 @@ class Edge(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What travels from the chunk ``source`` to the chunk ``target``: a value (``"forward"``), or a gradient."""
+    """What is sent from the chunk ``source`` to the chunk ``target``: a value (``"forward"``), or a gradient."""
 
     direction: Literal["forward", "backward"]
     source: int

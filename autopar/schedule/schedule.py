@@ -1,8 +1,8 @@
 """Pipeline schedules as data: what each pipeline rank does in a step, in order.
 
-The model is cut into *chunks*, numbered so that values only travel from lower to higher numbers. ``placement`` says
+The model is cut into *chunks*, numbered so that values are only sent from lower to higher numbers. ``placement`` says
 which pipeline rank (a group of devices) holds each chunk. An :class:`Edge` says that a chunk uses a value another one
-computes; edges may join any two chunks, so a skip connection travels directly from its producer to its consumer. Along
+computes; edges may join any two chunks, so a skip connection is sent directly from its producer to its consumer. Along
 an edge between two ranks one message goes forward per microbatch and, unless the edge says otherwise, one goes back
 with the gradient. Along an edge within a rank the value is handed over without an instruction.
 

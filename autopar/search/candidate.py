@@ -20,7 +20,7 @@ class Candidate:
     """A solved alternative of ``seconds`` a step.
 
     ``make`` writes its plan; ``figures`` gives its name and predictions. Of the alternatives of one ``layout`` (None:
-    without stages) only the quickest is listed beside the answer. ``baselines`` were priced with it. ``improved``, of
+    without stages) only the quickest is listed with the plan. ``baselines`` were priced with it. ``improved``, of
     a pipeline, is the same under a schedule of its own."""
 
     seconds: float

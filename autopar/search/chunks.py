@@ -165,7 +165,7 @@ def best_wire(
     prices: Prices,
     link: WirePrice,
 ) -> Placements:
-    """The placement in which a value travels at least cost: resharded from ``home`` by the sender, and to each of
+    """The placement in which a value is sent at least cost: resharded from ``home`` by the sender, and to each of
     ``needs`` by the receiver. Partial sums are reduced first: sent as they are, each rank would send a whole tensor."""
     table = prices.table(kind)
 

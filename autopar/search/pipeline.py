@@ -4,8 +4,8 @@ The placement program is solved once, for the graph of one microbatch on the mes
 every node; from these prices come the cuts (:mod:`.cuts`) and, for each schedule, the simulated step
 (:mod:`.pipeline_breakdown`). The quickest step wins.
 
-The memory of the uncut graph stands for all stages together; a stage that turns out too full asks for a solution with
-less memory, a few times.
+The memory of the uncut graph is taken for that of all stages together; a stage that turns out too full asks for a
+solution with less memory, a few times.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ def price_schedule(
 
 
 def scheduled(kind: tuple[str, int], stages: int, microbatches: int, staged: Staged) -> Schedule:
-    """The named schedule over the links of a cut graph; a link has a gradient to bring back if backward values travel
+    """The named schedule over the links of a cut graph; a link has a gradient to bring back if backward values are sent
     there."""
     back = {(edge.target, edge.source) for edge in staged.edges if edge.phase == "backward"}
     forward = {(edge.source, edge.target) for edge in staged.edges if edge.phase == "forward"}

@@ -77,7 +77,7 @@ def rank_lines(breakdown: PipelineBreakdown, rank: int) -> tuple[CostLine, ...]:
 
 
 def _reduced_meanwhile(breakdown: PipelineBreakdown, rank: int) -> float:
-    """How long reductions of ``rank`` travel while it computes."""
+    """How long reductions of ``rank`` are sent while it computes."""
     mine = [one for one in breakdown.simulation.record.ran if one.rank == rank]
     computed = [one for one in mine if one.instruction.computes]
     return sum(

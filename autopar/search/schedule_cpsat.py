@@ -1,7 +1,7 @@
 """The order of a pipeline's computations as a scheduling problem for CP-SAT.
 
 Let x be a computation of a chunk c and a microbatch b: forward (F), input gradient (I), weight gradient (W). Minimise
-the makespan T over integer starts s(x), with d(x) the duration in ticks and t(m) the ticks that a message m travels:
+the makespan T over integer starts s(x), with d(x) the duration in ticks and t(m) the ticks that a message m is sent:
 
     s(F_eb) >= s(F_cb) + d(F_c) + t(m)      for every edge c -> e                    (values)
     s(I_cb) >= s(I_eb) + d(I_e) + t(m)      for every edge c -> e with gradient      (gradients)
@@ -11,7 +11,7 @@ the makespan T over integer starts s(x), with d(x) the duration in ticks and t(m
     what a rank holds never exceeds its limit                                        (memory)
     s(x_c,b+1) >= s(x_cb) + d(x_c)          microbatches are alike                   (symmetry)
     s(F_c,b+k) >= s(W_cb) + d(W_c)          if there is room for k microbatches      (turns)
-    T >= s(W_cb) + d(W_c) + what of reduce(c) does not travel beside it,  T >= a bound known beforehand
+    T >= s(W_cb) + d(W_c) + what of reduce(c) does not overlap with it,  T >= a bound known beforehand
 
 **Invariant: every schedule's step, simulated, takes at least the optimum of this program**, so that CP-SAT's bound is a
 bound in seconds. For that ticks are rounded down; so are bytes, and limits; the two halves take no longer than a whole

@@ -1,4 +1,4 @@
-"""What a search may still spend, by one of two clocks. Neither stands on what else the machine does.
+"""What a search may still spend, by one of two clocks. Neither relies on what else the machine does.
 
 *Seconds of computing* are the processor time of this process: what a user allows (``Options.time_limit``). *Counted
 work* is for the searches that planning makes by itself: steps of known cost are added up in seconds that they take on

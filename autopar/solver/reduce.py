@@ -154,7 +154,7 @@ def _fewer_at(transfer: Transfer, kept: list[Ints | None]) -> Transfer:
 
 
 def _fewer(problem: Problem, masks: list[Mask], substitutes: list[Ints]) -> tuple[Problem, FewerChoices]:
-    """``substitutes[i][k]``: the choice that stands for k (itself if kept)."""
+    """``substitutes[i][k]``: the choice that represents k (itself if kept)."""
     kept = tuple(np.flatnonzero(mask) for mask in masks)
     images = []
     for mask, substitute in zip(masks, substitutes, strict=True):

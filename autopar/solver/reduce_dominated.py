@@ -17,7 +17,7 @@ _PIECE = 1 << 17
 
 
 def undominated(problem: Problem, memo: ReductionMemo) -> tuple[list[Mask], list[Ints]]:
-    """Per group which choices to keep, and for every choice the one that stands for it (itself if kept).
+    """Per group which choices to keep, and for every choice the one that represents it (itself if kept).
 
     Groups are treated one after another, each against what is left of the others, so that every single
     removal is exact. Those ``memo`` had nothing to remove when they and the transfers at them were as they are.
@@ -65,7 +65,7 @@ def _own(group: Group) -> Floats:
 
 
 def _remove(worst: Floats, mask: Mask) -> Ints:
-    """Clears dominated choices in ``mask`` one by one and says what stands for each."""
+    """Clears dominated choices in ``mask`` one by one and says what represents each."""
     np.fill_diagonal(worst, np.inf)
     substitute = np.arange(len(mask))
     dominates = worst <= 0

@@ -1,4 +1,4 @@
-"""The private and undocumented parts of torch, and of transformers, that anything but the runtime stands on.
+"""The private and undocumented parts of torch, and of transformers, that anything but the runtime relies on.
 
 This package and :mod:`autopar.runtime.torch_internals` are the only places that reach for a name of another library
 that begins with an underscore, or that its documentation leaves out (``tests/house/test_private_parts.py``). Each

@@ -21,7 +21,7 @@ Differentiate = Literal["loss", "all"]
 
 @dataclass(frozen=True)
 class Call:
-    """``model(*args, **kwargs)`` as leaves of a pytree. ``names[i]`` is None where leaf i is no tensor;
+    """``model(*args, **kwargs)`` as leaves of a pytree. ``names[i]`` is None where leaf i is not a tensor;
     ``batch`` is the size of dim 0 that most tensor leaves share (0: none worth a symbol)."""
 
     spec: TreeSpec
@@ -36,7 +36,7 @@ class Call:
 
     @property
     def constants(self) -> dict[int, Any]:
-        """The leaves that are no tensors, by position."""
+        """The leaves that are not tensors, by position."""
         return {i: leaf for i, leaf in enumerate(self.leaves) if self.names[i] is None}
 
     def rebuild(self, tensors: Iterable[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -74,7 +74,7 @@ class Request:
 class Captured:
     """A joint graph as torch.fx has it. ``symbol`` is torch's symbol for the batch size, or None;
     ``guards`` must hold of it. ``counted`` are the plain numbers that calls of modules count, by path.
-    ``bodies`` has what stands for the calls taken out of line, if any; ``notes`` are for people.
+    ``bodies`` has what represents the calls taken out of line, if any; ``notes`` are for people.
     """
 
     graph_module: torch.fx.GraphModule
@@ -274,7 +274,7 @@ def _counted(mode: FakeTensorMode, step: Step, inputs: Sequence[torch.Tensor], b
 
 
 def _drawn(mode: FakeTensorMode, step: Step, inputs: Sequence[torch.Tensor], batch: Any) -> tuple[str, ...]:
-    """What is to say about draws that are no operations."""
+    """What is to say about draws that are not operations."""
     request: Request = step.__dict__["request"]
     if not request.reads.chance.drawn:
         return ()

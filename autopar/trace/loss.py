@@ -28,7 +28,7 @@ def run_with_loss(
     ``nn.CrossEntropyLoss()`` is a loss function like any other.
 
     Raises:
-        TraceError: the result is no tensor with one element, or targets are given that nobody takes, or none that
+        TraceError: the result is not a tensor with one element, or targets are given that nobody takes, or none that
             ``loss_fn`` needs.
     """
     if loss_fn is None:

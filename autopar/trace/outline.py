@@ -1,6 +1,6 @@
-"""Finds calls of modules that do the same in a recorded program, so that one of them can stand for all.
+"""Finds calls of modules that do the same in a recorded program, so that one of them can represent all.
 
-Two calls are equal if their operations are, one by one: operator, arguments that are no tensors, where each operand
+Two calls are equal if their operations are, one by one: operator, arguments that are not tensors, where each operand
 comes from (which result inside the call, or which of the tensors from outside, in order of first use), shapes, strides,
 dtypes, gradient modes, and which results are used outside. Nothing is concluded from the classes or attributes of
 modules, nor from their place in the model: a block that differs for one layer alone has another program.

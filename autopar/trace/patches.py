@@ -75,7 +75,7 @@ def _call(function: Callable[..., Any], _preserve_rng_state: bool, *args: Any) -
 
 
 def _around_a_call(*args: Any, **kwargs: Any) -> Iterator[None]:
-    """Stands for what ``checkpoint`` does before and after calling its function: nothing."""
+    """Replaces what ``checkpoint`` does before and after calling its function: nothing."""
     yield
 
 

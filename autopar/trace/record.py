@@ -46,7 +46,7 @@ class Ref:
 @dataclass(frozen=True, slots=True)
 class RecordedOp:
     """One operation; ``args`` and ``kwargs`` are trees with :class:`Ref` for tensors. ``operands`` are their numbers
-    in order, ``learns`` whether each required a gradient then; a result that is no tensor has no number."""
+    in order, ``learns`` whether each required a gradient then; a result that is not a tensor has no number."""
 
     op: OpOverload
     args: tuple[Any, ...]
@@ -128,7 +128,7 @@ class Recorder(TorchDispatchMode):
         if func is torch.ops.aten.detach.default and not learns[0]:
             self.numbers[id(made)] = numbers[
                 0
-            ]  # Torch detaches on its own accord; where nothing is cut, it is no operation.
+            ]  # Torch detaches on its own accord; where nothing is cut, it is not an operation.
             self.aliases.append(made)
         elif is_mutable(func) or any(isinstance(result, torch.Tensor) for result in results):
             refs = (replaced(arg, torch.Tensor, self._ref) for arg in (args, *kwargs.values()))
@@ -178,7 +178,7 @@ class Recorder(TorchDispatchMode):
             self._running.append((id(module), Region(len(self.instructions))))
 
     def _leave(self, module: nn.Module, _args: Any, _output: Any) -> None:
-        # Calls that an exception left, which a caller caught, are no regions.
+        # Calls that an exception left, which a caller caught, are not regions.
         while any(identity == id(module) for identity, _ in self._running):
             identity, region = self._running.pop()
             if identity == id(module):

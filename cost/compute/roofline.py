@@ -74,7 +74,7 @@ def node_seconds(
     cluster: Cluster, node: Operation, inputs: Inputs, outputs: Outputs | None = None, local: str = ""
 ) -> float:
     """Seconds of one run of ``node`` on a device holding operands of (concrete, local) types ``inputs`` and
-    results ``outputs``; ``local`` names the local operation that stands in for it, if any."""
+    results ``outputs``; ``local`` names the local operation that replaces it, if any."""
     family = family_of(local or node.op)
     if family.is_view:
         return 0.0 if family.is_free else cluster.device.view_seconds

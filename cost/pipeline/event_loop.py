@@ -146,7 +146,7 @@ class Replay:
         self.advance(rank)
 
     def reduce(self, rank: int, instruction: Instruction) -> bool:
-        """Starts a reduction, a part of which travelled beside the computation before if there was none under way;
+        """Starts a reduction, a part of which overlapped with the computation before if there was none under way;
         where none hides ``rank`` waits until it is done."""
         last, beside = self.last.get(instruction.chunk), 0.0
         if last is not None:
@@ -177,7 +177,7 @@ class Replay:
         return True
 
     def post(self, instruction: Instruction) -> None:
-        """Notes one end of a message, which travels once both (if transports are buffered, its send) are there."""
+        """Notes one end of a message, which is sent once both (if transports are buffered, its send) are there."""
         message = instruction.message
         if instruction.receives:
             if message in self.posted:

@@ -16,9 +16,9 @@ class ChunkPrice:
     Attributes:
         backward: both halves at once; default: their sum.
         reduce: reducing the chunk's gradients, once a step.
-        beside_weight_gradient, beside_backward: of ``reduce``, what travels beside the chunk's last computation, if
+        beside_weight_gradient, beside_backward: of ``reduce``, what overlaps with the chunk's last computation, if
             that is a weight gradient or a whole backward.
-        unawaited: the most that travels so if the rank has more to compute or to send, since it then waits for no
+        unawaited: the most that is sent so if the rank has more to compute or to send, since it then waits for no
             message.
         until_input_gradient: bytes held from the start of forward to the end of the input gradient.
         until_weight_gradient: bytes held from the start of forward to the end of the weight gradient.
@@ -26,7 +26,7 @@ class ChunkPrice:
             delaying it costs).
         static: bytes held always.
         receive_forward, receive_backward: seconds at the start of forward and of (input) backward for which the rank
-            stands still while its operands come in; where it waits for them anyway, these pass while it waits.
+            blocks while its operands come in; where it waits for them anyway, these pass while it waits.
     """
 
     forward: float
@@ -57,7 +57,7 @@ class ChunkPrice:
         return self.weight_gradient if instruction.kind == "weight_gradient" else self.whole_backward
 
     def receive(self, instruction: Instruction) -> float:
-        """Of these, for which its rank only stands still to receive."""
+        """Of these, for which its rank only blocks to receive."""
         if instruction.kind == "weight_gradient":
             return 0.0
         return self.receive_forward if instruction.kind == "forward" else self.receive_backward
@@ -98,12 +98,12 @@ class PipelinePrices:
     Attributes:
         edges: by (source, target); an edge without an entry is free.
         step: seconds per rank after all reductions, the same on all ranks.
-        overlap: whether messages and reductions travel while their ranks compute; if not, a rank stands still until
+        overlap: whether messages and reductions are sent while their ranks compute; if not, a rank blocks until
             what it sends or receives has arrived.
-        hides: whether reductions travel so, and messages take none of the ranks' own time; if not, each end is busy for
-            half of what a message takes.
-        hides_reductions: whether reductions travel while ranks compute, where messages do.
-        buffered: whether a message may travel before its receive is posted.
+        hides: whether reductions are sent so, and messages take none of the ranks' own time; if not, each end is busy
+            for half of what a message takes.
+        hides_reductions: whether reductions are sent while ranks compute, where messages do.
+        buffered: whether a message may be sent before its receive is posted.
         links: by (sending rank, receiving rank) the name of a link that carries one message at a time. Pairs with one
             name share it; a pair without a name has one of its own in each direction.
         shared: which ranks share processors; None if every rank has its own.
@@ -131,11 +131,11 @@ class PipelinePrices:
 
     @property
     def reduces_beside(self) -> bool:
-        """Whether reductions travel while their ranks compute."""
+        """Whether reductions are sent while their ranks compute."""
         return self.overlap and self.hides and self.hides_reductions
 
     def beside(self, last: Instruction, ends: bool = True) -> float:
-        """Seconds of reducing a chunk's gradients that travel beside ``last``, the computation that makes them;
+        """Seconds of reducing a chunk's gradients that overlap with ``last``, the computation that makes them;
         ``ends``: its rank has nothing to compute or to send after it."""
         if not self.reduces_beside:
             return 0.0

@@ -27,7 +27,7 @@ class Ran(NamedTuple):
 
 
 class Travelled(NamedTuple):
-    """A message, when its receive was posted, and when it travelled."""
+    """A message, when its receive was posted, and when it was sent."""
 
     message: Message
     posted: float

@@ -2,7 +2,7 @@
 
 Each rank does its instructions in order. A computation starts when the rank is free and its values have arrived, and
 is done once its price has passed; where ranks share processors, sooner if others of its host wait meanwhile. A message
-travels when its send and its receive are posted (its send, if transports are buffered) and its link is free, first come
+is sent when its send and its receive are posted (its send, if transports are buffered) and its link is free, first come
 first served; it takes the link for bytes / bandwidth and arrives a latency later. Reductions of a rank run one after
 the other, each from within the last backward of its chunk, and its step follows the last of them.
 """

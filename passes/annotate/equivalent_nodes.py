@@ -1,6 +1,6 @@
 """What nodes have in common that do the same: they have the same strategies at the same prices.
 
-Where in a tensor an operation looks is no part of it: strategies and prices depend on the dim, and on sizes, which
+Where in a tensor an operation looks is not part of it: strategies and prices depend on the dim, and on sizes, which
 types have. The steps of a loop that a trace unrolls differ in just that.
 """
 

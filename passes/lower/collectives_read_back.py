@@ -51,7 +51,7 @@ def collectives_of(program: Program) -> Counter[Collective]:
 
 def collectives_of_stage(program: PipelineProgram) -> Counter[Collective]:
     """The same for one stage of a pipeline, whose chunks run once for each microbatch but for their refresh, the last
-    weight gradient, and reduce. What travels between stages is no collective."""
+    weight gradient, and reduce. What is sent between stages is not a collective."""
     found: Counter[Collective] = Counter()
     for chunk in program.chunks.values():
         halves = program.schedule.weight_gradients(chunk.chunk)[-1:] == ("weight_gradient",)

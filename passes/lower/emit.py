@@ -12,7 +12,7 @@ from autopar.ir.placements import local_before, local_shape, shard_dim
 from autopar.ir.program import Instruction, Section
 from autopar.ir.reshard import Hop
 
-# Buckets on their way at once: one to be filled with gradients just made while the one before travels.
+# Buckets on their way at once: one to be filled with gradients just made while the one before is sent.
 IN_FLIGHT = 2
 KeywordArgs = tuple[tuple[str, Arg], ...]
 

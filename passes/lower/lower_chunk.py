@@ -33,7 +33,7 @@ from .overlap import overlap_section
 from .reduce_last_microbatch import reducing
 from .split_section import split_section
 
-# How each edge's value lies while it travels, on the mesh inside a stage.
+# How each edge's value lies while it is sent, on the mesh inside a stage.
 Wires = Mapping[Edge, Placements]
 
 

@@ -1,4 +1,4 @@
-"""Makes the casts of parameters to fewer bits part of the parameters: done once a step, before anything travels.
+"""Makes the casts of parameters to fewer bits part of the parameters: done once a step, before anything is sent.
 
 Under mixed precision a product reads ``bf16`` copies of ``f32`` parameters. As an operation of the graph, such a cast
 would run for every microbatch, and the copy would be one of many values. As part of the parameter it is made when a

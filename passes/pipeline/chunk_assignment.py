@@ -4,10 +4,10 @@ Forward operations belong where the cuts put them. Two kinds have no chunk of th
 chunk that has a use for them, for what they are made of costs less to send, or nothing: those that depend on data
 alone (positions, masks), and views. So are the operations of backward that no gradient goes into.
 
-The rest of backward follows from what it reads. A gradient travels down only, so an operation may stand no higher
+The rest of backward follows from what it reads. A gradient is sent down only, so an operation may stand no higher
 than the gradients it takes; and it stands where the forward values it takes are at hand, made there or sent there
 anyway. That settles most, since the operands of an operation are at hand where it ran. Of several chunks possible the
-one is taken from which fewer bytes travel; an operation that only a weight's gradient needs stands with the weight.
+one is taken from which fewer bytes are sent; an operation that only a weight's gradient needs stands with the weight.
 """
 
 from __future__ import annotations
@@ -245,8 +245,8 @@ class ChunkLayout:
         return total
 
     def _settle(self, nodes: list[Node]) -> None:
-        """From the last operation to the first: as low as users allow, unless more bytes would travel so. Users not yet
-        settled are expected to do the same."""
+        """From the last operation to the first: as low as users allow, unless more bytes would be sent so. Users not
+        yet settled are expected to do the same."""
         lowest = self._lowest(nodes)
         wanted = self._wanted_results()
         users: defaultdict[Value, set[str]] = defaultdict(set)
@@ -290,7 +290,7 @@ class ChunkLayout:
         return found
 
     def _cheaper(self, node: Node, low: int, high: int, alone: set[Value], wanted: Mapping[Value, set[int]]) -> int:
-        """``low``, unless the gradients that would travel for this operation alone are more than its results."""
+        """``low``, unless the gradients that would be sent for this operation alone are more than its results."""
         arriving = [v for v in alone if self._tops[v.node] > low and not self.graph[v.node].is_placeholder]
         leaving = [value for value in _results(node) if any(chunk < high for chunk in wanted[value])]
         taken, given = (sum(int(self.graph.type_of(v).bytes) for v in values) for values in (arriving, leaving))
@@ -302,7 +302,7 @@ def _results(node: Node) -> list[Value]:
 
 
 def _common(places: Iterable[Chunks | None]) -> Chunks | None:
-    """The chunks in all of ``places``, None standing for all."""
+    """The chunks in all of ``places``, None representing all."""
     found: Chunks | None = None
     for each in places:
         if each is not None:

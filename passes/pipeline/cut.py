@@ -197,7 +197,7 @@ class _Writer:
 
 
 def _connected(layout: ChunkLayout, writers: list[_Writer]) -> tuple[tuple[Graph, ...], tuple[Edge, ...]]:
-    """The chunks and what travels, once nothing is sent that nobody needs."""
+    """The chunks and what is sent, once nothing is sent that nobody needs."""
     wants = [set(writer.received) for writer in writers]
     while True:
         sends = [

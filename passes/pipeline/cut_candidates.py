@@ -1,4 +1,4 @@
-"""Where a graph is best cut into pipeline stages, and what travels over each cut.
+"""Where a graph is best cut into pipeline stages, and what is sent over each cut.
 
 Between two neighbours of the forward the values cross that are made before and used behind. Their bytes rise inside a
 layer and fall to the residual stream between layers: the candidates are the places where fewer bytes cross than on
@@ -106,7 +106,7 @@ def _total(candidate: CutCandidate) -> int:
 
 
 def _last_uses(layout: ChunkLayout, order: list[Node]) -> dict[Value, int]:
-    """For each value that would travel the place of its last use in forward, uses through repeated operations
+    """For each value that would be sent the place of its last use in forward, uses through repeated operations
     included."""
     found: dict[Value, int] = {}
     for index, node in enumerate(order):

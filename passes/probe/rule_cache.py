@@ -79,7 +79,7 @@ def file_of(description: Mapping[str, Any]) -> Path:
 
 
 def store(description: Mapping[str, Any], finding: Finding) -> None:
-    """Keeps a finding; a folder that cannot be written to is no error."""
+    """Keeps a finding; a folder that cannot be written to is not an error."""
     data = {
         **description,
         "source": finding.source,

@@ -25,7 +25,7 @@ S = Shard
 
 
 def operand(call: OpCall, position: int, name: str) -> int | None:
-    """The index of the tensor operand passed at ``position`` or as ``name``; None where that is no tensor."""
+    """The index of the tensor operand passed at ``position`` or as ``name``; None where that is not a tensor."""
     found = call.arg(position, name)
     return found.index if isinstance(found, Operand) else None
 
@@ -39,7 +39,7 @@ def claim(
     call: OpCall, inputs: Mapping[int | None, Placement], outputs: Sequence[Placement], local: str = ""
 ) -> AxisStrategy:
     """A strategy with ``inputs`` by operand index, replicated where not given; the key None (an absent
-    operand) is ignored. Results that are no tensors are replicated."""
+    operand) is ignored. Results that are not tensors are replicated."""
     placed = tuple(inputs.get(index, R) for index in range(len(call.inputs)))
     results = tuple(R if t is None else p for t, p in zip(call.outputs, outputs, strict=True))
     return AxisStrategy(placed, results, local)

@@ -9,7 +9,7 @@ A formula names the dims of every tensor operand and of every result, one charac
 - ``,`` multiplies operands and ``+`` adds them, which tells where a Partial passes through: one operand of
   each product, in every summand. ``"mn+mk,kn->mn"`` (addmm) takes ``P P R -> P`` and ``P R P -> P``, and
   sharding ``k`` needs the first operand Partial too;
-- ``...`` stands for any number of leading dims, the same in every tensor that has it.
+- ``...`` represents any number of leading dims, the same in every tensor that has it.
 
 Operands broadcast as in torch: one of lower rank than written lacks the first dims, and a dim of length 1
 against n is replicated.
@@ -99,7 +99,7 @@ def dimension_rule(ops: str | Sequence[str], formula: str) -> None:
 def strategies(
     call: OpCall, formula: str, *, linear: Linear | None = None, contracted: Placement | None = PARTIAL_SUM
 ) -> Iterator[AxisStrategy]:
-    """The strategies a formula stands for; see the module docstring.
+    """The strategies a formula represents; see the module docstring.
 
     ``linear`` lists sets of operands (by index) that may be Partial(sum) together, where that does not follow
     from the formula's ``,`` and ``+``; a set with None, an absent operand, does not count. ``contracted`` is

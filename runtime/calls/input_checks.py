@@ -1,7 +1,7 @@
 """Compares the calls of all ranks before they run: ranks that disagree would wait for each other for ever, or train on
 numbers that no single process would compute.
 
-At each call every rank sends a hash of the *kind* of its call (shapes, dtypes, structure, values that are no tensors,
+At each call every rank sends a hash of the *kind* of its call (shapes, dtypes, structure, values that are not tensors,
 modes) and of the program that it is about to run, 33 bytes. If they differ, the ranks exchange descriptions, and all
 raise the same error. At the 1st, 2nd, 4th, 8th, ... call of a kind (``"always"``: at each) they then compare hashes of
 what the inputs hold (:mod:`autopar.runtime.inputs.content_hash`): a plain tensor is the global batch, and equal on

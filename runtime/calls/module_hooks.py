@@ -123,7 +123,7 @@ def check_hooks(hooks: tuple[Hook, ...], told: set[int]) -> None:
 
 
 def take_over(parallel: nn.Module, module: nn.Module) -> None:
-    """Gives ``parallel`` the hooks that users have registered on ``module``, which it stands for: the very dicts,
+    """Gives ``parallel`` the hooks that users have registered on ``module``, which it represents: the very dicts,
     through which their handles remove them."""
     for kind in KINDS:
         hooks = module_hooks(module, kind)

@@ -34,7 +34,7 @@ def join(
     names: Sequence[str], leaves: Sequence[Any], groups: MeshGroups, exchange: Exchange, copies: int = 1
 ) -> list[Any]:
     """``leaves`` with each tensor, the samples of this rank along dim 0, as a DTensor of the samples of all ranks.
-    Tensors without dims, DTensors, and what is no tensor are the same on every rank, and stay as they are.
+    Tensors without dims, DTensors, and what is not a tensor are the same on every rank, and stay as they are.
 
     Of ``copies`` neighbouring ranks that hold the same samples those of the first count. Collective. Raises, on every
     rank, :class:`InputMismatchError` where ranks give tensors that differ in more than their number of samples.

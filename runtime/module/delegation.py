@@ -118,7 +118,7 @@ class Delegating(nn.Module):
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As :meth:`torch.nn.Module.load_state_dict`; whole plain tensors may stand for distributed
+        """As :meth:`torch.nn.Module.load_state_dict`; whole plain tensors may represent distributed
         parameters."""
         own = dict(self.named_parameters(remove_duplicate=False))
         ready = {

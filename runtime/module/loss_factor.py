@@ -14,7 +14,7 @@ from autopar.errors import AutoparError
 
 def step_scale(model: nn.Module, kwargs: dict[str, Any], scale: Any) -> tuple[dict[str, Any], float]:
     """The keyword inputs of the model and the factor of its loss. If its forward has a parameter called ``scale``, what
-    the user gave is that input, and the factor 1. Raises :class:`AutoparError` for what is no finite number."""
+    the user gave is that input, and the factor 1. Raises :class:`AutoparError` for what is not a finite number."""
     if _takes_scale(model):
         return kwargs if scale is None else {**kwargs, "scale": scale}, 1.0
     if scale is None:

@@ -31,7 +31,7 @@ class OwnSamples:
         keyword inputs, a tuple for positional ones, for :meth:`step` and other calls. Collective; needs no plan.
 
         Each tensor holds this rank's samples along dim 0, and the batch is those of all ranks, one rank after the
-        other, as a DTensor; ranks may have different numbers of them. Tensors without dims, and what is no tensor,
+        other, as a DTensor; ranks may have different numbers of them. Tensors without dims, and what is not a tensor,
         stay as they are. What samples share (a mask of the whole batch) is passed beside what this returns. Losses are
         those of one process with the whole batch: a mean is over all samples, not a mean of the ranks' means.
 

@@ -1,7 +1,7 @@
 """The meshes of a pipeline: the whole ``(stages, *inside)``, and one inside each stage.
 
 Parameters of a stage are DTensors on the mesh inside it, also on ranks of other stages, which hold nothing of them:
-torch knows meshes that a rank is no part of.
+torch knows meshes that a rank is not part of.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopar.runtime.torch_internals.dtensors import sub_mesh
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """The mesh inside a stage that this rank is no part of."""
+    """The mesh inside a stage that this rank is not part of."""
 
     mesh: DeviceMesh
     shape: tuple[int, ...]
@@ -82,7 +82,7 @@ def stage_meshes(whole: MeshGroups) -> StageGroups:
 
 
 def whole_everywhere(tensor: torch.Tensor, groups: MeshGroups) -> torch.Tensor:
-    """A DTensor whole on every rank of ``groups``, also of a stage that this rank is no part of; what is no DTensor
+    """A DTensor whole on every rank of ``groups``, also of a stage that this rank is not part of; what is not a DTensor
     as it is. Collective."""
     if not isinstance(tensor, DTensor):
         return tensor

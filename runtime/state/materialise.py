@@ -43,7 +43,7 @@ _OVERWRITES = {
 
 @dataclass(frozen=True)
 class _Meta:
-    """Stands for a meta tensor in the record: a view of the storage ``storage``."""
+    """Represents a meta tensor in the record: a view of the storage ``storage``."""
 
     storage: int
     shape: tuple[int, ...]

@@ -204,7 +204,7 @@ def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, str
 
 
 def _resting(optimizer: torch.optim.Optimizer, in_host: InHost) -> list[tuple[int, int, bool]]:
-    """What an inner optimizer stands on: the memory of each shard, which changes when a first batch brings a plan, and
+    """What an inner optimizer relies on: the memory of each shard, which changes when a first batch brings a plan, and
     whether its state rests in host memory. It grows with ``add_param_group``."""
     shards = ((_shard(parameter), in_host(path)) for parameter, path, _ in _named(optimizer))
     return [(shard.data_ptr(), shard.numel(), is_away) for shard, is_away in shards]

@@ -50,7 +50,7 @@ class ParamGroups:
 
     def resolve(self, params: Any = None) -> list[dict[str, Any]]:
         """The groups that torch would make of ``params`` (None: one of all parameters), each with pairs of name and
-        parameter. Raises :class:`AutoparError` for a name or tensor that is no parameter of the model, or is in two
+        parameter. Raises :class:`AutoparError` for a name or tensor that is not a parameter of the model, or is in two
         groups."""
         named, by_id = self._known()
         if params is None:

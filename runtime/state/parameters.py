@@ -49,7 +49,7 @@ _BUCKET_BYTES = 32 << 20
 
 
 class Place(Protocol):
-    """A mesh that tensors lie on, as this rank sees it: its ``coordinate`` there, None if it is no part of it."""
+    """A mesh that tensors lie on, as this rank sees it: its ``coordinate`` there, None if it is not part of it."""
 
     @property
     def mesh(self) -> DeviceMesh: ...
@@ -126,7 +126,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 def make_dtensor(local: torch.Tensor, slot: TensorSlot, place: Place) -> DTensor:
     """The DTensor of global shape ``slot.shape``, placed as ``slot`` says, of which this rank holds
-    ``local`` (nothing if it is no part of the mesh). Not by ``DTensor.from_local``, which takes the shape of a number,
+    ``local`` (nothing if it is not part of the mesh). Not by ``DTensor.from_local``, which takes the shape of a number,
     (), for none given."""
     placements = torch_placements(slot.placements, place.shape)
     return dtensor(local, place.mesh, placements, slot.shape, contiguous_stride(slot.shape), local.requires_grad)
@@ -134,7 +134,7 @@ def make_dtensor(local: torch.Tensor, slot: TensorSlot, place: Place) -> DTensor
 
 def take_own(whole: torch.Tensor, slot: TensorSlot, place: Place) -> torch.Tensor:
     """This rank's part of the global tensor ``whole``: contiguous, and no view of something larger; empty if the rank
-    is no part of the mesh."""
+    is not part of the mesh."""
     if place.coordinate is None:
         return whole.new_empty(0)
     local = take_local(whole, slot.placements, place.shape, place.coordinate).contiguous()

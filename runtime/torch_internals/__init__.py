@@ -1,1 +1,1 @@
-"""The private and undocumented parts of torch that the runtime stands on; see :mod:`autopar.torch_internals`."""
+"""The private and undocumented parts of torch that the runtime relies on; see :mod:`autopar.torch_internals`."""

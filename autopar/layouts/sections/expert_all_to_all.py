@@ -1,4 +1,4 @@
-"""The exchange of rows between the ranks among which experts are divided: how many travel, and how long they take.
+"""The exchange of rows between the ranks among which experts are divided: how many are sent, and how long they take.
 
 An all-to-all of a library of collectives sends every choice of a token as a row of its own. Libraries made for mixtures
 (DeepEP, HybridEP) send a token's row once to each rank that has experts it chose, and over the network between nodes

@@ -1,7 +1,7 @@
 """Blocks of experts under a layout: what a microbatch's rows cost on one device, and what they exchange.
 
 Tokens choose experts, and a row is one choice of a token. Among the ``expert`` ranks of a layout each has as many of
-the experts and the tokens of its own microbatch; every row travels to a rank that has its expert and back, by an
+the experts and the tokens of its own microbatch; every row is sent to a rank that has its expert and back, by an
 all-to-all before the experts and one behind them, and so do their gradients. Experts are taken to be chosen equally
 often; with ``capacity`` c every expert has slots for c times its equal share, and all slots are sent and computed,
 filled or not. On tensor ranks experts are divided as well, and each rank takes the rows for its own.

@@ -1,7 +1,7 @@
 """What a layout waits for of the collectives of its tensor and context ranks, in its cost breakdown and in its
 placement program.
 
-With ``"input_gradient"`` in ``overlap`` a collective of backward travels beside a product (Korthikanti et al. 2022,
+With ``"input_gradient"`` in ``overlap`` a collective of backward overlaps a product (Korthikanti et al. 2022,
 section 4.2.2): while the gradient of an input is summed over tensor ranks that of the weight is computed, a product of
 as many FLOPs; while what forward kept in shards is gathered again the input's gradient is. What is waited for is
 known of each placement by itself, so that the program has it as prices:
@@ -37,17 +37,17 @@ from autopar.solver.problem import Floats, Ints, Transfer
 from .experts import OPERATIONS
 from .fusion import is_heavy, origin
 
-# Share of a device's processors that collectives take while they travel (HybridEP: 32 of 148).
+# Share of a device's processors that collectives take while they are sent (HybridEP: 32 of 148).
 TAKEN = 0.2
 
 
 def at_once(computing: float, travelling: float) -> float:
-    """Seconds of both at once: what travels takes processors from what computes."""
+    """Seconds of both at once: what is sent takes processors from what computes."""
     return max(computing + TAKEN * min(computing, travelling), travelling)
 
 
 def waited(computing: float, travelling: float) -> float:
-    """Seconds that what travels adds to the computing beside it."""
+    """Seconds that a collective adds to the computing that it overlaps with."""
     return at_once(computing, travelling) - computing
 
 
@@ -90,7 +90,7 @@ def with_exposed_prices(instance: Instance, layout: Layout, chosen: Ints | None 
         else:
             continue
         transfers[index] = replace(transfer, cost=cost)
-    # What windows hide of weights and their gradients is no part of a microbatch.
+    # What windows hide of weights and their gradients is not part of a microbatch.
     return replace(instance, problem=replace(instance.problem, transfers=tuple(transfers), windows=()))
 
 

@@ -135,7 +135,7 @@ class KernelPrices:
         return compute_seconds(self.prices.cluster, 0.0, moved, torch.float32)
 
     def _runs_as(self, local: str) -> str:
-        """The local operation that stands in for one: none for causal attention where ranks hold pieces of the sequence
+        """The local operation that replaces one: none for causal attention where ranks hold pieces of the sequence
         so that each attends to as much."""
         return "" if self.layout.balanced and "causal_attention" in local else local
 

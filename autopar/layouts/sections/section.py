@@ -60,8 +60,8 @@ class Section:
         saved_last: of ``saved``, what is made after the last layer and goes before layers run backward.
         working: the most bytes that are there for a moment beside ``saved`` (:mod:`.transient_memory`).
         flops: of products, of all devices together.
-        blocks: of experts; they are no part of the other figures until :func:`.cost.with_experts` adds them, and
-            puts the bytes that one device hands to each of their exchanges into ``exchanged``.
+        blocks: of experts; they are not part of the other figures until :func:`.section_costs.with_experts` adds them,
+            and puts the bytes that one device hands to each of their exchanges into ``exchanged``.
         kept: seconds of forward that are not spent again under ``recompute="operations"``, which takes ``saved_kept``
             bytes.
         again: what modules that :attr:`.Layout.recomputed` names take once more in backward, which has then
@@ -102,13 +102,13 @@ class Section:
 
     @cached_property
     def shared(self) -> tuple[Weight, ...]:
-        """The weights that other sections have too. Found once: one section stands for many layers of many layouts."""
+        """The weights that other sections have too. Found once: one section represents many layers of many layouts."""
         return tuple(weight for weight in self.weights if weight.shared)
 
 
 @dataclass(frozen=True)
 class Sections:
-    """All sections: ``layers`` in order, each with the number of layers it stands for."""
+    """All sections: ``layers`` in order, each with the number of layers it represents."""
 
     before: Section
     layers: tuple[Section, ...]
@@ -122,7 +122,7 @@ class Sections:
 
 
 def counted(sections: Iterable[Section]) -> list[tuple[Section, int]]:
-    """Each section once, with how often it is among them: what stands for equal layers is one object."""
+    """Each section once, with how often it is among them: what represents equal layers is one object."""
     found: dict[int, tuple[Section, int]] = {}
     for section in sections:
         _, before = found.get(id(section), (section, 0))

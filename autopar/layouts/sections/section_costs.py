@@ -168,7 +168,7 @@ class _SectionPricer:
         return Seconds(self._computing(kernels), sum(map(self.exposed, repeated), 0.0))
 
     def exposed(self, use: Use) -> float:
-        """Seconds of a reshard for which devices wait. Where collectives travel in pieces (``"tensor"``), all of them
+        """Seconds of a reshard for which devices wait. Where collectives are sent in pieces (``"tensor"``), all of them
         do, under the products next to them."""
         seconds = self.prices.table(use.kind).cost(use.source, use.target)
         if use.phase == "forward" or not self.layout.hides_input_gradients:

@@ -1,10 +1,10 @@
-"""Deep models made short: of equal layers only three are kept, and it is remembered which others they stand for.
+"""Traces three of each run of identical layers; each records which others it represents.
 
 A model of a hundred equal layers costs what a model of three does, and the third layer ninety-seven times more. Layers
 are the elements of a ``ModuleList``, ``ModuleDict`` or ``Sequential``; two are equal if they have the same types,
 parameters, buffers and plain attributes all the way down, their own number aside. The first three of each kind stay:
-the first may differ by what comes before it, the second lies between equal ones, the third stands for the rest. These
-keep their places in the model, where others stand in for them that do nothing (:mod:`.stand_in`), so that a model finds
+the first may differ by what comes before it, the second lies between equal ones, the third represents the rest. These
+keep their places in the model, where others replace them that do nothing (:mod:`.stand_in`), so that a model finds
 as many layers as it had.
 """
 
@@ -33,7 +33,7 @@ _Attribute = tuple[str, type, str]
 
 @dataclass(frozen=True)
 class Depth:
-    """Which layers stand for which: ``kinds[path]`` says, for the list of layers at ``path``, by name as which layer
+    """Which layers represent which: ``kinds[path]`` says, for the list of layers at ``path``, by name as which layer
     each is priced: itself, or one before it. ``called``: paths of layers in the order in which forward comes to them,
     which may go from list to list, or backwards; those that are not among them follow the one before in their list."""
 
@@ -60,7 +60,7 @@ class Depth:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no layer stands for another."""
+        """Whether no layer represents another."""
         return all(name == kind for kinds in self.kinds.values() for name, kind in kinds.items())
 
 
@@ -136,7 +136,7 @@ def _is_list_of_layers(module: nn.Module, layers: Mapping[str, nn.Module]) -> bo
 @contextlib.contextmanager
 def shortened(model: nn.Module, whole: frozenset[str] = frozenset()) -> Iterator[Depth]:
     """``model`` with only three of each kind of layer at work in its lists of layers while the context is open;
-    afterwards it is as before. Yields what the kept ones stand for; lists within layers are left alone, and of those at
+    afterwards it is as before. Yields what the kept ones represent; lists within layers are left alone, and of those at
     the paths ``whole`` every layer is kept."""
     kinds: dict[str, dict[str, str]] = {}
     with contextlib.ExitStack() as stack:
@@ -181,7 +181,7 @@ def _noted(model: nn.Module, depth: Depth) -> Iterator[Mapping[str, None]]:
 def traced_short(
     model: nn.Module, trace: Callable[[], Traced], needed: Callable[[Traced, Depth], Iterable[str]]
 ) -> tuple[Traced, Depth]:
-    """What ``trace`` makes of ``model`` made short, and what its layers stand for. Layers that turn out to be unlike
+    """What ``trace`` makes of ``model`` made short, and what its layers represent. Layers that turn out to be unlike
     are all kept, as of the lists that are ``needed`` whole by what was traced, and those of every list where a model
     that is made short cannot be traced. Raises :class:`TraceError` if it cannot be traced as it is."""
     whole = frozenset[str]()

@@ -1,6 +1,6 @@
-"""Modules that stand in for equal ones while a model is traced: called, they pass on what they are given.
+"""Modules that replace equal ones while a model is traced: called, they pass on what they are given.
 
-A layer of a deep model that another one represents need not run. What stands in for it has its class, its plain
+A layer of a deep model that another one represents need not run. What replaces it has its class, its plain
 attributes and its place in the list, but neither parameters nor parts; what it gives back has the form of what the
 represented layer gave: results of the kind of something that went in are what goes in now (a hidden state passes
 through), all others are the representative's. So models may count, zip, index or join their layers as they like.
@@ -49,7 +49,7 @@ class _Call:
 
 
 class Represented:
-    """What stands in for equal layers of the list at ``path``, made one by one; until :meth:`close` the layers that
+    """What replaces equal layers of the list at ``path``, made one by one; until :meth:`close` the layers that
     represent others are listened to."""
 
     def __init__(self, path: str) -> None:
@@ -63,7 +63,7 @@ class Represented:
             hook.remove()
 
     def stand_in(self, layer: nn.Module, representative: nn.Module) -> nn.Module:
-        """What stands in for ``layer``, which is equal to ``representative``; of lists and dicts of modules their
+        """What replaces ``layer``, which is equal to ``representative``; of lists and dicts of modules their
         elements do."""
         found = blank_copy(layer)
         if isinstance(layer, _CONTAINERS):

@@ -1,4 +1,4 @@
-"""What a section has in memory for a moment, beside what it keeps for backward.
+"""Transient memory of a section: what it holds for a moment, in addition to what it retains for backward.
 
 The kernels of a section run in order. A value is there from the kernel that writes it to the last one that reads it,
 and what a collective makes of it from the first kernel that takes it so to the last. What is kept for backward is

@@ -86,7 +86,7 @@ def _between_operations(sections: Sections, layout: Layout) -> list[list[Section
 
 
 def _work(section: Section, layout: Layout) -> float:
-    """Seconds of computing, of tensor and context ranks' collectives and of waiting for the host, in turn. What travels
+    """Seconds of computing, of tensor and context ranks' collectives and of waiting for the host, in turn. What is sent
     over data ranks (rows of experts, weights that ZeRO-3 gathers) is left out: with it chunks are unequal where
     sections have unequally much of it."""
     return (section.forward + section.backward + computed_again(section, layout)).total

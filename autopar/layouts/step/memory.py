@@ -52,7 +52,7 @@ def resting_states(weight: Weight, layout: Layout) -> int:
 
 
 def gathered_bytes(weight: Weight, layout: Layout) -> int:
-    """Bytes of a weight that rests or travels in shards: in fp8 its rows alone, from which columns are made."""
+    """Bytes of a weight that rests or is sent in shards: in fp8 its rows alone, from which columns are made."""
     return weight.elements * (FP8_BYTES if weight.cast and layout.weights == "fp8" else weight.itemsize)
 
 

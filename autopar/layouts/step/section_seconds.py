@@ -15,7 +15,7 @@ from autopar.layouts.sections.section import Seconds, Section, Weight, counted
 from .chunks import computed_again
 from .memory import gathered_bytes, gradient_bytes, offloaded_bytes
 
-# Pieces in which a collective travels that overlaps with the product next to it: one of them is exposed.
+# Pieces in which a collective is sent that overlaps with the product next to it: one of them is exposed.
 PIECES = 4
 
 
@@ -33,7 +33,7 @@ class SectionTimes:
 
     def __init__(self, layout: Layout, microbatches: int, cluster: Cluster) -> None:
         self.layout, self.microbatches, self.cluster = layout, microbatches, cluster
-        # One section stands for many layers: what it takes is worked out once.
+        # One section represents many layers: what it takes is worked out once.
         self._times: dict[int, tuple[float, float]] = {}
 
     def over_data(self, kind: str, sizes: Mapping[int, float]) -> float:
@@ -62,13 +62,13 @@ class SectionTimes:
         return _by_group(sections, lambda weight: gradient_bytes(weight, self.layout))
 
     def reduced(self, sections: Iterable[tuple[Section, int]]) -> dict[int, float]:
-        """Bytes of gradients as they travel."""
+        """Bytes of gradients as they are sent."""
         if self.layout.reduction != "all-fp32":
             return self.gradients(sections)
         return _by_group(sections, lambda weight: weight.trained * weight.elements * MASTER_BYTES)
 
     def weights(self, sections: Iterable[tuple[Section, int]]) -> dict[int, float]:
-        """Bytes of the weights that are updated, as they travel."""
+        """Bytes of the weights that are updated, as they are sent."""
         return _by_group(sections, lambda weight: weight.trained * gathered_bytes(weight, self.layout))
 
     def times(self, section: Section) -> tuple[float, float]:
@@ -134,7 +134,7 @@ class SectionTimes:
         return at_once(*both) + min(both) / PIECES + seconds.host
 
     def chunk_times(self, chunk: Sequence[Section]) -> tuple[float, float]:
-        """Seconds of forward and backward of a chunk that stands still for nothing."""
+        """Seconds of forward and backward of a chunk that never blocks."""
         forth, back = self._alone(chunk)
         forth_waits, back_waits = self.fetching(chunk)
         return forth + forth_waits, back + back_waits

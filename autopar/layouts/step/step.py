@@ -48,7 +48,7 @@ class LayoutStep:
         return prices
 
     def chunk_price(self, chunk: Sequence[Section], before: float, after: float) -> ChunkPrice:
-        """``before``, ``after``: seconds of standing still for what comes in and for what goes out."""
+        """``before``, ``after``: seconds of blocking for what comes in and for what goes out."""
         forward, backward = self.sections.chunk_times(chunk)
         reduction = self.sections.reduce(chunk, backward + before + after)
         each = reduction if self.layout.reducing == "microbatch" else 0.0
@@ -90,8 +90,8 @@ class LayoutStep:
         return self.sections.over_data("all_gather", self.sections.weights(self.sections_of(rank)))
 
     def idle_seconds(self, c: int) -> tuple[float, float]:
-        """Seconds for which a rank stands still in forward, and again in backward, while what a chunk shares with the
-        one before it and with the one after it travels, if nothing is computed meanwhile."""
+        """Seconds for which a rank blocks in forward, and again in backward, while what a chunk shares with the
+        one before it and with the one after it is sent, if nothing is computed meanwhile."""
         if "message" in self.layout.overlap:
             return 0.0, 0.0
         before, after = (self.edges.get(ends, EdgePrice()) for ends in ((c - 1, c), (c, c + 1)))
@@ -102,7 +102,7 @@ class LayoutStep:
         return sum(sum(self.sections.fetching(self.chunks[c])) for c in chunks_of(rank, self.layout))
 
     def idle(self, rank: int) -> float:
-        """Seconds for which a rank stands still for each microbatch."""
+        """Seconds for which a rank blocks for each microbatch."""
         return 2 * sum(sum(self.idle_seconds(c)) for c in chunks_of(rank, self.layout))
 
     def _edges(self) -> dict[tuple[int, int], EdgePrice]:
@@ -145,7 +145,7 @@ class LayoutStep:
             price = self.prices[0]
             return microbatches * (price.forward + price.whole_backward) + price.reduce + update
         schedule = make_schedule(self.layout.schedule_name, self.layout.pipeline, microbatches, self.layout.interleave)
-        # Messages for which ranks stand still are in the prices of chunks.
+        # Messages for which ranks block are in the prices of chunks.
         edges = self.edges if "message" in self.layout.overlap else {}
         prices = PipelinePrices(tuple(self.prices), edges, update, hides_reductions="gradient" in self.layout.overlap)
         return simulate(schedule, prices).seconds

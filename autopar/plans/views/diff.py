@@ -189,7 +189,7 @@ def _placements(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
 
 
 def _wires(before: PlannedPipeline | None, after: PlannedPipeline | None) -> Iterator[Change]:
-    """Values that travel between other chunks, or placed otherwise."""
+    """Values that are sent between other chunks, or placed otherwise."""
     first, second = (p.wires if p is not None else {} for p in (before, after))
     for edge in sorted(first.keys() | second.keys()):
         was = short(first[edge]) if edge in first else ABSENT

@@ -1,4 +1,4 @@
-"""The stages of a plan as a table: equal stages folded, what travels on lines of its own."""
+"""The stages of a plan as a table: equal stages folded, what is sent on lines of its own."""
 
 from __future__ import annotations
 

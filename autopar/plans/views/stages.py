@@ -100,7 +100,7 @@ def fullest_stage(plan: PlanRecord) -> int:
 
 
 def sends(plan: PlanRecord) -> tuple[Sent, ...]:
-    """What travels between stages, by source and target."""
+    """What is sent between stages, by source and target."""
     if plan.pipeline is None:
         return ()
     pipeline, placement = plan.pipeline, plan.pipeline.schedule.placement

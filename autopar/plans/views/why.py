@@ -45,7 +45,7 @@ class Explanation:
     placements. ``provenance`` says who chose: the "user" by a pin, "price", price for all layers "tied" to one
     choice, or nobody, for there is "only" one possibility; ``reason`` says it in words. ``alternatives`` are None
     where there is no choice; they change ``together`` nodes. ``costs`` are those of this one. With
-    pipeline stages, ``stage`` says on which it is and why, and ``sent`` how its value travels to others.
+    pipeline stages, ``stage`` says on which it is and why, and ``sent`` how its value is sent to others.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Why something is on the pipeline stage it is on, and how its value travels to others."""
+"""Why something is on the pipeline stage it is on, and how its value is sent to others."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _chosen(plan: PlanRecord, name: str, kind: str) -> str:
 
 
 def sent_reasons(plan: PlanRecord, name: str) -> tuple[str, ...]:
-    """A line for each chunk that the value of the node ``name`` travels to, on another stage."""
+    """A line for each chunk that the value of the node ``name`` is sent to, on another stage."""
     if plan.pipeline is None:
         return ()
     node = plan.parameter_nodes.get(name) or plan.module_nodes.get(name, name)

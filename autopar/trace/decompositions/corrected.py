@@ -23,7 +23,7 @@ _MEAN, _SUM = 1, 2
 
 
 def multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
-    """The mean over classes c that are no target and targets t, up to the first -1 of a row, of
+    """The mean over classes c that are not target and targets t, up to the first -1 of a row, of
     ``max(0, 1 - x[t] + x[c])``, summed over t. Torch's decomposition lets places behind the -1 count as targets 0."""
     rows, targets = torch.atleast_2d(x), torch.atleast_2d(target)
     classes = rows.shape[1]

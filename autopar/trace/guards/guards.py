@@ -34,7 +34,7 @@ class Space(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """``label`` (``model.drop.p``) stands for ``key`` in a namespace, where ``value`` was."""
+    """``label`` (``model.drop.p``) represents ``key`` in a namespace, where ``value`` was."""
 
     label: str
     space: Space

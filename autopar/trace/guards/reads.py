@@ -45,7 +45,7 @@ _NO_OWNERS = (torch.Tensor, np.ndarray, types.ModuleType, type, types.BuiltinFun
 @dataclass(frozen=True)
 class Owner:
     """An object whose attributes are read, called by the way it was first reached (``model.layers.0.config``), and
-    where that was: an attribute of another object, if it is no module of the model."""
+    where that was: an attribute of another object, if it is not a module of the model."""
 
     value: Any
     label: str

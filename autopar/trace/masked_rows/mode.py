@@ -1,7 +1,7 @@
 """Rows selected by values, in models that give each expert its tokens (``x[mask]``, ``torch.where(chosen == e)``,
 ``nonzero``), said without shapes that depend on values.
 
-A selection stands for all places with a mask. What is done with each selected row by itself is done with every row
+A selection represents all places with a mask. What is done with each selected row by itself is done with every row
 (:mod:`.rowwise_proof` shows that it may be); putting rows back through the same selection changes only what is
 selected; a sum over the rows is one over those that count. Where rows are not selected they are zeros, before and after
 whatever could make of a finite number one that is not, so that no NaN of theirs reaches a result or a gradient. What

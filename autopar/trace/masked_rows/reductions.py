@@ -54,7 +54,7 @@ def _reduced(args: tuple[Any, ...], kwargs: dict[str, Any], *, mean: bool) -> An
 
 
 def _over_rows(x: Rows, reduced: list[int], *, mean: bool) -> Tensor:
-    """The sum over the rows and other dims of the tensor that ``x`` stands for, or the mean."""
+    """The sum over the rows and other dims of the tensor that ``x`` represents, or the mean."""
     others = [d if d < x.pos else d + x.grid - 1 for d in reduced if d != x.pos]
     total = whole(x).sum([*range(x.pos, x.pos + x.grid), *others])
     if not mean:
