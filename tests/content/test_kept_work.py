@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cli.parser import main
+from autopar.command_line import main
 from autopar.content import kept_work
 from autopar.content.kept_work import read, write
 from autopar.runtime.launch import run_local

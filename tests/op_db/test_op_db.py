@@ -34,7 +34,7 @@ ONCE_WRONG = (
     ("inplace", "uniform", "c128", 1),
 )
 # One in so many of the operations and modules is tried by the quick suite.
-EVERY = 53
+EVERY = 150
 
 
 def _jobs() -> list[tuple[str, str, str, int]]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import autopar
-from tests.helpers.questions import on, slow_devices
+from tests.helpers.planning import on, slow_devices
 
 SIZES = (8, 5, 3, 8, 1, 9)
 

@@ -26,7 +26,7 @@ from autopar.api import split_batch
 from autopar.errors import AutoparError, WorkerError
 from autopar.runtime import ParallelModule, Request, run_local
 from autopar.runtime.pipeline.chunk_executable import ChunkExecutable
-from autopar.runtime.state import materialise
+from autopar.runtime.state.materialise import materialise
 from autopar.trace.tracer import Traced
 from tests.helpers.pipelines import (
     SCHEDULE_NAMES,

@@ -108,7 +108,9 @@ def sequence() -> torch.Tensor:
 KINDS = [Normalised, Counting, Reparametrised, Partly, Checkpointed]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind is Reparametrised else kind for kind in KINDS]
+)
 def test_any_assignment_is_one_device(kind: Callable[[], nn.Module]) -> None:
     """Loss, gradients and new buffers; ``make_case`` compares the graph with the model itself."""
     torch.manual_seed(0)

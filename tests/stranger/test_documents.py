@@ -84,9 +84,14 @@ def test_every_block_is_known() -> None:
     assert len(PYTHON) >= 4 and len(SHELL) >= 4
 
 
-@pytest.mark.parametrize(
-    ("document", "ranks"), sorted({(block.document, way_of(block).ranks) for block in PYTHON if way_of(block).ranks})
-)
+def trained() -> list[object]:
+    """(Document, ranks) of the blocks that train; those of the longest documents are slow."""
+    pairs = sorted({(block.document, way_of(block).ranks) for block in PYTHON if way_of(block).ranks})
+    quick = ("README.md", "docs/data.md")
+    return [pair if pair[0] in quick else pytest.param(*pair, marks=pytest.mark.slow) for pair in pairs]
+
+
+@pytest.mark.parametrize(("document", "ranks"), trained())
 def test_blocks_of_training(stranger: Stranger, tmp_path: Path, document: str, ranks: int) -> None:
     folder = setup_folder(tmp_path / "work")
     mine = [block for block in PYTHON if block.document == document and way_of(block).ranks == ranks]

@@ -37,7 +37,7 @@ def test_a_loop_of_ones_own_with_changing_calls(stranger: Stranger, ranks: int) 
     stranger.run("programs/own_loop.py", ranks)
 
 
-@on_ranks(2)
+@on_ranks(1)
 def test_two_models(stranger: Stranger, ranks: int) -> None:
     stranger.run("programs/two_models.py", ranks)
 

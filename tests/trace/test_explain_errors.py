@@ -132,7 +132,7 @@ def test_a_decision_in_backward_names_its_line() -> None:
 
 def test_a_generator_of_its_own_names_module_and_line() -> None:
     model = nn.Sequential(nn.Identity(), OwnGenerator())
-    with pytest.raises(TraceError, match=r"(?s)Generator.*'1'.*test_trace_errors.py:\d+.*manual_seed"):
+    with pytest.raises(TraceError, match=r"(?s)Generator.*'1'.*test_explain_errors.py:\d+.*manual_seed"):
         trace(model, (torch.randn(6, 4),), device="cpu")
 
 

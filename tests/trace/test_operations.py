@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from op_db.outcome import outcome_of
-from op_db.wrapped import OperatorCase
 from torch import nn
 
 import autopar
 from autopar.errors import TraceError
 from autopar.runtime.launch import run_local
 from autopar.trace.tracer import trace
+from tests.op_db.outcome import outcome_of
+from tests.op_db.wrapped import OperatorCase
 
 Function = Callable[[torch.Tensor], Any]
 LABELS = torch.tensor([[3, 0, -1, 1, 1], [0, 1, 2, -1, -1], [1, -1, 1, 1, 1], [2, 3, 4, 1, 0]])
