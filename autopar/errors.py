@@ -8,7 +8,7 @@ class AutoparError(Exception):
 
 
 class GraphError(AutoparError):
-    """A graph that is not well formed, or text that does not parse as one."""
+    """A graph that is not well formed, or text that does not parse as a graph or program."""
 
 
 class TraceError(AutoparError):

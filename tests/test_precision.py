@@ -20,8 +20,6 @@ from autopar.ir.graph import Graph
 from autopar.options import Options
 from autopar.passes.annotate.annotate import annotate
 from autopar.passes.lower.collectives_read_back import collectives_of, difference
-from autopar.passes.normalise.cast_once import CastOnce
-from autopar.passes.normalise.scaled_loss import ScaledLoss
 from autopar.passes.recompute.recomputable import recomputable
 from autopar.passes.recompute.recompute import recomputed
 from autopar.placement.prices import Prices
@@ -40,47 +38,6 @@ from tests.ops.test_experts import make as make_experts
 from tests.passes.test_collectives_read_back import any_assignment, priced
 from tests.passes.test_lower import programs, random_assignment
 from tests.zoo.check import widened
-
-CASTS = """\
-graph(b=8)
-%w: f32[4, 4] = param("w")
-%table: f32[4, 4] = param("table")
-%x: f32[b, 4] = input("x")
-%d: bf16[b, 4] = tangent("0")
-%half: bf16[4, 4] = aten._to_copy.default(%w, dtype=torch.bfloat16)
-%table_half: bf16[4, 4] = aten._to_copy.default(%table, dtype=torch.bfloat16)
-%looked: f32[b, 4] = aten.mm.default(%x, %table)
-%x_half: bf16[b, 4] = aten._to_copy.default(%looked, dtype=torch.bfloat16)
-%y: bf16[b, 4] = aten.mm.default(%x_half, %half)
-%z: bf16[b, 4] = aten.mm.default(%y, %table_half)
-backward %g: bf16[4, 4] = aten.mm.default(%half, %half)
-backward %grad: f32[4, 4] = aten._to_copy.default(%g, dtype=torch.float32)
-return output "0" = %z
-return gradient "w" = %grad
-return gradient "table" = none
-"""
-
-
-def test_a_parameter_that_is_only_cast_is_cast_once() -> None:
-    made = CastOnce()(Graph.from_text(CASTS)).to_text()
-    assert '%w: bf16[4, 4] = param("w", stored=torch.float32)' in made
-    assert "%half" not in made and "aten.mm.default(%x_half, %w)" in made and "aten.mm.default(%w, %w)" in made
-    assert '%table: f32[4, 4] = param("table")\n' in made and "%table_half" in made, "it is read as it is, too"
-    assert Graph.from_text(made).to_text() == made
-
-
-def test_casts_that_stay_where_they_are() -> None:
-    wider = CASTS.replace("f32", "f16").replace("float32", "float16")  # bf16 has no fewer bits.
-    assert CastOnce()(Graph.from_text(wider)).to_text() == wider
-    returned = CASTS.replace('return gradient "w" = %grad', 'return gradient "w" = %w')
-    assert "stored" not in CastOnce()(Graph.from_text(returned)).to_text()
-
-
-def test_parameters_of_a_scaled_loss_are_marked() -> None:
-    made = ScaledLoss()(CastOnce()(Graph.from_text(CASTS))).to_text()
-    assert 'param("w", stored=torch.float32, scaled=True)' in made
-    assert 'param("table")\n' in made, "it has no gradient"
-    assert Graph.from_text(made).to_text() == made
 
 
 class Convolutions(nn.Module):

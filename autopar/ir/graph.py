@@ -12,11 +12,15 @@ Text form (round-trips through :meth:`Graph.to_text` / :meth:`Graph.from_text`):
     %out: f32[b, 4] = aten.embedding.default(%weight, %ids)  @embed
     return gradient "embed.weight" = %out
 
-Invariants (:meth:`Graph.verify`): names are unique; every operand is defined before its use; every
-operand index exists; placeholder operations are ``param``, ``buffer``, ``input``, ``tangent``, ``constant`` and
-``receive`` (a value of another pipeline stage) and ``random`` (the state of :mod:`autopar.ops.random`) with one string
-argument. A ``param`` may also say in which dtype it is ``stored`` (:attr:`Node.stored`) and
-that its gradient is of a ``scaled`` loss.
+With ``to_text(annotated=True)`` the strategies and classes that passes have filled in are part of it
+(:mod:`.annotation_text`); what is hashed or kept is the text without them.
+
+Invariants (:meth:`Graph.verify`): names are unique; every operand is defined before its use; every operand index exists
+and is a tensor; forward reads nothing that backward computes; a gradient has the type that its parameter is stored in,
+an input's gradient and a buffer's new value the type of these; a rest has the type of its operand. Placeholder
+operations are ``param``, ``buffer``, ``input``, ``tangent``, ``constant`` and ``receive`` (a value of another pipeline
+stage) and ``random`` (the state of :mod:`autopar.ops.random`) with one string argument. A ``param`` may also say in
+which dtype it is ``stored`` (:attr:`Node.stored`) and that its gradient is of a ``scaled`` loss.
 """
 
 from __future__ import annotations
@@ -30,7 +34,9 @@ import torch
 
 from autopar.errors import GraphError
 
-from .graph_text import parse_graph, print_graph
+from .annotation_text import annotate_lines, split_annotations
+from .graph_text import parse_graph, print_graph, print_node, text_lines
+from .invariants import check_nodes, check_outputs
 from .node import PLACEHOLDERS, SAVED_ACTIVATION, Arg, Node, Output, TensorType, Value, map_arg
 from .placements import Strategy
 
@@ -39,8 +45,8 @@ from .placements import Strategy
 class Graph:
     """See the module docstring. ``constants`` maps the names of ``constant`` nodes to tensors.
 
-    Annotations, filled in by passes and not part of the text: ``strategies`` lists the ways to run each node on a mesh,
-    ``classes`` maps each node to a representative of the nodes that must choose the same.
+    Annotations, filled in by passes and part of the text only if asked for: ``strategies`` lists the ways to run each
+    node on a mesh, ``classes`` maps each node to a representative of the nodes that must choose the same.
     """
 
     nodes: tuple[Node, ...]
@@ -134,20 +140,14 @@ class Graph:
 
     def verify(self) -> Graph:
         """Returns itself, or raises :class:`GraphError` naming the first broken invariant."""
-        defined: dict[str, Node] = {}
-        for node in self.nodes:
-            for value in node.operands:
-                if value.node not in defined:
-                    raise GraphError(f"%{node.name} = {node.op} uses {value} before its definition")
-                if value.index >= len(defined[value.node].types):
-                    raise GraphError(f"%{node.name} uses {value}, but {defined[value.node].op} has no such result")
-            if node.name in defined:
-                raise GraphError(f"%{node.name} is defined twice")
-            defined[node.name] = node
-        for output in self.outputs:
-            if output.value is not None and output.value.node not in defined:
-                raise GraphError(f"the {output.kind} {output.name!r} is {output.value}, which is not defined")
+        _ = self._is_verified
         return self
+
+    @cached_property
+    def _is_verified(self) -> bool:
+        """A graph does not change, so that it is looked through once, however many passes hand it on."""
+        check_outputs(self.outputs, check_nodes(self.nodes))
+        return True
 
     def needed_for(self, values: Iterable[Value]) -> set[str]:
         """Names of the nodes that ``values`` depend on, their own included."""
@@ -162,15 +162,18 @@ class Graph:
         needed = self.needed_for(self.output_values)
         return replace(self, nodes=tuple(n for n in self.nodes if n.name in needed or n.is_placeholder))
 
-    def to_text(self) -> str:
-        """The text form, which :meth:`from_text` reads; constants print by name only."""
-        return print_graph(self.symbols, self.nodes, self.outputs)
+    def to_text(self, annotated: bool = False) -> str:
+        """The text form, which :meth:`from_text` reads; constants print by name only, annotations if asked for."""
+        lines = ((node.name, print_node(node)) for node in self.nodes)
+        known = (self.strategies, self.classes) if annotated else ({}, {})
+        return print_graph(self.symbols, annotate_lines(lines, *known), self.outputs)
 
     @staticmethod
     def from_text(text: str) -> Graph:
         """The graph that :meth:`to_text` printed. Raises :class:`GraphError` naming the line."""
-        symbols, nodes, outputs = parse_graph(text)
-        return Graph(nodes, outputs, symbols).verify()
+        lines, strategies, classes = split_annotations(text_lines(text))
+        symbols, nodes, outputs = parse_graph(lines)
+        return Graph(nodes, outputs, symbols, {}, strategies, classes).verify()
 
     def __str__(self) -> str:
         counts = {kind: len(self.placeholders(kind)) for kind in PLACEHOLDERS}

@@ -25,8 +25,9 @@ _TORCH = {
     "channels_last_3d": torch.channels_last_3d,
 }
 _VALUE = re.compile(r"%(\w+)(?:\.(\d+))?")
-_MODULE = re.compile(r"  @(\S+)$")
-_NODE = re.compile(r"^(?P<results>%.*?) = (?P<op>[\w.]+)\((?P<args>.*)\)$")
+MODULE = re.compile(r"  @(\S+)$")
+# Results, operation and arguments of one line, of a graph or of a program.
+CALL = re.compile(r"^(?P<results>%.*?) = (?P<op>[\w.]+)\((?P<args>.*)\)$")
 
 
 def print_arg(arg: Arg) -> str:
@@ -34,7 +35,8 @@ def print_arg(arg: Arg) -> str:
     if isinstance(arg, tuple):
         return f"[{', '.join(map(print_arg, arg))}]"
     if isinstance(arg, str):
-        return repr(arg).replace("'", '"') if '"' not in arg else repr(arg)
+        quoted = repr(arg)
+        return f'"{quoted[1:-1]}"' if not {"'", '"'} & set(arg) else quoted
     if isinstance(arg, torch.device):
         return f'device("{arg}")'
     if isinstance(arg, float) and not isinstance(arg, bool):
@@ -52,10 +54,9 @@ def print_node(node: Node) -> str:
     return f"{phase}{results} = {node.op}({', '.join(args)}){module}"
 
 
-def print_graph(symbols: Iterable[tuple[str, int]], nodes: Iterable[Node], outputs: Iterable[Output]) -> str:
-    """The text form of a graph of these parts."""
-    lines = [f"graph({', '.join(f'{k}={v}' for k, v in symbols)})"]
-    lines += [print_node(node) for node in nodes]
+def print_graph(symbols: Iterable[tuple[str, int]], nodes: Iterable[str], outputs: Iterable[Output]) -> str:
+    """The text form of a graph of these parts; ``nodes`` are lines."""
+    lines = [f"graph({', '.join(f'{k}={v}' for k, v in symbols)})", *nodes]
     lines += [f'return {o.kind} "{o.name}" = {o.value if o.value is not None else "none"}' for o in outputs]
     return "\n".join(lines) + "\n"
 
@@ -131,7 +132,8 @@ def _arithmetic(tree: ast.expr, symbols: dict[str, sympy.Symbol]) -> Any:
     raise GraphError(f"cannot read the argument {ast.unparse(tree)}")
 
 
-def _parse_args(text: str, symbols: dict[str, sympy.Symbol]) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
+def parse_args(text: str, symbols: dict[str, sympy.Symbol]) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
+    """The positional and keyword arguments in ``text``. Raises :class:`GraphError`."""
     python = _VALUE.sub(lambda m: f"VALUE_{m[2] or 0}_{m[1]}", text)
     try:
         call = ast.parse(f"f({python})", mode="eval").body
@@ -149,21 +151,21 @@ def parse_type(text: str, symbols: dict[str, sympy.Symbol]) -> TensorType | None
     dtype, _, shape = text.removesuffix("]").partition("[")
     if dtype not in SHORT_DTYPES:
         raise GraphError(f"unknown dtype {dtype!r} in {text!r}; one of {', '.join(SHORT_DTYPES)}")
-    dims: tuple[Dim, ...] = _parse_args(shape, symbols)[0]
+    dims: tuple[Dim, ...] = parse_args(shape, symbols)[0]
     return TensorType(dims, SHORT_DTYPES[dtype])
 
 
 def _parse_node(line: str, symbols: dict[str, sympy.Symbol]) -> Node:
-    module = _MODULE.search(line)
-    body = _MODULE.sub("", line)
+    module = MODULE.search(line)
+    body = MODULE.sub("", line)
     backward = body.startswith("backward ")
-    match = _NODE.match(body.removeprefix("backward "))
+    match = CALL.match(body.removeprefix("backward "))
     if match is None:
         raise GraphError(f"cannot read the line {line!r}")
     results = re.findall(r"%(\w+)(?:\.\d+)?: (none|\w+\[[^\]]*\])", match["results"])
     if not results:
         raise GraphError(f"no typed result in the line {line!r}")
-    args, kwargs = _parse_args(match["args"], symbols)
+    args, kwargs = parse_args(match["args"], symbols)
     if match["op"] in PLACEHOLDERS and len(args) != 1:
         raise GraphError(f"a placeholder takes one name: {line!r}")
     types = tuple(parse_type(t, symbols) for _, t in results)
@@ -188,9 +190,13 @@ def _parse_output(line: str) -> Output:
     return Output(match[1], match[2], value)  # type: ignore[arg-type]
 
 
-def parse_graph(text: str) -> tuple[tuple[tuple[str, int], ...], tuple[Node, ...], tuple[Output, ...]]:
+def text_lines(text: str) -> list[str]:
+    """The lines of ``text`` that are not empty, without indentation."""
+    return [line.strip() for line in text.strip().splitlines() if line.strip()]
+
+
+def parse_graph(lines: list[str]) -> tuple[tuple[tuple[str, int], ...], tuple[Node, ...], tuple[Output, ...]]:
     """The symbols, nodes and outputs that :func:`print_graph` printed. Raises :class:`GraphError` naming the line."""
-    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     header = re.match(r"^graph\((.*)\)$", lines[0]) if lines else None
     if header is None:
         raise GraphError('a graph starts with a line such as "graph(b=8)"')

@@ -19,6 +19,9 @@ bucketed form, ``collective.all_reduce_bucket([x, y, ...], axes, op)`` and
 many results. ``before`` is counted on the device (see :func:`autopar.ir.placements.local_before`); uneven shards are
 padded by the runtime to the largest. ``axes`` are mesh axes, outermost first: the devices that differ only there, in
 row-major order.
+
+Text forms: ``str`` shows what runs; :meth:`Program.to_text` also says what goes in and comes out, and which module an
+instruction is of, and :meth:`Program.from_text` reads both.
 """
 
 from __future__ import annotations
@@ -30,11 +33,13 @@ from typing import Any, Literal
 
 import torch
 
+from autopar.errors import GraphError
 from autopar.torch_internals.operators import OpOverload, schema_of
 
-from .graph_text import print_arg
+from .graph_text import print_arg, text_lines
 from .node import Arg, Value
 from .placements import Placements
+from .program_text import GROUPS, InstructionParts, SectionParts, parse_program, parse_sections, print_slot
 
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 COLLECTIVES: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -68,6 +73,11 @@ class Instruction:
     results: int = 1
     module: str = ""
 
+    @staticmethod
+    def of(parts: InstructionParts) -> Instruction:
+        """The instruction that was read from text."""
+        return Instruction(*parts)
+
     def __str__(self) -> str:
         names = ", ".join(str(Value(self.name, i)) for i in range(self.results))
         args = [print_arg(a) for a in self.args] + [f"{k}={print_arg(a)}" for k, a in self.kwargs]
@@ -98,9 +108,27 @@ class Section:
     outputs: tuple[Value | None, ...]
 
     def __str__(self) -> str:
+        return self.to_text(modules=False)
+
+    def to_text(self, modules: bool = True) -> str:
+        """The text form, which :meth:`from_text` reads, with the ``modules`` that instructions are of."""
         head = f"{self.name}({', '.join('%' + name for name in self.inputs)}):"
-        tail = f"  return {', '.join('none' if v is None else str(v) for v in self.outputs)}"
-        return "\n".join([head, *(f"  {instruction}" for instruction in self.instructions), tail])
+        tail = f"  return {', '.join('none' if v is None else str(v) for v in self.outputs)}".rstrip()
+        ends = (f"  @{i.module}" if modules and i.module else "" for i in self.instructions)
+        return "\n".join([head, *(f"  {i}{end}" for i, end in zip(self.instructions, ends, strict=True)), tail])
+
+    @staticmethod
+    def from_text(text: str) -> Section:
+        """The section that :meth:`to_text` printed. Raises :class:`GraphError` naming the line."""
+        found = parse_sections(text_lines(text))
+        if len(found) != 1:
+            raise GraphError(f"{len(found)} sections where one was expected")
+        return Section.of(found[0])
+
+    @staticmethod
+    def of(parts: SectionParts) -> Section:
+        """The section that was read from text."""
+        return Section(parts.name, parts.inputs, tuple(map(Instruction.of, parts.instructions)), parts.outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +179,28 @@ class Program:
         """Whether it takes a random state."""
         return any(slot.kind == "random" for slot in self.placeholders)
 
+    @property
+    def sections(self) -> tuple[Section, Section, Section]:
+        return self.refresh, self.forward, self.backward
+
     def __str__(self) -> str:
         head = f"# rank at {self.coordinate} of mesh {self.mesh}"
-        return "\n".join([head, str(self.refresh), str(self.forward), str(self.backward)]) + "\n"
+        return "\n".join([head, *map(str, self.sections)]) + "\n"
+
+    def to_text(self) -> str:
+        """The text form, which :meth:`from_text` reads; constants print by name only."""
+        slots = (print_slot(group, slot) for group in GROUPS for slot in getattr(self, group))
+        head = f"# rank at {self.coordinate} of mesh {self.mesh}"
+        return "\n".join([head, *slots, *(section.to_text() for section in self.sections)]) + "\n"
+
+    @staticmethod
+    def from_text(text: str) -> Program:
+        """The program that :meth:`to_text` printed, or ``str``, which leaves out slots and modules. Raises
+        :class:`GraphError` naming the line."""
+        parts = parse_program(text)
+        named = {section.name: Section.of(section) for section in parts.sections}
+        if tuple(named) != ("refresh", "forward", "backward") or len(parts.sections) != len(named):
+            found = ", ".join(section.name for section in parts.sections) or "none"
+            raise GraphError(f"a program has the sections refresh, forward and backward, in this order; found: {found}")
+        slots = {group: tuple(TensorSlot(*slot) for slot in found) for group, found in parts.slots.items()}
+        return Program(parts.mesh, parts.coordinate, **slots, **named)

@@ -75,3 +75,64 @@ def test_without_dead_keeps_placeholders() -> None:
 
 def test_str_counts() -> None:
     assert str(Graph.from_text(TEXT)) == "Graph with 2 operations (1 params, 1 inputs)"
+
+
+ANNOTATED = """graph(b=8)
+%w: f32[4, 4] = param("w")  like %w
+  | -> (R,R)
+  | -> (S(0),P(sum))
+%x: f32[b, 4] = input("x")
+%y: f32[b, 4] = aten.mm.default(%x, %w)  @layers.1  like %w
+  | (R,S(1/3)) (S(0),R) -> (P(max),R) [masked]
+backward %z: f32[b, 4] = aten.neg.default(%y)  like %y
+  | (R,R) -> (R,R)
+return output "0" = %y
+"""
+
+
+def test_annotations_round_trip_and_are_left_out_unless_asked_for() -> None:
+    graph = Graph.from_text(ANNOTATED)
+    assert graph.to_text(annotated=True) == ANNOTATED
+    assert graph.classes == {"w": "w", "y": "w", "z": "y"}
+    assert graph.strategies["y"][0].local == "masked" and "x" not in graph.strategies
+    plain = graph.to_text()
+    assert "like" not in plain and "|" not in plain
+    assert Graph.from_text(plain) == graph and not Graph.from_text(plain).strategies
+
+
+ILL_TYPED = """graph(b=8)
+%w: f32[4, 2] = param("w")
+%h: bf16[4, 2] = param("h", stored=torch.float32)
+%x: f32[b, 4] = input("x")
+%m: i64[] = buffer("m")
+%y: f32[4, 4], %y.1: none = aten.mm.default(%w, %w)
+{line}
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('return gradient "w" = %y', r"the gradient 'w' is %y: f32\[4, 4\], but %w is f32\[4, 2\]"),
+        ('return gradient "h" = %h', r"the gradient 'h' is %h: bf16\[4, 2\], but %h is f32\[4, 2\]"),
+        ('return input_gradient "x" = %m', r"the input_gradient 'x' is %m: i64\[\], but %x is f32\[b, 4\]"),
+        ('return mutation "m" = %w', r"the mutation 'm' is %w"),
+        ('return output "0" = %y.1', r"the output '0' is %y.1, which is no tensor"),
+        ('return output "0" = %y.2', r"the output '0' is %y.2, which is no tensor"),
+        ("%z: f32[4, 4] = aten.neg.default(%y.1)", r"%z uses %y.1, but that result of aten.mm.default is no tensor"),
+        ("%z: f32[4, 2] = autopar.rest(%y)", r"%z is a rest of type f32\[4, 2\], but of %y: f32\[4, 4\]"),
+        (
+            "backward %g: f32[4, 4] = aten.neg.default(%y)\n%z: f32[4, 4] = aten.neg.default(%g)",
+            "%z = aten.neg.default is of the forward phase and uses %g of the backward phase",
+        ),
+    ],
+)
+def test_types_and_phases_are_verified(line: str, message: str) -> None:
+    with pytest.raises(GraphError, match=message):
+        Graph.from_text(ILL_TYPED.format(line=line))
+
+
+def test_sizes_that_may_be_equal_are_let_through() -> None:
+    graph = Graph.from_text(ILL_TYPED.format(line='return mutation "m" = none'))
+    text = graph.to_text().replace("%y: f32[4, 4]", "%y: f32[b, 2]").replace("mutation", "gradient")
+    assert Graph.from_text(text.replace('"m" = none', '"w" = %y')).gradients["w"] == Value("y")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from autopar.ir.annotation_text import parse_strategy
 from autopar.ir.graph import Graph
 from autopar.ir.node import Value
-from autopar.ir.placements import Strategy, parse_placements
 from autopar.passes.annotate.annotate import annotate, rule_sources
 from autopar.passes.annotate.prune import live_placements
 from autopar.passes.recompute.saved_values import save_activations
+from tests.helpers.pass_text import check
 
 
 def strategies(text: str, mesh: tuple[int, ...]) -> dict[str, list[str]]:
@@ -26,16 +29,31 @@ return output "0" = %z
 
 
 def test_one_axis() -> None:
-    found = strategies(CHAIN, (2,))
-    assert found["w"] == ["-> (R)", "-> (S(0))", "-> (S(1))"]
-    assert found["x"] == ["-> (R)", "-> (S(0))", "-> (S(1))"]
-    assert found["y"] == [
-        "(R) (R) -> (R)",
-        "(S(0)) (R) -> (S(0))",
-        "(S(1)) (S(0)) -> (P(sum))",
-        "(R) (S(1)) -> (S(1))",
-    ]
-    assert found["z"] == ["(R) -> (R)", "(S(0)) -> (S(0))", "(S(1)) -> (S(1))"]
+    check(
+        partial(annotate, mesh=(2,)),
+        "graph()\n" + CHAIN,
+        """
+        graph()
+        %w: f32[4, 6] = param("w")
+          | -> (R)
+          | -> (S(0))
+          | -> (S(1))
+        %x: f32[8, 4] = input("x")
+          | -> (R)
+          | -> (S(0))
+          | -> (S(1))
+        %y: f32[8, 6] = aten.mm.default(%x, %w)
+          | (R) (R) -> (R)
+          | (S(0)) (R) -> (S(0))
+          | (S(1)) (S(0)) -> (P(sum))
+          | (R) (S(1)) -> (S(1))
+        %z: f32[8, 6] = aten.tanh.default(%y)
+          | (R) -> (R)
+          | (S(0)) -> (S(0))
+          | (S(1)) -> (S(1))
+        return output "0" = %z
+        """,
+    )
 
 
 def test_two_axes_are_one_after_the_other() -> None:
@@ -144,14 +162,7 @@ def test_what_no_costly_operation_wants_is_left_out() -> None:
 def live(text: str, offered: dict[str, list[str]]) -> dict[str, set[str]]:
     """The live placements of each value, given the strategies offered to each node on one axis."""
     graph = Graph.from_text("graph()\n" + text)
-    read = {
-        name: [
-            Strategy(*(tuple(map(parse_placements, side.split())) for side in strategy.split("->")))
-            for strategy in found
-        ]
-        for name, found in offered.items()
-    }
-    found = live_placements(graph, read)
+    found = live_placements(graph, {n: [parse_strategy(f"| {s}") for s in ways] for n, ways in offered.items()})
     return {node.name: set(map(str, found.get(Value(node.name), ()))) for node in graph.nodes}
 
 

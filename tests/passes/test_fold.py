@@ -1,45 +1,38 @@
-"""Folding: nodes that play the same part in equal layers are in one class; text in, classes out."""
+"""Folding: nodes that play the same part in equal layers are in one class; text in, text out."""
 
 from __future__ import annotations
 
-from autopar.ir.graph import Graph
+from functools import partial
+
 from autopar.passes.annotate.fold import fold_layers
-from autopar.passes.recompute.saved_values import save_activations
+from tests.helpers.pass_text import check
 
 LAYERS = """graph()
-%w0: f32[4, 4] = param("layers.0.fc.weight")
-%w1: f32[4, 4] = param("layers.1.fc.weight")
-%w2: f32[4, 8] = param("layers.2.fc.weight")
-%x: f32[2, 4] = input("x")
-%a: f32[2, 4] = aten.mm.default(%x, %w0)  @layers.0.fc
-%b: f32[2, 4] = aten.mm.default(%a, %w1)  @layers.1.fc
-%c: f32[2, 8] = aten.mm.default(%b, %w2)  @layers.2.fc
+%w0: f32[4, 4] = param("layers.0.fc.weight"){w0}
+%w1: f32[4, 4] = param("layers.1.fc.weight"){w1}
+%w2: f32[4, 8] = param("layers.2.fc.weight"){w2}
+%x: f32[2, 4] = input("x"){x}
+%a: f32[2, 4] = aten.mm.default(%x, %w0)  @layers.0.fc{a}
+%b: f32[2, 4] = aten.mm.default(%a, %w1)  @layers.1.fc{b}
+%c: f32[2, 8] = aten.mm.default(%b, %w2)  @layers.2.fc{c}
 return output "0" = %c
 """
+NAMES = ("w0", "w1", "w2", "x", "a", "b", "c")
+PLAIN = LAYERS.format_map(dict.fromkeys(NAMES, ""))
+
+
+def folded(**classes: str) -> str:
+    """The layers, each node in a class of its own but for those in ``classes``."""
+    return LAYERS.format_map({name: f"  like %{classes.get(name, name)}" for name in NAMES})
 
 
 def test_equal_layers_share_a_class_and_a_wider_one_does_not() -> None:
-    classes = fold_layers(Graph.from_text(LAYERS)).classes
-    assert classes == {"w0": "w0", "w1": "w0", "w2": "w2", "x": "x", "a": "a", "b": "a", "c": "c"}
+    check(fold_layers, PLAIN, folded(w1="w0", b="a"))
 
 
 def test_stretches_of_depth_are_apart() -> None:
-    classes = fold_layers(Graph.from_text(LAYERS), groups=3).classes
-    assert all(name == representative for name, representative in classes.items())
+    check(partial(fold_layers, groups=3), PLAIN, folded())
 
 
-def test_a_value_saved_for_backward_rests_once() -> None:
-    graph = Graph.from_text("""graph()
-%x: f32[2, 4] = input("x")
-%t: f32[2, 4] = tangent("0")
-%y: f32[2, 4] = aten.tanh.default(%x)
-backward %g: f32[2, 4] = aten.tanh_backward.default(%t, %y)
-backward %h: f32[2, 4] = aten.mul.Tensor(%g, %y)
-return output "0" = %y
-return input_gradient "x" = %h
-""")
-    rested = save_activations(graph)
-    assert [node.name for node in rested.nodes if node.op == "autopar.rest"] == ["y_rest"]
-    assert [value.node for value in rested["g"].operands] == ["t", "y_rest"]
-    assert [value.node for value in rested["h"].operands] == ["g", "y_rest"]
-    assert save_activations(rested) == rested
+def test_what_is_pinned_otherwise_is_apart() -> None:
+    check(partial(fold_layers, apart={"w1": "S(0)"}), PLAIN, folded(b="a"))

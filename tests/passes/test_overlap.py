@@ -2,46 +2,15 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
-from autopar.ir.graph import Graph
-from autopar.ir.node import Value
-from autopar.ir.placements import REPLICATE
-from autopar.ir.program import Instruction, Program, Section, TensorSlot
 from autopar.passes.lower.overlap import overlap, overlap_section
-
-
-def parse_section(text: str) -> Section:
-    """A section from its text form."""
-    head, *body, tail = (line.strip() for line in text.strip().splitlines())
-    name, _, listed = head.removesuffix("):").partition("(")
-    inputs = tuple(word.removeprefix("%") for word in listed.split(", "))
-    lines = ["graph()", *(f'%{word}: f32[1] = input("{word}")' for word in inputs)]
-    for line in body:
-        results, _, call = line.partition(" = ")
-        lines.append(f"{', '.join(f'{r}: f32[1]' for r in results.split(', '))} = {call}")
-    nodes = Graph.from_text("\n".join(lines)).nodes[len(inputs) :]
-    returned = re.findall(r"%(\w+)(?:\.(\d+))?", tail)
-    return Section(
-        name,
-        inputs,
-        tuple(Instruction(n.name, n.op, n.args, n.kwargs, len(n.types)) for n in nodes),
-        tuple(Value(word, int(index or 0)) for word, index in returned),
-    )
-
-
-def lines(text: str) -> str:
-    return "\n".join(line.strip() for line in text.strip().splitlines())
-
-
-def check(before: str, after: str) -> None:
-    assert lines(str(overlap_section(parse_section(before)))) == lines(after)
+from tests.helpers.pass_text import check
 
 
 def test_a_wait_moves_down_to_the_first_use() -> None:
     check(
+        overlap_section,
         """
         backward(%x, %w):
           %y = aten.mm.default(%x, %w)
@@ -67,6 +36,7 @@ def test_a_wait_moves_down_to_the_first_use() -> None:
 
 def test_what_is_only_returned_is_awaited_last_and_in_order() -> None:
     check(
+        overlap_section,
         """
         backward(%x, %y):
           %g = collective.all_reduce_bucket([%x, %y], axes=[0], op="sum")
@@ -98,12 +68,13 @@ def test_a_wait_put_elsewhere_on_purpose_stays() -> None:
           %b = aten.relu.default(%a)
           return %g_wait, %b
         """
-    check(text, text)
+    check(overlap_section, text, text)
 
 
 def test_the_next_weight_is_on_its_way_while_one_is_awaited() -> None:
     """One gathered weight ahead and no more; what is gathered but no input (%a) stays where it is made."""
     check(
+        overlap_section,
         """
         forward(%x, %u, %v, %w):
           %gu = collective.all_gather(%u, axes=[0], dim=0, size=4, before=1)
@@ -137,18 +108,22 @@ def test_the_next_weight_is_on_its_way_while_one_is_awaited() -> None:
     )
 
 
-EMPTY = Section("refresh", (), (), ())
+PROGRAM = """
+# rank at (0,) of mesh (2,)
+{slots}
+refresh():
+  return
+{forward}
+backward():
+  return
+"""
 
 
-def overlapped(text: str, **kinds: str) -> str:
-    """The text of the forward section of a program whose inputs and results are of the given kinds."""
-    section = parse_section(text)
-    slots = [TensorSlot(name, kind, name, (4,), (REPLICATE,)) for name, kind in kinds.items()]
-    results = tuple(slot for slot in slots if slot.kind in ("output", "mutation"))
-    placeholders = tuple(slot for slot in slots if slot not in results)
-    backward = Section("backward", (), (), ())
-    program = Program((2,), (0,), (), placeholders, results, (), (), EMPTY, section, backward)
-    return lines(str(overlap(program).forward))
+def program(forward: str, **kinds: str) -> str:
+    """The text of a program with that forward section, whose inputs and results are of the given kinds."""
+    groups = {name: "result" if kind in ("output", "mutation") else "placeholder" for name, kind in kinds.items()}
+    slots = [f'{groups[name]} "{name}" = {kind} "{name}": f32[4] at (R)' for name, kind in kinds.items()]
+    return PROGRAM.format(slots="\n".join(slots), forward=forward.strip())
 
 
 COUNT = """
@@ -161,29 +136,26 @@ forward(%w, %labels):
   %mean = aten.div.Tensor(%y, %count_wait)
   return %mean
 """
+EARLY_COUNT = """
+forward(%w, %labels):
+  %valid = aten.ne.Scalar(%labels, -100)
+  %count = aten.sum.default(%valid)
+  %count_all_reduce = collective.all_reduce(%count, axes=[0], op="sum")
+  %y = aten.tanh.default(%w)
+  %count_wait = collective.wait(%count_all_reduce)
+  %mean = aten.div.Tensor(%y, %count_wait)
+  return %mean
+"""
 
 
 def test_what_depends_on_the_batch_alone_starts_first() -> None:
-    assert overlapped(COUNT, w="param", labels="input", mean="output") == lines("""
-        forward(%w, %labels):
-          %valid = aten.ne.Scalar(%labels, -100)
-          %count = aten.sum.default(%valid)
-          %count_all_reduce = collective.all_reduce(%count, axes=[0], op="sum")
-          %y = aten.tanh.default(%w)
-          %count_wait = collective.wait(%count_all_reduce)
-          %mean = aten.div.Tensor(%y, %count_wait)
-          return %mean
-    """)
+    kinds = {"w": "param", "labels": "input", "mean": "output"}
+    check(overlap, program(COUNT, **kinds), program(EARLY_COUNT, **kinds))
 
 
 def test_what_depends_on_a_parameter_does_not() -> None:
-    assert overlapped(COUNT, w="param", labels="param", mean="output").startswith(
-        lines("""
-        forward(%w, %labels):
-          %y = aten.tanh.default(%w)
-          %valid = aten.ne.Scalar(%labels, -100)
-    """)
-    )
+    same = program(COUNT, w="param", labels="param", mean="output")
+    check(overlap, same, same)
 
 
 LOSS = """
@@ -194,28 +166,40 @@ forward(%x):
   %a = aten.relu.default(%x)
   return %loss_wait, %a
 """
+LATE_WAIT = """
+forward(%x):
+  %loss = aten.sum.default(%x)
+  %loss_all_reduce = collective.all_reduce(%loss, axes=[0], op="sum")
+  %a = aten.relu.default(%x)
+  %loss_wait = collective.wait(%loss_all_reduce)
+  return %loss_wait, %a
+"""
+NO_WAIT = """
+forward(%x):
+  %loss = aten.sum.default(%x)
+  %loss_all_reduce = collective.all_reduce(%loss, axes=[0], op="sum")
+  %a = aten.relu.default(%x)
+  return %loss_all_reduce, %a
+"""
 
 
 def test_the_wait_for_a_loss_is_left_to_whoever_wants_it() -> None:
-    assert overlapped(LOSS, x="param", loss="output") == lines("""
-        forward(%x):
-          %loss = aten.sum.default(%x)
-          %loss_all_reduce = collective.all_reduce(%loss, axes=[0], op="sum")
-          %a = aten.relu.default(%x)
-          return %loss_all_reduce, %a
-    """)
+    kinds = {"x": "param", "loss": "output"}
+    check(overlap, program(LOSS, **kinds), program(NO_WAIT, **kinds))
+
+
+USED = LOSS.replace("relu.default(%x)", "relu.default(%loss_wait)")
+SAVED = ("%loss_wait, %a", "%loss_wait, %loss_wait")
 
 
 @pytest.mark.parametrize(
-    ("text", "kinds"),
+    ("before", "after", "kind"),
     [
-        (LOSS, {"loss": "mutation"}),
-        (LOSS.replace("%loss_wait, %a", "%loss_wait, %loss_wait"), {"loss": "output"}),
-        (LOSS.replace("relu.default(%x)", "relu.default(%loss_wait)"), {"loss": "output"}),
+        pytest.param(LOSS, LATE_WAIT, "mutation", id="a new buffer"),
+        pytest.param(LOSS.replace(*SAVED), LATE_WAIT.replace(*SAVED), "output", id="saved for backward as well"),
+        pytest.param(USED, USED, "output", id="used as well"),
     ],
-    ids=["a new buffer", "saved for backward as well", "used as well"],
 )
-def test_a_wait_that_something_else_needs_stays(text: str, kinds: dict[str, str]) -> None:
-    found = overlapped(text, x="param", **kinds)
-    assert "%loss_wait = collective.wait(%loss_all_reduce)" in found
-    assert "return %loss_wait" in found
+def test_a_wait_that_something_else_needs_stays(before: str, after: str, kind: str) -> None:
+    kinds = {"x": "param", "loss": kind}
+    check(overlap, program(before, **kinds), program(after, **kinds))

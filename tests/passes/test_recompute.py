@@ -31,6 +31,7 @@ from autopar.plans.plan import Plan
 from autopar.search.best_plan import best_plan
 from autopar.solver.problem import evaluate
 from tests.helpers.models import Case, Stack, text
+from tests.helpers.pass_text import check
 from tests.helpers.planning import CLUSTER, Setting, make_request, requested, setting
 from tests.helpers.simulate import World
 from tests.passes.test_lower import programs, random_assignment
@@ -56,16 +57,30 @@ def body(graph: Graph) -> list[str]:
 
 
 def test_copies_stand_before_their_first_use() -> None:
-    made = Recompute(frozenset(("h", "h_rest", "y", "y_rest")))(Graph.from_text(CHAIN))
-    assert body(made) == [
-        "backward %h_recomputed: f32[4, 4] = aten.mm.default(%x, %w)",
-        "backward %h_rest_recomputed: f32[4, 4] = autopar.rest(%h_recomputed)",
-        "backward %y_recomputed: f32[4, 4] = aten.tanh.default(%h_rest_recomputed)",
-        "backward %y_rest_recomputed: f32[4, 4] = autopar.rest(%y_recomputed)",
-        "backward %g: f32[4, 4] = aten.mul.Tensor(%d, %y_rest_recomputed)",
-        "backward %k: f32[4, 4] = aten.mul.Tensor(%g, %h_rest_recomputed)",
-    ]
-    assert made.kept == frozenset()
+    everything = Recompute(frozenset(("h", "h_rest", "y", "y_rest")))
+    check(
+        everything,
+        CHAIN,
+        """
+        graph()
+        %x: f32[4, 4] = input("x")
+        %w: f32[4, 4] = param("w")
+        %d: f32[4, 4] = tangent("0")
+        %h: f32[4, 4] = aten.mm.default(%x, %w)
+        %h_rest: f32[4, 4] = autopar.rest(%h)
+        %y: f32[4, 4] = aten.tanh.default(%h_rest)
+        %y_rest: f32[4, 4] = autopar.rest(%y)
+        backward %h_recomputed: f32[4, 4] = aten.mm.default(%x, %w)
+        backward %h_rest_recomputed: f32[4, 4] = autopar.rest(%h_recomputed)
+        backward %y_recomputed: f32[4, 4] = aten.tanh.default(%h_rest_recomputed)
+        backward %y_rest_recomputed: f32[4, 4] = autopar.rest(%y_recomputed)
+        backward %g: f32[4, 4] = aten.mul.Tensor(%d, %y_rest_recomputed)
+        backward %k: f32[4, 4] = aten.mul.Tensor(%g, %h_rest_recomputed)
+        return output "0" = %y_rest
+        return gradient "w" = %k
+        """,
+    )
+    assert everything(Graph.from_text(CHAIN)).kept == frozenset()
 
 
 def test_a_copy_reads_what_is_kept() -> None:
