@@ -203,4 +203,5 @@ class Program:
             found = ", ".join(section.name for section in parts.sections) or "none"
             raise GraphError(f"a program has the sections refresh, forward and backward, in this order; found: {found}")
         slots = {group: tuple(TensorSlot(*slot) for slot in found) for group, found in parts.slots.items()}
-        return Program(parts.mesh, parts.coordinate, **slots, **named)
+        fields: dict[str, Any] = {**slots, **named}
+        return Program(parts.mesh, parts.coordinate, **fields)
