@@ -1,27 +1,23 @@
 """Runs a function on several local processes, as ranks of one torch.distributed world.
 
-Ranks are forked where that is safe (no second import of torch; closures work), else started afresh with the
-function sent by cloudpickle. The parent serves the rendezvous store on a port of its own, so no two runs
-meet; it starts to serve only when all ranks are forked, because a fork beside a busy server thread inherits
-whatever lock that thread holds. A rank that raises, dies or hangs ends the run: the others are killed, every
-process is reaped, and the error shows where that rank was.
+Ranks are copies of a template that has imported torch and what else the function names (:mod:`autopar.processes`), or
+are started afresh. The function is sent by cloudpickle, so closures work. The parent serves the rendezvous store on a
+port of its own, so no two runs meet. A rank that raises, dies or hangs ends the run: the others are killed, every
+process is waited for, and the error shows where that rank was.
 """
 
 from __future__ import annotations
 
 import ctypes
 import faulthandler
-import gc
 import os
 import selectors
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -33,9 +29,12 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import AutoparError, OptionsError, WorkerError
+from autopar.processes.child import Child, own
+from autopar.processes.errand import Errand, errand, open_errand
+from autopar.processes.template import start as start_process
 
 Result = TypeVar("Result")
-Start = Literal["auto", "fork", "spawn"]
+Start = Literal["auto", "template", "spawn"]
 
 # How long after the first failure others are still listened to: the cause may report after its consequences.
 _SETTLE_SECONDS = 0.3
@@ -47,16 +46,14 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class _Task:
-    """What one rank is told. It reads the store's port from the descriptor ``door``."""
+    """What all ranks are told; ``traces`` is the folder of a file for each."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
-    rank: int
     world: int
-    door: int
     threads: int
     backend: str | None
-    trace: str
+    traces: str
 
 
 @dataclass(frozen=True)
@@ -72,21 +69,24 @@ class _Report:
 
 @dataclass
 class _Worker:
-    """A rank as the parent sees it. ``status`` is its wait status once reaped."""
+    """A rank as the parent sees it."""
 
     rank: int
-    pid: int
+    process: Child
     pipe: int
     trace: Path
     data: bytearray = field(default_factory=bytearray)
     report: _Report | None = None
     open: bool = True
-    status: int | None = None
 
-    def reap(self, block: bool = False) -> None:
-        if self.status is None:
-            pid, status = os.waitpid(self.pid, 0 if block else os.WNOHANG)
-            self.status = status if pid else None
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def status(self) -> int | None:
+        """Its wait status, None while it runs."""
+        return self.process.poll()
 
     def read(self) -> bool:
         """Takes what the pipe holds; False at its end."""
@@ -113,7 +113,7 @@ class _Worker:
 
     @property
     def dying(self) -> bool:
-        """Its pipe closed without a report, but it cannot be reaped yet: descriptors go first."""
+        """Its pipe closed without a report, but its status is not known yet: descriptors go first."""
         return not self.open and self.report is None and self.status is None
 
     @property
@@ -145,33 +145,19 @@ def run_local(
         raise OptionsError(f"run_local needs at least one process, got {nprocs}")
     deadline = time.monotonic() + timeout
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="autopar-")))
-        servers: list[object] = []
-        stack.callback(servers.clear)
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="autopar-"))
+        threads = max(1, (os.cpu_count() or 1) // nprocs)
+        sent = stack.enter_context(errand(_Task(function, tuple(args), nprocs, threads, backend, folder)))
         door, knock = os.pipe()
         stack.callback(os.close, door)
         stack.callback(os.close, knock)
-        threads = max(1, (os.cpu_count() or 1) // nprocs)
-        begin = _spawn if _starts_afresh(start) else _fork
+        begin = _spawn if _starts_afresh(start) else _copy
         workers: list[_Worker] = []
         stack.callback(_end, workers)
         for rank in range(nprocs):
-            trace = str(folder / f"rank{rank}")
-            task = _Task(
-                function=function,
-                args=tuple(args),
-                rank=rank,
-                world=nprocs,
-                door=door,
-                threads=threads,
-                backend=backend,
-                trace=trace,
-            )
-            workers.append(begin(task))
+            workers.append(_begin(begin, sent, door, rank, Path(folder)))
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         os.write(knock, store.port.to_bytes(_PORT_BYTES, "little") * nprocs)
-        servers.append(store)
-        del store
         _listen(workers, deadline)
         if any(worker.report is None or worker.failed for worker in workers):
             _raise(workers, timeout)
@@ -179,92 +165,82 @@ def run_local(
 
 
 def _starts_afresh(start: Start) -> bool:
-    """Neither a CUDA context nor a process group survives a fork."""
-    if start == "auto":
-        return torch.cuda.is_initialized() or dist.is_initialized() or not hasattr(os, "fork")
-    return start == "spawn"
+    return start == "spawn" or not hasattr(os, "fork")
 
 
-def _fork(task: _Task) -> _Worker:
+def _begin(
+    begin: Callable[[Errand, Sequence[int], int], Child], sent: Errand, door: int, rank: int, folder: Path
+) -> _Worker:
     reading, writing = os.pipe()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with warnings.catch_warnings():
-        # The child calls nothing that needs another thread of the parent.
-        warnings.filterwarnings("ignore", r".*multi-threaded, use of fork\(\)", DeprecationWarning)
-        pid = os.fork()
-    if pid == 0:
-        # Collecting the parent's garbage here could wait for threads that only the parent has (stores,
-        # process groups).
-        gc.freeze()
+    try:
+        process = begin(sent, (door, writing), rank)
+    except BaseException:
         os.close(reading)
-        _work(task, writing, forked=True)
-    os.close(writing)
+        raise
+    finally:
+        os.close(writing)
     with suppress(PermissionError, ProcessLookupError):
-        os.setpgid(pid, pid)
-    return _Worker(task.rank, pid, reading, Path(task.trace))
+        os.setpgid(process.pid, process.pid)
+    return _Worker(rank, process, reading, _trace_file(folder, rank))
 
 
-def _spawn(task: _Task) -> _Worker:
-    reading, writing = os.pipe()
-    code = f"from autopar.runtime.launch import work_from_stdin; work_from_stdin({writing})"
+def _trace_file(folder: str | Path, rank: int) -> Path:
+    return Path(folder, f"rank{rank}")
+
+
+def _copy(sent: Errand, pipes: Sequence[int], rank: int) -> Child:
+    return start_process("autopar.runtime.launch:work", sent, pipes, (rank,))
+
+
+def _spawn(sent: Errand, pipes: Sequence[int], rank: int) -> Child:
+    descriptors = (sent.descriptor, *pipes)
+    given = ", ".join(map(str, (*descriptors, rank)))
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, pass_fds=(writing, task.door), process_group=0,
+        [sys.executable, "-c", f"from autopar.runtime.launch import work; work({given})"],
+        stdin=subprocess.DEVNULL, pass_fds=descriptors, process_group=0,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )  # fmt: skip
-    os.close(writing)
-    assert process.stdin is not None
-    with suppress(BrokenPipeError), process.stdin:
-        process.stdin.write(cloudpickle.dumps(task))
-    process.returncode = 0  # The worker is reaped below by its id, not by this object.
-    return _Worker(task.rank, process.pid, reading, Path(task.trace))
+    process.returncode = 0  # It is waited for by its id, not by this object.
+    return own(process.pid)
 
 
-def work_from_stdin(pipe: int) -> NoReturn:
-    """The life of a rank started afresh: its task comes on standard input, its report leaves on the
-    descriptor ``pipe``."""
-    _work(cloudpickle.loads(sys.stdin.buffer.read()), pipe, forked=False)
-
-
-def _work(task: _Task, pipe: int, *, forked: bool) -> NoReturn:
-    """The life of a rank; it ends in a wait to be killed, so that no peer sees its connections close before
-    all are done."""
+def work(descriptor: int, door: int, pipe: int, rank: int) -> NoReturn:
+    """The life of a rank: it reads the store's port from ``door`` and writes its report to ``pipe``. It then waits
+    to be killed, so that no peer sees its connections close before all are done."""
     try:
-        with open(task.trace, "w") as trace:
-            _settle_in(task, trace)
-            report = _attempt_in_thread(task) if task.threads > 1 and forked else _attempt(task)
+        try:
+            task: _Task = open_errand(descriptor)
+        except Exception as error:
+            _tell(pipe, _Report(time.monotonic(), None, error, traceback.format_exc()))
+        with open(_trace_file(task.traces, rank), "w") as trace:
+            _settle_in(task, door, rank, trace)
+            report = _attempt(task, rank)
         sys.stdout.flush()
         sys.stderr.flush()
-        with open(pipe, "wb") as stream:
-            stream.write(_pack(report))
-        while True:
-            signal.pause()
+        _tell(pipe, report)
     finally:
         os._exit(1)
 
 
-def _attempt(task: _Task) -> _Report:
+def _tell(pipe: int, report: _Report) -> NoReturn:
+    with open(pipe, "wb") as stream:
+        stream.write(_pack(report))
+    while True:
+        signal.pause()
+
+
+def _attempt(task: _Task, rank: int) -> _Report:
     try:
         torch.set_num_threads(task.threads)
         if task.backend is not None:
             dist.init_process_group(task.backend)
-        result = task.function(task.rank, task.world, *task.args)
+        result = task.function(rank, task.world, *task.args)
         return _Report(time.monotonic(), result)
     except BaseException as error:
         return _Report(time.monotonic(), None, error, traceback.format_exc())
 
 
-def _attempt_in_thread(task: _Task) -> _Report:
-    """A forked child lacks the threads of its parent's OpenMP pool and would wait for them; a new thread gets
-    a pool of its own."""
-    reports: list[_Report] = []
-    thread = threading.Thread(target=lambda: reports.append(_attempt(task)), name=f"rank {task.rank}")
-    thread.start()
-    thread.join()
-    return reports[0]
-
-
-def _settle_in(task: _Task, trace: IO[str]) -> None:
+def _settle_in(task: _Task, door: int, rank: int, trace: IO[str]) -> None:
     # A parent that dies takes its ranks along.
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -274,9 +250,9 @@ def _settle_in(task: _Task, trace: IO[str]) -> None:
         signal.signal(number, signal.SIG_DFL)
     faulthandler.enable(trace)
     faulthandler.register(signal.SIGUSR1, trace, all_threads=True)
-    port = int.from_bytes(os.read(task.door, _PORT_BYTES), "little")
+    port = int.from_bytes(os.read(door, _PORT_BYTES), "little")
     os.environ.update(
-        RANK=str(task.rank), LOCAL_RANK=str(task.rank), WORLD_SIZE=str(task.world),
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(task.world),
         LOCAL_WORLD_SIZE=str(task.world),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True",
     )  # fmt: skip
@@ -305,8 +281,6 @@ def _listen(workers: list[_Worker], deadline: float) -> None:
                 if not key.data.read():
                     selector.unregister(key.data.pipe)
                     key.data.finish()
-            for worker in workers:
-                worker.reap()
             if any(worker.failed for worker in workers):
                 deadline = min(deadline, time.monotonic() + _SETTLE_SECONDS)
 
@@ -318,8 +292,6 @@ def _raise(workers: list[_Worker], timeout: float) -> NoReturn:
     patience = time.monotonic() + _DYING_SECONDS
     while any(worker.dying for worker in workers) and time.monotonic() < patience:
         time.sleep(0.01)
-        for worker in workers:
-            worker.reap()
     dead = [w for w in workers if w.report is None and w.status is not None]
     if dead:
         raise WorkerError(f"rank {dead[0].rank} of {world} {_cause_of_death(dead[0])}")
@@ -356,9 +328,9 @@ def _cause_of_death(worker: _Worker) -> str:
 
 
 def _end(workers: list[_Worker]) -> None:
-    """Kills and reaps every rank and closes its pipe."""
+    """Kills every rank, waits for it and closes its pipe."""
     for worker in workers:
         worker.kill()
     for worker in workers:
-        worker.reap(block=True)
+        worker.process.poll(block=True)
         os.close(worker.pipe)

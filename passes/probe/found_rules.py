@@ -9,9 +9,10 @@ handed to others, so that all ranks go by what one of them found.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -152,37 +153,37 @@ def _finding(call: OpCall, operation: Any) -> Finding:
     key = key_of(description)
     if key not in KNOWN.findings:
         kept = None if claims else load(description, call)
-        found = kept or (_judge(call, operation, claims) if claims else _search(call, operation))
+        found = kept or (_judge(call, claims) if claims else _search(call))
         if kept is None and found.strategies and not claims:
             store(description, found)
         KNOWN.findings[key] = found
     return KNOWN.findings[key]
 
 
-def _judge(call: OpCall, operation: Any, claims: tuple[AxisStrategy, ...]) -> Finding:
+def _judge(call: OpCall, claims: tuple[AxisStrategy, ...]) -> Finding:
     """What is true of the claims a user registered; where the operation cannot be tried, they are believed."""
-    found = _study(call, operation, claims, probing=False)
+    found = _study(call, claims, probing=False)
     if found.reason and not found.harmful:
         return Finding("trusted", tuple(Proven(c, False) for c in claims), reason=found.reason)
     true = {p.strategy for p in found.strategies}
     return replace(found, source="registered", refuted=tuple(str(c) for c in claims if c not in true))
 
 
-def _search(call: OpCall, operation: Any) -> Finding:
+def _search(call: OpCall) -> Finding:
     """What probing finds, and what DTensor claims and is true."""
     claims = dtensor_strategies(call)
-    found = _study(call, operation, claims, probing=True)
+    found = _study(call, claims, probing=True)
     confirms = any(p.strategy in claims for p in found.strategies)
     return replace(found, source="DTensor" if confirms else "probed")
 
 
-def _study(call: OpCall, operation: Any, claims: tuple[AxisStrategy, ...], probing: bool) -> Finding:
+def _study(call: OpCall, claims: tuple[AxisStrategy, ...], probing: bool) -> Finding:
     """Tries, apart. If that process crashes, does not end, or finds nothing, once more, now with dims tied as in the
     call and small integers: an operation that does not compare the sizes of its operands reads beyond their ends where
     one alone is resized. If that fails too, nothing is known."""
-    outcome = run_apart(lambda: _report(call, operation, claims, probing, cautious=False))
+    outcome = run_apart(partial(_report, call, claims, probing, cautious=False))
     if outcome.crash or outcome.late or (probing and _is_empty(outcome.value)):
-        again = run_apart(lambda: _report(call, operation, claims, probing, cautious=True), CPU_SECONDS // 2)
+        again = run_apart(partial(_report, call, claims, probing, cautious=True), CPU_SECONDS // 2)
         outcome = again if again.value or outcome.value is None else outcome
     found = outcome.value or {"reason": outcome.failure, "harmful": False}
     if "reason" in found:
@@ -197,10 +198,9 @@ def _is_empty(report: dict[str, Any] | None) -> bool:
     return report is not None and "reason" not in report and not report["strategies"]
 
 
-def _report(
-    call: OpCall, operation: Any, claims: tuple[AxisStrategy, ...], probing: bool, cautious: bool
-) -> dict[str, Any]:
+def _report(call: OpCall, claims: tuple[AxisStrategy, ...], probing: bool, cautious: bool) -> dict[str, Any]:
     """What :func:`_study` reads, in the other process."""
+    operation = _registered(call.op)
     with _plain_surroundings():
         try:
             operator = learn(call, operation, cautious)
@@ -224,14 +224,24 @@ def _confirmed(call: OpCall, operation: Any, finding: Finding, offered: Sequence
     kind = key_of(describe(call, str(schema_of(operation))))
     key = (kind, call.size, _magnitude(call), tuple(map(str, claims)))
     if key not in KNOWN.confirmed:
-        outcome = run_apart(lambda: _confirm_plainly(call, operation, claims, finding))
+        outcome = run_apart(partial(_confirm_plainly, call, claims, finding))
         KNOWN.confirmed[key] = tuple(outcome.value or [False] * len(claims))
     return tuple(p for p, holds in zip(offered, KNOWN.confirmed[key], strict=True) if holds)
 
 
-def _confirm_plainly(
-    call: OpCall, operation: Callable[..., Any], claims: Sequence[AxisStrategy], finding: Finding
-) -> list[bool]:
+def _registered(op: str) -> Any:
+    """The operation, which the other process may not have."""
+    operation = find_operation(op)
+    if not isinstance(operation, OpOverload):
+        raise OperatorError(
+            f"{op} is not registered in another process, where it is tried. Smallest change that works: register it in "
+            "a module that can be imported"
+        )
+    return operation
+
+
+def _confirm_plainly(call: OpCall, claims: Sequence[AxisStrategy], finding: Finding) -> list[bool]:
+    operation = _registered(call.op)
     with _plain_surroundings():
         return confirm(call, operation, claims, dict(finding.ranges))
 

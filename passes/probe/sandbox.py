@@ -1,4 +1,4 @@
-"""Runs a function in a forked process, under limits: an operation nobody knows, given made-up values, may crash, hang,
+"""Runs a function in another process, under limits: an operation nobody knows, given made-up values, may crash, hang,
 or change the state of its own library, and none of that is to reach the process that plans.
 """
 
@@ -7,20 +7,25 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import math
 import os
 import resource
 import select
 import signal
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from autopar.errors import WorkerError
+from autopar.processes.errand import errand, open_errand
+from autopar.processes.template import start
+
 CPU_SECONDS = 20
 WALL_SECONDS = 120.0
+_ENTRY = "autopar.passes.probe.sandbox:answer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,49 +40,53 @@ class Outcome:
 
 
 def run_apart(function: Callable[[], Any], cpu_seconds: int = CPU_SECONDS, wall: float = WALL_SECONDS) -> Outcome:
-    """What ``function`` returns, as JSON has it, computed in a copy of this process that computes for ``cpu_seconds``
-    at most. An exception is its failure."""
-    if not hasattr(os, "fork"):
-        return Outcome(failure="this system cannot fork a process to try it in")
+    """What ``function`` returns, as JSON has it, computed in another process, which computes for ``cpu_seconds`` at
+    most. An exception is its failure; so is a function that cannot be sent there."""
     reader, writer = os.pipe()
-    with warnings.catch_warnings():
-        # Threads of the parent (torch's, gloo's) are not in the copy, which starts none and takes no lock of theirs.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
+    try:
+        with errand((function, cpu_seconds)) as sent:
+            child = start(_ENTRY, sent, [writer])
+    except WorkerError as error:
         os.close(reader)
-        _child(function, writer, cpu_seconds)
-    os.close(writer)
+        return Outcome(failure=str(error))
+    finally:
+        os.close(writer)
     try:
         data, late = _read(reader, wall)
     finally:
         os.close(reader)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
-        status = os.waitpid(child, 0)[1]
+            os.kill(child.pid, signal.SIGKILL)
+        status = child.poll(block=True) or 0
     return _outcome(data, status, late, cpu_seconds, wall)
 
 
-def _child(function: Callable[[], Any], writer: int, cpu_seconds: int) -> None:
-    """Never returns: the copy must not go on with its parent's work."""
+def answer(descriptor: int, writer: int) -> None:
+    """In the other process: writes what the function returns, or why it does not. It then ends the process."""
     try:
         quiet = os.open(os.devnull, os.O_WRONLY)
         os.dup2(quiet, 1)
         os.dup2(quiet, 2)
         faulthandler.disable()
-        resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        # Workers of a pool that the parent has started are not there: a second thread would wait for them for ever.
         torch.set_num_threads(1)
         try:
-            answer = {"value": function()}
+            function, cpu_seconds = open_errand(descriptor)
+            _limit(cpu_seconds)
+            said = {"value": function()}
         except Exception as error:
-            answer = {"failure": f"{type(error).__name__}: {error}".strip()[:500]}
-        left = json.dumps(answer).encode()
+            said = {"failure": f"{type(error).__name__}: {error}".strip()[:500]}
+        left = json.dumps(said).encode()
         while left:
             left = left[os.write(writer, left) :]
     finally:
         os._exit(0)
+
+
+def _limit(cpu_seconds: int) -> None:
+    """From now on."""
+    used = math.ceil(time.process_time())
+    resource.setrlimit(resource.RLIMIT_CPU, (used + cpu_seconds, used + cpu_seconds + 1))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _read(reader: int, wall: float) -> tuple[bytes, bool]:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
+
+from autopar.errors import WorkerError
+from autopar.runtime.launch import run_local
 
 from .outcome import SECONDS, Outcome, outcome_of
 from .samples import MODULES, NOT_OURS, OPS, empty_subjects, inplace_subjects, module_subjects, op_subjects
@@ -36,27 +38,28 @@ TRIED = (
     *("module:f64:2", "op:bf16:1", "op:f16:1", "op:f64:3"),
 )
 FINISHED = "finished"
+TIMEOUT = 3600.0
 
 
 def run(job: Job, out: Path, done: set[str], seconds: int = SECONDS) -> None:
-    """One operation in a forked process, which may crash."""
+    """One operation in a process of its own, which may crash."""
+    try:
+        run_local(_run, 1, args=(job, out, done, seconds), backend=None, timeout=TIMEOUT)
+    except WorkerError as error:
+        _write(out, Outcome(_job_name(job), "crash", "process", str(error)))
+    _write(out, Outcome(_job_name(job), FINISHED))
+
+
+def _run(rank: int, world: int, job: Job, out: Path, done: set[str], seconds: int) -> None:
     tried, name = job
     kind, dtype, count = tried.split(":")
-    child = os.fork()
-    if child == 0:
-        torch.set_num_threads(1)
-        try:
-            for case in MAKERS[kind][0](name, dtype, int(count)):
-                if case.name not in done:
-                    _write(out, outcome_of(case, seconds=seconds))
-        except Exception as error:
-            _write(out, Outcome(_job_name(job), "crash", "samples", f"{type(error).__name__}: {error}"))
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(child, 0)
-    if status:
-        _write(out, Outcome(_job_name(job), "crash", "process", f"ended with status {status}"))
-    _write(out, Outcome(_job_name(job), FINISHED))
+    torch.set_num_threads(1)
+    try:
+        for case in MAKERS[kind][0](name, dtype, int(count)):
+            if case.name not in done:
+                _write(out, outcome_of(case, seconds=seconds))
+    except Exception as error:
+        _write(out, Outcome(_job_name(job), "crash", "samples", f"{type(error).__name__}: {error}"))
 
 
 def _job_name(job: Job) -> str:

@@ -14,12 +14,19 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import OptionsError, PlanMismatchError, WorkerError
+from autopar.processes.template import template
 from autopar.runtime.launch import Start, run_local
 
 
 def children() -> set[str]:
-    """Every child of this process, zombies included."""
-    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+    """Every child of the template and of this process, zombies included."""
+    process = template().process
+    assert process is not None
+    return {
+        child
+        for pid in (process.pid, os.getpid())
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +104,7 @@ def test_result_that_cannot_be_sent() -> None:
         run_local(lambda rank, world: (n for n in range(3)), 1, timeout=30)
 
 
-@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("start", ["template", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_killed_rank(start: Start, tmp_path: Path) -> None:
     """The call ends soon after the death, however long a busy machine took to start the ranks."""
     death = tmp_path / "death"

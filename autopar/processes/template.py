@@ -1,0 +1,131 @@
+"""Starts processes from the template (:mod:`.template_server`), which is started when first needed and kept.
+
+``os.fork`` here would copy a process whose threads (of torch's autograd, of OpenMP, of gloo) are not in the copy: on a
+CUDA build of torch the copy cannot run autograd, and elsewhere it may wait for ever. A process started afresh imports
+torch again, which takes seconds. A copy of the template has neither fault.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+
+from autopar.errors import WorkerError
+
+from .child import Child, reported
+from .errand import Errand
+from .template_server import HEADER
+
+_CODE = "from autopar.processes.template_server import serve; serve({})"
+# What every copy needs to open its errand.
+_ALWAYS = ("torch.distributed", "cloudpickle", "autopar.processes.errand")
+
+
+@dataclass
+class Template:
+    """The template as this process sees it; ``process`` is None in a copy, which shares it with its starter."""
+
+    connection: socket.socket
+    process: subprocess.Popen[bytes] | None = None
+    user: int = field(default_factory=os.getpid)
+
+    @classmethod
+    def started(cls) -> Template:
+        """A new one."""
+        here, there = socket.socketpair()
+        with there:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _CODE.format(there.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(there.fileno(),),
+                process_group=0,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        return cls(here, process)
+
+    @property
+    def usable(self) -> bool:
+        """Whether it lives, and belongs to this process and not to one that this process was forked from."""
+        return self.user == os.getpid() and (self.process is None or self.process.poll() is None)
+
+    def start(self, entry: str, errand: Errand, pipes: Sequence[int], said: Sequence[object]) -> Child:
+        """A copy that calls ``entry`` with descriptors of the errand and ``pipes``, as numbered there."""
+        request = pickle.dumps(([*_ALWAYS, *errand.modules], list(sys.path), entry, tuple(said)))
+        reading, writing = os.pipe()
+        with ExitStack() as stack:
+            stack.callback(os.close, writing)
+            out, err = (_descriptor_of(stack, number) for number in (1, 2))
+            socket.send_fds(
+                self.connection,
+                [len(request).to_bytes(HEADER, "little")],
+                [writing, errand.descriptor, out, err, *pipes],
+            )
+            self.connection.sendall(request)
+            answer = self.connection.recv(HEADER, socket.MSG_WAITALL)
+        if not answer:
+            os.close(reading)
+            raise ConnectionResetError("it ended")
+        return reported(int.from_bytes(answer, "little"), reading)
+
+    def end(self) -> None:
+        """Ends it; its copies end with it."""
+        self.connection.close()
+        if self.process is not None and self.user == os.getpid():
+            self.process.wait()
+
+
+_template: Template | None = None
+_lock = threading.Lock()
+
+
+def start(entry: str, errand: Errand, pipes: Sequence[int] = (), said: Sequence[object] = ()) -> Child:
+    """A process that calls ``entry`` (``module:function``) with a descriptor for ``open_errand``, with ``pipes``, and
+    with plain objects ``said``. It writes where this process writes. Raises :class:`WorkerError` if none can be
+    started."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with _lock:
+        try:
+            return template().start(entry, errand, pipes, said)
+        except OSError as error:
+            raise WorkerError(f"no process could be started from the template: {error}") from error
+
+
+def template() -> Template:
+    """The template of this process, started if there is none."""
+    global _template
+    if _template is None or not _template.usable:
+        _template = Template.started()
+    return _template
+
+
+def adopt(connection: socket.socket) -> None:
+    """In a copy: its own processes come from the template that it comes from."""
+    global _template
+    _template = Template(connection)
+
+
+@atexit.register
+def _end() -> None:
+    if _template is not None:
+        with suppress(OSError):
+            _template.end()
+
+
+def _descriptor_of(stack: ExitStack, number: int) -> int:
+    """``number``, or a descriptor of nothing where that is closed."""
+    try:
+        os.fstat(number)
+        return number
+    except OSError:
+        null = os.open(os.devnull, os.O_RDWR)
+        stack.callback(os.close, null)
+        return null
