@@ -2,6 +2,7 @@
 #
 #   make demo          trains an unmodified Llama on 4 local processes
 #   make test          the tests          (make test-slow: the slow ones)
+#   make smoke         some tests on the oldest and the newest torch that is supported (see noxfile.py)
 #   make check         style and types, as CI does
 #   make bench         the figures under benchmarks/results
 #
@@ -19,7 +20,7 @@ JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow check format bench bench-step bench-planning bench-schedules clean
+.PHONY: help install demo test test-slow smoke check format bench bench-step bench-planning bench-schedules clean
 
 help:
 	@sed -n 's/^#  *make/make/p' Makefile
@@ -42,6 +43,9 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) -m slow
+
+smoke: $(STAMP)
+	$(BIN)/python -m nox -s smoke
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -7,6 +7,11 @@
 with one process. :func:`price` and :func:`plan_layouts` price and search layouts of large models.
 """
 
+# ruff: noqa: E402 - what is imported below may fail on a torch that is not supported: warn first.
+from .supported import warn_of_other_torch
+
+warn_of_other_torch()
+
 from autopar.cluster.description import Cluster
 from autopar.ir.graph import Graph
 from autopar.layouts.model import price

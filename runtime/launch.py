@@ -134,16 +134,15 @@ def run_local(
 ) -> list[Result]:
     """``function(rank, nprocs, *args)`` on ``nprocs`` local processes; the results by rank.
 
-    The process group is initialised with ``backend`` (None: only the environment is set, as by torchrun).
-    Each rank gets its share of the cores. ``timeout`` is in seconds, for everything. Results are sent by
-    cloudpickle; tensors are fine.
+        The process group is initialised with ``backend`` (None: only the environment is set, as by torchrun).
+    Each rank gets its share of the cores. ``timeout`` is in seconds, from when the processes have
+    started. The function and the results are sent by cloudpickle; tensors are fine.
 
-    Raises :class:`WorkerError` with the traceback of the rank that raised, died or hung; an
-    :class:`AutoparError` of a rank is raised as it is, with that rank's traceback as a note.
+        Raises :class:`WorkerError` with the traceback of the rank that raised, died or hung; an
+        :class:`AutoparError` of a rank is raised as it is, with that rank's traceback as a note.
     """
     if nprocs < 1:
         raise OptionsError(f"run_local needs at least one process, got {nprocs}")
-    deadline = time.monotonic() + timeout
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="autopar-"))
         threads = max(1, (os.cpu_count() or 1) // nprocs)
@@ -156,6 +155,7 @@ def run_local(
         stack.callback(_end, workers)
         for rank in range(nprocs):
             workers.append(_begin(begin, sent, door, rank, Path(folder)))
+        deadline = time.monotonic() + timeout
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         os.write(knock, store.port.to_bytes(_PORT_BYTES, "little") * nprocs)
         _listen(workers, deadline)

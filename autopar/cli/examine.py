@@ -7,17 +7,18 @@ import importlib.metadata
 import os
 import platform
 import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from autopar import supported
 from autopar.cluster.description import Cluster, local_file, machine_memory
 from autopar.content.cache_folder import KEPT, cache_folder, keeps_work
 from autopar.errors import OptionsError
 from autopar.plans.views.quantities import size
+from autopar.supported import PYTHON, TORCH, is_supported, text
 
 NEEDED = ("torch", "numpy", "ortools", "networkx", "sympy", "rich", "cloudpickle")
 
@@ -61,13 +62,22 @@ def examine() -> Examination:
 
 
 def _versions() -> list[Finding]:
-    supported = sys.version_info >= (3, 11)
-    advice = "" if supported else "autopar needs Python 3.11 or newer"
     return [
-        Finding("python", platform.python_version(), supported, advice),
+        _python(platform.python_version()),
         Finding("autopar", importlib.metadata.version("autopar")),
         *map(_version, NEEDED),
     ]
+
+
+def _python(version: str) -> Finding:
+    fits = is_supported(version, PYTHON)
+    advice = "" if fits else f"autopar supports Python {text(PYTHON)}"
+    return Finding("python", f"{version} (supported: {text(PYTHON)})", fits, advice)
+
+
+def _torch(version: str) -> Finding:
+    advice = supported.advice(version)
+    return Finding("torch", f"{version} (supported: {text(TORCH)})", not advice, advice)
 
 
 def _version(package: str) -> Finding:
@@ -75,9 +85,7 @@ def _version(package: str) -> Finding:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return Finding(package, "missing", False, f"pip install {package}")
-    if package == "torch" and not version.startswith("2.13."):
-        return Finding(package, version, False, "autopar reads private interfaces of torch 2.13; install torch==2.13.0")
-    return Finding(package, version)
+    return _torch(version) if package == "torch" else Finding(package, version)
 
 
 def _backends() -> list[Finding]:

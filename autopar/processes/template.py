@@ -25,6 +25,8 @@ from .errand import Errand
 from .template_server import HEADER
 
 _CODE = "from autopar.processes.template_server import serve; serve({})"
+# This process has given the warning of a torch that is not supported.
+_QUIETLY = ("-W", "ignore:autopar supports torch")
 # What every copy needs to open its errand.
 _ALWAYS = ("torch.distributed", "cloudpickle", "autopar.processes.errand")
 
@@ -43,7 +45,7 @@ class Template:
         here, there = socket.socketpair()
         with there:
             process = subprocess.Popen(
-                [sys.executable, "-c", _CODE.format(there.fileno())],
+                [sys.executable, *_QUIETLY, "-c", _CODE.format(there.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(there.fileno(),),
                 process_group=0,

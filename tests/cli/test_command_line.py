@@ -338,7 +338,7 @@ def test_calibrate_only_if_missing(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["doctor", "--json"]) == 0
     findings = json.loads(capsys.readouterr().out)["findings"]
-    assert findings["torch"]["value"].startswith("2.13.")
+    assert findings["torch"]["ok"]
     assert findings["gloo"]["ok"] and findings["calibration"]["value"] == "none"
     local_file().parent.mkdir(parents=True)
     local_file().write_text("not = [toml")

@@ -143,9 +143,9 @@ def test_hang_shows_where() -> None:
         return rank
 
     started = time.monotonic()
-    with pytest.raises(WorkerError, match=r"(?s)no result from rank 1 of 2 within 2 s.*in stuck_here"):
-        run_local(work, 2, timeout=2)
-    assert time.monotonic() - started < 8
+    with pytest.raises(WorkerError, match=r"(?s)no result from rank 1 of 2 within 4 s.*in stuck_here"):
+        run_local(work, 2, timeout=4)
+    assert time.monotonic() - started < 60
 
 
 def test_a_fresh_process() -> None:

@@ -1,0 +1,47 @@
+"""Which versions of Python and torch autopar is tested with; ``pyproject.toml`` says the same."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+# The oldest, and the first that is too new.
+TORCH = ((2, 11), (2, 16))
+PYTHON = ((3, 11), (3, 14))
+Bounds = tuple[tuple[int, int], tuple[int, int]]
+
+
+def text(bounds: Bounds) -> str:
+    """``2.11 to 2.15``."""
+    (first, oldest), (second, newer) = bounds
+    return f"{first}.{oldest} to {second}.{newer - 1}"
+
+
+def requirement(bounds: Bounds) -> str:
+    """``>=2.11,<2.16``, as pip reads it."""
+    (first, oldest), (second, newer) = bounds
+    return f">={first}.{oldest},<{second}.{newer}"
+
+
+def is_supported(version: str, bounds: Bounds) -> bool:
+    """Whether a version such as ``2.13.0+cpu`` is among them."""
+    major, minor = version.split(".")[:2]
+    return bounds[0] <= (int(major), int(minor)) < bounds[1]
+
+
+def advice(version: str) -> str:
+    """What to say about a version of torch; empty if it is supported."""
+    if is_supported(version, TORCH):
+        return ""
+    return (
+        f"autopar supports torch {text(TORCH)}, not {version}: it reads private parts of torch that may differ there. "
+        f"Smallest change that works: pip install 'torch{requirement(TORCH)}'"
+    )
+
+
+def warn_of_other_torch() -> None:
+    """Warns, once in a process, of a torch that is not supported. It is used all the same."""
+    said = advice(str(torch.__version__))
+    if said:
+        warnings.warn(said, RuntimeWarning, stacklevel=3)

@@ -1,0 +1,149 @@
+"""The tests on the versions of torch that autopar supports, from PyPI's default builds (CUDA builds, on Linux).
+
+    nox                      a smoke test on the oldest and the newest, as CI does (at most five minutes each)
+    nox -s tests             the quick suite on each version; nox -s 'tests(2.15.0)' on one
+
+An environment for each version is kept outside of the checkout, in $AUTOPAR_NOX or ~/.cache/autopar/nox, and installed
+once (3 GB of download, about 6 GB of disk). A session uses it alone. If it cannot be installed because the package
+index cannot be reached at all, the session is skipped and says so; any other failure to install fails it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+CACHE = Path(os.environ.get("AUTOPAR_NOX", "~/.cache/autopar/nox")).expanduser()
+VERSIONS = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
+JOBS = os.environ.get("JOBS", "2")
+# Seconds: one command of pip, the question whether the index answers, a smoke test, the suite.
+INSTALLING, ASKING, SMOKING, TESTING = 1500, 60, 900, 5400
+
+# Trace, lower, plan, run on processes, verify, the command line, versions, and what differed between versions of torch.
+SMOKE = (
+    "tests/test_supported.py",
+    "tests/trace/test_tracer.py",
+    "tests/passes/test_lower.py",
+    "tests/passes/test_probe.py::test_a_trial_has_an_end",
+    "tests/runtime/test_launch.py",
+    "tests/runtime/test_executor.py",
+    "tests/verification/test_verify.py",
+    "tests/cli/test_parser.py",
+)
+
+nox.options.sessions = ["smoke"]
+nox.options.error_on_missing_interpreters = True
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("torch", VERSIONS, ids=VERSIONS)
+def tests(session: nox.Session, torch: str) -> None:
+    """The quick suite."""
+    with environment(session, torch) as python:
+        run_pytest(session, python, session.posargs, TESTING)
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("torch", (VERSIONS[0], VERSIONS[-1]), ids=(VERSIONS[0], VERSIONS[-1]))
+def smoke(session: nox.Session, torch: str) -> None:
+    """Some of each thing that users do."""
+    with environment(session, torch) as python:
+        run_pytest(session, python, SMOKE, SMOKING)
+
+
+def run_pytest(session: nox.Session, python: Path, what: Sequence[str], seconds: int) -> None:
+    """Runs these tests; fails if they take longer."""
+    command = [str(python), "-m", "pytest", "-q", "-n", JOBS, "-p", "no:cacheprovider", *what]
+    said = run(command, seconds, capture=False)
+    if said is not None:
+        session.error(f"{' '.join(command)}: {said}")
+
+
+@contextmanager
+def environment(session: nox.Session, torch: str) -> Iterator[Path]:
+    """The interpreter of an environment with that torch and this checkout, which no other session uses meanwhile."""
+    folder = CACHE / f"torch-{torch}-python{sys.version_info.major}.{sys.version_info.minor}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        python = folder / "bin" / "python"
+        for command in commands(folder, torch):
+            session.log(" ".join(command))
+            said = run(command, INSTALLING)
+            if said is not None and not index_answers():
+                session.skip(f"NOT RUN on torch {torch}: the package index cannot be reached from this machine")
+            if said is not None:
+                session.error(f"torch {torch} could not be installed: {' '.join(command)}: {said}")
+        stamp(folder).write_text(wanted(torch))
+        yield python
+
+
+def commands(folder: Path, torch: str) -> list[list[str]]:
+    """What to run so that the environment is as wanted; only the checkout's link if it was before."""
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--timeout", "60", "--retries", "2"]
+    checkout = ["--no-build-isolation", "--editable", str(ROOT)]
+    if stamp(folder).exists() and stamp(folder).read_text() == wanted(torch):
+        return [[*pip, "--no-deps", *checkout]]
+    folder.mkdir(exist_ok=True)
+    # torch says which setuptools it takes: 2.11 none of the newest.
+    pins = [line for line in constraints().splitlines() if not line.startswith(("torch==", "setuptools=="))]
+    kept = folder / "constraints.txt"
+    kept.write_text("\n".join([*pins, f"torch==={torch}"]) + "\n")
+    return [
+        [sys.executable, "-m", "venv", str(folder)],
+        [*pip, "setuptools>=77", f"torch==={torch}"],
+        [*pip, "--constraint", str(kept), *checkout[:-1], f"{ROOT}[dev]"],
+    ]
+
+
+def constraints() -> str:
+    """The pinned versions."""
+    return (ROOT / "constraints.txt").read_text()
+
+
+def wanted(torch: str) -> str:
+    """Changes when an environment has to be installed again."""
+    return hashlib.sha256(f"{torch} {constraints()} {(ROOT / 'pyproject.toml').read_text()}".encode()).hexdigest()
+
+
+def stamp(folder: Path) -> Path:
+    """The file that says how an environment was installed."""
+    return folder / ".installed"
+
+
+def index_answers() -> bool:
+    """Whether the package index can be reached at all."""
+    asked = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--no-cache-dir",
+        "--timeout",
+        "20",
+        "--retries",
+        "1",
+    ]
+    folder = CACHE / "asked"
+    return run([*asked, "--dest", str(folder), "pip"], ASKING) is None
+
+
+def run(command: Sequence[str], seconds: int, capture: bool = True) -> str | None:
+    """Runs a command; None if it succeeded, else what went wrong."""
+    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=capture, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return f"not done after {seconds} s"
+    tail = (done.stderr or "")[-2000:]
+    return f"exit code {done.returncode}\n{tail}" if done.returncode else None
