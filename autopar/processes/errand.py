@@ -10,6 +10,7 @@ import os
 import pickle
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -92,7 +93,9 @@ def errand(content: Any) -> Iterator[Errand]:
 
 def open_errand(descriptor: int) -> Any:
     """The content, in the surroundings in which it was made."""
-    with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data:
+    with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data, warnings.catch_warnings():
+        # Classes that torch has deprecated say so when their objects are made again, as if the user had named them.
+        warnings.simplefilter("ignore")
         reader = pickle.Unpickler(data)
         surroundings: Surroundings = reader.load()
         surroundings.enter()
