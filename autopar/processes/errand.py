@@ -4,6 +4,7 @@ surroundings in which it was made.
 
 from __future__ import annotations
 
+import importlib
 import io
 import mmap
 import os
@@ -114,3 +115,11 @@ class _Notes(cloudpickle.Pickler):  # type: ignore[misc]
             self.modules.add(thing.__name__)
         elif isinstance(thing, (type, FunctionType, BuiltinFunctionType)):
             self.modules.add(str(thing.__module__))
+
+    def reducer_override(self, thing: Any) -> Any:
+        """A module of a class of its own (``torch.ops``, torch's configurations) is imported, like any other."""
+        if isinstance(thing, ModuleType) and type(thing) is not ModuleType:
+            name = next((name for name, module in list(sys.modules.items()) if module is thing), None)
+            if name is not None:
+                return importlib.import_module, (name,)
+        return super().reducer_override(thing)

@@ -105,6 +105,8 @@ def template() -> Template:
     """The template of this process, started if there is none."""
     global _template
     if _template is None or not _template.usable:
+        if _template is not None:
+            _template.connection.close()
         _template = Template.started()
     return _template
 

@@ -344,12 +344,12 @@ def test_errors_of_files_left_out_of_the_fit(tmp_path: Path) -> None:
     assert quick["mean_absolute_error"] == pytest.approx(1.0) and slow["mean_absolute_error"] == pytest.approx(0.5)
 
 
-@pytest.mark.filterwarnings(r"ignore:.*multi-threaded, use of fork:DeprecationWarning")
-@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("start", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_files_priced_in_several_processes(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each traces for itself; those that are forked need not import torch first."""
+    """Each traces for itself; those of the fork server need not import torch first."""
     monkeypatch.setattr(published, "Models", Models)
     context = multiprocessing.get_context(start)
+    context.set_forkserver_preload(["benchmarks.published"])
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
     files = [_file(tmp_path, name, 1.0) for name in ("one", "other")]
     files.append(tmp_path / "absent.jsonl")
