@@ -134,12 +134,12 @@ def run_local(
 ) -> list[Result]:
     """``function(rank, nprocs, *args)`` on ``nprocs`` local processes; the results by rank.
 
-        The process group is initialised with ``backend`` (None: only the environment is set, as by torchrun).
+    The process group is initialised with ``backend`` (None: only the environment is set, as by torchrun).
     Each rank gets its share of the cores. ``timeout`` is in seconds, from when the processes have
     started. The function and the results are sent by cloudpickle; tensors are fine.
 
-        Raises :class:`WorkerError` with the traceback of the rank that raised, died or hung; an
-        :class:`AutoparError` of a rank is raised as it is, with that rank's traceback as a note.
+    Raises :class:`WorkerError` with the traceback of the rank that raised, died or hung; an
+    :class:`AutoparError` of a rank is raised as it is, with that rank's traceback as a note.
     """
     if nprocs < 1:
         raise OptionsError(f"run_local needs at least one process, got {nprocs}")
