@@ -51,7 +51,7 @@ NOT_RUN = {
     "torchrun --nnodes 2": "needs two hosts; tests/calibration/test_job.py starts a job on one",
 }
 # Blocks without a language that are no code.
-NOT_CODE = ("model -> trace ->",)
+NOT_CODE = ("model -> trace ->", "__main__\n")
 
 ALL = blocks(ROOT)
 PYTHON = [block for block in ALL if block.language == "python"]
