@@ -37,7 +37,7 @@ SMOKE = (
     "tests/runtime/test_launch.py",
     "tests/runtime/test_executor.py",
     "tests/verification/test_verify.py",
-    "tests/cli/test_parser.py",
+    "tests/cli/test_command_line.py",
 )
 
 nox.options.sessions = ["smoke"]
