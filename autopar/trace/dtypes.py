@@ -40,8 +40,21 @@ def check_dtypes(graph: Graph, model: nn.Module) -> None:
         places = [node.args[place] for place in _SAME.get(node.op, ()) if place < len(node.args)]
         values = [value for value in places if isinstance(value, Value)]
         types = [_type(graph, value) for value in values]
-        if len({found.dtype for found in types}) > 1:
+        if len({found.dtype for found in types}) > 1 and not _fills(graph, node):
             raise TraceError(_mixed(graph, model, node, values, types))
+
+
+def _fills(graph: Graph, node: Node) -> bool:
+    """Whether one number is put where a mask says: torch then fills, and converts the number."""
+    if node.op != "aten.index_put.default" or (len(node.args) > 3 and node.args[3]):
+        return False
+    _, indices, number = node.args[:3]
+    masks = [index for index in indices if isinstance(index, Value)] if isinstance(indices, tuple) else []
+    return (
+        isinstance(number, Value)
+        and all(size == 1 for size in _type(graph, number).shape)
+        and [_type(graph, mask).dtype in (torch.bool, torch.uint8) for mask in masks] == [True]
+    )
 
 
 def _type(graph: Graph, value: Value) -> TensorType:

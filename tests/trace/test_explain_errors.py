@@ -330,3 +330,15 @@ def test_an_input_by_position_is_named_as_forward_names_it(dtype: torch.dtype, s
     says = rf"{said}\[b, 4\] \(the input 'input'\).*'weight'.*input\.to\(torch\.float32\)"
     with pytest.raises(TraceError, match=says):
         trace(nn.Linear(4, 4), (torch.ones(2, 4, dtype=dtype),), device="cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64], ids=str)
+def test_a_number_put_where_a_mask_says_is_converted(dtype: torch.dtype) -> None:
+    class Filled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x.clone()
+            y[x > 0] = torch.tensor(2, dtype=dtype)
+            return y
+
+    Filled()(torch.ones(2, 4))
+    trace(Filled(), (torch.ones(2, 4),), device="cpu")
