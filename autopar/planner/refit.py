@@ -49,7 +49,8 @@ def corresponding(known: Graph, other: Graph) -> dict[str, str]:
     """
     before, after = _without_inputs(known), _without_inputs(other)
     inputs, others = known.placeholders("input"), other.placeholders("input")
-    if [node.op for node in before] != [node.op for node in after] or len(inputs) != len(others):
+    ran, runs = ([(node.op, len(node.operands)) for node in nodes] for nodes in (before, after))
+    if ran != runs or len(inputs) != len(others):
         raise PlanMismatchError("the model runs other operations on these inputs than on those the plan was made for")
     names = {old.name: new.name for old, new in zip(before, after, strict=True)}
     for old, new in zip(before, after, strict=True):

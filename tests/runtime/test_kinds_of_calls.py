@@ -203,3 +203,19 @@ def test_a_batch_in_another_form_under_microbatches(options: dict[str, Any]) -> 
 
     for losses in on(2, forms):
         assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+
+
+def test_one_batch_size_adds_a_parameter_where_another_adds_a_number() -> None:
+    class Sized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.more = nn.Linear(6, 3), nn.Parameter(torch.randn(8, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.up(x) + (self.more if x.shape[0] == 8 else 1)
+
+    model = Sized()
+    wanted = [model(torch.ones(rows, 6)).detach() for rows in (8, 5)]
+    parallel = autopar.parallelize(model, (1,))
+    for rows, value in zip((8, 5), wanted, strict=True):
+        torch.testing.assert_close(parallel(torch.ones(rows, 6)).detach(), value)
