@@ -116,6 +116,8 @@ class PlannedCollective:
 
 
 LineKind = Literal["compute", "reshard", "weight", "gradient", "refresh", "optimizer", "offload", "hidden"]
+# The line in which all devices agree on the loss scale of fp16 has this name: it is of no node.
+LOSS_SCALE = "loss scale"
 # Those that are paid once, however many microbatches a step has.
 ONCE_A_STEP: tuple[LineKind, ...] = ("gradient", "refresh", "optimizer", "offload")
 

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from autopar.ir.assignment import travels_unseen, uses
 from autopar.ir.node import SAVED_ACTIVATION, Phase
-from autopar.ir.plan_record import LineKind
+from autopar.ir.plan_record import LOSS_SCALE, LineKind
 from autopar.ir.reshard import Collective, Hop, make_hop
 
 from .item_prices import adding_seconds, agreement_seconds, casting_seconds, offload_seconds, optimizer_seconds
@@ -73,7 +73,7 @@ def cost_breakdown(
         *_compute_lines(step),
         *_use_lines(step),
         *_optimizer_lines(step),
-        *([CostLine("optimizer", "loss scale", "", "backward", agreeing)] if agreeing else []),
+        *([CostLine("optimizer", LOSS_SCALE, "", "backward", agreeing)] if agreeing else []),
         *_shared_parameter_lines(step),
     )
     if windows is None:

@@ -18,7 +18,7 @@ from autopar.errors import OptionsError
 from autopar.ir.module_paths import meant
 from autopar.ir.node import RECOMPUTED
 from autopar.ir.placements import REPLICATE, Placements, is_shard, is_valid, parse_placements, shard_before, short
-from autopar.ir.plan_record import LineKind, PlanLine, PlanRecord, Predicted
+from autopar.ir.plan_record import LOSS_SCALE, LineKind, PlanLine, PlanRecord, Predicted
 from autopar.ir.program import COLLECTIVES
 from autopar.plans.views.stages import busiest_stage
 
@@ -96,7 +96,8 @@ def _names(plan: PlanRecord) -> Iterator[str]:
     for values in plan.gradient_values.values():
         yield from _unknown("gradient_values", (value.partition(".")[0] for value in values.split(",")), nodes)
     yield from _unknown("holdings", (holding.name for holding in plan.holdings), nodes)
-    yield from _unknown("lines", (line.name for line in plan.lines if line.kind != "hidden"), nodes)
+    named = (line.name for line in plan.lines if line.kind != "hidden" and line.name != LOSS_SCALE)
+    yield from _unknown("lines", named, nodes)
     if plan.pipeline is not None:
         wired = (edge.name for edge in plan.pipeline.wires)
         yield from _unknown("pipeline", (*plan.pipeline.cuts, *wired), nodes)

@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import autopar
 from autopar.errors import OptionsError
 from autopar.ir.placements import short
 from autopar.plans.plan import Plan
@@ -34,6 +37,31 @@ def test_json_and_text_give_the_same_plan(plan: Plan, pinned: Plan) -> None:
         assert Plan.from_text(made.to_text()).to_text() == made.to_text()
         assert str(Plan.from_json(made.to_json())) == str(made)
         json.loads(made.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"precision": "fp16"},
+        {"precision": "bf16", "zero": 3},
+        {"offload": True},
+        {"precision": "fp16", "stages": 2, "microbatches": 2},
+        {"zero": 1, "microbatches": 4},
+    ],
+    ids=str,
+)
+def test_plans_of_every_kind_can_be_read(asked: dict[str, Any]) -> None:
+    """Reading validates: what is written is never refused."""
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64), nn.Linear(64, 1))
+    options, cluster = autopar.Options(**asked), "dgx-a100-80gb"
+    made = autopar.plan(model, (2, 2), (torch.randn(16, 64),), cluster=cluster, options=options, loss_fn=mean)
+    assert Plan.from_json(made.to_json()) == made
+    assert Plan.from_text(made.to_text()) == made
+
+
+def mean(output: torch.Tensor) -> torch.Tensor:
+    """The loss."""
+    return output.mean()
 
 
 def test_text_is_lines_for_people_and_diff(plan: Plan, pinned: Plan) -> None:
