@@ -31,7 +31,7 @@ ONCE_WRONG = (
     ("op", "corrcoef", "f64", 2),
     ("op", "corrcoef", "c128", 1),
     ("op", "cov", "f64", 2),
-    ("inplace", "uniform", "c128", 1),
+    ("op", "uniform", "c128", 1),
 )
 # One in so many of the operations and modules is tried by the quick suite.
 EVERY = 150
