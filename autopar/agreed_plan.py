@@ -53,7 +53,7 @@ def agreed_plan(plan: Plan | None, ranks: AxisGroup) -> Plan | None:
         warnings.warn(
             f"ranks {', '.join(map(str, others))} bring another plan than rank 0, as solvers do that a time limit cuts "
             "off: rank 0's is used on all ranks. With a longer Options(time_limit=...) plans are the same on every run",
-            stacklevel=3,
+            stacklevel=4,
         )
     return on_first_rank(ranks, lambda: plan)
 

@@ -22,6 +22,7 @@ from .compiler import Compiler
 from .default_cluster import default_cluster
 from .errors import OptionsError
 from .first_rank import on_first_rank
+from .keywords import suggests
 from .options import Options, under_policy
 from .plan import Plan
 from .plan_cache import answered
@@ -66,6 +67,7 @@ def _axis_names(mesh: Mesh) -> tuple[str, ...]:
     return tuple(mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else ()
 
 
+@suggests
 def plan(
     model: nn.Module,
     mesh: Mesh,
@@ -105,6 +107,7 @@ def plan(
     return answered(question, timings)
 
 
+@suggests
 def parallelize(
     model: nn.Module,
     mesh: Mesh,

@@ -27,6 +27,10 @@ class OptionsError(AutoparError):
     """An option, pin or mesh that cannot be honoured."""
 
 
+class ArgumentError(OptionsError, TypeError):
+    """A keyword argument that a function does not have; names the one that may have been meant."""
+
+
 class InputMismatchError(AutoparError):
     """Ranks make different calls, or pass different values where all must pass the same; raised on every rank."""
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .errors import OptionsError, PlanMismatchError
+from .keywords import suggests_fields
 from .optimizers import OPTIMIZERS
 from .precision import PRECISIONS, Precision
 from .schedules import SCHEDULES
@@ -25,6 +26,7 @@ CHOICES: Mapping[str, tuple[object, ...]] = {
 }
 
 
+@suggests_fields
 @dataclass(frozen=True)
 class Options:
     """Options of :func:`autopar.plan`, :func:`autopar.parallelize` and :func:`autopar.verify`.

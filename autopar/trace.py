@@ -26,6 +26,7 @@ from .trace_capture import Captured, Request, capture
 from .trace_chance import DrawError
 from .trace_convert import BATCH, convert
 from .trace_counters import warn_of_counters
+from .trace_dtypes import check_dtypes
 from .trace_errors import explain, explain_call, is_data_dependent
 from .trace_guards import Guards, guards_of
 from .trace_loss import LossFunction
@@ -147,6 +148,7 @@ def traced_request(request: Request) -> Traced:
     assert reads is not None
     with unchanged(model):
         captured, graph = _captured(request)
+    check_dtypes(graph, model)
     if captured.counted:
         warn_of_counters(model, captured.counted)
     found = _traced(request, captured, graph)

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from .errors import TraceError
+from .trace_dtypes import given_where
 from .trace_row_regions import SelectionError
 
 _OWN = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, sympy.__file__, np.__file__, __file__))
@@ -111,7 +112,8 @@ def explain(error: BaseException, module: str, model: torch.nn.Module) -> TraceE
     )
     at = f" at {location[0]}\n    {location[1]}" if location else ""
     reason = _reason(error, location[1] if location else "")
-    return TraceError(f"{type(model).__name__} could not be captured as one graph: {where}{at}\n{reason}")
+    given = given_where(error, model)
+    return TraceError(f"{type(model).__name__} could not be captured as one graph: {where}{at}\n{reason}{given}")
 
 
 def explain_call(

@@ -18,12 +18,14 @@ from .api import Batch, LossFunction, Mesh, mesh_shape
 from .cluster import Cluster
 from .equality import Closeness
 from .errors import OptionsError
+from .keywords import suggests
 from .options import Options, under_policy
 from .plan import Plan
 from .verify_report import Report, judge
 from .verify_steps import Task, is_double, one_process, parallel_step
 
 
+@suggests
 def verify(
     model: nn.Module,
     mesh: Mesh,

@@ -162,11 +162,11 @@ def _leaf_differences(before: Mapping[str, Leaf], after: Mapping[str, Leaf]) -> 
         if old == new:
             continue
         if old is None:
-            yield Difference(f"input {name} was not given and is {new}")
+            yield Difference(f"the input {name!r} was not given and is {new}")
         elif new is None:
-            yield Difference(f"input {name} was {old} and is not given")
+            yield Difference(f"the input {name!r} was {old} and is not given")
         else:
-            text = f"input {name} was {old} and is {new}"
+            text = f"the input {name!r} was {old} and is {new}"
             yield Difference(text, name, old.value is not None and new.value is not None)
 
 

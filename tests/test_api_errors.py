@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -71,3 +72,23 @@ def test_a_meta_model_and_meta_batch_are_planned_without_memory() -> None:
     batch = torch.empty(1 << 12, 1 << 16, device="meta")
     plan = autopar.plan(model, (2, 2), batch, cluster=CLUSTER, loss_fn=lambda out: out.sum())
     assert plan.predicted.weight_bytes > 1 << 33
+
+
+@pytest.mark.parametrize(
+    ("call", "given", "meant"),
+    [
+        (autopar.parallelize, "criterion", "loss_fn"),
+        (autopar.parallelize, "batch", "example_inputs"),
+        (autopar.parallelize, "config", "options"),
+        (autopar.plan, "inputs", "batch"),
+        (autopar.verify, "tolerence", "tolerance"),
+        (autopar.Options, "memory", "memory_limit"),
+    ],
+)
+def test_an_argument_that_is_not_there_names_the_one_that_is_meant(
+    call: Callable[..., Any], given: str, meant: str
+) -> None:
+    # A TypeError too: that is what Python raises.
+    for kind in (autopar.AutoparError, TypeError):
+        with pytest.raises(kind, match=f"has no argument '{given}': did you mean {meant}="):
+            call(**{given: None})

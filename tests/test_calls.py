@@ -131,7 +131,7 @@ def test_every_kind_of_call_after_an_evaluation(mesh: tuple[int, ...], named: di
         check_evaluation(model, reference, ids=given["ids"][:3])
         assert [p.placements for p in model.parameters()] == before  # type: ignore[attr-defined]
         lines = [str(line) for line in model.programs()]
-        assert len(lines) == 9 and "input scale was not given and is 0.5" in lines[3], lines
+        assert len(lines) == 9 and "the input 'scale' was not given and is 0.5" in lines[3], lines
         assert sum(line.uses for line in model.programs()) == 11
 
     on(4 if mesh != (2,) else 2, work, timeout=500.0)

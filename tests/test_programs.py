@@ -53,16 +53,16 @@ def test_what_differs_is_named() -> None:
     programs = Programs(model)
     first, _ = call(programs, model, x)
     assert call(programs, model, torch.ones(4, 2)) == (first, "")
-    assert call(programs, model, x, 0.5)[1] == "input scale was not given and is 0.5"
-    assert call(programs, model, x, 0.25)[1] == "input scale was 0.5 and is 0.25"
-    assert call(programs, model, x, True)[1] == "input scale was 0.25 and is True"
-    assert call(programs, model, x, 1)[1] == "input scale was True and is 1"
-    assert call(programs, model, x, float("nan"))[1] == "input scale was 1 and is nan"
+    assert call(programs, model, x, 0.5)[1] == "the input 'scale' was not given and is 0.5"
+    assert call(programs, model, x, 0.25)[1] == "the input 'scale' was 0.5 and is 0.25"
+    assert call(programs, model, x, True)[1] == "the input 'scale' was 0.25 and is True"
+    assert call(programs, model, x, 1)[1] == "the input 'scale' was True and is 1"
+    assert call(programs, model, x, float("nan"))[1] == "the input 'scale' was 1 and is nan"
     assert call(programs, model, x, float("nan"))[1] == ""
-    assert call(programs, model, x[:3])[1] == "input x was f32[4, 2] and is f32[3, 2]"
-    assert call(programs, model, x.double())[1] == "input x was f32[3, 2] and is f64[4, 2]"
+    assert call(programs, model, x[:3])[1] == "the input 'x' was f32[4, 2] and is f32[3, 2]"
+    assert call(programs, model, x.double())[1] == "the input 'x' was f32[3, 2] and is f64[4, 2]"
     assert "by position, by keyword" in call(programs, model, x=x.double())[1]
-    assert call(programs, model, x=x, mask=x)[1] == "input mask was not given and is f32[4, 2]"
+    assert call(programs, model, x=x, mask=x)[1] == "the input 'mask' was not given and is f32[4, 2]"
     assert call(programs, model, mask=x, x=x)[1] == ""
     assert call(programs, model, x, grad=False)[1] == "no gradients are wanted"
     model.drop.eval()
@@ -165,4 +165,4 @@ def test_an_input_that_keeps_on_changing_is_warned_of(
         with pytest.warns(UserWarning, match=f"{MANY} programs were made because {name} changed .*{advice}"):
             vary(MANY)
     assert [record.levelname for record in caplog.records] == ["WARNING"] + ["INFO"] * (MANY - 1)
-    assert f"because input {name} was" in caplog.messages[0]
+    assert f"because the input {name!r} was" in caplog.messages[0]

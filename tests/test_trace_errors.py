@@ -295,3 +295,38 @@ def test_a_call_that_forward_does_not_take() -> None:
         trace(nn.Linear(4, 2), (torch.randn(3, 4), torch.zeros(3)), device="cpu")
     with pytest.raises(TraceError, match=r"missing a required argument: 'input'; its forward is forward"):
         trace(nn.Linear(4, 2), (), {"inputs": torch.randn(3, 4)}, device="cpu")
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.Conv1d(3, 2, 1))
+
+    def forward(self, ids: torch.Tensor | None = None, rows: torch.Tensor | None = None) -> torch.Tensor:
+        x = rows if ids is None else self.table(ids)
+        return self.body(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"ids": torch.rand(2, 3)}, r"'table' \(Embedding\).*given input f32\[2, 3\] \(the input 'ids'\).*\.long\(\)"),
+        (
+            {"rows": torch.ones(2, 3, 4, dtype=torch.int64)},
+            r"'body.0' \(Linear\).*i64\[.*\(the input 'rows'\).*'body.0.weight'.*rows\.to\(torch\.float32\)",
+        ),
+        ({"rows": torch.rand(2, 3, 5)}, r"Linear was given input f32\[2, 3, 5\].*weight f32\[4, 4\]"),
+    ],
+    ids=["ids", "integers", "shape"],
+)
+def test_inputs_of_the_wrong_dtype_are_named(given: dict[str, torch.Tensor], says: str) -> None:
+    with pytest.raises(TraceError, match=f"(?s){says}"):
+        trace(Words(), (), given, device="cpu")
+
+
+@pytest.mark.parametrize(("dtype", "said"), [(torch.int64, "i64"), (torch.float64, "f64")], ids=str)
+def test_an_input_by_position_is_named_as_forward_names_it(dtype: torch.dtype, said: str) -> None:
+    says = rf"{said}\[b, 4\] \(the input 'input'\).*'weight'.*input\.to\(torch\.float32\)"
+    with pytest.raises(TraceError, match=says):
+        trace(nn.Linear(4, 4), (torch.ones(2, 4, dtype=dtype),), device="cpu")

@@ -52,16 +52,16 @@ class Different(Exception):
 
 
 class TooLong(Exception):
-    """A call that takes more than ``SECONDS``."""
+    """A call that takes more time than it has."""
 
 
 @contextmanager
-def _in_time() -> Iterator[None]:
+def _in_time(seconds: int) -> Iterator[None]:
     def stop(*_: Any) -> None:
-        raise TooLong(f"more than {SECONDS} s")
+        raise TooLong(f"more than {seconds} s")
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(SECONDS)
+    signal.alarm(seconds)
     try:
         yield
     finally:
@@ -69,13 +69,15 @@ def _in_time() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def outcome_of(subject: Subject, meshes: tuple[tuple[int, ...], ...] = MESHES, seeds: range = range(1)) -> Outcome:
-    """Runs the call eagerly, as a graph and on shards."""
+def outcome_of(
+    subject: Subject, meshes: tuple[tuple[int, ...], ...] = MESHES, seeds: range = range(1), seconds: int = SECONDS
+) -> Outcome:
+    """Runs the call eagerly, as a graph and on shards, in at most ``seconds``."""
     where = ["eager"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            with _in_time():
+            with _in_time(seconds):
                 _check(subject, meshes, seeds, where)
         except AutoparError as error:
             return Outcome(subject.name, "refused", where[0], f"{type(error).__name__}: {error}")

@@ -11,12 +11,23 @@ from typing import Any
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
+from torch.utils import _pytree as pytree
 
 from .wrapped import Subject, called
 
 DTYPES = {"f64": torch.float64, "f32": torch.float32, "c128": torch.complex128, "i64": torch.int64}
+DTYPES |= {"f16": torch.float16, "bf16": torch.bfloat16}
 OPS = {op.full_name: op for op in op_db}
 MODULES = {info.name: info for info in module_db}
+
+# Why an operation has no outcome that says anything about us.
+NOT_OURS = {
+    **dict.fromkeys(
+        ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"),
+        "eager's result is whatever was in memory; ours is zero, as tests/test_trace_operations.py checks",
+    ),
+    **dict.fromkeys((name for name in OPS if "jiterator" in name), "it has kernels for CUDA only"),
+}
 
 
 def spread(items: list[Any], count: int, name: str) -> list[tuple[int, Any]]:
@@ -33,14 +44,32 @@ def spread(items: list[Any], count: int, name: str) -> list[tuple[int, Any]]:
 
 def op_subjects(name: str, kind: str, count: int) -> Iterator[Subject]:
     """Calls of the operation in the dtype called ``kind``; none if it does not take it."""
-    op, dtype = OPS[name], DTYPES[kind]
-    if not op.supports_dtype(dtype, "cpu"):
-        return
-    learns = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
-    samples = _quietly(lambda: list(op.sample_inputs("cpu", dtype, requires_grad=learns)))
-    for index, sample in spread(samples, count, name):
+    op = OPS[name]
+    for index, sample in spread(_samples(op, DTYPES[kind]), count, name):
         args, kwargs = (sample.input, *sample.args), sample.kwargs
         yield called(f"{name}[{kind}]#{index}", _processed(op, sample), args, kwargs)
+
+
+def empty_subjects(name: str, kind: str, count: int) -> Iterator[Subject]:
+    """Calls of the operation with a tensor that has no elements."""
+    op = OPS[name]
+    samples = list(enumerate(_samples(op, DTYPES[kind])))
+    empty = [(index, sample) for index, sample in samples if _has_empty(sample)]
+    for _, (index, sample) in spread(empty, count, name):
+        args, kwargs = (sample.input, *sample.args), sample.kwargs
+        yield called(f"{name}[{kind}]#{index}", _processed(op, sample), args, kwargs)
+
+
+def _samples(op: Any, dtype: torch.dtype) -> list[Any]:
+    if not op.supports_dtype(dtype, "cpu"):
+        return []
+    learns = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
+    return list(_quietly(lambda: list(op.sample_inputs("cpu", dtype, requires_grad=learns))))
+
+
+def _has_empty(sample: Any) -> bool:
+    leaves = pytree.tree_leaves((sample.input, sample.args, sample.kwargs))
+    return any(isinstance(leaf, torch.Tensor) and not leaf.numel() for leaf in leaves)
 
 
 def _processed(op: Any, sample: Any) -> Callable[..., Any]:
@@ -56,15 +85,13 @@ def inplace_subjects(name: str, kind: str, count: int) -> Iterator[Subject]:
     """Calls of the operation that write into a copy of its first operand."""
     op, dtype = OPS[name], DTYPES[kind]
     written = op.get_inplace()
-    if written is None or not op.supports_dtype(dtype, "cpu"):
+    if written is None:
         return
 
     def function(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return written(x.clone(), *args, **kwargs)
 
-    learns = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
-    samples = _quietly(lambda: list(op.sample_inputs("cpu", dtype, requires_grad=learns)))
-    samples = [s for s in samples if isinstance(s.input, torch.Tensor) and not s.broadcasts_input]
+    samples = [s for s in _samples(op, dtype) if isinstance(s.input, torch.Tensor) and not s.broadcasts_input]
     for index, sample in spread(samples, count, name):
         yield called(f"{name}_[{kind}]#{index}", function, (sample.input, *sample.args), sample.kwargs)
 

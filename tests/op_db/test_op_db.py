@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("expecttest", reason="torch's own test data needs it")
 
 from .outcome import Outcome, outcome_of
-from .samples import MODULES, OPS
+from .samples import MODULES, NOT_OURS, OPS
 from .sweep import MAKERS
 
 # What gave other numbers than eager, or crashed, before it was mended; with the samples that showed it.
@@ -31,15 +31,6 @@ ONCE_WRONG = (
 )
 # One in so many of the operations and modules is tried by the quick suite.
 EVERY = 53
-
-# Why an operation has no outcome that says anything about us.
-NOT_OURS = {
-    **dict.fromkeys(
-        ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"),
-        "eager's result is whatever was in memory; ours is zero, as tests/test_trace_operations.py checks",
-    ),
-    **dict.fromkeys((name for name in OPS if "jiterator" in name), "it has kernels for CUDA only"),
-}
 
 
 def _jobs() -> list[tuple[str, str, str, int]]:
