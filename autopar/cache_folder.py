@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 OFF = "off"
+# What is kept, one folder for each kind.
+KEPT = ("traces", "plans", "rules")
 
 
 def cache_folder() -> Path:

@@ -1,18 +1,23 @@
-"""Whether this machine has what autopar needs: versions, communication backends, devices, calibration."""
+"""Whether this machine has what autopar needs: versions, communication backends, devices, calibration, caches."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
+import shlex
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from .cache_folder import KEPT, cache_folder, keeps_work
 from .cluster import Cluster, local_file, machine_memory
 from .errors import OptionsError
+from .plan_units import size
 
 NEEDED = ("torch", "numpy", "ortools", "networkx", "sympy", "rich", "cloudpickle")
 
@@ -52,7 +57,7 @@ class Examination:
 
 def examine() -> Examination:
     """Looks at this machine; starts no process and changes nothing."""
-    return Examination((*_versions(), *_backends(), _devices(), _memory(), _calibration()))
+    return Examination((*_versions(), *_backends(), _devices(), _memory(), _calibration(), *_caches()))
 
 
 def _versions() -> list[Finding]:
@@ -108,3 +113,25 @@ def _calibration() -> Finding:
         return Finding("calibration", str(Cluster.get("local")))
     except OptionsError as error:
         return Finding("calibration", str(local_file()), False, f"unreadable: {error}; run `autopar calibrate`")
+
+
+def _caches() -> list[Finding]:
+    """What is kept and not made again (docs/cache.md)."""
+    folder = cache_folder()
+    found = [_held(folder / kind) for kind in KEPT]
+    if not keeps_work():
+        return [Finding("cache", "off (AUTOPAR_CACHE=off): traces, plans and rules are made each time"), *found]
+    paths = " ".join(shlex.quote(str(folder / kind)) for kind in KEPT)
+    advice = f"may be deleted at any time (rm -r {paths}); AUTOPAR_CACHE=FOLDER moves it, AUTOPAR_CACHE=off ends it"
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    if not os.access(nearest, os.W_OK):
+        return [Finding("cache", f"{folder}, which cannot be written to", True, "set AUTOPAR_CACHE=FOLDER"), *found]
+    return [Finding("cache", str(folder), True, advice), *found]
+
+
+def _held(folder: Path) -> Finding:
+    sizes = []
+    for file in folder.glob("*"):
+        with contextlib.suppress(OSError):  # Another process deleted it meanwhile.
+            sizes.append(file.stat().st_size)
+    return Finding(folder.name, f"{len(sizes)} kept, {size(sum(sizes))}")

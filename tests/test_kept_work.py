@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from autopar import kept_work
+from autopar.cli import main
 from autopar.kept_work import read, write
 from autopar.runtime.launch import run_local
 
@@ -100,3 +102,16 @@ def test_two_processes_at_once_see_whole_texts(folder: Path) -> None:
     run_local(_write_and_read, 2, timeout=100)
     assert (read("plans", "a") or "")[:1] in ("x", "y")
     assert not list(folder.glob("*.part"))
+
+
+def test_doctor_says_what_is_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("plans", "some", "x" * 3000)
+    main(["doctor"])
+    said, above = capsys.readouterr().out, folder.parent
+    assert f"rm -r {above}/traces {folder} {above}/rules" in said
+    assert re.search(r"plans +1 kept, 2\.99 KiB", said) and re.search(r"traces +0 kept, 0 B", said)
+    monkeypatch.setenv("AUTOPAR_CACHE", "off")
+    main(["doctor"])
+    assert "off (AUTOPAR_CACHE=off)" in capsys.readouterr().out
