@@ -38,6 +38,7 @@ from .first_rank import alike, everyones, on_first_rank
 from .fixed_parameters import fixed_assignment
 from .graph import Graph
 from .options import Options, without_stages
+from .padded_rows import PaddedRows
 from .pipeline import PipelineProgram
 from .placed_step import PlacedStep
 from .plan import Plan
@@ -89,6 +90,7 @@ class Compiler:
             self._plan_for(replace(request, training=True))
         base = self._known(request) or self._prepare(request, grad=request.grad)
         batch = batch_size(request.args, request.kwargs)
+        self._check_padded(request, batch)
         if self._base is not None and request.grad and request.outputs != "each" and self._carries_over(base, batch):
             with suppress(_Indivisible):
                 return self._training_program(request, base, batch)
@@ -216,7 +218,7 @@ class Compiler:
         whole = base.graph if request.outputs == "all" else replace(base.graph, outputs=_loss_outputs(base))
         sizes = {name: batch for name, _ in whole.symbols}
         graph = InsertRests()(whole.without_dead().at(**sizes))
-        return self._lowered(graph, assignment, other, base, planned=same)
+        return self._lowered(graph, assignment, other, base, batch, planned=same)
 
     def _other_program(self, request: Request, base: Prepared, batch: int) -> Compiled:
         """A program of another kind: solved anew with every parameter where it is."""
@@ -228,17 +230,17 @@ class Compiler:
         question = replace(self._question(base), mesh=self.plan.mesh)
         places, limit = self.plan.parameters, float(self.plan.memory_limit) if request.grad else math.inf
         assignment = on_first_rank(self.ranks, lambda: fixed_assignment(question, graph, places, limit))
-        return self._lowered(graph, assignment, graph, base)
+        return self._lowered(graph, assignment, graph, base, batch)
 
     def _staged_training(self, base: Prepared, batch: int) -> Compiled:
         """The planned step in microbatches, or the same at another batch size."""
         assert self.plan is not None and self._base is not None
         planned = pipelined_graph(self._base.graph, self._base.loss, self.plan.batch)
         if base is self._base and batch == self.plan.batch:
-            return self._as_compiled(self._stages().planned(planned, base.graph), planned, base, planned=True)
+            return self._as_compiled(self._stages().planned(planned, base.graph), planned, base, batch, planned=True)
         graph = pipelined_graph(base.graph, base.loss, batch)
         program = self._stages().refitted(graph, base.graph, planned, self._base.graph)
-        return self._as_compiled(program, graph, base)
+        return self._as_compiled(program, graph, base, batch)
 
     def _staged_other(self, base: Prepared, loss: str | None, batch: int) -> Compiled:
         """Another graph of a model that was planned in stages: evaluation, other inputs, other gradients."""
@@ -246,7 +248,7 @@ class Compiler:
         planned = pipelined_graph(self._base.graph, self._base.loss, self.plan.batch)
         graph = pipelined_graph(base.graph, loss, batch)
         program = self._stages().other(graph, base.graph, planned, self._base.graph)
-        return self._as_compiled(program, graph, base)
+        return self._as_compiled(program, graph, base, batch)
 
     def _stages(self) -> StageCompiler:
         assert self.plan is not None and self._base is not None
@@ -258,15 +260,35 @@ class Compiler:
         optimizer, index = self.options.optimizer, self.ranks.index
         return StageCompiler(self.plan, self.cluster, optimizer, index, self._annotated_alike, solve)
 
+    def _check_padded(self, request: Request, batch: int) -> None:
+        """A step's loss is made of all rows: it cannot be filled up."""
+        assert self.plan is not None
+        if self.options.last_batch == "pad" and request.outputs == "loss" and request.grad and batch < self.plan.batch:
+            raise PlanMismatchError(
+                f'last_batch="pad": this step has {batch} rows, the plan has {self.plan.batch}, and rows filled in '
+                "would count in the loss: call out = model(...) and backward() of a loss of its outputs, or use "
+                'Options(last_batch="replicate"), which makes a program for the smaller batch'
+            )
+
     def _as_compiled(
-        self, program: Program | PipelineProgram, graph: Graph, base: Prepared, *, planned: bool = False
+        self,
+        program: Program | PipelineProgram,
+        graph: Graph,
+        base: Prepared,
+        batch: int,
+        *,
+        planned: bool = False,
     ) -> Compiled:
         assert self.plan is not None
         order = program.schedule if isinstance(program, PipelineProgram) else _messages(program)
         text = f"{plan_identity(self.plan)}{graph.to_text()}{order}{torch.__version__}"
         fingerprint = hashlib.sha256(text.encode()).hexdigest()
+        padding = None
+        if self.options.last_batch == "pad" and batch == self.plan.batch:
+            padding = PaddedRows(base.graph, batch, base.traced.holds_for, self.ranks)
+        guards = base.traced.reads
         return Compiled(
-            program, base.traced.signature, self.plan, fingerprint, guards=base.traced.reads, planned=planned
+            program, base.traced.signature, self.plan, fingerprint, guards=guards, planned=planned, padding=padding
         )
 
     def _annotate(self, base: Prepared, batch: int) -> Graph:
@@ -290,13 +312,20 @@ class Compiler:
         return annotate(graph, mesh)
 
     def _lowered(
-        self, graph: Graph, assignment: Assignment, annotated: Graph, base: Prepared, *, planned: bool = False
+        self,
+        graph: Graph,
+        assignment: Assignment,
+        annotated: Graph,
+        base: Prepared,
+        batch: int,
+        *,
+        planned: bool = False,
     ) -> Compiled:
         assert self.plan is not None
         prices = Prices.of(self.cluster, self.plan.mesh, annotated)
         graph, assignment = recomputed(graph, assignment)
         job = Lowering(graph, assignment, coordinate_of(self.ranks.index, self.plan.mesh), prices.path, BUCKET_BYTES)
-        return self._as_compiled(overlap(lower(job, graph.outputs)), graph, base, planned=planned)
+        return self._as_compiled(overlap(lower(job, graph.outputs)), graph, base, batch, planned=planned)
 
 
 def _messages(program: Program) -> list[tuple[str, Any]]:

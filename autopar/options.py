@@ -22,7 +22,7 @@ CHOICES: Mapping[str, tuple[object, ...]] = {
     "precision": PRECISIONS,
     "zero": (0, 1, 2, 3),
     "check_inputs": ("first", "always", "never"),
-    "last_batch": ("replicate", "error"),
+    "last_batch": ("replicate", "pad", "error"),
 }
 
 
@@ -78,7 +78,11 @@ class Options:
         last_batch: what becomes of a training batch whose size the plan's shards or microbatches do not divide, such as
             the last of an epoch. ``"replicate"``: calls of that size get a program of their own with the parameters
             where they are; shards may be uneven, work repeated, and microbatches fewer. Loss and gradients are those of
-            that batch on one device. ``"error"``: :class:`PlanMismatchError` (:class:`OptionsError` for microbatches).
+            that batch on one device. ``"pad"``: ``model(...)`` with fewer rows than planned repeats the last one up to
+            the planned size, runs the program of that size, and returns the outputs of the real rows; random numbers
+            are those of the smaller batch. :class:`AutoparError` if rows influence each other (batch norm in training,
+            a loss inside the model) and from ``step``. One row, or more than planned: as under ``"replicate"``.
+            ``"error"``: :class:`PlanMismatchError` (:class:`OptionsError` for microbatches).
     """
 
     memory_limit: int | None = None
@@ -96,7 +100,7 @@ class Options:
     mesh_search: bool = True
     optimizer: str = "adamw"
     check_inputs: Literal["first", "always", "never"] = "first"
-    last_batch: Literal["replicate", "error"] = "replicate"
+    last_batch: Literal["replicate", "pad", "error"] = "replicate"
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
@@ -108,9 +112,7 @@ class Options:
             raise OptionsError(f"zero={self.zero!r} is not a ZeRO stage; one of 0, 1, 2, 3, or None to search")
         if self.last_batch not in CHOICES["last_batch"]:
             words = ", ".join(map(repr, CHOICES["last_batch"]))
-            asked: object = self.last_batch
-            pad = ": rows of padding would count in means, batch norm and losses" if asked == "pad" else ""
-            raise OptionsError(f"last_batch={self.last_batch!r} is not offered{pad}; one of {words}")
+            raise OptionsError(f"last_batch={self.last_batch!r} is not known; one of {words}")
         self._check_numbers()
         if self.check_inputs not in CHOICES["check_inputs"]:
             words = ", ".join(map(repr, CHOICES["check_inputs"]))

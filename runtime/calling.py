@@ -63,7 +63,7 @@ class Calling:
         draw_state: Callable[[], torch.Tensor],
         loss_scale: LossScale | None = None,
     ) -> None:
-        self.signature = compiled.signature
+        self.signature, self.padding = compiled.signature, compiled.padding
         self.weights, self.groups = weights, groups
         self.loss_scale = loss_scale
         self._exchange: Exchange | None = None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+import torch
 from torch import nn
 
 from autopar.pipeline import PipelineProgram
@@ -39,12 +40,33 @@ class Guards(Protocol):
         ...
 
 
+class Padding(Protocol):
+    """What it takes to run a program for ``batch`` rows with fewer (:mod:`autopar.padded_rows`)."""
+
+    @property
+    def batch(self) -> int: ...
+
+    @property
+    def inputs(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype, bool]]:
+        """Of each input its shape, dtype, and whether dim 0 counts rows."""
+        ...
+
+    def holds_for(self, rows: int) -> bool:
+        """Whether the program is one for so many rows, filled up."""
+        ...
+
+    def outputs(self, named: Callable[[str], str]) -> Mapping[str, int | None]:
+        """The dim of each output along which its rows lie. Collective until it returns. Raises :class:`AutoparError` if
+        rows influence each other."""
+        ...
+
+
 @dataclass(frozen=True)
 class Compiled:
     """The answer: this rank's ``program`` (a :class:`PipelineProgram` if a step goes in microbatches), how the model is
     called, and the ``plan`` shown to the user. ``fingerprint`` identifies plan and graph: the same on all ranks.
     ``guards`` (None: nothing) must hold for the program to be used; ``planned`` says that the plan was made for just
-    this program."""
+    this program. ``padding`` (None: none) lets it run smaller batches."""
 
     program: Program | PipelineProgram
     signature: Signature
@@ -52,6 +74,7 @@ class Compiled:
     fingerprint: str = field(default="")
     guards: Guards | None = None
     planned: bool = False
+    padding: Padding | None = None
 
 
 Compile = Callable[[Request], Compiled]

@@ -35,6 +35,7 @@ from .loss_scale import LossScale, watch_optimizers, watch_zero_grad
 from .module_hooks import before_step, check_hooks, hooks_inside, take_over
 from .optimizer import make_optimizer
 from .own_samples import OwnSamples, check_one_form
+from .padding import cut_of, filled
 from .param_groups import ParamGroups
 from .parameters import broadcast_first, shared_seed
 from .pipeline_call import PipelineCall
@@ -154,19 +155,23 @@ class ParallelModule(OwnSamples, Delegating):
             return self._original(*args, **kwargs)
         grad = torch.is_grad_enabled() and self._wants_grad(args, kwargs)
         kind = self._kind(args, kwargs, grad, self._outputs if grad else "all")
+        more = filled(self._programs.calls(), args, kwargs)
+        if more is not None:
+            self._compare(args, kwargs, kind, None)  # Ranks' batches may differ and be alike when filled up.
+            args, kwargs, kind = more.args, more.kwargs, self._kind(more.args, more.kwargs, grad, kind.outputs)
         call = self._prepared(args, kwargs, kind)
+        cut = cut_of(call, more)
         if not (self.training and grad) and self._programs.speaks:  # In training the loss is what is wanted.
             call.warn_of_lost(self._told_lost)
         leaves = call.leaves(args, kwargs)
         if isinstance(call, PipelineCall):
             if grad:
                 raise AutoparError(_NO_TAPE)
-            return call.rebuild(call.run(leaves))
+            return call.rebuild(cut(call.run(leaves)))
         if grad:
-            other = partial(self._for_each, args, kwargs, kind)
-            return call.rebuild(differentiate(call, leaves, other, partial(name_of, self._original, args, kwargs)))
-        outputs, _ = call.run(leaves)
-        return call.rebuild({name: call.present(name, value) for name, value in outputs.items()})
+            other, name = partial(self._for_each, args, kwargs, kind), partial(name_of, self._original, args, kwargs)
+            return call.rebuild(cut(differentiate(call, leaves, other, name)))
+        return call.rebuild(cut({name: call.present(name, value) for name, value in call.run(leaves)[0].items()}))
 
     def step(self, *args: Any, scale: Any = None, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of the model's loss, added to ``.grad`` of the parameters; returns the
@@ -210,17 +215,16 @@ class ParallelModule(OwnSamples, Delegating):
 
     def _prepared(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: CallKind) -> AnyCall:
         found = self._programs.find(kind)
-        if self._checks.active:
-            self._checks.check(self._to_check(args, kwargs, kind, found))
+        self._compare(args, kwargs, kind, found)
         call = found or self._make(args, kwargs, kind)
         if isinstance(call, PipelineCall):
             call.timelines = self._timelines
         return call
 
-    def _to_check(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: CallKind, found: AnyCall | None
-    ) -> CheckedCall:
-        """What ranks compare before they run this call."""
+    def _compare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: CallKind, found: AnyCall | None) -> None:
+        """Ranks compare this call before they run it."""
+        if not self._checks.active:
+            return
         leaves = tree_flatten((args, dict(sorted(kwargs.items()))))[0]
 
         def named() -> dict[str, Leaf]:
@@ -230,7 +234,7 @@ class ParallelModule(OwnSamples, Delegating):
             return "; ".join(difference.text for difference in self._programs.why(kind, named()))
 
         number = None if found is None else self._programs.number(found)
-        return CheckedCall(kind, leaves, number, lambda: list(named()), because)
+        self._checks.check(CheckedCall(kind, leaves, number, lambda: list(named()), because))
 
     def _make(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: CallKind) -> AnyCall:
         """Compiles a program for calls of this kind."""
@@ -258,7 +262,7 @@ class ParallelModule(OwnSamples, Delegating):
         return self._programs.listing()
 
     def _wants_grad(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        inputs = tree_flatten((args, dict(kwargs)))[0]
+        inputs = tree_flatten((args, kwargs))[0]
         given = any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs)
         return given or any(parameter.requires_grad for parameter in self.parameters())
 
@@ -326,8 +330,7 @@ class ParallelModule(OwnSamples, Delegating):
         kind = kind_of(self._original, args, kwargs, False, "all")
         known = self._programs.calls()
         found = next((call for one, call in known if replace(one, grad=False, outputs="all") == kind), None)
-        if self._checks.active:
-            self._checks.check(self._to_check(args, kwargs, kind, found))
+        self._compare(args, kwargs, kind, found)
         return found or self.prepare(args, kwargs, "all", grad=torch.is_grad_enabled())
 
     def random_state(self) -> dict[str, int]:

@@ -1,0 +1,159 @@
+"""Whether rows that only fill a batch up leave the others as they are.
+
+The proof is that of microbatches, with as many microbatches as the batch has rows: the graph of one row computes that
+row of every output from that row of the inputs, parameters, and what is the same for all. Three things make it a proof
+for another number of rows too: nothing is computed from the whole batch beforehand, no operation takes the batch size
+for anything but the shape of its result, and nothing of the batch's size is used whole. Gradients follow: rows that a
+loss does not see have a gradient of zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import sympy
+import torch
+
+from autopar.passes.microbatch import Microbatched, microbatch
+from autopar.runtime.groups import AxisGroup
+
+from .errors import AutoparError, OptionsError
+from .first_rank import on_first_rank
+from .graph import Arg, Graph, Node, map_arg
+from .random_ops import DRAWS
+
+_ADVICE = 'Options(last_batch="replicate") makes a program for a smaller batch instead, which is exact for every model'
+# Operations of which an argument is the shape of the result, and where it stands.
+_SHAPED = {
+    **{f"aten.{name}.default": 1 for name in ("view", "_unsafe_view", "reshape", "expand", "new_zeros", "new_ones")},
+    **{f"aten.{name}.default": 0 for name in ("full", "zeros", "ones", "empty")},
+    "aten.empty.memory_format": 0,
+    "aten.new_full.default": 1,
+}
+
+
+@dataclass(frozen=True)
+class PaddedRows:
+    """Of a program for ``batch`` rows, made of the symbolic ``graph``, what it takes to run it for fewer. ``guards``
+    says whether the trace holds for a number of rows."""
+
+    graph: Graph
+    batch: int
+    guards: Callable[[int], bool]
+    ranks: AxisGroup
+    _proven: dict[str, int | None] = field(default_factory=dict)
+
+    def holds_for(self, rows: int) -> bool:
+        """A batch of one is another thing to many models (``squeeze``), and a trace does not see it."""
+        return 2 <= rows < self.batch and bool(self.graph.symbols) and self.guards(rows)
+
+    @cached_property
+    def inputs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype, bool]]:
+        """Of each input its shape, dtype, and whether dim 0 counts rows."""
+        planned = {node.target: node.type for node in self._at(self.graph).placeholders("input")}
+        return {
+            node.target: (
+                tuple(map(int, planned[node.target].shape)),
+                node.type.dtype,
+                bool(node.type.rank) and not isinstance(node.type.shape[0], int),
+            )
+            for node in self.graph.placeholders("input")
+        }
+
+    def outputs(self, named: Callable[[str], str]) -> Mapping[str, int | None]:
+        """The dim of each output along which its rows lie, None for one that has none. Collective until it returns.
+        Raises :class:`AutoparError`, on every rank, naming what mixes rows (outputs as ``named``)."""
+        if not self._proven:
+            self._proven.update(on_first_rank(self.ranks, lambda: self._prove(named)))
+        return self._proven
+
+    def _prove(self, named: Callable[[str], str]) -> dict[str, int | None]:
+        kept = tuple(output for output in self.graph.outputs if output.kind in ("output", "mutation"))
+        graph = replace(self.graph, outputs=kept).without_dead()
+        divided = {name: 0 if rows else None for name, (_, _, rows) in self.inputs.items()}
+        concrete = self._at(graph)
+        try:
+            alone = microbatch(concrete, self.batch, divided)
+        except OptionsError as error:
+            raise _refusal(str(error).partition(": ")[2].partition("; use ")[0]) from error
+        places = dict(_places(alone, named))
+        _check_whole(graph, concrete, alone)
+        _check_sizes(graph)
+        return places
+
+    def _at(self, graph: Graph) -> Graph:
+        return graph.at(**{name: self.batch for name, _ in graph.symbols})
+
+
+def _refusal(what: str) -> AutoparError:
+    return AutoparError(f'last_batch="pad" would change the numbers of this model: {what}. {_ADVICE}')
+
+
+def _name(node: Node) -> str:
+    return f"{node.op} (%{node.name}{f', in {node.module}' if node.module else ''})"
+
+
+def _is_symbolic(size: object) -> bool:
+    return isinstance(size, sympy.Expr) and bool(size.free_symbols)
+
+
+def _symbolic(arg: Arg) -> bool:
+    found: list[Arg] = []
+
+    def look(leaf: Arg) -> Arg:
+        found.append(leaf)
+        return leaf
+
+    map_arg(arg, look)
+    return any(_is_symbolic(leaf) for leaf in found)
+
+
+def _check_sizes(graph: Graph) -> None:
+    """The size of the batch is read for shapes alone. Draws count their elements sample by sample
+    (:mod:`autopar.random_ops`), if they know which dim counts samples."""
+    for node in graph:
+        if node.is_placeholder:
+            continue
+        if node.op in DRAWS:
+            if _symbolic(node.args) and not _counts_samples(node):
+                raise _refusal(f"the numbers that {_name(node)} draws for a row depend on how many rows there are")
+            continue
+        shape = _SHAPED.get(node.op)
+        rest = tuple(arg for place, arg in enumerate(node.args) if place != shape)
+        if _symbolic(rest) or any(_symbolic(arg) for _, arg in node.kwargs):
+            raise _refusal(f"{_name(node)} computes with the size of the batch")
+
+
+def _counts_samples(node: Node) -> bool:
+    samples = dict(node.kwargs).get("samples") or next(
+        (arg for arg in reversed(node.args) if isinstance(arg, tuple) and len(arg) == 2 and not _symbolic(arg[:1])), ()
+    )
+    return isinstance(samples, tuple) and len(samples) == 2 and not _symbolic(samples)
+
+
+def _check_whole(graph: Graph, concrete: Graph, alone: Microbatched) -> None:
+    """Nothing is made of the whole batch."""
+    if alone.prelude is not None:
+        names = ", ".join(output.name.removeprefix("prelude.") for output in alone.prelude.outputs)
+        raise _refusal(f"%{names} is computed from all rows together")
+    known = {node.name: node for node in graph}
+    for node in alone.graph:
+        given = known.get(node.name)
+        if given is None or given.is_placeholder:
+            continue
+        for kind, here, whole in zip(given.types, node.types, concrete[node.name].types, strict=True):
+            if kind is not None and any(map(_is_symbolic, kind.shape)) and here == whole:
+                raise _refusal(f"{_name(node)} has the size of the batch and is used whole")
+
+
+def _places(alone: Microbatched, named: Callable[[str], str]) -> Iterator[tuple[str, int | None]]:
+    for (kind, name), how in alone.combine.items():
+        if how == "sum":
+            what = f"output {named(name)}" if kind == "output" else f"buffer {name}"
+            raise _refusal(f"the {what} is made of all rows together, such as a loss is")
+        if kind == "mutation" and how != "same":
+            raise _refusal(f"the buffer {name} keeps something of every row")
+        if kind == "output":
+            yield name, None if how == "same" else int(how.partition(":")[2])
