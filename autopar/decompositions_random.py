@@ -45,8 +45,10 @@ _STORAGE = ("pin_memory", "memory_format")
 
 
 def _uniform(size: Any, dtype: torch.dtype | None, device: Any) -> Any:
-    """Uniform in [0, 1) in any floating dtype."""
+    """Uniform in [0, 1) in any floating dtype; of complex numbers, both parts."""
     kind = dtype or torch.get_default_dtype()
+    if kind.is_complex:
+        return torch.complex(*(_uniform(size, kind.to_real(), device) for _ in range(2)))
     return draw.uniform(draw.random_state(), size, dtype=kind, device=torch.device(device or "cpu"))
 
 
@@ -151,7 +153,8 @@ def bernoulli_tensor(x: Tensor, p: Tensor) -> Any:
 
 @_for(aten.uniform.default)
 def uniform(x: Tensor, low: float = 0.0, high: float = 1.0) -> Any:
-    return _uniform(x.shape, x.dtype, x.device) * (high - low) + low
+    least = complex(low, low) if x.is_complex() else low
+    return _uniform(x.shape, x.dtype, x.device) * (high - low) + least
 
 
 @_for(aten.normal_functional.default)

@@ -18,6 +18,7 @@ from .errors import OptionsError
 from .graph import RECOMPUTED
 from .paths import meant
 from .plan import LineKind, Plan, PlanLine, Predicted
+from .plan_moves import moves
 from .plan_stages import busiest_stage
 from .plan_types import wrong_fields
 from .program import COLLECTIVES
@@ -41,7 +42,7 @@ def validate(plan: Plan) -> None:
 
 def _wrong(plan: Plan) -> Iterator[str]:
     """Each check relies on those before it: the first that finds something is the last."""
-    for check in (_settings, _names, _places, _lines, _figures, _pipeline):
+    for check in (_settings, _names, _places, _lines, moves, _figures, _pipeline):
         found = list(itertools.islice(check(plan), SHOWN))
         if found:
             yield from found

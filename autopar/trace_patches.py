@@ -17,6 +17,7 @@
   hold (absent tensors, a workspace); here they are steps of products, as in double precision;
 - ``nn.Transformer`` compares a mask with the causal one to let attention leave it out; here the mask is used as it is.
   In evaluation its encoder goes through nested tensors and fused layers; here it is the layers that it trains with;
+- ``cov`` and ``corrcoef`` warn where a value is too small; here they do not (:mod:`.trace_covariance`);
 - checks of linear algebra (``cholesky`` of a matrix that has none), of distributions and of the variance in a Gaussian
   loss raise on values; a graph has no place to raise from.
 """
@@ -45,6 +46,7 @@ from torch.utils import checkpoint
 
 from .decompositions_mended import mended
 from .embedding_bags import embedding_bag
+from .trace_covariance import CORRELATIONS, COVARIANCES, correlation, covariance
 
 _CHECKS = "aten::_linalg_check_errors"
 _batch_norm_forward = _BatchNorm.forward
@@ -101,10 +103,14 @@ def _convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: b
 
 
 class _Plain(TorchFunctionMode):
-    """Takes over dropout, attention with dropout, sparse embeddings and a loss, however they were imported."""
+    """Takes over dropout, attention with dropout, sparse embeddings, covariances and a loss, wherever imported."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in COVARIANCES:
+            return covariance(*args, **kwargs)
+        if func in CORRELATIONS:
+            return correlation(*args, **kwargs)
         if func is torch.dropout:
             return _dropout(*args, **kwargs)
         if func is F.scaled_dot_product_attention and _dropout_of(*args, **kwargs):

@@ -19,7 +19,7 @@ from torch import nn
 import autopar
 from autopar.cli import main
 from autopar.errors import AutoparError, OptionsError, PlanMismatchError
-from autopar.plan import Plan
+from autopar.plan import Plan, PlanLine
 
 TABLES = ("module", "kind", "op", "rule", "phase", "collective", "stage")
 ASKED = {
@@ -173,3 +173,20 @@ def test_the_command_line_refuses_an_edited_plan(tmp_path: Path, capsys: pytest.
     for words in (["show", str(path)], ["explain", str(path), "first"], ["diff", str(path), str(path)]):
         assert main(words) == 2
         assert "best" in capsys.readouterr().err
+
+
+EDITS: dict[str, Callable[[PlanLine], PlanLine]] = {
+    "bytes": lambda line: replace(line, steps=(replace(line.steps[0], bytes=2 * line.steps[0].bytes),)),
+    "kind": lambda line: replace(line, steps=(replace(line.steps[0], kind="all_to_all"),)),
+    "axes": lambda line: replace(line, steps=(replace(line.steps[0], axes=(1,)),)),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_collective_that_the_placements_do_not_need_is_found(edit: str) -> None:
+    made = plan("sharded")
+    place = next(i for i, line in enumerate(made.lines) if [s.axes for s in line.steps if s.bytes] == [(0, 1)])
+    line = made.lines[place]
+    wrong = replace(made, lines=(*made.lines[:place], EDITS[edit](line), *made.lines[place + 1 :]))
+    with pytest.raises(OptionsError, match=rf"{line.name}\).* is priced as .*; it takes {line.steps[0].kind}"):
+        wrong.validate()

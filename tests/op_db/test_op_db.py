@@ -28,6 +28,10 @@ ONCE_WRONG = (
     ("inplace", "zero_", "f64", 1),
     ("op", "to_sparse", "f64", 1),
     ("module", "nn.LSTM", "f32", 1),
+    ("op", "corrcoef", "f64", 2),
+    ("op", "corrcoef", "c128", 1),
+    ("op", "cov", "f64", 2),
+    ("inplace", "uniform", "c128", 1),
 )
 # One in so many of the operations and modules is tried by the quick suite.
 EVERY = 53

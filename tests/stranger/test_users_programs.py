@@ -73,6 +73,6 @@ def test_epochs_with_partial_batches_evaluation_first_and_targets(stranger: Stra
     stranger.run("programs/epochs.py", ranks)
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_every_rank_makes_the_plan(stranger: Stranger, ranks: int) -> None:
     stranger.run("programs/plan_on_every_rank.py", ranks)
