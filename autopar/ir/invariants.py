@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
+
 from autopar.errors import GraphError
 
 from .node import SAVED_ACTIVATION, Node, Output, TensorType, Value
@@ -48,7 +50,7 @@ def check_outputs(outputs: Iterable[Output], defined: Mapping[str, Node]) -> Non
             continue
         found = _type_of(output, output.value, defined)
         owner = owners.get((_OWNERS.get(output.kind, ""), output.name))
-        if owner is not None and not _agree(found, owner.stored):
+        if owner is not None and not _agree(found, owner.stored, exactly=output.kind == "mutation"):
             raise GraphError(
                 f"the {output.kind} {output.name!r} is {output.value}: {found}, but %{owner.name} is {owner.stored}"
             )
@@ -64,8 +66,14 @@ def _type_of(output: Output, value: Value, defined: Mapping[str, Node]) -> Tenso
     return found
 
 
-def _agree(found: TensorType, wanted: TensorType) -> bool:
-    """Whether both have the same dtype and shape; two expressions of a size may be equal and look different."""
+def _agree(found: TensorType, wanted: TensorType, exactly: bool) -> bool:
+    """Whether both have the same dtype and shape; two expressions of a size may be equal and look different. Unless
+    ``exactly``, a floating dtype of fewer bits will do: a gradient may be reduced in 16 bits, or be cast afterwards."""
     sizes = zip(found.shape, wanted.shape, strict=False)
     unequal = any(a != b and isinstance(a, int) and isinstance(b, int) for a, b in sizes)
-    return found.dtype == wanted.dtype and found.rank == wanted.rank and not unequal
+    return _is_kept_as(found.dtype, wanted.dtype, exactly) and found.rank == wanted.rank and not unequal
+
+
+def _is_kept_as(found: torch.dtype, wanted: torch.dtype, exactly: bool) -> bool:
+    fewer = found.is_floating_point and wanted.is_floating_point and found.itemsize < wanted.itemsize
+    return found == wanted or (fewer and not exactly)
