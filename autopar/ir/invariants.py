@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import torch
-
 from autopar.errors import GraphError
 
 from .node import SAVED_ACTIVATION, Node, Output, TensorType, Value
@@ -68,12 +66,8 @@ def _type_of(output: Output, value: Value, defined: Mapping[str, Node]) -> Tenso
 
 def _agree(found: TensorType, wanted: TensorType, exactly: bool) -> bool:
     """Whether both have the same dtype and shape; two expressions of a size may be equal and look different. Unless
-    ``exactly``, a floating dtype of fewer bits will do: a gradient may be reduced in 16 bits, or be cast afterwards."""
+    ``exactly``, another floating dtype will do: a gradient may be reduced in 16 bits, and is cast when it is kept."""
     sizes = zip(found.shape, wanted.shape, strict=False)
     unequal = any(a != b and isinstance(a, int) and isinstance(b, int) for a, b in sizes)
-    return _is_kept_as(found.dtype, wanted.dtype, exactly) and found.rank == wanted.rank and not unequal
-
-
-def _is_kept_as(found: torch.dtype, wanted: torch.dtype, exactly: bool) -> bool:
-    fewer = found.is_floating_point and wanted.is_floating_point and found.itemsize < wanted.itemsize
-    return found == wanted or (fewer and not exactly)
+    floating = not exactly and found.dtype.is_floating_point and wanted.dtype.is_floating_point
+    return (floating or found.dtype == wanted.dtype) and found.rank == wanted.rank and not unequal

@@ -104,7 +104,7 @@ ILL_TYPED = """graph(b=8)
 %w: f32[4, 2] = param("w")
 %h: bf16[4, 2] = param("h", stored=torch.float32)
 %x: f32[b, 4] = input("x")
-%d: f64[4, 2] = constant("d")
+%d: i64[4, 2] = constant("d")
 %m: i64[] = buffer("m")
 %y: f32[4, 4], %y.1: none = aten.mm.default(%w, %w)
 {line}
@@ -115,7 +115,7 @@ ILL_TYPED = """graph(b=8)
     ("line", "message"),
     [
         ('return gradient "w" = %y', r"the gradient 'w' is %y: f32\[4, 4\], but %w is f32\[4, 2\]"),
-        ('return gradient "h" = %d', r"the gradient 'h' is %d: f64\[4, 2\], but %h is f32\[4, 2\]"),
+        ('return gradient "h" = %d', r"the gradient 'h' is %d: i64\[4, 2\], but %h is f32\[4, 2\]"),
         ('return input_gradient "x" = %m', r"the input_gradient 'x' is %m: i64\[\], but %x is f32\[b, 4\]"),
         ('return mutation "m" = %w', r"the mutation 'm' is %w"),
         ('return output "0" = %y.1', r"the output '0' is %y.1, which is no tensor"),
@@ -133,7 +133,7 @@ def test_types_and_phases_are_verified(line: str, message: str) -> None:
         Graph.from_text(ILL_TYPED.format(line=line))
 
 
-def test_a_gradient_may_have_fewer_bits_than_its_parameter() -> None:
+def test_a_gradient_may_have_another_floating_dtype() -> None:
     """It is cast when it is accumulated, as under fp16 with stages."""
     Graph.from_text(ILL_TYPED.format(line='return gradient "h" = %h'))
 
