@@ -31,6 +31,9 @@ from torch.fx.traceback import preserve_node_meta
 
 from .fake_tensors import FakeTensorMode
 
+_CPU_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+
+
 __all__ = [
     "BufferAOTInput",
     "GradAOTOutput",
@@ -92,8 +95,13 @@ def described_outputs(output: torch.fx.Node) -> list[tuple[torch.fx.Node | None,
 
 def value_of(node: torch.fx.Node, otherwise: Any = None) -> Any:
     """The fake tensor, or the number, that ``node`` gives; ``otherwise`` where torch notes nothing. Relies on
-    ``meta["val"]`` (2.11)."""
-    return node.meta.get("val", otherwise)
+    ``meta["val"]`` (2.11). The shape function of the CPU's attention in 2.11 types its second result float32 where
+    the kernel gives float64 for float64."""
+    found = node.meta.get("val", otherwise)
+    if isinstance(found, (tuple, list)) and str(node.target) == _CPU_ATTENTION:
+        out, logsumexp = found
+        return out, logsumexp.double() if out.dtype == torch.float64 else logsumexp
+    return found
 
 
 def set_notes(found: dict[str, Any] | None) -> None:
