@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import time
 from dataclasses import replace
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.errors import TraceError, WorkerError
+from autopar.errors import PlanMismatchError, TraceError, WorkerError
 from autopar.verification.report import OneStep, Report, _compare, judge
 from autopar.verification.steps import _doubled
 from autopar.verification.tolerance import Closeness
@@ -186,9 +187,10 @@ class Failing(nn.Module):
 )
 def test_a_rank_that_fails_ends_it(what: str, message: str) -> None:
     started = time.monotonic()
-    with pytest.raises((WorkerError, TraceError), match=message) as caught:
+    # Rank 0, which hears of it, may report first.
+    with pytest.raises((WorkerError, TraceError, PlanMismatchError), match=message) as caught:
         autopar.verify(Failing(what), (2,), torch.randn(8, 12), cluster=CLUSTER, timeout=6)
     assert time.monotonic() - started < 40
     if what == "raises":
         shown = str(caught.value) + "\n".join(getattr(caught.value, "__notes__", []))
-        assert "rank 1 of 2" in shown and "fail_here" in shown
+        assert re.search("rank 1 of (2|the mesh)", shown) and "the number was seven" in shown
