@@ -1,6 +1,6 @@
 """The tests on the versions of torch that autopar supports, from PyPI's default builds (CUDA builds, on Linux).
 
-    nox                      a smoke test on the oldest and the newest, as CI does (at most five minutes each)
+    nox                      a smoke test on the oldest and the newest
     nox -s tests             the quick suite on each version; nox -s 'tests(2.15.0)' on one
 
 An environment for each version is kept outside of the checkout, in $AUTOPAR_NOX or ~/.cache/autopar/nox, and installed
