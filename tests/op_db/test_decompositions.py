@@ -147,6 +147,7 @@ def _compared(counts: dict[str, int]) -> Beside:
     return beside
 
 
+@pytest.mark.slow
 def test_they_give_what_kernels_give() -> None:
     beside = _compared({"f64": 1})
     assert not beside.wrong, "\n".join(f"{op}{how}" for op, how in beside.wrong.items())

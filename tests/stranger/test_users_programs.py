@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from stranger_user import Stranger
+
+from tests.stranger.stranger_user import Stranger
 
 slow = pytest.mark.slow
 
