@@ -26,10 +26,9 @@ for module in sys.argv[2:]:
 
 def modules_in_repository() -> dict[str, str]:
     """Path in the wheel -> module name."""
-    names = {module: module.replace(".", "/") for module in module_files()}
     return {
-        f"{name}/__init__.py" if module_files()[module].stem == "__init__" else f"{name}.py": module
-        for module, name in names.items()
+        module.replace(".", "/") + ("/__init__.py" if file.stem == "__init__" else ".py"): module
+        for module, file in module_files().items()
     }
 
 
