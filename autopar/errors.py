@@ -36,7 +36,7 @@ class InputMismatchError(AutoparError):
 
 
 class ScheduleError(AutoparError):
-    """A pipeline schedule that is not well formed, or cannot run to its end; names rank and instruction."""
+    """A pipeline schedule that is not well formed, or cannot run to its end; names rank and action."""
 
 
 class ExecutionError(AutoparError):

@@ -1,4 +1,4 @@
-"""What one rank runs for a step in microbatches, over one stage or several: its chunks, and the list of instructions.
+"""What one rank runs for a step in microbatches, over one stage or several: its chunks, and the list of actions.
 
 The devices form a mesh ``(stages, *mesh inside a stage)``; the rank at stage s holds the chunks that the schedule
 places there. Everything else in a :class:`PipelineProgram` is the same on every rank, so that each can name every

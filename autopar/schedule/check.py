@@ -2,7 +2,7 @@
 
 What is proven, in this order (the first that fails is the one reported):
 
-1. every instruction names a chunk of its rank, a microbatch of the step and an edge between ranks;
+1. every action names a chunk of its rank, a microbatch of the step and an edge between ranks;
 2. every forward, every backward (whole, or both halves), every send and receive of every edge, every reduction and
    every rank's step is listed exactly once;
 3. on each rank, forward comes before the input gradient and that before the weight gradient; nothing is computed
@@ -24,19 +24,19 @@ from typing import Literal
 
 from autopar.errors import ScheduleError
 
+from .actions import Action, Message
 from .dependencies import Wiring, prerequisites, producers, receive_of, send_of
-from .instructions import Instruction, Message
 from .schedule import Schedule
 
 Communication = Literal["asynchronous", "batched", "blocking"]
-Where = dict[Instruction, tuple[int, int]]
+Where = dict[Action, tuple[int, int]]
 _SHOWN = 5
 
 
 def check(schedule: Schedule, communication: Communication = "batched") -> None:
-    """Raises :class:`ScheduleError`, naming rank, position and instruction, unless ``schedule`` is proven right.
+    """Raises :class:`ScheduleError`, naming rank, position and action, unless ``schedule`` is proven right.
 
-    ``communication`` says when an instruction lets its rank go on. ``"asynchronous"``: sends and receives at once, and
+    ``communication`` says when an action lets its rank go on. ``"asynchronous"``: sends and receives at once, and
     a computation when its values have been sent (buffered ``isend``). ``"batched"``: sends and receives that follow
     each other are posted together and pass when the other end of each is posted (``batch_isend_irecv`` without
     buffers). ``"blocking"``: each alone. A list that passes a stricter rule passes the ones before it.
@@ -44,7 +44,7 @@ def check(schedule: Schedule, communication: Communication = "batched") -> None:
     wiring = Wiring.of(schedule)
     _report(schedule, _strangers(schedule, wiring))
     _report(schedule, _miscounts(schedule, wiring))
-    where = {instruction: (rank, at) for rank, at, instruction in schedule.instructions()}
+    where = {action: (rank, at) for rank, at, action in schedule.actions()}
     _report(schedule, _disorder(schedule, wiring, where))
     _report(schedule, _mismatches(schedule, wiring))
     _report(schedule, _Playing(schedule, wiring, communication).deadlock())
@@ -58,31 +58,29 @@ def _report(schedule: Schedule, findings: Iterator[str]) -> None:
         raise ScheduleError(f"schedule {schedule.name!r} cannot run:\n  " + "\n  ".join(shown))
 
 
-def _at(rank: int, position: int, instruction: Instruction) -> str:
-    return f"rank {rank}, position {position}, {instruction}"
+def _at(rank: int, position: int, action: Action) -> str:
+    return f"rank {rank}, position {position}, {action}"
 
 
 def _strangers(schedule: Schedule, wiring: Wiring) -> Iterator[str]:
-    for rank, at, instruction in schedule.instructions():
-        if fault := _stranger(schedule, wiring, rank, instruction):
-            yield f"{_at(rank, at, instruction)}: {fault}"
+    for rank, at, action in schedule.actions():
+        if fault := _stranger(schedule, wiring, rank, action):
+            yield f"{_at(rank, at, action)}: {fault}"
 
 
-def _stranger(schedule: Schedule, wiring: Wiring, rank: int, instruction: Instruction) -> str | None:
-    """Why ``instruction`` has no meaning on ``rank`` of the schedule; None if it has."""
-    if instruction.kind == "step":
-        return None if instruction == Instruction("step") else "a step names no chunk, microbatch or peer"
-    if instruction.chunk not in schedule.held[rank]:
-        return f"rank {rank} holds chunks {schedule.held[rank]}, not {instruction.chunk}"
-    if instruction.kind == "reduce":
-        return (
-            None if instruction.microbatch == instruction.peer == -1 else "a chunk is reduced once for all microbatches"
-        )
-    if not 0 <= instruction.microbatch < schedule.microbatches:
+def _stranger(schedule: Schedule, wiring: Wiring, rank: int, action: Action) -> str | None:
+    """Why ``action`` has no meaning on ``rank`` of the schedule; None if it has."""
+    if action.kind == "step":
+        return None if action == Action("step") else "a step names no chunk, microbatch or peer"
+    if action.chunk not in schedule.held[rank]:
+        return f"rank {rank} holds chunks {schedule.held[rank]}, not {action.chunk}"
+    if action.kind == "reduce":
+        return None if action.microbatch == action.peer == -1 else "a chunk is reduced once for all microbatches"
+    if not 0 <= action.microbatch < schedule.microbatches:
         return f"there are microbatches 0 to {schedule.microbatches - 1}"
-    if instruction.computes:
-        return None if instruction.peer == -1 else "a computation has no peer"
-    return _stray(schedule, wiring, instruction.message)
+    if action.computes:
+        return None if action.peer == -1 else "a computation has no peer"
+    return _stray(schedule, wiring, action.message)
 
 
 def _stray(schedule: Schedule, wiring: Wiring, message: Message) -> str | None:
@@ -97,49 +95,49 @@ def _stray(schedule: Schedule, wiring: Wiring, message: Message) -> str | None:
     return None
 
 
-def _expected(schedule: Schedule, wiring: Wiring) -> Iterator[Instruction]:
+def _expected(schedule: Schedule, wiring: Wiring) -> Iterator[Action]:
     """All that must be listed once, but for backward, which has two forms."""
     for chunk in range(schedule.chunks):
         for microbatch in range(schedule.microbatches):
-            yield from _expected_of(Instruction("forward", chunk, microbatch), wiring)
+            yield from _expected_of(Action("forward", chunk, microbatch), wiring)
             if schedule.training:
-                yield from _expected_of(Instruction("backward", chunk, microbatch), wiring)
+                yield from _expected_of(Action("backward", chunk, microbatch), wiring)
         if schedule.training:
-            yield Instruction("reduce", chunk)
+            yield Action("reduce", chunk)
 
 
-def _expected_of(computation: Instruction, wiring: Wiring) -> Iterator[Instruction]:
+def _expected_of(computation: Action, wiring: Wiring) -> Iterator[Action]:
     yield computation
     yield from (receive_of(message) for message in wiring.arrivals(computation) if wiring.crosses(message))
     yield from (send_of(message) for message in wiring.departures(computation) if wiring.crosses(message))
 
 
-def _halves(instruction: Instruction) -> tuple[Instruction, Instruction]:
-    chunk, microbatch = instruction.chunk, instruction.microbatch
-    return Instruction("input_gradient", chunk, microbatch), Instruction("weight_gradient", chunk, microbatch)
+def _halves(action: Action) -> tuple[Action, Action]:
+    chunk, microbatch = action.chunk, action.microbatch
+    return Action("input_gradient", chunk, microbatch), Action("weight_gradient", chunk, microbatch)
 
 
 def _miscounts(schedule: Schedule, wiring: Wiring) -> Iterator[str]:
     """What is listed twice, is listed and should not be, or is missing."""
-    seen: set[tuple[int, Instruction]] = set()
-    for rank, at, instruction in schedule.instructions():
-        if (rank, instruction) in seen:
-            yield f"{_at(rank, at, instruction)}: is on this list a second time"
-        seen.add((rank, instruction))
-        if not schedule.training and (instruction.kind in _BACKWARD or instruction.kind.endswith("backward")):
-            yield f"{_at(rank, at, instruction)}: the schedule only goes forward"
-    for instruction in _expected(schedule, wiring):
-        rank = schedule.placement[instruction.chunk]
-        missing = [instruction] if (rank, instruction) not in seen else []
-        if instruction.kind == "backward":
-            halves = [half for half in _halves(instruction) if (rank, half) in seen]
+    seen: set[tuple[int, Action]] = set()
+    for rank, at, action in schedule.actions():
+        if (rank, action) in seen:
+            yield f"{_at(rank, at, action)}: is on this list a second time"
+        seen.add((rank, action))
+        if not schedule.training and (action.kind in _BACKWARD or action.kind.endswith("backward")):
+            yield f"{_at(rank, at, action)}: the schedule only goes forward"
+    for action in _expected(schedule, wiring):
+        rank = schedule.placement[action.chunk]
+        missing = [action] if (rank, action) not in seen else []
+        if action.kind == "backward":
+            halves = [half for half in _halves(action) if (rank, half) in seen]
             if halves and not missing:
-                yield f"rank {rank}: {instruction} is listed whole, and {halves[0]} a second time"
-            missing = [half for half in _halves(instruction) if half not in halves] if halves else missing
+                yield f"rank {rank}: {action} is listed whole, and {halves[0]} a second time"
+            missing = [half for half in _halves(action) if half not in halves] if halves else missing
         for lost in missing:
             yield f"rank {rank}: {lost} is missing"
     for rank in range(schedule.stages if schedule.training else 0):
-        if (rank, Instruction("step")) not in seen:
+        if (rank, Action("step")) not in seen:
             yield f"rank {rank}: step is missing"
 
 
@@ -147,35 +145,35 @@ _BACKWARD = ("input_gradient", "weight_gradient", "reduce", "step")
 
 
 def _disorder(schedule: Schedule, wiring: Wiring, where: Where) -> Iterator[str]:
-    """Instructions that stand before something of their own rank that they need."""
-    for rank, at, instruction in schedule.instructions():
-        for needed in _needed(schedule, wiring, instruction):
+    """Actions that stand before something of their own rank that they need."""
+    for rank, at, action in schedule.actions():
+        for needed in _needed(schedule, wiring, action):
             if needed in where and where[needed][1] > at:
                 later = f"{needed} (position {where[needed][1]})"
-                yield f"{_at(rank, at, instruction)}: comes before {later}, which it needs"
-        if instruction.kind == "step" and at < len(schedule.ranks[rank]) - 1:
-            yield f"{_at(rank, at, instruction)}: the step comes last, {schedule.ranks[rank][at + 1]} follows it"
+                yield f"{_at(rank, at, action)}: comes before {later}, which it needs"
+        if action.kind == "step" and at < len(schedule.ranks[rank]) - 1:
+            yield f"{_at(rank, at, action)}: the step comes last, {schedule.ranks[rank][at + 1]} follows it"
 
 
-def _needed(schedule: Schedule, wiring: Wiring, instruction: Instruction) -> Iterator[Instruction]:
-    """What the same rank must have done before ``instruction``; of the two forms of backward, whichever is listed."""
-    if instruction.sends:
-        yield from producers(instruction.message)
-    elif instruction.kind == "reduce":
+def _needed(schedule: Schedule, wiring: Wiring, action: Action) -> Iterator[Action]:
+    """What the same rank must have done before ``action``; of the two forms of backward, whichever is listed."""
+    if action.sends:
+        yield from producers(action.message)
+    elif action.kind == "reduce":
         for microbatch in range(schedule.microbatches):
-            yield Instruction("backward", instruction.chunk, microbatch)
-            yield Instruction("weight_gradient", instruction.chunk, microbatch)
-    elif instruction.computes:
-        yield from prerequisites(instruction)
-        for message in wiring.arrivals(instruction):
+            yield Action("backward", action.chunk, microbatch)
+            yield Action("weight_gradient", action.chunk, microbatch)
+    elif action.computes:
+        yield from prerequisites(action)
+        for message in wiring.arrivals(action):
             yield from (receive_of(message),) if wiring.crosses(message) else producers(message)
 
 
 def _mismatches(schedule: Schedule, wiring: Wiring) -> Iterator[str]:
     """Where two ranks disagree about the order of the messages from one to the other."""
-    sent: dict[tuple[int, int], list[tuple[int, int, Instruction]]] = defaultdict(list)
-    received: dict[tuple[int, int], list[tuple[int, int, Instruction]]] = defaultdict(list)
-    for found in schedule.instructions():
+    sent: dict[tuple[int, int], list[tuple[int, int, Action]]] = defaultdict(list)
+    received: dict[tuple[int, int], list[tuple[int, int, Action]]] = defaultdict(list)
+    for found in schedule.actions():
         if found[2].sends or found[2].receives:
             message = found[2].message
             ends = schedule.placement[message.source], schedule.placement[message.target]
@@ -193,7 +191,7 @@ class _Playing:
     def __init__(self, schedule: Schedule, wiring: Wiring, communication: Communication) -> None:
         self.schedule, self.wiring, self.communication = schedule, wiring, communication
         self.position = [0] * schedule.stages
-        self.posted: set[Instruction] = set()
+        self.posted: set[Action] = set()
 
     def deadlock(self) -> Iterator[str]:
         """What each rank that does not come to its end waits for."""
@@ -215,8 +213,8 @@ class _Playing:
             self.position[rank] += len(batch)
         return (self.position[rank], len(self.posted)) != before
 
-    def _batch(self, rank: int) -> tuple[Instruction, ...]:
-        """The instructions at the position of ``rank`` that pass together."""
+    def _batch(self, rank: int) -> tuple[Action, ...]:
+        """The actions at the position of ``rank`` that pass together."""
         listed, start = self.schedule.ranks[rank], self.position[rank]
         end = start + 1
         if self.communication == "batched" and (listed[start].sends or listed[start].receives):
@@ -224,15 +222,15 @@ class _Playing:
                 end += 1
         return listed[start:end]
 
-    def _awaited(self, batch: tuple[Instruction, ...]) -> Iterator[Instruction]:
-        """The instructions of other ranks without which ``batch`` does not pass."""
-        for instruction in batch:
+    def _awaited(self, batch: tuple[Action, ...]) -> Iterator[Action]:
+        """The actions of other ranks without which ``batch`` does not pass."""
+        for action in batch:
             if self.communication == "asynchronous":
-                arrivals = self.wiring.arrivals(instruction) if instruction.computes else ()
+                arrivals = self.wiring.arrivals(action) if action.computes else ()
                 yield from (send_of(message) for message in arrivals if self.wiring.crosses(message))
-            elif instruction.sends or instruction.receives:
-                message = instruction.message
-                yield receive_of(message) if instruction.sends else send_of(message)
+            elif action.sends or action.receives:
+                message = action.message
+                yield receive_of(message) if action.sends else send_of(message)
 
     def _stuck(self, rank: int) -> str:
         batch = self._batch(rank)
@@ -249,10 +247,10 @@ def _overflow(schedule: Schedule) -> Iterator[str]:
         return
     held = [0] * schedule.stages
     told: set[int] = set()
-    for rank, at, instruction in schedule.instructions():
-        held[rank] += instruction.kind == "forward"
+    for rank, at, action in schedule.actions():
+        held[rank] += action.kind == "forward"
         if held[rank] > schedule.in_flight[rank] and rank not in told:
             told.add(rank)
             promised = f"{held[rank]} in flight, {schedule.in_flight[rank]} promised"
-            yield f"{_at(rank, at, instruction)}: {promised}; finish a backward first, or promise more"
-        held[rank] -= instruction.kind in ("weight_gradient", "backward")
+            yield f"{_at(rank, at, action)}: {promised}; finish a backward first, or promise more"
+        held[rank] -= action.kind in ("weight_gradient", "backward")

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from .instructions import Edge, Instruction, Kind, Message
+from .actions import Action, Edge, Kind, Message
 from .schedule import Schedule
 
 _AFTER: dict[Kind, Kind] = {
@@ -19,7 +19,7 @@ _AFTER: dict[Kind, Kind] = {
 @dataclass(frozen=True)
 class Wiring:
     """The edges between chunks and where the chunks lie. A message between chunks of one rank is a hand-over: it
-    arrives when its sender has computed it, and no instruction names it."""
+    arrives when its sender has computed it, and no action names it."""
 
     placement: tuple[int, ...]
     edges: tuple[Edge, ...]
@@ -54,21 +54,21 @@ class Wiring:
             found[chunk].append(other)
         return tuple(tuple(sorted(others)) for others in found)
 
-    def arrivals(self, instruction: Instruction) -> tuple[Message, ...]:
-        """What must have arrived before ``instruction`` can compute."""
-        chunk, microbatch = instruction.chunk, instruction.microbatch
-        if instruction.kind == "forward":
+    def arrivals(self, action: Action) -> tuple[Message, ...]:
+        """What must have arrived before ``action`` can compute."""
+        chunk, microbatch = action.chunk, action.microbatch
+        if action.kind == "forward":
             return tuple(Message("forward", source, chunk, microbatch) for source in self.values_from[chunk])
-        if instruction.kind in ("input_gradient", "backward"):
+        if action.kind in ("input_gradient", "backward"):
             return tuple(Message("backward", target, chunk, microbatch) for target in self.gradients_from[chunk])
         return ()
 
-    def departures(self, instruction: Instruction) -> tuple[Message, ...]:
-        """What can leave once ``instruction`` has computed."""
-        chunk, microbatch = instruction.chunk, instruction.microbatch
-        if instruction.kind == "forward":
+    def departures(self, action: Action) -> tuple[Message, ...]:
+        """What can leave once ``action`` has computed."""
+        chunk, microbatch = action.chunk, action.microbatch
+        if action.kind == "forward":
             return tuple(Message("forward", chunk, target, microbatch) for target in self.values_to[chunk])
-        if instruction.kind in ("input_gradient", "backward"):
+        if action.kind in ("input_gradient", "backward"):
             return tuple(Message("backward", chunk, source, microbatch) for source in self.gradients_to[chunk])
         return ()
 
@@ -77,29 +77,29 @@ class Wiring:
         return self.placement[message.source] != self.placement[message.target]
 
 
-def prerequisites(instruction: Instruction) -> tuple[Instruction, ...]:
+def prerequisites(action: Action) -> tuple[Action, ...]:
     """What the same chunk must have computed for the same microbatch before."""
-    before = _AFTER.get(instruction.kind)
-    return () if before is None else (Instruction(before, instruction.chunk, instruction.microbatch),)
+    before = _AFTER.get(action.kind)
+    return () if before is None else (Action(before, action.chunk, action.microbatch),)
 
 
-def producers(message: Message) -> tuple[Instruction, Instruction]:
-    """The instructions either of which computes what ``message`` carries: forward twice, or the two forms of
+def producers(message: Message) -> tuple[Action, Action]:
+    """The actions either of which computes what ``message`` carries: forward twice, or the two forms of
     backward."""
     kinds: tuple[Kind, Kind] = ("forward", "forward")
     if message.direction == "backward":
         kinds = ("input_gradient", "backward")
-    first, second = (Instruction(kind, message.source, message.microbatch) for kind in kinds)
+    first, second = (Action(kind, message.source, message.microbatch) for kind in kinds)
     return first, second
 
 
-def send_of(message: Message) -> Instruction:
-    """The instruction that sends ``message``."""
+def send_of(message: Message) -> Action:
+    """The action that sends ``message``."""
     kind: Kind = "send_forward" if message.direction == "forward" else "send_backward"
-    return Instruction(kind, message.source, message.microbatch, message.target)
+    return Action(kind, message.source, message.microbatch, message.target)
 
 
-def receive_of(message: Message) -> Instruction:
-    """The instruction that receives ``message``."""
+def receive_of(message: Message) -> Action:
+    """The action that receives ``message``."""
     kind: Kind = "receive_forward" if message.direction == "forward" else "receive_backward"
-    return Instruction(kind, message.target, message.microbatch, message.source)
+    return Action(kind, message.target, message.microbatch, message.source)

@@ -3,7 +3,7 @@
 The lists are played once with nominal durations, and every computation and message is written down when it happens: a
 message right after the computation that makes its value begins, on both its ranks, so that a receive is posted before
 the computation that it can overlap with. Each rank's list is thus its part of *one* sequence in which everything
-could happen one at a time. Of the instructions not yet done, the first of that sequence can always
+could happen one at a time. Of the actions not yet done, the first of that sequence can always
 go on, for both ends of it stand there: nothing deadlocks, even if every send waits for its receive (rendezvous) and
 nothing is batched; and two ranks see the messages between them in the same order, so tags are not needed. Buffered or
 batched transports only wait less. An executor that waits in every receive, rather than where its value is used, would
@@ -18,17 +18,17 @@ from itertools import count
 
 from autopar.errors import ScheduleError
 
+from .actions import Action, Edge, Message
 from .dependencies import Wiring, prerequisites, receive_of, send_of
-from .instructions import Edge, Instruction, Message
 from .schedule import Schedule, check_chunks
 
-Orders = tuple[tuple[Instruction, ...], ...]
-Duration = Callable[[Instruction], float]
+Orders = tuple[tuple[Action, ...], ...]
+Duration = Callable[[Action], float]
 
 
-def nominal_duration(instruction: Instruction) -> float:
+def nominal_duration(action: Action) -> float:
     """Forward, input gradient and weight gradient take as long as each other."""
-    return 2.0 if instruction.kind == "backward" else 1.0
+    return 2.0 if action.kind == "backward" else 1.0
 
 
 class _Play:
@@ -38,16 +38,16 @@ class _Play:
         self.orders, self.wiring, self.duration, self.prefetch = orders, wiring, duration, prefetch
         self.position = [0] * len(orders)
         self.free = [0.0] * len(orders)
-        self.arrived: dict[Message | Instruction, float] = {}
-        self.waiting: dict[Message | Instruction, int] = {}
+        self.arrived: dict[Message | Action, float] = {}
+        self.waiting: dict[Message | Action, int] = {}
         # (time, computes, serial number, rank, or message and when it is ready): at equal times messages go first.
         self.events: list[tuple[float, bool, int, int | tuple[Message, float]]] = []
         self.serial = count()
-        self.lists: list[list[Instruction]] = [[] for _ in orders]
+        self.lists: list[list[Action]] = [[] for _ in orders]
 
-    def needs(self, rank: int) -> tuple[Message | Instruction, ...]:
-        instruction = self.orders[rank][self.position[rank]]
-        return (*prerequisites(instruction), *self.wiring.arrivals(instruction))
+    def needs(self, rank: int) -> tuple[Message | Action, ...]:
+        action = self.orders[rank][self.position[rank]]
+        return (*prerequisites(action), *self.wiring.arrivals(action))
 
     def look(self, rank: int) -> None:
         """Queues the next computation of ``rank``, or notes what it waits for."""
@@ -61,19 +61,19 @@ class _Play:
         else:
             self.waiting[missing] = rank
 
-    def arrive(self, what: Message | Instruction, time: float) -> None:
+    def arrive(self, what: Message | Action, time: float) -> None:
         self.arrived[what] = time
         if what in self.waiting:
             self.look(self.waiting.pop(what))
 
     def compute(self, rank: int, start: float) -> None:
-        instruction = self.orders[rank][self.position[rank]]
-        end = start + self.duration(instruction)
-        self.lists[rank].append(instruction)
+        action = self.orders[rank][self.position[rank]]
+        end = start + self.duration(action)
+        self.lists[rank].append(action)
         self.free[rank] = end
         self.position[rank] += 1
-        self.arrived[instruction] = end
-        for message in self.wiring.departures(instruction):
+        self.arrived[action] = end
+        for message in self.wiring.departures(action):
             if self.wiring.crosses(message):
                 heapq.heappush(self.events, (start if self.prefetch else end, False, next(self.serial), (message, end)))
             else:
@@ -127,20 +127,20 @@ def insert_messages(
     return tuple(map(tuple, play.lists))
 
 
-def _finish(listed: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
+def _finish(listed: tuple[Action, ...]) -> tuple[Action, ...]:
     """Reduces each chunk before the first computation that follows its last backward, and ends with the step."""
     last = {i.chunk: at for at, i in enumerate(listed) if i.kind in ("weight_gradient", "backward")}
     due = {at: chunk for chunk, at in last.items()}
-    finished: list[Instruction] = []
-    pending: list[Instruction] = []
-    for at, instruction in enumerate(listed):
-        if instruction.computes:
+    finished: list[Action] = []
+    pending: list[Action] = []
+    for at, action in enumerate(listed):
+        if action.computes:
             finished += pending
             pending = []
-        finished.append(instruction)
+        finished.append(action)
         if at in due:
-            pending.append(Instruction("reduce", due[at]))
-    return (*finished, *pending, Instruction("step"))
+            pending.append(Action("reduce", due[at]))
+    return (*finished, *pending, Action("step"))
 
 
 def complete(
@@ -172,11 +172,11 @@ def forward_only(schedule: Schedule) -> Schedule:
     return Schedule(name, schedule.microbatches, schedule.placement, schedule.edges, ranks, none, training=False)
 
 
-def most_in_flight(listed: Iterable[Instruction]) -> int:
+def most_in_flight(listed: Iterable[Action]) -> int:
     """The most (chunk, microbatch) pairs at any position that began forward and did not finish backward."""
     now = most = 0
-    for instruction in listed:
-        now += instruction.kind == "forward"
+    for action in listed:
+        now += action.kind == "forward"
         most = max(most, now)
-        now -= instruction.kind in ("weight_gradient", "backward")
+        now -= action.kind in ("weight_gradient", "backward")
     return most

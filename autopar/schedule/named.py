@@ -28,23 +28,23 @@ from itertools import pairwise
 
 from autopar.errors import ScheduleError
 
-from .instructions import Edge, Instruction
+from .actions import Action, Edge
 from .messages import Duration, Orders, complete, nominal_duration
 from .schedule import Schedule, chain, loop_placement, v_placement
 
-Order = list[Instruction]
+Order = list[Action]
 
 
-def _forward(chunk: int, microbatch: int) -> Instruction:
-    return Instruction("forward", chunk, microbatch)
+def _forward(chunk: int, microbatch: int) -> Action:
+    return Action("forward", chunk, microbatch)
 
 
-def _backward(chunk: int, microbatch: int) -> Instruction:
-    return Instruction("backward", chunk, microbatch)
+def _backward(chunk: int, microbatch: int) -> Action:
+    return Action("backward", chunk, microbatch)
 
 
 def _split(chunk: int, microbatch: int) -> Order:
-    return [Instruction("input_gradient", chunk, microbatch), Instruction("weight_gradient", chunk, microbatch)]
+    return [Action("input_gradient", chunk, microbatch), Action("weight_gradient", chunk, microbatch)]
 
 
 def _gpipe(rank: int, stages: int, microbatches: int, chunks: int) -> Order:
@@ -89,13 +89,13 @@ def _zb_h1(rank: int, stages: int, microbatches: int, chunks: int) -> Order:
     """1F1B whose weight gradients come ``rank`` microbatches late, so that every rank has p in flight."""
     order = [_forward(rank, b) for b in range(min(microbatches, stages - rank))]
     for b in range(microbatches):
-        order.append(Instruction("input_gradient", rank, b))
+        order.append(Action("input_gradient", rank, b))
         if b >= rank:
-            order.append(Instruction("weight_gradient", rank, b - rank))
+            order.append(Action("weight_gradient", rank, b - rank))
         if b + stages - rank < microbatches:
             order.append(_forward(rank, b + stages - rank))
     late = range(max(0, microbatches - rank), microbatches)
-    return order + [Instruction("weight_gradient", rank, b) for b in late]
+    return order + [Action("weight_gradient", rank, b) for b in late]
 
 
 def _zb_v(rank: int, stages: int, microbatches: int, chunks: int) -> Order:
@@ -121,12 +121,12 @@ def _zb_v_end(rank: int, stages: int, microbatches: int) -> Order:
     down, up = rank, 2 * stages - 1 - rank
     order: Order = []
     for b in range(rank):
-        order.append(Instruction("input_gradient", down, microbatches - stages + b))
-        order.append(Instruction("input_gradient", up, microbatches - rank + b))
-    weights = [Instruction("weight_gradient", down, b) for b in range(microbatches - stages, microbatches)]
+        order.append(Action("input_gradient", down, microbatches - stages + b))
+        order.append(Action("input_gradient", up, microbatches - rank + b))
+    weights = [Action("weight_gradient", down, b) for b in range(microbatches - stages, microbatches)]
     for b in range(stages - rank):
-        order += [Instruction("input_gradient", down, microbatches - stages + rank + b), weights[b]]
-    order += [Instruction("weight_gradient", up, b) for b in range(microbatches - rank, microbatches)]
+        order += [Action("input_gradient", down, microbatches - stages + rank + b), weights[b]]
+    order += [Action("weight_gradient", up, b) for b in range(microbatches - rank, microbatches)]
     return order + weights[stages - rank :]
 
 

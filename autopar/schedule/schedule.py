@@ -4,9 +4,9 @@ The model is cut into *chunks*, numbered so that values are only sent from lower
 which pipeline rank (a group of devices) holds each chunk. An :class:`Edge` says that a chunk uses a value another one
 computes; edges may join any two chunks, so a skip connection is sent directly from its producer to its consumer. Along
 an edge between two ranks one message goes forward per microbatch and, unless the edge says otherwise, one goes back
-with the gradient. Along an edge within a rank the value is handed over without an instruction.
+with the gradient. Along an edge within a rank the value is handed over without an action.
 
-:mod:`.instructions` says what each instruction does and what messages mean.
+:mod:`.actions` says what each action does and what messages mean.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any
 
 from autopar.errors import ScheduleError
 
-from .instructions import Edge, Instruction, Kind
-from .text import parse_edge, parse_instruction, parse_schedule, print_edge
+from .actions import Action, Edge, Kind
+from .text import parse_action, parse_edge, parse_schedule, print_edge
 
 
 @dataclass(frozen=True)
 class Schedule:
     """What every pipeline rank does in one step.
 
-    ``placement[chunk]`` is the rank that holds a chunk; ``ranks[rank]`` its instructions in order. ``in_flight[rank]``
+    ``placement[chunk]`` is the rank that holds a chunk; ``ranks[rank]`` its actions in order. ``in_flight[rank]``
     is promised: at no position of the list have more (chunk, microbatch) pairs begun forward without having finished
     backward, weight gradients included. A schedule that is not ``training`` only goes forward, and promises nothing.
 
@@ -38,7 +38,7 @@ class Schedule:
     microbatches: int
     placement: tuple[int, ...]
     edges: tuple[Edge, ...]
-    ranks: tuple[tuple[Instruction, ...], ...]
+    ranks: tuple[tuple[Action, ...], ...]
     in_flight: tuple[int, ...]
     training: bool = True
 
@@ -78,11 +78,11 @@ class Schedule:
         made = [i for i, one in enumerate(listed) if one.chunk == chunk and one.kind in ("backward", "weight_gradient")]
         return bool(made) and not any(one.computes or one.sends for one in listed[made[-1] + 1 :])
 
-    def instructions(self) -> Iterator[tuple[int, int, Instruction]]:
-        """(rank, position, instruction), rank by rank."""
+    def actions(self) -> Iterator[tuple[int, int, Action]]:
+        """(rank, position, action), rank by rank."""
         for rank, listed in enumerate(self.ranks):
-            for position, instruction in enumerate(listed):
-                yield rank, position, instruction
+            for position, action in enumerate(listed):
+                yield rank, position, action
 
     def __str__(self) -> str:
         """The text form, which :meth:`from_text` reads."""
@@ -102,7 +102,7 @@ class Schedule:
         return Schedule(**parse_schedule(text))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; instructions and edges in their text form. Inverse of :meth:`from_json`."""
+        """Plain data; actions and edges in their text form. Inverse of :meth:`from_json`."""
         return {
             "name": self.name,
             "microbatches": self.microbatches,
@@ -122,7 +122,7 @@ class Schedule:
                 microbatches=int(data["microbatches"]),
                 placement=tuple(map(int, data["placement"])),
                 edges=tuple(map(parse_edge, data["edges"])),
-                ranks=tuple(tuple(map(parse_instruction, listed.split())) for listed in data["ranks"]),
+                ranks=tuple(tuple(map(parse_action, listed.split())) for listed in data["ranks"]),
                 in_flight=tuple(map(int, data["in_flight"])),
                 training=bool(data["training"]),
             )

@@ -19,7 +19,7 @@ from typing import Any
 
 from autopar.errors import ScheduleError
 
-from .instructions import Edge, Instruction, Kind
+from .actions import Action, Edge, Kind
 
 _COMPUTE: dict[str, Kind] = {"F": "forward", "I": "input_gradient", "W": "weight_gradient", "B": "backward"}
 _MESSAGE: dict[str, Kind] = {
@@ -36,19 +36,19 @@ _HEAD = re.compile(r"schedule (.+) microbatches=(\d+) (training|forward)")
 _RANK = re.compile(r"rank (\d+):(.*)")
 
 
-def parse_instruction(text: str) -> Instruction:
-    """Inverse of ``str(instruction)``. Raises :class:`ScheduleError`."""
+def parse_action(text: str) -> Action:
+    """Inverse of ``str(action)``. Raises :class:`ScheduleError`."""
     if found := _COMPUTES.fullmatch(text):
-        return Instruction(_COMPUTE[found[1]], int(found[2]), int(found[3]))
+        return Action(_COMPUTE[found[1]], int(found[2]), int(found[3]))
     if found := _MOVES.fullmatch(text):
         source, target, microbatch = int(found[2]), int(found[3]), int(found[4])
         chunk, peer = (source, target) if text[0] == "S" else (target, source)
-        return Instruction(_MESSAGE[found[1]], chunk, microbatch, peer)
+        return Action(_MESSAGE[found[1]], chunk, microbatch, peer)
     if found := _REDUCES.fullmatch(text):
-        return Instruction("reduce", int(found[1]))
+        return Action("reduce", int(found[1]))
     if text == "step":
-        return Instruction("step")
-    raise ScheduleError(f"{text!r} is no instruction: F2.5, I2.5, W2.5, B2.5, SF0>1.5, RF, SB, RB, reduce2 or step")
+        return Action("step")
+    raise ScheduleError(f"{text!r} is not an action: F2.5, I2.5, W2.5, B2.5, SF0>1.5, RF, SB, RB, reduce2 or step")
 
 
 def print_edge(edge: Edge) -> str:
@@ -88,7 +88,7 @@ def parse_schedule(text: str) -> dict[str, Any]:
         found = _RANK.fullmatch(line)
         if not found or int(found[1]) != rank:
             raise ScheduleError(f"expected 'rank {rank}: ...', found {line!r}")
-        ranks.append(tuple(map(parse_instruction, found[2].split())))
+        ranks.append(tuple(map(parse_action, found[2].split())))
     return {
         "name": head[1],
         "microbatches": int(head[2]),

@@ -12,7 +12,7 @@ Lane = Literal["compute", "communication"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """``name`` (an instruction's text form, for instance) ran on ``rank`` from ``start`` to ``end``, in seconds since
+    """``name`` (an action's text form, for instance) ran on ``rank`` from ``start`` to ``end``, in seconds since
     the step began. Spans of one lane of one rank may overlap only in the lane ``communication``."""
 
     rank: int

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from itertools import count
 
 from autopar.cost.pipeline.prices import PipelinePrices
+from autopar.schedule.actions import Action, Kind
 from autopar.schedule.dependencies import Wiring, prerequisites
-from autopar.schedule.instructions import Instruction, Kind
 from autopar.schedule.messages import Orders
 from autopar.schedule.schedule import held_chunks
 
@@ -43,35 +43,35 @@ class _Greedy:
         self.wiring, self.prices, self.urgency = wiring, prices, urgency
         self.held = held_chunks(wiring.placement, max(wiring.placement) + 1)
         self.free = [0.0] * len(self.held)
-        self.orders: list[list[Instruction]] = [[] for _ in self.held]
-        self.ready: list[set[Instruction]] = [set() for _ in self.held]
+        self.orders: list[list[Action]] = [[] for _ in self.held]
+        self.ready: list[set[Action]] = [set() for _ in self.held]
         self.room = [
             math.inf if limits is None else limits[rank] - sum(prices.chunks[c].static for c in held)
             for rank, held in enumerate(self.held)
         ]
         chunks = range(len(wiring.placement))
-        every = [Instruction(kind, chunk, b) for kind in SPLIT for chunk in chunks for b in range(microbatches)]
+        every = [Action(kind, chunk, b) for kind in SPLIT for chunk in chunks for b in range(microbatches)]
         self.missing = {i: len(prerequisites(i)) + len(wiring.arrivals(i)) for i in every}
         # (time, rank, serial number, what has got one more of its inputs); the rank is looked at each time.
         self.serial = count()
-        self.events: list[tuple[float, int, int, tuple[Instruction, ...]]] = []
+        self.events: list[tuple[float, int, int, tuple[Action, ...]]] = []
         for rank in range(len(self.held)):
             self.wake(0.0, rank, ())
-        for instruction, missing in self.missing.items():
+        for action, missing in self.missing.items():
             if not missing:
-                self.ready[wiring.placement[instruction.chunk]].add(instruction)
+                self.ready[wiring.placement[action.chunk]].add(action)
 
-    def wake(self, time: float, rank: int, arrived: tuple[Instruction, ...]) -> None:
+    def wake(self, time: float, rank: int, arrived: tuple[Action, ...]) -> None:
         heapq.heappush(self.events, (time, rank, next(self.serial), arrived))
 
     def run(self) -> bool:
         """Whether all is computed in the end."""
         while self.events:
             time, rank, _, arrived = heapq.heappop(self.events)
-            for instruction in arrived:
-                self.missing[instruction] -= 1
-                if not self.missing[instruction]:
-                    self.ready[rank].add(instruction)
+            for action in arrived:
+                self.missing[action] -= 1
+                if not self.missing[action]:
+                    self.ready[rank].add(action)
             more = self.events and self.events[0][:2] == (time, rank)
             if not more and self.free[rank] <= time:
                 self.go(rank, time)
@@ -91,20 +91,20 @@ class _Greedy:
         self.wake(self.free[rank], rank, self.followers(chosen))
         for message in self.wiring.departures(chosen):
             kind: Kind = "forward" if message.direction == "forward" else "input_gradient"
-            target = Instruction(kind, message.target, message.microbatch)
+            target = Action(kind, message.target, message.microbatch)
             arrival = self.free[rank] + travel_seconds(self.prices, self.wiring, message)
             self.wake(arrival, self.wiring.placement[message.target], (target,))
 
-    def followers(self, done: Instruction) -> tuple[Instruction, ...]:
+    def followers(self, done: Action) -> tuple[Action, ...]:
         """What the same chunk can compute next for the same microbatch."""
         after = SPLIT[SPLIT.index(done.kind) + 1 :][:1]
-        return tuple(Instruction(kind, done.chunk, done.microbatch) for kind in after)
+        return tuple(Action(kind, done.chunk, done.microbatch) for kind in after)
 
     def needs(self, rank: int, chunk: int) -> float:
         """Bytes that must be free for a forward: the chunk's own, and one microbatch's of each later chunk."""
         return sum(whole_bytes(self.prices, c) for c in self.held[rank] if c >= chunk)
 
-    def keep(self, rank: int, done: Instruction) -> None:
+    def keep(self, rank: int, done: Action) -> None:
         """Takes a forward's bytes, or gives back those of a gradient: the rank is not asked before it has ended."""
         price = self.prices.chunks[done.chunk]
         if done.kind == "forward":

@@ -31,7 +31,7 @@ from autopar.passes.pipeline.microbatch import Microbatched, microbatch
 from autopar.passes.recompute.saved_values import SaveActivations
 from autopar.planner.infeasible import check_host
 from autopar.planner.mesh_solution import MeshSolution
-from autopar.schedule.instructions import Edge as Link
+from autopar.schedule.actions import Edge as Link
 from autopar.schedule.named import SCHEDULES, make_schedule
 from autopar.schedule.schedule import Schedule
 from autopar.solver.problem import Ints

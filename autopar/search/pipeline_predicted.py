@@ -60,9 +60,9 @@ def _freed_seconds(breakdown: PipelineBreakdown, rank: int) -> float:
         return 0.0
     freed = 0.0
     for one in breakdown.simulation.record.ran:
-        if one.rank == rank and one.instruction.kind != "reduce":
-            is_step = one.instruction.kind == "step"
-            freed += (breakdown.prices.step if is_step else breakdown.prices.duration(one.instruction)) - (
+        if one.rank == rank and one.action.kind != "reduce":
+            is_step = one.action.kind == "step"
+            freed += (breakdown.prices.step if is_step else breakdown.prices.duration(one.action)) - (
                 one.end - one.start
             )
     return max(0.0, freed)
@@ -79,11 +79,11 @@ def rank_lines(breakdown: PipelineBreakdown, rank: int) -> tuple[CostLine, ...]:
 def _reduced_meanwhile(breakdown: PipelineBreakdown, rank: int) -> float:
     """How long reductions of ``rank`` are sent while it computes."""
     mine = [one for one in breakdown.simulation.record.ran if one.rank == rank]
-    computed = [one for one in mine if one.instruction.computes]
+    computed = [one for one in mine if one.action.computes]
     return sum(
         max(0.0, min(one.end, two.end) - max(one.start, two.start))
         for one in mine
-        if one.instruction.kind == "reduce"
+        if one.action.kind == "reduce"
         for two in computed
     )
 

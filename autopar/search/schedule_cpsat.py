@@ -35,8 +35,8 @@ from ortools.sat.python import cp_model
 
 from autopar.cost.pipeline.prices import ChunkPrice, EdgePrice, PipelinePrices
 from autopar.cost.pipeline.simulate import simulate
+from autopar.schedule.actions import Action, Kind, Message
 from autopar.schedule.dependencies import Wiring, prerequisites, producers
-from autopar.schedule.instructions import Instruction, Kind, Message
 from autopar.schedule.messages import Orders
 from autopar.schedule.schedule import Schedule, held_chunks
 
@@ -93,10 +93,10 @@ class ScheduleProgram:
             self._remember(limits)
         self.model.minimize(self.makespan)
 
-    def computations(self) -> Iterator[Instruction]:
+    def computations(self) -> Iterator[Action]:
         for chunk in self.chunks:
             for microbatch in range(self.microbatches):
-                yield from (Instruction(kind, chunk, microbatch) for kind in SPLIT)
+                yield from (Action(kind, chunk, microbatch) for kind in SPLIT)
 
     def ticks(self, seconds: float) -> int:
         return max(0, math.floor(seconds / self.tick))
@@ -115,34 +115,34 @@ class ScheduleProgram:
         work = sum(self.rounded.duration(i) for i in self.computations())
         return int(work) + self.ticks(wire + sum(c.reduce for c in self.prices.chunks)) + 1
 
-    def messages(self, instruction: Instruction) -> tuple[Message, ...]:
-        return self.wiring.arrivals(instruction)
+    def messages(self, action: Action) -> tuple[Message, ...]:
+        return self.wiring.arrivals(action)
 
-    def _length(self, instruction: Instruction) -> int:
-        return int(self.rounded.duration(instruction))
+    def _length(self, action: Action) -> int:
+        return int(self.rounded.duration(action))
 
-    def _end(self, instruction: Instruction) -> Any:
-        return self.start[instruction] + self._length(instruction)
+    def _end(self, action: Action) -> Any:
+        return self.start[action] + self._length(action)
 
     def _left_to_reduce(self, chunk: int) -> float:
         """Seconds that reducing takes at least after the last weight gradient of a chunk, in halves or not."""
         kinds: tuple[Kind, ...] = ("weight_gradient", "backward")
-        most = max(self.prices.beside(Instruction(kind, chunk, 0)) for kind in kinds)
+        most = max(self.prices.beside(Action(kind, chunk, 0)) for kind in kinds)
         return self.prices.chunks[chunk].reduce - most
 
     def _order(self) -> None:
         """(values), (gradients), (halves), (symmetry), and the makespan."""
-        for instruction, start in self.start.items():
-            left = self._left_to_reduce(instruction.chunk) if instruction.kind == "weight_gradient" else 0.0
-            self.model.add(self.makespan >= self._end(instruction) + self.ticks(left))
-            for before in prerequisites(instruction):
+        for action, start in self.start.items():
+            left = self._left_to_reduce(action.chunk) if action.kind == "weight_gradient" else 0.0
+            self.model.add(self.makespan >= self._end(action) + self.ticks(left))
+            for before in prerequisites(action):
                 self.model.add(start >= self._end(before))
-            for message in self.messages(instruction):
+            for message in self.messages(action):
                 ticks = self.ticks(travel_seconds(self.prices, self.wiring, message))
                 self.model.add(start >= self._end(producers(message)[0]) + ticks)
-            after = replace(instruction, microbatch=instruction.microbatch + 1)
+            after = replace(action, microbatch=action.microbatch + 1)
             if after in self.start:
-                self.model.add(self.start[after] >= self._end(instruction))
+                self.model.add(self.start[after] >= self._end(action))
 
     def _exclude(self) -> None:
         """(ranks), (links)"""
@@ -156,23 +156,23 @@ class ScheduleProgram:
             if self._can_meet(messages):
                 self.model.add_no_overlap(map(self._travels, messages))
 
-    def links(self) -> dict[object, list[tuple[Message, Instruction]]]:
+    def links(self) -> dict[object, list[tuple[Message, Action]]]:
         """By link, its messages with the computations that await them."""
-        found: dict[object, list[tuple[Message, Instruction]]] = defaultdict(list)
-        for instruction in self.start:
-            for message in filter(self.wiring.crosses, self.messages(instruction)):
+        found: dict[object, list[tuple[Message, Action]]] = defaultdict(list)
+        for action in self.start:
+            for message in filter(self.wiring.crosses, self.messages(action)):
                 ends = self.wiring.placement[message.source], self.wiring.placement[message.target]
-                found[self.prices.links.get(ends, ends)].append((message, instruction))
+                found[self.prices.links.get(ends, ends)].append((message, action))
         return found
 
-    def _can_meet(self, messages: list[tuple[Message, Instruction]]) -> bool:
+    def _can_meet(self, messages: list[tuple[Message, Action]]) -> bool:
         """Not if all come from one chunk's computations of one kind, each of which takes longer than its message."""
         kinds = {(m.source, m.target) for m, _ in messages}
         return len(kinds) > 1 or any(
             self.ticks(occupied_seconds(self.prices, m)) > self._length(producers(m)[0]) for m, _ in messages
         )
 
-    def _travels(self, awaited: tuple[Message, Instruction]) -> Any:
+    def _travels(self, awaited: tuple[Message, Action]) -> Any:
         """A message's time on its link: after it was made, and a latency before it is used."""
         message, user = awaited
         begin, size = self._time(f"begin {message}"), self.ticks(occupied_seconds(self.prices, message))
@@ -209,14 +209,14 @@ class ScheduleProgram:
         ):
             turns = capacity // max(1, math.floor(nbytes / unit))
             for later in range(max(1, turns), self.microbatches if nbytes else 0):
-                ended = Instruction(ends, chunk, later - turns)
-                self.model.add(self.start[Instruction(begins, chunk, later)] >= self._end(ended))
+                ended = Action(ends, chunk, later - turns)
+                self.model.add(self.start[Action(begins, chunk, later)] >= self._end(ended))
 
-    def _spans(self, chunk: int) -> Iterator[tuple[float, Instruction, Instruction]]:
+    def _spans(self, chunk: int) -> Iterator[tuple[float, Action, Action]]:
         """(bytes, from the start of, to the end of) for every microbatch."""
         price = self.prices.chunks[chunk]
         for microbatch in range(self.microbatches):
-            forward, first, second = (Instruction(kind, chunk, microbatch) for kind in SPLIT)
+            forward, first, second = (Action(kind, chunk, microbatch) for kind in SPLIT)
             spans = ((price.until_input_gradient, forward, first), (price.until_weight_gradient, forward, second))
             for nbytes, begin, end in (*spans, (price.between_gradients, first, second)):
                 if nbytes:
@@ -225,20 +225,20 @@ class ScheduleProgram:
     def hint(self, schedule: Schedule) -> None:
         """The starts of ``schedule`` as simulated; a whole backward is its two halves."""
         for ran in simulate(schedule, self.prices).record.ran:
-            instruction, start = ran.instruction, self.ticks(ran.start)
-            if instruction.kind == "backward":
-                first, second = (Instruction(kind, instruction.chunk, instruction.microbatch) for kind in SPLIT[1:])
+            action, start = ran.action, self.ticks(ran.start)
+            if action.kind == "backward":
+                first, second = (Action(kind, action.chunk, action.microbatch) for kind in SPLIT[1:])
                 self.model.add_hint(self.start[first], start)
                 self.model.add_hint(self.start[second], start + self._length(first))
-            elif instruction.computes:
-                self.model.add_hint(self.start[instruction], start)
+            elif action.computes:
+                self.model.add_hint(self.start[action], start)
 
-    def _depth(self, instruction: Instruction) -> tuple[int, int, int]:
+    def _depth(self, action: Action) -> tuple[int, int, int]:
         """Larger than that of everything the computation needs."""
-        if instruction.kind == "forward":
-            return instruction.chunk, 0, instruction.microbatch
-        half = int(instruction.kind == "weight_gradient")
-        return 2 * len(self.chunks) - instruction.chunk, half, instruction.microbatch
+        if action.kind == "forward":
+            return action.chunk, 0, action.microbatch
+        half = int(action.kind == "weight_gradient")
+        return 2 * len(self.chunks) - action.chunk, half, action.microbatch
 
     def solve(self, time_limit: float, seed: int, gap: float) -> tuple[Orders | None, float]:
         """The computations of each rank in the order of their starts, if any were found, and the least seconds that a

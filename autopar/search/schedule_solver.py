@@ -16,8 +16,8 @@ from autopar.cost.pipeline.bounds import step_lower_bound
 from autopar.cost.pipeline.prices import PipelinePrices
 from autopar.cost.pipeline.simulate import simulate
 from autopar.errors import InfeasibleError
+from autopar.schedule.actions import Action, Edge
 from autopar.schedule.dependencies import Wiring
-from autopar.schedule.instructions import Edge, Instruction
 from autopar.schedule.messages import Orders, complete
 from autopar.schedule.named import SCHEDULES, make_schedule
 from autopar.schedule.schedule import Schedule, held_chunks
@@ -89,8 +89,8 @@ class _ScheduleTask:
         )
         return min(made, key=self.seconds)
 
-    def duration(self, instruction: Instruction) -> float:
-        return self.prices.duration(instruction)
+    def duration(self, action: Action) -> float:
+        return self.prices.duration(action)
 
 
 def solve_schedule(
@@ -175,17 +175,17 @@ def _joined(orders: Orders, chunks: frozenset[int]) -> Orders:
     return tuple(tuple(_join(listed, chunks)) for listed in orders)
 
 
-def _join(listed: tuple[Instruction, ...], chunks: frozenset[int]) -> Iterator[Instruction]:
-    before: Instruction | None = None
-    for instruction in listed:
-        chunk, microbatch = instruction.chunk, instruction.microbatch
-        halves = before == Instruction("input_gradient", chunk, microbatch) and instruction.kind == "weight_gradient"
+def _join(listed: tuple[Action, ...], chunks: frozenset[int]) -> Iterator[Action]:
+    before: Action | None = None
+    for action in listed:
+        chunk, microbatch = action.chunk, action.microbatch
+        halves = before == Action("input_gradient", chunk, microbatch) and action.kind == "weight_gradient"
         if halves and chunk in chunks:
-            before = Instruction("backward", chunk, microbatch)
+            before = Action("backward", chunk, microbatch)
             continue
         if before is not None:
             yield before
-        before = instruction
+        before = action
     if before is not None:
         yield before
 

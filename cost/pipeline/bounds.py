@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from autopar.errors import ScheduleError
+from autopar.schedule.actions import Edge
 from autopar.schedule.dependencies import Wiring
-from autopar.schedule.instructions import Edge
 
 from .prices import ChunkPrice, PipelinePrices
 

@@ -7,8 +7,8 @@ from collections import defaultdict
 from itertools import count
 
 from autopar.errors import ScheduleError
+from autopar.schedule.actions import Action, Message
 from autopar.schedule.dependencies import Wiring
-from autopar.schedule.instructions import Instruction, Message
 from autopar.schedule.schedule import Schedule
 
 from .prices import EdgePrice, PipelinePrices
@@ -19,7 +19,7 @@ _FREE = EdgePrice()
 
 
 class Replay:
-    """Ranks do their instructions in order of time; what happens next is the end of a computation, the arrival of a
+    """Ranks do their actions in order of time; what happens next is the end of a computation, the arrival of a
     message, or the end of a wait."""
 
     def __init__(self, schedule: Schedule, prices: PipelinePrices) -> None:
@@ -32,7 +32,7 @@ class Replay:
         # Since when each rank that waits for what its next computation takes has waited.
         self.idle: dict[int, float] = {}
         # What made the weight gradients of each chunk last.
-        self.last: dict[int, Instruction] = {}
+        self.last: dict[int, Action] = {}
         self.sent: set[Message] = set()
         self.posted: dict[Message, float] = {}
         self.arrived: set[Message] = set()
@@ -77,48 +77,48 @@ class Replay:
         """Goes on with the list of ``rank`` until it computes or waits."""
         listed = self.schedule.ranks[rank]
         while self.position[rank] < len(listed):
-            instruction = listed[self.position[rank]]
-            if instruction.peer >= 0:
+            action = listed[self.position[rank]]
+            if action.peer >= 0:
                 if not self.communicate(rank):
                     return
-            elif instruction.computes or instruction.chunk < 0:
-                if self.ready(rank, instruction):
-                    self.begin(rank, instruction)
+            elif action.computes or action.chunk < 0:
+                if self.ready(rank, action):
+                    self.begin(rank, action)
                 return
-            elif not self.reduce(rank, instruction):
+            elif not self.reduce(rank, action):
                 return
             self.position[rank] += 1
 
-    def ready(self, rank: int, instruction: Instruction) -> bool:
+    def ready(self, rank: int, action: Action) -> bool:
         """Whether a computation has its values, and the step its gradients; if not, ``rank`` waits for one."""
-        if instruction.chunk < 0:
+        if action.chunk < 0:
             if self.reduced[rank] > self.now:
                 self.at(self.reduced[rank], "resumes", rank)
                 return False
             return True
-        for message in self.wiring.arrivals(instruction):
+        for message in self.wiring.arrivals(action):
             if self.wiring.crosses(message) and message not in self.arrived:
                 self.waiting[message].append(rank)
                 self.idle.setdefault(rank, self.now)
                 return False
         return True
 
-    def begin(self, rank: int, instruction: Instruction) -> None:
+    def begin(self, rank: int, action: Action) -> None:
         self.begun[rank] = self.now
         waited = self.now - self.idle.pop(rank, self.now)
         seconds = self.prices.step
-        if instruction.chunk >= 0:
-            seconds = self.prices.duration(instruction, waited) + self.handling(instruction)
+        if action.chunk >= 0:
+            seconds = self.prices.duration(action, waited) + self.handling(action)
         host = self.host_of[rank]
         self.hosts[host].begin(rank, seconds, self.now)
         self.expect(host)
 
-    def handling(self, instruction: Instruction) -> float:
+    def handling(self, action: Action) -> float:
         """What a rank itself does about the messages before and after a computation, where processors move the bytes:
         half of what each takes, as rates of processes are measured that send and receive at once."""
         if self.prices.hides:
             return 0.0
-        messages = (*self.wiring.arrivals(instruction), *self.wiring.departures(instruction))
+        messages = (*self.wiring.arrivals(action), *self.wiring.departures(action))
         return sum(0.5 * self.price_of(m).seconds(m.direction) for m in messages if self.wiring.crosses(m))
 
     def price_of(self, message: Message) -> EdgePrice:
@@ -138,22 +138,22 @@ class Replay:
             return
         rank = self.hosts[host].end(self.now)
         self.expect(host)
-        instruction = self.schedule.ranks[rank][self.position[rank]]
-        self.done.append(Ran(rank, instruction, self.begun[rank], self.now))
-        if instruction.kind in ("backward", "weight_gradient"):
-            self.last[instruction.chunk] = instruction
+        action = self.schedule.ranks[rank][self.position[rank]]
+        self.done.append(Ran(rank, action, self.begun[rank], self.now))
+        if action.kind in ("backward", "weight_gradient"):
+            self.last[action.chunk] = action
         self.position[rank] += 1
         self.advance(rank)
 
-    def reduce(self, rank: int, instruction: Instruction) -> bool:
+    def reduce(self, rank: int, action: Action) -> bool:
         """Starts a reduction, a part of which overlapped with the computation before if there was none under way;
         where none hides ``rank`` waits until it is done."""
-        last, beside = self.last.get(instruction.chunk), 0.0
+        last, beside = self.last.get(action.chunk), 0.0
         if last is not None:
-            beside = self.prices.beside(last, self.schedule.ends_with(instruction.chunk))
+            beside = self.prices.beside(last, self.schedule.ends_with(action.chunk))
         start = max(self.now - beside, self.reduced[rank])
-        end = self.reduced[rank] = start + self.prices.chunks[instruction.chunk].reduce
-        self.done.append(Ran(rank, instruction, start, end))
+        end = self.reduced[rank] = start + self.prices.chunks[action.chunk].reduce
+        self.done.append(Ran(rank, action, start, end))
         if self.prices.reduces_beside:
             return True
         self.position[rank] += 1
@@ -167,8 +167,8 @@ class Replay:
             self.post(listed[start])
             return True
         end = next((k for k in range(start, len(listed)) if listed[k].peer < 0), len(listed))
-        for instruction in listed[start:end]:
-            self.post(instruction)
+        for action in listed[start:end]:
+            self.post(action)
         missing = next((i.message for i in listed[start:end] if i.message not in self.arrived), None)
         if missing is not None:
             self.waiting[missing].append(rank)
@@ -176,10 +176,10 @@ class Replay:
         self.position[rank] = end - 1
         return True
 
-    def post(self, instruction: Instruction) -> None:
+    def post(self, action: Action) -> None:
         """Notes one end of a message, which is sent once both (if transports are buffered, its send) are there."""
-        message = instruction.message
-        if instruction.receives:
+        message = action.message
+        if action.receives:
             if message in self.posted:
                 return
             self.posted[message] = self.now

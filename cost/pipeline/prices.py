@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autopar.errors import ScheduleError
-from autopar.schedule.instructions import Instruction
+from autopar.schedule.actions import Action
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +48,19 @@ class ChunkPrice:
     def whole_backward(self) -> float:
         return self.input_gradient + self.weight_gradient if self.backward is None else self.backward
 
-    def seconds(self, instruction: Instruction) -> float:
+    def seconds(self, action: Action) -> float:
         """Of a computation of this chunk."""
-        if instruction.kind == "forward":
+        if action.kind == "forward":
             return self.forward
-        if instruction.kind == "input_gradient":
+        if action.kind == "input_gradient":
             return self.input_gradient
-        return self.weight_gradient if instruction.kind == "weight_gradient" else self.whole_backward
+        return self.weight_gradient if action.kind == "weight_gradient" else self.whole_backward
 
-    def receive(self, instruction: Instruction) -> float:
+    def receive(self, action: Action) -> float:
         """Of these, for which its rank only blocks to receive."""
-        if instruction.kind == "weight_gradient":
+        if action.kind == "weight_gradient":
             return 0.0
-        return self.receive_forward if instruction.kind == "forward" else self.receive_backward
+        return self.receive_forward if action.kind == "forward" else self.receive_backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,17 +124,17 @@ class PipelinePrices:
         """How many times as fast as priced a rank computes at best."""
         return 1.0 if self.shared is None else max(self.shared.speeds)
 
-    def duration(self, instruction: Instruction, waited: float = 0.0) -> float:
+    def duration(self, action: Action, waited: float = 0.0) -> float:
         """Seconds of a computation whose rank ``waited`` for what it takes."""
-        price = self.chunks[instruction.chunk]
-        return price.seconds(instruction) - min(waited, price.receive(instruction))
+        price = self.chunks[action.chunk]
+        return price.seconds(action) - min(waited, price.receive(action))
 
     @property
     def reduces_beside(self) -> bool:
         """Whether reductions are sent while their ranks compute."""
         return self.overlap and self.hides and self.hides_reductions
 
-    def beside(self, last: Instruction, ends: bool = True) -> float:
+    def beside(self, last: Action, ends: bool = True) -> float:
         """Seconds of reducing a chunk's gradients that overlap with ``last``, the computation that makes them;
         ``ends``: its rank has nothing to compute or to send after it."""
         if not self.reduces_beside:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from autopar.schedule.actions import Action, Message
 from autopar.schedule.dependencies import Wiring, send_of
-from autopar.schedule.instructions import Instruction, Message
 from autopar.schedule.schedule import Schedule
 from autopar.schedule.timeline import Span, Timeline
 
@@ -18,10 +18,10 @@ _FREE = EdgePrice()
 
 
 class Ran(NamedTuple):
-    """An instruction of ``rank`` and when it ran."""
+    """An action of ``rank`` and when it ran."""
 
     rank: int
-    instruction: Instruction
+    action: Action
     start: float
     end: float
 
@@ -64,25 +64,25 @@ def memory_of(record: Record) -> Memory:
     changes: list[list[tuple[float, float]]] = [[] for _ in record.schedule.ranks]
     for chunk, rank in enumerate(record.schedule.placement):
         changes[rank].append((0.0, record.prices.chunks[chunk].static))
-    for rank, instruction, start, end in record.ran:
-        if instruction.microbatch >= 0:
-            changes[rank] += _held(record.prices, instruction, start, end, record.schedule.training)
+    for rank, action, start, end in record.ran:
+        if action.microbatch >= 0:
+            changes[rank] += _held(record.prices, action, start, end, record.schedule.training)
     for rank, time, change in _buffers(record):
         changes[rank].append((time, change))
     return tuple(map(_accumulate, changes))
 
 
 def _held(
-    prices: PipelinePrices, instruction: Instruction, start: float, end: float, training: bool
+    prices: PipelinePrices, action: Action, start: float, end: float, training: bool
 ) -> list[tuple[float, float]]:
-    price = prices.chunks[instruction.chunk]
+    price = prices.chunks[action.chunk]
     first, second, between = price.until_input_gradient, price.until_weight_gradient, price.between_gradients
-    if instruction.kind == "forward":
+    if action.kind == "forward":
         taken = [(start, first + second)]
         return taken if training else [*taken, (end, -first - second)]
-    if instruction.kind == "input_gradient":
+    if action.kind == "input_gradient":
         return [(start, between), (end, -first)]
-    if instruction.kind == "weight_gradient":
+    if action.kind == "weight_gradient":
         return [(end, -second - between)]
     return [(start, between), (end, -first - second - between)]
 
@@ -92,10 +92,10 @@ def _buffers(record: Record) -> Iterator[tuple[int, float, float]]:
     until the value is used, when it is part of what the chunk holds. (rank, seconds, bytes more)."""
     begun, ended = {}, {}
     wiring = Wiring.of(record.schedule)
-    for _, instruction, start, end in record.ran:
-        if instruction.microbatch >= 0:
-            begun.update(dict.fromkeys(wiring.arrivals(instruction), start))
-            ended.update(dict.fromkeys(wiring.departures(instruction), end))
+    for _, action, start, end in record.ran:
+        if action.microbatch >= 0:
+            begun.update(dict.fromkeys(wiring.arrivals(action), start))
+            ended.update(dict.fromkeys(wiring.departures(action), end))
     for message, posted, _, arrived in record.travelled:
         edge = message[1:3] if message.direction == "forward" else message[2:0:-1]
         nbytes = record.prices.edges.get((edge[0], edge[1]), _FREE).bytes_of(message.direction)

@@ -1,6 +1,6 @@
-"""Replays a schedule's instruction lists with priced durations: step time, bubble, timeline and memory.
+"""Replays a schedule's action lists with priced durations: step time, bubble, timeline and memory.
 
-Each rank does its instructions in order. A computation starts when the rank is free and its values have arrived, and
+Each rank does its actions in order. A computation starts when the rank is free and its values have arrived, and
 is done once its price has passed; where ranks share processors, sooner if others of its host wait meanwhile. A message
 is sent when its send and its receive are posted (its send, if transports are buffered) and its link is free, first come
 first served; it takes the link for bytes / bandwidth and arrives a latency later. Reductions of a rank run one after
@@ -60,7 +60,7 @@ def simulate(schedule: Schedule, prices: PipelinePrices) -> Simulation:
     busy = [0.0] * schedule.stages
     computed = 0.0
     for ran in replay.done:
-        if ran.instruction.microbatch >= 0:
+        if ran.action.microbatch >= 0:
             busy[ran.rank] += ran.end - ran.start
             computed = max(computed, ran.end)
     seconds = max((ran.end for ran in replay.done), default=0.0)

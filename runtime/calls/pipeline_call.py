@@ -14,8 +14,8 @@ from autopar.ir.placements import PARTIAL_SUM, take_local
 from autopar.ir.program import Section
 from autopar.ops.index_range import noted
 from autopar.runtime.comm.collectives import Collectives
+from autopar.runtime.pipeline.action_loop import PipelineRun
 from autopar.runtime.pipeline.chunk_executable import ChunkExecutable
-from autopar.runtime.pipeline.instruction_loop import PipelineRun
 from autopar.runtime.pipeline.microbatch_inputs import Prelude, StepInputs, input_shapes, whole_input
 from autopar.runtime.pipeline.point_to_point import Messenger
 from autopar.runtime.pipeline.shared_weights import SharedWeights

@@ -371,7 +371,7 @@ class ParallelModule(OwnSamples, Delegating):
 
     @contextmanager
     def record_timeline(self) -> Iterator[list[Timeline]]:
-        """Measures, inside the ``with`` block, what each instruction of a step in microbatches takes: a
+        """Measures, inside the ``with`` block, what each action of a step in microbatches takes: a
         :class:`Timeline` of all pipeline stages for each pass is appended to the list this gives. Steps without a
         pipeline have none."""
         timelines: list[Timeline] = []

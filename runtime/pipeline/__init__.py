@@ -1,1 +1,1 @@
-"""Runs the instructions of a pipeline schedule on one rank."""
+"""Runs the actions of a pipeline schedule on one rank."""

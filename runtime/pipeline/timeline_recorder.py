@@ -1,4 +1,4 @@
-"""Measures what the instructions of steps take, in the form simulated steps have (:mod:`autopar.schedule.timeline`)."""
+"""Measures what the actions of steps take, in the form simulated steps have (:mod:`autopar.schedule.timeline`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from autopar.schedule.instructions import Instruction
+from autopar.schedule.actions import Action
 from autopar.schedule.timeline import Span, Timeline
 
 from .stage_mesh import StageGroups
@@ -37,11 +37,11 @@ class Recorder:
             torch.get_device_module(device).synchronize(device)
         return time.perf_counter() - self.begin
 
-    def add(self, instruction: Instruction, start: float) -> None:
-        """``instruction`` took from ``start`` until now."""
-        lane = "compute" if instruction.computes else "communication"
+    def add(self, action: Action, start: float) -> None:
+        """``action`` took from ``start`` until now."""
+        lane = "compute" if action.computes else "communication"
         self.spans.append(
-            Span(self.stages.stage, str(instruction), instruction.kind, start, self.now(), lane)  # type: ignore[arg-type]
+            Span(self.stages.stage, str(action), action.kind, start, self.now(), lane)  # type: ignore[arg-type]
         )
 
     def timeline(self, name: str) -> Timeline:

@@ -1,6 +1,6 @@
 """A step played through on meta tensors, to know its memory before there is any.
 
-It runs the very code that a step runs (sections, collectives with their buffers, the instructions of a schedule), on
+It runs the very code that a step runs (sections, collectives with their buffers, the actions of a schedule), on
 tensors without data and over groups without anybody in them, and counts what is alive. So the figure is that of the
 step, for the rank whose program it is; what kernels allocate for themselves is not in it.
 """
@@ -19,8 +19,8 @@ from autopar.ir.placements import local_shape
 from autopar.ir.program import Program, TensorSlot
 from autopar.runtime.comm.groups import AxisGroup, MeshGroups
 from autopar.runtime.execute.executor import own_constants, runner
+from autopar.runtime.pipeline.action_loop import PipelineRun
 from autopar.runtime.pipeline.chunk_executable import ChunkExecutable
-from autopar.runtime.pipeline.instruction_loop import PipelineRun
 from autopar.runtime.pipeline.point_to_point import IN_FLIGHT, Arrival
 from autopar.torch_internals.tensors import storage_key
 
@@ -225,13 +225,13 @@ class _Rehearsed(PipelineRun):
 
     record: _Record | None = None
 
-    def _do(self, instruction: Any) -> None:
-        super()._do(instruction)
-        task = (instruction.chunk, instruction.microbatch)
-        if instruction.kind == "forward" and self.record is not None and task in self._saved:
-            names = self.chunks[instruction.chunk].program.input_gradient.inputs
+    def _do(self, action: Any) -> None:
+        super()._do(action)
+        task = (action.chunk, action.microbatch)
+        if action.kind == "forward" and self.record is not None and task in self._saved:
+            names = self.chunks[action.chunk].program.input_gradient.inputs
             self.record.add("activation", self._saved[task], names)
-        more = self._made.get(instruction.chunk, 0) < self.program.microbatches
-        if instruction.kind in ("backward", "weight_gradient") and more and self.record is not None:
-            paths = [slot.target for slot in self.chunks[instruction.chunk].program.gradients]
-            self.record.add("gradient", self._raw[instruction.chunk], paths)
+        more = self._made.get(action.chunk, 0) < self.program.microbatches
+        if action.kind in ("backward", "weight_gradient") and more and self.record is not None:
+            paths = [slot.target for slot in self.chunks[action.chunk].program.gradients]
+            self.record.add("gradient", self._raw[action.chunk], paths)

@@ -17,7 +17,7 @@ def _made() -> Made:
 
 
 def _swapped(made: Made, rank: int) -> Made:
-    """``made`` with the first two instructions of ``rank`` exchanged."""
+    """``made`` with the first two actions of ``rank`` exchanged."""
     first, second, *rest = made.schedule.ranks[rank]
     ranks = tuple((second, first, *rest) if at == rank else listed for at, listed in enumerate(made.schedule.ranks))
     return replace(made, schedule=replace(made.schedule, ranks=ranks))

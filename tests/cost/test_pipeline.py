@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from autopar.cost import ChunkPrice, EdgePrice, PipelinePrices, Simulation, bubble_fraction, simulate, step_lower_bound
 from autopar.cost.pipeline.prices import SharedProcessors
 from autopar.errors import ScheduleError
-from autopar.schedule.instructions import Edge
+from autopar.schedule.actions import Edge
 from autopar.schedule.messages import forward_only
 from autopar.schedule.named import make_schedule
 from autopar.schedule.schedule import Schedule, chain
@@ -110,7 +110,7 @@ def test_what_is_not_awaited_travels_beside_a_backward_with_more_to_do_after_it(
     schedule = make_schedule("1f1b", 2, 1)
     assert (schedule.ends_with(0), schedule.ends_with(1)) == (True, False)
     ran = simulate(schedule, PipelinePrices((price,) * 2)).record.ran
-    backward, reduced = ({one.rank: one for one in ran if one.instruction.kind == k} for k in ("backward", "reduce"))
+    backward, reduced = ({one.rank: one for one in ran if one.action.kind == k} for k in ("backward", "reduce"))
     assert (backward[1].end, reduced[1].start) == (4.0, 4.0 - 0.5)
     assert (backward[0].end, reduced[0].start) == (6.0, 6.0 - 2.0)
 
@@ -256,7 +256,7 @@ def test_no_schedule_beats_the_bound_and_no_rank_does_two_things(
     overlap, buffered = data.draw(st.booleans()), data.draw(st.booleans())
     pipeline = PipelinePrices(priced, moved, step=0.5, overlap=overlap, buffered=buffered)
     simulation = simulate(schedule, pipeline)
-    in_halves = any(one.kind == "weight_gradient" for _, _, one in schedule.instructions())
+    in_halves = any(one.kind == "weight_gradient" for _, _, one in schedule.actions())
     bound = step_lower_bound(pipeline, schedule.placement, edges, microbatches, in_halves)
     assert bound <= simulation.seconds + 1e-9
     ended = [0.0] * stages

@@ -11,7 +11,7 @@ import random
 from collections import defaultdict, deque
 from typing import Any
 
-from autopar.schedule.instructions import Instruction
+from autopar.schedule.actions import Action
 from autopar.schedule.schedule import Schedule
 
 Queues = dict[tuple[int, int], deque[Any]]
@@ -49,37 +49,37 @@ class Machine:
         self.examine()
 
     def turn(self, rank: int) -> bool:
-        instruction = self.schedule.ranks[rank][self.position[rank]]
+        action = self.schedule.ranks[rank][self.position[rank]]
         if rank in self.stepped:
             raise Broken("goes on after the step")
-        if instruction.receives and not self.receive(rank, instruction):
+        if action.receives and not self.receive(rank, action):
             return False
-        if instruction.sends and not self.send(rank, instruction):
+        if action.sends and not self.send(rank, action):
             return False
-        if not instruction.receives and not instruction.sends:
-            if self.waits(rank, instruction):
+        if not action.receives and not action.sends:
+            if self.waits(rank, action):
                 return False
-            self.compute(rank, instruction)
+            self.compute(rank, action)
         self.position[rank] += 1
         return True
 
-    def ends(self, instruction: Instruction) -> tuple[int, int]:
-        peer = instruction.peer
-        if not 0 <= peer < self.schedule.chunks or not 0 <= instruction.chunk < self.schedule.chunks:
+    def ends(self, action: Action) -> tuple[int, int]:
+        peer = action.peer
+        if not 0 <= peer < self.schedule.chunks or not 0 <= action.chunk < self.schedule.chunks:
             raise Broken("no such chunk")
-        mine, other = self.schedule.placement[instruction.chunk], self.schedule.placement[peer]
+        mine, other = self.schedule.placement[action.chunk], self.schedule.placement[peer]
         if mine == other:
             raise Broken("sends to itself")
-        return (mine, other) if instruction.sends else (other, mine)
+        return (mine, other) if action.sends else (other, mine)
 
-    def receive(self, rank: int, instruction: Instruction) -> bool:
-        if self.ends(instruction)[1] != rank:
+    def receive(self, rank: int, action: Action) -> bool:
+        if self.ends(action)[1] != rank:
             raise Broken("receives for another rank")
-        ends = self.ends(instruction)
+        ends = self.ends(action)
         if self.blocking and not self.offered[ends]:
             return False
-        letter = "F" if instruction.kind == "receive_forward" else "G"
-        key = ("from", letter, instruction.peer, instruction.chunk, instruction.microbatch)
+        letter = "F" if action.kind == "receive_forward" else "G"
+        key = ("from", letter, action.peer, action.chunk, action.microbatch)
         if key in self.stores[rank] or key in self.posted[ends]:
             raise Broken("received twice")
         self.posted[ends].append(key)
@@ -90,26 +90,26 @@ class Machine:
         while self.offered[ends] and self.posted[ends]:
             self.stores[ends[1]][self.posted[ends].popleft()] = self.offered[ends].popleft()
 
-    def waits(self, rank: int, instruction: Instruction) -> bool:
+    def waits(self, rank: int, action: Action) -> bool:
         """Whether what is computed takes a value that is on its way."""
-        letter = {"forward": "F", "input_gradient": "G", "backward": "G"}.get(instruction.kind)
+        letter = {"forward": "F", "input_gradient": "G", "backward": "G"}.get(action.kind)
         keys = (key for ends, posted in self.posted.items() if ends[1] == rank for key in posted)
-        return any((key[1], *key[3:]) == (letter, instruction.chunk, instruction.microbatch) for key in keys)
+        return any((key[1], *key[3:]) == (letter, action.chunk, action.microbatch) for key in keys)
 
-    def send(self, rank: int, instruction: Instruction) -> bool:
+    def send(self, rank: int, action: Action) -> bool:
         """Rendezvous: the receiver must stand at a receive from here before the sender goes on."""
-        ends = self.ends(instruction)
+        ends = self.ends(action)
         if ends[0] != rank:
             raise Broken("sends for another rank")
-        letter = "F" if instruction.kind == "send_forward" else "G"
-        value = self.stores[rank].get((letter, instruction.chunk, instruction.microbatch))
+        letter = "F" if action.kind == "send_forward" else "G"
+        value = self.stores[rank].get((letter, action.chunk, action.microbatch))
         if value is None:
             raise Broken("sends what is not there")
         if self.blocking:
             there, at = self.schedule.ranks[ends[1]], self.position[ends[1]]
             if at >= len(there) or not there[at].receives or self.ends(there[at]) != ends or self.offered[ends]:
                 return False
-        self.offered[ends].append((*value, "for", instruction.peer))
+        self.offered[ends].append((*value, "for", action.peer))
         self.deliver(ends)
         return True
 
@@ -124,24 +124,24 @@ class Machine:
         if not right:
             raise Broken(f"{letter} of {source} for {chunk}: {found}")
 
-    def compute(self, rank: int, instruction: Instruction) -> None:
-        chunk, microbatch = instruction.chunk, instruction.microbatch
+    def compute(self, rank: int, action: Action) -> None:
+        chunk, microbatch = action.chunk, action.microbatch
         store = self.stores[rank]
-        if instruction.kind == "step":
+        if action.kind == "step":
             self.stepped.append(rank)
             if any(self.reduced.get(c) != self.schedule.microbatches for c in self.schedule.held[rank]):
                 raise Broken("steps with gradients that are not reduced")
             return
         if chunk not in self.schedule.held[rank]:
             raise Broken("computes on the wrong rank")
-        if instruction.kind == "reduce":
+        if action.kind == "reduce":
             if chunk in self.reduced:
                 raise Broken("reduced twice")
             self.reduced[chunk] = len(self.weights[chunk])
             return
         if not 0 <= microbatch < self.schedule.microbatches:
             raise Broken("no such microbatch")
-        if instruction.kind == "forward":
+        if action.kind == "forward":
             for source, target, _ in self.schedule.edges:
                 if target == chunk:
                     self.take(rank, "F", source, chunk, microbatch)
@@ -149,14 +149,14 @@ class Machine:
             self.flying[rank].add((chunk, microbatch))
             if len(self.flying[rank]) > self.schedule.in_flight[rank]:
                 raise Broken("too many in flight")
-        if instruction.kind in ("input_gradient", "backward"):
+        if action.kind in ("input_gradient", "backward"):
             if ("F", chunk, microbatch) not in store:
                 raise Broken("backward before forward")
             for source, target, gradient in self.schedule.edges:
                 if source == chunk and gradient:
                     self.take(rank, "G", target, chunk, microbatch)
             self.store(rank, ("G", chunk, microbatch))
-        if instruction.kind in ("weight_gradient", "backward"):
+        if action.kind in ("weight_gradient", "backward"):
             if ("G", chunk, microbatch) not in store or microbatch in self.weights[chunk]:
                 raise Broken("weight gradient too early or twice")
             self.weights[chunk].append(microbatch)

@@ -1,4 +1,4 @@
-"""Runs the chunk programs of all ranks of all stages in one process, by the instruction lists.
+"""Runs the chunk programs of all ranks of all stages in one process, by the action lists.
 
 Messages are handed over as the schedule's model of communication says: untagged, first come first served from one
 stage to another. Written apart from the runtime, as :mod:`.simulate` is.
@@ -17,7 +17,7 @@ from autopar.ir.chunk_program import ChunkProgram
 from autopar.ir.pipeline_program import PipelineProgram
 from autopar.ir.placements import take_local
 from autopar.ir.program import Section
-from autopar.schedule.instructions import Instruction, Message
+from autopar.schedule.actions import Action, Message
 from tests.helpers.simulate import Tensors, World
 
 Shards = list[list[Any]]  # By rank inside a stage.
@@ -104,35 +104,35 @@ class Pipeline:
             moved = True
         return moved
 
-    def _do(self, stage: Stage, instruction: Instruction) -> bool:
-        kind = instruction.kind
-        if kind in ("forward", "backward", "input_gradient") and not self._ready(stage, instruction):
+    def _do(self, stage: Stage, action: Action) -> bool:
+        kind = action.kind
+        if kind in ("forward", "backward", "input_gradient") and not self._ready(stage, action):
             return False
         if kind == "forward":
-            self._forward(stage, instruction)
+            self._forward(stage, action)
         if kind in ("backward", "input_gradient"):
-            self._backward(stage, instruction)
+            self._backward(stage, action)
         if kind == "weight_gradient":
-            self._weight_gradient(stage, instruction)
-        if instruction.sends:
-            message = instruction.message
+            self._weight_gradient(stage, action)
+        if action.sends:
+            message = action.message
             target = self.schedule.placement[message.target]
             self.queues.setdefault((stage.stage, target), deque()).append((message, stage.leaving.pop(message)))
-        if instruction.receives:
-            source = self.schedule.placement[instruction.peer]
-            stage.posted.setdefault(source, deque()).append(instruction.message)
+        if action.receives:
+            source = self.schedule.placement[action.peer]
+            stage.posted.setdefault(source, deque()).append(action.message)
         if kind == "reduce":
-            self._reduce(stage, instruction.chunk)
+            self._reduce(stage, action.chunk)
         return True
 
-    def _needs(self, instruction: Instruction) -> list[Message]:
-        chunk, microbatch = instruction.chunk, instruction.microbatch
-        if instruction.kind == "forward":
+    def _needs(self, action: Action) -> list[Message]:
+        chunk, microbatch = action.chunk, action.microbatch
+        if action.kind == "forward":
             return [Message("forward", e.source, chunk, microbatch) for e in self.schedule.edges if e.target == chunk]
         edges = [e for e in self.schedule.edges if e.source == chunk and e.gradient]
         return [Message("backward", e.target, chunk, microbatch) for e in edges]
 
-    def _ready(self, stage: Stage, instruction: Instruction) -> bool:
+    def _ready(self, stage: Stage, action: Action) -> bool:
         """Matches posted receives with what has been sent, in order, and looks whether all is there."""
         for source, posted in stage.posted.items():
             queue = self.queues.get((source, stage.stage), deque())
@@ -140,29 +140,29 @@ class Pipeline:
                 message, shards = queue.popleft()
                 assert message == posted.popleft(), "untagged messages in another order than their receives"
                 stage.arrived[message] = shards
-        return all(message in stage.arrived for message in self._needs(instruction))
+        return all(message in stage.arrived for message in self._needs(action))
 
-    def _arrived(self, stage: Stage, instruction: Instruction) -> Shards:
-        messages = [stage.arrived.pop(message) for message in sorted(self._needs(instruction), key=lambda m: m.source)]
+    def _arrived(self, stage: Stage, action: Action) -> Shards:
+        messages = [stage.arrived.pop(message) for message in sorted(self._needs(action), key=lambda m: m.source)]
         return [[value for shards in messages for value in shards[rank]] for rank in range(len(stage.programs))]
 
-    def _give(self, stage: Stage, instruction: Instruction, direction: Any, shards: Shards) -> None:
-        chunk = stage.chunk(instruction.chunk)[0]
+    def _give(self, stage: Stage, action: Action, direction: Any, shards: Shards) -> None:
+        chunk = stage.chunk(action.chunk)[0]
         ports = chunk.sends if direction == "forward" else chunk.gradient_sends
         if direction == "forward":
-            peers = [e.target for e in self.schedule.edges if e.source == instruction.chunk]
+            peers = [e.target for e in self.schedule.edges if e.source == action.chunk]
         else:
-            peers = [e.source for e in self.schedule.edges if e.target == instruction.chunk and e.gradient]
+            peers = [e.source for e in self.schedule.edges if e.target == action.chunk and e.gradient]
         assert {port.edge.target for port in ports} <= set(peers)
         for peer in peers:
-            message = Message(direction, instruction.chunk, peer, instruction.microbatch)
+            message = Message(direction, action.chunk, peer, action.microbatch)
             mine = [[v for port, v in zip(ports, values, strict=True) if port.edge.target == peer] for values in shards]
             where = stage.arrived if self.schedule.placement[peer] == stage.stage else stage.leaving
             where[message] = mine
 
-    def _forward(self, stage: Stage, instruction: Instruction) -> None:
-        index, k = instruction.chunk, instruction.microbatch
-        received = self._arrived(stage, instruction)
+    def _forward(self, stage: Stage, action: Action) -> None:
+        index, k = action.chunk, action.microbatch
+        received = self._arrived(stage, action)
         inputs = [
             [self._placeholder(stage, rank, index, k, slot) for slot in chunk.placeholders] + received[rank]
             for rank, chunk in enumerate(stage.chunk(index))
@@ -174,7 +174,7 @@ class Pipeline:
             for mine, other in zip(made[0][:a], values[:a], strict=True):
                 torch.testing.assert_close(mine, other, equal_nan=True)
         stage.results[index, k] = {(s.kind, s.target): v for s, v in zip(chunk.results, made[0][:a], strict=True)}  # type: ignore[misc]
-        self._give(stage, instruction, "forward", [values[a:b] for values in made])
+        self._give(stage, action, "forward", [values[a:b] for values in made])
         if self.schedule.training:
             stage.saved[index, k] = [values[b:] for values in made]
 
@@ -191,10 +191,10 @@ class Pipeline:
             memory_format=torch.contiguous_format
         )
 
-    def _backward(self, stage: Stage, instruction: Instruction) -> None:
+    def _backward(self, stage: Stage, action: Action) -> None:
         """Whole, or as far as the input gradient."""
-        index, k = instruction.chunk, instruction.microbatch
-        received, saved = self._arrived(stage, instruction), stage.saved.pop((index, k))
+        index, k = action.chunk, action.microbatch
+        received, saved = self._arrived(stage, action), stage.saved.pop((index, k))
         inputs = []
         for rank, chunk in enumerate(stage.chunk(index)):
             ones = [
@@ -202,18 +202,18 @@ class Pipeline:
                 for s in chunk.tangents
             ]
             inputs.append([*saved[rank], *ones, *received[rank]])
-        whole = instruction.kind == "backward"
+        whole = action.kind == "backward"
         made = self._added(stage, index, "backward", inputs) if whole else stage.run(index, "input_gradient", inputs)
         count = len(stage.chunk(index)[0].gradient_sends)
-        self._give(stage, instruction, "backward", [values[:count] for values in made])
+        self._give(stage, action, "backward", [values[:count] for values in made])
         if whole:
             stage.raw[index] = [values[count:] for values in made]
         else:
             stage.carried[index, k] = [values[count:] for values in made]
 
-    def _weight_gradient(self, stage: Stage, instruction: Instruction) -> None:
-        index = instruction.chunk
-        carried = stage.carried.pop((index, instruction.microbatch))
+    def _weight_gradient(self, stage: Stage, action: Action) -> None:
+        index = action.chunk
+        carried = stage.carried.pop((index, action.microbatch))
         stage.raw[index] = self._added(stage, index, "weight_gradient", carried)
 
     def _added(self, stage: Stage, index: int, section: str, inputs: Shards) -> Shards:

@@ -1,4 +1,4 @@
-"""Chunk programs run by the instruction lists compute what one device computes: all ranks in one process."""
+"""Chunk programs run by the action lists compute what one device computes: all ranks in one process."""
 
 from __future__ import annotations
 

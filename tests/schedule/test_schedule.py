@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import ScheduleError
+from autopar.schedule.actions import COMPUTE, Action, Edge
 from autopar.schedule.check import Communication, check
-from autopar.schedule.instructions import COMPUTE, Edge, Instruction
 from autopar.schedule.messages import complete, forward_only, most_in_flight
 from autopar.schedule.named import SCHEDULES, chunks_allowed, make_schedule
 from autopar.schedule.schedule import Schedule, chain, loop_placement, v_placement
-from autopar.schedule.text import parse_instruction
+from autopar.schedule.text import parse_action
 from tests.helpers.schedule_machine import Broken, Machine
 
 COMMUNICATIONS: tuple[Communication, ...] = ("asynchronous", "batched", "blocking")
@@ -84,7 +84,7 @@ def test_the_checker_rejects_exactly_what_breaks(schedule: Schedule, rng: random
 
 
 def mutate(schedule: Schedule, rng: random.Random) -> Schedule:
-    """One instruction dropped, duplicated, moved, exchanged with another, sent elsewhere, or of another kind."""
+    """One action dropped, duplicated, moved, exchanged with another, sent elsewhere, or of another kind."""
     ranks = [list(listed) for listed in schedule.ranks]
     rank = rng.randrange(schedule.stages)
     if not ranks[rank]:
@@ -136,7 +136,7 @@ REJECTED = {
 
 
 @pytest.mark.parametrize("case", REJECTED)
-def test_a_rejection_names_rank_position_and_instruction(case: str) -> None:
+def test_a_rejection_names_rank_position_and_action(case: str) -> None:
     before, after, message = REJECTED[case]
     text = str(TINY)
     assert text.count(before) == 1
@@ -201,9 +201,9 @@ def test_the_text_form() -> None:
 
 
 @pytest.mark.parametrize("text", ["F1", "X0.0", "SF0.1", "step1", "reduce", "F-1.0"])
-def test_what_is_no_instruction_is_named(text: str) -> None:
-    with pytest.raises(ScheduleError, match="is no instruction"):
-        parse_instruction(text)
+def test_what_is_no_action_is_named(text: str) -> None:
+    with pytest.raises(ScheduleError, match="is not an action"):
+        parse_action(text)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_what_is_no_schedule_is_refused(data: dict[str, object]) -> None:
 def test_evaluation_only_goes_forward(schedule: Schedule) -> None:
     forward = forward_only(schedule)
     check(forward, "blocking")
-    computed = [i for _, _, i in forward.instructions() if i.computes]
+    computed = [i for _, _, i in forward.actions() if i.computes]
     assert {i.kind for i in computed} == {"forward"}
     assert len(computed) == schedule.chunks * schedule.microbatches
 
@@ -251,7 +251,7 @@ BAD = {
     "a ring": (
         lambda: complete(
             "ring",
-            ((Instruction("backward", 0, 0), Instruction("forward", 0, 0)),),
+            ((Action("backward", 0, 0), Action("forward", 0, 0)),),
             (0,),
             (),
         ),

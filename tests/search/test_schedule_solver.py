@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from autopar.cost import ChunkPrice, EdgePrice, PipelinePrices, simulate
 from autopar.errors import InfeasibleError, ScheduleError
+from autopar.schedule.actions import Action, Edge
 from autopar.schedule.check import check
-from autopar.schedule.instructions import Edge, Instruction
 from autopar.schedule.messages import complete
 from autopar.schedule.named import make_schedule
 from autopar.schedule.schedule import Schedule, chain, loop_placement, v_placement
@@ -118,7 +118,7 @@ def test_computations_that_take_no_time_keep_an_order_that_can_run() -> None:
 def test_halves_are_joined_where_nobody_waits() -> None:
     prices = PipelinePrices((ChunkPrice(1, 1, 1, until_weight_gradient=1.0),) * 2)
     solved = solve_schedule(prices, (0, 0), 2, chain(2), (2.0,))
-    assert not any(one.kind == "weight_gradient" for _, _, one in solved.schedule.instructions())
+    assert not any(one.kind == "weight_gradient" for _, _, one in solved.schedule.actions())
 
 
 def test_too_little_memory_says_how_much_is_needed() -> None:
@@ -136,7 +136,7 @@ def every_schedule(placement: tuple[int, ...], edges: tuple[Edge, ...]) -> Itera
     split, whole = ("forward", "input_gradient", "weight_gradient"), ("forward", "backward")
     orders = [
         [
-            tuple(Instruction(kind, chunk, b) for b, kind in merged)  # type: ignore[arg-type]
+            tuple(Action(kind, chunk, b) for b, kind in merged)  # type: ignore[arg-type]
             for first, second in itertools.product((split, whole), repeat=2)
             for merged in interleavings([(0, k) for k in first], [(1, k) for k in second])
         ]

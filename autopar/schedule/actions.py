@@ -1,4 +1,4 @@
-"""What a pipeline schedule consists of: instructions, the messages they send, and edges between chunks.
+"""What a pipeline schedule consists of: actions, the messages they send, and edges between chunks.
 
 =========================  ==========================================================================================
 ``forward``                forward of ``chunk`` for ``microbatch``
@@ -14,7 +14,7 @@
 =========================  ==========================================================================================
 
 **What messages mean.** Sends are asynchronous (``isend``), and receives are posted where they stand in the list
-(``irecv``); the instruction that uses the value waits for it. Messages from one rank to another carry no tag: the k-th
+(``irecv``); the action that uses the value waits for it. Messages from one rank to another carry no tag: the k-th
 send matches the k-th receive, whichever edge, direction or microbatch each names. A list that keeps to that and cannot
 stall even if every send waits for its receive (:mod:`autopar.schedule.check` proves both) runs on buffered and on
 unbuffered transports alike.
@@ -72,9 +72,11 @@ class Message(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Instruction:
-    """One thing a pipeline rank does. ``chunk`` is held by that rank (-1 for ``step``); ``microbatch`` is -1 for
-    ``reduce`` and ``step``; ``peer`` is the chunk at the other end of a message, else -1."""
+class Action:
+    """One entry in the list of a pipeline rank: it computes, sends, receives, reduces or ends the step.
+
+    ``chunk`` is held by that rank (-1 for ``step``); ``microbatch`` is -1 for ``reduce`` and ``step``; ``peer`` is the
+    chunk at the other end of a message, else -1."""
 
     kind: Kind
     chunk: int = -1

@@ -1,4 +1,4 @@
-"""Carries out one rank's list of instructions (:mod:`autopar.schedule.schedule`), once."""
+"""Carries out one rank's list of actions (:mod:`autopar.schedule.schedule`), once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from autopar.errors import ExecutionError
 from autopar.ir.pipeline_program import PipelineProgram
 from autopar.runtime.execute.gradient_reducer import Reduction
-from autopar.schedule.instructions import Instruction, Kind, Message
+from autopar.schedule.actions import Action, Kind, Message
 
 from .chunk_executable import ChunkExecutable, Exchange, Messages
 from .point_to_point import Arrival, Messenger
@@ -52,107 +52,107 @@ class PipelineRun:
         """Does everything on this rank's list; returns when all that was sent has left."""
         recorder = self.recorder
         listed = self.program.schedule.ranks[self.program.stage]
-        to_come = sum(instruction.computes for instruction in listed)
-        for instruction in listed:
+        to_come = sum(action.computes for action in listed)
+        for action in listed:
             self._began = 0.0 if recorder is None else recorder.now()
-            if instruction.computes:
+            if action.computes:
                 to_come -= 1
                 for reduction, _ in self._reducing.values():
                     reduction.before_computation()
-            if instruction.kind == "reduce":
-                chunk = instruction.chunk
+            if action.kind == "reduce":
+                chunk = action.chunk
                 self._reducing[chunk] = self.chunks[chunk].reduce(self._raw.pop(chunk), to_come), self._began
             else:
-                self._do(instruction)
-            if recorder is not None and not instruction.receives and instruction.kind not in ("reduce", "step"):
-                recorder.add(instruction, self._began)
+                self._do(action)
+            if recorder is not None and not action.receives and action.kind not in ("reduce", "step"):
+                recorder.add(action, self._began)
         self.messenger.finish()
 
-    def _do(self, instruction: Instruction) -> None:
-        match instruction.kind:
+    def _do(self, action: Action) -> None:
+        match action.kind:
             case "forward":
-                self._forward(instruction)
+                self._forward(action)
             case "input_gradient":
-                self._input_gradient(instruction)
+                self._input_gradient(action)
             case "weight_gradient":
-                self._weight_gradient(instruction)
+                self._weight_gradient(action)
             case "backward":
-                self._backward(instruction)
+                self._backward(action)
             case "send_forward" | "send_backward":
-                message = instruction.message
+                message = action.message
                 self.messenger.send(self._leaving.pop(message), self.program.stage_of(message.target))
             case "receive_forward" | "receive_backward":
-                self._receive(instruction)
+                self._receive(action)
             case "step":
                 self._finish_reductions()
             case _:
-                raise ExecutionError(f"the instruction {instruction} of kind {instruction.kind!r} is not known")
+                raise ExecutionError(f"the action {action} of kind {action.kind!r} is not known")
 
-    def _forward(self, instruction: Instruction) -> None:
-        chunk, task = self.chunks[instruction.chunk], (instruction.chunk, instruction.microbatch)
+    def _forward(self, action: Action) -> None:
+        chunk, task = self.chunks[action.chunk], (action.chunk, action.microbatch)
         values = self.inputs(*task)
-        values += self._arrived(chunk.receives, instruction, "forward")
+        values += self._arrived(chunk.receives, action, "forward")
         self.results[task], messages, saved = chunk.forward(values)
         if self.program.schedule.training:
             self._saved[task] = saved
-        self._give(messages, instruction, "forward")
+        self._give(messages, action, "forward")
 
-    def _input_gradient(self, instruction: Instruction) -> None:
-        chunk, task = self.chunks[instruction.chunk], (instruction.chunk, instruction.microbatch)
-        messages, self._carried[task] = chunk.input_gradient(self._taken_back(instruction))
-        self._give(messages, instruction, "backward")
+    def _input_gradient(self, action: Action) -> None:
+        chunk, task = self.chunks[action.chunk], (action.chunk, action.microbatch)
+        messages, self._carried[task] = chunk.input_gradient(self._taken_back(action))
+        self._give(messages, action, "backward")
 
-    def _weight_gradient(self, instruction: Instruction) -> None:
-        chunk, carried = instruction.chunk, self._carried.pop((instruction.chunk, instruction.microbatch))
+    def _weight_gradient(self, action: Action) -> None:
+        chunk, carried = action.chunk, self._carried.pop((action.chunk, action.microbatch))
         sums = self._raw.pop(chunk, [])
         self._raw[chunk] = self.chunks[chunk].weight_gradient(carried, sums, self._is_last(chunk))
 
-    def _backward(self, instruction: Instruction) -> None:
-        chunk = instruction.chunk
-        taken, sums = self._taken_back(instruction), self._raw.pop(chunk, [])
+    def _backward(self, action: Action) -> None:
+        chunk = action.chunk
+        taken, sums = self._taken_back(action), self._raw.pop(chunk, [])
         messages, self._raw[chunk] = self.chunks[chunk].backward(taken, sums, self._is_last(chunk))
-        self._give(messages, instruction, "backward")
+        self._give(messages, action, "backward")
 
     def _is_last(self, chunk: int) -> bool:
         """Whether a weight gradient that is about to be made is that of the chunk's last microbatch."""
         self._made[chunk] = self._made.get(chunk, 0) + 1
         return self._made[chunk] == self.program.microbatches
 
-    def _taken_back(self, instruction: Instruction) -> list[torch.Tensor]:
+    def _taken_back(self, action: Action) -> list[torch.Tensor]:
         """What backward takes: saved values, which are held by nothing else, tangents and received gradients."""
-        values = self._saved.pop((instruction.chunk, instruction.microbatch))
-        values += self.tangents[instruction.chunk]
-        values += self._arrived(self.chunks[instruction.chunk].gradient_receives, instruction, "backward")
+        values = self._saved.pop((action.chunk, action.microbatch))
+        values += self.tangents[action.chunk]
+        values += self._arrived(self.chunks[action.chunk].gradient_receives, action, "backward")
         return values
 
     def _finish_reductions(self) -> None:
         for chunk, (reduction, began) in self._reducing.items():
             self.gradients[chunk] = reduction.finish()
             if self.recorder is not None:
-                self.recorder.add(Instruction("reduce", chunk), began)
+                self.recorder.add(Action("reduce", chunk), began)
         self._reducing.clear()
 
-    def _arrived(self, exchange: Exchange, instruction: Instruction, direction: str) -> list[torch.Tensor]:
+    def _arrived(self, exchange: Exchange, action: Action, direction: str) -> list[torch.Tensor]:
         """What other chunks sent to this one, in the order of its ports."""
         found: list[torch.Tensor] = []
         for peer, _ in exchange:
-            message = _message(direction, peer, instruction.chunk, instruction.microbatch)
+            message = _message(direction, peer, action.chunk, action.microbatch)
             if message not in self._arrivals:
-                raise ExecutionError(f"{instruction} needs {message}, but the schedule has not received it")
+                raise ExecutionError(f"{action} needs {message}, but the schedule has not received it")
             arrival = self._arrivals.pop(message)
             found += arrival.wait()
             if self.recorder is not None and arrival.works:
                 kind: Kind = "receive_forward" if direction == "forward" else "receive_backward"
-                receive = Instruction(kind, instruction.chunk, instruction.microbatch, peer)
+                receive = Action(kind, action.chunk, action.microbatch, peer)
                 self.recorder.add(receive, self._began)
                 self._began = self.recorder.now()
         return found
 
-    def _give(self, messages: Messages, instruction: Instruction, direction: str) -> None:
+    def _give(self, messages: Messages, action: Action, direction: str) -> None:
         """Hands over what a chunk of this rank needs, and lays out the rest for its send."""
-        chunk, stage = instruction.chunk, self.program.stage
+        chunk, stage = action.chunk, self.program.stage
         for peer in self._peers(chunk, direction):
-            message = _message(direction, chunk, peer, instruction.microbatch)
+            message = _message(direction, chunk, peer, action.microbatch)
             tensors = messages.pop(peer, [])
             if self.program.stage_of(peer) == stage:
                 self._arrivals[message] = Arrival(tensors)
@@ -167,8 +167,8 @@ class PipelineRun:
             return [edge.target for edge in edges if edge.source == chunk]
         return [edge.source for edge in edges if edge.target == chunk and edge.gradient]
 
-    def _receive(self, instruction: Instruction) -> None:
-        message, chunk = instruction.message, self.chunks[instruction.chunk]
+    def _receive(self, action: Action) -> None:
+        message, chunk = action.message, self.chunks[action.chunk]
         exchange = chunk.receives if message.direction == "forward" else chunk.gradient_receives
         kinds = next((kinds for peer, kinds in exchange if peer == message.source), ())
         tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in kinds]
