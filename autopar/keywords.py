@@ -68,11 +68,11 @@ def _check(function: str, given: Collection[str], known: tuple[str, ...]) -> Non
     for name in given:
         if name not in known:
             raise ArgumentError(
-                f"{function} has no argument {name!r}{_meant(name, known)}; its arguments are {', '.join(known)}"
+                f"{function} has no argument {name!r}{_did_you_mean(name, known)}; its arguments are {', '.join(known)}"
             )
 
 
-def _meant(name: str, known: tuple[str, ...]) -> str:
+def _did_you_mean(name: str, known: tuple[str, ...]) -> str:
     same = [other for other in SYNONYMS.get(name, ()) if other in known]
     near = same[:1] or get_close_matches(name, known, 1, 0.6)
     return f": did you mean {near[0]}=?" if near else ""

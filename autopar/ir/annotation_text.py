@@ -1,4 +1,4 @@
-"""Annotations in the text form of a graph: the strategies of a node on lines below its own, its class behind it.
+"""Annotations in the text form of a graph: a node's strategies on the lines below it, its class at the end of its line.
 
 %y: f32[8, 6] = aten.mm.default(%x, %w)  @layers.1  like %a
   | (R) (R) -> (R)
@@ -23,7 +23,7 @@ _NAME = re.compile(r"^(?:backward )?%(\w+)")
 
 
 def annotate_lines(lines: Iterable[tuple[str, str]], strategies: Strategies, classes: Classes) -> Iterator[str]:
-    """``lines``: the name of each node and its line. The same lines with what is known of the nodes."""
+    """Yields ``lines``, each given with the name of its node, and adds the strategies and the class of that node."""
     for name, line in lines:
         yield f"{line}  like %{classes[name]}" if name in classes else line
         for strategy in strategies.get(name, ()):
@@ -31,7 +31,7 @@ def annotate_lines(lines: Iterable[tuple[str, str]], strategies: Strategies, cla
 
 
 def split_annotations(lines: Iterable[str]) -> tuple[list[str], Strategies, Classes]:
-    """Stripped ``lines`` of a graph without annotations, and these. Raises :class:`GraphError` naming the line."""
+    """Separates the annotations from the stripped ``lines`` of a graph. Raises :class:`GraphError` naming the line."""
     plain: list[str] = []
     strategies: dict[str, tuple[Strategy, ...]] = {}
     classes: dict[str, str] = {}
@@ -39,19 +39,19 @@ def split_annotations(lines: Iterable[str]) -> tuple[list[str], Strategies, Clas
         if line.startswith("|"):
             name = _NAME.match(plain[-1]) if plain else None
             if name is None:
-                raise GraphError(f"the strategy {line!r} is below no node")
+                raise GraphError(f"no node precedes the strategy {line!r}")
             strategies[name[1]] = (*strategies.get(name[1], ()), parse_strategy(line))
             continue
-        found = _CLASS.search(line)
-        named = _NAME.match(line) if found else None
-        plain.append(line[: found.start()] if found and named else line)
-        if found and named:
-            classes[named[1]] = found[1]
+        like = _CLASS.search(line)
+        name = _NAME.match(line) if like else None
+        plain.append(line[: like.start()] if like and name else line)
+        if like and name:
+            classes[name[1]] = like[1]
     return plain, strategies, classes
 
 
 def parse_strategy(line: str) -> Strategy:
-    """The strategy in ``| (S(0)) (R) -> (S(0))``. Raises :class:`GraphError`."""
+    """Parses a line such as ``| (S(0)) (R) -> (S(0))``. Raises :class:`GraphError`."""
     match = _STRATEGY.match(line)
     if match is None:
         raise GraphError(f"cannot read the strategy {line!r}; write | (S(0)) (R) -> (S(0))")

@@ -12,7 +12,7 @@ from .placements import REPLICATE, Placements, Strategy
 
 @dataclass(frozen=True)
 class Recomputed(Strategy):
-    """A strategy of a forward operation that runs once more in backward; for a rest: its value is not kept."""
+    """A strategy of a forward operation that runs once more in backward; a saved activation with it is not kept."""
 
     @property
     def plain(self) -> Strategy:
@@ -24,12 +24,13 @@ class Recomputed(Strategy):
 
 @dataclass(frozen=True, slots=True)
 class ParameterPlacement:
-    """The three resting places of a parameter.
+    """The placements of a parameter, its gradient and its optimizer state.
 
-    ``weight``: how its value lies while a step runs; a use that needs more gathers it each time. ``gradient``: what its
-    gradient is reduced to. ``optimizer``: how its optimizer state lies, and the DTensor that the user sees and the
-    optimizer updates; if it shards more than ``weight``, the updated value is gathered once a step (ZeRO-1 and 2).
-    ``offload``: whether the optimizer state lies so in host memory, and on the device only while it is updated.
+    ``weight``: the placements of its value while a step runs; a use that needs more gathers it each time. ``gradient``:
+    what its gradient is reduced to. ``optimizer``: the placements of its optimizer state and of the DTensor that the
+    user sees and the optimizer updates; if they shard more than ``weight``, the updated value is gathered once a step
+    (ZeRO-1 and 2). ``offload``: whether the optimizer state is kept in host memory, and on the device only while it is
+    updated.
     """
 
     weight: Placements
@@ -41,7 +42,7 @@ class ParameterPlacement:
 @dataclass(frozen=True)
 class Assignment:
     """``strategies[node]`` for every operation, input and buffer; ``parameters[node]`` for every parameter; by node
-    name. ``sends[name]``: the placements in which the value ``name`` leaves for other pipeline stages. ``recomputed``:
+    name. ``sends[name]``: the placements in which the value ``name`` is sent to other pipeline stages. ``recomputed``:
     the forward nodes that backward runs again (:func:`autopar.passes.recompute.recompute.recomputed` carries it
     out)."""
 
@@ -52,7 +53,7 @@ class Assignment:
     recomputed: frozenset[str] = frozenset()
 
     def placements_of(self, value: Value) -> Placements:
-        """How the result ``value`` lies when its node has run."""
+        """The placements of the result ``value`` after its node has run."""
         if value.node in self.parameters:
             return self.parameters[value.node].weight
         return self.strategies[value.node].outputs[value.index]
@@ -64,9 +65,9 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """``value`` is needed as ``target``: paid once per value, phase and target, however many nodes need it so. ``role``
-    tells what for: ``operand`` of nodes, ``gradient`` of a parameter, model ``output`` or ``refresh`` of a working
-    weight."""
+    """``value`` is needed with placements ``target``: priced once per value, phase and target, however many nodes need
+    it. ``role`` says what it is needed for: ``operand`` of nodes, ``gradient`` of a parameter, model ``output`` or
+    ``refresh`` of a working weight."""
 
     value: Value
     kind: TensorType
@@ -78,7 +79,7 @@ class Use:
 
 
 def uses(graph: Graph, assignment: Assignment) -> Iterator[Use]:
-    """Every reshard the assignment implies, those that change nothing included, in order of need."""
+    """Yields every reshard that the assignment implies in order of use, including those that change nothing."""
     seen: set[tuple[Value, Phase, Placements]] = set()
     for node in graph.nodes:
         for use in operand_uses(graph, assignment, node):
@@ -100,15 +101,15 @@ def uses(graph: Graph, assignment: Assignment) -> Iterator[Use]:
 
 
 def operand_uses(graph: Graph, assignment: Assignment, node: Node) -> Iterator[Use]:
-    """The operands of ``node`` in order, each as the node takes it."""
+    """Yields the operands of ``node`` in order, each with the placements that the node takes it in."""
     for index, value in enumerate(node.operands):
         source, target = assignment.placements_of(value), assignment.strategies[node.name].inputs[index]
         yield Use(value, graph.type_of(value), node.phase, "operand", source, target, node.name)
 
 
-def travels_unseen(graph: Graph, value: Value) -> bool:
-    """Whether resharding ``value`` costs a step no time: a scalar result, such as the loss, that nothing else uses and
-    that is on its way while backward runs. It goes by one hop if it can: the second of two would wait for the first."""
+def overlaps_backward(graph: Graph, value: Value) -> bool:
+    """Whether resharding ``value`` costs a step no time: a scalar result, such as the loss, that nothing else uses, so
+    that its reshard overlaps backward. It takes one hop if it can: the second of two would wait for the first."""
     return bool(graph.gradients) and value not in graph.users and graph.type_of(value).numel == 1
 
 

@@ -9,19 +9,21 @@ Sections, each a function of local tensors (:class:`~autopar.ir.program.Section`
                      ``gradient_receives``
 ``weight_gradient``  carried values                                 raw gradients, one for each of ``gradients``
 ``backward``         what ``input_gradient`` takes                  ``gradient_sends``, raw gradients
-``last``             see below                                      ``gradient_sends``, gradients under way
-``reduce``           gradients under way                            ``gradients``, as stored; once a step
+``last``             see below                                      ``gradient_sends``, gradients in flight
+``reduce``           gradients in flight                            ``gradients``, as stored; once a step
 =================== ============================================== ==================================================
 
-``input_gradient`` holds what other stages wait for, ``weight_gradient`` the rest of backward, which a schedule may
-put off; ``backward`` does both, for schedules that do not, and drops saved values as it goes. A raw gradient lies as
-backward made it, often as a partial sum: it is reduced once a step and not once a microbatch.
-``more_weight_gradient`` and ``more_backward`` are for microbatches after the first: they take the sums of raw gradients
-so far behind their other inputs, add to them in place, and return them.
-``last`` is for the last microbatch, in the place of the one of these (of ``weight_gradient`` or ``backward``, if it is
-the first as well) that the schedule would run: each raw gradient, added up, sets out as soon as it is made; if the rank
-has more to compute or to send, only as many as need not wait for each other (:meth:`.Schedule.ends_with`). ``reduce``
-does the rest: it takes what ``last`` returns behind ``gradient_sends``, messages still on their way among it.
+``input_gradient`` computes what other stages wait for, ``weight_gradient`` the remainder of backward, which a schedule
+may postpone. ``backward`` does both, for schedules that do not split backward, and frees saved values as it goes. A raw
+gradient has the placements that backward computes it in, often a partial sum: it is reduced once a step and not once a
+microbatch.
+``more_weight_gradient`` and ``more_backward`` are for microbatches after the first: their last inputs are the sums of
+raw gradients so far, which they add to in place and return.
+``last`` is for the last microbatch. It replaces whichever of these the schedule would run (``weight_gradient`` or
+``backward``, if that microbatch is also the first). The reduction of each raw gradient starts as soon as its sum is
+complete; if the rank has more to compute or to send, only as many start as need not wait for each other
+(:meth:`.Schedule.ends_with`). ``reduce`` completes the others: it takes what ``last`` returns after
+``gradient_sends``, including reductions that are still in flight.
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ class Port:
 
 @dataclass(frozen=True)
 class ChunkProgram:
-    """See the module docstring. ``mesh`` is the one inside a stage. ``parameters`` are all that the chunk uses, those
-    that another chunk owns (:attr:`Staged.owners <autopar.ir.staged_graph.Staged.owners>`) among them."""
+    """See the module docstring. ``mesh`` is the one inside a stage. ``parameters`` are all that the chunk uses,
+    including those that another chunk owns (:attr:`Staged.owners <autopar.ir.staged_graph.Staged.owners>`)."""
 
     chunk: int
     mesh: tuple[int, ...]
@@ -74,7 +76,7 @@ class ChunkProgram:
 
     @property
     def sections(self) -> tuple[Section, ...]:
-        """Those that say what is computed and communicated; the others do the same in one, or add up."""
+        """The sections that show each computation and communication once; the others fuse them, or accumulate."""
         return (self.refresh, self.forward, self.input_gradient, self.weight_gradient, self.last, self.reduce)
 
     def __str__(self) -> str:

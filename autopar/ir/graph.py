@@ -13,14 +13,15 @@ Text form (round-trips through :meth:`Graph.to_text` / :meth:`Graph.from_text`):
     return gradient "embed.weight" = %out
 
 With ``to_text(annotated=True)`` the strategies and classes that passes have filled in are part of it
-(:mod:`.annotation_text`); what is hashed or kept is the text without them.
+(:mod:`.annotation_text`); hashes and caches use the text without them.
 
 Invariants (:meth:`Graph.verify`): names are unique; every operand is defined before its use; every operand index exists
 and is a tensor; forward reads nothing that backward computes; a gradient has the type that its parameter is stored in,
-an input's gradient and a buffer's new value the type of these; a rest has the type of its operand. Placeholder
-operations are ``param``, ``buffer``, ``input``, ``tangent``, ``constant`` and ``receive`` (a value of another pipeline
-stage) and ``random`` (the state of :mod:`autopar.ops.random`) with one string argument. A ``param`` may also say in
-which dtype it is ``stored`` (:attr:`Node.stored`) and that its gradient is of a ``scaled`` loss.
+an input's gradient the type of the input, a buffer's new value the type of the buffer; a saved activation
+(``autopar.rest``) has the type of its operand. Placeholder operations are ``param``, ``buffer``, ``input``,
+``tangent``, ``constant`` and ``receive`` (a value of another pipeline stage) and ``random`` (the state of
+:mod:`autopar.ops.random`) with one string argument. A ``param`` may also say in which dtype it is ``stored``
+(:attr:`Node.stored`) and that its gradient is that of a ``scaled`` loss.
 """
 
 from __future__ import annotations
@@ -75,11 +76,11 @@ class Graph:
     @cached_property
     def users(self) -> Mapping[Value, tuple[tuple[Node, int], ...]]:
         """For each value its uses ``(node, operand index)``; values nobody uses are absent."""
-        found: dict[Value, list[tuple[Node, int]]] = {}
+        users: dict[Value, list[tuple[Node, int]]] = {}
         for node in self.nodes:
             for index, value in enumerate(node.operands):
-                found.setdefault(value, []).append((node, index))
-        return {value: tuple(uses) for value, uses in found.items()}
+                users.setdefault(value, []).append((node, index))
+        return {value: tuple(uses) for value, uses in users.items()}
 
     @cached_property
     def output_values(self) -> frozenset[Value]:
@@ -90,8 +91,8 @@ class Graph:
 
     @cached_property
     def kept(self) -> frozenset[str]:
-        """The rests whose values are held until backward; others only pass on what forward needs, or what backward
-        has computed again."""
+        """The saved activations whose values are held until backward; the others only pass on what forward needs, or
+        what backward recomputes."""
         read = {v.node for node in self.nodes if node.phase == "backward" for v in node.operands}
         read |= {o.value.node for o in self.outputs if o.value is not None and o.kind.endswith("gradient")}
         return frozenset(
@@ -105,15 +106,15 @@ class Graph:
 
     @cached_property
     def gradients(self) -> Mapping[str, Value]:
-        """By the path of each parameter that gets a gradient, the value that is it."""
-        made = ((output.name, output.value) for output in self.outputs if output.kind == "gradient")
-        return {path: value for path, value in made if value is not None}
+        """The gradient of each parameter that gets one, by the parameter's path."""
+        pairs = ((output.name, output.value) for output in self.outputs if output.kind == "gradient")
+        return {path: value for path, value in pairs if value is not None}
 
     def type_of(self, value: Value) -> TensorType:
-        found = self[value.node].types[value.index]
-        if found is None:
+        tensor_type = self[value.node].types[value.index]
+        if tensor_type is None:
             raise GraphError(f"{value} is not a tensor")
-        return found
+        return tensor_type
 
     def at(self, **symbols: int) -> Graph:
         """The graph with every symbol replaced by an integer (by its traced hint if not given)."""
@@ -145,7 +146,7 @@ class Graph:
 
     @cached_property
     def _is_verified(self) -> bool:
-        """A graph does not change, so that it is looked through once, however many passes hand it on."""
+        """Cached: a graph is immutable, so one check serves every pass that it goes through."""
         check_outputs(self.outputs, check_nodes(self.nodes))
         return True
 
@@ -165,8 +166,8 @@ class Graph:
     def to_text(self, annotated: bool = False) -> str:
         """The text form, which :meth:`from_text` reads; constants print by name only, annotations if asked for."""
         lines = ((node.name, print_node(node)) for node in self.nodes)
-        known = (self.strategies, self.classes) if annotated else ({}, {})
-        return print_graph(self.symbols, annotate_lines(lines, *known), self.outputs)
+        annotations = (self.strategies, self.classes) if annotated else ({}, {})
+        return print_graph(self.symbols, annotate_lines(lines, *annotations), self.outputs)
 
     @staticmethod
     def from_text(text: str) -> Graph:

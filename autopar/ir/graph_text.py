@@ -68,8 +68,8 @@ def _parse_expression(tree: ast.expr, symbols: dict[str, sympy.Symbol]) -> Arg:
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return tuple(_parse_expression(item, symbols) for item in items)
         case ast.Name(id=name) if name.startswith("VALUE_"):
-            index, _, rest = name.removeprefix("VALUE_").partition("_")
-            return Value(rest, int(index))
+            index, _, node = name.removeprefix("VALUE_").partition("_")
+            return Value(node, int(index))
         case ast.Name(id=name) if name in symbols:
             return symbols[name]
         case ast.Attribute(value=ast.Name(id="torch"), attr=name) if name in _TORCH:
@@ -105,7 +105,7 @@ _LARGEST_EXPONENT = 64
 
 
 def _parse_arithmetic(tree: ast.expr, symbols: dict[str, sympy.Symbol]) -> int | float | sympy.Expr:
-    """An expression of numbers and symbols. Text may come from anywhere, so only arithmetic is read."""
+    """Parses an expression of numbers and symbols. The text is untrusted, so only arithmetic is accepted."""
     value = _arithmetic(tree, symbols)
     if value.is_Integer:
         return int(value)
@@ -125,7 +125,7 @@ def _arithmetic(tree: ast.expr, symbols: dict[str, sympy.Symbol]) -> Any:
         case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _OPERATIONS:
             sides = _arithmetic(left, symbols), _arithmetic(right, symbols)
             if isinstance(operation, ast.Pow) and not (sides[1].is_number and abs(sides[1]) <= _LARGEST_EXPONENT):
-                raise GraphError(f"the exponent in {ast.unparse(tree)} is no number of at most {_LARGEST_EXPONENT}")
+                raise GraphError(f"the exponent in {ast.unparse(tree)} must be a number of at most {_LARGEST_EXPONENT}")
             return _OPERATIONS[type(operation)](*sides)
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:
             return _FUNCTIONS[name](*(_arithmetic(arg, symbols) for arg in args))

@@ -8,7 +8,7 @@ from autopar.errors import GraphError
 
 from .node import SAVED_ACTIVATION, Node, Output, TensorType, Value
 
-# What an output of a kind has the type of: the placeholders of an operation, found by the output's name.
+# By the kind of an output, the operation of the placeholder that has the output's name and must have its type.
 _OWNERS = {"gradient": "param", "input_gradient": "input", "mutation": "buffer"}
 
 
@@ -32,25 +32,25 @@ def _check_use(node: Node, value: Value, source: Node) -> None:
         raise GraphError(f"%{node.name} uses {value}, but {source.op} has no such result")
     kind = source.types[value.index]
     if kind is None:
-        raise GraphError(f"%{node.name} uses {value}, but that result of {source.op} is no tensor")
+        raise GraphError(f"%{node.name} uses {value}, but that result of {source.op} is not a tensor")
     if node.phase == "forward" and source.phase == "backward" and not source.is_placeholder:
         raise GraphError(f"%{node.name} = {node.op} is of the forward phase and uses {value} of the backward phase")
     if node.op == SAVED_ACTIVATION and node.types != (kind,):
-        raise GraphError(f"%{node.name} is a rest of type {node.types[0]}, but of {value}: {kind}")
+        raise GraphError(f"%{node.name} saves an activation of type {node.types[0]}, but {value} is {kind}")
 
 
 def check_outputs(outputs: Iterable[Output], defined: Mapping[str, Node]) -> None:
-    """Raises :class:`GraphError` naming the first of ``outputs`` that no node gives, or that has not the type of what
-    it belongs to."""
+    """Raises :class:`GraphError` naming the first of ``outputs`` that no node computes, or whose type differs from that
+    of the parameter, input or buffer it belongs to."""
     owners = {(node.op, node.target): node for node in defined.values() if node.is_placeholder}
     for output in outputs:
         if output.value is None:
             continue
-        found = _type_of(output, output.value, defined)
+        actual = _type_of(output, output.value, defined)
         owner = owners.get((_OWNERS.get(output.kind, ""), output.name))
-        if owner is not None and not _agree(found, owner.stored, exactly=output.kind == "mutation"):
+        if owner is not None and not _agree(actual, owner.stored, exactly=output.kind == "mutation"):
             raise GraphError(
-                f"the {output.kind} {output.name!r} is {output.value}: {found}, but %{owner.name} is {owner.stored}"
+                f"the {output.kind} {output.name!r} is {output.value}: {actual}, but %{owner.name} is {owner.stored}"
             )
 
 
@@ -58,16 +58,16 @@ def _type_of(output: Output, value: Value, defined: Mapping[str, Node]) -> Tenso
     if value.node not in defined:
         raise GraphError(f"the {output.kind} {output.name!r} is {value}, which is not defined")
     types = defined[value.node].types
-    found = types[value.index] if value.index < len(types) else None
-    if found is None:
-        raise GraphError(f"the {output.kind} {output.name!r} is {value}, which is no tensor")
-    return found
+    tensor_type = types[value.index] if value.index < len(types) else None
+    if tensor_type is None:
+        raise GraphError(f"the {output.kind} {output.name!r} is {value}, which is not a tensor")
+    return tensor_type
 
 
-def _agree(found: TensorType, wanted: TensorType, exactly: bool) -> bool:
-    """Whether both have the same dtype and shape; two expressions of a size may be equal and look different. Unless
-    ``exactly``, another floating dtype will do: a gradient may be reduced in 16 bits, and is cast when it is kept."""
-    sizes = zip(found.shape, wanted.shape, strict=False)
+def _agree(actual: TensorType, expected: TensorType, exactly: bool) -> bool:
+    """Whether dtype and shape agree. Symbolic sizes pass, since equal expressions may look different. Unless
+    ``exactly``, any floating dtype will do: a gradient may be reduced in 16 bits, and is cast when it is stored."""
+    sizes = zip(actual.shape, expected.shape, strict=False)
     unequal = any(a != b and isinstance(a, int) and isinstance(b, int) for a, b in sizes)
-    floating = not exactly and found.dtype.is_floating_point and wanted.dtype.is_floating_point
-    return (floating or found.dtype == wanted.dtype) and found.rank == wanted.rank and not unequal
+    floating = not exactly and actual.dtype.is_floating_point and expected.dtype.is_floating_point
+    return (floating or actual.dtype == expected.dtype) and actual.rank == expected.rank and not unequal

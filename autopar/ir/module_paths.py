@@ -1,4 +1,4 @@
-"""Module paths: of repeated layers, and those that somebody may have meant."""
+"""Module paths: folds the numbers of repeated layers, and suggests paths for a misspelt one."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def fold_path(path: str, layers: Set[str] = frozenset()) -> tuple[str, tuple[int
 
 def layers_among(paths: Iterable[str]) -> frozenset[str]:
     """The elements of numbered containers that hold modules themselves: ``h.0`` if ``h.0.attn`` is there too."""
-    found: set[str] = set()
+    layers: set[str] = set()
     for path in paths:
         parts = path.split(".")
-        found.update(".".join(parts[: i + 1]) for i, part in enumerate(parts[:-1]) if part.isdigit())
-    return frozenset(found)
+        layers.update(".".join(parts[: i + 1]) for i, part in enumerate(parts[:-1]) if part.isdigit())
+    return frozenset(layers)
 
 
 def block_of(path: str) -> str:
@@ -34,10 +34,10 @@ def block_of(path: str) -> str:
     return "" if at is None else ".".join(parts[: at + 1])
 
 
-def meant(name: str, known: Sequence[str]) -> str:
-    """``; did you mean 'h.0.attn'?`` with up to four of the ``known`` paths that look like ``name`` or, for one who
-    leaves out the outer modules, end with it; "" if none do."""
-    close = difflib.get_close_matches(name, known, 4, 0.6)
-    ends = [path for path in known if name and path.endswith(f".{name}")][:4]
-    found = list(dict.fromkeys([*ends, *close]))[:4]
-    return f"; did you mean {', '.join(map(repr, found))}?" if found else ""
+def did_you_mean(name: str, paths: Sequence[str]) -> str:
+    """``; did you mean 'h.0.attn'?`` with up to four of the ``paths`` that resemble ``name``, or end with it because
+    ``name`` leaves out the outer modules; "" if none do."""
+    close = difflib.get_close_matches(name, paths, 4, 0.6)
+    ends = [path for path in paths if name and path.endswith(f".{name}")][:4]
+    suggestions = list(dict.fromkeys([*ends, *close]))[:4]
+    return f"; did you mean {', '.join(map(repr, suggestions))}?" if suggestions else ""

@@ -20,11 +20,11 @@ OutputKind = Literal["output", "gradient", "input_gradient", "mutation", "send"]
 PLACEHOLDERS = ("param", "buffer", "input", "tangent", "constant", "receive", "random")
 # The keyword of a parameter that is stored in another dtype than the graph reads (:attr:`Node.stored`).
 STORED = "stored"
-# The keyword of one whose gradient is that of a scaled loss.
+# The keyword of a parameter whose gradient is that of a scaled loss.
 SCALED = "scaled"
-# The identity that keeps a value for backward (:mod:`autopar.passes.recompute.saved_values`).
+# The identity operation that saves a value for backward (:mod:`autopar.passes.recompute.saved_values`).
 SAVED_ACTIVATION = "autopar.rest"
-# What the copy of a forward node is called that backward computes again (:mod:`autopar.passes.recompute.recompute`).
+# The suffix of the copy of a forward node that backward recomputes (:mod:`autopar.passes.recompute.recompute`).
 RECOMPUTED = "_recomputed"
 # The views of a normalised graph: they cost nothing to repeat and hold no memory of their own.
 VIEWS = frozenset(("aten.reshape.default", "aten.permute.default", "aten.expand.default"))
@@ -139,14 +139,14 @@ class Node:
 
     @property
     def stored(self) -> TensorType:
-        """The type a parameter is stored in, updated in and has its gradient in: its own, unless the graph reads a copy
-        of fewer bits, made once a step: ``%w: bf16[4] = param("w", stored=torch.float32)``."""
+        """The type in which a parameter is stored and updated and has its gradient: its own, unless the graph reads a
+        copy of fewer bits, made once a step: ``%w: bf16[4] = param("w", stored=torch.float32)``."""
         dtype: torch.dtype | None = dict(self.kwargs).get(STORED)
         return self.type if dtype is None else replace(self.type, dtype=dtype)
 
     @property
     def is_scaled(self) -> bool:
-        """Whether the gradient of a parameter is computed of a scaled loss: ``param("w", scaled=True)``."""
+        """Whether the gradient of a parameter is computed from a scaled loss: ``param("w", scaled=True)``."""
         return bool(dict(self.kwargs).get(SCALED, False))
 
     @property
@@ -155,7 +155,7 @@ class Node:
 
     @property
     def target(self) -> str:
-        """The fully qualified name behind a placeholder (parameter path, input name, ...)."""
+        """The fully qualified name of what a placeholder represents (parameter path, input name, ...)."""
         return str(self.args[0])
 
     def map_values(self, function: Callable[[Value], Value]) -> Node:
@@ -170,8 +170,7 @@ class Node:
 class Output:
     """One result of the graph: a model ``output`` (``name`` is its index), the ``gradient`` of the parameter ``name``,
     the ``input_gradient`` of an input, the new value (``mutation``) of the buffer ``name``, or the value ``name`` to
-    ``send`` to other pipeline stages. ``value`` is None for a
-    result that is None (a parameter without gradient)."""
+    ``send`` to other pipeline stages. ``value`` is None for a result that is None (a parameter without gradient)."""
 
     kind: OutputKind
     name: str

@@ -2,7 +2,7 @@
 
 The devices form a mesh ``(stages, *mesh inside a stage)``; the rank at stage s holds the chunks that the schedule
 places there. Everything else in a :class:`PipelineProgram` is the same on every rank, so that each can name every
-parameter and every result, also those of stages it is not part of.
+parameter and every result, including those of other stages.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class StagedParameter:
 @dataclass(frozen=True, slots=True)
 class StagedResult:
     """A model output or the new value of a buffer: ``slot`` as each microbatch gives it, whole on every rank of the
-    stage that has ``chunk``. ``combine`` makes the step's of those of the microbatches: ``concatenate:<dim>``, ``sum``
-    or ``same``."""
+    stage that has ``chunk``. ``combine`` says how the results of the microbatches become that of the step:
+    ``concatenate:<dim>``, ``sum`` or ``same``."""
 
     slot: TensorSlot
     chunk: int
@@ -45,7 +45,7 @@ class StagedResult:
 
     @property
     def dim(self) -> int | None:
-        """The dim along which microbatches are put one behind the other, if they are."""
+        """The dim along which microbatches are concatenated; None if they are not."""
         kind, _, dim = self.combine.partition(":")
         return int(dim) if kind == "concatenate" else None
 
@@ -61,10 +61,10 @@ class StagedResult:
 class PipelineProgram:
     """See the module docstring. ``mesh`` and ``coordinate``: stages first. ``chunks``: those of this rank.
 
-    ``inputs`` gives for each input the dim along which microbatch k takes piece k of equal ones, None if it takes all.
-    The forward of ``prelude`` (on a mesh of no axes: every rank alone, on whole tensors) runs once, before anything
-    else; its results are further inputs, by their names. ``draws``: whether anything takes a random state; microbatch k
-    finds k in place 3 of it, the prelude 0.
+    ``inputs`` gives for each input the dim along which it is split equally among microbatches, None if each takes it
+    whole. The forward of ``prelude`` (on a mesh of no axes: every rank alone, on whole tensors) runs once, before
+    anything else; its results are further inputs, by their names. ``draws``: whether anything takes a random state;
+    element 3 of that state is k for microbatch k, and 0 for the prelude.
     """
 
     mesh: tuple[int, ...]

@@ -52,7 +52,7 @@ _PATTERN = re.compile(r"^(?:(R)|S\((\d+)\)|S\((\d+)/(\d+)\)|P(?:\((\w+)\))?)$")
 
 @cache
 def _divides(kind: Any) -> bool:
-    """Whether placements of that class divide a dim; remembered, since torch's own ``isinstance`` is slow here."""
+    """Whether placements of that class divide a dim; cached, since torch's own ``isinstance`` is slow here."""
     return issubclass(kind, (Shard, StridedShard))
 
 
@@ -78,16 +78,16 @@ def shard(dim: int, before: int = 1) -> Placement:
 
 
 def coordinate_of(index: int, mesh: tuple[int, ...]) -> tuple[int, ...]:
-    """Where the ``index``-th device lies on a row-major mesh of that shape.
+    """The coordinate of the ``index``-th device on a row-major mesh of shape ``mesh``.
 
     >>> coordinate_of(5, (2, 3))
     (1, 2)
     """
-    found = []
+    coordinate = []
     for size in reversed(mesh):
-        found.append(index % size)
+        coordinate.append(index % size)
         index //= size
-    return tuple(reversed(found))
+    return tuple(reversed(coordinate))
 
 
 def short(placements: Placements | Placement) -> str:
@@ -120,11 +120,11 @@ def parse_placements(text: str) -> Placements:
 
 def factor_groups(placements: Placements, dim: int) -> list[tuple[int, tuple[int, ...]]]:
     """``(before, axes)`` for each sharded factor of ``dim``, outermost factor first."""
-    found: dict[int, list[int]] = {}
+    axes_by_before: dict[int, list[int]] = {}
     for axis, placement in enumerate(placements):
         if shard_dim(placement) == dim:
-            found.setdefault(shard_before(placement), []).append(axis)
-    return [(before, tuple(axes)) for before, axes in sorted(found.items())]
+            axes_by_before.setdefault(shard_before(placement), []).append(axis)
+    return [(before, tuple(axes)) for before, axes in sorted(axes_by_before.items())]
 
 
 def _dim_is_valid(size: int, groups: list[tuple[int, tuple[int, ...]]], mesh: Sequence[int]) -> bool:
@@ -139,7 +139,7 @@ def _dim_is_valid(size: int, groups: list[tuple[int, tuple[int, ...]]], mesh: Se
 
 @lru_cache(maxsize=1 << 18)
 def is_valid(placements: Placements, shape: Shape, mesh: tuple[int, ...]) -> bool:
-    """Whether a tensor of global ``shape`` can lie so on a mesh of that shape (the module's invariants)."""
+    """Whether a tensor of global ``shape`` can have these placements on the mesh (the module's invariants)."""
     dims = {shard_dim(p) for p in placements if is_shard(p)}
     if any(dim is None or dim >= len(shape) for dim in dims):
         return False
@@ -147,7 +147,7 @@ def is_valid(placements: Placements, shape: Shape, mesh: tuple[int, ...]) -> boo
 
 
 def is_even(placements: Placements, shape: Shape, mesh: Sequence[int]) -> bool:
-    """Whether every device holds equally much, on every sharded dim."""
+    """Whether every sharded dim is divided evenly."""
     dims = {d for d in map(shard_dim, placements) if d is not None}
     return all(shape[d] % math.prod(mesh[a] for a, p in enumerate(placements) if shard_dim(p) == d) == 0 for d in dims)
 
@@ -242,9 +242,9 @@ def take_local(
             before = local_before(placements, axis, mesh)
             # Earlier strided axes of an outer factor already cut the local dim, later ones have not yet.
             before *= math.prod(
-                mesh[other]
-                for other in range(axis + 1, len(placements))
-                if shard_dim(placements[other]) == dim and shard_before(placements[other]) < shard_before(placement)
+                mesh[later]
+                for later in range(axis + 1, len(placements))
+                if shard_dim(placements[later]) == dim and shard_before(placements[later]) < shard_before(placement)
             )
             tensor = take_shard(tensor, dim, before, mesh[axis], coordinate[axis])
     return tensor
@@ -264,7 +264,7 @@ class AxisStrategy:
 
     @property
     def places(self) -> tuple[Placement, ...]:
-        """Of every operand, then of every result."""
+        """The placements of every operand, then of every result."""
         return (*self.inputs, *self.outputs)
 
     def __str__(self) -> str:
@@ -281,7 +281,7 @@ class Strategy:
 
     @property
     def places(self) -> tuple[Placements, ...]:
-        """Of every operand, then of every result."""
+        """The placements of every operand, then of every result."""
         return (*self.inputs, *self.outputs)
 
     def __str__(self) -> str:

@@ -40,9 +40,9 @@ class ReshardStep:
 @dataclass(frozen=True, slots=True)
 class PlanLine:
     """One priced item of a step, ``seconds`` in all. ``kind``: compute, reshard, weight (gathered for use), gradient,
-    refresh, optimizer, offload, or hidden, which takes back (below zero) what is sent while the step computes.
-    ``name`` is the node computed, the value moved, or where it hides; ``times`` in a step (once for each microbatch, or
-    once), by the devices of pipeline stage ``stage``.
+    refresh, optimizer, offload, or hidden: minus the communication that computation overlaps. ``name`` is the node
+    computed, the value moved, or where communication is overlapped; it happens ``times`` a step (once for each
+    microbatch, or once), on the devices of pipeline stage ``stage``.
     """
 
     kind: str
@@ -57,9 +57,9 @@ class PlanLine:
 
 @dataclass(frozen=True, slots=True)
 class PlanNode:
-    """What a node of the planned graph is: its operation, result types, module, the path behind a placeholder
-    (``target``), the nodes it takes, and the node it chooses alike with because it plays the same part in an equal
-    layer (``tied``; "" if it is the first).
+    """What a node of the planned graph is: its operation, result types, module, the path that a placeholder represents
+    (``target``), the nodes it takes, and the node whose choice it shares because it has the same role in an equal layer
+    (``tied``; "" if it is the first).
     """
 
     op: str
@@ -72,7 +72,7 @@ class PlanNode:
 
 @dataclass(frozen=True, slots=True)
 class ResidentTensor:
-    """Bytes that rest on the fullest device through the step: a "weight", "gradient", "optimizer" state, saved
+    """Bytes that the fullest device holds through the step: a "weight", "gradient", "optimizer" state, saved
     "activation" or "input". ``name`` is the node.
     """
 
@@ -84,8 +84,8 @@ class ResidentTensor:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """Another choice for one node, by how many ``seconds`` a step and resting ``bytes`` on a device would change if
-    it alone changed (with the nodes tied to it).
+    """Another choice for one node, and by how many ``seconds`` a step, and by how many ``bytes`` what a device holds,
+    would change if only this node changed (with the nodes tied to it).
     """
 
     choice: str
@@ -116,9 +116,9 @@ class PlannedCollective:
 
 
 LineKind = Literal["compute", "reshard", "weight", "gradient", "refresh", "optimizer", "offload", "hidden"]
-# The line in which all devices agree on the loss scale of fp16 has this name: it is of no node.
+# The name of the line in which all devices agree on the loss scale of fp16; the line belongs to no node.
 LOSS_SCALE = "loss scale"
-# Those that are paid once, however many microbatches a step has.
+# The kinds that are paid once a step, however many microbatches it has.
 ONCE_A_STEP: tuple[LineKind, ...] = ("gradient", "refresh", "optimizer", "offload")
 
 
@@ -163,7 +163,7 @@ class PlanRecord:
         objective: what the placement program minimises, in seconds. For one stage it is the step. For several it is the
             work of all stages together, since the program is solved before the graph is cut: without the bubble,
             messages between stages, and how unevenly the work is divided; ``predicted.step_seconds`` includes these.
-        bound: what the solver proves that no choice of placements is below; ``gap`` is its distance from ``objective``.
+        bound: the lower bound of the objective that the solver proves; ``gap`` is its distance from ``objective``.
         placements: by path, how each parameter's value is placed during a step, and the output of each module;
             ``parameters`` adds where gradients and optimizer state rest.
         strategies: the choice for each node of the graph whose fingerprint is ``graph_hash``; ``nodes`` describes them.
@@ -239,7 +239,7 @@ class PlanRecord:
 
     @cached_property
     def alike(self) -> Mapping[str, tuple[str, ...]]:
-        """For the first node of those that choose alike all of them, itself included."""
+        """All nodes that share a choice, by the first of them, which is included."""
         return _grouped((node.tied or name, name) for name, node in self.nodes.items())
 
     def assignment(self, names: Mapping[str, str]) -> Assignment:
@@ -251,7 +251,7 @@ class PlanRecord:
 
     def collectives(self, stage: int | None = None) -> tuple[PlannedCollective, ...]:
         """Every collective of a step, equal ones counted together; of all pipeline stages, or those that the devices of
-        one ``stage`` take part in. Messages between stages are none.
+        one ``stage`` take part in. Messages between stages are not included.
         """
         counts: Counter[tuple[str, tuple[int, ...], int, str]] = Counter()
         for line in self.lines:
@@ -271,7 +271,7 @@ class PlanRecord:
 
 
 def _grouped(pairs: Iterable[tuple[str, Item]]) -> dict[str, tuple[Item, ...]]:
-    found: dict[str, list[Item]] = {}
+    groups: dict[str, list[Item]] = {}
     for name, item in pairs:
-        found.setdefault(name, []).append(item)
-    return {name: tuple(items) for name, items in found.items()}
+        groups.setdefault(name, []).append(item)
+    return {name: tuple(items) for name, items in groups.items()}

@@ -15,9 +15,9 @@ from .staged_graph import Edge
 class ChunkFigures:
     """What one chunk was priced at: seconds of ``forward``, ``input_gradient`` and ``weight_gradient`` for one
     microbatch, and of ``reduce`` once a step; bytes on a device, ``saved`` by each microbatch in flight and always
-    ``resting``. A backward in one is ``joined`` seconds quicker than in halves. Of ``reduce``, ``beside_half`` is sent
-    beside the last weight gradient, or ``beside_whole`` beside the last backward; at most ``unawaited`` if the rank has
-    more to do.
+    ``resting``. An undivided backward is ``joined`` seconds quicker than its two halves. Of ``reduce``, ``beside_half``
+    seconds overlap the last weight gradient, or ``beside_whole`` seconds the last undivided backward; at most
+    ``unawaited`` seconds if the rank has more to do.
     """
 
     forward: float
@@ -46,7 +46,7 @@ class LinkFigures:
     latency: float
 
     def seconds(self, nbytes: float) -> float:
-        """Of one message; the link within a device takes none."""
+        """Seconds of one message; the link within a device takes none."""
         return self.latency + nbytes / self.bandwidth
 
 
@@ -61,7 +61,7 @@ class PlannedPipeline:
         cuts: the forward nodes at which chunks 1, 2, ... begin (:mod:`autopar.ir.staged_graph`).
         schedule: what each pipeline rank does.
         wires: how the value of each edge is placed while it is sent, on the mesh inside a stage.
-        wire_bytes: what one rank sends of it for one microbatch.
+        wire_bytes: the bytes of it that one rank sends for one microbatch.
         peaks: peak bytes on the devices of each pipeline rank.
         update_seconds: of optimizer and weight refresh, after all reductions.
         hides: whether reductions are sent while their rank computes.

@@ -21,7 +21,7 @@ padded by the runtime to the largest. ``axes`` are mesh axes, outermost first: t
 row-major order.
 
 Text forms: ``str`` shows what runs; :meth:`Program.to_text` also says what goes in and comes out, and which module an
-instruction is of, and :meth:`Program.from_text` reads both.
+instruction belongs to, and :meth:`Program.from_text` reads both.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ COLLECTIVES: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_s
 
 @cache
 def _overload(op: str) -> OpOverload | None:
-    """The torch operation of that name, None for what is none."""
-    found: Any = torch.ops
+    """The torch operation of that name; None if there is none."""
+    operator: Any = torch.ops
     for part in op.split("."):
-        found = getattr(found, part, None)
-    return found if isinstance(found, OpOverload) else None
+        operator = getattr(operator, part, None)
+    return operator if isinstance(operator, OpOverload) else None
 
 
 def is_random(op: str) -> bool:
-    """Whether the torch operation ``op`` takes numbers from the generator: its instructions keep their order, for all
+    """Whether the torch operation ``op`` takes numbers from the generator. Its instructions keep their order, since all
     ranks draw what one device would."""
-    found = _overload(op)
-    return found is not None and torch.Tag.nondeterministic_seeded in found.tags
+    overload = _overload(op)
+    return overload is not None and torch.Tag.nondeterministic_seeded in overload.tags
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +90,11 @@ def draws_numbers(instruction: Instruction) -> bool:
     operation = _overload(instruction.op)
     if operation is None or not is_random(instruction.op):
         return False
-    given = dict(instruction.kwargs)
+    kwargs = dict(instruction.kwargs)
     for position, argument in enumerate(schema_of(operation).arguments):
         if argument.name == "dropout_p":
-            known = instruction.args[position] if position < len(instruction.args) else argument.default_value
-            return given.get("dropout_p", known) != 0
+            default = instruction.args[position] if position < len(instruction.args) else argument.default_value
+            return kwargs.get("dropout_p", default) != 0
     return True
 
 
@@ -111,7 +111,7 @@ class Section:
         return self.to_text(modules=False)
 
     def to_text(self, modules: bool = True) -> str:
-        """The text form, which :meth:`from_text` reads, with the ``modules`` that instructions are of."""
+        """The text form, which :meth:`from_text` reads, with the ``modules`` that instructions belong to."""
         head = f"{self.name}({', '.join('%' + name for name in self.inputs)}):"
         tail = f"  return {', '.join('none' if v is None else str(v) for v in self.outputs)}".rstrip()
         ends = (f"  @{i.module}" if modules and i.module else "" for i in self.instructions)
@@ -120,10 +120,10 @@ class Section:
     @staticmethod
     def from_text(text: str) -> Section:
         """The section that :meth:`to_text` printed. Raises :class:`GraphError` naming the line."""
-        found = parse_sections(text_lines(text))
-        if len(found) != 1:
-            raise GraphError(f"{len(found)} sections where one was expected")
-        return Section.of(found[0])
+        sections = parse_sections(text_lines(text))
+        if len(sections) != 1:
+            raise GraphError(f"{len(sections)} sections where one was expected")
+        return Section.of(sections[0])
 
     @staticmethod
     def of(parts: SectionParts) -> Section:
@@ -134,8 +134,8 @@ class Section:
 @dataclass(frozen=True, slots=True)
 class TensorSlot:
     """A placeholder or result of the program: which tensor (``kind`` as in the graph: param, buffer, input, tangent,
-    constant, output, gradient, mutation, input_gradient; ``target``: path, input name or output index) and how it lies
-    on the mesh."""
+    constant, output, gradient, mutation, input_gradient; ``target``: path, input name or output index) and its
+    placements on the mesh."""
 
     name: str
     kind: str
@@ -150,10 +150,10 @@ class Program:
     """What the rank at ``coordinate`` of the mesh runs for one step.
 
     ``parameters`` says how each parameter is *stored*: the DTensor that the user and the optimizer see, whose gradient
-    has the same placements. Some work in another placement for the whole step (their optimizer state is sharded, the
-    weight is not: ZeRO-1 and 2): ``refresh`` takes the stored local tensors of all parameters and returns the working
-    ones; it need run only after stored values changed. (A weight gathered at each use, ZeRO-3, is gathered inside
-    ``forward`` and ``backward``.)
+    has the same placements. Some are used in another placement for the whole step (their optimizer state is sharded,
+    the weight is not: ZeRO-1 and 2): ``refresh`` takes the stored local tensors of all parameters and returns the
+    working ones; it has to run only after stored values change. (A weight gathered at each use, ZeRO-3, is gathered
+    inside ``forward`` and ``backward``.)
 
     ``forward`` takes ``placeholders`` (params as working tensors, buffers, inputs, constants) in order and returns
     ``results`` (model outputs and buffer mutations), then the values saved for backward. ``backward`` takes the saved
@@ -200,8 +200,8 @@ class Program:
         parts = parse_program(text)
         named = {section.name: Section.of(section) for section in parts.sections}
         if tuple(named) != ("refresh", "forward", "backward") or len(parts.sections) != len(named):
-            found = ", ".join(section.name for section in parts.sections) or "none"
-            raise GraphError(f"a program has the sections refresh, forward and backward, in this order; found: {found}")
-        slots = {group: tuple(TensorSlot(*slot) for slot in found) for group, found in parts.slots.items()}
+            names = ", ".join(section.name for section in parts.sections) or "none"
+            raise GraphError(f"a program has the sections refresh, forward and backward, in this order; found: {names}")
+        slots = {group: tuple(TensorSlot(*slot) for slot in listed) for group, listed in parts.slots.items()}
         fields: dict[str, Any] = {**slots, **named}
         return Program(parts.mesh, parts.coordinate, **fields)

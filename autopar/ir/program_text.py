@@ -1,4 +1,4 @@
-"""The text form of a :class:`~autopar.ir.program.Program`: its parts as plain data, which that module makes objects of.
+"""The text form of a :class:`~autopar.ir.program.Program`, read and printed as plain data.
 
     # rank at (0,) of mesh (2,)
     parameter "w" = param "layers.0.weight": f32[4, 8] at (S(0))
@@ -11,7 +11,7 @@
       return %y
     ...
 
-Lines before the first section name the slots, in order; each is of one of :data:`GROUPS`.
+Lines before the first section name the slots, in order; each belongs to one of :data:`GROUPS`.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _parse_values(text: str) -> Iterator[Value | None]:
     for word in text.split(", ") if text else ():
         match = _VALUE.match(word)
         if match is None and word != "none":
-            raise GraphError(f"{word!r} is no value; write %name, %name.1 or none")
+            raise GraphError(f"{word!r} is not a value; write %name, %name.1 or none")
         yield None if match is None else Value(match[1], int(match[2] or 0))
 
 

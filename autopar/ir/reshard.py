@@ -89,23 +89,23 @@ def _bytes(tensor: TensorType, kind: str, source: Placements, target: Placements
     shape: Shape = tuple(int(s) for s in tensor.shape)
     changed = [axis for axis in range(len(mesh)) if source[axis] != target[axis]]
     group = math.prod(mesh[axis] for axis in changed)
-    held = list(largest_local_shape(shape, source, mesh))
+    local = list(largest_local_shape(shape, source, mesh))
     if kind == "all_reduce":
         group = 1
     elif kind == "reduce_scatter":
-        held = list(largest_local_shape(shape, target, mesh))
+        local = list(largest_local_shape(shape, target, mesh))
     elif kind == "all_to_all":
         dim = shard_dim(target[changed[0]])
         assert dim is not None
-        held[dim] = -(-held[dim] // group) * group
-    return group * math.prod(held) * tensor.dtype.itemsize
+        local[dim] = -(-local[dim] // group) * group
+    return group * math.prod(local) * tensor.dtype.itemsize
 
 
 def _together(
     kind: str, source: Placements, target: Placements, axes: tuple[int, ...], shape: Shape, mesh: tuple[int, ...]
 ) -> bool:
-    """Whether one collective over all of ``axes`` does it: the same change on each, and flat chunks equal to nested
-    ones."""
+    """Whether one collective over all of ``axes`` can make the change: it is the same on each axis, and flat chunks
+    equal nested ones."""
     if kind in ("slice", "partial", "all_to_all") or len({(source[a], target[a]) for a in axes}) > 1:
         return False
     return kind == "all_reduce" or is_even(target if kind == "reduce_scatter" else source, shape, mesh)

@@ -17,7 +17,7 @@ class Signature:
     it is a tensor and thereby an ``input`` of the graph, and is None for a leaf that is not a tensor: its value, in
     ``constants[i]``, was fixed by the trace. ``output_spec`` rebuilds the model's own return type from its leaves: leaf
     i is graph output ``output_names[i]``, or, where that is None, ``output_constants[i]``. ``lost`` maps the names of
-    outputs that are neither tensors nor constants (``past_key_values``), for which None stands, to their types.
+    outputs that are neither tensors nor constants (``past_key_values``) to their types; the output has None there.
 
     ``loss`` is the name of the scalar graph output that ``step`` differentiates (None if the model returns no loss).
     ``differentiable`` are the outputs the graph has a ``tangent`` for, in order. ``tied`` maps a parameter's (or

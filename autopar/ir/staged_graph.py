@@ -25,7 +25,7 @@ from .node import Phase
 
 @dataclass(frozen=True, slots=True, order=True)
 class Edge:
-    """The value ``name`` goes from chunk ``source`` to chunk ``target``, once for each microbatch."""
+    """The value ``name`` is sent from chunk ``source`` to chunk ``target``, once for each microbatch."""
 
     source: int
     target: int
@@ -40,10 +40,10 @@ class Edge:
 class Staged:
     """A graph of one microbatch, cut.
 
-    ``owners`` gives, for each parameter, the chunks that use it, the one that holds it first: the others are sent
-    its value once a step, and send back their part of the gradient, which is added. ``prelude`` computes, once a step
-    and on the whole batch, what a microbatch must know of the others (such as the number of tokens that count); its
-    output ``name`` is the placeholder ``input(name)`` of the chunks.
+    ``owners`` gives, for each parameter, the chunks that use it, starting with the one that holds it: the others are
+    sent its value once a step, and send back their part of the gradient, which is added. ``prelude`` computes, once a
+    step and on the whole batch, what a microbatch must know of the others (such as the number of tokens that count);
+    its output ``name`` is the placeholder ``input(name)`` of the chunks.
     """
 
     chunks: tuple[Graph, ...]

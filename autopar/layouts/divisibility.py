@@ -11,7 +11,7 @@ from torch.distributed.tensor import Partial, Shard
 from autopar.cost import family_of
 from autopar.errors import OptionsError
 from autopar.ir.graph import Graph
-from autopar.ir.module_paths import meant
+from autopar.ir.module_paths import did_you_mean
 from autopar.ir.node import SAVED_ACTIVATION, Node, Value
 from autopar.ir.placements import Placement, is_shard
 from autopar.layout import Layout, degrees, matches, matches_whole
@@ -31,7 +31,9 @@ def check_modules(model: nn.Module, layout: Layout) -> None:
     for name in _NAMING:
         for pattern in getattr(layout, name):
             if not any(matches(path, (pattern,)) for path in paths):
-                raise OptionsError(f"Layout({name}=...): the model has no module {pattern!r}{meant(pattern, paths)}")
+                raise OptionsError(
+                    f"Layout({name}=...): the model has no module {pattern!r}{did_you_mean(pattern, paths)}"
+                )
 
 
 def check_represented(modules: Sequence[str], depth: Depth, layout: Layout) -> None:

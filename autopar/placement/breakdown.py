@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from autopar.ir.assignment import travels_unseen, uses
+from autopar.ir.assignment import overlaps_backward, uses
 from autopar.ir.node import SAVED_ACTIVATION, Phase
 from autopar.ir.plan_record import LOSS_SCALE, LineKind
 from autopar.ir.reshard import Collective, Hop, make_hop
@@ -107,7 +107,7 @@ def _use_lines(step: PlacedStep) -> Iterator[CostLine]:
             continue
         bucketed = use.role in ("gradient", "refresh")
         table = prices.table(use.kind, bucketed=bucketed)
-        unseen = use.role == "output" and travels_unseen(graph, use.value)
+        unseen = use.role == "output" and overlaps_backward(graph, use.value)
         direct = make_hop(use.kind, use.source, use.target, prices.mesh) if unseen else None
         hops = (direct,) if direct is not None else table.path(use.source, use.target)
         kind: LineKind = "reshard"

@@ -12,7 +12,7 @@ import numpy as np
 from autopar.errors import OptionsError
 from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.graph import Graph
-from autopar.ir.module_paths import meant
+from autopar.ir.module_paths import did_you_mean
 from autopar.ir.node import SAVED_ACTIVATION, Node, Value
 from autopar.ir.placements import Placements, is_shard, parse_placements, short
 from autopar.solver.problem import Transfer
@@ -189,7 +189,9 @@ def _wanted(pattern: str, text: str) -> Placements:
 def unmatched(graph: Graph, pattern: str) -> OptionsError:
     """The error for a pin that matches nothing."""
     known = [*(node.target for node in graph.placeholders("param")), *module_outputs(graph)]
-    return OptionsError(f"the pin {pattern!r} matches no parameter and no module of the model{meant(pattern, known)}")
+    return OptionsError(
+        f"the pin {pattern!r} matches no parameter and no module of the model{did_you_mean(pattern, known)}"
+    )
 
 
 def pinned_apart(graph: Graph, pins: Mapping[str, str]) -> dict[str, tuple[str, ...]]:

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.ir.assignment import Recomputed, travels_unseen
+from autopar.ir.assignment import Recomputed, overlaps_backward
 from autopar.ir.node import SAVED_ACTIVATION, Value
 from autopar.ir.placements import Placements
 from autopar.solver.problem import Floats, Ints, Transfer
@@ -65,7 +65,7 @@ class Transfers:
         table = choice_sets.prices.table(choice_sets.graph.type_of(value), bucketed=is_gradient)
         often = 1 if is_gradient else choice_sets.repeats.microbatches
         cost = count * often * _submatrix(table, sources, targets)
-        if not is_gradient and travels_unseen(choice_sets.graph, value):
+        if not is_gradient and overlaps_backward(choice_sets.graph, value):
             cost = np.where(np.isfinite(cost), 0.0, cost)
         return forbid_reductions(cost, sources, targets) if value in self.late else cost
 

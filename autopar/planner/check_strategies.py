@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from autopar.errors import PlanMismatchError
 from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.graph import Graph
-from autopar.ir.module_paths import meant
+from autopar.ir.module_paths import did_you_mean
 from autopar.ir.node import RECOMPUTED, Node
 from autopar.ir.placements import Placements, Strategy, short
 from autopar.passes.recompute.recomputable import recomputable
@@ -62,7 +62,7 @@ def _original(name: str) -> str:
 def _check_names(what: str, found: Iterable[str], expected: Sequence[str]) -> None:
     known, named = set(expected), set(found)
     for name in sorted(named - known):
-        raise PlanMismatchError(f"the plan has a {what} {name!r} that the model has not{meant(name, expected)}")
+        raise PlanMismatchError(f"the plan has a {what} {name!r} that the model has not{did_you_mean(name, expected)}")
     for name in sorted(known - named):
         raise PlanMismatchError(f"the plan says nothing of the {what} {name!r}; make a plan for this model")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.errors import AutoparError, OptionsError
 from autopar.ir.assignment import ParameterPlacement
-from autopar.ir.module_paths import meant
+from autopar.ir.module_paths import did_you_mean
 from autopar.ir.placements import Placements, Strategy, parse_placements, short
 from autopar.ir.plan_record import (
     Alternative,
@@ -126,7 +126,7 @@ def fields_from_dict(data: Any) -> dict[str, Any]:
         )
     unknown = [name for name in data if name not in _KNOWN]
     if unknown:
-        raise OptionsError(f"a plan has no field {unknown[0]!r}{meant(unknown[0], _KNOWN)}")
+        raise OptionsError(f"a plan has no field {unknown[0]!r}{did_you_mean(unknown[0], _KNOWN)}")
     try:
         return _fields(data)
     except KeyError as error:

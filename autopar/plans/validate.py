@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import get_args
 
 from autopar.errors import OptionsError
-from autopar.ir.module_paths import meant
+from autopar.ir.module_paths import did_you_mean
 from autopar.ir.node import RECOMPUTED
 from autopar.ir.placements import REPLICATE, Placements, is_shard, is_valid, parse_placements, shard_before, short
 from autopar.ir.plan_record import LOSS_SCALE, LineKind, PlanLine, PlanRecord, Predicted
@@ -71,7 +71,7 @@ def _unknown(where: str, names: Iterable[str], known: Mapping[str, object]) -> I
     """``names`` in ``where`` that are not among the known ones."""
     for name in names:
         if name not in known:
-            yield f"{where} names {name!r}, which the plan has not{meant(name, list(known))}"
+            yield f"{where} names {name!r}, which the plan has not{did_you_mean(name, list(known))}"
 
 
 def _names(plan: PlanRecord) -> Iterator[str]:

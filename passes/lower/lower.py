@@ -14,7 +14,7 @@ from functools import cached_property
 
 import torch
 
-from autopar.ir.assignment import Assignment, travels_unseen
+from autopar.ir.assignment import Assignment, overlaps_backward
 from autopar.ir.graph import Graph
 from autopar.ir.node import SAVED_ACTIVATION, VIEWS, Arg, Node, Output, Phase, TensorType, Value, map_arg
 from autopar.ir.placements import Placements, Strategy
@@ -109,10 +109,10 @@ class NodeLowerer:
         return self.moved[value, target]
 
     def give(self, value: Value, target: Placements) -> Value:
-        """:meth:`take` for a result of the model, which may go straight there (``travels_unseen``)."""
+        """:meth:`take` for a result of the model, which may go straight there (``overlaps_backward``)."""
         home, kind = self.job.home(value), self.job.graph.type_of(value)
         direct = make_hop(kind, home, target, self.job.mesh) if home != target else None
-        if direct is None or not travels_unseen(self.job.graph, value):
+        if direct is None or not overlaps_backward(self.job.graph, value):
             return self.take(value, target)
         return self.emitter.hop(self.local[value], direct, kind)
 

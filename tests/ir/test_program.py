@@ -58,7 +58,7 @@ def test_what_is_shown_to_people_is_read_too() -> None:
         (TEXT.replace("  return\n", ""), "section refresh does not end with a return"),
         (TEXT.replace("at (R,P(sum))", "on (R)"), 'cannot read the line \'placeholder "x"'),
         (TEXT.replace("%y = aten.mul", "y = aten.mul"), "cannot read the line 'y = aten.mul"),
-        (TEXT.replace("return %y", "return y"), "'y' is no value"),
+        (TEXT.replace("return %y", "return y"), "'y' is not a value"),
     ],
 )
 def test_what_cannot_be_read_is_named(text: str, message: str) -> None:

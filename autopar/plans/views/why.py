@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from autopar.errors import OptionsError
-from autopar.ir.module_paths import meant
+from autopar.ir.module_paths import did_you_mean
 from autopar.ir.placements import short
 from autopar.ir.plan_record import Alternatives, PlanLine, PlanRecord
 
@@ -159,7 +159,7 @@ def _explained(plan: PlanRecord, name: str) -> Explanation:
 
 def _unknown(plan: PlanRecord, name: str) -> str:
     known = list(dict.fromkeys([*plan.parameters, *plan.outputs, *plan.nodes]))
-    hint = meant(name, known) or "; plan.tree() shows the paths there are"
+    hint = did_you_mean(name, known) or "; plan.tree() shows the paths there are"
     return f"the plan knows no parameter, module or node called {name!r}{hint}"
 
 
