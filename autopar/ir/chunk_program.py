@@ -24,26 +24,79 @@ raw gradients so far, which they add to in place and return.
 complete; if the rank has more to compute or to send, only as many start as need not wait for each other
 (:meth:`.Schedule.ends_with`). ``reduce`` completes the others: it takes what ``last`` returns after
 ``gradient_sends``, including reductions that are still in flight.
+
+Text forms: ``str`` shows the sections that differ in what they compute; :meth:`ChunkProgram.to_text` has all sections
+and slots, and :meth:`ChunkProgram.from_text` reads it::
+
+    # chunk 1, rank at (0,) of mesh (2,)
+    parameter "w" = param "layers.1.weight": f32[4, 8] at (S(0))
+    receive "h" = receive "h": f32[8, 4] at (S(0)) over 0>1
+    ...
+    refresh(%w):
+      return %w
+    ...
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from autopar.errors import GraphError
+
+from .graph_text import text_lines
 from .program import Section, TensorSlot
+from .program_text import SlotLine, parse_body, parse_integers, print_slot, slot_alone
 from .staged_graph import Edge
+
+# The field of a chunk's program -> the word its slots' lines begin with.
+_SLOTS = {
+    "parameters": "parameter",
+    "placeholders": "placeholder",
+    "receives": "receive",
+    "results": "result",
+    "sends": "send",
+    "tangents": "tangent",
+    "gradient_receives": "gradient_receive",
+    "gradient_sends": "gradient_send",
+    "gradients": "gradient",
+}
+_PORTS = ("receives", "sends", "gradient_receives", "gradient_sends")
+_SECTIONS = (
+    "refresh",
+    "forward",
+    "input_gradient",
+    "weight_gradient",
+    "backward",
+    "more_weight_gradient",
+    "more_backward",
+    "last",
+    "reduce",
+)
+_HEAD = re.compile(r"^# chunk (\d+), rank at (\([\d, ]*\)) of mesh (\([\d, ]*\))$")
+_EDGE = re.compile(r"^over (\d+)>(\d+)$")
 
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """An end of an edge: ``slot.placements`` are those of the wire, on the mesh inside a stage. Each rank exchanges its
-    local tensor with the rank at the same coordinate of the other stage."""
+    """An end of an edge, whose name is ``slot.target``: ``slot.placements`` are those of the wire, on the mesh inside a
+    stage. Each rank exchanges its local tensor with the rank at the same coordinate of the other stage."""
 
     edge: Edge
     slot: TensorSlot
+
+    @staticmethod
+    def of(line: SlotLine) -> Port:
+        """The port that was read from text. Raises :class:`GraphError` if the line names no edge."""
+        match = _EDGE.match(line.tail)
+        if match is None:
+            start = f"the line of {line.word} {line.slot.name!r}"
+            raise GraphError(f"{start} ends with the chunks of its edge, as in over 0>1, not with {line.tail!r}")
+        return Port(Edge(int(match[1]), int(match[2]), line.slot.target), TensorSlot(*line.slot))
 
 
 @dataclass(frozen=True)
@@ -82,3 +135,35 @@ class ChunkProgram:
     def __str__(self) -> str:
         head = f"# chunk {self.chunk}, rank at {self.coordinate} of mesh {self.mesh}"
         return "\n".join([head, *map(str, self.sections)]) + "\n"
+
+    def to_text(self) -> str:
+        """The text form, which :meth:`from_text` reads; constants print by name only."""
+        head = f"# chunk {self.chunk}, rank at {self.coordinate} of mesh {self.mesh}"
+        sections = (getattr(self, name).to_text() for name in _SECTIONS)
+        return "\n".join([head, *self._slot_lines(), *sections]) + "\n"
+
+    def _slot_lines(self) -> Iterator[str]:
+        for name, word in _SLOTS.items():
+            for entry in getattr(self, name):
+                if isinstance(entry, Port):
+                    yield print_slot(word, entry.slot, f"over {entry.edge.source}>{entry.edge.target}")
+                else:
+                    yield print_slot(word, entry)
+
+    @staticmethod
+    def from_text(text: str) -> ChunkProgram:
+        """The program that :meth:`to_text` printed. Raises :class:`GraphError` naming the line."""
+        lines = text_lines(text)
+        head = _HEAD.match(lines[0]) if lines else None
+        if head is None:
+            raise GraphError('the program of a chunk starts with a line such as "# chunk 1, rank at (0,) of mesh (2,)"')
+        body = parse_body("the program of a chunk", lines[1:], _SLOTS, _SECTIONS)
+        fields: dict[str, Any] = {name: Section.of(section) for name, section in body.sections.items()}
+        for name, entries in body.slots.items():
+            make = Port.of if name in _PORTS else _slot
+            fields[name] = tuple(map(make, entries))
+        return ChunkProgram(int(head[1]), parse_integers(head[3]), parse_integers(head[2]), **fields)
+
+
+def _slot(line: SlotLine) -> TensorSlot:
+    return TensorSlot(*slot_alone(line))

@@ -3,17 +3,22 @@
 The devices form a mesh ``(stages, *mesh inside a stage)``; the rank at stage s holds the chunks that the schedule
 places there. Everything else in a :class:`PipelineProgram` is the same on every rank, so that each can name every
 parameter and every result, including those of other stages.
+
+Text forms: ``str`` shows what runs; :meth:`PipelineProgram.to_text` has everything, and
+:meth:`PipelineProgram.from_text` reads it (:mod:`.pipeline_program_text`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.schedule.schedule import Schedule
 
 from .chunk_program import ChunkProgram
+from .pipeline_program_text import parse_pipeline, print_chunks, print_combine, print_input
 from .program import Program, TensorSlot
+from .program_text import print_slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,3 +97,27 @@ class PipelineProgram:
         head = f"# stage {self.stage} of {self.mesh[0]}, {self.microbatches} microbatches\n"
         listed = " ".join(map(str, self.schedule.ranks[self.stage]))
         return head + "".join(str(self.chunks[chunk]) for chunk in sorted(self.chunks)) + f"# {listed}\n"
+
+    def to_text(self) -> str:
+        """The text form, which :meth:`from_text` reads; constants print by name only."""
+        head = f"# pipeline, rank at {self.coordinate} of mesh {self.mesh}{', draws' if self.draws else ''}"
+        programs = [] if self.prelude is None else [self.prelude.to_text()]
+        programs += [self.chunks[chunk].to_text() for chunk in sorted(self.chunks)]
+        return "\n".join([head, str(self.schedule).rstrip(), *self._lines(), "".join(programs)])
+
+    def _lines(self) -> Iterator[str]:
+        for name, dim in self.inputs.items():
+            yield print_input(name, dim)
+        for parameter in self.parameters:
+            yield print_slot("parameter", parameter.slot, print_chunks(parameter.chunks, parameter.gradients))
+        for result in self.results:
+            yield print_slot("result", result.slot, print_combine(result.chunk, result.combine))
+
+    @staticmethod
+    def from_text(text: str) -> PipelineProgram:
+        """The program that :meth:`to_text` printed. Raises :class:`GraphError` naming the line, and
+        :class:`ScheduleError` for the lines of the schedule."""
+        fields = parse_pipeline(text)
+        fields["parameters"] = tuple(StagedParameter(*parts) for parts in fields["parameters"])
+        fields["results"] = tuple(StagedResult(*parts) for parts in fields["results"])
+        return PipelineProgram(**fields)

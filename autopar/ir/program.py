@@ -189,7 +189,7 @@ class Program:
 
     def to_text(self) -> str:
         """The text form, which :meth:`from_text` reads; constants print by name only."""
-        slots = (print_slot(group, slot) for group in GROUPS for slot in getattr(self, group))
+        slots = (print_slot(word, slot) for field, word in GROUPS.items() for slot in getattr(self, field))
         head = f"# rank at {self.coordinate} of mesh {self.mesh}"
         return "\n".join([head, *slots, *(section.to_text() for section in self.sections)]) + "\n"
 
@@ -198,10 +198,8 @@ class Program:
         """The program that :meth:`to_text` printed, or ``str``, which leaves out slots and modules. Raises
         :class:`GraphError` naming the line."""
         parts = parse_program(text)
-        named = {section.name: Section.of(section) for section in parts.sections}
-        if tuple(named) != ("refresh", "forward", "backward") or len(parts.sections) != len(named):
-            names = ", ".join(section.name for section in parts.sections) or "none"
-            raise GraphError(f"a program has the sections refresh, forward and backward, in this order; found: {names}")
-        slots = {group: tuple(TensorSlot(*slot) for slot in listed) for group, listed in parts.slots.items()}
-        fields: dict[str, Any] = {**slots, **named}
+        fields: dict[str, Any] = {
+            **{field: tuple(TensorSlot(*slot) for slot in slots) for field, slots in parts.slots.items()},
+            **{name: Section.of(section) for name, section in parts.sections.items()},
+        }
         return Program(parts.mesh, parts.coordinate, **fields)

@@ -1,4 +1,5 @@
 """The text form of a :class:`~autopar.ir.program.Program`, read and printed as plain data.
+The programs of chunks and pipelines consist of such lines too.
 
     # rank at (0,) of mesh (2,)
     parameter "w" = param "layers.0.weight": f32[4, 8] at (S(0))
@@ -16,16 +17,15 @@ Lines before the first section name the slots, in order; each belongs to one of 
 
 from __future__ import annotations
 
-import ast
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
-from autopar.errors import GraphError
+from autopar.errors import GraphError, OptionsError
 
 from .graph_text import CALL, MODULE, parse_args, parse_type, text_lines
 from .node import Arg, TensorType, Value
@@ -39,8 +39,10 @@ GROUPS = {
     "tangents": "tangent",
     "gradients": "gradient",
 }
+SECTIONS = ("refresh", "forward", "backward")
 _HEAD = re.compile(r"^# rank at (\([\d, ]*\)) of mesh (\([\d, ]*\))$")
-_SLOT = re.compile(rf'^({"|".join(GROUPS.values())}) ("(?:.*)") = (\w+) ("(?:.*)"): (\w+\[[^\]]*\]) at (\(.*\))$')
+_SLOT = re.compile(r'^(\w+) ("(?:.*)") = (\w+) ("(?:.*)"): (\w+\[[^\]]*\]) at (\(.*\))(?: ([^()]+))?$')
+_SLOT_EXAMPLE = 'parameter "w" = param "layers.0.weight": f32[4, 8] at (S(0))'
 _SECTION = re.compile(r"^(\w+)\(((?:%\w+(?:, )?)*)\):$")
 _VALUE = re.compile(r"^%(\w+)(?:\.(\d+))?$")
 
@@ -76,20 +78,35 @@ class SectionParts(NamedTuple):
     outputs: tuple[Value | None, ...]
 
 
+class SlotLine(NamedTuple):
+    """A line that names a slot: the word it begins with, the slot, and what the line says after its placements."""
+
+    word: str
+    slot: SlotParts
+    tail: str
+
+
+class Body(NamedTuple):
+    """What follows the first line of a program: the lines of each field of slots, and its sections by name."""
+
+    slots: dict[str, tuple[SlotLine, ...]]
+    sections: dict[str, SectionParts]
+
+
 class ProgramParts(NamedTuple):
     """The fields of a :class:`~autopar.ir.program.Program`, slots by the name of their field."""
 
     coordinate: tuple[int, ...]
     mesh: tuple[int, ...]
     slots: dict[str, tuple[SlotParts, ...]]
-    sections: tuple[SectionParts, ...]
+    sections: dict[str, SectionParts]
 
 
-def print_slot(group: str, slot: Any) -> str:
-    """The line of a :class:`~autopar.ir.program.TensorSlot` of the field ``group``."""
+def print_slot(word: str, slot: Any, tail: str = "") -> str:
+    """The line of a :class:`~autopar.ir.program.TensorSlot` that begins with ``word`` and ends with ``tail``."""
     kind = TensorType(slot.shape, slot.dtype)
     name, target = json.dumps(slot.name), json.dumps(slot.target)
-    return f"{GROUPS[group]} {name} = {slot.kind} {target}: {kind} at {short(slot.placements)}"
+    return f"{word} {name} = {slot.kind} {target}: {kind} at {short(slot.placements)} {tail}".rstrip()
 
 
 def parse_program(text: str) -> ProgramParts:
@@ -98,12 +115,27 @@ def parse_program(text: str) -> ProgramParts:
     head = _HEAD.match(lines[0]) if lines else None
     if head is None:
         raise GraphError('a program starts with a line such as "# rank at (0,) of mesh (2,)"')
+    body = parse_body("a program", lines[1:], GROUPS, SECTIONS)
+    slots = {field: tuple(map(slot_alone, lines)) for field, lines in body.slots.items()}
+    return ProgramParts(parse_integers(head[1]), parse_integers(head[2]), slots, body.sections)
+
+
+def parse_body(what: str, lines: list[str], groups: Mapping[str, str], names: tuple[str, ...]) -> Body:
+    """Stripped ``lines`` of slots, each beginning with a word of ``groups`` (field -> word), then the sections
+    ``names``, in this order. ``what`` the lines are of is said in errors. Raises :class:`GraphError` naming the
+    line."""
     count = next((at for at, line in enumerate(lines) if _SECTION.match(line)), len(lines))
-    slots: dict[str, tuple[SlotParts, ...]] = dict.fromkeys(GROUPS, ())
-    for line in lines[1:count]:
-        group, slot = _parse_slot(line)
-        slots[group] = (*slots[group], slot)
-    return ProgramParts(ast.literal_eval(head[1]), ast.literal_eval(head[2]), slots, parse_sections(lines[count:]))
+    slots = tuple(map(parse_slot, lines[:count]))
+    for line, slot in zip(lines, slots, strict=False):
+        if slot.word not in groups.values():
+            raise GraphError(f"{what} has no {slot.word!r}, only {', '.join(groups.values())}: {line!r}")
+    sections = parse_sections(lines[count:])
+    if tuple(section.name for section in sections) != names:
+        found = ", ".join(section.name for section in sections) or "none"
+        listed = f"{', '.join(names[:-1])} and {names[-1]}"
+        raise GraphError(f"{what} has the sections {listed}, in this order; found: {found}")
+    by_field = {field: tuple(slot for slot in slots if slot.word == word) for field, word in groups.items()}
+    return Body(by_field, {section.name: section for section in sections})
 
 
 def parse_sections(lines: list[str]) -> tuple[SectionParts, ...]:
@@ -115,16 +147,31 @@ def parse_sections(lines: list[str]) -> tuple[SectionParts, ...]:
     return tuple(_parse_section(lines[a:b]) for a, b in pairwise([*starts, len(lines)]))
 
 
-def _parse_slot(line: str) -> tuple[str, SlotParts]:
+def parse_integers(text: str) -> tuple[int, ...]:
+    """The whole numbers in ``text``, such as ``(0, 1)``."""
+    return tuple(map(int, re.findall(r"\d+", text)))
+
+
+def parse_slot(line: str) -> SlotLine:
+    """What :func:`print_slot` printed. Raises :class:`GraphError` naming the line."""
     match = _SLOT.match(line)
     if match is None:
-        raise GraphError(f"cannot read the line {line!r}")
+        raise GraphError(f"cannot read the line {line!r}; a slot is written as in {_SLOT_EXAMPLE}")
+    try:
+        name, target, placements = json.loads(match[2]), json.loads(match[4]), parse_placements(match[6])
+    except (ValueError, OptionsError) as error:
+        raise GraphError(f"cannot read the line {line!r}: {error}") from error
     kind = parse_type(match[5], {})
     assert kind is not None
-    group = next(group for group, word in GROUPS.items() if word == match[1])
     shape = tuple(int(size) for size in kind.shape)
-    target = json.loads(match[4])
-    return group, SlotParts(json.loads(match[2]), match[3], target, shape, parse_placements(match[6]), kind.dtype)
+    return SlotLine(match[1], SlotParts(name, match[3], target, shape, placements, kind.dtype), match[7] or "")
+
+
+def slot_alone(line: SlotLine) -> SlotParts:
+    """The slot of a line that says nothing after its placements. Raises :class:`GraphError` if it does."""
+    if line.tail:
+        raise GraphError(f"the line of {line.word} {line.slot.name!r} ends with its placements, not with {line.tail!r}")
+    return line.slot
 
 
 def _parse_section(lines: list[str]) -> SectionParts:

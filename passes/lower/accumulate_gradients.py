@@ -18,7 +18,7 @@ PRODUCT, ADDED_PRODUCT, ADD = "aten.mm.default", "aten.addmm_.default", "aten.ad
 
 def adding(section: Section, count: int) -> Section:
     """``section`` with the sums so far of its last ``count`` outputs as further inputs, in their order: it adds to
-    them in place, and returns them in the place of those outputs."""
+    them in place, and returns them in the place of those outputs. It is called ``more_``, then the section's name."""
     first = len(section.outputs) - count
     wanted = section.outputs[first:]
     sums = _names(section, count)
@@ -30,7 +30,7 @@ def adding(section: Section, count: int) -> Section:
     given = [add for name in section.inputs for add in _adds(Value(name), owed.get(Value(name), []))]
     made = [new for old in section.instructions for new in _with_adds(old, owed, uses)]
     outputs = (*section.outputs[:first], *(Value(f"{total}_more") for total in sums))
-    return Section(section.name, (*section.inputs, *sums), (*given, *made), outputs)
+    return Section(f"more_{section.name}", (*section.inputs, *sums), (*given, *made), outputs)
 
 
 def _names(section: Section, count: int) -> list[str]:

@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from autopar.ir.chunk_program import ChunkProgram
 from autopar.ir.graph import Graph
+from autopar.ir.pipeline_program import PipelineProgram
 from autopar.ir.program import Program, Section
 
-Shown = Graph | Program | Section
+Shown = Graph | Program | Section | ChunkProgram | PipelineProgram
+# What a text begins with -> what reads it.
+STARTS: dict[str, Callable[[str], Shown]] = {
+    "# rank at": Program.from_text,
+    "# chunk": ChunkProgram.from_text,
+    "# pipeline": PipelineProgram.from_text,
+    "graph(": Graph.from_text,
+}
 
 # What the bodies of small graphs read.
 HEAD = """graph(b=8)
@@ -21,8 +30,8 @@ HEAD = """graph(b=8)
 def check(step: Callable[[Any], Shown], before: str, after: str) -> None:
     """``step`` turns what the text ``before`` shows into what ``after`` shows.
 
-    A graph begins with ``graph(``, a program with ``# rank at``, a section with its name; text that begins with none of
-    them is the body of a graph that reads the inputs of :data:`HEAD`.
+    Graphs and programs begin as in :data:`STARTS`, a section with its name; the body of a graph that reads the inputs
+    of :data:`HEAD` begins with a node.
     """
     assert printed(step(read(before))) == printed(read(after))
 
@@ -30,10 +39,9 @@ def check(step: Callable[[Any], Shown], before: str, after: str) -> None:
 def read(text: str) -> Shown:
     """What the text shows."""
     start = text.strip()
-    if start.startswith("# rank at"):
-        return Program.from_text(text)
-    if start.startswith("graph("):
-        return Graph.from_text(text)
+    for word, read_text in STARTS.items():
+        if start.startswith(word):
+            return read_text(text)
     if start.startswith(("%", "backward %", "return")):
         return Graph.from_text(HEAD + text)
     return Section.from_text(text)

@@ -41,8 +41,7 @@ class Bench:
 
     def run(self, plan: Plan) -> dict[str, torch.Tensor]:
         """Loss and gradients under ``plan``. Raises what compiling it raises."""
-        count = plan.stages * math.prod(plan.mesh)
-        programs = [self._compiled(plan, rank, count) for rank in range(count)]
+        programs = self.programs(plan)
         if isinstance(programs[0], PipelineProgram):
             found = Pipeline(programs, self._values()).step()
             return {("loss" if kind == "output" else name): value for (kind, name), value in found.items()}
@@ -50,6 +49,11 @@ class Bench:
         results, gradients = World(programs).step(self._values(), tangents)
         loss = next(iter(results.values()))
         return {"loss": loss, **self._by_path(programs[0], gradients)}
+
+    def programs(self, plan: Plan) -> list[Any]:
+        """The program of each rank under ``plan``. Raises what compiling it raises."""
+        count = plan.stages * math.prod(plan.mesh)
+        return [self._compiled(plan, rank, count) for rank in range(count)]
 
     def _by_path(self, program: Any, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {slot.target: gradients[slot.name] for slot in program.gradients}

@@ -7,8 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# Functions that are passes but take other arguments than a graph.
-FUNCTIONS = ("annotate/annotate.py", "annotate/fold.py", "lower/overlap.py")
+# Functions that are passes but take other arguments than a graph, or give more than one thing back.
+FUNCTIONS = {
+    "annotate/annotate.py": "annotate",
+    "annotate/fold.py": "fold_layers",
+    "lower/accumulate_gradients.py": "adding",
+    "lower/lower_chunk.py": "lower_chunk",
+    "lower/overlap.py": "overlap",
+    "lower/split_section.py": "split_section",
+    "pipeline/cut.py": "cut",
+    "pipeline/microbatch.py": "microbatch",
+}
 
 
 def _passes() -> Iterator[tuple[str, str]]:
@@ -17,7 +26,7 @@ def _passes() -> Iterator[tuple[str, str]]:
         for node in ast.parse(file.read_text()).body:
             if isinstance(node, ast.ClassDef) and any(isinstance(b, ast.Name) and b.id == "Pass" for b in node.bases):
                 yield str(file.relative_to(ROOT / "passes")), node.name
-    yield from zip(FUNCTIONS, ("annotate", "fold_layers", "overlap"), strict=True)
+    yield from FUNCTIONS.items()
 
 
 def test_the_passes_are_found() -> None:

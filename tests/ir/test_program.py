@@ -59,6 +59,8 @@ def test_what_is_shown_to_people_is_read_too() -> None:
         (TEXT.replace("at (R,P(sum))", "on (R)"), 'cannot read the line \'placeholder "x"'),
         (TEXT.replace("%y = aten.mul", "y = aten.mul"), "cannot read the line 'y = aten.mul"),
         (TEXT.replace("return %y", "return y"), "'y' is not a value"),
+        (TEXT.replace('tangent "one"', 'cotangent "one"'), "a program has no 'cotangent', only parameter"),
+        (TEXT.replace("at (R,R)\ngradient", "at (R,R) over 0>1\ngradient"), "not with 'over 0>1'"),
     ],
 )
 def test_what_cannot_be_read_is_named(text: str, message: str) -> None:
@@ -91,7 +93,7 @@ INSTRUCTIONS = st.builds(
 )
 
 
-def _section(name: str) -> st.SearchStrategy[Section]:
+def section(name: str) -> st.SearchStrategy[Section]:
     listed = st.lists(NAMES, max_size=3).map(tuple)
     outputs = st.lists(st.none() | VALUES, max_size=3).map(tuple)
     return st.builds(Section, st.just(name), listed, st.lists(INSTRUCTIONS, max_size=4).map(tuple), outputs)
@@ -109,7 +111,7 @@ SLOTS = st.builds(
 )
 MESHES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 GROUP = st.lists(SLOTS, max_size=2).map(tuple)
-SECTIONS = (_section("refresh"), _section("forward"), _section("backward"))
+SECTIONS = (section("refresh"), section("forward"), section("backward"))
 
 
 @settings(max_examples=30, phases=[Phase.generate])

@@ -5,43 +5,42 @@ from __future__ import annotations
 import torch
 
 from autopar.ir.graph import Graph
-from autopar.ir.node import Node, Value
+from autopar.ir.node import Node
 from autopar.ir.placements import REPLICATE, Strategy, parse_placement
-from autopar.ir.program import Instruction, Section
+from autopar.ir.program import Section
 from autopar.passes.lower.accumulate_gradients import adding
 from autopar.passes.lower.fuse_bias import biased_products
 from autopar.runtime.execute.section_code import compile_section
+from tests.helpers.pass_text import check
 
-V = Value
-MADE = Section(
-    "weight_gradient",
-    ("x", "y", "bias"),
-    (
-        Instruction("t", "aten.permute.default", (V("x"), (1, 0))),
-        Instruction("product", "aten.mm.default", (V("t"), V("y"))),
-        Instruction("twice", "aten.mm.default", (V("t"), V("y"))),
-        Instruction("more", "aten.add.Tensor", (V("twice"), 1)),
-        Instruction("values", "aten.max.dim", (V("y"), 0), results=2),
-    ),
-    (V("more"), V("product"), V("twice"), V("values"), V("bias")),
-)
+MADE = """weight_gradient(%x, %y, %bias):
+  %t = aten.permute.default(%x, [1, 0])
+  %product = aten.mm.default(%t, %y)
+  %twice = aten.mm.default(%t, %y)
+  %more = aten.add.Tensor(%twice, 1)
+  %values, %values.1 = aten.max.dim(%y, 0)
+  return %more, %product, %twice, %values, %bias
+"""
+ADDING = """more_weight_gradient(%x, %y, %bias, %sum_so_far_0, %sum_so_far_1, %sum_so_far_2, %sum_so_far_3):
+  %sum_so_far_3_more = aten.add_.Tensor(%sum_so_far_3, %bias)
+  %t = aten.permute.default(%x, [1, 0])
+  %sum_so_far_0_more = aten.addmm_.default(%sum_so_far_0, %t, %y)
+  %twice = aten.mm.default(%t, %y)
+  %sum_so_far_1_more = aten.add_.Tensor(%sum_so_far_1, %twice)
+  %more = aten.add.Tensor(%twice, 1)
+  %values, %values.1 = aten.max.dim(%y, 0)
+  %sum_so_far_2_more = aten.add_.Tensor(%sum_so_far_2, %values)
+  return %more, %sum_so_far_0_more, %sum_so_far_1_more, %sum_so_far_2_more, %sum_so_far_3_more
+"""
 
 
 def test_a_section_that_adds() -> None:
-    """What comes before the gradients is returned as it is; sums are changed in place."""
-    text = str(adding(MADE, 4))
-    assert text.splitlines()[1:] == [
-        "  %sum_so_far_3_more = aten.add_.Tensor(%sum_so_far_3, %bias)",
-        "  %t = aten.permute.default(%x, [1, 0])",
-        "  %sum_so_far_0_more = aten.addmm_.default(%sum_so_far_0, %t, %y)",
-        "  %twice = aten.mm.default(%t, %y)",
-        "  %sum_so_far_1_more = aten.add_.Tensor(%sum_so_far_1, %twice)",
-        "  %more = aten.add.Tensor(%twice, 1)",
-        "  %values, %values.1 = aten.max.dim(%y, 0)",
-        "  %sum_so_far_2_more = aten.add_.Tensor(%sum_so_far_2, %values)",
-        "  return %more, %sum_so_far_0_more, %sum_so_far_1_more, %sum_so_far_2_more, %sum_so_far_3_more",
-    ]
-    first, more = (compile_section(s, {}, torch.device("cpu")) for s in (MADE, adding(MADE, 4)))
+    """What comes before the gradients is returned as it is."""
+    check(lambda section: adding(section, 4), MADE, ADDING)
+
+
+def test_sums_are_changed_in_place() -> None:
+    first, more = (compile_section(s, {}, torch.device("cpu")) for s in map(Section.from_text, (MADE, ADDING)))
     torch.manual_seed(0)
     batches = [[torch.randn(5, 3), torch.randn(5, 4), torch.randn(2)] for _ in range(3)]
     wanted = [first([*batch]) for batch in batches]

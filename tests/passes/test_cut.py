@@ -25,6 +25,7 @@ from autopar.trace.tracer import trace
 from tests.helpers import models
 from tests.helpers.lowering import plain
 from tests.helpers.microbatches import run_microbatches
+from tests.helpers.pass_text import check
 from tests.helpers.planning import requested
 from tests.helpers.stage_run import check_staged, run_chunks
 from tests.zoo.check import Case, compare, make_case
@@ -90,6 +91,36 @@ def test_skip_connection_and_tied_weight() -> None:
     assert "mask_at1" in _names(second), "what depends on data alone is repeated"
     assert "at_at1" in _names(second), "a view is repeated, not sent"
     assert 'return gradient "idle" = none' in first.to_text()
+
+
+def test_the_graph_of_a_chunk_reads() -> None:
+    """The second of three: it takes a value and a gradient, sends as many, and repeats what depends on data alone."""
+    check(
+        lambda graph: cut(graph, ("b", "e")).chunks[1],
+        SKIP,
+        """graph()
+        %v: f32[4, 4] = param("v")
+        %x: f32[2, 4] = input("x")
+        %a: f32[2, 4] = receive("a")
+        backward %gd: f32[2, 4] = receive("gd")
+        %at_at1: f32[4, 2] = aten.permute.default(%a, [1, 0])
+        %b: f32[4, 2] = aten.mm.default(%v, %at_at1)
+        %bt: f32[2, 4] = aten.permute.default(%b, [1, 0])
+        %mask_at1: b8[2, 4] = aten.gt.Scalar(%x, 0.0)
+        %c: f32[2, 4] = aten.mul.Tensor(%bt, %mask_at1)
+        %d: f32[2, 4] = aten.add.Tensor(%c, %a)
+        backward %gbt: f32[2, 4] = aten.mul.Tensor(%gd, %mask_at1)
+        backward %gb: f32[4, 2] = aten.permute.default(%gbt, [1, 0])
+        backward %gv: f32[4, 4] = aten.mm.default(%gb, %a)
+        backward %vt_at1: f32[4, 4] = aten.permute.default(%v, [1, 0])
+        backward %gat: f32[4, 2] = aten.mm.default(%vt_at1, %gb)
+        backward %ga2: f32[2, 4] = aten.permute.default(%gat, [1, 0])
+        backward %ga: f32[2, 4] = aten.add.Tensor(%gd, %ga2)
+        return gradient "v" = %gv
+        return send "d" = %d
+        return send "ga" = %ga
+        """,
+    )
 
 
 def test_what_skips_a_chunk_goes_directly() -> None:
