@@ -1,8 +1,8 @@
 """The loss of connectionist temporal classification as one operation of fixed shapes, ``autopar.ctc_loss``.
 
-torch's kernel saves a table of as many columns as the longest target has labels, which is a value of a tensor. Here the
-table exists only inside: the operation gives the loss of every sequence and, at once, its gradient, which backward
-multiplies by that of the result. Targets are padded to one length; what lies behind the end of one is not looked at.
+torch's kernel saves a table whose number of columns, the labels of the longest target, is a value of a tensor. Here the
+table exists only inside: the operation returns the loss of every sequence together with its gradient, which backward
+multiplies by that of the result. Targets are padded to one length; the padding is not read.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.save_for_backward(output[1])
 
 
-def _differentiate(ctx: Any, of_losses: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, grad_losses: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     (gradient,) = ctx.saved_tensors
-    return gradient * of_losses[:, None], None, None, None, None, None
+    return gradient * grad_losses[:, None], None, None, None, None, None
 
 
 ctc_loss.register_autograd(_differentiate, setup_context=_save)
 
 
-# It is in traced graphs, so torch knows it too.
+# Traced graphs contain it, so it is also registered with torch.
 OPERATIONS: dict[str, Callable[..., Any]] = {"autopar.ctc_loss.default": ctc_loss}

@@ -1,17 +1,18 @@
 """A mixture-of-experts block as one operation, ``autopar.experts``, and its gradient, ``autopar.experts_backward``.
 
-Tokens [T, H] go to k of E experts each; an expert is two matrices with an activation between them, which may gate::
+Each of the tokens [T, H] is routed to k of E experts; an expert is two matrices with an activation between them, which
+may gate::
 
     out[t] = sum over j of weights[t, j] * (act(x[t] @ up[e].T + up_bias[e]) @ down[e].T + down_bias[e]),  e = ids[t, j]
 
-Why one operation: between the two matrices there is one row per choice of a token, in an order, and on a device that
-holds some of the experts in a number, that depend on values. Here these rows exist only inside: no token is ever
-dropped, nothing is padded, and shapes outside are fixed. Backward computes the hidden rows again, so nothing but its
-operands is saved.
+Why one operation: between the two matrices there is one row per choice of a token. The order of these rows, and on a
+device that holds some of the experts their number, depend on values. Here these rows exist only inside: no token is
+dropped, nothing is padded, and shapes outside are fixed. Backward recomputes the hidden rows, so only the operands are
+saved.
 
-The operation takes the experts ``first <= e < first + up.shape[0]`` and gives what they contribute, so that on devices
-which hold different experts it gives a Partial(sum). ``count`` is E, of which only the price depends. ``act`` is the
-activation as a text, see :class:`Activation`. An id out of range is a choice of nobody.
+The operation takes the experts ``first <= e < first + up.shape[0]`` and returns what they contribute, so that the
+results of devices which hold different experts are a Partial(sum). ``count`` is E; only the price depends on it.
+``act`` is the activation as text, see :class:`Activation`. An id out of range chooses no expert.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ Group = tuple[int, Tensor, Tensor]
 class Activation:
     """A function of a tensor [n, F] and its gradient, each as a list of ATen operations ``[op, args, kwargs]``.
 
-    In arguments, ``{"value": i}`` is operand i, or, counted on, what an operation gave, with ``"item": j`` of a list;
-    ``{"dtype": name}`` is a dtype, ``{"rows": true}`` n and ``{"device": true}`` where the operands are. The last
-    operation gives the result. The operands are x, and for the gradient also that of the result. Text form:
-    ``[forward, backward]`` in JSON.
+    In arguments, ``{"value": i}`` is operand i or, for i past the operands, the result of an operation, with
+    ``"item": j`` element j of a list of results; ``{"dtype": name}`` is a dtype, ``{"rows": true}`` is n and
+    ``{"device": true}`` the device of the operands. The last operation gives the result. The operands are x, and for
+    the gradient also that of the result. Text form: ``[forward, backward]`` in JSON.
     """
 
     forward: tuple[Any, ...]
@@ -51,39 +52,40 @@ class Activation:
     def __call__(self, x: Tensor) -> Tensor:
         return _run(self.forward, x)
 
-    def gradient(self, x: Tensor, of_result: Tensor) -> Tensor:
-        """The gradient of ``x``, given that of the result."""
-        return _run(self.backward, x, of_result)
+    def gradient(self, x: Tensor, grad: Tensor) -> Tensor:
+        """The gradient of ``x``, given ``grad``, that of the result."""
+        return _run(self.backward, x, grad)
 
 
 def _run(steps: tuple[Any, ...], *operands: Tensor) -> Tensor:
-    known: list[Any] = list(operands)
+    values: list[Any] = list(operands)
     for op, args, kwargs in steps:
         namespace, name, overload = op.split(".")
         function = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-        filled = [_fill(arg, known) for arg in args]
-        known.append(function(*filled, **{key: _fill(arg, known) for key, arg in kwargs.items()}))
-    result: Tensor = known[-1]
+        arguments = [_fill(arg, values) for arg in args]
+        values.append(function(*arguments, **{key: _fill(arg, values) for key, arg in kwargs.items()}))
+    result: Tensor = values[-1]
     return result
 
 
-def _fill(arg: Any, known: list[Any]) -> Any:
+def _fill(arg: Any, values: list[Any]) -> Any:
     if isinstance(arg, list):
-        return [_fill(item, known) for item in arg]
+        return [_fill(item, values) for item in arg]
     if not isinstance(arg, dict):
         return arg
     if "dtype" in arg:
         return getattr(torch, arg["dtype"])
     if "rows" in arg:
-        return known[0].shape[0]
+        return values[0].shape[0]
     if "device" in arg:
-        return known[0].device
-    value = known[arg["value"]]
+        return values[0].device
+    value = values[arg["value"]]
     return value[arg["item"]] if "item" in arg else value
 
 
 def _groups(ids: Tensor, first: int, experts: int) -> Iterator[Group]:
-    """The choices [T * k] of each expert held here that has any, in the order of the tokens."""
+    """Yields the choices [T * k] that went to each expert held here, in the order of the tokens; skips experts without
+    any."""
     local = ids.reshape(-1) - first
     local = torch.where((local >= 0) & (local < experts), local, experts)
     order = torch.argsort(local, stable=True)
@@ -125,24 +127,24 @@ def experts_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of ``x``, ``weights``, ``up``, ``down`` and the biases (empty [0] where there is none)."""
     function, flat = Activation.parse(act), weights.reshape(-1)
-    of_x, of_weights = torch.zeros_like(x), torch.zeros_like(flat)
-    of_up, of_down = torch.zeros_like(up), torch.zeros_like(down)
-    of_up_bias, of_down_bias = _zeros(up_bias, up), _zeros(down_bias, down)
+    grad_x, grad_weights = torch.zeros_like(x), torch.zeros_like(flat)
+    grad_up, grad_down = torch.zeros_like(up), torch.zeros_like(down)
+    grad_up_bias, grad_down_bias = _zeros(up_bias, up), _zeros(down_bias, down)
     for expert, chosen, tokens in _groups(ids, first, up.shape[0]):
-        rows, of_out = x[tokens], grad[tokens]
+        rows, grad_out = x[tokens], grad[tokens]
         before = _linear(rows, up, up_bias, expert)
         hidden = function(before)
-        of_weights[chosen] = (of_out * _linear(hidden, down, down_bias, expert)).sum(-1).to(flat.dtype)
-        of_rows = (of_out * flat[chosen, None]).to(down.dtype)
-        of_down[expert] = of_rows.t() @ hidden
-        of_hidden = function.gradient(before, of_rows @ down[expert])
-        of_up[expert] = of_hidden.t() @ rows
-        of_x.index_add_(0, tokens, (of_hidden @ up[expert]).to(x.dtype))
+        grad_weights[chosen] = (grad_out * _linear(hidden, down, down_bias, expert)).sum(-1).to(flat.dtype)
+        grad_rows = (grad_out * flat[chosen, None]).to(down.dtype)
+        grad_down[expert] = grad_rows.t() @ hidden
+        grad_hidden = function.gradient(before, grad_rows @ down[expert])
+        grad_up[expert] = grad_hidden.t() @ rows
+        grad_x.index_add_(0, tokens, (grad_hidden @ up[expert]).to(x.dtype))
         if up_bias is not None:
-            of_up_bias[expert] = of_hidden.sum(0)
+            grad_up_bias[expert] = grad_hidden.sum(0)
         if down_bias is not None:
-            of_down_bias[expert] = of_rows.sum(0)
-    return of_x, of_weights.view_as(weights), of_up, of_down, of_up_bias, of_down_bias
+            grad_down_bias[expert] = grad_rows.sum(0)
+    return grad_x, grad_weights.view_as(weights), grad_up, grad_down, grad_up_bias, grad_down_bias
 
 
 def _zeros(bias: Tensor | None, weight: Tensor) -> Tensor:
@@ -168,17 +170,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate(context: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, ids, weights, up, down, up_bias, down_bias = context.saved_tensors
-    found = experts_backward(grad, x, ids, weights, up, down, up_bias, down_bias, *context.options)
-    of_up_bias, of_down_bias = (
-        None if bias is None else of for bias, of in zip((up_bias, down_bias), found[4:], strict=True)
+    gradients = experts_backward(grad, x, ids, weights, up, down, up_bias, down_bias, *context.options)
+    grad_up_bias, grad_down_bias = (
+        None if bias is None else grad_bias for bias, grad_bias in zip((up_bias, down_bias), gradients[4:], strict=True)
     )
-    return found[0], None, found[1], found[2], found[3], of_up_bias, of_down_bias, None, None, None
+    return gradients[0], None, gradients[1], gradients[2], gradients[3], grad_up_bias, grad_down_bias, None, None, None
 
 
 experts.register_autograd(_differentiate, setup_context=_save)
 
 
-# These are in traced graphs, so torch knows them too.
+# Traced graphs contain these, so they are also registered with torch.
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "autopar.experts.default": experts,
     "autopar.experts_backward.default": experts_backward,

@@ -1,7 +1,7 @@
 """Grouped products on a device that holds some of the rows, or the matrices of some of the groups.
 
-``ends`` [E] says where each group of the whole rows ends; ``row`` is the first row held here, ``group`` the first
-group.
+``ends`` [E] says at which row of the whole tensor each group ends; ``row`` is the first row held here, ``group`` the
+first group.
 
 ======================================  ====================================================
 ``autopar.grouped_rows``                each row times the matrix of its group
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 def _groups(ends: Tensor, row: int, rows: int, group: int, groups: int) -> Iterator[tuple[int, int, int]]:
-    """``(group, first row, last row + 1)``, as counted here, of the groups here that have rows here."""
+    """Yields ``(group, first row, last row + 1)``, in local numbers, for each local group that has local rows."""
     bounds = [min(max(int(bound) - row, 0), rows) for bound in (0, *ends.tolist())]
     for index in range(groups):
         first, last = bounds[group + index], bounds[group + index + 1]
@@ -47,5 +47,5 @@ def grouped_backward(
     x: Tensor, matrices: Tensor, ends: Tensor, grad: Tensor, row: int, group: int
 ) -> tuple[Tensor, Tensor]:
     """Gradients of ``x`` and ``matrices``, given that of ``grouped_rows(x, matrices, ...)``."""
-    of_x = grouped_rows(grad, matrices.transpose(1, 2), ends, row, group)
-    return of_x, grouped_inner(x.t(), grad, ends, row, group, matrices.shape[0])
+    grad_x = grouped_rows(grad, matrices.transpose(1, 2), ends, row, group)
+    return grad_x, grouped_inner(x.t(), grad, ends, row, group, matrices.shape[0])

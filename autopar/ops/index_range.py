@@ -1,9 +1,10 @@
-"""Indices outside of what they index: token ids beyond the vocabulary, labels beyond the classes.
+"""Indices out of range: token ids beyond the vocabulary, labels beyond the classes.
 
 A device that raised in the middle of a program would leave the others waiting for it. So an operation that meets such
-an index notes it (:func:`any_outside`) and computes on, with a result of nan (:func:`poisoned`); :func:`noted` gives
-what was met, for the error that follows on every device. Only on processors: a GPU is not
-waited for, and its kernels assert that indices are inside, as in eager execution.
+an index records it (:func:`any_outside`) and goes on, with a result of nan (:func:`poisoned`);
+:func:`take_out_of_range` returns the recorded indices, for the error that every device raises afterwards. Indices are
+recorded on CPUs only: a GPU is not synchronised with, and its kernels assert that indices are inside, as in eager
+execution.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from types import FrameType
 
 import torch
 
-# The file names that functions made of programs have.
+# How the file names of functions generated from programs begin.
 PROGRAM_FILE = "<autopar "
 _NOTED: list[OutOfRange] = []
 
 
 @dataclass(frozen=True)
 class OutOfRange:
-    """An index that was not ``low <= value < high``, met by the line of a program, ``(file, line)``."""
+    """An index that was not ``low <= value < high``, and the line of the program that met it, ``(file, line)``."""
 
     value: int
     low: int
@@ -29,16 +30,16 @@ class OutOfRange:
     place: tuple[str, int] | None = None
 
 
-def noted() -> list[OutOfRange]:
-    """What was met since this was last asked, once."""
-    found = list(dict.fromkeys(_NOTED))
+def take_out_of_range() -> list[OutOfRange]:
+    """Returns the indices recorded since the last call, each once, and clears the record."""
+    indices = list(dict.fromkeys(_NOTED))
     _NOTED.clear()
-    return found
+    return indices
 
 
 def any_outside(index: torch.Tensor, low: int, high: int | None) -> bool:
-    """Whether some element of ``index`` is outside of ``low <= i < high``, which is noted (``high`` None: nothing is
-    known). On a GPU false, with an assertion that fails there."""
+    """Whether some element of ``index`` is outside of ``low <= i < high`` (``high`` None: the range is unknown); such
+    an element is recorded. On a GPU false, with an assertion that fails there."""
     if high is None or type(index) is not torch.Tensor or index.numel() == 0 or index.dtype == torch.bool:
         return False
     if index.device.type == "cuda":
@@ -55,7 +56,7 @@ def any_outside(index: torch.Tensor, low: int, high: int | None) -> bool:
 
 
 def poisoned(result: torch.Tensor, bad: bool) -> torch.Tensor:
-    """``result``, all nan if ``bad`` and if its dtype has one."""
+    """``result``, or nan everywhere if ``bad`` and if its dtype has nan."""
     numbers = result.is_floating_point() or result.is_complex()
     return torch.full_like(result, float("nan")) if bad and numbers else result
 

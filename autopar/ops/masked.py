@@ -1,10 +1,10 @@
-"""Local operations with no ATen equivalent: what a device computes on its shard of an indexed dim.
+"""Local operations without an ATen equivalent: what a device computes on its shard of an indexed dim.
 
 Each handles a dim that is *indexed by values* (the vocabulary of an embedding, the classes of a
-cross-entropy) of which the device holds the positions ``offset <= p < offset + local length``. Reads give
+cross-entropy) and of which the device holds the positions ``offset <= p < offset + local length``. Reads give
 zero for positions another device holds, so that the sum over devices is the whole result; writes skip them. A
-position that no device holds (``size``, where given, is the length of the whole dim) is noted, and makes the result nan
-(:mod:`.index_range`).
+position that no device holds (``size``, where given, is the length of the whole dim) is recorded, and makes the result
+nan (:mod:`.index_range`).
 All are pure and take any local length of at least one.
 
 ======================================  ====================================================
@@ -72,15 +72,15 @@ def masked_embedding_backward(
     skipped = (local < 0) | (local >= local_rows)
     if padding_idx >= 0:
         skipped |= indices == padding_idx
-    # The operation itself knows how to skip one row: give it one more, for everything that is not ours.
+    # The operation itself can skip one row: append one, and send everything that another device holds there.
     local = local.masked_fill(skipped, local_rows)
     rows: torch.Tensor = torch.ops.aten.embedding_dense_backward.default(grad, local, local_rows + 1, local_rows, False)
     return rows.narrow(0, 0, local_rows)
 
 
 def masked_gather(x: torch.Tensor, dim: int, index: torch.Tensor, offset: int, size: int | None = None) -> torch.Tensor:
-    """``gather`` along a dim of which ``x`` holds a shard: the shape of ``index``, zero where the position is
-    not here."""
+    """``gather`` along a dim of which ``x`` holds a shard; the result has the shape of ``index`` and is zero where
+    another device holds the position."""
     bad = any_outside(index, 0, size)
     local, inside = _to_local(index, offset, x.shape[dim])
     return poisoned(torch.gather(x, dim, local).masked_fill_(~inside, 0), bad)
@@ -99,8 +99,8 @@ def masked_index_select(
 def _localised(
     x: torch.Tensor, indices: Indices, offsets: Sequence[int], global_shape: Sequence[int]
 ) -> tuple[list[torch.Tensor | None], torch.Tensor]:
-    """``indices`` counted from ``offsets`` in the dims of which ``x`` holds a part, and where all of them
-    were inside."""
+    """``indices`` counted from ``offsets`` in the dims of which ``x`` holds a part, and a mask of the places where all
+    of them are inside."""
     local, inside = list(indices), torch.ones((), dtype=torch.bool, device=x.device)
     for dim, index in enumerate(indices):
         if index is not None and x.shape[dim] != global_shape[dim]:
@@ -136,11 +136,11 @@ def masked_index(
 
 
 def _any_outside_shape(indices: Indices, global_shape: Sequence[int]) -> bool:
-    found = [
+    outside = [
         index is not None and any_outside(index, -size, size)
         for index, size in zip(indices, global_shape, strict=False)
     ]
-    return any(found)
+    return any(outside)
 
 
 def masked_scatter(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, offset: int) -> torch.Tensor:
@@ -150,7 +150,7 @@ def masked_scatter(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch
     length = x.shape[dim]
     local, inside = _to_local(index, offset, length)
     if index.shape[dim] == 1:
-        # Nothing else is written in this line of x, so what is not ours may write back what stands there.
+        # Nothing else is written in this line of x, so a position held elsewhere may write back the value it has here.
         window = source[tuple(slice(0, size) for size in index.shape)]
         return torch.scatter(x, dim, local, window.where(inside, torch.gather(x, dim, local)))
     spare = torch.cat([x, x.narrow(dim, 0, 1)], dim)
@@ -178,8 +178,8 @@ def masked_index_add(
     """``index_add`` into a dim of which ``x`` holds a shard; ``index`` has one dim."""
     dim %= x.dim()
     local, inside = _to_local(index, offset, x.shape[dim])
-    kept = source.masked_fill(~_along(inside, dim, source.dim()), 0)
-    return torch.index_add(x, dim, local, kept, alpha=alpha)
+    masked = source.masked_fill(~_along(inside, dim, source.dim()), 0)
+    return torch.index_add(x, dim, local, masked, alpha=alpha)
 
 
 def masked_index_put(
@@ -199,7 +199,7 @@ def masked_index_put(
         return poisoned(torch.index_put(x, tuple(indices), values, accumulate), bad)
     index, length = local[dim], x.shape[dim]
     assert index is not None
-    # Everything that is not ours goes to a spare position, cut off afterwards.
+    # Everything that another device holds goes to a spare position, which is cut off afterwards.
     local[dim] = torch.where(inside, index, length)
     spare = torch.cat([x, x.narrow(dim, 0, 1)], dim)
     written: torch.Tensor = torch.ops.aten.index_put_.default(spare, local, values, accumulate)
@@ -212,20 +212,20 @@ def dense(x: torch.Tensor) -> torch.Tensor:
 
 
 def dense_rows(x: torch.Tensor) -> torch.Tensor:
-    """``x``, copied only if its last dim does not lie in one piece."""
+    """``x``, copied only if its last dim is not contiguous."""
     return x if x.dim() == 0 or x.stride(-1) == 1 else x.contiguous()
 
 
-# Kernels that read memory as if their operands lay so, whatever their strides: attention gives nan, others raise. A
-# graph shows no strides, and on shards they differ.
+# Kernels that assume contiguous operands whatever their strides: attention gives nan, others raise. A graph shows no
+# strides, and on shards they differ.
 _NEED_ROWS = ("_scaled_dot_product_", "view_as_complex.")
 _NEED_ALL = ("_embedding_bag", "as_strided.", "as_strided_scatter.", "view.dtype")
 
 
 def layout_for(op: str) -> str | None:
     """The local operation (``autopar.dense``, ``autopar.dense_rows``) that operands of ``op`` need first, if any.
-    Operations of other libraries always: a model that made an operand contiguous for them did so in a copy that the
-    graph has lost."""
+    Operations of other libraries always need one: a model that made an operand contiguous for them did so in a copy
+    that the graph does not contain."""
     name = op.removeprefix("aten.")
     if name.startswith(_NEED_ALL) or not op.startswith(("aten.", "prims.", "autopar.")):
         return "autopar.dense"
@@ -259,4 +259,4 @@ LOCAL_OPS: dict[str, Callable[..., Any]] = (
     | CTC_OPERATIONS
     | DRAWS
 )
-"""The local operations by the names programs use; those of :mod:`.random` among them."""
+"""The local operations by the names that programs use, including those of :mod:`.random`."""

@@ -1,7 +1,7 @@
-"""Random numbers that depend on nothing but where they stand.
+"""Random numbers that depend only on their position.
 
 Element ``i`` of draw ``place`` of a model is a function of (seed, stream, step, place, i), with ``i`` counted over the
-whole tensor: any device can make its part of it, in any order, twice if need be, and all plans see the same numbers.
+whole tensor: any device can draw its part of it, in any order and repeatedly, and all plans see the same numbers.
 
 The function is SplitMix64 (Steele, Lea, Flood, *Fast splittable pseudorandom number generators*, OOPSLA 2014): element
 ``i`` is ``mix(start + (i + 1) * gamma)`` in 64-bit arithmetic, ``mix`` being Stafford's variant 13 of the murmur
@@ -18,12 +18,12 @@ Operations take the state of the step first: ``i64[4]`` on the CPU, (seed, strea
 ``autopar.random_bits``   integers, uniform in [0, 2^63)
 ========================= ==============================================================
 
-Elements are counted samples first, so that the numbers of a sample do not depend on how many there are:
+Elements are counted with samples outermost, so that the numbers of a sample do not depend on how many there are:
 ``samples = (dim, each)`` says that ``dim`` counts samples (or equally many rows of each) and that a sample has ``each``
-elements; empty where nothing does. Where a batch is run in pieces, ``each`` is how far the tensors of two consecutive
-pieces begin apart (0 if all draw the same), and ``state[3]`` is the piece; else it is 0.
-A part of the tensor is described as a ``first`` element and, for each loop over the part from the outermost
-in, how often it runs (``counts``) and how far it moves (``strides``); without counts it is the whole.
+elements; it is empty where no dim does. Where a batch is run in pieces, ``each`` is the distance between the first
+elements of two consecutive pieces (0 if all draw the same), and ``state[3]`` is the piece; else it is 0.
+A part of the tensor is described by its ``first`` element and, for each loop over the part from the outermost
+in, its number of iterations (``counts``) and its stride (``strides``); without counts it is the whole tensor.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ import torch
 _MASK = (1 << 64) - 1
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
-# Elements made at a time: the passes over them stay in the cache of a core, or fill a larger device.
+# Elements drawn at a time: the passes over them stay in the cache of a core, or fill a larger device.
 _BLOCK = {"cpu": 1 << 15}
 _LARGE_BLOCK = 1 << 24
 STATE_SHAPE = (4,)
@@ -73,15 +73,14 @@ def _shifted(bits: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _mix(bits: torch.Tensor) -> torch.Tensor:
-    """In place."""
+    """SplitMix64's ``mix``, in place."""
     bits.bitwise_xor_(_shifted(bits, 30)).mul_(_signed(_MULTIPLIERS[0]))
     bits.bitwise_xor_(_shifted(bits, 27)).mul_(_signed(_MULTIPLIERS[1]))
     return bits.bitwise_xor_(_shifted(bits, 31))
 
 
 def position_strides(size: Sequence[Any], samples: Sequence[Any]) -> tuple[Any, ...]:
-    """How far apart neighbours along each dim of a whole tensor are counted: row-major, the dim of samples
-    outermost.
+    """The stride of each dim of a whole tensor, as elements are counted: row-major, with the dim of samples outermost.
 
     >>> position_strides((2, 3, 4), ()), position_strides((2, 3, 4), (1, 8))
     ((12, 4, 1), (4, 8, 1))
@@ -94,20 +93,20 @@ def position_strides(size: Sequence[Any], samples: Sequence[Any]) -> tuple[Any, 
 
 
 def _loops(counts: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
-    """The loops without those of one turn, neighbours that move alike as one; at least one loop."""
-    found: list[tuple[int, int]] = []
+    """The loops without those of one iteration; adjacent loops that form one are merged. At least one loop."""
+    loops: list[tuple[int, int]] = []
     for count, stride in zip(counts, strides, strict=True):
         if count == 1:
             continue
-        if found and found[-1][1] == count * stride:
-            found[-1] = (found[-1][0] * count, stride)
+        if loops and loops[-1][1] == count * stride:
+            loops[-1] = (loops[-1][0] * count, stride)
         else:
-            found.append((count, stride))
-    return found or [(1, 1)]
+            loops.append((count, stride))
+    return loops or [(1, 1)]
 
 
 def _blocks(loops: list[tuple[int, int]], start: int, gamma: int, device: torch.device) -> Iterator[torch.Tensor]:
-    """Mixed bits of a part, block after block in the order of its elements."""
+    """Yields the mixed bits of a part, block after block in the order of its elements."""
     limit = _BLOCK.get(device.type, _LARGE_BLOCK)
     count, stride = loops[-1]
     outer = torch.full((1,), start, dtype=torch.int64, device=device)
@@ -219,4 +218,4 @@ DRAWS: dict[str, Any] = {
         ("random_bits", _bits, ""),
     )
 }
-"""The operations that draw, by the names graphs and programs use."""
+"""The operations that draw, by the names that graphs and programs use."""

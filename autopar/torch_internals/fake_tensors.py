@@ -1,4 +1,4 @@
-"""Tensors without values, and sizes that are symbols."""
+"""Fake tensors, which have no values, and symbolic sizes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import sympy
 import torch
 
-# As torch's own tracer enters it, for operators whose C++ code would fix a symbolic size (2.11).
+# Torch's own tracer enters it too, for operators whose C++ code would fix a symbolic size (2.11).
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 
@@ -53,7 +53,7 @@ def shape_environment() -> ShapeEnv:
 
 
 def new_symbol(environment: ShapeEnv, name: str, hint: int) -> torch.SymInt:
-    """A size that is a symbol and compares like ``hint``. Relies on ``ShapeEnv.create_symbol`` and
+    """Creates a symbolic size that compares like ``hint``. Relies on ``ShapeEnv.create_symbol`` and
     ``create_symintnode`` (2.11)."""
     source = ConstantSource(name)
     created = environment.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
@@ -62,8 +62,8 @@ def new_symbol(environment: ShapeEnv, name: str, hint: int) -> torch.SymInt:
 
 def expression_of(number: torch.SymInt | torch.SymFloat | torch.SymBool) -> sympy.Basic:
     """``number`` in terms of symbols. Relies on ``SymNode.expr`` (2.11)."""
-    found: sympy.Basic = number.node.expr
-    return found
+    expression: sympy.Basic = number.node.expr
+    return expression
 
 
 def hint_of(size: torch.SymInt) -> int:
@@ -72,16 +72,16 @@ def hint_of(size: torch.SymInt) -> int:
 
 
 def conditions(environment: ShapeEnv) -> Iterator[sympy.Basic]:
-    """What a model's code, or the validity of an operation, asks of symbols. Those from torch's fake tensors are left
-    out: there a threshold picks the kernel of a convolution, which a graph does not show. Relies on ``ShapeEnv.guards``
-    and on the text of their ``sloc``, where each was made (2.11)."""
+    """The conditions on symbols that a model's code, or the validity of an operation, has checked. Those from torch's
+    fake tensors are left out: there a threshold picks the kernel of a convolution, which a graph does not show. Relies
+    on ``ShapeEnv.guards`` and on the text of their ``sloc``, which says where each was made (2.11)."""
     return (guard.expr for guard in environment.guards if "_subclasses/" not in str(guard.sloc))
 
 
 @contextmanager
 def without_error_log() -> Iterator[None]:
-    """Within, torch does not log errors of fake tensors, which arrive as exceptions as well. Relies on the name of the
-    logger (2.11)."""
+    """Stops torch from logging errors of fake tensors, which it raises as well. Relies on the name of the logger
+    (2.11)."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, log.disabled = log.disabled, True
     try:

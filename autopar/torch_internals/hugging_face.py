@@ -11,13 +11,13 @@ from unittest.mock import patch
 from torch import Tensor, nn
 
 IGNORED_MEMBERS = frozenset(("_original_object_hash",))
-"""Attributes of configurations that differ from process to process, and that nothing is computed with."""
+"""Attributes of configurations that differ between processes and do not affect any computation."""
 
 
 @contextmanager
 def masks_as_in_eager() -> Iterator[None]:
-    """Causal masks are left to the kernel although torch says that it exports. Relies on ``is_torchdynamo_exporting``,
-    which ``transformers.masking_utils`` asks; it is not there in some versions (5.0)."""
+    """Leaves causal masks to the kernel although torch says that it exports. Relies on ``is_torchdynamo_exporting``,
+    which ``transformers.masking_utils`` calls; some versions lack it (5.0)."""
     masking = sys.modules.get("transformers.masking_utils")
     if not hasattr(masking, "is_torchdynamo_exporting"):
         yield
@@ -33,7 +33,7 @@ def is_expert_parallel(experts: nn.Module) -> bool:
 
 
 def gate_of(experts: Any) -> Callable[[Tensor], Tensor]:
-    """What a block does to the product of its gated matrices. Relies on ``_apply_gate`` (5.0)."""
+    """The function that a block applies to the product of its gated matrices. Relies on ``_apply_gate`` (5.0)."""
     function: Callable[[Tensor], Tensor] = experts._apply_gate
     return function
 

@@ -1,4 +1,4 @@
-"""The joint forward and backward graph of AOTAutograd, and what is noted on nodes of torch.fx."""
+"""The joint forward and backward graph of AOTAutograd, and the metadata on nodes of torch.fx."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.fx.traceback as fx_traceback
 from torch import nn
 
-# What each input and output of a joint graph is (2.11).
+# Descriptors: they say what each input and output of a joint graph is (2.11).
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     GradAOTOutput,
@@ -23,10 +23,10 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 
-# A function as a graph of operators, `torch.fx.experimental.proxy_tensor.make_fx` (2.11).
+# Traces a function as a graph of operators: `torch.fx.experimental.proxy_tensor.make_fx` (2.11).
 from torch.fx.experimental.proxy_tensor import make_fx
 
-# Nodes made within keep what `current_meta` holds: `preserve_node_meta` of torch.fx's traceback (2.11).
+# Nodes made inside it keep what `current_meta` holds: `preserve_node_meta` of torch.fx's traceback (2.11).
 from torch.fx.traceback import preserve_node_meta
 
 from .fake_tensors import FakeTensorMode
@@ -60,8 +60,8 @@ def export_joint(
     inputs: Sequence[torch.Tensor],
     decompositions: Mapping[Any, Callable[..., Any]],
 ) -> torch.fx.GraphModule:
-    """Forward and backward of ``module`` on fake ``inputs`` of ``mode`` as one graph, with a descriptor on each input
-    and output. Relies on ``aot_export_joint_with_descriptors`` under a ``TracingContext`` (2.11)."""
+    """Traces forward and backward of ``module`` on fake ``inputs`` of ``mode`` as one graph, with a descriptor on each
+    input and output. Relies on ``aot_export_joint_with_descriptors`` under a ``TracingContext`` (2.11)."""
     with ExitStack() as stack:
         stack.enter_context(tracing(TracingContext(mode)))
         return aot_export_joint_with_descriptors(
@@ -70,19 +70,19 @@ def export_joint(
 
 
 def notes() -> dict[str, Any] | None:
-    """What is noted on nodes that are made now, under their key ``custom``; None for nothing. Relies on
+    """The metadata that nodes made now get under their key ``custom``; None for none. Relies on
     ``torch.fx.traceback.current_meta`` (2.11)."""
     return fx_traceback.current_meta.get("custom")
 
 
 def notes_of(node: torch.fx.Node) -> dict[str, Any]:
-    """What :func:`notes` were when ``node`` was made. Relies on its ``meta["custom"]`` (2.11)."""
-    found: dict[str, Any] = node.meta.get("custom", {})
-    return found
+    """The :func:`notes` at the time ``node`` was made. Relies on its ``meta["custom"]`` (2.11)."""
+    custom: dict[str, Any] = node.meta.get("custom", {})
+    return custom
 
 
 def descriptor_of(placeholder: torch.fx.Node) -> Any:
-    """What an input of a joint graph is: a descriptor; None for those of other graphs. Relies on ``meta["desc"]``
+    """The descriptor of an input of a joint graph; None for inputs of other graphs. Relies on ``meta["desc"]``
     (2.11)."""
     return placeholder.meta.get("desc")
 
@@ -94,19 +94,19 @@ def described_outputs(output: torch.fx.Node) -> list[tuple[torch.fx.Node | None,
 
 
 def value_of(node: torch.fx.Node, otherwise: Any = None) -> Any:
-    """The fake tensor, or the number, that ``node`` gives; ``otherwise`` where torch notes nothing. Relies on
-    ``meta["val"]`` (2.11). The shape function of the CPU's attention in 2.11 types its second result float32 where
-    the kernel gives float64 for float64."""
-    found = node.meta.get("val", otherwise)
-    if isinstance(found, (tuple, list)) and str(node.target) == _CPU_ATTENTION:
-        out, logsumexp = found
+    """The fake tensor, or the number, that ``node`` gives; ``otherwise`` where torch records nothing. Relies on
+    ``meta["val"]`` (2.11). In 2.11 the shape function of the CPU's attention declares its second result as float32,
+    while the kernel gives float64 for float64."""
+    value = node.meta.get("val", otherwise)
+    if isinstance(value, (tuple, list)) and str(node.target) == _CPU_ATTENTION:
+        out, logsumexp = value
         return out, logsumexp.double() if out.dtype == torch.float64 else logsumexp
-    return found
+    return value
 
 
-def set_notes(found: dict[str, Any] | None) -> None:
-    """Makes ``found`` what :func:`notes` gives. Relies on ``torch.fx.traceback.current_meta`` (2.11)."""
-    if found is None:
+def set_notes(custom: dict[str, Any] | None) -> None:
+    """Sets what :func:`notes` returns. Relies on ``torch.fx.traceback.current_meta`` (2.11)."""
+    if custom is None:
         fx_traceback.current_meta.pop("custom", None)
     else:
-        fx_traceback.current_meta["custom"] = found
+        fx_traceback.current_meta["custom"] = custom

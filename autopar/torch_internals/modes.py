@@ -1,4 +1,4 @@
-"""Modes: code that torch runs in place of its functions and operators."""
+"""Modes: code that torch runs instead of its functions and operators."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["TorchDispatchMode", "is_any_mode_active", "without_dispatch_modes", 
 
 
 def is_any_mode_active() -> bool:
-    """Whether a mode runs in place of functions or operators. Relies on the two stacks of modes,
+    """Whether a mode intercepts functions or operators. Relies on the two stacks of modes,
     ``_get_current_function_mode_stack`` and ``_get_current_dispatch_mode_stack`` (2.11)."""
     return bool(_get_current_function_mode_stack() or _get_current_dispatch_mode_stack())
 
 
 def without_dispatch_modes() -> AbstractContextManager[object]:
-    """Within, operators run as if no dispatch mode was active. Relies on ``_disable_current_modes`` (2.11)."""
+    """Runs operators as if no dispatch mode were active. Relies on ``_disable_current_modes`` (2.11)."""
     return _disable_current_modes()
 
 
 def without_torch_function() -> AbstractContextManager[None]:
-    """Within, ``__torch_function__`` of tensor subclasses is not called; modes still are. Relies on
+    """Disables ``__torch_function__`` of tensor subclasses; modes are still called. Relies on
     ``torch._C.DisableTorchFunctionSubclass`` (2.11)."""
     return torch._C.DisableTorchFunctionSubclass()

@@ -1,6 +1,6 @@
-"""What ``nn.Module`` keeps: the tables themselves, with entries that are None, and to be written to.
+"""The tables of ``nn.Module`` themselves, with entries that are None, to read and to write.
 
-The public methods (``named_parameters`` and its like) leave out what is None or tied, and only read.
+The public methods (``named_parameters`` and the like) leave out what is None or tied, and only read.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# What every batch norm inherits from (2.11).
+# The base class of every batch norm (2.11).
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 # Parameters and buffers without a shape yet (2.11).
@@ -43,14 +43,14 @@ __all__ = [
 PARAMETERS, BUFFERS, CHILDREN = "_parameters", "_buffers", "_modules"
 """The names of a module's tables in its ``__dict__`` (2.11)."""
 STATE = (PARAMETERS, BUFFERS, CHILDREN, "_non_persistent_buffers_set")
-"""The names of all that ``__dict__`` has of a module's parameters, buffers and children (2.11)."""
+"""The names of everything in a module's ``__dict__`` about its parameters, buffers and children (2.11)."""
 STATE_DICT_HOOKS = (
     *("_state_dict_hooks", "_state_dict_pre_hooks"),
     *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
 """The names of the tables of hooks that run when a state dict is made or loaded (2.11)."""
 SKIPPED_ON_META = ("_no_grad_trunc_normal_", "orthogonal_", "dirac_", "sparse_")
-"""The functions of ``torch.nn.init`` that leave a meta tensor alone, because they look at values (2.11)."""
+"""The functions of ``torch.nn.init`` that skip meta tensors, because they read values (2.11)."""
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -69,7 +69,7 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 def set_children(module: nn.Module, children: Mapping[str, nn.Module | None]) -> None:
-    """Gives ``module`` a table of other modules; the one it had is left as it is. Relies on ``nn.Module._modules``
+    """Gives ``module`` a new table of children; the old table is left unchanged. Relies on ``nn.Module._modules``
     (2.11)."""
     module._modules = dict(children)
 
@@ -102,26 +102,26 @@ def is_about_flat_weights(owner: object, name: str) -> bool:
 
 
 def initialiser_of(module: nn.Module) -> Callable[[], None] | None:
-    """What gives the module's own parameters initial values, if anything does. Relies on ``reset_parameters``, which
-    torch asks writers of modules for, or ``_reset_parameters``, as some of torch's own call it (2.11)."""
-    found = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    return found if callable(found) else None
+    """The method that initialises the module's own parameters, if there is one. Relies on ``reset_parameters``, which
+    torch asks writers of modules to define, or ``_reset_parameters``, its name in some of torch's modules (2.11)."""
+    initialiser = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return initialiser if callable(initialiser) else None
 
 
 def blank_copy(module: nn.Module) -> nn.Module:
-    """A module of the same class and attributes, with tables of its own, which are empty. Relies on the names of these
+    """A module of the same class and attributes, with empty tables of its own. Relies on the names of the tables
     (2.11)."""
-    found: nn.Module = object.__new__(type(module))
-    found.__dict__.update(module.__dict__, **{table: {} for table in (PARAMETERS, BUFFERS, CHILDREN)})
-    return found
+    copy: nn.Module = object.__new__(type(module))
+    copy.__dict__.update(module.__dict__, **{table: {} for table in (PARAMETERS, BUFFERS, CHILDREN)})
+    return copy
 
 
 def set_flat_weights(layer: nn.RNNBase, weights: list[Any]) -> None:
-    """Makes ``weights`` the list of :func:`flat_weights_of`. Relies on ``_flat_weights`` (2.11)."""
+    """Sets the list of :func:`flat_weights_of`. Relies on ``_flat_weights`` (2.11)."""
     layer._flat_weights = weights
 
 
 def renew_flat_weights(layer: nn.RNNBase) -> None:
-    """Makes the list one of the parameters that ``layer`` has now. Relies on ``_flat_weights`` and
+    """Rebuilds the list from the parameters that ``layer`` has now. Relies on ``_flat_weights`` and
     ``_flat_weights_names`` (2.11)."""
     layer._flat_weights = [getattr(layer, name, None) for name in layer._flat_weights_names]

@@ -11,7 +11,7 @@ from torch import Tensor
 # The tables of `torch.export` decompositions are public, but do not take a list of operators (2.11).
 from torch._decomp import get_decompositions
 
-# What `torch.ops` holds: one overload, all overloads of a name, and operators that take functions (2.11).
+# The classes of `torch.ops`: one overload, all overloads of a name, and operators that take functions (2.11).
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 __all__ = [
@@ -51,13 +51,13 @@ def registered_names() -> list[str]:
 
 
 def autograd_kernel(operation: OpOverload) -> Callable[..., Any] | None:
-    """The Python kernel that runs in place of autograd's, if any. Relies on ``OpOverload.py_kernels`` (2.11)."""
+    """The Python kernel that replaces autograd's, if any. Relies on ``OpOverload.py_kernels`` (2.11)."""
     return operation.py_kernels.get(torch._C.DispatchKey.Autograd)
 
 
 def set_autograd_kernel(operation: OpOverload, kernel: Callable[..., Any] | None) -> None:
-    """Makes ``kernel`` that of :func:`autograd_kernel`; None removes it. Relies on ``OpOverload.py_kernels`` and on
-    ``_dispatch_cache``, which remembers the choice (2.11)."""
+    """Sets the kernel of :func:`autograd_kernel`; None removes it. Relies on ``OpOverload.py_kernels`` and on
+    ``_dispatch_cache``, which caches the choice (2.11)."""
     key = torch._C.DispatchKey.Autograd
     operation.py_kernels.pop(key, None)
     if kernel is not None:

@@ -1,6 +1,6 @@
-"""Functions and settings of torch that are exchanged while a model is traced; each as before afterwards.
+"""Replaces functions and settings of torch while a model is traced, and restores each afterwards.
 
-:mod:`autopar.trace.patches` says why each is exchanged and for what.
+:mod:`autopar.trace.patches` says why each is replaced, and by what.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch.utils import checkpoint
 Replacement = Callable[..., Any]
 
 recurrent_layers = torch_decompositions._rnn_helper
-"""What torch's decompositions of recurrent layers run: ``_decomp.decompositions._rnn_helper`` (2.11)."""
+"""The function that torch's decompositions of recurrent layers run: ``_decomp.decompositions._rnn_helper`` (2.11)."""
 
 
 @contextmanager
 def checkpoint_replaced(call: Replacement, around: Replacement) -> Iterator[None]:
-    """``call`` runs for a reentrant ``checkpoint``, and the generator ``around`` before and after the function of one
+    """Runs ``call`` for a reentrant ``checkpoint``, and the generator ``around`` before and after the function of one
     that is not. Relies on ``CheckpointFunction`` and ``_checkpoint_without_reentrant_generator`` (2.11), which
     ``checkpoint`` calls under a name with ``_impl`` since 2.14."""
     generator = "_checkpoint_without_reentrant_generator"
@@ -40,27 +40,27 @@ def checkpoint_replaced(call: Replacement, around: Replacement) -> Iterator[None
 
 
 def is_registered_derivative(cls: type) -> bool:
-    """Whether the ``autograd.Function`` ``cls`` is what ``torch.library`` makes of an operator's registered derivative.
-    Relies on the module that defines it, ``torch._library.autograd`` (2.11)."""
+    """Whether ``torch.library`` made the ``autograd.Function`` ``cls`` from an operator's registered derivative. Relies
+    on the module that defines it, ``torch._library.autograd`` (2.11)."""
     return cls.__module__ == "torch._library.autograd"
 
 
 @contextmanager
 def module_conversion_replaced(convert: Replacement) -> Iterator[None]:
-    """``convert`` runs for ``Module.to`` and its like. Relies on ``nn.Module._apply``, which they call (2.11)."""
+    """Runs ``convert`` for ``Module.to`` and the like. Relies on ``nn.Module._apply``, which they call (2.11)."""
     with patch.object(nn.Module, "_apply", convert):
         yield
 
 
 def convert_module(module: nn.Module, function: Replacement) -> None:
-    """What ``Module.to`` and its like do to ``module``, or what replaces it now. Relies on ``nn.Module._apply``
+    """Does what ``Module.to`` and the like do to ``module``, or what replaces it now. Relies on ``nn.Module._apply``
     (2.11)."""
     module._apply(function)
 
 
 @contextmanager
 def causal_mask_detection_replaced(detect: Replacement) -> Iterator[None]:
-    """``detect`` says whether the mask given to ``nn.Transformer`` is causal. Relies on ``_detect_is_causal_mask``
+    """Lets ``detect`` say whether the mask given to ``nn.Transformer`` is causal. Relies on ``_detect_is_causal_mask``
     (2.11)."""
     with patch.object(transformer, "_detect_is_causal_mask", detect):
         yield
@@ -68,23 +68,23 @@ def causal_mask_detection_replaced(detect: Replacement) -> Iterator[None]:
 
 @contextmanager
 def recurrent_layers_replaced(layers: Replacement) -> Iterator[None]:
-    """``layers`` runs for :data:`recurrent_layers` within torch's decompositions. Relies on ``_rnn_helper`` (2.11)."""
+    """Runs ``layers`` for :data:`recurrent_layers` in torch's decompositions. Relies on ``_rnn_helper`` (2.11)."""
     with patch.object(torch_decompositions, "_rnn_helper", layers):
         yield
 
 
 @contextmanager
 def without_distribution_checks() -> Iterator[None]:
-    """Distributions do not check values. Relies on ``Distribution._validate_args``; the public
-    ``set_default_validate_args`` does not tell what it was before (2.11)."""
+    """Stops distributions from checking values. Relies on ``Distribution._validate_args``; the public
+    ``set_default_validate_args`` does not return the setting before (2.11)."""
     with patch.object(Distribution, "_validate_args", False):
         yield
 
 
 @contextmanager
 def flex_attention_by_definition() -> Iterator[None]:
-    """``flex_attention`` is the operations that define it, on every device and with gradients. Torch refuses gradients
-    on the CPU for lack of a kernel, and compiles unless it is told not to. Relies on ``_validate_device``,
+    """Runs ``flex_attention`` as the operations that define it, on every device and with gradients. Torch refuses
+    gradients on the CPU for lack of a kernel, and compiles unless it is told not to. Relies on ``_validate_device``,
     ``_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG``, ``flex_attention_hop`` and ``math_attention`` (2.11)."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(flex_attention, "_validate_device", lambda *_tensors: None))
@@ -95,7 +95,7 @@ def flex_attention_by_definition() -> Iterator[None]:
 
 @contextmanager
 def without_effect(operation: str) -> Iterator[None]:
-    """AOTAutograd takes ``operation`` for one without side effects. Relies on ``_get_effect`` and
+    """Makes AOTAutograd treat ``operation`` as one without side effects. Relies on ``_get_effect`` and
     ``_register_effectful_op`` (2.11)."""
     before = _get_effect(operation)
     _register_effectful_op(operation, None)
@@ -107,7 +107,7 @@ def without_effect(operation: str) -> Iterator[None]:
 
 @contextmanager
 def without_mkldnn() -> Iterator[None]:
-    """Operations do not run by oneDNN. Relies on ``torch._C._set_mkldnn_enabled``: the public
+    """Keeps operations from running on oneDNN. Relies on ``torch._C._set_mkldnn_enabled``: the public
     ``torch.backends.mkldnn.flags`` also changes precision and determinism (2.11)."""
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
@@ -119,7 +119,7 @@ def without_mkldnn() -> Iterator[None]:
 
 @contextmanager
 def exporting() -> Iterator[None]:
-    """``torch.compiler.is_compiling()`` and ``is_exporting()`` are true. Relies on the flags behind them (2.11)."""
+    """Makes ``torch.compiler.is_compiling()`` and ``is_exporting()`` true. Relies on the flags they read (2.11)."""
     flags = ("_is_compiling_flag", "_is_exporting_flag")
     saved = [getattr(torch.compiler, flag) for flag in flags]
     try:

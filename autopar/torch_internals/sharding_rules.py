@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 # Mesh, placements and global shape of a DTensor (2.11).
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-# What DTensor's rules take and give (2.11).
+# The arguments and results of DTensor's rules (2.11).
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, OutputSharding
 from torch.distributed.tensor._ops.single_dim_strategy import _ShardingPlaceholder
 from torch.distributed.tensor.experimental import register_sharding
@@ -33,7 +33,7 @@ __all__ = [
     "OpStrategy",
     "OutputSharding",
     "TensorMeta",
-    "imagined_mesh",
+    "fake_mesh",
     "is_registered_by_user",
     "op_schema",
     "rule_of",
@@ -46,8 +46,8 @@ __all__ = [
 Rule = Callable[..., Any]
 
 
-def imagined_mesh(size: int) -> DeviceMesh:
-    """A mesh of one axis that exists on paper only: no process group is made or asked. Relies on the arguments
+def fake_mesh(size: int) -> DeviceMesh:
+    """A mesh of one axis without processes: no process group is created or queried. Relies on the arguments
     ``_init_backend`` and ``_rank`` (2.11)."""
     return DeviceMesh("cpu", torch.arange(size, device="cpu"), _init_backend=False, _rank=0)
 
@@ -59,34 +59,34 @@ def op_schema(operation: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str,
 
 
 def rule_of_one_axis(operation: OpOverload) -> Rule | None:
-    """What proposes strategies of one axis. Relies on the registry ``op_single_dim_strategy_funcs`` (2.11)."""
+    """The rule that proposes strategies of one axis. Relies on the registry ``op_single_dim_strategy_funcs`` (2.11)."""
     return DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs.get(operation)
 
 
 def strategy_function_of(operation: OpOverload) -> Rule | None:
-    """What proposes strategies near given placements. Relies on the registry ``op_strategy_funcs`` (2.11)."""
+    """The rule that proposes strategies near given placements. Relies on the registry ``op_strategy_funcs`` (2.11)."""
     return DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs.get(operation)
 
 
 def rule_of(operation: OpOverload) -> Rule | None:
-    """What tells the placements of results. Relies on the registry ``op_to_rules`` (2.11)."""
+    """The rule that gives the placements of results. Relies on the registry ``op_to_rules`` (2.11)."""
     return DTensor._op_dispatcher.sharding_propagator.op_to_rules.get(operation)
 
 
 def strategies_of(function: Rule, schema: OpSchema) -> Sequence[OpSpec]:
-    """What a :func:`strategy_function_of` answers. Relies on ``_wrap_with_op_strategy`` (2.11)."""
+    """The strategies that a :func:`strategy_function_of` returns. Relies on ``_wrap_with_op_strategy`` (2.11)."""
     answer = function(DTensor._op_dispatcher.sharding_propagator._wrap_with_op_strategy(schema))
     return answer.strategies if isinstance(answer, OpStrategy) else ()
 
 
 def with_shards(row: Sequence[Any]) -> list[Any]:
-    """``row`` of a :func:`rule_of_one_axis`, with shards where the rule leaves open which kind. Relies on
+    """``row`` of a :func:`rule_of_one_axis`, with shards where the rule leaves the kind of shard open. Relies on
     ``_ShardingPlaceholder`` (2.11)."""
     return [Shard(p.dim) if isinstance(p, _ShardingPlaceholder) else p for p in row]
 
 
 def is_registered_by_user(operation: OpOverload) -> bool:
-    """Whether a user registered a rule by ``torch.distributed.tensor.experimental.register_sharding``. Relies on that
-    function's storing a ``partial`` of a function of its own module in ``op_strategy_funcs`` (2.11)."""
+    """Whether a user registered a rule with ``torch.distributed.tensor.experimental.register_sharding``. Relies on the
+    way that function stores it in ``op_strategy_funcs``: as a ``partial`` of a function of its own module (2.11)."""
     function = strategy_function_of(operation)
     return str(getattr(getattr(function, "func", None), "__module__", "")).startswith(register_sharding.__module__)

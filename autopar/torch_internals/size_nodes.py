@@ -1,4 +1,4 @@
-"""Sizes of one's own, as torch asks them what they are."""
+"""Sizes that autopar implements, behind torch's interface of symbolic sizes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 
 
 class SizeNode(ABC):
-    """What is behind a ``torch.SymInt``, or the ``torch.SymBool`` of a comparison with one, that has no number. Relies
-    on the methods that torch calls on what :class:`torch.SymInt` is given, those of ``SymNode`` (2.11)."""
+    """The implementation of a ``torch.SymInt`` that has no number, or of the ``torch.SymBool`` of a comparison with
+    one. Relies on the methods that torch calls on the argument of :class:`torch.SymInt`, those of ``SymNode``
+    (2.11)."""
 
     is_comparison = False
 
@@ -20,11 +21,11 @@ class SizeNode(ABC):
 
     @abstractmethod
     def decided(self) -> bool:
-        """Whether it is true; asked where it decides what runs."""
+        """Whether the comparison is true; called where it decides what runs."""
 
     @abstractmethod
     def refuse(self) -> NoReturn:
-        """Raises: anything else was asked, such as the number."""
+        """Raises; called for anything else, such as the number."""
 
     def is_int(self) -> bool:
         return not self.is_comparison
@@ -88,10 +89,10 @@ class SizeNode(ABC):
 
 
 def size_of(node: SizeNode) -> torch.SymInt:
-    """A size that asks ``node``. Relies on the constructor of ``torch.SymInt`` (2.11)."""
+    """A size implemented by ``node``. Relies on the constructor of ``torch.SymInt`` (2.11)."""
     return torch.SymInt(node)
 
 
 def node_of(size: torch.SymInt) -> object:
-    """What ``size`` asks. Relies on ``SymInt.node`` (2.11)."""
+    """The node that implements ``size``. Relies on ``SymInt.node`` (2.11)."""
     return size.node

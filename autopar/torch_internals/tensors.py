@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-# The memory format that torch's own decompositions and AOTAutograd take a tensor to have (2.11).
+# The memory format that torch's own decompositions and AOTAutograd assume for a tensor (2.11).
 from torch._prims_common import suggest_memory_format
 
 __all__ = [
@@ -21,8 +21,8 @@ __all__ = [
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """A number that tells ``storage`` from all others that exist, and works for fake tensors, whose addresses are all
-    0. Relies on ``_cdata``, the address of the C++ object (2.11)."""
+    """A number that identifies ``storage`` among all that exist. It works for fake tensors, whose addresses are all 0.
+    Relies on ``_cdata``, the address of the C++ object (2.11)."""
     return int(storage._cdata)
 
 
@@ -45,12 +45,12 @@ def wrapper_subclass(cls: type, shape: tuple[int, ...], dtype: torch.dtype) -> A
 
 def gradient_hooks(tensor: torch.Tensor) -> dict[int, Any] | None:
     """The hooks of ``register_hook``; None if there never were any. Relies on ``Tensor._backward_hooks`` (2.11)."""
-    found: dict[int, Any] | None = tensor._backward_hooks
-    return found
+    hooks: dict[int, Any] | None = tensor._backward_hooks
+    return hooks
 
 
 def accumulation_hooks(tensor: torch.Tensor) -> dict[int, Any] | None:
     """The hooks of ``register_post_accumulate_grad_hook``; None if there never were any. Relies on
     ``Tensor._post_accumulate_grad_hooks`` (2.11)."""
-    found: dict[int, Any] | None = getattr(tensor, "_post_accumulate_grad_hooks", None)
-    return found
+    hooks: dict[int, Any] | None = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return hooks

@@ -1,7 +1,7 @@
 """Nested tuples, lists and dicts as torch flattens them.
 
-Relies on ``torch.utils._pytree``, whose functions are those that ``torch.export`` uses (2.11). ``torch.utils.pytree``,
-the public module of later versions, has no paths.
+Relies on ``torch.utils._pytree``, whose functions ``torch.export`` uses (2.11). ``torch.utils.pytree``, the public
+module of later versions, has no paths.
 """
 
 from __future__ import annotations

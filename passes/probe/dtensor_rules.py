@@ -29,7 +29,7 @@ from autopar.torch_internals.sharding_rules import (
     OpSpec,
     OutputSharding,
     TensorMeta,
-    imagined_mesh,
+    fake_mesh,
     is_registered_by_user,
     op_schema,
     rule_of,
@@ -46,7 +46,7 @@ _PLAIN = (Replicate, Shard, Partial)
 
 @lru_cache(maxsize=64)
 def _mesh(size: int) -> DeviceMesh:
-    return imagined_mesh(size)
+    return fake_mesh(size)
 
 
 def _meta(tensor: TensorType) -> TensorMeta:

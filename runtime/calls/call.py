@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import AutoparError, PlanMismatchError
 from autopar.ir.placements import PARTIAL_SUM, REPLICATE, local_shape, take_local
 from autopar.ir.program import Program, Section, TensorSlot
-from autopar.ops.index_range import noted
+from autopar.ops.index_range import take_out_of_range
 from autopar.runtime.comm.collectives import Collectives, Handle
 from autopar.runtime.execute.executor import Executable
 from autopar.runtime.inputs.rank_local import own_part
@@ -94,7 +94,7 @@ class Call(CompiledCall):
     ) -> tuple[dict[str, torch.Tensor | Handle], list[torch.Tensor]]:
         """:meth:`run`, but outputs may be on their way still (:func:`wait_for` waits for one). ``again``: as ``past``
         was."""
-        noted()  # What an earlier call met that ended in another error.
+        take_out_of_range()  # What an earlier call met that ended in another error.
         past = past or Past()
         with torch.no_grad():
             # Made anew each time: no version counter of a DTensor sees every write (``.data``, fused optimizers).

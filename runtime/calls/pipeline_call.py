@@ -12,7 +12,7 @@ from autopar.errors import AutoparError
 from autopar.ir.pipeline_program import PipelineProgram, StagedParameter, StagedResult
 from autopar.ir.placements import PARTIAL_SUM, take_local
 from autopar.ir.program import Section
-from autopar.ops.index_range import noted
+from autopar.ops.index_range import take_out_of_range
 from autopar.runtime.comm.collectives import Collectives
 from autopar.runtime.pipeline.action_loop import PipelineRun
 from autopar.runtime.pipeline.chunk_executable import ChunkExecutable
@@ -79,7 +79,7 @@ class PipelineCall(CompiledCall):
         return outputs
 
     def _run(self, leaves: Sequence[Any], scale: float = 1.0) -> PipelineRun:
-        noted()  # What an earlier call met that ended in another error.
+        take_out_of_range()  # What an earlier call met that ended in another error.
         with torch.no_grad():
             given = self._inputs(leaves)
 

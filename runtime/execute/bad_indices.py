@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.errors import IndexRangeError
-from autopar.ops.index_range import OutOfRange, noted
+from autopar.ops.index_range import OutOfRange, take_out_of_range
 from autopar.runtime.comm.exchange import Exchange
 
 from .section_code import describe_place
@@ -16,7 +16,7 @@ LocatedIndex = tuple[OutOfRange, str]
 def raise_bad_indices(exchange: Exchange) -> None:
     """Raises :class:`IndexRangeError`, on every rank, if indices were out of range in the call before. Collective: one
     byte, since no result tells of an index whose nan is masked, or is looked up for integers."""
-    found = [(one, describe_place(one.place)) for one in noted()]
+    found = [(one, describe_place(one.place)) for one in take_out_of_range()]
     if any(map(any, exchange.all_bytes(bytes([bool(found)])))):
         raise IndexRangeError(_explain(exchange.ranks, exchange.all_objects(found)))
 

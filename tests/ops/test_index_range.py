@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.ops.index_range import any_outside, noted
+from autopar.ops.index_range import any_outside, take_out_of_range
 from autopar.ops.masked import LOCAL_OPS
 from autopar.runtime.execute.index_guards import GUARDED
 from tests.helpers.planning import on, slow_devices
@@ -132,12 +132,12 @@ def test_a_guarded_operation_is_the_operation_unless_an_index_is_out_of_range(na
     _, packet, overload = name.split(".")
     wanted = getattr(getattr(torch.ops.aten, packet), overload)(*CALLS[name])
     torch.testing.assert_close(GUARDED[name](*CALLS[name]), wanted)
-    assert noted() == []
+    assert take_out_of_range() == []
     for value in (5, -6):
         bad = torch.tensor([0, value])
         given = [[bad] if isinstance(a, list) else bad if a is INDEX else a for a in CALLS[name]]
         assert bool(GUARDED[name](*given).isnan().all())
-        assert [one.value for one in noted()] == [value] and noted() == []
+        assert [one.value for one in take_out_of_range()] == [value] and take_out_of_range() == []
 
 
 def test_a_shard_of_a_table_knows_what_no_shard_holds() -> None:
@@ -150,7 +150,7 @@ def test_a_shard_of_a_table_knows_what_no_shard_holds() -> None:
         ):
             found = LOCAL_OPS[f"autopar.masked_{name}"](*given, 3, 6)
             assert bool(found.isnan().any()) is bad
-            assert len(noted()) == int(bad)
+            assert len(take_out_of_range()) == int(bad)
 
 
 def test_nothing_is_asked_of_fake_tensors_and_masks() -> None:

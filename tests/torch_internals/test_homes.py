@@ -20,7 +20,7 @@ import autopar.torch_internals
 from autopar.runtime import mesh_of_one
 from autopar.runtime.torch_internals import dtensors, hooks, tensor_lists
 from autopar.torch_internals import fake_tensors, joint_graphs, modes, modules, operators, replacements, tensors
-from autopar.torch_internals.sharding_rules import imagined_mesh, rule_of, rule_of_one_axis, strategy_function_of
+from autopar.torch_internals.sharding_rules import fake_mesh, rule_of, rule_of_one_axis, strategy_function_of
 from autopar.torch_internals.size_nodes import node_of
 
 ADD = torch.ops.aten.add_.Tensor
@@ -188,7 +188,7 @@ def test_dtensors() -> None:
     assert isinstance(made, DTensor) and made.shape == (2, 3) and made.placements == (Replicate(),)
     assert dtensors.local_tensor(dtensors.dtensor_like(torch.zeros(2, 3), made)).sum() == 0
     assert repr(dtensors.strided_shard(0, 2)) != repr(dtensors.strided_shard(0, 3))
-    assert imagined_mesh(4).size() == 4
+    assert fake_mesh(4).size() == 4
 
 
 def test_registries_of_sharding_rules() -> None:
