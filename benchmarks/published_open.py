@@ -54,7 +54,7 @@ class Method:
 # fusions end at reductions, so that a softmax reads and writes by itself, and its buffers are laid out beforehand.
 _ALPA = {
     "gradients": "own",
-    "adding": True,
+    "gradient_accumulation_fusion": False,
     "overlap": (),
     "cuts": "operations",
     "eager": ("*scores.normalised",),
@@ -71,7 +71,7 @@ def _alpa(**values: Any) -> Method:
 
 METHODS: Mapping[str, Method] = {
     # Its version of autumn 2021: no distributed optimizer, gradients in fp16 added up beside their products.
-    "megatron": Method(replace(_PLAIN, zero=(0,)), {"gradients": "own", "adding": True}),
+    "megatron": Method(replace(_PLAIN, zero=(0,)), {"gradients": "own", "gradient_accumulation_fusion": False}),
     "intra_only": _alpa(pipeline=(1,)),
     "inter_only": _alpa(tensor=(1,), data=(1,)),
     "auto": _alpa(),
@@ -90,7 +90,7 @@ METHODS: Mapping[str, Method] = {
         replace(_PLAIN, tensor=(1,), pipeline=(1,), zero=(2,)),
         {
             "gradients": "own",
-            "adding": True,
+            "gradient_accumulation_fusion": False,
             "eager": ("*",),
             "overlap": ("weight", "gradient"),
             "reducing": "microbatch",

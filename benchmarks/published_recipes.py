@@ -50,7 +50,7 @@ def recipe(words: str, row: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = {
         "dispatch": "rows" if re.search(BY_ROWS, words) else "tokens",
-        "graphed": next((modules for pattern, modules in GRAPHS if re.search(pattern, words)), ()),
+        "cuda_graphs": next((modules for pattern, modules in GRAPHS if re.search(pattern, words)), ()),
         "recomputed": recomputed(words, row),
     }
     return found
@@ -113,4 +113,4 @@ def cut(row: Mapping[str, Any], chunks: int) -> dict[str, int]:
         return {}
     layers = number(row["model"], "layers")
     missing, each = -layers % chunks, -(-layers // chunks)
-    return {"lead": max(0, missing - each), "tail": min(missing, each)}
+    return {"embedding_as_layers": max(0, missing - each), "head_as_layers": min(missing, each)}

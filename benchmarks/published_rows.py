@@ -198,7 +198,7 @@ def known_fields(row: Mapping[str, Any]) -> dict[str, Any]:
         "precision": _precision(parallel.get("precision")),
         "overlap": overlap(row),
         "eager": eager(row),
-        "adding": not re.search(FUSED_GRADIENTS, system(row)),
+        "gradient_accumulation_fusion": bool(re.search(FUSED_GRADIENTS, system(row))),
         "offload": bool(parallel.get("cpu_offload_optimizer")),
         "moments": _moments(str(parallel.get("optimizer") or "adam").lower()),
     }

@@ -24,7 +24,7 @@ HABITS: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"narayanan.*zero-3\b", {"gathers": "tensor", "overlap": ("message",)}),
     # BigScience went over to bf16, whose gradients are added up in fp32, when it also counted the embedding and the
     # head as a layer each; before, gradients were in fp16 as DeepSpeed keeps them (chronicles of tr11-176B).
-    ("embedding-balanced", {"lead": 1, "tail": 1}),
+    ("embedding-balanced", {"embedding_as_layers": 1, "head_as_layers": 1}),
     # github.com/Aleph-Alpha/scaling, its library as published in 2024: the embedding, the layers, the last norm and the
     # head are one list that is cut evenly; gradients are kept in bf16 and all-reduced in fp32 whatever ZeRO divides;
     # every tensor rank gathers all logits, and sends all of an activation. Its norms gather the sequence, and its
@@ -33,14 +33,14 @@ HABITS: tuple[tuple[str, dict[str, Any]], ...] = (
         "hagemann",
         {
             "gradients": "own",
-            "whole": ("*loss*",),
-            "holds": ("*loss*",),
-            "lead": 1,
-            "tail": 2,
+            "replicated": ("*loss*",),
+            "retained_inputs": ("*loss*",),
+            "embedding_as_layers": 1,
+            "head_as_layers": 2,
             "reduction": "all-fp32",
             "scatter": False,
             "operands": "whole",
-            "apart": ("*mlp.gate", "*mlp.up"),
+            "separate_dgrad_reductions": ("*mlp.gate", "*mlp.up"),
         },
     ),
 )

@@ -14,21 +14,18 @@ from autopar.ir.graph import Graph
 from autopar.ir.module_paths import did_you_mean
 from autopar.ir.node import SAVED_ACTIVATION, Node, Value
 from autopar.ir.placements import Placement, is_shard
-from autopar.layout import Layout, degrees, matches, matches_whole
+from autopar.layout import PATTERNS, Layout, degrees, matches, matches_whole
 from autopar.layouts.sections.experts import FORWARD, MATRICES
 from autopar.layouts.sections.shortened_model import Depth, inside
 from autopar.passes.rule_language.compose import op_call
 from autopar.passes.rule_language.registry import RULES
 from autopar.placement.axis_names import weight_values
 
-# Fields of a layout that name modules by globs.
-_NAMING = ("eager", "whole", "apart", "graphed", "holds", "recomputed")
-
 
 def check_modules(model: nn.Module, layout: Layout) -> None:
     """Raises :class:`OptionsError` for a field that names modules which ``model`` does not have."""
     paths = [path for path, _ in model.named_modules()]
-    for name in _NAMING:
+    for name in PATTERNS:
         for pattern in getattr(layout, name):
             if not any(matches(path, (pattern,)) for path in paths):
                 raise OptionsError(
@@ -39,7 +36,7 @@ def check_modules(model: nn.Module, layout: Layout) -> None:
 def check_represented(modules: Sequence[str], depth: Depth, layout: Layout) -> None:
     """Raises :class:`OptionsError` for a field that names, of the paths ``modules``, some in a layer that represents
     others but not those in all of these, or the other way around: they have one price."""
-    for name in _NAMING:
+    for name in PATTERNS:
         patterns = getattr(layout, name)
         named = [path for path in modules if matches(path, patterns)]
         for path, kinds in depth.kinds.items() if named else ():
@@ -91,7 +88,7 @@ def check_division(graph: Graph, layout: Layout) -> None:
         if count % layout.tensor:
             what = "experts" if node.op == FORWARD else "heads"
             works = degrees("tensor", common, layout.tensor)
-            whole = f", or whole=({node.module!r},), so that every tensor rank computes all of them"
+            whole = f", or replicated=({node.module!r},), so that every tensor rank computes all of them"
             raise OptionsError(
                 f"{layout}: {node.module or node.name} has {count} {what}, which do not divide among {layout.tensor} "
                 f"tensor ranks; {works}{whole if what == 'heads' else ''}"
@@ -103,7 +100,7 @@ def _counted(graph: Graph, layout: Layout) -> Iterator[tuple[Node, int]]:
     some ranks one more, for whom all wait; attention that is spelled out in products has no heads to be seen. Experts,
     of which each tensor rank has its own."""
     for node in graph.nodes:
-        if node.phase != "forward" or matches(node.module, layout.whole):
+        if node.phase != "forward" or matches(node.module, layout.replicated):
             continue
         if node.op == FORWARD:
             yield node, int(graph.type_of(node.operands[MATRICES]).shape[0])

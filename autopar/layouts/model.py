@@ -66,7 +66,8 @@ class LayoutModel:
 
     def sections(self, layout: Layout, cluster: Cluster, batch: int | None = None) -> Sections:
         """What one microbatch of a global batch costs under ``layout``."""
-        priced_by = (layout.eager, layout.precision, layout.graphed, layout.balanced, layout.holds, layout.recomputed)
+        balanced, retained = layout.context_load_balancing, layout.retained_inputs
+        priced_by = (layout.eager, layout.precision, layout.cuda_graphs, balanced, retained, layout.recomputed)
         key = (*self._key(layout, cluster), *priced_by)
         if key not in self._sections:
             check_represented(self.modules, self.depth, layout)
@@ -74,8 +75,9 @@ class LayoutModel:
             self._sections[key] = section_costs(self.placed(layout, cluster), self.depth, layout)
         # Products add nothing to the gradients of a single microbatch, as where operations of their own do it.
         is_single = (batch or self.batch) <= layout.data * layout.microbatch
-        layout = replace(layout, adding=layout.adding or is_single)
-        divided = (*key, layout.expert, layout.capacity, layout.dispatch, layout.adding, layout.gradients)
+        is_fused = layout.gradient_accumulation_fusion and not is_single
+        layout = replace(layout, gradient_accumulation_fusion=is_fused)
+        divided = (*key, layout.expert, layout.capacity, layout.dispatch, is_fused, layout.gradients)
         if divided not in self._sections:
             self._sections[divided] = with_experts(self._sections[key], layout, cluster)
         return self._sections[divided]
@@ -83,8 +85,8 @@ class LayoutModel:
     @staticmethod
     def _key(layout: Layout, cluster: Cluster) -> tuple[object, ...]:
         """What placements depend on."""
-        said = (layout.tensor, layout.context, layout.microbatch, layout.sequence_parallel, layout.operands)
-        return *said, layout.apart, layout.whole, layout.hides_input_gradients, cluster
+        degrees = (layout.tensor, layout.context, layout.microbatch, layout.sequence_parallel, layout.operands)
+        return *degrees, layout.separate_dgrad_reductions, layout.replicated, layout.hides_input_gradients, cluster
 
     def placed(self, layout: Layout, cluster: Cluster) -> Placed:
         key = self._key(layout, cluster)
@@ -136,11 +138,11 @@ def price(
 
 def _limit_of(options: Options) -> int | None:
     """The memory limit. Raises :class:`OptionsError` for options that would be passed over."""
-    usual, known = Options(), {one.name for one in fields(Layout)}
-    for name in (one.name for one in fields(Options)):
+    defaults, names = Options(), {known.name for known in fields(Layout)}
+    for name in (option.name for option in fields(Options)):
         value = getattr(options, name)
-        if name != "memory_limit" and value != getattr(usual, name):
-            works = f"write layout=Layout({name}={value!r})" if name in known else "leave it out"
+        if name != "memory_limit" and value != getattr(defaults, name):
+            works = f"write layout=Layout({name}={value!r})" if name in names else "leave it out"
             raise OptionsError(
                 f"price(options=Options({name}={value!r})): of options only memory_limit counts; {works}"
             )

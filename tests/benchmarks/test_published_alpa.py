@@ -27,7 +27,11 @@ def row_of(family: str, method: str, devices: int, **model: object) -> dict[str,
     [
         ("alpa.intra_only", 2, "data=2 microbatch=8 recompute=full zero=2 cuts=operations"),
         ("alpa.intra_only", 64, "tensor=32 data=2 microbatch=1 recompute=full zero=2 cuts=operations"),
-        ("megatron", 16, "tensor=2 pipeline=8 microbatch=4 recompute=full overlap=weight+message adding=True"),
+        (
+            "megatron",
+            16,
+            "tensor=2 pipeline=8 microbatch=4 recompute=full overlap=weight+message gradient_accumulation_fusion=False",
+        ),
     ],
 )
 def test_layouts_that_scripts_give_are_not_chosen(method: str, devices: int, text: str) -> None:

@@ -28,12 +28,12 @@ def test_recipes_say_more_of_mixtures_than_rows() -> None:
     new, old = (
         case_of(mixture("DeepSeekV3 GB200 x256 MXFP8", release, interleave=4)) for release in ("26.06", "26.04")
     )
-    assert new.layout.graphed == ("*",) and "expert" in new.layout.overlap
-    assert "*" not in old.layout.graphed and "expert" not in old.layout.overlap
+    assert new.layout.cuda_graphs == ("*",) and "expert" in new.layout.overlap
+    assert "*" not in old.layout.cuda_graphs and "expert" not in old.layout.overlap
     # 16 chunks of four layers, but the last of one: the head and the second token take the place of three.
-    assert (new.shape.beyond, new.layout.lead, new.layout.tail) == (1, 0, 3)
+    assert (new.shape.beyond, new.layout.embedding_as_layers, new.layout.head_as_layers) == (1, 0, 3)
     pairs = case_of(mixture("Kimi_K2 GB200 x256 MXFP8", "26.06", interleave=8))
-    assert (pairs.shape.beyond, pairs.layout.lead, pairs.layout.tail) == (0, 1, 2)
+    assert (pairs.shape.beyond, pairs.layout.embedding_as_layers, pairs.layout.head_as_layers) == (0, 1, 2)
     by_rows = case_of(mixture("GPT OSS 120B GB200 x64 BF16", "26.04", precision="bf16"))
     assert (by_rows.layout.dispatch, old.layout.dispatch) == ("rows", "tokens")
 

@@ -251,7 +251,11 @@ def test_what_is_known_of_systems_goes_into_their_rows() -> None:
     """Aleph Alpha's library, and DeepSpeed on Jean Zay: who stands still while messages travel, what is reduced, where
     layers are cut, what the network carries."""
     hagemann = case_of({**ROW, "source": "Hagemann et al. 2023"})
-    assert (hagemann.layout.lead, hagemann.layout.tail, hagemann.layout.reduction) == (1, 2, "all-fp32")
+    assert (hagemann.layout.embedding_as_layers, hagemann.layout.head_as_layers, hagemann.layout.reduction) == (
+        1,
+        2,
+        "all-fp32",
+    )
     assert "message" not in hagemann.layout.overlap and not hagemann.layout.scatter
     (outer,) = hagemann.cluster.links[1:]
     assert outer.rates["message"][0].bandwidth > 3 * outer.bandwidth
@@ -259,12 +263,12 @@ def test_what_is_known_of_systems_goes_into_their_rows() -> None:
     jean_zay["source"] = "BigScience tr11-176B chronicles-prequel.md"
     jean_zay["parallel"] = {**ROW["parallel"], "d": 80, "global_batch": 80, "schedule": "1f1b (DeepSpeed)"}
     few, fp16 = case_of(jean_zay), changed("parallel", precision="fp16", schedule="1f1b (DeepSpeed)")
-    assert "message" not in few.layout.overlap and few.layout.lead == 0
+    assert "message" not in few.layout.overlap and few.layout.embedding_as_layers == 0
     assert few.cluster.device.launch_seconds > cluster_of(ROW).device.launch_seconds
     assert few.cluster.links[1].bandwidth < 0.5 * few.cluster.links[1].rates["message"][0].bandwidth
     assert few.layout.gradients == "fp32" and case_of(fp16).layout.gradients == "own"
     balanced = case_of({**jean_zay, "notes": "embedding-balanced stages"}).layout
-    assert (balanced.lead, balanced.tail) == (1, 1)
+    assert (balanced.embedding_as_layers, balanced.head_as_layers) == (1, 1)
 
 
 def test_zero_3_of_2021_is_that_of_one_paper() -> None:

@@ -66,6 +66,12 @@ def test_layouts_are_compared(target: str, capsys: pytest.CaptureFixture[str]) -
     assert any(line.startswith("rule") for line in said.splitlines())
 
 
+def test_layouts_are_compared_by_old_names_of_their_fields(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.warns(DeprecationWarning, match=r"use Layout\.head_as_layers"):
+        assert main(["plan", target, *WORDS, "--batch", "32", "--compare", "data=2 pipeline=2 tail=1"]) == 0
+    assert "head_as_layers=1" in capsys.readouterr().out
+
+
 def test_layouts_as_json(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", target, *WORDS, "--tokens", "1e9", "--compare", "data=4", "--meta", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

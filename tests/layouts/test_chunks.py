@@ -65,7 +65,7 @@ def test_steps_cut_between_operations_are_quicker_where_layers_are_few() -> None
 @pytest.mark.parametrize("recompute", ["none", "selective", "elementwise", "operations", "full"])
 def test_what_is_computed_again_waits_for_its_share_of_the_host(recompute: Recompute) -> None:
     device = dataclasses.replace(A100.device, host_seconds=1e-3)
-    layout = Layout(recompute=recompute, graphed=())
+    layout = Layout(recompute=recompute, cuda_graphs=())
     section = model().sections(layout, dataclasses.replace(A100, device=device)).layers[0]
     again, whole = computed_again(section, layout), section.forward
     assert whole.host > 0

@@ -77,7 +77,7 @@ class Masked(nn.Module):
     [
         (
             Layout(tensor=8),
-            r"self_attn has 20 heads, which do not divide among 8 tensor ranks; tensor=4 does, or whole",
+            r"self_attn has 20 heads, which do not divide among 8 tensor ranks; tensor=4 does, or replicated",
         ),
         (Layout(tensor=5), r"experts has 8 experts, which do not divide among 5 tensor ranks; tensor=4 does$"),
         (
@@ -103,11 +103,11 @@ def test_degrees_that_are_advised_can_be_had() -> None:
 
 def test_modules_that_are_not_there_are_named() -> None:
     model, inputs = Steps(0), (torch.empty(8, 96, dtype=torch.long),)
-    for field in ("eager", "whole", "apart", "graphed"):
+    for field in ("eager", "replicated", "separate_dgrad_reductions", "cuda_graphs"):
         with pytest.raises(OptionsError, match=rf"{field}=...\): the model has no module 'lats'; did you mean 'last'"):
             price(model, inputs, H100, layout=Layout(**{field: ("lats",)}))  # type: ignore[arg-type]
-    with pytest.raises(OptionsError, match=r"whole=...\): the model has no module 'x\.\*'$"):
-        plan_layouts(model, inputs, H100, devices=8, compare={"ours": Layout(data=8, whole=("l*", "x.*"))})
+    with pytest.raises(OptionsError, match=r"replicated=...\): the model has no module 'x\.\*'$"):
+        plan_layouts(model, inputs, H100, devices=8, compare={"ours": Layout(data=8, replicated=("l*", "x.*"))})
 
 
 def test_layers_with_one_price_are_named_alike() -> None:

@@ -66,7 +66,10 @@ def test_gradients_of_weights_are_read_and_written_in_fp32() -> None:
     few = block(rows=64.0, width=8192, up=8192, down=4096)
     elements = 16 * 8192 * (8192 + 4096)
     assert price_block(few, Layout(), H100).backward > 8 * elements / H100.device.memory_bandwidth
-    own, apart = (price_block(few, Layout(**named), H100) for named in ({"gradients": "own"}, {"adding": True}))
+    own, apart = (
+        price_block(few, Layout(**named), H100)
+        for named in ({"gradients": "own"}, {"gradient_accumulation_fusion": False})
+    )
     saved = price_block(few, Layout(), H100).backward - own.backward
     assert saved == pytest.approx((8 - 4) * elements / H100.device.memory_bandwidth, rel=0.02)
     assert apart.backward < own.backward
@@ -75,10 +78,13 @@ def test_gradients_of_weights_are_read_and_written_in_fp32() -> None:
 def test_gradients_of_a_single_microbatch_are_added_to_nothing() -> None:
     """A step of one microbatch has the products of one that adds up by operations of its own, of which it has none."""
     several, one = (model().sections(Layout(microbatch=4), H100, batch) for batch in (8, 4))
-    apart = model().sections(Layout(microbatch=4, adding=True), H100, 8)
+    apart = model().sections(Layout(microbatch=4, gradient_accumulation_fusion=False), H100, 8)
     assert one.layers[0].backward.compute == apart.layers[0].backward.compute < several.layers[0].backward.compute
     single = Layout(data=16, microbatch=4)
-    priced, adding = (model().price(layout, H100) for layout in (single, dataclasses.replace(single, adding=True)))
+    priced, adding = (
+        model().price(layout, H100)
+        for layout in (single, dataclasses.replace(single, gradient_accumulation_fusion=False))
+    )
     assert priced.predicted.step_seconds == adding.predicted.step_seconds
 
 
@@ -94,7 +100,7 @@ def test_rows_are_cast_to_fp8_before_products() -> None:
 def test_experts_are_started_one_by_one_unless_they_are_a_graph() -> None:
     cost = price_block(block(), Layout(expert=4, data=4), H100)
     assert cost.starts == (2 * 4 + ARRANGING, 4 * 4 + ARRANGING)
-    slow, layout = with_host(1e-3), Layout(graphed=("*attention*", "layers.?", "*norm*"))
+    slow, layout = with_host(1e-3), Layout(cuda_graphs=("*attention*", "layers.?", "*norm*"))
     waiting = model().sections(layout, slow).layers[0]
     assert waiting.forward.host > (2 * 16 + ARRANGING) * 1e-3 - waiting.forward.compute
     assert model().sections(Layout(), slow).layers[0].forward.host == 0

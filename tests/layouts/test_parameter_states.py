@@ -121,7 +121,7 @@ def test_expandable_segments_lose_nothing() -> None:
             r"precision='fp16'\): a remainder is what weights in bf16 lack",
         ),
         ({"masters": "remainder", "precision": "fp8", "weights": "fp8"}, 'weights="fp8".: a remainder'),
-        ({"states": "fp16"}, "states='fp16'.: one of 'fp32', 'bf16'"),
+        ({"states": "fp16"}, "states='fp16'.: must be one of 'fp32', 'bf16'"),
         ({"allocation": "pools"}, "'caching', 'expandable', 'static'"),
     ],
 )
@@ -157,7 +157,9 @@ def test_layers_that_cannot_rest_on_the_host_are_refused() -> None:
         price(offload_layers=3)
     with pytest.raises(OptionsError, match=r"offload_layers=1, pipeline=2, .*take offload_layers=0, or pipeline=1"):
         Layout(offload_layers=1, pipeline=2)
-    with pytest.raises(OptionsError, match=r"schedule='gpipe'\).*GPipe keeps it of several; .*, or another schedule"):
+    with pytest.raises(
+        OptionsError, match=r"schedule='gpipe'\).*GPipe retains those of several; .*, or another schedule"
+    ):
         Layout(offload_layers=1, schedule="gpipe")
     for memory, said in ((0, "or leave offload_layers out"), (1000, "what 2 layers keep of .* take fewer of them")):
         device = replace(H100.device, host_bandwidth=1e9 * bool(memory), host_memory_bytes=memory)

@@ -93,9 +93,9 @@ def test_operands_kept_whole_are_not_gathered_again() -> None:
 
 
 def test_products_apart_reduce_each_the_gradient_of_its_input() -> None:
-    kinds = moved(tensor=4, apart=("*.query", "*.key", "*.value"))
+    kinds = moved(tensor=4, separate_dgrad_reductions=("*.query", "*.key", "*.value"))
     assert kinds == [("backward", "all_reduce")] * 4 + [("forward", "all_reduce")] * 2
-    assert moved(tensor=4, apart=("*.output",)) == moved(tensor=4)
+    assert moved(tensor=4, separate_dgrad_reductions=("*.output",)) == moved(tensor=4)
 
 
 def test_sequence_parallelism_divides_all_that_is_kept() -> None:
@@ -149,13 +149,17 @@ def test_zero_divides_what_rests() -> None:
 def test_gradients_of_microbatches_are_added_up() -> None:
     """Each but a lone one, where that takes operations: what was computed is read, the sum read and written."""
     weights = price(microbatch=64).predicted.weight_bytes
-    assert price(microbatch=64, adding=True).parts["adding up"] == price(microbatch=8).parts["adding up"] == 0.0
+    assert (
+        price(microbatch=64, gradient_accumulation_fusion=False).parts["adding up"]
+        == price(microbatch=8).parts["adding up"]
+        == 0.0
+    )
     moved = 8 * (weights + 2 * 2 * weights)
-    found = price(microbatch=8, adding=True)
+    found = price(microbatch=8, gradient_accumulation_fusion=False)
     assert found.parts["adding up"] == pytest.approx(moved / A100.device.memory_bandwidth)
     longer = found.predicted.step_seconds - price(microbatch=8).predicted.step_seconds
     assert longer == pytest.approx(found.parts["adding up"])
-    own = price(microbatch=8, gradients="own", adding=True).parts["adding up"]
+    own = price(microbatch=8, gradients="own", gradient_accumulation_fusion=False).parts["adding up"]
     assert own == pytest.approx(8 * 3 * weights / A100.device.memory_bandwidth)
 
 
@@ -179,14 +183,14 @@ def test_ends_that_count_as_layers_hold_fewer() -> None:
     sections = model().sections(Layout(pipeline=3), A100)
     each = sum(w.elements * w.itemsize for w in sections.layers[1].weights)
     ends = [sum(w.elements * w.itemsize for w in section.weights) for section in (sections.before, sections.after)]
-    assert [one.weights for one in price(pipeline=3, lead=1, tail=2).held] == [
+    assert [one.weights for one in price(pipeline=3, embedding_as_layers=1, head_as_layers=2).held] == [
         ends[0] + 2 * each,
         3 * each,
         ends[1] + each,
     ]
     assert [one.weights for one in price(pipeline=3).held] == [ends[0] + 2 * each, 2 * each, ends[1] + 2 * each]
     with pytest.raises(OptionsError, match="a chunk has none"):
-        price(pipeline=6, lead=3)
+        price(pipeline=6, embedding_as_layers=3)
 
 
 def test_ranks_stand_still_for_messages_over_the_links_between_them() -> None:
@@ -293,11 +297,11 @@ def test_a_limit_too_small_says_by_how_much() -> None:
         ({"zero": 4}, "zero=4"),
         ({"expert": 3, "data": 4}, "does not divide 4"),
         ({"overlap": ("all",)}, "'all'"),
-        ({"tail": -1}, "tail=-1"),
+        ({"head_as_layers": -1}, "head_as_layers=-1"),
         ({"reduction": "some"}, "'all-fp32'"),
         ({"overlap": "gradient"}, "overlap='gradient'.: not a tuple"),
         ({"eager": "*norm*"}, "not a tuple"),
-        ({"schedule": "dualpipe", "pipeline": 2}, "'dualpipe'.: one of 'gpipe'"),
+        ({"schedule": "dualpipe", "pipeline": 2}, "'dualpipe'.: must be one of 'gpipe'"),
         ({"interleave": 2}, "pipeline=1 has none; take interleave=1, or pipeline=2"),
         ({"schedule": "zb-v", "pipeline": 2}, "'zb-v' runs 2 chunks on each stage; take interleave=2"),
         ({"schedule": "1f1b", "pipeline": 2, "interleave": 2}, "'1f1b' runs 1 chunk on each stage; take interleave=1"),

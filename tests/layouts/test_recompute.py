@@ -84,7 +84,7 @@ def test_an_early_and_a_late_piece_are_as_long_on_every_context_rank() -> None:
     mean."""
     shape = Shape(2, 1024, 8, 1, 128, 512, gated=True, vocab=1024, seq=32768, flash=True)
     even, late = (
-        model(shape).sections(Layout(context=4, balanced=balanced), H100).layers[0].forward.compute
+        model(shape).sections(Layout(context=4, context_load_balancing=balanced), H100).layers[0].forward.compute
         for balanced in (True, False)
     )
     attention = 4 * 8 * 128 * 32768 * 32768 / 2 / 4
@@ -211,7 +211,7 @@ def test_all_parts_of_a_named_module_are_computed_again() -> None:
 def test_what_a_caller_holds_is_held_though_it_is_computed_again() -> None:
     """The norm's result, which gate takes."""
     held, both, again = (
-        model().sections(Layout(holds=holds, recomputed=globs), H100).layers[0].saved
+        model().sections(Layout(retained_inputs=holds, recomputed=globs), H100).layers[0].saved
         for holds, globs in ((("*.mlp.gate",), ()), (("*.mlp.gate",), ("*.norm2",)), ((), ("*.norm2",)))
     )
     assert held == both == again + SHAPE.seq * SHAPE.hidden * 2
@@ -221,7 +221,7 @@ def test_what_is_kept_to_compute_again_is_held_already() -> None:
     """Of ``Tanh`` the product before it, whose result nothing else keeps."""
     saved = []
     for holds in ((), ("layers.*.1",)):
-        layout = Layout(microbatch=32, precision="fp32", recomputed=("layers.*.1",), holds=holds)
+        layout = Layout(microbatch=32, precision="fp32", recomputed=("layers.*.1",), retained_inputs=holds)
         saved.append([section.saved for section in plain_layers().sections(layout, H100).layers])
     assert saved[0] == saved[1] == [(32 * 256 + 32 * 64) * 4] * len(saved[0])
 

@@ -113,7 +113,10 @@ def test_values_that_do_not_go_with_what_is_given_are_left_out() -> None:
 
 def test_states_that_one_rank_has_no_room_for_are_passed_over() -> None:
     """Of nine places in four stages the second has three: more than the others, which bounds look at."""
-    like, space = Layout(offload=True, lead=1), Space(tensor=(1,), pipeline=(4,), interleave=(1,), recompute=("full",))
+    like, space = (
+        Layout(offload=True, embedding_as_layers=1),
+        Space(tensor=(1,), pipeline=(4,), interleave=(1,), recompute=("full",)),
+    )
     held = model().price(replace(like, pipeline=4, recompute="full"), A100).held
     assert held[1].offloaded > max(held[rank].offloaded for rank in (0, 2, 3))
     room = (held[1].offloaded + max(held[rank].offloaded for rank in (0, 2, 3))) // 2

@@ -83,7 +83,9 @@ def test_under_gpipe_all_microbatches_keep_their_logits() -> None:
 def test_what_callers_hold_is_kept(tensor: int) -> None:
     """All logits in bf16, gathered, beside what backward reads of them."""
     plain, holding = (
-        model().sections(Layout(tensor=tensor, whole=("loss",), eager=("loss",), holds=holds), A100).after
+        model()
+        .sections(Layout(tensor=tensor, replicated=("loss",), eager=("loss",), retained_inputs=holds), A100)
+        .after
         for holds in ((), ("loss",))
     )
     assert holding.saved - plain.saved == 2 * LOGITS == holding.saved_last - plain.saved_last
@@ -92,7 +94,8 @@ def test_what_callers_hold_is_kept(tensor: int) -> None:
 def test_what_products_take_is_kept_whoever_holds_it() -> None:
     """Modules with weights of their own hold nothing new; the activation between them holds what it would remake."""
     plain, products, activation = (
-        model().sections(Layout(holds=holds), A100).layers[1].saved for holds in ((), ("*.mlp.*",), ("*.mlp",))
+        model().sections(Layout(retained_inputs=holds), A100).layers[1].saved
+        for holds in ((), ("*.mlp.*",), ("*.mlp",))
     )
     assert products == plain
     assert activation - plain == SHAPE.seq * SHAPE.ffn * 2

@@ -134,15 +134,16 @@ def are_cast(*dims: int) -> bool:
 
 
 def price_block(block: Block, layout: Layout, cluster: Cluster) -> Bill:
-    """What a block costs on a device of ``layout``. Products add the gradients of weights to those of microbatches
-    before, which are read and written, unless ``layout.adding``: then they write their own."""
+    """What a block costs on a device of ``layout``. With ``layout.gradient_accumulation_fusion`` products add the
+    gradients of weights to those of earlier microbatches, which they read and write; otherwise they write their own."""
     held = block.held // layout.expert
     rows = block.rows * layout.capacity
     each = max(1.0, rows / held)
     is_fp8 = layout.precision == "fp8" and are_cast(block.width, block.up, block.down)
     dtype = FP8 if is_fp8 else torch.float16 if layout.precision == "fp16" else _DTYPES[block.itemsize]
     taken = dtype.itemsize
-    added = block.itemsize if layout.adding else 2 * layout.gradient_itemsize(block.itemsize)
+    is_fused = layout.gradient_accumulation_fusion
+    added = 2 * layout.gradient_itemsize(block.itemsize) if is_fused else block.itemsize
 
     def product(m: float, n: float, k: float, made: int = block.itemsize) -> float:
         moved = held * (made * m * n + taken * (n * k + m * k))

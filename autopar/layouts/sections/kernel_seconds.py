@@ -34,7 +34,7 @@ _Types = tuple[tuple[TensorType, ...], tuple[TensorType | None, ...]]
 
 def graphed(module: str, layout: Layout) -> bool:
     """Whether the host starts the operations of a module as one."""
-    return matches(module, layout.graphed)
+    return matches(module, layout.cuda_graphs)
 
 
 def _contiguous(graph: Graph, value: Value) -> int | None:
@@ -137,7 +137,7 @@ class KernelPrices:
     def _runs_as(self, local: str) -> str:
         """The local operation that replaces one: none for causal attention where ranks hold pieces of the sequence
         so that each attends to as much."""
-        return "" if self.layout.balanced and "causal_attention" in local else local
+        return "" if self.layout.context_load_balancing and "causal_attention" in local else local
 
     def host_seconds(self, kernel: Kernel) -> float:
         """Seconds of the host in which it starts a kernel."""

@@ -103,9 +103,9 @@ def _prices(annotated: Graph, layout: Layout, cluster: Cluster) -> Iterator[tupl
     gathered = frozenset(
         annotated.type_of(value)
         for node in annotated.nodes
-        if matches(node.module, layout.whole)
+        if matches(node.module, layout.replicated)
         for value in node.operands
-        if not matches(annotated[value.node].module, layout.whole)
+        if not matches(annotated[value.node].module, layout.replicated)
     )
     yield ReducedOnly(cluster, mesh, options, exchanged, gathered=gathered), False
     yield ReducedOnly(cluster, mesh, options, exchanged, gathered=frozenset(options)), False
@@ -115,7 +115,7 @@ def _whole(layout: Layout) -> Allowed:
     """Operations of whole modules divide nothing on the tensor axis."""
 
     def allowed(node: Node, choice: Choice) -> bool:
-        if isinstance(choice, ParameterPlacement) or node.is_placeholder or not matches(node.module, layout.whole):
+        if isinstance(choice, ParameterPlacement) or node.is_placeholder or not matches(node.module, layout.replicated):
             return True
         return not any(is_shard(place[TENSOR]) for place in choice.inputs)
 
@@ -205,10 +205,14 @@ def _apart(instance: Instance, layout: Layout) -> Allowed:
 
     def summed(name: str) -> bool:
         node = graph[name]
-        return node.phase == "backward" and family_of(node.op).matrix is not None and matches(node.module, layout.apart)
+        return (
+            node.phase == "backward"
+            and family_of(node.op).matrix is not None
+            and matches(node.module, layout.separate_dgrad_reductions)
+        )
 
     def allowed(node: Node, choice: Choice) -> bool:
-        if isinstance(choice, ParameterPlacement) or node.is_placeholder or not layout.apart:
+        if isinstance(choice, ParameterPlacement) or node.is_placeholder or not layout.separate_dgrad_reductions:
             return True
         partial = (isinstance(place[TENSOR], Partial) for place in choice.inputs)
         return not any(is_sum and summed(value.node) for is_sum, value in zip(partial, node.operands, strict=True))

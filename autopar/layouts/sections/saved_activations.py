@@ -69,8 +69,8 @@ class Saved:
         }
 
     def _held_by_callers(self, name: str) -> int:
-        """Bytes of what comes into the modules of :attr:`Layout.holds` from others, and of the copies that collectives
-        make of it for them, where these are not kept anyway; what backward computes again would not be."""
+        """Bytes of the inputs that modules of :attr:`Layout.retained_inputs` get from other modules, and of the copies
+        that collectives make of them, unless these are retained anyway; recomputed values would not be."""
         found: dict[tuple[Value, Placements], int] = {}
         for use in self._operands(name):
             source = origin(self.graph, use.value)
@@ -84,7 +84,7 @@ class Saved:
         return value.node in self.varying and not self._is_held(value.node)
 
     def _is_held(self, name: str) -> bool:
-        return matches(self.graph[name].module, self.layout.holds)
+        return matches(self.graph[name].module, self.layout.retained_inputs)
 
     def _rematerialising(self, value: Value) -> float:
         """Seconds of making a value again from what is kept."""

@@ -31,7 +31,7 @@ def _between_layers(sections: Sections, layout: Layout) -> list[list[Section]]:
     """Layers in as many chunks, equal but for one layer; the short ones are those at the ends, which have embeddings
     and the loss besides, or only these. What these count as takes the place of layers."""
     layers = [sections.layers[i] for i in sections.priced_as]
-    count, slots = layout.chunks, layout.lead + len(layers) + layout.tail
+    count, slots = layout.chunks, layout.embedding_as_layers + len(layers) + layout.head_as_layers
     if count > 1 and not layers:
         raise OptionsError(
             f"{layout}: the model has no layers to cut between (equal elements of a ModuleList, ModuleDict or "
@@ -47,7 +47,7 @@ def _between_layers(sections: Sections, layout: Layout) -> list[list[Section]]:
     order = sorted(range(count), key=lambda c: -min(c, count - 1 - c))
     ends = list(accumulate(small + (order.index(c) < extra) for c in range(count)))
     found = [
-        layers[max(0, start - layout.lead) : max(0, end - layout.lead)]
+        layers[max(0, start - layout.embedding_as_layers) : max(0, end - layout.embedding_as_layers)]
         for start, end in zip([0, *ends], ends, strict=False)
     ]
     found[0] = [sections.before, *found[0]]

@@ -115,7 +115,7 @@ class SectionTimes:
 
     def adding_up(self, section: Section) -> float:
         """Seconds of adding the gradients of a microbatch to those before it, by operations of their own."""
-        if self.microbatches == 1 or not self.layout.adding:
+        if self.microbatches == 1 or self.layout.gradient_accumulation_fusion:
             return 0.0
         moved = sum(w.elements * w.itemsize + 2 * gradient_bytes(w, self.layout) for w in section.trained)
         return moved / self.cluster.device.memory_bandwidth
