@@ -96,6 +96,7 @@ class Options:
     offload: bool | None = None
     zero: Literal[0, 1, 2, 3] | None = None
     pins: Mapping[str, str] = field(default_factory=dict)
+    # Chosen: a minute of planning is little against a training, and within a percent is less than prices are off by.
     time_limit: float = 60.0
     gap: float = 0.01
     seed: int | None = None

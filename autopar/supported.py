@@ -8,6 +8,7 @@ import torch
 
 # The oldest, and the first that is too new.
 TORCH = ((2, 11), (2, 16))
+# The oldest, and the first that is too new: as noxfile.py tests them.
 PYTHON = ((3, 11), (3, 14))
 Bounds = tuple[tuple[int, int], tuple[int, int]]
 

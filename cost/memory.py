@@ -16,6 +16,7 @@ def reserve(cluster: Cluster) -> int:
 
 
 # Share of a host's memory that data loading, checkpoints and the system leave.
+# Our estimate (docs/cost-model.md, "Host memory").
 HOST_SHARE = 0.8
 
 

@@ -37,10 +37,14 @@ Result = TypeVar("Result")
 Start = Literal["auto", "template", "spawn"]
 
 # How long after the first failure others are still listened to: the cause may report after its consequences.
+# Chosen, not measured.
 _SETTLE_SECONDS = 0.3
 # How long a process whose descriptors are closed may take to end (it may be writing a core file).
+# Chosen, not measured.
 _DYING_SECONDS = 5.0
+# A 64-bit integer.
 _PORT_BYTES = 8
+# Of Linux's sys/prctl.h.
 _PR_SET_PDEATHSIG = 1
 
 
@@ -306,6 +310,7 @@ def _raise(workers: list[_Worker], timeout: float) -> NoReturn:
     stuck = [worker for worker in workers if worker.report is None]
     for worker in stuck:
         worker.signal(signal.SIGUSR1)
+    # Chosen: what writing the traces takes.
     time.sleep(0.2)
     places = "\n".join(f"rank {worker.rank} was here:\n{_read_trace(worker)}" for worker in stuck)
     names = ", ".join(str(worker.rank) for worker in stuck)

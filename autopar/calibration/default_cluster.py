@@ -21,10 +21,13 @@ CALIBRATIONS = ("local-gpu", "local-job")
 _CHIP = re.compile(r"\b(GB300|GB200|B300|B200|H200|H100|A100|V100|MI300X|MI250X)\b")
 _PCIE = re.compile(r"PCIe|NVL$", re.IGNORECASE)
 # A preset's device may differ by so much in memory from the one at hand.
+# Chosen: torch reports a few percent less than the data sheet, and models of one name (40 and 80 GB) differ by more.
 ALIKE = 0.1
 # Links that join more devices than this are of racks, whatever a host holds.
+# Chosen: HGX A100 has 16 GPUs in a host, and racks (NVL72) have more.
 LARGEST_HOST = 16
 # What is assumed between GPUs of which only one was measured: PCIe 4.0, shared.
+# Our estimate: a third of the 32 GB/s of x16 each way, since GPUs of a host share it.
 UNKNOWN_BANDWIDTH, UNKNOWN_LATENCY = 10e9, 20e-6
 
 
@@ -98,4 +101,5 @@ def _measured_now(name: str, per_host: int) -> Cluster:
 
 @functools.cache
 def _measure_once() -> Cluster:
+    # Chosen: planning waits for it.
     return measure_gpu(4.0)

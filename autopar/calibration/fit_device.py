@@ -38,6 +38,7 @@ def fit_matrices(samples: Sequence[MatrixSample], launch: float, bandwidth: floa
         work: Floats = np.array([product_seconds(one, float(found[0]), 1.0, (s.m, s.n, s.k), size) for s in samples])
         return launch + np.maximum(work, traffic) + one.memory_stalls * np.minimum(work, traffic)
 
+    # Chosen: where the fit starts.
     found, error = least_error(model, seconds, (1.1 * fastest, 2.0, 0.5))
     return device(found), error
 
@@ -59,6 +60,7 @@ def fit_tiles(samples: Sequence[MatrixSample], processors: int, launch: float) -
         work = [product_seconds(tiled, float(found[0]), 1.0, (s.m, s.n, s.k), size) for s in samples]
         return launch + np.array(work)
 
+    # Chosen: where the fit starts, near an H100's (autopar/cluster/preset_devices.py).
     found, error = least_error(model, seconds, (1.1 * fastest, 300.0, 12.0), 60)
     return device(found), error
 
@@ -66,6 +68,7 @@ def fit_tiles(samples: Sequence[MatrixSample], processors: int, launch: float) -
 def fit_bandwidth(pointwise: Sequence[tuple[int, float]], launch: float) -> float:
     """Bytes per second of elementwise operations."""
     nbytes, seconds = np.array(pointwise, dtype=np.float64).T
+    # At least a tenth is left, where launches alone were measured as longer. Chosen, not measured.
     slope = nonnegative_fit(nbytes[:, None], np.maximum(seconds - launch, 0.1 * seconds))
     return float(1.0 / slope[0])
 
@@ -81,6 +84,7 @@ def fit_attention(samples: Sequence[AttentionSample], device: Device) -> tuple[f
         work = [attention_seconds(one, rate, f, s.width) for f, s in zip(flops, samples, strict=True)]
         return device.launch_seconds + np.array(work)
 
+    # Chosen: where the fit starts.
     found, error = least_error(model, seconds, (0.5, 30.0))
     return min(1.0, float(found[0])), float(found[1]), error
 
@@ -97,6 +101,7 @@ def fit_gpu(samples: DeviceSamples, name: str, memory_bytes: int, processors: in
         memory_bytes=memory_bytes,
         memory_bandwidth=fit_bandwidth(samples.pointwise, samples.launch),
         view_seconds=samples.view,
+        # Our estimate (docs/cost-model.md, "Where the numbers come from").
         reserve_bytes=3 << 29,
         reserve_fraction=0.1,
     )

@@ -16,6 +16,7 @@ from .relative_least_squares import nonnegative_fit
 from .samples import CollectiveSample
 
 # A richer model must lessen the relative error by more than this, or it fits rounding.
+# Chosen: far below the 10 to 35% that remain (docs/cost-model.md, `local`).
 TOLERANCE = 0.005
 
 
@@ -35,6 +36,7 @@ def _fit_lines(samples: Sequence[CollectiveSample], growth: float) -> tuple[tupl
     for knee in sorted(set(nbytes))[2:-1]:
         pair = [nonnegative_fit(features[side], seconds[side]) for side in (nbytes < knee, nbytes >= knee)]
         found = relative_error(np.max([features @ line for line in pair], axis=0), seconds)
+        # A quarter: chosen, since any two lines fit better than one.
         if found < 0.75 * error - TOLERANCE:
             lines, error = pair, found
     return tuple(Rate(float(a), 1.0 / float(b) if b > 0 else math.inf, growth) for a, b in lines), error
@@ -45,6 +47,7 @@ def fit_rates(samples: Sequence[CollectiveSample]) -> tuple[tuple[Rate, ...], fl
     by a tenth per step of a half."""
     rates, error = _fit_lines(samples, 1.0)
     threshold = 0.9 * error - TOLERANCE
+    # Four processes on two cores had 3 to 4 (docs/cost-model.md, "Growth").
     for growth in np.arange(1.5, 5.0, 0.5):
         found, left = _fit_lines(samples, float(growth))
         if left < threshold:

@@ -22,6 +22,7 @@ from .measure_step import exchange_seconds, step_like_seconds
 from .samples import Samples
 
 # Processes that compute by less than this share faster alone have processors of their own.
+# Chosen: about the relative error that remains for products (3 to 15%, docs/cost-model.md, `local`).
 LEAST_GAIN = 0.1
 # Used for links that nobody has measured yet.
 NO_LINK = Link("none", None, 1.0, 0.0)

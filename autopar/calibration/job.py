@@ -146,6 +146,7 @@ def _measure_processes(shape: JobShape, seconds: float) -> Cluster:
     processes, threads = shape.hosts * shape.per_host, max(1, available_cores() // shape.per_host)
     torch.set_num_threads(threads)
     cpu, rank = torch.device("cpu"), dist.get_rank()
+    # Shares of the time that links leave: chosen by how many figures each takes.
     device = measure_device(cpu, 0.2 * seconds, lambda: agree(0.0))
     waiting = measure_synchronisation(processes, 0.05 * seconds)
     alone = measure_alone(rank, processes, 0.05 * seconds)

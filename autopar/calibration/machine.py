@@ -28,6 +28,7 @@ from .measure_device import measure_device
 from .measure_host import with_host
 from .samples import Samples
 
+# Of the seconds asked for, those in which processes start and join the group; chosen, not measured.
 STARTUP_SECONDS = 12.0
 _WORKER = (
     "import sys; from autopar.calibration.measure_process import measure_process; "

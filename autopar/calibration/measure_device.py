@@ -29,17 +29,24 @@ GPU_MATRICES = (
     *((2048, 2048, k) for k in (256, 1024, 8192)),
     *((8192, n, 4096) for n in (256, 1024, 1536)),
 )
+# Chosen: 64 KiB, 512 KiB and 4 MiB of float32, so that a launch weighs differently in each.
 CPU_ELEMENTS = (1 << 14, 1 << 17, 1 << 20)
+# Chosen: 4, 64 and 512 MiB of float32, so that a launch weighs differently in each.
 GPU_ELEMENTS = (1 << 20, 1 << 24, 1 << 27)
 # The low-precision rate of a processor without matrix units is far below, so one product tells enough.
+# Chosen: one of CPU_MATRICES, to compare with.
 CPU_LOW_PRECISION = (256, 256, 256)
 # More than the caches of the processors that a few processes share.
+# Chosen: last-level caches of servers hold some tens of MB.
 POOL_BYTES = 128 << 20
 
 # (length, width) of causal attention with HEADS heads.
+# Chosen: short and long rows, narrow and wide heads, small enough for a core.
 CPU_ATTENTION, HEADS = ((64, 64), (256, 64), (256, 32), (256, 128)), 4
+# Chosen: 256 KiB of float32, many more than a launch costs, and near the core.
 FUNCTION_ELEMENTS = 1 << 16
 # A layer's parameters, as many as make one update longer than a time slice.
+# Chosen: 8 MiB in all.
 UPDATED = 8 * ((256, 1024), (1024,))
 
 _SHORT = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}

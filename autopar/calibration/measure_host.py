@@ -11,8 +11,10 @@ from autopar.cluster.device import Device
 
 from .measure_device import mean_seconds
 
+# Chosen: large enough for the full rate of PCIe, small enough to pin for every GPU of a host.
 COPIED_BYTES = 64 << 20
 # Of a host's memory, what processes, page cache and pinned buffers leave for optimizer states.
+# Our estimate.
 USABLE = 0.9
 
 

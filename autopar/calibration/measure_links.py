@@ -24,10 +24,14 @@ from autopar.runtime.comm.groups import AxisGroup, MeshGroups
 
 from .measure_process import MESSAGE_BYTES, agree, collective_call, halved, rate_of_all
 
+# Chosen: from where latency decides to where bandwidth does.
 GPU_MESSAGE_BYTES = (64 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20)
+# Chosen: odd, so that the median is one of them.
 ROUNDS = 5
+# Chosen: ends the rounds of small messages, whose mean is steady by then.
 MOST_REPEATS = 100
 # Larger messages of a kind are left out if one took longer than this beyond its part of the time.
+# Chosen: what one slow kind may cost on top of the seconds asked for.
 PATIENCE_SECONDS = 2.0
 
 

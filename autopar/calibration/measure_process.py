@@ -27,13 +27,18 @@ from .measure_device import mean_seconds, measure_device
 from .measure_step import step_like
 from .samples import CollectiveSample, Samples
 
+# Chosen: from where latency decides to where bandwidth does.
 MESSAGE_BYTES = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20)
+# Chosen: the fewest that have a lower quartile (docs/cost-model.md, `local`).
 ROUNDS = 4
 # Computing between two collectives while synchronisation is measured: about as much as in a step that has many of them.
 # Where there are few, they cost little whatever each does.
+# Compared with 1, 16 and 30 ms in docs/cost-model.md, "Synchronisation".
 WORK_SECONDS = 0.004
 # Loops in a row of which one measures synchronisation.
+# Chosen: 20 ms of computing together, longer than a time slice.
 REPEATS = 5
+# Chosen: one product is short against WORK_SECONDS, which are made of several.
 SQUARE = (256, 256)
 
 
@@ -182,6 +187,7 @@ def measure_collectives(processes: int, seconds: float) -> tuple[CollectiveSampl
         function()
         pilot, elapsed = agree(_timed(function), time.perf_counter() - started)
         budget = max(0.0, seconds - elapsed) / (len(jobs) - index)
+        # Chosen: a median of 200 is steady.
         repeats = min(200, max(2, math.ceil(budget / pilot)))
         times = [_timed(function) for _ in range(repeats)]
         samples.append(CollectiveSample(kind, size, nbytes, statistics.median(times)))
@@ -204,6 +210,7 @@ def measure_process(folder: str, rank: int, processes: int, seconds: float) -> N
 
 
 def _measure_once(rank: int, processes: int, seconds: float) -> Samples:
+    # Shares of the time: chosen by how many figures each takes.
     device = measure_device(torch.device("cpu"), 0.3 * seconds, dist.barrier)
     collectives = measure_collectives(processes, 0.35 * seconds)
     synchronisation = measure_synchronisation(processes, 0.15 * seconds)

@@ -24,6 +24,7 @@ def least_error(model: Model, seconds: Floats, start: Sequence[float], steps: in
     for _ in range(steps):
         moved = [np.log(model(np.exp(point + 1e-5 * unit)) / seconds) for unit in np.eye(len(point))]
         slopes = (np.array(moved).T - residual[:, None]) / 1e-5
+        # Within 5% errors count as squares: chosen, so that rows that fit by chance do not decide alone.
         weights = 1.0 / np.maximum(np.abs(residual), 0.05)
         normal = slopes.T @ (weights[:, None] * slopes)
         step = np.linalg.solve(normal + np.diag(damping * np.diag(normal) + 1e-9), -slopes.T @ (weights * residual))

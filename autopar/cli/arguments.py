@@ -31,6 +31,7 @@ GIVEN = (
     *("time_limit", "gap", "seed", "optimizer"),
 )
 
+# Prefixes of SI and IEC.
 _UNITS = {
     "": 1,
     "B": 1,

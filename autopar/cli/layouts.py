@@ -31,6 +31,7 @@ _OF_MESHES = (
 _FILES = ("output", "html")
 # What plans with --mesh have no use for.
 OF_LAYOUTS = ("batch", "sequence", "tokens", "compare")
+# Chosen: the length that GPT-3 was trained with (arXiv 2005.14165, section 2.3).
 DEFAULT_SEQUENCE = 2048
 
 

@@ -23,8 +23,11 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from autopar.errors import OptionsError
 
+# Chosen: a config.json has some KB; a file of this size is something else.
 MOST_BYTES = 4 << 20
+# Chosen: configurations nest a few levels, and Python's own recursion ends far above.
 MOST_NESTING = 20
+# Chosen: above mixtures of experts in lists (61 layers of 256 experts of 5 modules: 78,000).
 MOST_MODULES = 200_000
 # What says where things come from, how weights are stored, or how text is generated: nothing a plan depends on.
 LEFT_OUT = re.compile(

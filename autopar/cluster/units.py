@@ -9,6 +9,7 @@ from .device import Device
 from .links import Link, require
 
 # No hardware has less (of memory, rates), or takes longer (a step of a message, starting an operation).
+# Chosen: orders of magnitude from any device, to catch a mistaken unit.
 LEAST_BYTES, LEAST_RATE, LEAST_BANDWIDTH, MOST_SECONDS = 2**20, 1e6, 1e3, 1.0
 _RATES = ("memory_bandwidth", "update_bandwidth", "host_bandwidth")
 _OF_DEVICE = ("launch_seconds", "view_seconds", "host_seconds", "function_seconds")

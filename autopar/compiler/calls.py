@@ -55,6 +55,7 @@ from .rank_zero import alike, everyones, on_first_rank
 from .stages import StageCompiler
 
 # Traces that are kept for other batch sizes.
+# Chosen: batch sizes of one loop are few; not measured.
 TRACES = 15
 
 

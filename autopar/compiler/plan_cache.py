@@ -32,6 +32,7 @@ from autopar.search.best_plan import best_plan
 KIND = "plans"
 # Those of this process.
 _known: OrderedDict[str, Plan] = OrderedDict()
+# Chosen: as many as programs of a model are kept (runtime/calls/programs.py).
 _KNOWN_LIMIT = 64
 _log = logging.getLogger(__name__)
 

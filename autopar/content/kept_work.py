@@ -17,9 +17,11 @@ from pathlib import Path
 
 from .cache_folder import cache_folder, keeps_work
 
+# Bytes. Chosen: little of a disk, and many plans, traces or rules.
 LIMIT = 256 * 2**20
 _SUFFIX = ".kept"
 # Files of writers that died are deleted after a day.
+# Chosen: nothing is written for that long.
 _ABANDONED_SECONDS = 86_400.0
 _log = logging.getLogger(__name__)
 

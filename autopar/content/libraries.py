@@ -16,6 +16,7 @@ from typing import Any
 from .code_origin import file_of, is_library, is_written_by_user
 
 # Of packages with more files the sizes count, not the text.
+# Chosen: reading more files would be felt at every start; not measured.
 _READ_FILES = 512
 # Their version says what they are, and nothing of the user's is registered there that a model would find.
 _WHOLE = frozenset(("torch", "autopar", *sys.stdlib_module_names))

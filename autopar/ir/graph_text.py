@@ -101,6 +101,7 @@ _OPERATIONS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Mod: operator.mod,
     ast.Pow: operator.pow,
 }
+# Chosen: sizes are below 2**63, and text from anywhere must not make numbers that fill the memory.
 _LARGEST_EXPONENT = 64
 
 

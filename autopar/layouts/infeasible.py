@@ -15,6 +15,7 @@ from .space import PLANNED, Space, candidates
 from .trials import LayoutSearch, node_size
 
 # How many times as many devices are tried where nothing fits.
+# Chosen: doubling ends soon, and nobody has more than 256 times as many at hand.
 FACTORS = (2, 4, 8, 16, 32, 64, 128, 256)
 
 

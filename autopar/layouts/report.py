@@ -34,7 +34,9 @@ from .search import LayoutSearchResult, best_layout
 from .space import PLANNED, Space
 
 # Layouts that are shown.
+# Chosen: what fits on a page next to those compared with.
 SHOWN = 5
+# By definition.
 SECONDS_OF_A_DAY = 86400.0
 
 

@@ -13,7 +13,9 @@ from autopar.errors import OptionsError
 from autopar.layout import Layout, Recompute
 
 # Microbatches and chunks per stage that are tried.
+# Chosen: larger ones take memory; of others a published layout is named by --compare.
 MICROBATCHES = (1, 2, 4)
+# Chosen: small numbers and divisors of usual numbers of layers; not measured.
 CHUNKS = (1, 2, 3, 4, 6, 8)
 ONE = Layout()
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "elementwise", "full")

@@ -16,6 +16,7 @@ from .price import Priced, Quick, quick_price
 from .space import ANY, ONE, RECOMPUTE, Space, candidates
 
 # How many candidates are simulated.
+# Chosen: as many as keep planning within seconds (docs/layouts.md).
 SIMULATED = 8
 
 

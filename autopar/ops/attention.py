@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# The dim of the sequence in torch's attention: [batch, heads, length, width].
 _LENGTH = -2
 
 

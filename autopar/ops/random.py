@@ -36,12 +36,18 @@ from typing import Any
 
 import torch
 
+# 64 bits.
 _MASK = (1 << 64) - 1
+# Stafford's variant 13, as in SplitMix64 (see the module docstring).
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+# Bits of the significand, the leading one included (IEEE 754; bfloat16).
 _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 # Elements drawn at a time: the passes over them stay in the cache of a core, or fill a larger device.
+# Chosen: 256 KiB of 64-bit integers.
 _BLOCK = {"cpu": 1 << 15}
+# Chosen: 128 MiB of 64-bit integers, which bound the temporary memory of a draw.
 _LARGE_BLOCK = 1 << 24
+# (seed, stream, step, piece), see the module docstring.
 STATE_SHAPE = (4,)
 
 Finish = Callable[[torch.Tensor], torch.Tensor]

@@ -27,6 +27,7 @@ from .memory_bound import held_bytes
 from .placed_step import PlacedStep
 from .prices import local_bytes
 
+# Alternatives recorded of each choice, the cheapest. Chosen: enough to say why, in a plan file that stays small.
 KEPT = 6
 
 

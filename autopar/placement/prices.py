@@ -30,6 +30,7 @@ from autopar.ir.placements import (
 )
 from autopar.ir.reshard import Hop, neighbours
 
+# Bytes of a bucket of gradients. Chosen: the default of DDP's bucket_cap_mb in torch (25 MiB).
 BUCKET_BYTES = 25 << 20
 Options = tuple[tuple[Placement, ...], ...]
 

@@ -20,6 +20,7 @@ from autopar.placement.parameter_choices import parameter_choices
 from autopar.placement.placed_step import trained
 from autopar.plans.plan import Plan
 
+# Strategies that a message names. Chosen: what a reader takes in.
 SHOWN = 3
 _COPY = re.compile(r"_at\d+(_\d+)?$")
 

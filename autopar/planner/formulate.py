@@ -11,6 +11,7 @@ from autopar.placement.prices import Prices
 from .memory_limit import may_widen, widened
 from .request import PlanRequest, host_limit_of, memory_limit_of
 
+# Parts of the depth in which layers choose alike where memory is short. Chosen: first, middle and last layers differ.
 STRETCHES = 3
 
 

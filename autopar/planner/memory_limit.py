@@ -27,6 +27,7 @@ from autopar.placement.formulation import Instance, build_instance
 from autopar.solver.problem import Ints, Solution, evaluate, is_within, memory_of
 
 Solve = Callable[[Instance, Sequence[Ints]], Solution]
+# How often a program is solved again with less memory. Chosen: each round costs a solve.
 ROUNDS = 4
 
 
@@ -187,5 +188,6 @@ def tightened(instance: Instance, choices: Ints, peak: int, limit: float) -> Ins
     if peak <= limit:
         return None
     problem = instance.problem
+    # 2% more than what is too much: chosen, so that few rounds are needed.
     less = min(problem.memory_limit - 1.02 * (peak - limit), memory_of(problem, choices) - 1.0)
     return replace(instance, problem=replace(problem, memory_limit=less))

@@ -22,6 +22,7 @@ from autopar.placement.prices import BUCKET_BYTES
 from autopar.runtime.rehearse.rehearsal import Footprint, rehearse
 
 # An update of one parameter makes this many tensors like it on its way, where it is not fused.
+# By reading torch's single-tensor updates.
 UPDATE_COPIES = 2
 
 

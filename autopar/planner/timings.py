@@ -22,6 +22,7 @@ class Timings:
 
     def is_spent(self, time_limit: float) -> bool:
         """Whether too little is left to solve anything; each program leaves half of what it finds."""
+        # Chosen: about what is left after five or six programs.
         return self.left(time_limit) <= 0.02 * time_limit
 
     @contextmanager

@@ -20,6 +20,7 @@ from autopar.ir.placements import StridedShard
 
 # Numbers that may be infinite: what no solver proved, time that nothing limits, and links within a device.
 _UNBOUNDED = ("objective", "bound", "gap", "unawaited", "bandwidth")
+# Chosen: a plan's sums of such numbers stay below the largest float (1.8e308).
 MOST = 1e300
 
 

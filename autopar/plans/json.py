@@ -23,6 +23,7 @@ from autopar.ir.plan_record import (
 
 from .pipeline_json import pipeline_from_data, pipeline_to_data
 
+# Of the file's form: raised by hand when a reader of the old one would misread the new one.
 VERSION = 7
 _STRINGS = ("model", "cluster", "cluster_source", "graph_hash", "precision")
 _NUMBERS = ("objective", "bound", "gap", "solve_seconds")

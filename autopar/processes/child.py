@@ -7,6 +7,7 @@ import select
 from collections.abc import Callable
 from dataclasses import dataclass
 
+# An exit status as the template writes it: HEADER of template_server.py.
 STATUS_BYTES = 8
 
 

@@ -21,7 +21,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+# Bytes of a length, process id or status: a 64-bit integer.
 HEADER = 8
+# Descriptors taken with a request. Chosen: above the few that a request is sent with.
 MOST_FDS = 16
 Entry = Callable[..., None]
 

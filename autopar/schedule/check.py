@@ -30,6 +30,7 @@ from .schedule import Schedule
 
 Communication = Literal["asynchronous", "batched", "blocking"]
 Where = dict[Action, tuple[int, int]]
+# Findings that a message names. Chosen: what a reader takes in.
 _SHOWN = 5
 
 

@@ -73,7 +73,9 @@ class Timeline:
         Path(path).write_text(json.dumps(self.to_chrome_trace(), allow_nan=False) + "\n")
 
 
+# The thread that a lane is shown as.
 _LANES: dict[Lane, int] = {"compute": 0, "communication": 1}
+# Chrome's trace format counts microseconds.
 _MICRO = 1e6
 
 

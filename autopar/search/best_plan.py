@@ -96,6 +96,7 @@ def _quicker_baselines(plan: Plan, listed: Mapping[str, Predicted | None]) -> It
     """FSDP2 can do one thing that plans cannot, see :mod:`autopar.placement.baselines`: where that decides, the plan
     says so."""
     other, seconds = listed.get("FSDP"), plan.predicted.step_seconds
+    # Chosen: as Options.gap.
     if other is not None and other.peak_bytes <= plan.memory_limit and other.step_seconds < 0.99 * seconds:
         yield (
             f"FSDP2 is priced at {other.step_seconds / seconds:.0%} of this: it gathers the weights of a block in one "

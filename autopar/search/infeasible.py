@@ -16,9 +16,11 @@ from autopar.plans.views.quantities import size
 from .stage_meshes import StageLayout
 
 # By how much at a time a limit that fits is lowered; by less where that fails.
+# Chosen: the named limit is within 2% of the smallest that was found to fit.
 LOWER, FINEST = 0.8, 0.98
 # How often a pipeline is sought for it, times the operations of the graph, within two bounds: counted, as the work of
 # each search is, so that the same limit is named on every machine.
+# Chosen, not measured.
 EFFORT, LEAST_TRIES, MOST_TRIES = 4000, 4, 12
 
 # More bytes than any pipeline holds.

@@ -43,9 +43,12 @@ from .pipeline_record import planned_pipeline
 from .segments import PinnedTogetherError, pinned_ranks, price_segments, segment_of_nodes
 from .stage_meshes import StageLayout
 
+# How often the program is solved, with less memory each time. Chosen: each round costs a solve.
 ROUNDS = 3
 # Schedules that fit into memory and are priced exactly, of those whose estimates are best.
+# Chosen: an exact price takes longer than an estimate, and the second best estimate may be the better schedule.
 PRICED = 2
+# Chunks of a stage that are tried. Chosen: each more multiplies messages.
 MOST_CHUNKS = 4
 
 
@@ -105,9 +108,11 @@ def search(request: PipelineRequest) -> PipelineSolution:
             return min(fitting, key=lambda solution: solution.seconds)
         host_bytes = min((solution.breakdown.host_bytes for solution in found), default=0)
         if host_bytes > request.host_limit:
+            # 5% less than what would just fit: chosen, so that few rounds are needed.
             host *= 0.95 * request.host_limit / host_bytes
             continue
         worst = min([worst, *(float(max(solution.breakdown.peaks)) for solution in found)])
+        # As above; a fifth less where nothing could be cut at all.
         limit *= 0.95 * min(1.0, request.memory_limit / worst) if math.isfinite(worst) else 0.8
     check_host(whole.prices.cluster, host_bytes, request.host_limit)
     raise _too_full(request, worst)

@@ -30,6 +30,7 @@ from .stage_problems import StagePrograms
 from .to_plan import staged_plan
 
 # A pipeline this many times slower than the best plan without is not helped by more microbatches.
+# Chosen: more microbatches shrink only the bubble and what is in flight; not measured.
 HOPELESS = 1.5
 _NO_LOSS = (
     "a step in stages or microbatches runs forward and backward in turns, so the loss must be part of it, but the "

@@ -23,8 +23,10 @@ from .pipeline_predicted import rank_holdings
 from .shared_parameters import shared_parameters
 
 # Operations that a rehearsal may run in all: beyond, the cost breakdown stands.
+# Chosen: what a search may wait for; not measured.
 EFFORT = 40_000
 # How often a pipeline is sought again with less memory, and from which part of the limit on it is looked at closely.
+# Chosen: a rehearsal takes longer than a price, and a price is not wrong by half.
 ROUNDS, NEAR = 4, 0.5
 
 
@@ -59,6 +61,7 @@ def search_within(request: PipelineRequest) -> PipelineSolution:
         if over <= 0:
             return made
         # Another pipeline is wanted, also where the cost breakdown of this one is far within what was allowed.
+        # 2% more than what is too much: chosen, so that few rounds are needed.
         allowed = min(allowed - 1.02 * over, max(made.breakdown.peaks) - 1.0)
     raise InfeasibleError(f"no pipeline was found whose steps hold at most {limit:.0f} bytes")
 

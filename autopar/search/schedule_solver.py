@@ -27,6 +27,7 @@ from .schedule_cpsat import MOST_COMPUTATIONS, Limits, ScheduleProgram, computat
 
 # Rounding durations to ticks takes about this share off the bound.
 OPTIMAL = 0.002
+# How often CP-SAT is asked again with less memory. Chosen: its limits leave out waiting messages, which are small.
 ROUNDS = 3
 
 

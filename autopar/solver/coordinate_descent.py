@@ -16,6 +16,7 @@ from .problem import Floats, Group, Ints, Problem, Transfer, evaluate, host_of, 
 
 # What is gained must be more than this part of what is compared: less is rounding, which could as well replace a plan
 # by one that sends more and hides it.
+# Chosen: some thousand roundings of float64 (2.2e-16).
 ROUNDING = 1e-12
 
 
@@ -154,6 +155,7 @@ class _Beside:
             self.sides = self.sides + self.change[:, :, new]
 
 
+# Sweeps and rounds of this module's searches: chosen; most end earlier, because nothing changes any more.
 def descend(near: Neighbourhood, choices: Ints, price: float = 0.0, cap: float = np.inf, sweeps: int = 12) -> Ints:
     """Coordinate descent on cost + ``price`` * memory over choices with ``temporary`` <= ``cap``; of the
     limits only that of the host is looked at: no move leads beyond it."""
@@ -283,6 +285,7 @@ def _fitting(near: Neighbourhood, choices: Ints, price: float) -> Ints | None:
     used = [g.temporary[k] for g, k in zip(problem.groups, choices, strict=True)]
     floor = max(float(g.temporary.min()) for g in problem.groups)
     spread = max(float(max(used)), floor) - floor
+    # Chosen: as it is, much less, and the least.
     for share in (1.0, 0.25, 0.0):
         moved = descend(near, choices, price, cap=floor + share * spread)
         if fits(problem, moved):

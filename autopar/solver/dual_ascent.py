@@ -14,9 +14,12 @@ from .problem import Floats, Ints, Problem, evaluate, host_of, is_within, memory
 from .reduce import Chain
 
 NONE = np.zeros(0, dtype=np.int64)
+# Relative. Chosen: that of the solvers, whose feasibility tolerances are 1e-7 to 1e-6.
 TOLERANCE = 1e-6
+# Sweeps between two looks at the choices. Chosen: looking costs about as much as five sweeps (POLISHING).
 _BATCH = 20
 # Sweeps that polishing decoded choices, and repairing them, are like.
+# Chosen: at most so many descents of a few sweeps are made by each.
 POLISHING, _REPAIRING = 5, 30
 
 
@@ -162,6 +165,7 @@ class _Climber:
             else:
                 high = price
             price = low * 2 if np.isinf(high) else high / 4 if low == 0 else float(np.sqrt(low * high))
+            # Chosen: within 2% prices have nearly the same bound.
             if low > 0 and high < low * 1.02:
                 break
 
@@ -180,6 +184,7 @@ def ascend(search: Search, problem: Problem, chain: Chain) -> Ascent:
     if np.isfinite(problem.memory_limit):
         climber.start(smallest(problem))
     climber.offer(chain.restrict(search.choices) if search.found else None)
+    # Sweeps: chosen; a stall ends it earlier.
     climber.climb(400)
     if np.isfinite(problem.memory_limit) and not search.over:
         climber.price_memory()

@@ -93,6 +93,7 @@ def _fold(work: _Work, group: int) -> Fold | None:
         tables.append(sum((e[3][rows][:, e[2]] for e, rows in zip(parallel, distinct, strict=True)), np.zeros(())))
     before = sum(transfer.cost.size for transfer in transfers)
     # Neighbours whose labels multiply to far more than what they replace would make the program larger.
+    # Twice as large, and small ones always: chosen, not measured.
     if len(tables) == 2 and len(tables[0]) * len(tables[1]) > 2 * before + 64:
         return None
     return Fold(group, work.costs[group], tuple(ends), tuple(labels), tuple(tables))

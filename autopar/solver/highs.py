@@ -16,6 +16,7 @@ from .problem import Floats
 
 # Of its seconds of computing a solver that was stopped by the clock had enough. One that had not is given the rest, and
 # at most so many times longer for it: it may compute all that time if the machine is idle by then.
+# Chosen, not measured.
 ENOUGH, MOST_BUSY = 0.8, 3.0
 # Integer programs with fewer nonzeros are solved without presolve: 415 with up to 488 nonzeros and 151 variables took
 # at most 25 ms. Presolve was seen to hang on one of 28 nonzeros and 11 variables (``tests/solver/test_solve.py``), on

@@ -28,14 +28,20 @@ from .reduce import DropForbidden
 
 # Solves a problem without windows: (problem, budget, gap, incumbents, what costs little enough to stop).
 Plain = Callable[[Problem, Budget, float, Sequence[Ints], float], Solution]
+# Prices that are tried. Chosen: most gaps close at the first two (see above); each costs a solve.
 ROUNDS = 6
+# Pairs of choices in transfers above which the whole program is not branched on. Chosen: it gets nowhere on more.
 MOST_PAIRS = 20_000
+# Seconds of that. Chosen: it closes a gap soon or not at all.
 MOST_SECONDS = 5.0
 # Hidden messages cost a little, so that of two plans that hide them the one that sends less is taken.
+# Chosen: a fifth of Options.gap.
 LEAST_PRICE = 0.002
 # Parts of the gap: the most and the least to which a price is solved, and what another must be able to close.
+# Chosen, not measured.
 SOLVED, SOLVED_LAST, LEAST_GAIN = 0.8, 0.3, 0.1
 # Prices that differ by less prove the same.
+# Chosen, not measured.
 SAME_PRICE = 0.02
 NONE = np.zeros(0, dtype=np.int64)
 

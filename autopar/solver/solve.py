@@ -45,6 +45,7 @@ from .problem import Floats, Ints, Problem, Solution, memory_of, without_needles
 from .reduce import Chain, DropForbidden, FewerChoices, is_impossible, keep_choices, reduce
 
 # Nodes for the least memory of a program, and the seconds of computing that guard them. Most need one node, a second.
+# Chosen far above that.
 SMALLEST_NODES, SMALLEST_GUARD = 200, 120.0
 
 
@@ -125,6 +126,7 @@ def _explore(search: Search) -> str:
             search.prove(search.floor)
             return _status(search)
         # Under a memory limit a second search for its price costs more than the exact relaxation.
+        # Goes on with reductions only while they drop a fifth of the choices. Chosen, not measured.
         if reduced.groups and (reduced.is_limited or _choices(reduced) > 0.8 * before):
             return _finish(search, reduced, chain)
     _settle(search, chain)
@@ -142,6 +144,7 @@ def _finish(search: Search, reduced: Problem, chain: Chain) -> str:
     if len(relaxation.rounded):
         found = repair(Neighbourhood.of(reduced), relaxation.rounded)
         search.offer(None if found is None else chain.expand(found))
+    # Chosen: a small kernel finds good incumbents soon, the whole one proves the bound.
     for share in (0.15, 0.4, 1.0):
         if search.over or (share < 1.0 and not search.found):
             continue
@@ -158,6 +161,7 @@ def _search_kernel(search: Search, problem: Problem, chain: Chain, relaxation: R
     bound = relaxation.bound + chain.offset
     threshold = search.objective
     if search.found and np.isfinite(bound):
+        # A tenth of the gap is left for the tolerance of the solvers.
         target = search.objective - max(0.9 * search.gap, 1e-7) * abs(search.objective)
         threshold = bound + share * (target - bound)
     kernel, links = _within(problem, chain, threshold - bound if np.isfinite(bound) else np.inf, relaxation.slack)
@@ -210,6 +214,7 @@ def _fix(search: Search, problem: Problem, chain: Chain, ascent: Ascent) -> tupl
     """Without the choices that cannot improve the incumbent by more than the gap, and reduced again."""
     if not search.found or not np.isfinite(ascent.bound):
         return problem, chain
+    # A tenth of the gap is left for the tolerance of the solvers.
     threshold = search.objective - max(0.9 * search.gap, 1e-7) * abs(search.objective)
     search.floor = min(search.floor, threshold)
     return _within(problem, chain, threshold - ascent.bound - chain.offset, ascent.slack)

@@ -212,6 +212,7 @@ def _fake_inputs(request: Request, batch: Any) -> tuple[torch.Tensor, ...]:
 def _collecting_rarely() -> Iterator[None]:
     """Tracing makes many objects that live on; looking for garbage among them costs an eighth of the time."""
     saved = gc.get_threshold()
+    # Chosen: a few collections for a large model.
     gc.set_threshold(max(saved[0], 200_000), *saved[1:])
     try:
         yield

@@ -31,6 +31,7 @@ _SAME: Mapping[str, tuple[int, ...]] = {
 _MOVES = re.compile(r"aten\.(t|permute|transpose|reshape|view|_unsafe_view|expand|clone|alias|unsqueeze|squeeze)\.")
 _INPUT_WORDS = re.compile(r"dtype|scalar type|[Ii]nput type|data type|'indices'")
 _SHAPE_WORDS = re.compile(r"shape|size|dimension|dim\b|channels|[Ee]xpected|broadcast")
+# Tensors that a message names. Chosen: what a reader takes in.
 _SHOWN = 4
 
 

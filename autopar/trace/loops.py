@@ -16,8 +16,10 @@ from collections.abc import Hashable
 from autopar.content.code_origin import is_model_code
 
 # How often one line may do the same in one call of a module.
+# Chosen: more than any model spells out, fewer than the steps of a usual sequence.
 MOST = 256
 # What happens less often is not asked for its line.
+# Chosen: asking for a line costs more than counting.
 FEW = 32
 
 

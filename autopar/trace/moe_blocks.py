@@ -29,6 +29,7 @@ from autopar.torch_internals.operators import OpOverload
 _MODULE = "transformers.integrations.moe"
 # Numbers of rows of which one does not divide the width: where it appears in a graph, it is the number of rows. (What
 # is taken for it by chance fails the comparison with another number of rows.)
+# Chosen: small primes.
 _ROWS = (11, 13)
 
 

@@ -22,6 +22,7 @@ from autopar.torch_internals.tensors import storage_key
 
 from .record import RecordedOp, Recording, Ref, Region, leaves
 
+# Chosen, not measured.
 WORTHWHILE = 24  # operations that need not be traced, for an outlined kind of call to pay.
 
 

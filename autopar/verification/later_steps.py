@@ -12,6 +12,7 @@ import torch
 from .tolerance import APART, Closeness
 
 # Plain steps: a method that divides by the size of a gradient would make much of those that are zero but for rounding.
+# Chosen: the defaults of torch.optim.SGD's rate, and the usual momentum.
 RATE, MOMENTUM = 1e-3, 0.9
 
 Tensors = Mapping[str, torch.Tensor]

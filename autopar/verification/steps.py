@@ -282,4 +282,5 @@ def _whatever_differs(value: torch.Tensor, world: int) -> torch.Tensor:
         dist.all_reduce(lowest, dist.ReduceOp.MIN)
         dist.all_reduce(highest, dist.ReduceOp.MAX)
     size = max(float(highest.abs().max()), float(lowest.abs().max())) if value.numel() else 0.0
+    # As NOISE of tolerance.py.
     return value.masked_fill(highest - lowest > 1e-6 * size, math.inf)

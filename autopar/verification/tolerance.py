@@ -21,11 +21,16 @@ import torch
 
 from autopar.precision import Precision, autocast_dtype
 
+# Chosen: 84 units of float32's rounding (1.2e-7), what random signs leave of it in a sum of 7000 terms.
 TOLERANCE = 1e-5
+# A rounding in float32 with the few operations behind it. Chosen: eight units (1.2e-7).
 NOISE = 1e-6
 # Both are off, each by up to twice what one process was seen to be.
+# By that reasoning, see the module docstring.
 APART = 4
+# Of what is eased (see the module docstring). Chosen: a wrong step is off by far more.
 MOST_TOLERANCES = 10
+# Chosen: ten tolerances, as MOST_TOLERANCES.
 MOST_OFF = 1e-4
 
 
@@ -62,6 +67,7 @@ class Closeness:
             return 0.0, False
         error = float((found.double() - expected.double()).abs().max())
         size = float(expected.double().abs().max())
+        # Ten times its own rounding in float32: chosen, since that is known from one sample only.
         noise = 0.0 < size <= (1 if self.always else 10) * off
         if error == 0.0:
             return 0.0, noise

@@ -101,6 +101,7 @@ def materialised(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         for tensor in (*real.parameters(), *real.buffers()):
             if tensor.is_floating_point():
+                # Chosen: about what layers of usual width are initialised with (GPT-2 0.02).
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.05)
             else:
                 tensor.zero_()

@@ -18,6 +18,7 @@ import math
 
 from autopar.cluster.device import Device
 
+# Chosen: common tiles of cuBLAS and CUTLASS; the device's constants were fitted with these.
 TILES = ((256, 256), (256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 
 

@@ -19,8 +19,10 @@ from autopar.ir.node import Node, Value
 from .equivalent_nodes import equivalence_key
 
 # So often one module does the same amid the same in a loop, its ends left out.
+# Chosen: no model spells out as many.
 LEAST_STEPS = 16
 # How far nodes must be alike in what is around them.
+# Chosen: tells the operations of a step apart, and leaves out only the two steps at each end.
 NEARBY = 2
 
 

@@ -13,6 +13,7 @@ from autopar.ir.program import Instruction, Section
 from autopar.ir.reshard import Hop
 
 # Buckets on their way at once: one to be filled with gradients just made while the one before is sent.
+# By that reasoning; more would only hold memory.
 IN_FLIGHT = 2
 KeywordArgs = tuple[tuple[str, Arg], ...]
 

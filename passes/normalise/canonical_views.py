@@ -18,6 +18,7 @@ RESHAPE, PERMUTE, EXPAND = "aten.reshape.default", "aten.permute.default", "aten
 _PERMUTES = frozenset(f"aten.{name}" for name in ("t.default", "transpose.int", "permute.default"))
 _EXPANDS = frozenset(f"aten.{name}" for name in ("expand.default", "expand_copy.default"))
 _SILENT = frozenset(("pin_memory", "layout", "memory_format", "non_blocking", "implicit"))
+# Traces write an open end as the largest 64-bit integer; no dim comes near this.
 _END = 1 << 62
 
 

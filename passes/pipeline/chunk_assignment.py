@@ -241,6 +241,7 @@ class ChunkLayout:
             places = self.at_hand(value)
             if places is not None and chunk not in places and value.node not in self._data:
                 above = self.graph[value.node].op != "param" and min(places, default=0) > chunk
+                # A weight above any ratio of sizes: chosen.
                 total += int(self.graph.type_of(value).bytes) * (1e6 if above else 1.0)
         return total
 

@@ -40,6 +40,7 @@ from autopar.passes.rules.random import draw_of_each_piece
 from .data_only import data_only_nodes
 
 IMPOSSIBLE = math.inf
+# Ranks, not seconds: making a value again is best, a partial sum next, and a prelude only where nothing else goes.
 REMAKE, PART, PRELUDE = 1.0, 2.0, 100.0
 Factors = tuple[tuple[int, int], ...]
 

@@ -38,6 +38,7 @@ _UNJUDGEABLE = {
     "inplace_view": "it changes the shape of its operand",
 }
 _UNINITIALISED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
+# As _SMALL_NUMBER of probe.py: larger arguments may be sizes.
 _LARGE_NUMBER = 4
 _PLAIN = (type(None), bool, int, float, str, Operand, torch.dtype, torch.device, torch.layout, torch.memory_format)
 

@@ -17,7 +17,9 @@ from autopar.ir.placements import PARTIAL_SUM, REPLICATE, Placement
 from .operator_study import OperatorProbe, Slot, slots_of
 
 Inputs = tuple[Placement, ...]
+# Hypotheses of one set of dims. Chosen: each costs a process some runs of the operation.
 MOST_CHOICES = 8
+# Operands whose subsets are all tried. Chosen: there are seven of three, and twice as many of each more.
 FEW_OPERANDS = 3
 
 

@@ -40,6 +40,7 @@ from .trials import (
 )
 
 PROFILES = ("signed", "positive", "spread", "zeros")
+# Arguments up to this are no sizes. Chosen: numbers of dims, groups and flags are small, and sizes of models larger.
 _SMALL_NUMBER = 4
 
 
@@ -182,6 +183,7 @@ def check(operator: OperatorProbe, claims: Iterable[AxisStrategy]) -> tuple[list
 
 
 _CONFIRMING = (Values(1), Values(2, "positive", 37.0), Values(3, "spread"), Values(4, "positive", 1e-3))
+# Operands of fewer elements are tried at more scales. Chosen: such a run takes microseconds.
 _FEW_ELEMENTS = 1 << 14
 _MORE = tuple(Values(10 + k, PROFILES[k % 2], 8.0**k) for k in range(-5, 8))
 

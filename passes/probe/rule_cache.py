@@ -29,6 +29,7 @@ from autopar.passes.rule_language.registry import OpCall
 from .probe import Proven
 from .trials import Range
 
+# Of the file's form: raised by hand when findings mean something else.
 VERSION = 1
 
 

@@ -23,7 +23,9 @@ from autopar.errors import WorkerError
 from autopar.processes.errand import errand, open_errand
 from autopar.processes.template import start
 
+# Chosen: planning should not wait long for one operation; one that takes longer is replicated.
 CPU_SECONDS = 20
+# Chosen: six times as long, for a busy machine.
 WALL_SECONDS = 120.0
 _ENTRY = "autopar.passes.probe.sandbox:answer"
 

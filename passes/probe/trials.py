@@ -20,6 +20,7 @@ from autopar.passes.rule_language.registry import OpCall, Operand
 
 Tensors = tuple[torch.Tensor | None, ...]
 Shape = tuple[int, ...]
+# Roundings (eps) by which two results may differ. Chosen: above sums of the few elements of a trial.
 ROUNDING = 256
 REDUCTIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": lambda parts: parts.sum(0, dtype=parts.dtype),

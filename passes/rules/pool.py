@@ -13,6 +13,7 @@ from autopar.passes.rule_language.claims import P, S, claim, claim_rule
 from autopar.passes.rule_language.dimension_strings import letters, strategies
 from autopar.passes.rule_language.registry import LocalCall, LocalContext, OpCall, localiser
 
+# Operation -> the number of dims that it pools over.
 _LINEAR_POOLS = {
     "aten.avg_pool1d.default": 1,
     "aten.avg_pool2d.default": 2,
@@ -28,12 +29,14 @@ _LINEAR_POOLS = {
     "aten.adaptive_max_pool2d_backward.default": 2,
     "aten.adaptive_max_pool3d_backward.default": 3,
 }
+# Operation -> the number of dims that it pools over.
 _MAX_POOLS = {
     "aten.max_pool2d_with_indices.default": 2,
     "aten.max_pool3d_with_indices.default": 3,
     "aten.adaptive_max_pool2d.default": 2,
     "aten.adaptive_max_pool3d.default": 3,
 }
+# Operation -> the number of dims that it resamples.
 _RESAMPLINGS = {
     "upsample_nearest1d": 1,
     "upsample_nearest2d": 2,

@@ -21,8 +21,11 @@ _SUMS = {
     "nansum.default": 1,
     "count_nonzero.dim_IntList": 1,
 }
+# As above.
 _LARGEST = {"amax.default": 1, "max.default": -1}
+# As above.
 _SMALLEST = {"amin.default": 1, "min.default": -1}
+# As above; -2: a keyword.
 _WHOLE = {
     "mean.default": -1,
     "mean.dim": 1,

@@ -35,6 +35,7 @@ SPLITS = (
     "aten.unsafe_split_with_sizes.default",
 )
 CAT = "aten.cat.default"
+# Operation -> the number of dims that it pads; 0: as many as it is given pairs.
 _PADS = {
     "aten.constant_pad_nd.default": 0,
     "aten.reflection_pad1d.default": 1,

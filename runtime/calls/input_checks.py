@@ -32,6 +32,7 @@ Check = Literal["first", "always", "never"]
 # A kind of call, and how its DTensors lie.
 Key = tuple[CallKind, tuple[str, ...]]
 # Kinds of calls whose number of calls is remembered: the latest ones.
+# Chosen: far more than programs that are kept.
 REMEMBERED = 1024
 
 

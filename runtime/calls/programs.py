@@ -17,8 +17,10 @@ from .pipeline_call import PipelineCall
 
 AnyCall = Call | PipelineCall
 # Programs kept besides the one that was planned.
+# Chosen: enough for sequence lengths padded to multiples, few enough to list; not measured.
 KEPT = 64
 # So many programs for one input that changes are worth a warning.
+# Chosen: more than a loop with evaluation and a last batch makes.
 MANY = 8
 
 _log = logging.getLogger("autopar.programs")

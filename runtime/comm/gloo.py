@@ -20,6 +20,7 @@ from .groups import AxisGroup
 Finish = Callable[[], torch.Tensor]
 
 # Below this many bytes in all, latency decides: everyone gathers and reduces everything.
+# Chosen, not measured.
 SMALL_BYTES = 1 << 20
 # Messages between the same two ranks of a group are told apart by tag, and under one tag arrive in the order of
 # posting, which is that of the program. Zero is that of messages between stages.

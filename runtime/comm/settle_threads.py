@@ -16,6 +16,7 @@ from pathlib import Path
 _THREAD = "pt_gloo_runloop"
 # Longer than a thread waits before it asks for the GIL again (sys.getswitchinterval()).
 _STEP_SECONDS = 0.006
+# Chosen: a thread that still runs then waits for something else.
 _MOST_SECONDS = 2.0
 
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from autopar.ir.program import Section, draws_numbers
 from autopar.runtime.comm.groups import MeshGroups
 
+# Two streams of a seed (autopar/ops/random.py); part of what a checkpoint means, so never renumbered.
 TRAINING, EVALUATION = 0, 1
 
 

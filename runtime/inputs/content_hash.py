@@ -12,10 +12,15 @@ import hashlib
 
 import torch
 
+# Chosen: 30 ms at a gigabyte a second.
 WHOLE_BYTES = 32 << 20
+# Chosen: a page.
 BLOCK_BYTES = 4096
+# Chosen: 8 MiB in all.
 BLOCKS = 2048
+# Chosen: the sums of columns fit in a core's cache (32 KiB).
 LINE = 4096
+# Bytes of the hash. Chosen: 128 bits do not collide by chance.
 SIZE = 16
 
 

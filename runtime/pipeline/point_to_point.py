@@ -22,6 +22,7 @@ from .stage_mesh import StageGroups
 
 # Messages to one stage whose tensors are kept while more are sent. Waiting for an older one cannot stall, since the
 # schedule could wait for each where it is sent.
+# Chosen: memory for so many messages of a stage.
 IN_FLIGHT = 4
 
 

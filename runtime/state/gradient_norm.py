@@ -64,6 +64,7 @@ def total_norm(gradients: list[torch.Tensor], groups: MeshGroups, norm_type: flo
 
 def clip(gradients: list[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
     """Scales ``gradients`` in place so that their ``norm`` is at most ``max_norm``, as torch does it."""
+    # The 1e-6 of torch.nn.utils.clip_grad_norm_.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for gradient in gradients:
         local = local_of(gradient)

@@ -34,8 +34,10 @@ from torch.utils.hooks import RemovableHandle
 from autopar.runtime.comm.groups import MeshGroups
 from autopar.runtime.torch_internals.tensor_lists import each_norm, multiply_in_place
 
+# The defaults of torch.amp.GradScaler.
 FIRST, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
 # Passes in a row whose gradients are dropped before that is called odd, nobody seeming to consume gradients.
+# Chosen: no loop accumulates gradients over as many passes.
 _PATIENCE = 256
 _REMEDY = (
     "step an optimizer also where the model has overflowed (it changes nothing), or call model.zero_grad() where you "

@@ -45,6 +45,7 @@ from .gradient_hooks import carry_hooks, hooks_of, set_hooks
 from .materialise import Initialiser
 from .param_groups import mark_replaced
 
+# Bytes sent in one broadcast. Chosen: latency no longer counts, and a copy of it is little memory.
 _BUCKET_BYTES = 32 << 20
 
 

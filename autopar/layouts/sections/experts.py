@@ -33,10 +33,12 @@ from .fusion import origin
 FORWARD, BACKWARD = "autopar.experts.default", "autopar.experts_backward.default"
 OPERATIONS = frozenset((FORWARD, BACKWARD))
 # Operands of the forward operation: tokens, then choices and their weights, then what has an entry of every expert.
+# By the schema of autopar.experts (autopar/ops/experts.py).
 CHOICES, MATRICES = 1, 3
 # What products in fp8 are of, and what their dims are multiples of.
 FP8, FP8_MULTIPLE = torch.float8_e4m3fn, 16
 # Operations that rows take besides products: counted, gathered, exchanged, activated, put back.
+# Counted by hand, not fitted.
 ARRANGING = 8
 
 

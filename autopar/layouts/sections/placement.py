@@ -39,9 +39,12 @@ from .exposed_communication import scattering, with_exposed_prices
 from .fusion import readers
 
 # Seconds of counted work, so that what a layout costs does not hang on how busy the machine is.
+# Chosen: as Options.time_limit.
 SECONDS = 60.0
+# Chosen: half of Options.gap, since layouts that are compared may be a percent apart.
 GAP = 0.005
 # How often placements are found, at prices that those found before tell.
+# Chosen: planning takes as many times as long (docs/layouts.md, "The gap").
 ROUNDS = 2
 
 

@@ -14,6 +14,7 @@ from autopar.schedule.named import SCHEDULES
 # Fitted on the rows of Aleph Alpha that did and did not fit.
 FRAGMENTED = 0.24
 # Bytes of an element of a weight in fp8.
+# By definition of the format.
 FP8_BYTES = 1
 
 

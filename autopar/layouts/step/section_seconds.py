@@ -16,6 +16,7 @@ from .chunks import computed_again
 from .memory import gathered_bytes, gradient_bytes, offloaded_bytes
 
 # Pieces in which a collective is sent that overlaps with the product next to it: one of them is exposed.
+# Chosen: Transformer Engine's default num_splits where it overlaps by pieces; not fitted.
 PIECES = 4
 
 

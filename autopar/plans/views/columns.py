@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from .page_width import terminal_columns
 from .quantities import clip
 
+# Characters of a column at most. Chosen: two of them fit in a line of a wide terminal.
 MOST = 60
+# Characters below which no column is narrowed. Chosen: less cannot be told apart.
 LEAST = 8
 INDENT = 4  # What stands before a line where a table is part of another text.
 

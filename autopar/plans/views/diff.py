@@ -13,6 +13,7 @@ from autopar.ir.planned_pipeline import PlannedPipeline
 from .columns import columns
 from .quantities import duration, signed_duration, signed_size, size
 
+# Rows of the table of changed placements. Chosen: about a screen.
 SHOWN = 60
 ABSENT = "-"
 _FIGURES = (

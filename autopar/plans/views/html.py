@@ -22,6 +22,7 @@ from .summary import compared, plan_text
 from .table import plan_table
 from .why import explain
 
+# Lines of the table of stages. Chosen: a page can be scrolled, but a browser should open it at once.
 MOST_STAGE_LINES = 400
 
 
@@ -76,6 +77,7 @@ def _memory(plan: PlanRecord) -> list[tuple[str, int, float]]:
 
 
 def _is_open(plan: PlanRecord, row: ModuleRow, times: int) -> bool:
+    # Chosen: at most five rows can be open.
     return row.seconds * row.count * times > 0.2 * _time(plan)
 
 

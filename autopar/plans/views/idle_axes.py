@@ -12,6 +12,7 @@ from .quantities import duration
 
 # An axis is idle if at least this much of the computing is the same on all its devices: slices that cost nothing may
 # well be divided.
+# Chosen, not measured.
 MOSTLY = 0.9
 
 

@@ -17,6 +17,7 @@ from autopar.ir.plan_record import PlanLine, PlanRecord, ReshardStep
 
 MOVES = ("reshard", "weight")
 # Layers of one container that fall into more kinds than this are folded by what they are, whatever was chosen.
+# Chosen: first, last and two kinds between are worth a row each.
 KINDS = 4
 
 

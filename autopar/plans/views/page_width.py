@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+# Columns where no terminal says how many. Chosen: most windows have as many.
 WIDTH = 100
 # Below this figures have no room beside names; a narrower terminal breaks lines.
+# The width of a terminal by tradition (VT100).
 LEAST = 80
 _FIXED: ContextVar[bool] = ContextVar("_FIXED", default=False)
 

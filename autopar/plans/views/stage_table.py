@@ -11,6 +11,7 @@ from .page_width import page_width
 from .quantities import clip, duration, share, size
 from .stages import Sent, StageRow, busiest_stage, folded_modules, stage_rows
 
+# Characters of the columns: `1024-2047` and `123.4 GiB` fit.
 _NAME, _RANKS, _FIGURE = 9, 10, 10
 
 

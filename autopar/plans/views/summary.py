@@ -22,12 +22,18 @@ from .quantities import clip, duration, share, size, trim
 from .stage_table import stage_lines
 from .stages import busiest_stage, fullest_stage, mesh_text
 
+# Lines of a plan in print. Chosen: about a screen.
 LINES = 40
+# Characters of a column of figures: `123.4 ms` and its head fit.
 FIGURES = 10
+# Moves that a row lists. Chosen: what a reader takes in.
 MOST_MOVES = 4
 # Communication is what a plan is about: a row is opened for it before one that only computes.
+# Chosen: a tenth of a row's seconds in communication counts like the rest.
 COMM_WEIGHT = 10
+# Baselines that are listed. Chosen: the three of a plan without stages, and one more.
 MOST_BASELINES = 4
+# Warnings that are listed. Chosen: what a reader takes in; the others are in plan.warnings.
 MOST_WARNINGS = 3
 
 

@@ -16,6 +16,7 @@ from .page_width import page_width
 from .quantities import duration, share, size
 from .stages import mesh_text
 
+# Columns where no terminal says how many. Chosen: a tree indents, so it takes more than a table.
 WIDTH = 120
 
 

@@ -27,6 +27,7 @@ from .key import trace_key
 
 KIND = "traces"
 _known: OrderedDict[str, Entry] = OrderedDict()
+# Traces kept in this process. Chosen: that of a plan, and TRACES others (compiler/calls.py).
 _KNOWN_LIMIT = 16
 _log = logging.getLogger(__name__)
 

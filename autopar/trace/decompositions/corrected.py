@@ -19,6 +19,7 @@ from autopar.torch_internals.replacements import recurrent_layers_replaced
 
 from .registry import aten
 
+# torch's at::Reduction: None 0, Mean 1, Sum 2.
 _MEAN, _SUM = 1, 2
 
 

@@ -26,6 +26,7 @@ assert random_ops.DRAWS
 
 RANDOM: Table = {}
 # Smaller than the least uniform number above 0: its logarithm is finite.
+# Half of 2**-24, the step of uniform float32 numbers (autopar/ops/random.py).
 _TINY = 2.0**-25
 
 

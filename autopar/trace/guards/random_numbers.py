@@ -23,7 +23,9 @@ from autopar.errors import TraceError
 
 Generator = random.Random | np.random.Generator | np.random.RandomState
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+# The least and the largest number of random.random(), which has 53 bits.
 _LEAST, _MOST = 0.0, 1.0 - 2.0**-53
+# Chosen: a coin that always shows the same side in eight throws is one in 256.
 _SEEDS = range(8)
 
 

@@ -36,6 +36,7 @@ from .variables import (
 # The mode, members and hooks of any module. The mode belongs to the kind of call, members are looked at as a whole.
 MACHINERY = frozenset(vars(nn.Module()))
 _TORCH_MODULE = sys.modules[nn.Module.__module__].__file__
+# Py_TPFLAGS_HEAPTYPE of CPython's object.h.
 _HEAP_TYPE = 1 << 9
 # Of objects whose classes are from there, only identities are looked at.
 _FOREIGN = {"torch", "numpy", "autopar", *sys.stdlib_module_names} - {"__main__"}

@@ -22,11 +22,15 @@ PLAIN = (*CONSTANT_TYPES, torch.memory_format, torch.layout, range, np.generic)
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 # Tensors and arrays of so few bytes are compared by what they hold at each call: no counter sees writes through
 # ``.data`` or an array that shares the memory.
+# Chosen: comparing a page takes microseconds.
 _COMPARED_BYTES = 4096
 # Arrays have no counter of writes at all; larger ones are only known by identity.
+# Chosen: of so many bytes a copy is kept, and compared at each call.
 _ARRAY_BYTES = 1 << 20
 # Containers are looked into so far.
+# Chosen, not measured.
 _MOST_ITEMS = 100_000
+# Characters of a value in a message. Chosen: half a line.
 _SHOWN = 60
 
 

@@ -27,6 +27,7 @@ from autopar.torch_internals.trees import tree_flatten, tree_leaves
 from .branches import SelectionError
 
 # More than this many rows are never needed; the number equals no other size.
+# Chosen: primes, which sizes of models seldom are.
 _ROWS = (13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103)
 # Finite numbers give finite results and finite derivatives, so rows of zeros do no harm.
 _TAME = {
