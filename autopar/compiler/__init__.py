@@ -1,1 +1,1 @@
-"""From a plan to compiled calls: what a parallel module runs for each kind of call."""
+"""Compiles the calls of a parallel module: traces, plans, and lowers a program for each kind of call."""

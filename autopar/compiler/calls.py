@@ -1,10 +1,10 @@
-"""Answers the calls of a parallel module: traces, plans once, lowers for this rank, and carries the plan over to other
+"""Compiles the calls of a parallel module: traces, plans once, lowers for this rank, and carries the plan over to other
 sizes of inputs.
 
-The first call decides where parameters rest; every later program keeps them there. Where its operations are those that
-were planned, and its sizes divide alike, it takes the plan's choices; else (evaluation, further inputs, other values of
-flags, a last batch that does not divide) its choices are solved anew. Plans are made on rank 0 and sent to all others,
-so that a solver's whim cannot make ranks disagree.
+The first call decides how parameters are placed; every later program keeps these placements. A program with the
+operations that were planned, and with sizes that divide in the same way, takes the plan's choices. For any other
+(evaluation, further inputs, other values of flags, a last batch that does not divide) the choices are solved anew.
+Plans are made on rank 0 and sent to all others, so that ranks cannot disagree where a solver is not deterministic.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from autopar.runtime.comm.groups import AxisGroup
 from .agreed_plan import plan_identity
 from .padded_rows import PaddedRows
 from .plan_cache import cached_plan
-from .rank_zero import alike, everyones, on_first_rank
+from .rank_zero import gather_objects, on_first_rank, same_on_all_ranks
 from .stages import StageCompiler
 
-# Traces that are kept for other batch sizes.
+# How many traces are cached for other batch sizes.
 # Chosen: batch sizes of one loop are few; not measured.
 TRACES = 15
 
@@ -79,8 +79,8 @@ class Compiler:
     _traced: list[tuple[tuple[bool, bool, OutputsWanted], Prepared]] = field(default_factory=list)
 
     def copied_for(self, model: nn.Module) -> Compiler:
-        """Compiles for ``model``, a copy of this one, under this one's plan, if there is one when it is first called.
-        What is traced of this one says nothing of the copy, whose attributes may change."""
+        """A compiler for ``model``, a copy of this one, under this one's plan, if there is one when the copy is first
+        called. Traces are not shared, since the attributes of the copy may change."""
         return replace(self, model=model, _annotated={}, _source=self, _traced=[])
 
     def __call__(self, request: Request) -> Compiled:
@@ -89,7 +89,7 @@ class Compiler:
             self.plan, self._base, self.cluster = source.plan, source._base, source.cluster
         if self.plan is None or self._base is None:
             self._plan_for(replace(request, training=True))
-        base = self._known(request) or self._prepare(request, grad=request.grad)
+        base = self._cached_trace(request) or self._prepare(request, grad=request.grad)
         batch = batch_size(request.args, request.kwargs)
         self._check_padded(request, batch)
         if self._base is not None and request.grad and request.outputs != "each" and self._carries_over(base, batch):
@@ -98,16 +98,17 @@ class Compiler:
         return self._other_program(request, base, batch)
 
     def _plan_for(self, request: Request) -> None:
-        """Plans training on such inputs, whatever the first call is for: parameters must rest somewhere, and training
-        needs most. A model that is called, and not stepped, may be trained by ``backward()``, which only plans without
-        stages can do: then none is chosen unasked. Prices are rank 0's, or a calibration file that differs between
-        hosts would make them take different ways."""
+        """Plans training on such inputs, whatever the first call is for: parameters need placements, and training is
+        the most demanding use. A model that is called, and not stepped, may be trained by ``backward()``, which plans
+        with stages do not support: stages are then chosen only if the options ask for them, or if the call needs no
+        gradients and nothing else fits. Prices are rank 0's: with calibration files that differ between hosts, ranks
+        would otherwise make different choices."""
         timings = Timings()
         base = self._prepare(request, grad=True, timings=timings)
         self.cluster = on_first_rank(self.ranks, lambda: self.cluster)
         plan_request, called = self._plan_request(base), request.outputs != "loss"
 
-        def made() -> Plan:
+        def make_plan() -> Plan:
             try:
                 return cached_plan(_without_stages(plan_request) if called else plan_request, timings)
             except InfeasibleError:
@@ -116,7 +117,7 @@ class Compiler:
             return cached_plan(plan_request, timings)
 
         if self.plan is None:
-            self.plan = on_first_rank(self.ranks, made)
+            self.plan = on_first_rank(self.ranks, make_plan)
         else:
             self.plan.validate()
             _check_devices(self.plan, self.mesh)
@@ -128,8 +129,8 @@ class Compiler:
         self._base = base
 
     def _may_be_for_training(self, base: Prepared) -> bool:
-        """Whether the user's plan, which is not for these inputs, may be for those of training, of which there are none
-        yet: it is checked with them."""
+        """Whether the user's plan, which is not for these inputs, may be for training inputs, which no call has had
+        yet: the first training call checks it."""
         assert self.plan is not None
         names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         is_another = graph_hash(step_graph(base.graph, base.loss, self.plan.batch)) != self.plan.graph_hash
@@ -139,14 +140,17 @@ class Compiler:
         return make_request(self.model, base, self.mesh, self.cluster, self.options, self.axis_names)
 
     def _prepare(self, request: Request, *, grad: bool, timings: Timings | None = None) -> Prepared:
-        """The trace of a call, the same on all ranks. Raises :class:`PlanMismatchError` on every rank if theirs
-        differ: what follows depends on it, and ranks would wait for each other for ever."""
-        base = alike(self.ranks, lambda: self._trace(request, grad, timings), lambda made: made.graph.to_text())
+        """The trace of a call, the same on all ranks. Raises :class:`PlanMismatchError` on every rank if their traces
+        differ: ranks that run different programs would wait for each other for ever."""
+        base = same_on_all_ranks(
+            self.ranks, lambda: self._trace(request, grad, timings), lambda prepared: prepared.graph.to_text()
+        )
         self._traced = [*self._traced[-TRACES:], ((grad, request.training, request.outputs), base)]
         return base
 
     def _trace(self, request: Request, grad: bool, timings: Timings | None) -> Prepared:
-        """A model that is called returns no loss of ``loss_fn``: what is differentiated are its own outputs."""
+        """Traces a call. A model that is called, not stepped, does not run ``loss_fn``: its own outputs are
+        differentiated."""
         return prepare(
             self.model,
             request.args,
@@ -161,38 +165,40 @@ class Compiler:
             ranks=self.ranks,
         )
 
-    def _known(self, request: Request) -> Prepared | None:
-        """An earlier trace that is one of this call too, but for the batch size; none if it is not on every rank."""
-        wanted = request.grad, request.training, request.outputs
-        held = (i for i, (made, base) in enumerate(self._traced) if made == wanted and self._holds(base, request))
-        everyone = everyones(self.ranks, next(held, None))
+    def _cached_trace(self, request: Request) -> Prepared | None:
+        """An earlier trace that also applies to this call, up to the batch size; None unless every rank has it."""
+        kind = request.grad, request.training, request.outputs
+        matches = (i for i, (made, base) in enumerate(self._traced) if made == kind and self._applies(base, request))
+        everyone = gather_objects(self.ranks, next(matches, None))
         index = everyone[0]
         return None if index is None or set(everyone) != {index} else self._traced[index][1]
 
-    def _holds(self, base: Prepared, request: Request) -> bool:
+    def _applies(self, base: Prepared, request: Request) -> bool:
         loss_fn = self.loss_fn if request.outputs == "loss" else None
         if base.loss_fn is not loss_fn or base.circumstances != circumstances(self.model, request.training):
             return False
         if base.traced.reads.changed(self.model) is not None:
             return False
         batch = batch_size(request.args, request.kwargs)
-        # A symbolic size means 2 or more: models treat a batch of one otherwise (``squeeze``), unguarded.
+        # A symbolic size means 2 or more: models may treat a batch of one differently (``squeeze``), without a guard.
         holds = batch == base.batch or (batch >= 2 and base.traced.holds_for(batch))
         return holds and _same_but_batch(base, request)
 
     def _carries_over(self, base: Prepared, batch: int) -> bool:
-        """Whether the choices of the plan are choices for this trace: the same operations on the same parameters."""
+        """Whether the plan's choices apply to this trace: it has the same operations on the same parameters."""
         if base is self._base:
             return True
         assert self.plan is not None and self._base is not None
-        known, other = (bare_step_graph(b.graph, b.loss, n) for b, n in ((self._base, self.plan.batch), (base, batch)))
-        return [(n.op, n.is_placeholder and n.op == "param" and n.target) for n in known.nodes] == [
+        planned, other = (
+            bare_step_graph(b.graph, b.loss, n) for b, n in ((self._base, self.plan.batch), (base, batch))
+        )
+        return [(n.op, n.is_placeholder and n.op == "param" and n.target) for n in planned.nodes] == [
             (n.op, n.is_placeholder and n.op == "param" and n.target) for n in other.nodes
         ]
 
     def _training_program(self, request: Request, base: Prepared, batch: int) -> Compiled:
         """The planned step, or the same with other sizes of inputs. Raises :class:`_Indivisible` if the plan's choices
-        are none for these, and something else is to be done about it."""
+        do not apply to these and the options ask for another program instead of an error."""
         assert self._base is not None and self.plan is not None
         try:
             if self.plan.pipeline is not None:
@@ -205,13 +211,13 @@ class Compiler:
 
     def _whole_training(self, request: Request, base: Prepared, batch: int) -> Compiled:
         assert self._base is not None and self.plan is not None
-        known = self._annotate(self._base, self.plan.batch)
-        names = {node.target: node.name for node in known.placeholders("param")}
+        planned = self._annotate(self._base, self.plan.batch)
+        names = {node.target: node.name for node in planned.placeholders("param")}
         assignment = self.plan.assignment(names)
-        other, same = known, base is self._base and batch == self.plan.batch
+        other, same = planned, base is self._base and batch == self.plan.batch
         if not same:
-            other = self._annotated_alike(step_graph(base.graph, base.loss, batch))
-            assignment = refit(assignment, known, other)
+            other = self._annotate_alike(step_graph(base.graph, base.loss, batch))
+            assignment = refit(assignment, planned, other)
             prices = Prices.of(self.cluster, self.plan.mesh, other)
             held = memory(PlacedStep(*recomputed(other, assignment), prices, self.options.optimizer))
             if held.peak > self.plan.memory_limit:
@@ -222,12 +228,12 @@ class Compiler:
         return self._lowered(graph, assignment, other, base, batch, planned=same)
 
     def _other_program(self, request: Request, base: Prepared, batch: int) -> Compiled:
-        """A program of another kind: solved anew with every parameter where it is."""
+        """A program of another kind: solved anew with the placements of parameters fixed."""
         assert self.plan is not None
         loss = base.loss if request.outputs == "loss" else None
         if self.plan.pipeline is not None:
             return self._staged_other(base, loss, batch)
-        graph = self._annotated_alike(step_graph(base.graph, loss, batch))
+        graph = self._annotate_alike(step_graph(base.graph, loss, batch))
         plan_request = replace(self._plan_request(base), mesh=self.plan.mesh)
         places, limit = self.plan.parameters, float(self.plan.memory_limit) if request.grad else math.inf
         assignment = on_first_rank(self.ranks, lambda: fixed_assignment(plan_request, graph, places, limit))
@@ -259,15 +265,15 @@ class Compiler:
             return on_first_rank(self.ranks, lambda: fixed_assignment(request, graph, places))
 
         optimizer, index = self.options.optimizer, self.ranks.index
-        return StageCompiler(self.plan, self.cluster, optimizer, index, self._annotated_alike, solve)
+        return StageCompiler(self.plan, self.cluster, optimizer, index, self._annotate_alike, solve)
 
     def _check_padded(self, request: Request, batch: int) -> None:
-        """A step's loss is made of all rows: it cannot be filled up."""
+        """Refuses to pad a step: its loss is computed from all rows, so padding would change it."""
         assert self.plan is not None
         if self.options.last_batch == "pad" and request.outputs == "loss" and request.grad and batch < self.plan.batch:
             raise PlanMismatchError(
-                f'last_batch="pad": this step has {batch} rows, the plan has {self.plan.batch}, and rows filled in '
-                "would count in the loss: call out = model(...) and backward() of a loss of its outputs, or use "
+                f'last_batch="pad": this step has {batch} rows, the plan has {self.plan.batch}, and padding '
+                "rows would count in the loss: call out = model(...) and backward() of a loss of its outputs, or use "
                 'Options(last_batch="replicate"), which makes a program for the smaller batch'
             )
 
@@ -295,12 +301,12 @@ class Compiler:
     def _annotate(self, base: Prepared, batch: int) -> Graph:
         assert self.plan is not None
         if batch not in self._annotated:
-            self._annotated[batch] = self._annotated_alike(step_graph(base.graph, base.loss, batch))
+            self._annotated[batch] = self._annotate_alike(step_graph(base.graph, base.loss, batch))
         return self._annotated[batch]
 
-    def _annotated_alike(self, graph: Graph) -> Graph:
-        """Annotated by what the first rank found out about operations without a rule: what ranks find must not differ,
-        and one of them is enough to look."""
+    def _annotate_alike(self, graph: Graph) -> Graph:
+        """Annotates ``graph`` with the rules that the first rank found for operations without one: ranks must agree on
+        them, and one search is enough."""
         assert self.plan is not None
         mesh = self.plan.mesh
 
@@ -330,7 +336,7 @@ class Compiler:
 
 
 def _messages(program: Program) -> list[tuple[str, Any]]:
-    """The collectives of a program in order: what all ranks must agree on, or they wait for each other for ever."""
+    """The collectives of a program in order. All ranks must agree on it, or they wait for each other for ever."""
     sections = (program.refresh, program.forward, program.backward)
     everything = (instruction for section in sections for instruction in section.instructions)
     return [(i.op, dict(i.kwargs)["axes"]) for i in everything if "axes" in dict(i.kwargs)]
@@ -341,7 +347,7 @@ def _loss_outputs(base: Prepared) -> tuple[Any, ...]:
 
 
 class _Indivisible(Exception):
-    """The choices of the plan are none for inputs of these sizes, or do not fit into memory."""
+    """The plan's choices do not apply to inputs of these sizes, or do not fit into memory."""
 
 
 def _same_but_batch(base: Prepared, request: Request) -> bool:
@@ -372,7 +378,7 @@ def _without_stages(request: PlanRequest) -> PlanRequest:
 
 
 def _check_devices(plan: Plan, mesh: tuple[int, ...]) -> None:
-    """A plan given by the user must be for this number of devices."""
+    """Raises :class:`PlanMismatchError` if the user's plan is for another number of devices."""
     devices, planned = math.prod(mesh), plan.stages * math.prod(plan.mesh)
     if devices != planned:
         stages = f"{plan.stages} stages of " if plan.stages > 1 else ""
@@ -382,12 +388,12 @@ def _check_devices(plan: Plan, mesh: tuple[int, ...]) -> None:
 
 
 def _check(plan: Plan, base: Prepared) -> None:
-    """A plan given by the user must be for this model."""
-    found = graph_hash(step_graph(base.graph, base.loss, plan.batch))
-    if found != plan.graph_hash:
+    """Raises :class:`PlanMismatchError` if the user's plan is for another model."""
+    actual = graph_hash(step_graph(base.graph, base.loss, plan.batch))
+    if actual != plan.graph_hash:
         raise PlanMismatchError(
             f"the plan was made for {plan.model!r} (graph {plan.graph_hash}); this model, at batch {plan.batch}, "
-            f"has graph {found}. Same device type, configuration, inputs (those given, their shapes and dtypes, values "
-            "of flags), loss_fn, mode (train or eval) and torch version give the same graph: make the plan with the "
-            "inputs of the first training call, or leave plan= out"
+            f"has graph {actual}. Same device type, configuration, inputs (those given, their shapes and dtypes, "
+            "values of flags), loss_fn, mode (train or eval) and torch version give the same graph: make the plan with "
+            "the inputs of the first training call, or leave plan= out"
         )

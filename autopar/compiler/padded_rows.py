@@ -1,10 +1,10 @@
-"""Whether rows that only fill a batch up leave the others as they are.
+"""Whether rows that pad a batch leave the results of the other rows unchanged.
 
 The proof is that of microbatches, with as many microbatches as the batch has rows: the graph of one row computes that
-row of every output from that row of the inputs, parameters, and what is the same for all. Three things make it a proof
-for another number of rows too: nothing is computed from the whole batch beforehand, no operation takes the batch size
-for anything but the shape of its result, and nothing of the batch's size is used whole. Gradients follow: rows that a
-loss does not see have a gradient of zero.
+row of every output from that row of the inputs, parameters, and what is the same for all rows. Three conditions extend
+it to any number of rows: nothing is computed from the whole batch beforehand, no operation uses the batch size for
+anything but the shape of its result, and no tensor of the batch's size is used whole. Gradients follow: rows that do
+not enter a loss have a gradient of zero.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from autopar.runtime.comm.groups import AxisGroup
 from .rank_zero import on_first_rank
 
 _ADVICE = 'Options(last_batch="replicate") makes a program for a smaller batch instead, which is exact for every model'
-# Operations of which an argument is the shape of the result, and where it stands.
+# Operations that take the shape of their result, and the position of that argument.
 _SHAPED = {
     **{f"aten.{name}.default": 1 for name in ("view", "_unsafe_view", "reshape", "expand", "new_zeros", "new_ones")},
     **{f"aten.{name}.default": 0 for name in ("full", "zeros", "ones", "empty")},
@@ -37,8 +37,8 @@ _SHAPED = {
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """Of a program for ``batch`` rows, made of the symbolic ``graph``, what it takes to run it for fewer. ``guards``
-    says whether the trace holds for a number of rows."""
+    """How to run a program for ``batch`` rows, made from the symbolic ``graph``, on fewer rows. ``guards`` says whether
+    the trace holds for a number of rows."""
 
     graph: Graph
     batch: int
@@ -47,12 +47,13 @@ class PaddedRows:
     _proven: dict[str, int | None] = field(default_factory=dict)
 
     def holds_for(self, rows: int) -> bool:
-        """A batch of one is another thing to many models (``squeeze``), and a trace does not see it."""
+        """Whether a batch of ``rows`` may be padded. Not a batch of one: many models treat it differently
+        (``squeeze``), and a trace does not show it."""
         return 2 <= rows < self.batch and bool(self.graph.symbols) and self.guards(rows)
 
     @cached_property
     def inputs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype, bool]]:
-        """Of each input its shape, dtype, and whether dim 0 counts rows."""
+        """The shape and dtype of each input, and whether its dim 0 counts rows."""
         planned = {node.target: node.type for node in self._at(self.graph).placeholders("input")}
         return {
             node.target: (
@@ -64,15 +65,15 @@ class PaddedRows:
         }
 
     def outputs(self, named: Callable[[str], str]) -> Mapping[str, int | None]:
-        """The dim of each output along which its rows lie, None for one that has none. Collective until it returns.
+        """The dim of each output that counts rows, None for an output without rows. Collective until it first returns.
         Raises :class:`AutoparError`, on every rank, naming what mixes rows (outputs as ``named``)."""
         if not self._proven:
             self._proven.update(on_first_rank(self.ranks, lambda: self._prove(named)))
         return self._proven
 
     def _prove(self, named: Callable[[str], str]) -> dict[str, int | None]:
-        kept = tuple(output for output in self.graph.outputs if output.kind in ("output", "mutation"))
-        graph = replace(self.graph, outputs=kept).without_dead()
+        outputs = tuple(output for output in self.graph.outputs if output.kind in ("output", "mutation"))
+        graph = replace(self.graph, outputs=outputs).without_dead()
         divided = {name: 0 if rows else None for name, (_, _, rows) in self.inputs.items()}
         concrete = self._at(graph)
         try:
@@ -101,18 +102,18 @@ def _is_symbolic(size: object) -> bool:
 
 
 def _symbolic(arg: Arg) -> bool:
-    found: list[Arg] = []
+    leaves: list[Arg] = []
 
     def look(leaf: Arg) -> Arg:
-        found.append(leaf)
+        leaves.append(leaf)
         return leaf
 
     map_arg(arg, look)
-    return any(_is_symbolic(leaf) for leaf in found)
+    return any(_is_symbolic(leaf) for leaf in leaves)
 
 
 def _check_sizes(graph: Graph) -> None:
-    """The size of the batch is read for shapes alone. Draws count their elements sample by sample
+    """Checks that the size of the batch is used for shapes alone. Draws count their elements sample by sample
     (:mod:`autopar.ops.random`), if they know which dim counts samples."""
     for node in graph:
         if node.is_placeholder:
@@ -122,8 +123,8 @@ def _check_sizes(graph: Graph) -> None:
                 raise _refusal(f"the numbers that {_name(node)} draws for a row depend on how many rows there are")
             continue
         shape = _SHAPED.get(node.op)
-        rest = tuple(arg for place, arg in enumerate(node.args) if place != shape)
-        if _symbolic(rest) or any(_symbolic(arg) for _, arg in node.kwargs):
+        others = tuple(arg for place, arg in enumerate(node.args) if place != shape)
+        if _symbolic(others) or any(_symbolic(arg) for _, arg in node.kwargs):
             raise _refusal(f"{_name(node)} computes with the size of the batch")
 
 
@@ -135,16 +136,16 @@ def _counts_samples(node: Node) -> bool:
 
 
 def _check_whole(graph: Graph, concrete: Graph, alone: Microbatched) -> None:
-    """Nothing is made of the whole batch."""
+    """Checks that nothing is computed from the whole batch."""
     if alone.prelude is not None:
         names = ", ".join(output.name.removeprefix("prelude.") for output in alone.prelude.outputs)
         raise _refusal(f"%{names} is computed from all rows together")
-    known = {node.name: node for node in graph}
+    symbolic = {node.name: node for node in graph}
     for node in alone.graph:
-        given = known.get(node.name)
-        if given is None or given.is_placeholder:
+        original = symbolic.get(node.name)
+        if original is None or original.is_placeholder:
             continue
-        for kind, here, whole in zip(given.types, node.types, concrete[node.name].types, strict=True):
+        for kind, here, whole in zip(original.types, node.types, concrete[node.name].types, strict=True):
             if kind is not None and any(map(_is_symbolic, kind.shape)) and here == whole:
                 raise _refusal(f"{_name(node)} has the size of the batch and is used whole")
 
@@ -153,8 +154,8 @@ def _places(alone: Microbatched, named: Callable[[str], str]) -> Iterator[tuple[
     for (kind, name), how in alone.combine.items():
         if how == "sum":
             what = f"output {named(name)}" if kind == "output" else f"buffer {name}"
-            raise _refusal(f"the {what} is made of all rows together, such as a loss is")
+            raise _refusal(f"the {what} is computed from all rows together, as a loss is")
         if kind == "mutation" and how != "same":
-            raise _refusal(f"the buffer {name} keeps something of every row")
+            raise _refusal(f"the buffer {name} stores something of every row")
         if kind == "output":
             yield name, None if how == "same" else int(how.partition(":")[2])

@@ -1,4 +1,4 @@
-"""From a cut and placed graph to what one rank runs."""
+"""Compiles a cut and placed graph into the program of one rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autopar.schedule.schedule import Schedule
 
 
 class PlacedChunk(Protocol):
-    """A chunk's graph, rests inserted, and the choice for each of its nodes."""
+    """A chunk's graph, with saved activations inserted, and the choice for each of its nodes."""
 
     @property
     def graph(self) -> Graph: ...
@@ -86,16 +86,17 @@ def _check(
 # A process that compiles the programs of many ranks proves their schedule once.
 @lru_cache(maxsize=8)
 def _prove(schedule: Schedule) -> None:
-    """Raises :class:`ScheduleError` for a schedule that would stall or compute something else. Each message is taken to
-    block until both its ends are posted: NCCL may do so, and the messenger waits for old sends wherever it is."""
+    """Raises :class:`ScheduleError` for a schedule that would stall or compute something else. The proof assumes that
+    each message blocks until both its ends are posted: NCCL may do so, and the messenger waits for earlier sends at
+    any point."""
     check(schedule, "blocking")
 
 
 def prelude_program(graph: Graph) -> Program:
-    """What is computed once a step and for the whole batch, as every rank does it alone."""
-    nobody = Assignment((), {}, {})
-    alone = Lowering(graph, nobody, (), lambda kind, source, target, bucketed: (), 0)
-    return lower(alone, graph.outputs)
+    """The program of what is computed once a step and for the whole batch, by every rank alone."""
+    unplaced = Assignment((), {}, {})
+    job = Lowering(graph, unplaced, (), lambda kind, source, target, bucketed: (), 0)
+    return lower(job, graph.outputs)
 
 
 def _parameters(staged: Staged, jobs: Sequence[Lowering]) -> Iterable[StagedParameter]:
@@ -109,7 +110,7 @@ def _parameters(staged: Staged, jobs: Sequence[Lowering]) -> Iterable[StagedPara
 
 
 def _results(pieces: Microbatched, jobs: Sequence[Lowering]) -> Iterable[StagedResult]:
-    """Results of all chunks, each once: what depends on data alone is computed in several."""
+    """Yields the results of all chunks, each once: several chunks compute what depends on data alone."""
     seen: set[tuple[str, str]] = set()
     for index, job in enumerate(jobs):
         for output in job.graph.outputs:

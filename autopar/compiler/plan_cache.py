@@ -1,9 +1,9 @@
 """Caches plans: the same request gets the same plan, in this process, in the next run and on other ranks.
 
-A plan is kept under a hash of everything it follows from (:func:`plan_key`): the graph, the mesh, the cluster, the
-options, the rules of operations that autopar has no rule for, and the code that makes plans. What is read again equals
-what was kept, ``solve_seconds`` included, which says what solving took then; ``timings`` are those of this process, and
-name the phase ``cache`` alone.
+A plan is cached under a hash of everything it depends on (:func:`plan_key`): the graph, the mesh, the cluster, the
+options, the rules found for operations that autopar has no rule for, and the code that makes plans. A cached plan
+equals the one that was written, including ``solve_seconds``, the time that solving took then; ``timings`` are those of
+this process, with the phase ``cache`` alone.
 """
 
 from __future__ import annotations
@@ -30,71 +30,71 @@ from autopar.plans.plan import Plan
 from autopar.search.best_plan import best_plan
 
 KIND = "plans"
-# Those of this process.
-_known: OrderedDict[str, Plan] = OrderedDict()
+# The plans of this process.
+_plans: OrderedDict[str, Plan] = OrderedDict()
 # Chosen: as many as programs of a model are kept (runtime/calls/programs.py).
-_KNOWN_LIMIT = 64
+_PLANS_LIMIT = 64
 _log = logging.getLogger(__name__)
 
 
 def cached_plan(request: PlanRequest, timings: Timings) -> Plan:
-    """What :func:`autopar.search.best_plan.best_plan` says, made now or kept from before; its errors, which are not
-    kept."""
+    """What :func:`autopar.search.best_plan.best_plan` returns, from the cache if it is there. Raises its errors, which
+    are not cached."""
     if not keeps_work():
         return best_plan(request, timings)
     lookup = Timings()
     with lookup.phase("cache"):
         try:
             key = plan_key(request)
-        except OperatorError:  # Of an operation's rule: planning says where it is called.
+        except OperatorError:  # From an operation's rule: planning says where the operation is called.
             return best_plan(request, timings)
-        found = _kept(key)
-    if found is not None:
-        return replace(found, timings=dict(lookup.seconds))
-    made = best_plan(request, timings)
-    if _may_be_kept(request, made):
-        _remember(key, made)
-        write(KIND, key, made.to_json())
-    return made
+        cached = _cached(key)
+    if cached is not None:
+        return replace(cached, timings=dict(lookup.seconds))
+    plan = best_plan(request, timings)
+    if _is_cacheable(request, plan):
+        _remember(key, plan)
+        write(KIND, key, plan.to_json())
+    return plan
 
 
 def forget() -> None:
     """Forgets the plans of this process; those on disk stay."""
-    _known.clear()
+    _plans.clear()
 
 
-def _kept(key: str) -> Plan | None:
-    if key in _known:
-        _known.move_to_end(key)
-        return _known[key]
+def _cached(key: str) -> Plan | None:
+    if key in _plans:
+        _plans.move_to_end(key)
+        return _plans[key]
     text = read(KIND, key)
     if text is None:
         return None
     try:
-        found = Plan.from_json(text)
+        plan = Plan.from_json(text)
     except AutoparError as error:
         _log.debug("plan %s is not used: %s", key, error)
         return None
-    _remember(key, found)
-    return found
+    _remember(key, plan)
+    return plan
 
 
 def _remember(key: str, plan: Plan) -> None:
-    _known[key] = plan
-    while len(_known) > _KNOWN_LIMIT:
-        _known.popitem(last=False)
+    _plans[key] = plan
+    while len(_plans) > _PLANS_LIMIT:
+        _plans.popitem(last=False)
 
 
-def _may_be_kept(request: PlanRequest, plan: Plan) -> bool:
-    """Not if the time limit cut it off: the next search may do better. Not if rules were found for a microbatch, whose
-    sizes the key does not look at."""
+def _is_cacheable(request: PlanRequest, plan: Plan) -> bool:
+    """False if the time limit stopped the search: the next one may do better. False if rules were found for a
+    microbatch, whose sizes are not part of the key."""
     if plan.status != "optimal" and plan.gap > request.options.gap:
         return False
     return plan.pipeline is None or not needs_finding(request.graph)
 
 
 def plan_key(request: PlanRequest) -> str:
-    """A hash of everything that an answer follows from."""
+    """A hash of everything that a plan depends on."""
     digest = hashlib.sha256()
     for line in _ingredients(request):
         digest.update(f"{len(line)}:{line}\n".encode())
@@ -115,7 +115,7 @@ def _ingredients(request: PlanRequest) -> Iterator[str]:
     if needs_finding(request.graph):
         graph = step_graph(request.graph, request.loss, request.batch)
         sizes = sorted({size for mesh in mesh_candidates(request) for size in mesh if size > 1})
-        yield from (repr(found) for size in sizes for found in rule_findings(graph, size))
+        yield from (repr(finding) for size in sizes for finding in rule_findings(graph, size))
 
 
 def _plain(value: Any) -> Any:

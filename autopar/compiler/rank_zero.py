@@ -1,4 +1,4 @@
-"""Decisions that one rank takes for all, and that all take alike."""
+"""Decisions that one rank makes for all, and checks that all ranks agree."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch.distributed as dist
 from autopar.errors import PlanMismatchError
 from autopar.runtime.comm.groups import AxisGroup
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
-def on_first_rank(ranks: AxisGroup, make: Callable[[], Made]) -> Made:
-    """What the first of ``ranks`` makes, on every one of them; its error too. Collective."""
+def on_first_rank(ranks: AxisGroup, make: Callable[[], Result]) -> Result:
+    """Runs ``make`` on the first of ``ranks``; its result or error is that of every rank. Collective."""
     if ranks.size == 1:
         return make()
     box: list[Any] = [None, None]
@@ -27,12 +27,12 @@ def on_first_rank(ranks: AxisGroup, make: Callable[[], Made]) -> Made:
     dist.broadcast_object_list(box, group=ranks.group, group_src=0)
     if box[1] is not None:
         raise box[1]
-    made: Made = box[0]
-    return made
+    result: Result = box[0]
+    return result
 
 
-def everyones(ranks: AxisGroup, own: Any) -> list[Any]:
-    """What each of ``ranks`` gives, anything that pickles. Collective."""
+def gather_objects(ranks: AxisGroup, own: Any) -> list[Any]:
+    """The ``own`` object of each of ``ranks``, anything that pickles. Collective."""
     if ranks.size == 1:
         return [own]
     received: list[Any] = [None] * ranks.size
@@ -40,18 +40,19 @@ def everyones(ranks: AxisGroup, own: Any) -> list[Any]:
     return received
 
 
-def alike(ranks: AxisGroup, make: Callable[[], Made], text_of: Callable[[Made], str]) -> Made:
-    """What each of ``ranks`` makes of its own model and call. Collective. A rank whose ``make`` raises does so; raises
-    :class:`PlanMismatchError` on the others then, and on every rank if the texts of what they made differ."""
+def same_on_all_ranks(ranks: AxisGroup, make: Callable[[], Result], text_of: Callable[[Result], str]) -> Result:
+    """Runs ``make`` on each of ``ranks`` and checks that ``text_of`` the results is the same. Collective. If ``make``
+    raises on a rank, that rank raises its error and the others :class:`PlanMismatchError`; every rank raises
+    :class:`PlanMismatchError` if the texts differ."""
     if ranks.size == 1:
         return make()
     failure: Exception | None = None
     try:
-        made = make()
-        said = hashlib.sha256(text_of(made).encode()).hexdigest()
+        result = make()
+        outcome = hashlib.sha256(text_of(result).encode()).hexdigest()
     except Exception as error:
-        failure, said = error, f"{type(error).__name__}: {error}"
-    everyone = everyones(ranks, (failure is not None, said))
+        failure, outcome = error, f"{type(error).__name__}: {error}"
+    everyone = gather_objects(ranks, (failure is not None, outcome))
     if failure is not None:
         raise failure
     failed = [(index, text) for index, (wrong, text) in enumerate(everyone) if wrong]
@@ -60,8 +61,8 @@ def alike(ranks: AxisGroup, make: Callable[[], Made], text_of: Callable[[Made], 
     others = [index for index, each in enumerate(everyone) if each != everyone[0]]
     if others:
         raise PlanMismatchError(
-            f"the model does other operations on rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))} of "
+            f"the model runs other operations on rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))} of "
             "the mesh than on its rank 0: something that its forward reads (an attribute, a flag) differs between "
-            "ranks. Set it alike on every rank"
+            "ranks. Set it to the same value on every rank"
         )
-    return made
+    return result

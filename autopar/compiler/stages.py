@@ -2,7 +2,7 @@
 
 The graph that was planned takes them as they are; at another batch size every choice is carried over
 (:mod:`autopar.planner.refit`); another graph of the same model (evaluation) is cut so that each parameter is used
-where it lies, and its placements are solved anew.
+on the stage that stores it, and its placements are solved anew.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ Solve = Callable[[Graph], Assignment]
 
 @dataclass(frozen=True)
 class StageCompiler:
-    """Compiles for the rank ``index`` of the mesh; ``annotate`` and ``solve`` (for a graph whose parameters lie as
-    planned) work on the mesh inside a stage."""
+    """Compiles for the rank ``index`` of the mesh; ``annotate`` and ``solve`` (for a graph whose parameters have the
+    planned placements) work on the mesh inside a stage."""
 
     plan: Plan
     cluster: Cluster
@@ -58,7 +58,8 @@ class StageCompiler:
         return self.plan.pipeline
 
     def planned(self, graph: Graph, symbolic: Graph) -> PipelineProgram:
-        """The program of the planned step; ``graph`` is concrete and without rests, ``symbolic`` in the batch."""
+        """The program of the planned step; ``graph`` is concrete and without saved activations, ``symbolic`` is the
+        same with a symbolic batch size."""
         pieces = self._pieces(graph, symbolic)
         annotated = self.annotate(SaveActivations()(pieces.graph))
         return self._program(pieces, cut(pieces, self.pipeline.cuts), self._choices(annotated), annotated)
@@ -92,10 +93,10 @@ class StageCompiler:
             count -= 1
         pieces = microbatch(graph, count, split_inputs(symbolic))
         cuts = cuts_for_owners(pieces.graph, owners, self.pipeline.chunks) if self.pipeline.cuts else ()
-        rests = {path: chunks[0] for path, chunks in owners.items() if chunks}
+        homes = {path: chunks[0] for path, chunks in owners.items() if chunks}
         annotated = self.annotate(SaveActivations()(pieces.graph))
         trains = any(output.kind == "gradient" for output in graph.outputs)
-        return self._program(pieces, cut(pieces, cuts, rests), self.solve(annotated), annotated, checked=trains)
+        return self._program(pieces, cut(pieces, cuts, homes), self.solve(annotated), annotated, checked=trains)
 
     def _pieces(self, graph: Graph, symbolic: Graph) -> Microbatched:
         return microbatch(graph, self.plan.microbatches, split_inputs(symbolic))
@@ -120,16 +121,16 @@ class StageCompiler:
         return pipeline_program(pieces, staged, chunks, wires, schedule, coordinate, prices.path, BUCKET_BYTES)
 
     def _schedule(self, staged: Staged, pieces: Microbatched) -> Schedule:
-        """The planned schedule, or its like for another graph: fewer microbatches, other edges, forward only."""
+        """The planned schedule, or one of its kind for another graph: fewer microbatches, other edges, forward only."""
         planned = self.pipeline.schedule
         name, each = planned.name, planned.chunks // planned.stages
         if name not in SCHEDULES:
             name = "gpipe" if planned.placement == loop_placement(planned.stages, each) else "zb-v"
-        made = scheduled((name, each), planned.stages, pieces.count, staged)
+        schedule = scheduled((name, each), planned.stages, pieces.count, staged)
         if not any(output.kind == "gradient" for chunk in staged.chunks for output in chunk.outputs):
-            return forward_only(made)
-        same = made.edges == planned.edges and made.microbatches == planned.microbatches
-        return planned if same else made
+            return forward_only(schedule)
+        same = schedule.edges == planned.edges and schedule.microbatches == planned.microbatches
+        return planned if same else schedule
 
 
 def check_memory(plan: Plan, peak: int, graph: Graph, what: str = "") -> None:

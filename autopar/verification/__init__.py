@@ -1,1 +1,1 @@
-"""``autopar.verify``: a plan executed and compared with one process."""
+"""``autopar.verify``: executes a plan and compares it with one process."""

@@ -1,4 +1,4 @@
-"""Whether a step under a plan is that of one process: the errors of the loss and of every gradient."""
+"""Whether a step under a plan equals that of one process: the errors of the loss and of every gradient."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from autopar.plans.plan import Plan
 from autopar.plans.views.page_width import terminal_columns
 
-from .later_steps import Later, compare_later
+from .later_steps import LaterSteps, compare_later
 from .tolerance import Closeness, rounding
 
 
@@ -26,7 +26,7 @@ class OneStep:
     plan: Plan | None = None
     unpriced: tuple[str, ...] = ()
     draws: bool = False
-    later: Later = field(default_factory=lambda: Later(()))
+    later: LaterSteps = field(default_factory=lambda: LaterSteps(()))
 
 
 @dataclass(frozen=True)
@@ -36,26 +36,26 @@ class Report:
     Attributes:
         loss_error, gradient_errors: relative errors, of the loss and by parameter path: max|a - b| / max|b|, where b is
             the value of one process. Under a 16-bit precision policy one process runs under it too, and a difference
-            counts against the error of b itself, over a unit of rounding, wherever that is more than max|b|; without
-            one, gradients that b itself rounds by more than a quarter of the tolerance are given up to ten times it
-            (:mod:`autopar.verification.tolerance`), and named in ``eased`` where they take it.
+            counts against the error of b itself, over a unit of rounding, wherever that is more than max|b|. Without
+            one, gradients where rounding changes b itself by more than a quarter of the tolerance may differ by up to
+            ten tolerances (:mod:`autopar.verification.tolerance`); those that do are named in ``eased``.
         noisy: gradients that are zero but for rounding (the bias of keys in attention), which have no relative error:
-            those where max|b| is no more than ten times the error of b in float32 (against float64 on one process).
-            Their differences count against a million times that error instead.
+            those where max|b| is at most ten times the error of b in float32 (against float64 on one process). Their
+            differences count against a million times that error instead.
         seconds: wall-clock time of the whole comparison.
         step_seconds: wall-clock time of one step under the plan, after a first one.
-        unpriced: the collectives in which the program that ran and the plan's prices differ. If there are any, the
-            plan's predictions are not to be trusted.
+        unpriced: the collectives in which the program that ran and the plan's prices differ. If there are any, do not
+            trust the plan's predictions.
         draws: whether the model draws random numbers, so that it was compared with one process under autopar with the
             same seed, not with the model alone.
-        unset: gradients that one process leaves at None and the plan has as zeros (an expert in a list that no token
+        unset: gradients that are None on one process and zeros under the plan (an expert in a list that no token
             chose); they count as equal.
         rounding: under a 16-bit policy, the relative distance of one process from float64.
         steps: how many steps were compared.
-        later_errors: of everything besides the first loss and its gradients, by what it is (:mod:`.later_steps`):
-            buffers after the steps, and of several steps each loss, the parameters and the outputs of an evaluation.
-        mesh: the mesh asked for; ``plan.mesh`` may lay the devices out otherwise.
-        eased: gradients that differ by more than the tolerance, but not by more than both may be off by rounding.
+        later_errors: errors of everything besides the first loss and its gradients, by name (:mod:`.later_steps`):
+            buffers after the steps, and for several steps each loss, the parameters and the outputs of an evaluation.
+        mesh: the mesh asked for; ``plan.mesh`` may arrange the devices differently.
+        eased: gradients that differ by more than the tolerance, but by no more than rounding explains on both sides.
     """
 
     plan: Plan
@@ -85,7 +85,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether the loss, every gradient and all that is compared besides are within ``tolerance``; a NaN is not."""
+        """Whether the loss, every gradient and everything else compared are within ``tolerance``; a NaN is not."""
         return all(error <= self.tolerance for error in self._errors)
 
     @property
@@ -93,7 +93,7 @@ class Report:
         return " under autopar with the same seed (the model draws random numbers)" if self.draws else ""
 
     def _later_lines(self) -> list[str]:
-        """What differs, and otherwise the worst of each kind."""
+        """What differs; if nothing does, the worst of each kind."""
         worst: dict[str, str] = {}
         ranked = sorted(self.later_errors, key=lambda name: -self.later_errors[name])
         for name in ranked:
@@ -105,7 +105,7 @@ class Report:
 
     @property
     def _where(self) -> str:
-        """The mesh asked for, and how the plan lays its devices out if otherwise."""
+        """The mesh asked for, and the plan's if it arranges the devices differently."""
         stages = f"{self.plan.stages} stages of " if self.plan.stages > 1 else ""
         planned = f"{stages}{self.plan.mesh}"
         return planned if planned == str(self.mesh or self.plan.mesh) else f"{self.mesh}, planned as {planned}"
@@ -136,65 +136,67 @@ class Report:
 
 
 def _some(names: tuple[str, ...]) -> str:
-    """The first few of them."""
+    """The first few of ``names``, as text."""
     return f"{', '.join(names[:4])}{', ...' * (len(names) > 4)}"
 
 
 def judge(
-    found: OneStep,
+    actual: OneStep,
     expected: tuple[OneStep, OneStep | None],
-    asked: Closeness,
+    closeness: Closeness,
     seconds: float,
     mesh: tuple[int, ...] = (),
 ) -> Report:
-    """What a step under a plan is, compared with that of one process (see :func:`one_process`)."""
-    errors, noisy, unset = _compare(found, *expected, asked)
-    alone, exact = expected
-    later = compare_later(found.later, alone.later, exact.later if exact else None, asked)
-    assert found.plan is not None
+    """Compares a step under a plan with the ``expected`` one of one process (see :func:`one_process`)."""
+    errors, noisy, unset = _compare(actual, *expected, closeness)
+    reference, exact = expected
+    later = compare_later(actual.later, reference.later, exact.later if exact else None, closeness)
+    assert actual.plan is not None
     return Report(
-        plan=found.plan,
-        tolerance=asked.tolerance,
-        loss=float(alone.loss),
-        loss_error=asked.loss_error(found.loss, alone.loss, exact.loss if exact else None),
+        plan=actual.plan,
+        tolerance=closeness.tolerance,
+        loss=float(reference.loss),
+        loss_error=closeness.loss_error(actual.loss, reference.loss, exact.loss if exact else None),
         later_errors=later.errors,
-        steps=max(1, len(alone.later.losses)),
+        steps=max(1, len(reference.later.losses)),
         gradient_errors=errors,
         noisy=noisy,
         seconds=seconds,
-        step_seconds=found.seconds,
-        unpriced=found.unpriced,
-        draws=found.draws,
+        step_seconds=actual.seconds,
+        unpriced=actual.unpriced,
+        draws=actual.draws,
         unset=unset,
-        rounding=rounding(alone.gradients, exact.gradients) if exact and asked.always else None,
+        rounding=rounding(reference.gradients, exact.gradients) if exact and closeness.always else None,
         mesh=mesh,
         eased=tuple(
             name
             for name, error in errors.items()
-            if error <= asked.tolerance
+            if error <= closeness.tolerance
             and name not in {*noisy, *unset}
-            and asked.is_eased(found.gradients[name], alone.gradients[name])
+            and closeness.is_eased(actual.gradients[name], reference.gradients[name])
         ),
     )
 
 
 def _compare(
-    found: OneStep, expected: OneStep, exact: OneStep | None, asked: Closeness
+    actual: OneStep, reference: OneStep, exact: OneStep | None, closeness: Closeness
 ) -> tuple[dict[str, float], tuple[str, ...], tuple[str, ...]]:
-    """The error of every gradient, the names of those that are zero but for rounding, and of those that are zeros and
-    that one process leaves at None."""
+    """The error of every gradient, the names of those that are zero but for rounding, and of those that are zeros here
+    and None on one process."""
     errors: dict[str, float] = {}
     noisy, unset = [], []
-    largest = max((float(g.abs().max()) for g in expected.gradients.values() if g.numel()), default=0.0)
-    for name in sorted({*found.gradients, *expected.gradients}):
-        one, other = found.gradients.get(name), expected.gradients.get(name)
-        if one is not None and other is None and not one.any():
+    largest = max((float(g.abs().max()) for g in reference.gradients.values() if g.numel()), default=0.0)
+    for name in sorted({*actual.gradients, *reference.gradients}):
+        gradient, expected = actual.gradients.get(name), reference.gradients.get(name)
+        if gradient is not None and expected is None and not gradient.any():
             errors[name] = 0.0
             unset.append(name)
-        elif one is None or other is None or one.shape != other.shape:
+        elif gradient is None or expected is None or gradient.shape != expected.shape:
             errors[name] = math.inf
         else:
-            off = asked.off(other, exact.gradients.get(name) if exact else None)
-            errors[name], is_noise = asked.error(one, other, off if off <= asked.most_off * largest else 0.0)
+            own_error = closeness.rounding_error(expected, exact.gradients.get(name) if exact else None)
+            errors[name], is_noise = closeness.error(
+                gradient, expected, own_error if own_error <= closeness.largest_own_error * largest else 0.0
+            )
             noisy += [name] if is_noise else []
     return errors, tuple(noisy), tuple(unset)

@@ -32,13 +32,13 @@ from autopar.runtime.state.loss_scale import BACKOFF, FIRST
 from autopar.torch_internals.trees import tree_leaves, tree_map
 from autopar.trace.loss import TARGETS, run_with_loss
 
-from .later_steps import MOMENTUM, RATE, Later, train
+from .later_steps import MOMENTUM, RATE, LaterSteps, train
 from .report import OneStep
 
 
 @dataclass(frozen=True)
 class Task:
-    """What every rank is told."""
+    """What every rank is given to run."""
 
     model: nn.Module
     mesh: tuple[int, ...]
@@ -52,8 +52,8 @@ class Task:
 
 
 def one_process(task: Task, timeout: float, draws: bool = False) -> tuple[OneStep, OneStep | None]:
-    """The step on one process, and if the model runs in it in float64, to know how far float32 itself is off: of the
-    model alone, or if it draws random numbers of autopar, which draws what a plan draws."""
+    """The step on one process, and the same in float64 if the model runs in it, which tells the rounding error of
+    float32. A model that draws random numbers runs under autopar, so that it draws what a plan draws."""
     run = _alone if draws else _plain
     return run(task, False, timeout), _exact(task, timeout, run)
 
@@ -64,16 +64,16 @@ def _plain(task: Task, double: bool, timeout: float) -> OneStep:
 
 def _alone(task: Task, double: bool, timeout: float) -> OneStep:
     """The step on one process under autopar, which draws what the plan draws; in float64 if ``double``."""
-    given = task.model, (task.batch, task.targets)
-    model, (batch, targets) = _doubled(*given) if double else given
+    original = task.model, (task.batch, task.targets)
+    model, (batch, targets) = _doubled(*original) if double else original
     options = Options(seed=task.options.seed, precision=None if double else task.options.precision)
     single = replace(task, model=model, batch=batch, targets=targets, mesh=(1,), options=options, plan=None)
     return run_local(parallel_step, 1, timeout=timeout, args=(single,))[0]
 
 
 def _exact(task: Task, timeout: float, run: Callable[[Task, bool, float], OneStep]) -> OneStep | None:
-    """The step in float64, to know how far float32 itself is off (of a model in float64, in float32); None if the model
-    does not run in it."""
+    """The step in float64 (of a model in float64, in float32), which tells the rounding error of float32; None if the
+    model does not run in it."""
     try:
         return run(task, True, timeout)
     except Exception:
@@ -81,18 +81,18 @@ def _exact(task: Task, timeout: float, run: Callable[[Task, bool, float], OneSte
 
 
 def is_double(model: nn.Module) -> bool:
-    """Whether all of its parameters that are fractions are in float64."""
+    """Whether all floating-point parameters are in float64."""
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     return dtypes == {torch.float64}
 
 
 def _doubled(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
-    """A copy of both in float64; of a model in float64, in float32. Complex tensors stay as they are."""
+    """A copy of both in float64; for a model in float64, in float32. Complex tensors stay as they are."""
     double = not is_double(model)
     dtype = torch.float64 if double else torch.float32
-    other = copy.deepcopy(model)
-    other = other.double() if double else other.float()
-    return other, tree_map(lambda t: t.to(dtype) if _is_float(t) else t, batch)
+    converted = copy.deepcopy(model)
+    converted = converted.double() if double else converted.float()
+    return converted, tree_map(lambda t: t.to(dtype) if _is_float(t) else t, batch)
 
 
 def in_training(model: nn.Module) -> nn.Module:
@@ -101,20 +101,20 @@ def in_training(model: nn.Module) -> nn.Module:
 
 
 def _reference(rank: int, world: int, task: Task, double: bool) -> OneStep:
-    """One plain step of the unmodified model, by torch's own means of mixed precision."""
-    whole = task.batch, task.targets
-    given = _doubled(task.model, whole) if double else (copy.deepcopy(task.model), whole)
-    model, (batch, targets) = in_training(given[0]), given[1]
+    """Plain steps of the unmodified model, with torch's own mixed precision."""
+    data = task.batch, task.targets
+    copied = _doubled(task.model, data) if double else (copy.deepcopy(task.model), data)
+    model, (batch, targets) = in_training(copied[0]), copied[1]
     args, kwargs = split_batch(batch, targets)
     policy = None if double else task.options.precision
     before, scale = _whole(model.named_parameters()), FIRST if scales_loss(policy) else 1.0
     loss, gradients, scale = _plain_step(model, task, args, kwargs, scale, policy)
-    later = Later((), _compared_buffers(model.named_buffers(), policy))
+    later = LaterSteps((), _compared_buffers(model.named_buffers(), policy))
     if task.steps > 1:
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
         losses = train(loss, optimizer, lambda: _plain_step(model, task, args, kwargs, scale, policy)[0], task.steps)
         after, buffers = _whole(model.named_parameters()), _compared_buffers(model.named_buffers(), policy)
-        later = Later(losses, buffers, before, after, _evaluated(model, task, args, kwargs, policy))
+        later = LaterSteps(losses, buffers, before, after, _evaluated(model, task, args, kwargs, policy))
     return OneStep(loss.detach(), gradients, later=later)
 
 
@@ -126,7 +126,7 @@ def _plain_step(
     scale: float,
     policy: Precision | None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], float]:
-    """The loss, the gradients, which are left on the parameters as they are, and the scale that did not overflow."""
+    """The loss, copies of the gradients, which also stay on the parameters, and the scale that did not overflow."""
     half = autocast_dtype(policy)
     while True:
         torch.manual_seed(0)
@@ -145,21 +145,21 @@ def _plain_step(
 
 
 def _whole(named: Iterable[tuple[str, torch.Tensor]], whole: Callable[[Any], Any] = lambda t: t) -> dict[str, Any]:
-    """Copies of all of them, on the CPU."""
+    """Copies of all tensors on the CPU, gathered by ``whole``."""
     return {name: whole(tensor).detach().cpu().clone() for name, tensor in named}
 
 
 def _compared_buffers(
     named: Iterable[tuple[str, torch.Tensor]], policy: Precision | None, whole: Callable[[Any], Any] = lambda t: t
 ) -> dict[str, Any]:
-    """The buffers; none where a step that overflowed may have run a second time, and counted twice."""
+    """The buffers; none where a step that overflowed may have run twice and updated them twice."""
     return {} if scales_loss(policy) else _whole(named, whole)
 
 
 def _evaluated(
     model: nn.Module, task: Task, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Precision | None = None
 ) -> dict[str, torch.Tensor]:
-    """Every output in evaluation, without gradients and loss function, by its place."""
+    """Every output in evaluation mode, without gradients and loss function, by its position."""
     kwargs = {name: value for name, value in kwargs.items() if name != TARGETS or task.loss_fn is None}
     half = autocast_dtype(policy)
     model.eval()
@@ -175,19 +175,19 @@ def _is_float(leaf: object) -> bool:
 
 def _loss_of(output: Any) -> torch.Tensor:
     """The loss that a model returns."""
-    found = getattr(output, "loss", None)
-    if found is None and isinstance(output, Mapping):
-        found = output.get("loss")
-    if found is None:
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, Mapping):
+        loss = output.get("loss")
+    if loss is None:
         scalars = [t for t in tree_leaves(output) if _is_float(t) and t.ndim == 0 and t.requires_grad]
-        found = scalars[0] if len(scalars) == 1 else None
-    if found is None:
+        loss = scalars[0] if len(scalars) == 1 else None
+    if loss is None:
         raise TraceError(
-            "the model returns no loss: no output is called loss, and not just one is a differentiable scalar; pass "
+            "the model returns no loss: no output is called loss, nor is exactly one a differentiable scalar; pass "
             "loss_fn=lambda output, batch: ... that computes one, or loss_fn and targets"
         )
-    assert isinstance(found, torch.Tensor)
-    return found
+    assert isinstance(loss, torch.Tensor)
+    return loss
 
 
 def parallel_step(rank: int, world: int, task: Task) -> OneStep:
@@ -198,7 +198,7 @@ def parallel_step(rank: int, world: int, task: Task) -> OneStep:
     )
     args, kwargs = split_batch(task.batch, task.targets)
     call = parallel.prepare(args, kwargs, "loss")
-    torch.manual_seed(rank)  # Rank 0's is the one of the single process, and the one that counts.
+    torch.manual_seed(rank)  # Rank 0's seed is that of the single process; autopar draws with rank 0's.
     draws = parallel.random_state()
     loss = parallel.step(*args, **kwargs)
     while parallel.overflowed and parallel.loss_scale_state()["scale"] >= 1.0:
@@ -209,7 +209,7 @@ def parallel_step(rank: int, world: int, task: Task) -> OneStep:
     for name, parameter in parallel.named_parameters():
         if parameter.grad is not None:
             whole = parallel.full_tensor(parameter.grad)
-            gradients[name] = _whatever_differs(whole.detach().cpu().double(), world)
+            gradients[name] = _infinite_where_ranks_differ(whole.detach().cpu().double(), world)
     later = _later(parallel, task, args, kwargs, loss, world)
     parallel.zero_grad()
     if world > 1:
@@ -228,16 +228,16 @@ def _later(
     kwargs: Mapping[str, Any],
     loss: torch.Tensor,
     world: int,
-) -> Later:
-    """What is there after ``task.steps`` under the plan."""
+) -> LaterSteps:
+    """The state after ``task.steps`` under the plan."""
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:
-        found = parallel.full_tensor(tensor).detach().cpu()
-        return _whatever_differs(found, world) if found.is_floating_point() else found
+        full = parallel.full_tensor(tensor).detach().cpu()
+        return _infinite_where_ranks_differ(full, world) if full.is_floating_point() else full
 
     policy = parallel.plan.precision
     if task.steps == 1:
-        return Later((), _compared_buffers(parallel.named_buffers(), policy, whole))
+        return LaterSteps((), _compared_buffers(parallel.named_buffers(), policy, whole))
     optimizer = parallel.optimizer(torch.optim.SGD, lr=RATE, momentum=MOMENTUM)
     before = _whole(parallel.named_parameters(), whole)
     losses = train(loss, optimizer, lambda: parallel.step(*args, **kwargs), task.steps)
@@ -245,38 +245,38 @@ def _later(
         _whole(parallel.named_parameters(), whole),
         _compared_buffers(parallel.named_buffers(), policy, whole),
     )
-    found = Later(losses, buffers, before, after, _evaluated(parallel, task, args, kwargs))
+    later = LaterSteps(losses, buffers, before, after, _evaluated(parallel, task, args, kwargs))
     parallel.train()
-    return found
+    return later
 
 
 def _unpriced(program: Program | PipelineProgram, plan: Plan) -> tuple[str, ...]:
-    """Where the collectives of the first rank's program are not those of its plan; with stages, of the first rank of
-    each."""
+    """Where the collectives of the first rank's program differ from those of its plan; with stages, those of the first
+    rank of each stage."""
     if isinstance(program, Program):
         return () if any(program.coordinate) else difference(collectives_of(program), _priced(plan, 0))
-    found: list[tuple[str, ...]] = [()] * dist.get_world_size()
-    here: tuple[str, ...] = ()
+    lines_of_ranks: list[tuple[str, ...]] = [()] * dist.get_world_size()
+    own_lines: tuple[str, ...] = ()
     if not any(program.coordinate[1:]):
         lines = difference(collectives_of_stage(program), _priced(plan, program.stage))
-        here = tuple(f"stage {program.stage}: {line}" for line in lines)
-    dist.all_gather_object(found, here)
-    return tuple(line for lines in found for line in lines)
+        own_lines = tuple(f"stage {program.stage}: {line}" for line in lines)
+    dist.all_gather_object(lines_of_ranks, own_lines)
+    return tuple(line for lines in lines_of_ranks for line in lines)
 
 
 def _priced(plan: Plan, stage: int) -> Counter[Collective]:
-    """What the devices of a stage are to say in a step."""
-    found: Counter[Collective] = Counter()
+    """The collectives that the devices of a stage run in a step, according to the plan."""
+    counts: Counter[Collective] = Counter()
     for line in plan.lines:
         for step in line.steps:
             if line.stage == stage and step.communicates:
-                found[Collective(step.kind, step.axes, step.bytes)] += line.times  # type: ignore[arg-type]
-    return found
+                counts[Collective(step.kind, step.axes, step.bytes)] += line.times  # type: ignore[arg-type]
+    return counts
 
 
-def _whatever_differs(value: torch.Tensor, world: int) -> torch.Tensor:
-    """``value``, which every rank has, or infinity where ranks disagree beyond rounding: a wrong copy on one rank is an
-    error too."""
+def _infinite_where_ranks_differ(value: torch.Tensor, world: int) -> torch.Tensor:
+    """``value``, which every rank has, with infinity where ranks disagree beyond rounding: a wrong copy on one rank is
+    an error too."""
     lowest, highest = value.clone(), value.clone()
     if world > 1 and value.numel():
         dist.all_reduce(lowest, dist.ReduceOp.MIN)

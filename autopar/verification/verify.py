@@ -1,4 +1,4 @@
-"""Checks a plan the only way that counts: runs it on local processes and compares loss and every gradient with one
+"""Checks a plan by running it: executes it on local processes and compares the loss and every gradient with one
 process."""
 
 from __future__ import annotations
@@ -40,14 +40,13 @@ def verify(
     tolerance: float | None = None,
     targets: Any = None,
 ) -> Report:
-    """Runs one training step of ``model`` on prod(mesh) local processes and on one, and compares.
+    """Runs training steps of ``model`` on prod(mesh) local processes and on one, and compares them.
 
-    The model is not changed. Neither meta models nor meta inputs can be verified as they are: a meta model gets small
-    random weights, meta inputs raise.
+    The model is not changed. A meta model is run with small random weights; meta inputs raise.
 
     Args:
         targets: what ``loss_fn(output, targets)`` compares with, as for :func:`autopar.plan`.
-        plan: the plan to check; default the one for these arguments, priced on ``cluster`` whatever runs here.
+        plan: the plan to check; default the one for these arguments, priced on ``cluster``, whatever this machine is.
         steps: of training, by SGD with momentum. The first loss, its gradients and the buffers after it are always
             compared; with several steps also each loss, the parameters and buffers after the last, and the outputs of
             an evaluation.
@@ -76,12 +75,12 @@ def verify(
         steps=_checked(steps),
     )
     expected = one_process(task, timeout)
-    found = run_local(parallel_step, math.prod(task.mesh), timeout=timeout, args=(task,))[0]
-    if found.draws:
-        expected = one_process(task, timeout, found.draws)
-    asked = Closeness.of(settings.precision, is_double(ready))
-    asked = asked if tolerance is None else replace(asked, tolerance=tolerance)
-    return judge(found, expected, asked, time.perf_counter() - start, task.mesh)
+    actual = run_local(parallel_step, math.prod(task.mesh), timeout=timeout, args=(task,))[0]
+    if actual.draws:
+        expected = one_process(task, timeout, actual.draws)
+    closeness = Closeness.of(settings.precision, is_double(ready))
+    closeness = closeness if tolerance is None else replace(closeness, tolerance=tolerance)
+    return judge(actual, expected, closeness, time.perf_counter() - start, task.mesh)
 
 
 def _checked(steps: int) -> int:
@@ -91,8 +90,7 @@ def _checked(steps: int) -> int:
 
 
 def materialised(model: nn.Module) -> nn.Module:
-    """``model``, or if parts of it are on the meta device a copy with small random values there, the same every
-    time."""
+    """``model``; if parts of it are on the meta device, a copy with small random values there, the same every time."""
     tensors = [*model.parameters(), *model.buffers()]
     if not any(t.is_meta for t in tensors):
         return model

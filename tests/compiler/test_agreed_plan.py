@@ -60,7 +60,7 @@ def test_the_first_ranks_plan_runs_on_all(brought: str) -> None:
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-7)
         assert ran == planned
         about = [text for text in warned if "another plan" in text]
-        assert about == [] if brought == "first" or rank else len(about) == 1 and about[0].startswith("ranks 2 bring")
+        assert about == [] if brought == "first" or rank else len(about) == 1 and about[0].startswith("ranks 2 pass")
 
 
 @pytest.mark.parametrize(

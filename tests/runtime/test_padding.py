@@ -115,7 +115,7 @@ WORDS = {
     "mean": "computed from all rows together",
     "size": "size of the batch",
     "ones": "size of the batch",
-    "loss": "output ['loss'] is made of all rows",
+    "loss": "output ['loss'] is computed from all rows",
 }
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import autopar
 from autopar.errors import OptionsError
-from autopar.verification.later_steps import Later, compare_later
+from autopar.verification.later_steps import LaterSteps, compare_later
 from autopar.verification.tolerance import Closeness
 
 
@@ -49,11 +49,13 @@ def test_steps_of_stages_and_of_random_numbers() -> None:
     assert report.ok and report.draws, str(report)
 
 
-def _later(**changed: torch.Tensor) -> Later:
+def _later(**changed: torch.Tensor) -> LaterSteps:
     values = {"weight": torch.full((4,), 1.001), "mean": torch.ones(4), "count": torch.tensor(3), **changed}
     losses = (torch.tensor(1.0), values.get("loss", torch.tensor(0.9)))
     buffers = {"mean": values["mean"], "count": values["count"]}
-    return Later(losses, buffers, {"weight": torch.ones(4)}, {"weight": values["weight"]}, {"0": torch.tensor(0.8)})
+    return LaterSteps(
+        losses, buffers, {"weight": torch.ones(4)}, {"weight": values["weight"]}, {"0": torch.tensor(0.8)}
+    )
 
 
 @pytest.mark.parametrize(

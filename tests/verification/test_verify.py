@@ -89,9 +89,9 @@ def test_relative_error(found: list[float], expected: list[float], off: float, e
 
 def test_values_in_float64_are_off_by_the_ratio_of_roundings() -> None:
     value, exact = torch.tensor([1.0, 2.0], dtype=torch.float64), torch.tensor([1.0, 2.5])
-    assert Closeness.of(None, double=True).off(value, exact) == pytest.approx(0.5 * 2.0**-29)
-    assert Closeness.of(None).off(value, exact) == pytest.approx(0.5)
-    assert Closeness.of(None).off(value, torch.tensor([1.0, math.inf])) == 0.0
+    assert Closeness.of(None, double=True).rounding_error(value, exact) == pytest.approx(0.5 * 2.0**-29)
+    assert Closeness.of(None).rounding_error(value, exact) == pytest.approx(0.5)
+    assert Closeness.of(None).rounding_error(value, torch.tensor([1.0, math.inf])) == 0.0
 
 
 def test_what_float64_computes_in_another_way_excuses_nothing() -> None:
