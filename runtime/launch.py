@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import AutoparError, OptionsError, WorkerError
-from autopar.processes.child import Child, own
-from autopar.processes.errand import Errand, errand, open_errand
+from autopar.processes.child import Child, own_child
+from autopar.processes.payload import Payload, open_payload, payload
 from autopar.processes.template import start as start_process
 
 Result = TypeVar("Result")
@@ -150,7 +150,7 @@ def run_local(
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="autopar-"))
         threads = max(1, (os.cpu_count() or 1) // nprocs)
-        sent = stack.enter_context(errand(_Task(function, tuple(args), nprocs, threads, backend, folder)))
+        sent = stack.enter_context(payload(_Task(function, tuple(args), nprocs, threads, backend, folder)))
         door, knock = os.pipe()
         stack.callback(os.close, door)
         stack.callback(os.close, knock)
@@ -173,7 +173,7 @@ def _starts_afresh(start: Start) -> bool:
 
 
 def _begin(
-    begin: Callable[[Errand, Sequence[int], int], Child], sent: Errand, door: int, rank: int, folder: Path
+    begin: Callable[[Payload, Sequence[int], int], Child], sent: Payload, door: int, rank: int, folder: Path
 ) -> _Worker:
     reading, writing = os.pipe()
     try:
@@ -192,11 +192,11 @@ def _trace_file(folder: str | Path, rank: int) -> Path:
     return Path(folder, f"rank{rank}")
 
 
-def _copy(sent: Errand, pipes: Sequence[int], rank: int) -> Child:
+def _copy(sent: Payload, pipes: Sequence[int], rank: int) -> Child:
     return start_process("autopar.runtime.launch:work", sent, pipes, (rank,))
 
 
-def _spawn(sent: Errand, pipes: Sequence[int], rank: int) -> Child:
+def _spawn(sent: Payload, pipes: Sequence[int], rank: int) -> Child:
     descriptors = (sent.descriptor, *pipes)
     given = ", ".join(map(str, (*descriptors, rank)))
     process = subprocess.Popen(
@@ -205,7 +205,7 @@ def _spawn(sent: Errand, pipes: Sequence[int], rank: int) -> Child:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )  # fmt: skip
     process.returncode = 0  # It is waited for by its id, not by this object.
-    return own(process.pid)
+    return own_child(process.pid)
 
 
 def work(descriptor: int, door: int, pipe: int, rank: int) -> NoReturn:
@@ -213,7 +213,7 @@ def work(descriptor: int, door: int, pipe: int, rank: int) -> NoReturn:
     to be killed, so that no peer sees its connections close before all are done."""
     try:
         try:
-            task: _Task = open_errand(descriptor)
+            task: _Task = open_payload(descriptor)
         except Exception as error:
             _tell(pipe, _Report(time.monotonic(), None, error, traceback.format_exc()))
         with open(_trace_file(task.traces, rank), "w") as trace:

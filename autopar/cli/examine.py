@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from autopar import supported
 from autopar.cluster.description import Cluster, local_file, machine_memory
-from autopar.content.cache_folder import KEPT, cache_folder, keeps_work
+from autopar.content.cache_folder import KINDS, cache_folder, caching_enabled
 from autopar.errors import OptionsError
 from autopar.plans.views.quantities import size
 from autopar.supported import PYTHON, TORCH, is_supported, text
@@ -126,10 +126,10 @@ def _calibration() -> Finding:
 def _caches() -> list[Finding]:
     """What is kept and not made again (docs/cache.md)."""
     folder = cache_folder()
-    found = [_held(folder / kind) for kind in KEPT]
-    if not keeps_work():
+    found = [_held(folder / kind) for kind in KINDS]
+    if not caching_enabled():
         return [Finding("cache", "off (AUTOPAR_CACHE=off): traces, plans and rules are made each time"), *found]
-    paths = " ".join(shlex.quote(str(folder / kind)) for kind in KEPT)
+    paths = " ".join(shlex.quote(str(folder / kind)) for kind in KINDS)
     advice = f"may be deleted at any time (rm -r {paths}); AUTOPAR_CACHE=FOLDER moves it, AUTOPAR_CACHE=off ends it"
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
     if not os.access(nearest, os.W_OK):

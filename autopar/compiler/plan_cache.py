@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from autopar.content.cache_folder import keeps_work
-from autopar.content.kept_work import read, write
+from autopar.content.cache_folder import caching_enabled
+from autopar.content.disk_cache import read, write
 from autopar.content.source_hash import code_version
 from autopar.content.tensor_digest import tensor_digest
 from autopar.errors import AutoparError, OperatorError
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 def cached_plan(request: PlanRequest, timings: Timings) -> Plan:
     """What :func:`autopar.search.best_plan.best_plan` returns, from the cache if it is there. Raises its errors, which
     are not cached."""
-    if not keeps_work():
+    if not caching_enabled():
         return best_plan(request, timings)
     lookup = Timings()
     with lookup.phase("cache"):

@@ -1,1 +1,1 @@
-"""What objects, code and files hold, as hashes, and the folder where work is kept under them."""
+"""Hashes of objects, code and files, and the folder in which results are cached under them."""

@@ -1,4 +1,4 @@
-"""Where autopar keeps what it has measured, found out and made on this machine."""
+"""The folder in which autopar stores calibrations and caches traces, plans and rules on this machine."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 OFF = "off"
-# What is kept, one folder for each kind.
-KEPT = ("traces", "plans", "rules")
+# What is cached, one folder for each kind.
+KINDS = ("traces", "plans", "rules")
 
 
 def cache_folder() -> Path:
@@ -16,7 +16,7 @@ def cache_folder() -> Path:
     return Path(folder).expanduser() if folder and folder != OFF else Path.home() / ".cache" / "autopar"
 
 
-def keeps_work() -> bool:
-    """Whether traces, plans and rules are kept and read again: not with ``AUTOPAR_CACHE=off``. Calibrations are no
-    cache, and are read all the same."""
+def caching_enabled() -> bool:
+    """Whether traces, plans and rules are cached on disk: not with ``AUTOPAR_CACHE=off``. Calibrations are not a cache,
+    and are read in any case."""
     return os.environ.get("AUTOPAR_CACHE") != OFF

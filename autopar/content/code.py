@@ -1,8 +1,8 @@
-"""The part of :mod:`.objects` that is about code: modules, classes, functions and what they refer to.
+"""The part of :mod:`.objects` that hashes code: modules, classes, functions and what they refer to.
 
-Code is the user's if its file is neither of Python nor of an installed distribution, as code typed into a notebook
-is. All of the user's code that a model may run is fed with the values that it refers to. Of a library, the
-version is fed, and for each of its modules that a model's classes and functions come from the code of its functions.
+Code is the user's if its file belongs neither to Python nor to an installed distribution; code typed into a notebook is
+the user's. All of the user's code that a model may run is hashed with the values that it refers to. Of a library, the
+version is hashed and, for each of its modules that defines a model's classes or functions, the code of its functions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _TYPING: tuple[type, ...] = (types.GenericAlias, types.UnionType)
 _WRAPPERS = (property, staticmethod, classmethod, functools.cached_property, type(functools.lru_cache(len)))
 _INNER = ("fget", "fset", "__func__", "func", "__wrapped__")
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
-# What a function reads from outside of the model: what it computes then is not told by its code.
+# Modules that read from outside of the model: the code of a function that uses them does not determine what it
+# computes.
 _OUTSIDE = frozenset(
     ("os", "random", "time", "datetime", "secrets", "uuid", "socket", "subprocess", "platform", "getpass", "tempfile")
 ) | {"numpy.random", "torch.distributed", "sys", "gc", "psutil", "requests", "urllib"}
@@ -46,13 +47,13 @@ _READERS = frozenset(("load", "loadtxt", "genfromtxt", "fromfile", "from_file", 
     *("read_text", "read_bytes", "read_csv", "read_json", "read_parquet", "read_pickle", "read_table", "read_feather"),
     *("read_image", "imread", "from_pretrained", "load_state_dict_from_url"),
 }
-# By these any member of a module may be found.
+# Names through which a function may reach any member of a module.
 _ANY_MEMBER = frozenset(("getattr", "vars", "__dict__"))
 _PLAIN = (type(None), bool, int, float, complex, str, tuple, torch.dtype)
 _OF_MODULES = frozenset(
     ("__name__", "__doc__", "__package__", "__file__", "__cached__", "__builtins__", "__dict__")
 ) | {*("__path__", "__spec__", "__loader__")}
-# What Python itself keeps in a class.
+# What Python itself stores in a class.
 _OF_CLASSES = (
     "__dict__",
     "__weakref__",
@@ -63,13 +64,13 @@ _OF_CLASSES = (
     "__firstlineno",
     "__module",
 )
-# Methods that run when an object is shown or goes.
+# Methods that run when an object is printed, pickled or deleted.
 _NOT_CALLED = frozenset(("__repr__", "__str__", "__del__", "__init_subclass__", "__reduce__", "__getstate__"))
 
 
 @dataclass(frozen=True)
 class _Function:
-    """A function of the user's: the names it refers to, and what it reads that is outside of the model."""
+    """A function of the user: the names it refers to, and what it reads from outside of the model."""
 
     name: str
     names: frozenset[str]
@@ -77,62 +78,62 @@ class _Function:
 
 
 class Code:
-    """What one :class:`.Contents` knows of code."""
+    """The code that one :class:`.Contents` has met."""
 
     def __init__(self, contents: Feed) -> None:
         self._contents = contents
         self._libraries: dict[str, None] = dict.fromkeys(("torch", "torch.nn.functional", "torch.nn.modules.module"))
         self._functions: dict[int, _Function] = {}
-        # By name what it may represent.
+        # The functions, by id, that a name may refer to.
         self._named: dict[str, set[int]] = {}
-        # Modules of the user's, and what was fed of them.
+        # The user's modules, and the names of their members that were fed.
         self._modules: dict[str, tuple[types.ModuleType, set[str]]] = {}
         self._searched: set[str] = set()
 
     def note(self, name: str, value: object) -> None:
-        """That ``name`` may represent ``value``."""
+        """Records that ``name`` may refer to ``value``."""
         if isinstance(value, types.FunctionType):
             self._named.setdefault(name, set()).add(id(value))
 
     def feed(self, value: Any, where: str) -> bool:
-        """Feeds ``value`` if it is code, or says that it is none."""
+        """Feeds ``value`` if it is code; returns whether it is."""
         contents = self._contents
         if isinstance(value, types.ModuleType):
             self._note_module(value)
-            contents.say("module", value.__name__)
+            contents.add("module", value.__name__)
         elif isinstance(value, type):
             self._class(value, where)
         elif isinstance(value, types.FunctionType):
             self._function(value, where)
         elif isinstance(value, types.MethodType):
-            contents.say("method")
+            contents.add("method")
             contents.feed(value.__self__, where)
             contents.feed(value.__func__, where)
         elif isinstance(value, _BUILTIN):
             self._builtin(value, where)
         elif isinstance(value, _OPERATORS):
-            contents.say("operator", str(value))
+            contents.add("operator", str(value))
         elif isinstance(value, _WRAPPERS):
-            contents.say(type(value).__name__)
+            contents.add(type(value).__name__)
             for name in _INNER:
                 contents.feed(getattr(value, name, None), where)
         elif isinstance(value, _TYPING) or type(value).__module__ == "typing":
-            contents.say("typing", repr(value))
+            contents.add("typing", repr(value))
         elif isinstance(value, types.CodeType):
-            contents.say("code", code_text(value))
+            contents.add("code", code_text(value))
         elif isinstance(value, _LOCKS):
-            contents.say("lock")
+            contents.add("lock")
         else:
             return False
         return True
 
     def finish(self) -> None:
-        """Feeds what all that was met relies on. Raises :class:`.Unkeyable` if code that may run when the model is
-        called reads what is outside of it."""
+        """Feeds what the code met so far relies on. Raises :class:`.Unkeyable` if code that may run when the model is
+        called reads from outside of the model."""
         done: set[str] = set()
-        known = -1
-        while known != self._contents.known:
-            known = self._contents.known
+        count = -1
+        while count != self._contents.count:
+            count = self._contents.count
             self._members_of_modules()
             self._registries()
             while left := [name for name in self._libraries if name not in done]:
@@ -140,38 +141,38 @@ class Code:
                     done.add(name)
                     self._library(name)
         for top in sorted({name.partition(".")[0] for name in self._libraries}):
-            self._contents.say(top, package_digest(top))
+            self._contents.add(top, package_digest(top))
         for function in self._reached():
             if function.outside:
                 raise Unkeyable(f"{function.name} uses {function.outside}, which is outside of the model")
 
     def _members_of_modules(self) -> None:
-        """What functions of the user's may read of modules of the user's: members that any of them names."""
+        """Feeds what the user's functions may read from the user's modules: members that any of them names."""
         names = {name for function in self._functions.values() for name in function.names} | {"__getattr__"}
         is_any = not names.isdisjoint(_ANY_MEMBER)
         while True:
             before = len(self._modules)
             for module, fed in list(self._modules.values()):
-                held = {name: value for name, value in vars(module).items() if name not in fed}
-                picked = {n for n, v in held.items() if n in names or (is_any and type(v) in _PLAIN)}
+                unfed = {name: value for name, value in vars(module).items() if name not in fed}
+                picked = {n for n, v in unfed.items() if n in names or (is_any and type(v) in _PLAIN)}
                 fed |= picked
-                members = [(name, held[name]) for name in sorted(picked - _OF_MODULES)]
+                members = [(name, unfed[name]) for name in sorted(picked - _OF_MODULES)]
                 self._contents.feed_all("members", members, module.__name__)
             if len(self._modules) == before:
                 return
 
     def _registries(self) -> None:
-        """The user's code that was registered in libraries, which call it."""
+        """Feeds the user's code that is registered in libraries, which may call it."""
         for name in modules_with_registries(set(self._libraries)):
             if name not in self._searched:
                 self._searched.add(name)
                 module = sys.modules.get(name)
-                found = list(registered(module)) if isinstance(module, types.ModuleType) else []
-                if found:
-                    self._contents.feed_all("registered", found, name)
+                entries = list(registered(module)) if isinstance(module, types.ModuleType) else []
+                if entries:
+                    self._contents.feed_all("registered", entries, name)
 
     def _reached(self) -> Iterator[_Function]:
-        """The functions that may run when the model is called: those that others which do refer to by name."""
+        """Yields the functions that may run when the model is called: those that others of them refer to by name."""
         done: set[str] = set()
         left = {"", "forward"} | {name for name in self._named if name.startswith("__")} - _NOT_CALLED
         while left - done:
@@ -186,14 +187,14 @@ class Code:
         module = getattr(value, "__module__", None) or getattr(getattr(value, "__objclass__", None), "__module__", "")
         if isinstance(module, str) and module in _OUTSIDE:
             raise Unkeyable(f"{where} is {module}.{value.__name__}, which reads what is outside of the model")
-        self._contents.say("builtin", module, getattr(value, "__qualname__", value.__name__))
+        self._contents.add("builtin", module, getattr(value, "__qualname__", value.__name__))
         if owner is not None and not isinstance(owner, types.ModuleType):
             self._contents.feed(owner, where)
 
     def _class(self, kind: type, where: str) -> None:
         for base in kind.__mro__:
-            self._contents.say("class", base.__module__, base.__qualname__)
-            if self._contents.is_known(base) and base is not kind:
+            self._contents.add("class", base.__module__, base.__qualname__)
+            if self._contents.is_repeated(base) and base is not kind:
                 continue
             if base.__module__ == "builtins":
                 continue
@@ -201,38 +202,40 @@ class Code:
                 self._libraries.setdefault(base.__module__)
                 self._library_members(vars(base))
             else:
-                made = ("__init__", "__new__") if issubclass(base, nn.Module) else ()
-                members = [(n, v) for n, v in vars(base).items() if n not in made and not n.startswith(_OF_CLASSES)]
+                constructors = ("__init__", "__new__") if issubclass(base, nn.Module) else ()
+                members = [
+                    (n, v) for n, v in vars(base).items() if n not in constructors and not n.startswith(_OF_CLASSES)
+                ]
                 self._contents.feed_all("members", members, where or base.__qualname__)
 
     def _function(self, function: types.FunctionType, where: str) -> None:
         contents, code = self._contents, function.__code__
-        contents.say("function", function.__module__, function.__qualname__, code_text(code))
+        contents.add("function", function.__module__, function.__qualname__, code_text(code))
         contents.feed((function.__defaults__, function.__kwdefaults__), where)
-        contents.feed_all("closure", zip(code.co_freevars, map(_held, function.__closure__ or ())), where)  # noqa: B905
+        contents.feed_all("closure", zip(code.co_freevars, map(_cell_contents, function.__closure__ or ())), where)  # noqa: B905
         if is_library(file_of(function)):
-            # What wraps a function of the user's has the name of its module.
+            # A wrapper of a user's function has the name of that function's module.
             self._libraries.setdefault(str(function.__globals__.get("__name__", function.__module__)))
             return
         contents.feed_all("attributes", function.__dict__.items(), where)
         self._references(function)
 
     def _references(self, function: types.FunctionType) -> None:
-        """What a function of the user's finds in its module, and in modules that it imports."""
+        """Feeds what a user's function refers to in its module, and in modules that it imports."""
         names, imported = _names_in(function.__code__)
-        known = function.__globals__
-        found = {name: known[name] for name in sorted(names) if name in known}
-        reasons = [n for n in names & _OUTSIDE_NAMES if n not in known and hasattr(builtins, n)]
+        module_globals = function.__globals__
+        referenced = {name: module_globals[name] for name in sorted(names) if name in module_globals}
+        reasons = [n for n in names & _OUTSIDE_NAMES if n not in module_globals and hasattr(builtins, n)]
         reasons += names & _READERS
         reasons += [name for name in imported if _is_outside(name)]
-        modules = {n: v for n, v in found.items() if isinstance(v, types.ModuleType)}
+        modules = {n: v for n, v in referenced.items() if isinstance(v, types.ModuleType)}
         modules |= {name: sys.modules[name] for name in imported if name in sys.modules}
         reasons += [r for module in modules.values() for r in _read_outside(module, names)]
-        reasons += [n for n, v in found.items() if _is_outside(_module_of(v))]
+        reasons += [n for n, v in referenced.items() if _is_outside(_module_of(v))]
         outside = ", ".join(sorted(set(reasons)))
         self._functions[id(function)] = _Function(function.__qualname__, frozenset(names), outside)
         where = function.__qualname__
-        values = {n: v for n, v in found.items() if n not in modules and not _is_outside(_module_of(v))}
+        values = {n: v for n, v in referenced.items() if n not in modules and not _is_outside(_module_of(v))}
         self._contents.feed_all("globals", values.items(), where)
         for name, module in modules.items():
             self.feed(module, name)
@@ -244,11 +247,11 @@ class Code:
             self._modules.setdefault(module.__name__, (module, set()))
 
     def _library(self, name: str) -> None:
-        """A module of a library: its version, and its functions, which someone may have replaced."""
+        """Feeds a module of a library: its version, and its functions, which someone may have replaced."""
         if name == "autopar" or name.startswith("autopar."):
-            return  # Its sources count as a whole.
+            return  # Its sources are hashed as a whole.
         module = sys.modules.get(name)
-        self._contents.say("library", name, version_of(name))
+        self._contents.add("library", name, version_of(name))
         if module is not None:
             self._library_members(vars(module))
 
@@ -257,15 +260,15 @@ class Code:
             inner = _inner(value)
             if isinstance(inner, types.FunctionType):
                 if is_library(file_of(inner)):
-                    self._contents.say(name, inner.__module__, inner.__qualname__, code_text(inner.__code__))
+                    self._contents.add(name, inner.__module__, inner.__qualname__, code_text(inner.__code__))
                 else:
                     self._contents.feed(inner, name)
             elif isinstance(value, type):
-                self._contents.say(name, value.__module__, value.__qualname__)
+                self._contents.add(name, value.__module__, value.__qualname__)
                 if not is_library(file_of(value)):
                     self._contents.feed(value, name)
             elif type(value) in (bool, int, float):
-                self._contents.say(name, repr(value))
+                self._contents.add(name, repr(value))
 
 
 def _inner(value: Any) -> Any:
@@ -276,11 +279,11 @@ def _inner(value: Any) -> Any:
 
 
 def _module_of(value: Any) -> object:
-    """Where code is from; other objects may answer anything."""
+    """The module of a class or function; "" for other objects, whose ``__module__`` may be anything."""
     return value.__module__ if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)) else ""
 
 
-def _held(cell: types.CellType) -> Any:
+def _cell_contents(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
@@ -288,15 +291,14 @@ def _held(cell: types.CellType) -> Any:
 
 
 def _names_in(code: types.CodeType) -> tuple[set[str], set[str]]:
-    """The global and attribute names in ``code`` and the functions within, and the modules that it imports."""
-    names, imported = {*code.co_names, *code.co_freevars}, set()
+    """The global and attribute names in ``code`` and in the functions inside it, and the modules that they import."""
+    names, imported = {*code.co_names, *code.co_freevars}, set[str]()
     if dis.opmap["IMPORT_NAME"] in code.co_code[::2]:
-        found = [one.argval for one in dis.get_instructions(code) if one.opname == "IMPORT_NAME"]
-        imported.update(found)
+        imported.update(i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME")
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            more, modules = _names_in(constant)
-            names |= more
+            inner, modules = _names_in(constant)
+            names |= inner
             imported |= modules
         elif isinstance(constant, str) and constant.isidentifier():
             names.add(constant)  # As in getattr(model, "name").
@@ -308,7 +310,7 @@ def _is_outside(module: object) -> bool:
 
 
 def _read_outside(module: types.ModuleType, names: set[str]) -> list[str]:
-    """What ``names`` may read of ``module`` that is outside."""
-    found = [module.__name__] if _is_outside(module.__name__) else []
+    """The modules outside of the model that ``names`` may reach in ``module``."""
+    itself = [module.__name__] if _is_outside(module.__name__) else []
     inner = [f"{module.__name__}.{name}" for name in names if isinstance(vars(module).get(name), types.ModuleType)]
-    return [*found, *filter(_is_outside, inner)]
+    return [*itself, *filter(_is_outside, inner)]

@@ -18,7 +18,7 @@ import numpy as np
 import sympy
 import torch
 
-# Where distributions are installed, also those of an environment that this one is made of.
+# The folders in which distributions are installed, including those of an environment that this one inherits from.
 _INSTALLED = frozenset(("site-packages", "dist-packages"))
 _HANDLERS = ("__torch_function__", "__torch_dispatch__")
 _STANDARD = os.path.dirname(os.__file__) + os.sep
@@ -26,7 +26,7 @@ _texts: WeakKeyDictionary[types.CodeType, str] = WeakKeyDictionary()
 
 
 def file_of(value: Any) -> str:
-    """The file that a module, class or function is from; "" if there is none."""
+    """The file that defines a module, class or function; "" if there is none."""
     code = getattr(value, "__code__", None)
     if isinstance(code, types.CodeType) and not code.co_filename.startswith("<"):
         return str(code.co_filename)
@@ -40,7 +40,7 @@ def file_of(value: Any) -> str:
 
 @lru_cache(maxsize=1 << 12)
 def is_library(file: str) -> bool:
-    """Whether ``file`` is of Python, of an installed distribution or of autopar."""
+    """Whether ``file`` belongs to Python, to an installed distribution or to autopar."""
     path = Path(file)
     installed = not _INSTALLED.isdisjoint(path.parts)
     return bool(file) and (installed or any(path.is_relative_to(folder) for folder in _folders()))
@@ -60,15 +60,15 @@ def own_folders() -> dict[str, str]:
 
 
 def is_written_by_user(value: Any) -> bool:
-    """Whether a function, a class or the class of an object is of the user's own files, or was written at a prompt."""
+    """Whether a function, a class or the class of an object is defined in the user's own files, or at a prompt."""
     code = value if isinstance(value, (types.FunctionType, type)) else type(value)
     file = file_of(code)
     return not is_library(file) if file else code.__module__ == "__main__"
 
 
 def is_model_code(filename: str, function: str) -> bool:
-    """Whether a frame is of the author of a model, who may have installed it (transformers): neither torch's, nor ours,
-    nor the standard library's, nor one that only handles a call of torch made elsewhere."""
+    """Whether a frame runs code of the author of a model, which may be installed (transformers): not torch's, autopar's
+    or the standard library's, nor a method that only handles a call of torch made elsewhere."""
     return function not in _HANDLERS and not filename.startswith((*_known_folders(), "<")) and not _is_stdlib(filename)
 
 
@@ -88,11 +88,11 @@ def _stdlib() -> str:
 
 @lru_cache(maxsize=1 << 12)
 def version_of(module: str) -> str:
-    """The version of the distribution that ``module`` is of, or when its file was changed."""
+    """The version of the distribution that ``module`` belongs to, or the time at which its file was changed."""
     top = module.partition(".")[0]
-    found = getattr(sys.modules.get(top), "__version__", None)
-    if isinstance(found, str):
-        return found
+    declared = getattr(sys.modules.get(top), "__version__", None)
+    if isinstance(declared, str):
+        return declared
     try:
         return version(top)
     except PackageNotFoundError:
@@ -101,11 +101,11 @@ def version_of(module: str) -> str:
 
 
 def code_text(code: types.CodeType) -> str:
-    """A hash of what ``code`` does, wherever it stands in its file."""
-    known = _texts.get(code)
-    if known is None:
+    """A hash of what ``code`` does, whatever its position in its file."""
+    digest = _texts.get(code)
+    if digest is None:
         constants = [code_text(c) if isinstance(c, types.CodeType) else _constant(c) for c in code.co_consts]
-        said = (code.co_code.hex(), constants, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+        body = (code.co_code.hex(), constants, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
         flags = (
             code.co_argcount,
             code.co_kwonlyargcount,
@@ -113,9 +113,9 @@ def code_text(code: types.CodeType) -> str:
             code.co_flags,
             code.co_exceptiontable,
         )
-        known = hashlib.sha256(repr((said, flags)).encode()).hexdigest()
-        _texts[code] = known
-    return known
+        digest = hashlib.sha256(repr((body, flags)).encode()).hexdigest()
+        _texts[code] = digest
+    return digest
 
 
 def _constant(value: Any) -> str:

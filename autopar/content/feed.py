@@ -1,4 +1,4 @@
-"""What :mod:`.code` needs of the hash that it feeds."""
+"""The interface of the hash that :mod:`.code` feeds."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any, Protocol
 
 
 class Unkeyable(Exception):
-    """What an object is cannot be told; the message says which and why."""
+    """An object cannot be hashed by its content; the message says which and why."""
 
 
 class Feed(Protocol):
     """A hash of objects, see :class:`.Contents`."""
 
     @property
-    def known(self) -> int:
-        """How many objects were met."""
+    def count(self) -> int:
+        """How many objects were fed."""
 
-    def say(self, *words: object) -> None:
-        """Feeds texts and numbers as they are."""
+    def add(self, *words: object) -> None:
+        """Adds texts and numbers as they are."""
 
-    def is_known(self, value: object) -> bool:
-        """Whether ``value`` was met before: then feeds a reference to it, else numbers it."""
+    def is_repeated(self, value: object) -> bool:
+        """Whether ``value`` was fed before. If so, adds a reference to it; otherwise gives it a number."""
 
     def feed(self, value: Any, where: str) -> None:
         """Feeds ``value``, which is called ``where`` in errors. Raises :class:`Unkeyable`."""

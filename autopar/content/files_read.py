@@ -1,7 +1,7 @@
-"""What code reads from outside of Python while it runs: files, other programs, connections.
+"""Records what code reads from outside of Python while it runs: files, other programs, connections.
 
-Python tells it to audit hooks. Libraries that open files in C or Rust do not (safetensors, ``torch.jit.load``): code
-that refers to those is told by name (:mod:`.code`).
+Python reports these to audit hooks. Libraries that open files in C or Rust do not (safetensors, ``torch.jit.load``):
+code that refers to those is recognised by name (:mod:`.code`).
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ _watching: list[list[str]] = []
 
 @contextmanager
 def files_read() -> Iterator[list[str]]:
-    """The list of what is opened meanwhile, by any thread. Code, and files of installed libraries, do not count."""
+    """Records what any thread opens inside the ``with`` block. Code and files of installed libraries do not count."""
     _install()
-    found: list[str] = []
-    _watching.append(found)
+    opened: list[str] = []
+    _watching.append(opened)
     try:
-        yield found
+        yield opened
     finally:
-        del _watching[next(i for i, one in enumerate(_watching) if one is found)]
+        del _watching[next(i for i, watcher in enumerate(_watching) if watcher is opened)]
 
 
 @lru_cache(maxsize=1)
 def _install() -> None:
-    """Once: an audit hook cannot be removed."""
-    sys.addaudithook(_heard)
+    """Installs the audit hook, once: it cannot be removed."""
+    sys.addaudithook(_record)
 
 
-def _heard(event: str, args: tuple[Any, ...]) -> None:
+def _record(event: str, args: tuple[Any, ...]) -> None:
     if not _watching or event not in _EVENTS:
         return
     name = args[0] if args else ""
     text = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
     if event == "open" and (text.endswith(_CODE) or is_library(text)):
         return
-    for found in list(_watching):
-        found.append(f"{event} {text}")
+    for opened in list(_watching):
+        opened.append(f"{event} {text}")

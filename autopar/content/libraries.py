@@ -1,4 +1,4 @@
-"""The part of :mod:`.objects` that is about installed libraries: their files, and the user's code registered there."""
+"""The part of :mod:`.objects` for installed libraries: hashes their files and finds user code registered there."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from typing import Any
 
 from .code_origin import file_of, is_library, is_written_by_user
 
-# Of packages with more files the sizes count, not the text.
+# For packages with more files than this, the sizes of files are hashed, not their text.
 # Chosen: reading more files would be felt at every start; not measured.
 _READ_FILES = 512
-# Their version says what they are, and nothing of the user's is registered there that a model would find.
+# Their version identifies them, and no user's code is registered there that a model would use.
 _WHOLE = frozenset(("torch", "autopar", *sys.stdlib_module_names))
 
 
 def package_digest(top: str) -> str:
-    """A hash of the source files of the package ``top``; "" for torch and Python, which versions tell."""
+    """A hash of the source files of the package ``top``; "" for torch and Python, which their versions identify."""
     if top in _WHOLE:
         return ""
     files = _files(top)
@@ -42,7 +42,7 @@ def _files(top: str) -> tuple[Path, ...]:
 
 @lru_cache(maxsize=256)
 def _sizes(top: str) -> str:
-    """Read once: a large package takes a tenth of a second."""
+    """A hash of the sizes and times of a package's files; cached, since a large package takes a tenth of a second."""
     stats = ((file, file.stat()) for file in _files(top) if file.exists())
     return _hash((str(file), f"{stat.st_size} {stat.st_mtime_ns}") for file, stat in stats)
 
@@ -61,20 +61,20 @@ def _hash(lines: Iterator[tuple[str, str]]) -> str:
     return digest.hexdigest()
 
 
-def modules_with_registries(met: set[str]) -> list[str]:
-    """The modules ``met`` in which the user's code may be registered."""
+def modules_with_registries(names: set[str]) -> list[str]:
+    """The modules among ``names`` in which the user's code may be registered."""
     return sorted(
-        name for name in met if name.partition(".")[0] not in _WHOLE and is_library(file_of(sys.modules.get(name)))
+        name for name in names if name.partition(".")[0] not in _WHOLE and is_library(file_of(sys.modules.get(name)))
     )
 
 
 def registered(module: types.ModuleType) -> Iterator[tuple[str, Any]]:
-    """The user's functions, classes and objects in mappings, lists and objects of a library's module."""
+    """Yields the user's functions, classes and objects in mappings, lists and objects of a library's module."""
     for name, value in list(vars(module).items()):
         if isinstance(value, type) and value.__module__ != module.__name__ and not _is_users(value):
             continue
-        for found in _users_in(value, 2):
-            yield name, found
+        for item in _users_in(value, 2):
+            yield name, item
 
 
 def _users_in(value: Any, depth: int) -> Iterator[Any]:
@@ -95,11 +95,11 @@ def _parts(value: Any) -> list[Any]:
     if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type(None), str, bytes, int, float)):
         return []
     kinds = value.__mro__ if isinstance(value, type) else type(value).__mro__
-    held = [part for kind in kinds if is_library(file_of(kind)) for part in list(vars(kind).values())]
+    members = [part for kind in kinds if is_library(file_of(kind)) for part in list(vars(kind).values())]
     if not isinstance(value, type):
         with contextlib.suppress(AttributeError):
-            held += list(object.__getattribute__(value, "__dict__").values())
-    return [part for part in held if isinstance(part, (dict, list))]
+            members += list(object.__getattribute__(value, "__dict__").values())
+    return [part for part in members if isinstance(part, (dict, list))]
 
 
 def _is_users(value: Any) -> bool:

@@ -1,9 +1,9 @@
-"""A hash of what Python objects are: their classes, code and values, so that two processes can tell equal ones.
+"""Hashes Python objects by content: their classes, code and values, so that two processes recognise equal ones.
 
-Only what is understood is hashed. Anything that may hide state, or read what is outside of it (files, clocks, the
-environment, other random numbers than torch's), raises :class:`Unkeyable`. Code of the user's counts with all that it
-refers to; that of installed libraries by version and by the code of its functions, so that one that was replaced counts
-(:mod:`.code`).
+Only known kinds of objects are hashed. Anything that may hide state, or read from outside (files, clocks, the
+environment, other random numbers than torch's), raises :class:`Unkeyable`. The user's code is hashed with everything
+that it refers to; that of installed libraries by version and by the code of its functions, so that a function that was
+replaced changes the hash (:mod:`.code`).
 """
 
 from __future__ import annotations
@@ -45,55 +45,55 @@ _MAPPINGS = (dict, OrderedDict, defaultdict, Counter, types.MappingProxyType)
 _REFUSED = (random.Random, torch.Generator, np.random.Generator, np.random.RandomState, io.IOBase, types.FrameType)
 # Values that code refers to by name.
 _NAMED = frozenset(("members", "globals", "attributes", "closure"))
-# They hold nothing that a model computes with.
+# Classes that hold nothing a model computes with.
 _EMPTY = (logging.Logger, logging.Handler)
 
 
 class Contents:
-    """Feeds objects to a hash. What is met again counts as a reference to where it was met first, so that sharing, and
-    tying of weights, counts as well."""
+    """Feeds objects to a hash. An object that is fed again is hashed as a reference to the first time, so that sharing,
+    and tying of weights, is part of the hash."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
         self._seen: dict[int, int] = {}
-        self._kept: list[object] = []
-        self._name = ""  # By which code refers to what is fed; "" if it may in any way.
+        self._alive: list[object] = []
+        self._name = ""  # The name by which code refers to what is being fed; "" if unknown.
         self.code = Code(self)
 
     def hexdigest(self) -> str:
-        """The hash of all that was fed."""
+        """The hash of everything that was fed."""
         self.code.finish()
         return self._digest.hexdigest()
 
     @property
-    def known(self) -> int:
-        """How many objects were met."""
+    def count(self) -> int:
+        """How many objects were fed."""
         return len(self._seen)
 
-    def say(self, *words: object) -> None:
-        """Feeds texts and numbers as they are."""
+    def add(self, *words: object) -> None:
+        """Adds texts and numbers as they are."""
         for word in words:
             text = str(word).encode(errors="surrogatepass")
             self._digest.update(b"%d:" % len(text))
             self._digest.update(text)
 
-    def is_known(self, value: object) -> bool:
-        """Whether ``value`` was met before: then feeds a reference to it, else numbers it."""
+    def is_repeated(self, value: object) -> bool:
+        """Whether ``value`` was fed before. If so, adds a reference to it; otherwise gives it a number."""
         number = self._seen.get(id(value))
         if number is not None:
-            self.say("again", number)
+            self.add("again", number)
             return True
         self._seen[id(value)] = len(self._seen)
-        self._kept.append(value)  # The address of one that is gone may be another's.
+        self._alive.append(value)  # An id may be reused once its object is deleted.
         return False
 
     def feed(self, value: Any, where: str) -> None:
         """Feeds ``value``, which is called ``where`` in errors. Raises :class:`Unkeyable`."""
         kind = type(value)
         if kind in _ATOMS:
-            self.say(kind.__name__, repr(value))
+            self.add(kind.__name__, repr(value))
         elif isinstance(value, enum.Enum):
-            self.say("enum", kind.__module__, kind.__qualname__, value.name)
+            self.add("enum", kind.__module__, kind.__qualname__, value.name)
             self.feed(value.value, where)
         elif kind is slice:
             self.feed(("slice", value.start, value.stop, value.step), where)
@@ -108,18 +108,18 @@ class Contents:
 
     def _is_noted(self, value: object) -> bool:
         self.code.note(self._name, value)
-        return self.is_known(value)
+        return self.is_repeated(value)
 
     def feed_all(self, label: str, values: Iterable[tuple[object, Any]], where: str) -> None:
         """Feeds named values in order."""
-        self.say(label)
+        self.add(label)
         outer = self._name
         for name, value in values:
-            self.say("name", name) if isinstance(name, str) else self.feed(name, where)
+            self.add("name", name) if isinstance(name, str) else self.feed(name, where)
             self._name = str(name) if label in _NAMED else ""
             self.feed(value, f"{where}.{name}" if where else str(name))
         self._name = outer
-        self.say("end")
+        self.add("end")
 
     def _container(self, value: Any, where: str) -> bool:
         kind = type(value)
@@ -131,15 +131,15 @@ class Contents:
         elif kind in (set, frozenset):
             self._set(value, where)
         elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-            self.say("array", value.dtype.str, value.shape, hashlib.sha256(value.tobytes()).hexdigest())
+            self.add("array", value.dtype.str, value.shape, hashlib.sha256(value.tobytes()).hexdigest())
         elif isinstance(value, (np.generic, np.dtype)):
-            self.say(kind.__name__, repr(value))
+            self.add(kind.__name__, repr(value))
         elif isinstance(value, re.Pattern):
-            self.say("pattern", value.pattern, value.flags)
+            self.add("pattern", value.pattern, value.flags)
         elif isinstance(value, pathlib.PurePath):
-            self.say(kind.__name__, value)
+            self.add(kind.__name__, value)
         elif isinstance(value, weakref.ref):
-            self.say("weak")
+            self.add("weak")
             self.feed(value(), where)
         else:
             return False
@@ -148,38 +148,38 @@ class Contents:
     def _set(self, value: Any, where: str) -> None:
         if any(type(item) not in _ATOMS for item in value):
             raise Unkeyable(f"{where} is a set of objects, which have no order")
-        self.say(type(value).__name__, *sorted(f"{type(item).__name__} {item!r}" for item in value))
+        self.add(type(value).__name__, *sorted(f"{type(item).__name__} {item!r}" for item in value))
 
     def _tensor(self, tensor: torch.Tensor, where: str) -> None:
-        """A tensor that is not a parameter or buffer: a trace takes over what is in it."""
-        found = tensor_digest(tensor)
-        if found is None:
+        """Feeds a tensor that is not a parameter or buffer: a trace takes over its values."""
+        digest = tensor_digest(tensor)
+        if digest is None:
             raise Unkeyable(f"what is in {where}, a {type(tensor).__name__} on {tensor.device}, cannot be read")
-        self.say("tensor", found, tensor.requires_grad, tensor.device.type, tensor.stride())
+        self.add("tensor", digest, tensor.requires_grad, tensor.device.type, tensor.stride())
 
     def _module(self, module: nn.Module, where: str) -> None:
         self.code.feed(type(module), where)
         members = dict(vars(module))
         for role in (PARAMETERS, BUFFERS):
-            self.say(role)
+            self.add(role)
             for name, tensor in members.pop(role, {}).items():
                 self._state(name, tensor, f"{where}.{name}" if where else name)
         self.feed_all("members", [item for item in members.items() if item[0] not in IGNORED_MEMBERS], where)
 
     def _state(self, name: str, tensor: torch.Tensor | None, where: str) -> None:
-        """A parameter or buffer: a trace takes its kind, and never what is in it."""
-        self.say(name)
-        if tensor is None or self.is_known(tensor):
+        """Feeds a parameter or buffer: a trace takes its type, and never its values."""
+        self.add(name)
+        if tensor is None or self.is_repeated(tensor):
             return
         if gradient_hooks(tensor) or accumulation_hooks(tensor):
             raise Unkeyable(f"{where} has hooks")
-        self.say(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, isinstance(tensor, nn.Parameter))
+        self.add(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, isinstance(tensor, nn.Parameter))
 
     def _object(self, value: Any, where: str) -> None:
-        """An instance of a class written in Python: its attributes, and what it contains."""
+        """Feeds an instance of a class written in Python: its attributes, and what it contains."""
         kind = type(value)
         if isinstance(value, _EMPTY):
-            self.say("empty", kind.__module__, kind.__qualname__)
+            self.add("empty", kind.__module__, kind.__qualname__)
             return
         if isinstance(value, _REFUSED) or not (hasattr(value, "__dict__") or _slots(kind)):
             raise Unkeyable(f"{where} is a {kind.__module__}.{kind.__qualname__}, which may hold anything")
@@ -192,7 +192,7 @@ class Contents:
         self.feed_all("members", [item for item in members.items() if item[0] not in IGNORED_MEMBERS], where)
 
     def _inherited(self, value: Any, where: str) -> None:
-        """What an instance of a subclass of a container or of a number contains."""
+        """Feeds what an instance of a subclass of a container or of a number contains."""
         if isinstance(value, dict):
             self.feed(dict(value), where)
         elif isinstance(value, _SEQUENCES):
@@ -201,10 +201,10 @@ class Contents:
             self._set(value, where)
         elif isinstance(value, (int, float, complex, str, bytes)):
             plain: Any = next(kind for kind in (int, float, complex, str, bytes) if isinstance(value, kind))
-            self.say(repr(plain(value)))
+            self.add(repr(plain(value)))
 
 
 def _slots(kind: type) -> list[str]:
-    found = [vars(base).get("__slots__", ()) for base in kind.__mro__]
-    names = [name for slots in found for name in ((slots,) if isinstance(slots, str) else slots)]
+    declared = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    names = [name for slots in declared for name in ((slots,) if isinstance(slots, str) else slots)]
     return [name for name in names if name not in ("__dict__", "__weakref__")]

@@ -1,4 +1,4 @@
-"""What identifies the code that makes traces and plans: autopar's own sources, and versions of what it relies on."""
+"""Identifies the code that makes traces and plans: autopar's own sources, and versions of what it relies on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .code_origin import own_folders
 
 @lru_cache(maxsize=1)
 def own_sources() -> str:
-    """A hash of the text of every module of autopar, so that an edit never meets what the code before it made."""
+    """A hash of the text of every module of autopar, so that edited code never reads what earlier code cached."""
     digest = hashlib.sha256()
     for package, folder in own_folders().items():
         for file in sorted(Path(folder).rglob("*.py")):
@@ -26,7 +26,7 @@ def own_sources() -> str:
 
 @lru_cache(maxsize=1)
 def code_version() -> str:
-    """autopar, Python, torch and the solvers."""
+    """The versions of autopar, Python, torch and the solvers."""
     solvers = ", ".join(f"{name} {_version(name)}" for name in ("ortools", "numpy", "sympy", "networkx"))
     return f"autopar {own_sources()}, python {sys.version}, torch {torch.__version__}, {solvers}"
 

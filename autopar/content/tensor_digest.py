@@ -1,4 +1,4 @@
-"""What is in a tensor, as a hash."""
+"""A hash of the values of a tensor."""
 
 from __future__ import annotations
 

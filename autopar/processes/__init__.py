@@ -1,1 +1,1 @@
-"""Other processes of this machine, forked from a clean template: a fork of this one would copy torch's threads."""
+"""Starts processes on this machine, forked from a clean template: a fork of this one would lack torch's threads."""

@@ -1,4 +1,4 @@
-"""A process that was started here, as the one that waits for it sees it."""
+"""A started process, as seen by the process that waits for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ STATUS_BYTES = 8
 
 @dataclass
 class Child:
-    """``status`` is its wait status once it has ended; ``ask`` finds it out, waiting for it if told to."""
+    """A child process. ``status`` is its wait status once it has ended; ``ask(block)`` queries it, and waits for the
+    end if ``block``."""
 
     pid: int
     ask: Callable[[bool], int | None]
@@ -26,24 +27,24 @@ class Child:
         return self.status
 
 
-def own(pid: int) -> Child:
+def own_child(pid: int) -> Child:
     """A child of this process itself."""
 
     def ask(block: bool) -> int | None:
-        found, status = os.waitpid(pid, 0 if block else os.WNOHANG)
-        return status if found else None
+        ended, status = os.waitpid(pid, 0 if block else os.WNOHANG)
+        return status if ended else None
 
     return Child(pid, ask)
 
 
-def reported(pid: int, pipe: int) -> Child:
+def template_child(pid: int, pipe: int) -> Child:
     """A child of the template, which writes the status to ``pipe``. If the template ends, its children are killed."""
 
     def ask(block: bool) -> int | None:
         if not block and not select.select([pipe], [], [], 0)[0]:
             return None
-        said = os.read(pipe, STATUS_BYTES)
+        data = os.read(pipe, STATUS_BYTES)
         os.close(pipe)
-        return int.from_bytes(said, "little") if said else 9
+        return int.from_bytes(data, "little") if data else 9
 
     return Child(pid, ask)

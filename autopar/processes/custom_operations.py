@@ -1,8 +1,8 @@
 """Operations that this process has registered with torch, in a form in which another process can register them too.
 
-An operation of an importable module is registered by importing it, one of ``torch.library.custom_op`` in a script or
-notebook by sending its functions, one of a shared library by loading that. One that a script defines through
-``torch.library.Library`` cannot be sent: torch does not give its functions back.
+An operation of an importable module is registered by importing the module, one of ``torch.library.custom_op`` in a
+script or notebook by sending its functions, one of a shared library by loading the library. One that a script defines
+through ``torch.library.Library`` cannot be sent: torch does not return its functions.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _OURS = ("torch", "autopar")
 
 @dataclass(frozen=True)
 class CustomOperations:
-    """How another process gets them: modules to import, shared libraries to load, operations to define."""
+    """How another process registers them: modules to import, shared libraries to load, operations to define."""
 
     modules: tuple[str, ...] = ()
     libraries: tuple[str, ...] = ()
     definitions: tuple[Definition, ...] = field(default=(), repr=False)
 
     def register(self) -> None:
-        """Registers them here. One that fails is missing, which whoever calls it will say."""
+        """Registers them in this process. One that fails is missing, and a call of it will raise."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for library in self.libraries:
@@ -44,18 +44,18 @@ class CustomOperations:
 
 
 def custom_operations() -> CustomOperations:
-    """Those of this process that torch and autopar themselves do not have."""
+    """The operations of this process that neither torch nor autopar defines."""
     modules, definitions = set[str](), list[Definition]()
     for name in names_defined():
-        made = definition_of(name)
-        if made is None:
+        definition = definition_of(name)
+        if definition is None:
             modules |= _modules_of(file_that_defined(name))
-        elif _can_import(made.function.__module__):
-            modules |= {f.__module__ for f in made.functions if _can_import(f.__module__)}
+        elif _can_import(definition.function.__module__):
+            modules |= {f.__module__ for f in definition.functions if _can_import(f.__module__)}
         else:
-            definitions.append(made)
-    theirs = sorted(name for name in modules if name.partition(".")[0] not in _OURS)
-    return CustomOperations(tuple(theirs), tuple(sorted(torch.ops.loaded_libraries)), tuple(definitions))
+            definitions.append(definition)
+    importable = sorted(name for name in modules if name.partition(".")[0] not in _OURS)
+    return CustomOperations(tuple(importable), tuple(sorted(torch.ops.loaded_libraries)), tuple(definitions))
 
 
 def _can_import(module: str) -> bool:
@@ -63,7 +63,7 @@ def _can_import(module: str) -> bool:
 
 
 def _modules_of(file: str) -> set[str]:
-    """The modules that were imported from a file."""
+    """The modules that were imported from ``file``."""
     if not file:
         return set()
     named = [name for name, module in list(sys.modules.items()) if getattr(module, "__file__", None) == file]

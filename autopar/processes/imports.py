@@ -1,5 +1,5 @@
-"""Which modules a template imports ahead of its copies: installed ones. A user's own module may change while a session
-goes on, or do something when imported that no other process is to see; each copy imports it for itself.
+"""Which modules a template imports ahead of its copies: installed ones. A user's own module may change during a
+session, or have effects when imported that no other process should see; each copy imports it for itself.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from functools import cache
 from types import ModuleType
 
 _INSTALLED = ("site-packages", "dist-packages")
-_kept: set[str] = set()
+_declared: set[str] = set()
 
 
 def import_ahead(*modules: str) -> None:
-    """Says that these modules of the user's do not change and do nothing when imported."""
-    _kept.update(modules)
+    """Declares that these modules of the user do not change and have no effects when imported."""
+    _declared.update(modules)
 
 
 def installed_modules(names: Iterable[str]) -> tuple[str, ...]:
-    """The installed modules among ``names``, and those that the others name in their globals."""
-    found: set[str] = set()
+    """The installed modules among ``names``, and those that the others refer to in their globals."""
+    installed: set[str] = set()
     todo, seen = list(names), set[str]()
     while todo:
         name = todo.pop()
@@ -29,11 +29,11 @@ def installed_modules(names: Iterable[str]) -> tuple[str, ...]:
         if name in seen or module is None or name == "__main__":
             continue
         seen.add(name)
-        if name in _kept or _is_installed(module):
-            found.add(name)
+        if name in _declared or _is_installed(module):
+            installed.add(name)
         else:
             todo += _named_in(module)
-    return tuple(sorted(found))
+    return tuple(sorted(installed))
 
 
 def _named_in(module: ModuleType) -> set[str]:
@@ -44,10 +44,10 @@ def _named_in(module: ModuleType) -> set[str]:
 
 def _is_installed(module: ModuleType) -> bool:
     file = getattr(module, "__file__", None)
-    return isinstance(file, str) and _lies_where_packages_do(file)
+    return isinstance(file, str) and _is_in_package_folder(file)
 
 
 @cache
-def _lies_where_packages_do(file: str) -> bool:
+def _is_in_package_folder(file: str) -> bool:
     standard = sysconfig.get_path("stdlib")
     return any(part in file for part in _INSTALLED) or file.startswith(standard)

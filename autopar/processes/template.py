@@ -1,8 +1,8 @@
-"""Starts processes from the template (:mod:`.template_server`), which is started when first needed and kept.
+"""Starts processes from the template (:mod:`.template_server`), which is started when first needed and then reused.
 
-``os.fork`` here would copy a process whose threads (of torch's autograd, of OpenMP, of gloo) are not in the copy: on a
-CUDA build of torch the copy cannot run autograd, and elsewhere it may wait for ever. A process started afresh imports
-torch again, which takes seconds. A copy of the template has neither fault.
+``os.fork`` here would copy a process without its threads (of torch's autograd, of OpenMP, of gloo): on a CUDA build of
+torch the copy cannot run autograd, and elsewhere it may wait for ever. A new interpreter imports torch again, which
+takes seconds. A copy of the template has neither fault.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from dataclasses import dataclass, field
 
 from autopar.errors import WorkerError
 
-from .child import Child, reported
-from .errand import Errand
+from .child import Child, template_child
+from .payload import Payload
 from .template_server import HEADER
 
 _CODE = "from autopar.processes.template_server import serve; serve({})"
-# This process has given the warning of a torch that is not supported.
+# This process has already warned of a version of torch that is not supported.
 _QUIETLY = ("-W", "ignore:autopar supports torch")
-# What every copy needs to open its errand.
-_ALWAYS = ("torch.distributed", "cloudpickle", "autopar.processes.errand")
+# What every copy needs to open its payload.
+_ALWAYS = ("torch.distributed", "cloudpickle", "autopar.processes.payload")
 
 
 @dataclass
 class Template:
-    """The template as this process sees it; ``process`` is None in a copy, which shares it with its starter."""
+    """This process's connection to the template; ``process`` is None in a copy, which shares the template with the
+    process that started it."""
 
     connection: socket.socket
     process: subprocess.Popen[bytes] | None = None
@@ -41,7 +42,7 @@ class Template:
 
     @classmethod
     def started(cls) -> Template:
-        """A new one."""
+        """Starts a new template."""
         here, there = socket.socketpair()
         with there:
             process = subprocess.Popen(
@@ -55,12 +56,12 @@ class Template:
 
     @property
     def usable(self) -> bool:
-        """Whether it lives, and belongs to this process and not to one that this process was forked from."""
+        """Whether it is running, and belongs to this process and not to one that this process was forked from."""
         return self.user == os.getpid() and (self.process is None or self.process.poll() is None)
 
-    def start(self, entry: str, errand: Errand, pipes: Sequence[int], said: Sequence[object]) -> Child:
-        """A copy that calls ``entry`` with descriptors of the errand and ``pipes``, as numbered there."""
-        request = pickle.dumps(([*_ALWAYS, *errand.modules], list(sys.path), entry, tuple(said)))
+    def start(self, entry: str, payload: Payload, pipes: Sequence[int], arguments: Sequence[object]) -> Child:
+        """Starts a copy that calls ``entry`` with descriptors of the payload and ``pipes``, as numbered in the copy."""
+        request = pickle.dumps(([*_ALWAYS, *payload.modules], list(sys.path), entry, tuple(arguments)))
         reading, writing = os.pipe()
         with ExitStack() as stack:
             stack.callback(os.close, writing)
@@ -68,14 +69,14 @@ class Template:
             socket.send_fds(
                 self.connection,
                 [len(request).to_bytes(HEADER, "little")],
-                [writing, errand.descriptor, out, err, *pipes],
+                [writing, payload.descriptor, out, err, *pipes],
             )
             self.connection.sendall(request)
             answer = self.connection.recv(HEADER, socket.MSG_WAITALL)
         if not answer:
             os.close(reading)
             raise ConnectionResetError("it ended")
-        return reported(int.from_bytes(answer, "little"), reading)
+        return template_child(int.from_bytes(answer, "little"), reading)
 
     def end(self) -> None:
         """Ends it; its copies end with it."""
@@ -88,17 +89,17 @@ _template: Template | None = None
 _lock = threading.Lock()
 
 
-def start(entry: str, errand: Errand, pipes: Sequence[int] = (), said: Sequence[object] = ()) -> Child:
-    """A process that calls ``entry`` (``module:function``) with a descriptor for ``open_errand``, with ``pipes``, and
-    with plain objects ``said``. It writes where this process writes. Raises :class:`WorkerError` if none can be
-    started."""
+def start(entry: str, payload: Payload, pipes: Sequence[int] = (), arguments: Sequence[object] = ()) -> Child:
+    """Starts a process that calls ``entry`` (``module:function``) with a descriptor for ``open_payload``, with
+    ``pipes``, and with plain objects ``arguments``. It has the standard output and error of this process. Raises
+    :class:`WorkerError` if it cannot be started."""
     sys.stdout.flush()
     sys.stderr.flush()
     with _lock:
         try:
-            return template().start(entry, errand, pipes, said)
+            return template().start(entry, payload, pipes, arguments)
         except OSError as error:
-            raise WorkerError(f"no process could be started from the template: {error}") from error
+            raise WorkerError(f"cannot start a process from the template: {error}") from error
 
 
 def template() -> Template:
@@ -112,7 +113,7 @@ def template() -> Template:
 
 
 def adopt(connection: socket.socket) -> None:
-    """In a copy: its own processes come from the template that it comes from."""
+    """Makes a copy start its own processes from the template that it was forked from."""
     global _template
     _template = Template(connection)
 
@@ -125,7 +126,7 @@ def _end() -> None:
 
 
 def _descriptor_of(stack: ExitStack, number: int) -> int:
-    """``number``, or a descriptor of nothing where that is closed."""
+    """``number``, or a descriptor of the null device if that is closed."""
     try:
         os.fstat(number)
         return number

@@ -1,4 +1,4 @@
-"""The template: a process that has imported what its copies need, and does nothing but fork them.
+"""The template: a process that imports what its copies need, and does nothing but fork them.
 
 It runs no operation of torch, so it has none of torch's threads, no process group and no CUDA context; its copies can
 therefore do what a fresh process can. It ends when the process that started it does.
@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 # Bytes of a length, process id or status: a 64-bit integer.
 HEADER = 8
 # Descriptors taken with a request. Chosen: above the few that a request is sent with.
-MOST_FDS = 16
+MAX_FDS = 16
 Entry = Callable[..., None]
 
 
@@ -74,25 +74,25 @@ class _Server:
             os.close(report)
 
     def answer(self, connection: socket.socket) -> bool:
-        """Forks the copy that the next request asks for; False if there is none to come."""
+        """Forks the copy that the next request asks for; False if the connection is closed."""
         try:
-            header, fds, _, _ = socket.recv_fds(connection, HEADER, MOST_FDS)
+            header, fds, _, _ = socket.recv_fds(connection, HEADER, MAX_FDS)
             request = _receive(connection, int.from_bytes(header, "little")) if header else b""
         except ConnectionError:
             return False
         if not request:
             return False
-        modules, path, entry, said = pickle.loads(request)
+        modules, path, entry, arguments = pickle.loads(request)
         _import(modules, path)
         here, there = socket.socketpair()
         with warnings.catch_warnings():
-            # Threads that an imported library started (OpenBLAS, for one) end in the copy by that library's own care.
+            # A library that started threads when it was imported (OpenBLAS, for one) handles the fork itself.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
             for inherited in (here, *self.connections):
                 inherited.close()
-            _live(entry, fds, said, (*self.own, *self.reports.values()), there)
+            _run_copy(entry, fds, arguments, (*self.own, *self.reports.values()), there)
         there.close()
         self.connections.append(here)
         self.reports[pid] = fds[0]
@@ -114,7 +114,7 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 
 
 def _import(modules: list[str], path: list[str]) -> None:
-    """Imports for all copies to come. What cannot be imported here fails in the copy that needs it, which says so."""
+    """Imports ``modules`` for all later copies. What cannot be imported here raises in the copy that needs it."""
     missing = [name for name in modules if name not in sys.modules]
     if not missing:
         return
@@ -129,16 +129,16 @@ def _import(modules: list[str], path: list[str]) -> None:
     gc.freeze()
 
 
-def _live(
-    entry: str, fds: list[int], said: tuple[object, ...], unused: tuple[int, ...], connection: socket.socket
+def _run_copy(
+    entry: str, fds: list[int], arguments: tuple[object, ...], unused: tuple[int, ...], connection: socket.socket
 ) -> NoReturn:
-    """The life of a copy: ``entry``, as ``module:function``, is called with its descriptors. ``connection`` leads back
-    to the template."""
+    """Runs a copy: calls ``entry``, as ``module:function``, with its descriptors. ``connection`` leads back to the
+    template."""
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        status, task, out, err, *rest = fds
+        status, task, out, err, *pipes = fds
         for descriptor in (status, *unused):
             os.close(descriptor)
         os.dup2(out, 1)
@@ -148,7 +148,7 @@ def _live(
         importlib.import_module("autopar.processes.template").adopt(connection)
         module, _, function = entry.partition(":")
         called: Entry = getattr(importlib.import_module(module), function)
-        called(task, *rest, *said)
+        called(task, *pipes, *arguments)
     except BaseException:
         traceback.print_exc()
     finally:

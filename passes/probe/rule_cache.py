@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from autopar.content.cache_folder import cache_folder, keeps_work
+from autopar.content.cache_folder import cache_folder, caching_enabled
 from autopar.errors import OptionsError
 from autopar.ir.node import DTYPE_NAMES, TensorType
 from autopar.ir.placements import AxisStrategy, parse_placement, shard_dim
@@ -88,7 +88,7 @@ def store(description: Mapping[str, Any], finding: Finding) -> None:
         "strategies": {str(p.strategy): "even shards" if p.even else "any shards" for p in finding.strategies},
         "integers": {str(i): [r.low, r.high, r.of] for i, r in finding.ranges.items()},
     }
-    if not keeps_work():
+    if not caching_enabled():
         return
     path = file_of(description)
     with contextlib.suppress(OSError):
@@ -104,7 +104,7 @@ def store(description: Mapping[str, Any], finding: Finding) -> None:
 
 def load(description: Mapping[str, Any], call: OpCall) -> Finding | None:
     """The finding about this kind of call, if there is one that makes sense."""
-    if not keeps_work():
+    if not caching_enabled():
         return None
     try:
         data = json.loads(file_of(description).read_text())

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from autopar.errors import WorkerError
-from autopar.processes.errand import errand, open_errand
+from autopar.processes.payload import open_payload, payload
 from autopar.processes.template import start
 
 # Chosen: planning should not wait long for one operation; one that takes longer is replicated.
@@ -46,7 +46,7 @@ def run_apart(function: Callable[[], Any], cpu_seconds: int = CPU_SECONDS, wall:
     most. An exception is its failure; so is a function that cannot be sent there."""
     reader, writer = os.pipe()
     try:
-        with errand((function, cpu_seconds)) as sent:
+        with payload((function, cpu_seconds)) as sent:
             child = start(_ENTRY, sent, [writer])
     except WorkerError as error:
         os.close(reader)
@@ -72,7 +72,7 @@ def answer(descriptor: int, writer: int) -> None:
         faulthandler.disable()
         torch.set_num_threads(1)
         try:
-            function, cpu_seconds = open_errand(descriptor)
+            function, cpu_seconds = open_payload(descriptor)
             _limit(cpu_seconds)
             said = {"value": function()}
         except Exception as error:

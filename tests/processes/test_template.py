@@ -105,7 +105,7 @@ def test_it_has_no_thread_and_no_autograd_of_its_starter() -> None:
 
 def test_what_cannot_be_sent_says_so() -> None:
     lock = threading.Lock()
-    with pytest.raises(WorkerError, match=r"(?s)cannot be sent.*lock.*inside of the function"):
+    with pytest.raises(WorkerError, match=r"(?s)cannot be sent.*lock.*inside the function"):
         one(lambda rank, world: lock.locked())
 
 

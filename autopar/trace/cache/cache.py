@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from autopar.content.cache_folder import keeps_work
+from autopar.content.cache_folder import caching_enabled
+from autopar.content.disk_cache import read, write
 from autopar.content.files_read import files_read
-from autopar.content.kept_work import read, write
 from autopar.errors import AutoparError, TraceError
 from autopar.runtime.comm.groups import AxisGroup
 from autopar.trace.capture import Request
@@ -41,7 +41,7 @@ def traced_once(request: Request, ranks: AxisGroup | None = None) -> Traced:
     """What :func:`autopar.trace.tracer.traced_request` gives, made now or kept from before. Collective over
     ``ranks``, if given.
     Raises :class:`TraceError`."""
-    if not keeps_work():
+    if not caching_enabled():
         return traced_request(request)
     key = _key(request)
     if ranks is None or ranks.size == 1:

@@ -30,10 +30,10 @@ def trace_key(request: Request) -> str:
     for hook in hooks_everywhere():
         raise Unkeyable(f"{hook.text} may do anything")
     contents = Contents()
-    contents.say(code_version(), *_surroundings(request.device))
+    contents.add(code_version(), *_surroundings(request.device))
     for name, text in _user_modules():
-        contents.say(name, text)
-    contents.say(request.device.type, request.training, request.grad, request.differentiate, request.autocast)
+        contents.add(name, text)
+    contents.add(request.device.type, request.training, request.grad, request.differentiate, request.autocast)
     _say_call(contents, request)
     contents.feed(request.model, "model")
     contents.feed(request.loss_fn, "loss_fn")
@@ -41,10 +41,10 @@ def trace_key(request: Request) -> str:
 
 
 def _say_call(contents: Contents, request: Request) -> None:
-    contents.say(str(request.call.spec), *request.call.names)
+    contents.add(str(request.call.spec), *request.call.names)
     for index, leaf in enumerate(request.call.leaves):
         if isinstance(leaf, torch.Tensor):
-            contents.say(tuple(leaf.shape), leaf.dtype, leaf.requires_grad, isinstance(leaf, nn.Parameter))
+            contents.add(tuple(leaf.shape), leaf.dtype, leaf.requires_grad, isinstance(leaf, nn.Parameter))
         else:
             contents.feed(leaf, f"input {index}")
 

@@ -1,9 +1,9 @@
-"""Texts kept on disk under the hash of all that they follow from: one folder for each kind, one file for each text.
+"""Caches texts on disk under a hash of everything that they depend on: a folder for each kind, a file for each text.
 
 A file is written under a temporary name and renamed, so readers see all of it or nothing, and two writers do no harm.
-Its first line is the hash of the rest: what is cut off, damaged or foreign counts as not there, and is written anew. A
-folder that cannot be written to, or a full disk, is not an error. The files that were not read for longest are deleted
-once all of a kind exceed :data:`LIMIT` bytes.
+Its first line is the hash of the remainder: a file that is truncated, damaged or foreign counts as missing, and is
+written anew. A folder that cannot be written to, or a full disk, is not an error. Once all files of a kind exceed
+:data:`LIMIT` bytes, the least recently read are deleted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from .cache_folder import cache_folder, keeps_work
+from .cache_folder import cache_folder, caching_enabled
 
 # Bytes. Chosen: little of a disk, and many plans, traces or rules.
 LIMIT = 256 * 2**20
@@ -27,25 +27,25 @@ _log = logging.getLogger(__name__)
 
 
 def read(kind: str, key: str) -> str | None:
-    """The text kept under ``key``, or None."""
-    if not keeps_work():
+    """The text cached under ``key``, or None."""
+    if not caching_enabled():
         return None
     path = _path(kind, key)
     try:
         digest, _, text = path.read_bytes().partition(b"\n")
         if hashlib.sha256(text).hexdigest().encode() != digest:
             return None
-        found = text.decode()
+        content = text.decode()
     except (OSError, UnicodeDecodeError):
         return None
     with contextlib.suppress(OSError):
         os.utime(path)
-    return found
+    return content
 
 
 def write(kind: str, key: str, text: str) -> None:
-    """Keeps ``text`` under ``key``, if the folder can be written to."""
-    if not keeps_work():
+    """Caches ``text`` under ``key``, if the folder can be written to."""
+    if not caching_enabled():
         return
     path, data = _path(kind, key), text.encode()
     try:
@@ -61,7 +61,7 @@ def write(kind: str, key: str, text: str) -> None:
             raise
         _prune(path)
     except OSError as error:
-        _log.debug("nothing is kept in %s: %s", path.parent, error)
+        _log.debug("nothing is cached in %s: %s", path.parent, error)
 
 
 def _path(kind: str, key: str) -> Path:
@@ -69,15 +69,15 @@ def _path(kind: str, key: str) -> Path:
 
 
 def _prune(newest: Path) -> None:
-    """Deletes what was not read for longest until the rest is within the limit, and what dead writers left."""
+    """Deletes the least recently read files until the others are within the limit, and what dead writers left."""
     files = []
     for file in newest.parent.iterdir():
         with contextlib.suppress(OSError):
-            seen = file.stat()
-            files.append((seen.st_mtime, seen.st_size, file))
+            stat = file.stat()
+            files.append((stat.st_mtime, stat.st_size, file))
     now = newest.stat().st_mtime
     left = sum(size for _, size, _ in files)
-    for when, size, file in sorted(files, key=lambda one: one[:2]):
+    for when, size, file in sorted(files, key=lambda entry: entry[:2]):
         is_old_part = file.suffix == ".part" and now - when > _ABANDONED_SECONDS
         if is_old_part or (left > LIMIT and file.suffix == _SUFFIX and file != newest):
             with contextlib.suppress(OSError):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from autopar.command_line import main
-from autopar.content import kept_work
-from autopar.content.kept_work import read, write
+from autopar.content import disk_cache
+from autopar.content.disk_cache import read, write
 from autopar.runtime.launch import run_local
 
 
@@ -71,7 +71,7 @@ def test_nothing_is_kept_if_it_is_off(folder: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_was_not_read_for_longest_goes_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_work, "LIMIT", 3 * (65 + 10))
+    monkeypatch.setattr(disk_cache, "LIMIT", 3 * (65 + 10))
     for when, key in enumerate("abc"):
         write("plans", key, key * 10)
         os.utime(folder / f"{key}.kept", (when, when))
