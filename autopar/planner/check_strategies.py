@@ -1,6 +1,6 @@
-"""Whether each operation of a graph can run as a plan says: its strategy is one that the rules offer.
+"""Checks that each operation of a graph can run as a plan says: its strategy is one that the rules offer.
 
-Rules are proven by execution, so a strategy that is not among theirs may compute something else without any error.
+Rules are tested by execution. A strategy that they do not offer may compute something else without any error.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _COPY = re.compile(r"_at\d+(_\d+)?$")
 
 
 def check_offered(plan: Plan, graph: Graph) -> None:
-    """Compares a valid ``plan`` with the annotated ``graph`` it is to run.
+    """Compares a valid ``plan`` with the annotated ``graph`` that it will run.
 
     Raises:
-        PlanMismatchError: names the node or parameter, what the plan says and the nearest that is offered.
+        PlanMismatchError: names the node or parameter, what the plan says, and the closest choices on offer.
     """
     names = [node.name for node in graph.nodes]
-    copies = {name + RECOMPUTED for name in plan.recomputed} | _repeated(plan, graph)
+    copies = {name + RECOMPUTED for name in plan.recomputed} | _chunk_copies(plan, graph)
     _check_names("node", (plan.nodes.keys() | plan.strategies.keys()) - copies, names)
     _check_names("parameter", plan.parameters, [node.target for node in graph.placeholders("param")])
     for node in graph.placeholders("param"):
@@ -40,66 +40,68 @@ def check_offered(plan: Plan, graph: Graph) -> None:
     offered: dict[int, frozenset[Strategy]] = {}
     for name, strategy in plan.strategies.items():
         node = graph[name if name in graph else _original(name)]
-        # Equal calls share one list.
-        listed = graph.strategies[node.name]
-        if strategy not in offered.setdefault(id(listed), frozenset(listed)):
-            raise PlanMismatchError(_refused(name, node, strategy, listed))
+        # Equal calls share one list of strategies.
+        strategies = graph.strategies[node.name]
+        if strategy not in offered.setdefault(id(strategies), frozenset(strategies)):
+            raise PlanMismatchError(_not_offered(name, node, strategy, strategies))
     _check_recomputed(plan, graph)
 
 
-def _repeated(plan: Plan, graph: Graph) -> set[str]:
-    """What several chunks of a pipeline compute: the copies are named after the chunk, and placed as the chunk needs
-    them."""
+def _chunk_copies(plan: Plan, graph: Graph) -> set[str]:
+    """Copies of nodes that several chunks of a pipeline compute. A copy is named after its chunk, and placed as that
+    chunk needs it."""
     if plan.pipeline is None:
         return set()
     return {name for name in plan.nodes if name not in graph and _original(name) in graph}
 
 
 def _original(name: str) -> str:
-    """The node of which ``name`` is a copy, in another chunk or to compute it again."""
+    """The node that ``name`` copies, in another chunk or to recompute it."""
     return _COPY.sub("", name).removesuffix(RECOMPUTED)
 
 
-def _check_names(what: str, found: Iterable[str], expected: Sequence[str]) -> None:
-    known, named = set(expected), set(found)
-    for name in sorted(named - known):
-        raise PlanMismatchError(f"the plan has a {what} {name!r} that the model has not{did_you_mean(name, expected)}")
-    for name in sorted(known - named):
-        raise PlanMismatchError(f"the plan says nothing of the {what} {name!r}; make a plan for this model")
+def _check_names(kind: str, plan_names: Iterable[str], model_names: Sequence[str]) -> None:
+    in_plan, in_model = set(plan_names), set(model_names)
+    for name in sorted(in_plan - in_model):
+        raise PlanMismatchError(
+            f"the plan has a {kind} {name!r} that the model does not have{did_you_mean(name, model_names)}"
+        )
+    for name in sorted(in_model - in_plan):
+        raise PlanMismatchError(f"the plan says nothing about the {kind} {name!r}; make a plan for this model")
 
 
 def _check_parameter(place: ParameterPlacement, node: Node, graph: Graph) -> None:
     choices = parameter_choices(graph.strategies[node.name], node.target in trained(graph))
     plain = ParameterPlacement(place.weight, place.gradient, place.optimizer)
     if plain not in choices:
-        near = sorted(choices, key=lambda one: _apart(_three(one), _three(plain)))[:SHOWN]
+        near = sorted(choices, key=lambda choice: _distance(_placements(choice), _placements(plain)))[:SHOWN]
         raise PlanMismatchError(
-            f"the parameter {node.target!r} cannot rest as weight, gradient and optimizer state {_said(plain)}; "
-            f"nearest to it {' or '.join(map(_said, near))}"
+            f"the parameter {node.target!r} cannot rest as weight, gradient and optimizer state {_describe(plain)}; "
+            f"closest on offer: {' or '.join(map(_describe, near))}"
         )
 
 
-def _three(place: ParameterPlacement) -> tuple[Placements, ...]:
+def _placements(place: ParameterPlacement) -> tuple[Placements, ...]:
     return place.weight, place.gradient, place.optimizer
 
 
-def _said(place: ParameterPlacement) -> str:
-    return ", ".join(map(short, _three(place)))
+def _describe(place: ParameterPlacement) -> str:
+    return ", ".join(map(short, _placements(place)))
 
 
-def _apart(first: Sequence[Placements], second: Sequence[Placements]) -> int:
-    """In how many placements two choices differ."""
+def _distance(first: Sequence[Placements], second: Sequence[Placements]) -> int:
+    """Counts the mesh axes on which two choices differ, over all their placements."""
     if len(first) != len(second):
         return 1 << 20
     pairs = (pair for a, b in zip(first, second, strict=True) for pair in zip(a, b, strict=False))
     return sum(a != b for a, b in pairs)
 
 
-def _refused(name: str, node: Node, strategy: Strategy, offered: Sequence[Strategy]) -> str:
-    near = sorted(offered, key=lambda one: _apart(one.places, strategy.places))[:SHOWN]
+def _not_offered(name: str, node: Node, strategy: Strategy, offered: Sequence[Strategy]) -> str:
+    near = sorted(offered, key=lambda candidate: _distance(candidate.places, strategy.places))[:SHOWN]
     where = f" in {node.module!r}" if node.module else ""
     return (
-        f"the plan runs {name!r} ({node.op}{where}) as {strategy}, which its rule does not offer; nearest to it "
+        f"the plan runs {name!r} ({node.op}{where}) as {strategy}, which its rule does not offer; closest on offer: "
         f"{' or '.join(map(str, near))}"
     )
 
@@ -110,7 +112,7 @@ def _check_recomputed(plan: Plan, graph: Graph) -> None:
     possible = recomputable(graph).nodes
     for name in plan.recomputed:
         if name not in possible:
-            raise PlanMismatchError(f"the plan recomputes {name!r}, which cannot be had again; leave it out")
+            raise PlanMismatchError(f"the plan recomputes {name!r}, which cannot be recomputed; leave it out")
     names = {node.target: node.name for node in graph.placeholders("param")}
-    whole, _ = recomputed(graph, plan.assignment(names))
-    _check_names("node", plan.nodes.keys() - _repeated(plan, graph), [node.name for node in whole.nodes])
+    step, _ = recomputed(graph, plan.assignment(names))
+    _check_names("node", plan.nodes.keys() - _chunk_copies(plan, graph), [node.name for node in step.nodes])

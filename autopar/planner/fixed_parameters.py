@@ -1,5 +1,5 @@
-"""Placements of another graph of a model whose parameters already rest somewhere: evaluation, other inputs, a batch
-that does not divide."""
+"""Placements for another graph of a model whose parameters are already placed: evaluation, other inputs, a batch that
+does not divide."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ Places = Mapping[str, ParameterPlacement]
 
 
 def fixed_assignment(request: PlanRequest, graph: Graph, parameters: Places, limit: float = math.inf) -> Assignment:
-    """The best assignment of an annotated graph whose parameters rest where ``parameters`` says (those it does not
-    name: anywhere), of those found that need at most ``limit`` bytes. Where need be, values are recomputed.
+    """The best assignment found for an annotated graph that needs at most ``limit`` bytes. Parameters rest where
+    ``parameters`` says; those it does not name may rest anywhere. Values are recomputed if memory requires it.
 
     Raises:
-        InfeasibleError: none was found.
+        InfeasibleError: no assignment was found that fits.
     """
     prices = Prices.of(request.cluster, request.mesh, graph)
     instance = build_instance(fold_layers(graph), prices, optimizer=request.options.optimizer, memory_limit=math.inf)
@@ -42,14 +42,14 @@ def fixed_assignment(request: PlanRequest, graph: Graph, parameters: Places, lim
     plain = with_choices(instance, allowed)
     timings = Timings()
 
-    def run(formulated: Instance, known: Sequence[Ints] = ()) -> Solution:
-        return solve_in_time(formulated.problem, request.options, timings, known)
+    def run(formulated: Instance, incumbents: Sequence[Ints] = ()) -> Solution:
+        return solve_in_time(formulated.problem, request.options, timings, incumbents)
 
     free = run(plain)
-    found = _assignment(plain, free, parameters)
-    needed = _peak(plain, found)
+    assignment = _assignment(plain, free, parameters)
+    needed = _peak(plain, assignment)
     if needed <= limit:
-        return found
+        return assignment
     if may_widen(request.options, plain):
         tight = replace(plain, problem=replace(plain.problem, memory_limit=limit))
         plain = with_choices(widened(tight, request.options), allowed)
@@ -59,12 +59,12 @@ def fixed_assignment(request: PlanRequest, graph: Graph, parameters: Places, lim
     for _ in range(ROUNDS):
         if solution.status == "infeasible":
             break
-        found = _assignment(plain, solution, parameters)
-        needed = _peak(plain, found)
-        less = tightened(plain, solution.choices, needed, limit)
-        if less is None:
-            return found
-        plain, solution = less, run(less)
+        assignment = _assignment(plain, solution, parameters)
+        needed = _peak(plain, assignment)
+        tighter = tightened(plain, solution.choices, needed, limit)
+        if tighter is None:
+            return assignment
+        plain, solution = tighter, run(tighter)
     raise _does_not_fit(graph, needed, limit)
 
 
@@ -96,5 +96,5 @@ def _does_not_fit(graph: Graph, needed: int, limit: float) -> InfeasibleError:
     return InfeasibleError(
         f"a call with ({shapes}) needs {needed} bytes per device with the parameters where the plan has them, more "
         f"than the limit of {limit:.0f}: pass a smaller batch or shorter inputs, or let "
-        "parallelize(example_inputs=...) plan for the largest inputs there will be"
+        "parallelize(example_inputs=...) plan for the largest inputs that you will use"
     )

@@ -16,8 +16,8 @@ STRETCHES = 3
 
 
 def formulate(request: PlanRequest, annotated: Graph, prices: Prices, stretches: int = 1) -> Instance:
-    """The instance of an annotated graph without recomputation and offload. Equal layers are tied within so many
-    ``stretches`` of depth."""
+    """The instance of an annotated graph, without recomputation and offload. The depth of the model is divided into
+    ``stretches``; equal layers of one stretch are tied."""
     folded = fold_layers(annotated, stretches, pinned_apart(annotated, request.options.pins))
     instance = build_instance(
         folded,
@@ -31,20 +31,21 @@ def formulate(request: PlanRequest, annotated: Graph, prices: Prices, stretches:
 
 
 def untie_layers(request: PlanRequest, annotated: Graph, folded: Instance) -> Instance:
-    """The instance whose equal layers are tied only within stretches of depth, as wide as ``folded``."""
+    """The instance whose equal layers are tied only within stretches of depth. It has recomputation and offload if
+    ``folded`` has them."""
     instance = formulate(request, annotated, folded.prices, STRETCHES)
     return with_memory_savers(request, instance) if folded.is_wide else instance
 
 
 def with_memory_savers(request: PlanRequest, instance: Instance) -> Instance:
-    """The instance with recomputation and offload, if the options leave them and they are not yet in it."""
+    """The instance with recomputation and offload, if the options allow them and it does not have them yet."""
     if not may_widen(request.options, instance):
         return instance
     return _restricted(request, widened(instance, request.options))
 
 
 def _restricted(request: PlanRequest, instance: Instance) -> Instance:
-    """With only the choices that the options leave."""
+    """The instance with only the choices that the options allow."""
     stage, free = request.options.zero, instance
     if stage is not None:
         instance = with_choices(instance, zero_allows(instance, stage), gathers=stage == 3)

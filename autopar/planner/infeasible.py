@@ -1,4 +1,4 @@
-"""What to say of a model that fits nowhere: what would make it fit, with bytes."""
+"""The error for a model that fits nowhere. It says what would make the model fit, with bytes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .memory_advice import LESS_STATE, offload_more, recompute_more, twice_the_d
 from .memory_limit import widened
 
 
-def infeasible(instance: Instance, limit: float, known: int | None = None) -> InfeasibleError:
-    """The error for an ``instance`` that has no solution within ``limit`` bytes per device; ``known``: bytes in which a
-    step was found to fit."""
+def infeasible(instance: Instance, limit: float, fitting: int | None = None) -> InfeasibleError:
+    """The error for an ``instance`` that has no solution within ``limit`` bytes per device. ``fitting``: bytes per
+    device within which a step is known to fit."""
     groups = instance.problem.groups
     check_host(instance.prices.cluster, sum(_least_host_bytes(group) for group in groups), instance.problem.host_limit)
     choices, is_proven = smallest_search(instance.problem)
@@ -32,10 +32,10 @@ def infeasible(instance: Instance, limit: float, known: int | None = None) -> In
         return InfeasibleError(f"no plan {where} is possible at all, with any memory limit.")
     if choices is None:
         return InfeasibleError(
-            f"no plan {where} that fits into {size(limit)} per device was found in the work allowed, nor one with any "
-            f"other limit, which proves nothing. Largest tensors: {_largest(instance)}."
+            f"no plan {where} that fits into {size(limit)} per device was found within the solver's time, nor one with "
+            f"any other limit; this does not prove that there is none. Largest tensors: {_largest(instance)}."
         )
-    least = float(known or memory_of(instance.problem, choices))
+    least = float(fitting or memory_of(instance.problem, choices))
     advice = "; ".join(_advice(instance, choices, least))
     return InfeasibleError(
         f"no plan {where} fits into {size(limit)} per device. The smallest limit found to fit is {math.ceil(least)} "
@@ -49,26 +49,28 @@ def _least_host_bytes(group: Group) -> float:
 
 
 def check_host(cluster: Cluster, needed: float, usable: float) -> None:
-    """Raises :class:`InfeasibleError` if a plan has to put ``needed`` bytes of ``usable`` into the host's memory, and
-    these are more."""
+    """Raises :class:`InfeasibleError` if a plan has to put more bytes into host memory (``needed``) than there are
+    (``usable``)."""
     if needed > usable:
         raise InfeasibleError(
-            f"a step needs {math.ceil(needed)} bytes ({size(needed)}) of optimizer state in host memory, of which "
-            f"cluster {cluster.name!r} leaves {size(usable)}. What would lower it: offload=None, so that only some of "
-            "it goes there; zero=1, 2 or 3, so that it is sharded over every axis; twice the devices; an optimizer "
+            f"a step needs {math.ceil(needed)} bytes ({size(needed)}) of optimizer state in host memory, but cluster "
+            f"{cluster.name!r} has only {size(usable)} to spare. What would lower it: offload=None, so that only some "
+            "of it goes there; zero=1, 2 or 3, so that it is sharded over every axis; twice the devices; an optimizer "
             "with less state."
         )
 
 
 def _more_host(instance: Instance, least: float) -> Iterator[str]:
-    """What more of the host's memory would do, if it binds."""
+    """What more host memory would do, if its limit binds."""
     if not host_binds(instance.problem):
         return
     problem = replace(instance.problem, host_limit=math.inf)
-    found = smallest_choices(problem)
-    if found is not None and memory_of(problem, found) < least:
-        asked = f"{size(host_of(problem, found))} of the host's memory instead of {size(instance.problem.host_limit)}"
-        yield f"{asked}, {size(memory_of(problem, found))}"
+    smallest = smallest_choices(problem)
+    if smallest is not None and memory_of(problem, smallest) < least:
+        instead = (
+            f"{size(host_of(problem, smallest))} of the host's memory instead of {size(instance.problem.host_limit)}"
+        )
+        yield f"{instead}, {size(memory_of(problem, smallest))}"
 
 
 def _largest(instance: Instance) -> str:
@@ -83,27 +85,28 @@ def _largest(instance: Instance) -> str:
 
 def _wider(instance: Instance) -> Iterator[tuple[str, Options]]:
     """Options that allow what the instance does not."""
-    now = Options(
+    options = Options(
         recompute="none" if instance.recomputable is None else None, offload=None if instance.offload else False
     )
     if instance.recomputable is None:
-        yield recompute_more(now)
+        yield recompute_more(options)
     if not instance.offload and instance.prices.cluster.device.has_host:
-        yield offload_more(now)
+        yield offload_more(options)
 
 
-def _advice(instance: Instance, choices: Ints, known: float) -> Iterator[str]:
-    """Changes that help, with the bytes per device they come to; ``known``: those that are enough without."""
+def _advice(instance: Instance, choices: Ints, fitting: float) -> Iterator[str]:
+    """Changes that help, with the bytes per device that each of them leads to. ``fitting``: bytes per device that are
+    enough without them."""
     groups, chosen = instance.problem.groups, zip(instance.names, choices, strict=True)
     memory = {name: float(groups[i].memory[int(k)]) for i, (name, k) in enumerate(chosen)}
     parameters = sum(b for name, b in memory.items() if name in instance.graph and instance.graph[name].op == "param")
     least = memory_of(instance.problem, choices)
-    batch, least = least - parameters, min(least, known)
+    batch, least = least - parameters, min(least, fitting)
     for text, options in _wider(instance):
         wide = widened(instance, options)
-        found = smallest_choices(wide.problem)
-        if found is not None and memory_of(wide.problem, found) < least:
-            yield f"{text}, {size(memory_of(wide.problem, found))}"
+        smallest = smallest_choices(wide.problem)
+        if smallest is not None and memory_of(wide.problem, smallest) < least:
+            yield f"{text}, {size(memory_of(wide.problem, smallest))}"
     yield from _more_host(instance, least)
     if instance.repeats.microbatches == 1:
         yield f"half the batch, or microbatches=2, about {size(parameters + batch / 2)}"

@@ -1,4 +1,4 @@
-"""What is advised where memory is short, with stages and without: the same words, and the options they mean."""
+"""Advice for models that do not fit, with and without stages: the texts, and the options that they stand for."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def offload_more(options: Options) -> tuple[str, Options]:
 
 
 def twice_the_devices(least: float) -> str:
-    """``least``: bytes per device that are enough now."""
+    """The advice to use more devices. ``least``: bytes per device that are enough with the present ones."""
     return f"twice the devices, about {size(least / 2)} if all divides"

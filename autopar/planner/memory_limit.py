@@ -1,9 +1,9 @@
-"""The placement program within its memory limit: recomputation and offload join it only where they are needed.
+"""Solves the placement program within its memory limit. Adds recomputation and offload only where they are needed.
 
-Both cost time and save nothing but memory. A solution of the program without them that fits, found as if there were no
-limit, is therefore the answer; only if it does not fit is the larger program solved, in which every saved value is kept
-or recomputed, and every optimizer state rests on the device or in host memory (:mod:`autopar.placement.formulation`),
-whose own limit is a row of it.
+Both cost time and save only memory. So the program without them is solved first, without a memory limit. If that
+solution fits, it is the best one. Otherwise the larger program is solved, in which every saved value is kept or
+recomputed and every optimizer state rests on the device or in host memory (:mod:`autopar.placement.formulation`). The
+limit of host memory is another row of that program.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def without_limit(instance: Instance) -> Instance:
 
 @dataclass(frozen=True, eq=False)
 class Solved:
-    """A solution, and the instance that had to be solved for it. ``unlimited``: seconds that no choices take less than,
-    whatever the memory limit, where that is known."""
+    """A solution, and the instance that had to be solved for it. ``unlimited``: a lower bound in seconds for any memory
+    limit, if one is known."""
 
     instance: Instance
     solution: Solution
@@ -57,8 +57,9 @@ class Solved:
 def solve_within(
     options: Options, plain: Instance, widen: Callable[[], Instance], solve: Solve, incumbents: Sequence[Ints]
 ) -> Solved:
-    """Solves ``plain`` where that does, else what ``widen`` makes of it. ``incumbents`` are choices of ``plain``, which
-    mean the same in both. Raises :class:`OptionsError` if ``options`` ask for offload where there can be none."""
+    """Solves ``plain`` if that suffices, otherwise the instance that ``widen`` returns. ``incumbents`` are choices of
+    ``plain``; they mean the same in both. Raises :class:`OptionsError` if ``options`` ask for offload where it is
+    impossible."""
     check_offload(options, plain.prices.cluster)
     if not may_widen(options, plain):
         return Solved(plain, solve(plain, [c for c in incumbents if _within(plain, c)]))
@@ -74,12 +75,12 @@ def solve_within(
 
 
 def solve_wide(wide: Instance, solve: Solve, incumbents: Sequence[Ints]) -> Solution:
-    """The solution of a widened instance, from choices of the one that is not."""
+    """Solves a widened instance. ``incumbents`` are choices of the instance before it was widened."""
     recomputing = list(_recomputing(wide, incumbents))
-    fuller = [*incumbents, *recomputing]
+    starts = [*incumbents, *recomputing]
     if not wide.offload:
-        return solve(wide, fuller)
-    return solve(wide, [*fuller, *(_with_offload(wide, choices) for choices in [*incumbents[:1], *recomputing])])
+        return solve(wide, starts)
+    return solve(wide, [*starts, *(_with_offload(wide, choices) for choices in [*incumbents[:1], *recomputing])])
 
 
 def _within(instance: Instance, choices: Ints) -> bool:
@@ -87,7 +88,7 @@ def _within(instance: Instance, choices: Ints) -> bool:
 
 
 def may_widen(options: Options, plain: Instance) -> bool:
-    """Whether ``options`` leave anything that :func:`widened` adds to ``plain``."""
+    """Whether ``options`` allow anything that :func:`widened` adds to ``plain``."""
     return not plain.is_wide and (options.recompute != "none" or _may_offload(options, plain))
 
 
@@ -98,7 +99,7 @@ def _may_offload(options: Options, plain: Instance) -> bool:
 
 def widened(plain: Instance, options: Options) -> Instance:
     """The instance in which values may be recomputed and optimizer state may rest in host memory, as far as ``options``
-    leave both; where they ask for one, it is all there is."""
+    allow. If they require one of the two, only choices with it remain."""
     possible = None if options.recompute == "none" else recomputable(plain.graph)
     wide = build_instance(
         plain.graph,
@@ -119,8 +120,8 @@ def widened(plain: Instance, options: Options) -> Instance:
 
 
 def check_offload(options: Options, cluster: Cluster) -> None:
-    """Raises :class:`OptionsError` if optimizer state is to rest in host memory where there is none, or that of an
-    optimizer that cannot."""
+    """Raises :class:`OptionsError` if ``options`` ask for offload, but the device has no host memory or the optimizer
+    cannot be offloaded."""
     if options.offload and options.optimizer not in ELEMENTWISE:
         raise OptionsError(
             f"offload=True: {options.optimizer} does not treat every element by itself, and its state must stay on the "
@@ -128,7 +129,7 @@ def check_offload(options: Options, cluster: Cluster) -> None:
         )
     if options.offload and not cluster.device.has_host:
         raise OptionsError(
-            f"offload=True: a device of cluster {cluster.name!r} has no host memory besides its own; leave offload "
+            f"offload=True: the devices of cluster {cluster.name!r} have no host memory; leave offload "
             "out, or give host_bandwidth and host_memory_bytes in the [device] table of the cluster"
         )
 
@@ -141,7 +142,7 @@ def _follows(wide: Instance, dropped: frozenset[str]) -> Callable[[Node, Choice]
 
 
 def _recomputing(wide: Instance, incumbents: Sequence[Ints]) -> Iterator[Ints]:
-    """The first of ``incumbents`` with less and less of it kept, to start from."""
+    """Starting points: the first of ``incumbents``, with more and more of its activations recomputed."""
     if wide.recomputable is None:
         return
     saved = frozenset(name for name in wide.recomputable.nodes if wide.graph[name].op == SAVED_ACTIVATION)
@@ -151,31 +152,31 @@ def _recomputing(wide: Instance, incumbents: Sequence[Ints]) -> Iterator[Ints]:
 
 
 def _cheap(recomputable: Recomputable) -> frozenset[str]:
-    """The rests that can be had again without a product."""
+    """The saved activations that can be recomputed without a matrix product."""
     saved = [n.name for n in recomputable.graph.nodes if n.op == SAVED_ACTIVATION and n.name in recomputable.nodes]
     return frozenset(
-        r for r in saved if not any("mm" in recomputable.graph[n].op for n in recomputable.chain(frozenset((r,))))
+        s for s in saved if not any("mm" in recomputable.graph[n].op for n in recomputable.chain(frozenset((s,))))
     )
 
 
 def _with_recomputed(wide: Instance, choices: Ints, names: frozenset[str]) -> Ints:
-    """``choices`` of an instance without recomputation, with all of ``names`` recomputed. The choices that recompute
-    stand behind the others in the same order."""
+    """``choices`` of an instance without recomputation, with all of ``names`` recomputed. In the list of a group, the
+    choices that recompute follow the others, in the same order."""
     shift = [len(c) // 2 if name in names and isinstance(c[-1], Recomputed) else 0 for name, c in _groups(wide)]
     return choices + np.array(shift, dtype=np.int64)
 
 
 def _with_offload(wide: Instance, choices: Ints) -> Ints:
-    """``choices`` with as much optimizer state in host memory as that has room for."""
-    found, left = choices.copy(), wide.problem.host_limit
+    """``choices`` with as much optimizer state in host memory as fits there."""
+    offloaded, remaining = choices.copy(), wide.problem.host_limit
     for index, (offered, group) in enumerate(zip(wide.choices, wide.problem.groups, strict=True)):
         place, last = offered[int(choices[index])], offered[-1]
         if isinstance(place, ParameterPlacement) and isinstance(last, ParameterPlacement) and last.offload:
             in_host = offered.index(replace(place, offload=True))
-            if group.host[in_host] <= left:
-                found[index] = in_host
-                left -= float(group.host[in_host])
-    return found
+            if group.host[in_host] <= remaining:
+                offloaded[index] = in_host
+                remaining -= float(group.host[in_host])
+    return offloaded
 
 
 def _groups(instance: Instance) -> Iterator[tuple[str, tuple[Choice, ...]]]:
@@ -183,8 +184,8 @@ def _groups(instance: Instance) -> Iterator[tuple[str, tuple[Choice, ...]]]:
 
 
 def tightened(instance: Instance, choices: Ints, peak: int, limit: float) -> Instance | None:
-    """The instance with less memory, and less than its ``choices`` count, if their ``peak``, seen closer than the
-    program can, exceeds ``limit``; None if it fits."""
+    """The instance with a lower memory limit, which excludes ``choices``. None if ``peak``, their measured memory,
+    is within ``limit``."""
     if peak <= limit:
         return None
     problem = instance.problem

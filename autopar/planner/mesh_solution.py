@@ -1,4 +1,4 @@
-"""What solving a mesh gives: choices for every group of its program, the placements that they mean, and their cost
+"""The solution of one mesh: choices for every group of its program, the placements that they mean, and their cost
 breakdown."""
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .rehearsed_memory import exact_memory
 
 @dataclass(frozen=True)
 class MeshSolution:
-    """One solved mesh: the instance, the solution, and its cost breakdown. ``unlimited``: seconds that no choices take
-    less than, whatever the memory limit, where that is known."""
+    """One solved mesh: the instance, the solution, and its cost breakdown. ``unlimited``: a lower bound in seconds for
+    any memory limit, if one is known."""
 
     instance: Instance
     solution: Solution
@@ -31,7 +31,7 @@ class MeshSolution:
 
     @staticmethod
     def of(instance: Instance, solution: Solution) -> MeshSolution:
-        """Reads a solution of ``instance``: its assignment, and what it costs."""
+        """Reads a solution of ``instance``: derives its assignment and its cost."""
         assignment = instance.assignment(solution.choices)
         return MeshSolution(instance, solution, assignment, cost_breakdown(placed_step(instance, assignment)))
 
@@ -41,14 +41,14 @@ class MeshSolution:
 
 
 def placed_step(instance: Instance, assignment: Assignment) -> PlacedStep:
-    """The step of ``instance`` that is placed by ``assignment``, with what that recomputes."""
+    """The step of ``instance`` under ``assignment``, with the nodes that it recomputes."""
     graph, placed = recomputed(instance.graph, assignment)
     return PlacedStep(graph, placed, instance.prices, instance.optimizer, instance.repeats)
 
 
-def peak_bytes(found: MeshSolution) -> int:
+def peak_bytes(solved: MeshSolution) -> int:
     """Peak bytes of the step, rehearsed where possible, otherwise those of its cost breakdown."""
-    instance = found.instance
-    step = placed_step(instance, found.assignment)
+    instance = solved.instance
+    step = placed_step(instance, solved.assignment)
     memory = exact_memory(step.graph, step.assignment, instance, tuple(holdings(step))).memory
-    return (memory or found.breakdown.memory).peak
+    return (memory or solved.breakdown.memory).peak

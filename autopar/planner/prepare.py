@@ -100,13 +100,13 @@ def circumstances(model: nn.Module, training: bool) -> object:
     """What a trace depends on besides the inputs of the call: the modes of modules, which parameters are trained,
     torch's state and hooks."""
     kind = kind_of(model, (), {}, True, "loss")
-    # Asked for another mode than the model's, the trace puts every part of it into that.
+    # If ``training`` is not the model's mode, the trace switches every module to it.
     modes = kind.modes if model.training == training else (training,) * len(kind.modes)
     return modes, kind.wanted, kind.around, kind.hooks
 
 
 def batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """The size of dim 0 that most tensor inputs share, as the trace takes it; 1 if there is none."""
+    """The size of dim 0 that most tensor inputs share, which the trace takes as the batch size; 1 if there is none."""
     return describe_call(args, dict(kwargs)).batch or 1
 
 
@@ -118,7 +118,7 @@ def make_request(
     options: Options,
     axis_names: tuple[str, ...] = (),
 ) -> PlanRequest:
-    """What to plan for a prepared model, described for people."""
+    """The request to plan a prepared model, with a description for people."""
     inputs = {node.target: node.type.shape for node in base.graph.at().placeholders("input")}
     return PlanRequest(
         graph=base.graph,

@@ -1,4 +1,4 @@
-"""Carries a choice over to the same graph at another batch size."""
+"""Carries an assignment over to the same graph at another batch size."""
 
 from __future__ import annotations
 
@@ -13,49 +13,50 @@ from autopar.ir.placements import Strategy, is_shard, shard_before, shard_dim, s
 from autopar.plans.plan import Plan
 
 
-def refit(assignment: Assignment, known: Graph, other: Graph) -> Assignment:
-    """The assignment of the annotated graph ``known`` for ``other``: the same model, annotated for the same mesh, at
-    another batch size.
+def refit(assignment: Assignment, original: Graph, other: Graph) -> Assignment:
+    """Carries the ``assignment`` of the annotated graph ``original`` over to ``other``: the same model, annotated for
+    the same mesh, at another batch size.
 
-    Nodes correspond as :func:`corresponding` says. Each node takes the strategy that is alike but for sizes inside
-    placements; if several are, the one at the same position.
+    Nodes correspond as :func:`corresponding` says. Each node takes the strategy that differs only in the sizes inside
+    its placements; if several do, the one at the same position in the list.
 
     Raises:
-        PlanMismatchError: a dim that was divided evenly no longer is, or a strategy is not to be had at the new size;
+        PlanMismatchError: a dim that was divided evenly no longer is, or a strategy is not available at the new size;
             names both shapes and a batch size that works.
     """
-    names = corresponding(known, other)
-    _check_inputs(assignment, known, other, names)
+    names = corresponding(original, other)
+    _check_inputs(assignment, original, other, names)
     strategies = {}
     for name, chosen in assignment.strategies.items():
-        before, after = known.strategies[name], other.strategies[names[name]]
+        before, after = original.strategies[name], other.strategies[names[name]]
         same = [s for s in after if _kind(s) == _kind(chosen)]
-        place = before.index(chosen)
+        position = before.index(chosen)
         if not same:
-            raise PlanMismatchError(_lost(known[name], other[names[name]], chosen, _changed(known, other, names)))
-        kept = len(before) == len(after) and after[place] in same
-        strategies[names[name]] = after[place] if kept else same[0]
-    parameters = {names[name]: place for name, place in assignment.parameters.items()}
+            raise PlanMismatchError(_lost(original[name], other[names[name]], chosen, _changed(original, other, names)))
+        same_position = len(before) == len(after) and after[position] in same
+        strategies[names[name]] = after[position] if same_position else same[0]
+    parameters = {names[name]: position for name, position in assignment.parameters.items()}
     recomputed = frozenset(names[name] for name in assignment.recomputed)
     return Assignment(assignment.mesh, strategies, parameters, recomputed=recomputed)
 
 
-def corresponding(known: Graph, other: Graph) -> dict[str, str]:
-    """Which node of ``other`` is which of ``known``, the same model. Nodes correspond by position, inputs by who uses
-    them: a call that passes them in another form (by keyword, in another order) names and lists them otherwise.
+def corresponding(original: Graph, other: Graph) -> dict[str, str]:
+    """Maps each node of ``original`` to its node in ``other``, a graph of the same model. Nodes correspond by position,
+    inputs by the nodes that read them: a call that passes inputs by keyword or in another order gives them other names
+    and another order.
 
     Raises:
-        PlanMismatchError: the graphs run other operations.
+        PlanMismatchError: the graphs run different operations.
     """
-    before, after = _without_inputs(known), _without_inputs(other)
-    inputs, others = known.placeholders("input"), other.placeholders("input")
+    before, after = _without_inputs(original), _without_inputs(other)
+    inputs, others = original.placeholders("input"), other.placeholders("input")
     ran, runs = ([(node.op, len(node.operands)) for node in nodes] for nodes in (before, after))
     if ran != runs or len(inputs) != len(others):
-        raise PlanMismatchError("the model runs other operations on these inputs than on those the plan was made for")
+        raise PlanMismatchError("the model runs other operations on these inputs than on those of the plan")
     names = {old.name: new.name for old, new in zip(before, after, strict=True)}
     for old, new in zip(before, after, strict=True):
         used = zip(old.operands, new.operands, strict=True)
-        names |= {mine.node: its.node for mine, its in used if known[mine.node].op == "input"}
+        names |= {mine.node: its.node for mine, its in used if original[mine.node].op == "input"}
     taken = set(names.values())
     unused = (node.name for node in others if node.name not in taken)
     return names | dict(zip((node.name for node in inputs if node.name not in names), unused, strict=False))
@@ -65,11 +66,12 @@ def _without_inputs(graph: Graph) -> list[Node]:
     return [node for node in graph.nodes if node.op != "input"]
 
 
-def refit_plan(plan: Plan, known: Graph, other: Graph) -> Assignment:
-    """:func:`refit` of the choices of ``plan``, made for ``known``. What only a cut graph has is left out."""
-    chosen = plan.assignment({node.target: node.name for node in known.placeholders("param")})
-    strategies = {name: strategy for name, strategy in chosen.strategies.items() if name in known}
-    return refit(replace(chosen, strategies=strategies), known, other)
+def refit_plan(plan: Plan, original: Graph, other: Graph) -> Assignment:
+    """:func:`refit` of the choices of ``plan``, which was made for ``original``. Nodes that only a cut graph has are
+    left out."""
+    chosen = plan.assignment({node.target: node.name for node in original.placeholders("param")})
+    strategies = {name: strategy for name, strategy in chosen.strategies.items() if name in original}
+    return refit(replace(chosen, strategies=strategies), original, other)
 
 
 def _kind(strategy: Strategy) -> object:
@@ -81,8 +83,8 @@ def _kind(strategy: Strategy) -> object:
     return tuple(map(kind, strategy.inputs)), tuple(map(kind, strategy.outputs)), strategy.local
 
 
-def _check_inputs(assignment: Assignment, known: Graph, other: Graph, names: Mapping[str, str]) -> None:
-    for node in known.placeholders("input"):
+def _check_inputs(assignment: Assignment, original: Graph, other: Graph, names: Mapping[str, str]) -> None:
+    for node in original.placeholders("input"):
         place, old = assignment.strategies[node.name].outputs[0], node.type.shape
         new = other[names[node.name]].type.shape
         for dim, (before, after) in enumerate(zip(old, new, strict=True)):
@@ -99,9 +101,9 @@ def _check_inputs(assignment: Assignment, known: Graph, other: Graph, names: Map
                 )
 
 
-def _changed(known: Graph, other: Graph, names: Mapping[str, str]) -> str:
-    """The inputs whose type is another, with both types."""
-    inputs = [(node, other[names[node.name]]) for node in known.placeholders("input")]
+def _changed(original: Graph, other: Graph, names: Mapping[str, str]) -> str:
+    """The inputs whose type has changed, with both types."""
+    inputs = [(node, other[names[node.name]]) for node in original.placeholders("input")]
     return ", ".join(f"{old.target!r} {new.type} instead of {old.type}" for old, new in inputs if old.type != new.type)
 
 

@@ -1,7 +1,9 @@
-"""The memory of a planned step to the byte, by rehearsing its program (:mod:`autopar.runtime.rehearse.rehearsal`).
+"""Measures the memory of a planned step to the byte, by rehearsing its program
+(:mod:`autopar.runtime.rehearse.rehearsal`).
 
-The placement program adds up everything that rests at any time, which is what a step in microbatches holds. A step of
-one pass holds less: gradients come as activations go. The plan lists what is live at the memory peak.
+The placement program adds up everything that is stored at any time, which is what a step in microbatches holds. A step
+of one pass holds less: gradients are allocated while activations are freed. The plan lists what is live at the memory
+peak.
 """
 
 from __future__ import annotations
@@ -21,14 +23,15 @@ from autopar.placement.placed_step import PlacedStep
 from autopar.placement.prices import BUCKET_BYTES
 from autopar.runtime.rehearse.rehearsal import Footprint, rehearse
 
-# An update of one parameter makes this many tensors like it on its way, where it is not fused.
+# An optimizer that is not fused allocates this many tensors of the parameter's size while it updates a parameter.
 # By reading torch's single-tensor updates.
 UPDATE_COPIES = 2
 
 
 @dataclass(frozen=True)
 class ExactMemory:
-    """``memory`` at its peak with the ``holdings`` that are there then; None if it could not be rehearsed."""
+    """``memory`` at its peak, and the ``holdings`` that are live then. ``memory`` is None if the step could not be
+    rehearsed."""
 
     memory: Memory | None
     holdings: tuple[ResidentTensor, ...]
@@ -38,19 +41,19 @@ class ExactMemory:
 def exact_memory(
     graph: Graph, assignment: Assignment, instance: Instance, holdings: tuple[ResidentTensor, ...]
 ) -> ExactMemory:
-    """The memory of the step that runs ``graph`` (with what is recomputed) once; ``holdings`` are all there ever are.
-    Of other steps nothing is rehearsed."""
+    """The memory of a step that runs ``graph``, recomputed nodes included, once. ``holdings`` are all tensors that are
+    ever held. Steps in microbatches and steps without gradients are not rehearsed."""
     if instance.repeats != ONCE or not graph.gradients:
         return ExactMemory(None, holdings)
     prices = instance.prices
     job = Lowering(graph, assignment, (0,) * len(prices.mesh), prices.path, BUCKET_BYTES)
     try:
-        found = rehearse(overlap(lower(job, graph.outputs)), prices.cluster.backend)
-    except Exception as error:  # Any operation may have no form for tensors without data.
-        said = f"memory is an upper bound: the step could not be rehearsed ({reason_of(error)})"
-        return ExactMemory(None, holdings, (said,))
+        footprint = rehearse(overlap(lower(job, graph.outputs)), prices.cluster.backend)
+    except Exception as error:  # Any operation may lack an implementation for tensors without data.
+        warning = f"memory is an upper bound: the step could not be rehearsed ({reason_of(error)})"
+        return ExactMemory(None, holdings, (warning,))
     host = host_memory(PlacedStep(graph, assignment, prices, instance.optimizer))
-    return of_step({node.name: node.target for node in graph.placeholders("param")}, found, holdings, host)
+    return of_step({node.name: node.target for node in graph.placeholders("param")}, footprint, holdings, host)
 
 
 def reason_of(error: Exception) -> str:
@@ -59,38 +62,38 @@ def reason_of(error: Exception) -> str:
 
 
 def of_step(
-    targets: Mapping[str, str], found: Footprint, holdings: tuple[ResidentTensor, ...], host: HostMemory
+    targets: Mapping[str, str], footprint: Footprint, holdings: tuple[ResidentTensor, ...], host: HostMemory
 ) -> ExactMemory:
-    """The memory of a step whose program leaves ``found``; ``targets``: the path of each parameter's node; ``host``:
-    the optimizer state in host memory."""
+    """The memory of a step whose program has this ``footprint``. ``targets``: the path of each parameter's node;
+    ``host``: the optimizer state in host memory."""
     states = sum(h.bytes for h in holdings if h.kind == "optimizer")
     update = UPDATE_COPIES * max((h.bytes for h in holdings if h.kind == "gradient"), default=0) + host.largest
-    if found.stored + found.accumulated + update > found.peak:
-        kept = [h for h in holdings if h.kind in ("weight", "gradient", "optimizer")]
-        return _balanced(kept, found.stored + found.accumulated + update + states, host)
-    kept = [h for h in holdings if h.kind in ("weight", "optimizer")]
-    kept += _alive(targets, found, holdings)
-    return _balanced(kept, found.peak + states, host)
+    if footprint.stored + footprint.accumulated + update > footprint.peak:
+        resident = [h for h in holdings if h.kind in ("weight", "gradient", "optimizer")]
+        return _balanced(resident, footprint.stored + footprint.accumulated + update + states, host)
+    resident = [h for h in holdings if h.kind in ("weight", "optimizer")]
+    resident += _alive(targets, footprint, holdings)
+    return _balanced(resident, footprint.peak + states, host)
 
 
 def _alive(
-    targets: Mapping[str, str], found: Footprint, holdings: tuple[ResidentTensor, ...]
+    targets: Mapping[str, str], footprint: Footprint, holdings: tuple[ResidentTensor, ...]
 ) -> Iterator[ResidentTensor]:
-    """The gradients and activations among ``holdings`` that are there at the peak, with the bytes they have then."""
-    held = dict(found.held)
+    """The gradients and activations among ``holdings`` that are live at the peak, with their bytes at that time."""
+    peak_bytes = dict(footprint.held)
     for holding in holdings:
         name = targets[holding.name] if holding.kind == "gradient" else holding.name
-        count = held.pop((holding.kind, name), 0)
+        count = peak_bytes.pop((holding.kind, name), 0)
         if count:
             yield replace(holding, bytes=count)
-        elif holding.kind == "input" and found.inputs:
+        elif holding.kind == "input" and footprint.inputs:
             yield holding
 
 
 def _balanced(holdings: Iterable[ResidentTensor], peak: int, host: HostMemory) -> ExactMemory:
-    """Whatever is no holding is temporary."""
-    kept = tuple(holdings)
-    parts = {kind: sum(h.bytes for h in kept if h.kind == kind) for kind in {h.kind for h in kept}}
+    """The memory at ``peak`` bytes. Bytes that are not part of any holding are temporary."""
+    resident = tuple(holdings)
+    parts = {kind: sum(h.bytes for h in resident if h.kind == kind) for kind in {h.kind for h in resident}}
     temporary = max(peak - sum(parts.values()), 0)
     memory = Memory(
         weights=parts.get("weight", 0),
@@ -101,4 +104,4 @@ def _balanced(holdings: Iterable[ResidentTensor], peak: int, host: HostMemory) -
         inputs=parts.get("input", 0),
         host=host.bytes,
     )
-    return ExactMemory(memory, kept)
+    return ExactMemory(memory, resident)

@@ -1,4 +1,4 @@
-"""What a plan is asked for, and what follows from it: meshes to try, and limits of memory."""
+"""A request for a plan, and what follows from it: the meshes to try, and the memory limits."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from autopar.options import Options
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a plan is asked for: the normalised ``graph`` (symbolic in the batch), its ``loss`` output, the ``batch``
-    size, the hardware and the options. ``model`` describes it for people. ``repeats``, ``memory_limit`` and
-    ``host_limit`` are those of one placement program of a search over stages; ``notes`` become warnings of the plan."""
+    """A request for a plan: the normalised ``graph`` (symbolic in the batch), its ``loss`` output, the ``batch`` size,
+    the hardware and the options. ``model`` describes the model for people. ``repeats``, ``memory_limit`` and
+    ``host_limit`` belong to one placement program of a search over stages. ``notes`` become warnings of the plan."""
 
     graph: Graph
     loss: str | None
@@ -33,21 +33,21 @@ class PlanRequest:
 
 
 def axes_are_fixed(request: PlanRequest) -> bool:
-    """Whether the axes of the mesh are spoken of, so that they cannot be regrouped."""
+    """Whether pins, names or options refer to the axes of the mesh, so that they cannot be regrouped."""
     return not request.options.mesh_search or bool(request.options.pins) or bool(request.axis_names)
 
 
 def mesh_candidates(request: PlanRequest) -> list[tuple[int, ...]]:
-    """The mesh as given; if it has one axis and may be regrouped, its devices split into two axes every way. Placements
-    that coincide on both axes make them one, so that the single axis is among them."""
-    given = request.mesh
-    devices = math.prod(given)
+    """The meshes to try: the requested one or, if it has one axis that may be regrouped, all ways to split its devices
+    into two axes. A plan with equal placements on both axes amounts to one on the single axis, so that none is lost."""
+    requested = request.mesh
+    devices = math.prod(requested)
     splits: list[tuple[int, ...]] = [(k, devices // k) for k in range(2, devices) if devices % k == 0]
-    return [given] if axes_are_fixed(request) or len(given) > 1 or not splits else splits
+    return [requested] if axes_are_fixed(request) or len(requested) > 1 or not splits else splits
 
 
 def memory_limit_of(request: PlanRequest) -> int:
-    """Bytes a device may use: as asked, or what the cluster's device leaves after its reserve."""
+    """Bytes that a device may use: the requested limit, or the device's memory less its reserve."""
     return int(request.memory_limit or request.options.memory_limit or usable_bytes(request.cluster))
 
 

@@ -26,8 +26,8 @@ from .timings import Timings
 
 # Chosen: a baseline is compared with, and five times Options.gap is solved much sooner.
 BASELINE_GAP = 0.05
-# Counted seconds for one baseline. Those of transformers take less than one; that of a recurrent network took 28 s to
-# come within the gap, and 4 s to come within twice that.
+# Counted seconds for one baseline. Baselines of transformers take less than one second. That of a recurrent network
+# took 28 s to come within the gap, and 4 s to come within twice the gap.
 BASELINE_SECONDS = 4.0
 # Counted seconds for the solution of least memory.
 # Chosen, not measured.
@@ -42,14 +42,14 @@ def solve_mesh(
     """The best solution on just this mesh, and the baselines priced on it. Raises :class:`InfeasibleError`."""
     annotated, plain = _formulate(request, graph, timings)
     with timings.phase("solve"):
-        others = [(line, _solve_baseline(request, line.instance, timings)) for line in baselines(plain)]
-        possible = [solution for _, solution in others if _is_feasible(solution)]
-        solved = _solve_within_memory(request, plain, timings, [solution.choices for solution in possible])
+        compared = [(line, _solve_baseline(request, line.instance, timings)) for line in baselines(plain)]
+        feasible = [solution for _, solution in compared if _is_feasible(solution)]
+        solved = _solve_within_memory(request, plain, timings, [solution.choices for solution in feasible])
         if _is_feasible(solved.solution):
-            solved = _take_cheapest(solved, [solution for solution in possible if fits(solved.instance, solution)])
+            solved = _take_cheapest(solved, [solution for solution in feasible if fits(solved.instance, solution)])
     best = _enforce_memory_limit(request, annotated, solved, timings)
     with timings.phase("report"):
-        priced = {line.name: _price_baseline(request, line, other) for line, other in others}
+        priced = {line.name: _price_baseline(request, line, solution) for line, solution in compared}
     return best, priced
 
 
@@ -75,17 +75,17 @@ def _is_feasible(solution: Solution) -> bool:
 
 
 def _solver(request: PlanRequest, timings: Timings) -> Solve:
-    return lambda instance, known: solve_in_time(instance.problem, request.options, timings, known)
+    return lambda instance, incumbents: solve_in_time(instance.problem, request.options, timings, incumbents)
 
 
 def _solve_baseline(request: PlanRequest, instance: Instance, timings: Timings) -> Solution:
-    """Solves a baseline without a memory limit, to a coarser gap than a plan and with little work: it is only compared
-    with. The work is counted, so that a baseline has the same price on every machine."""
+    """Solves a baseline without a memory limit, to a coarser gap than a plan and with little work: it only serves as a
+    comparison. The work is counted, so that a baseline has the same price on every machine."""
     problem = replace(instance.problem, memory_limit=math.inf)
     seconds, gap = min(BASELINE_SECONDS, request.options.time_limit), max(request.options.gap, BASELINE_GAP)
-    found = solve(problem, time_limit=seconds, gap=gap, seed=request.options.solver_seed, counted=True)
-    timings.solving += found.seconds
-    return found
+    solution = solve(problem, time_limit=seconds, gap=gap, seed=request.options.solver_seed, counted=True)
+    timings.solving += solution.seconds
+    return solution
 
 
 def _solve_within_memory(
@@ -97,25 +97,26 @@ def _solve_within_memory(
 
 
 def _take_cheapest(solved: Solved, others: list[Solution]) -> Solved:
-    """Takes the cheapest: a baseline that beats the solver's solution replaces it and retains the solver's bound."""
-    known = solved.solution
-    cheapest = min([known, *others], key=lambda s: s.objective)
-    if cheapest is known:
+    """Takes the cheapest solution. A baseline that beats the solver's solution replaces it and retains the solver's
+    bound."""
+    solution = solved.solution
+    cheapest = min([solution, *others], key=lambda s: s.objective)
+    if cheapest is solution:
         return solved
-    cheapest = replace(cheapest, bound=known.bound, status="feasible", seconds=known.seconds)
+    cheapest = replace(cheapest, bound=solution.bound, status="feasible", seconds=solution.seconds)
     return replace(solved, solution=cheapest)
 
 
 def _enforce_memory_limit(request: PlanRequest, annotated: Graph, solved: Solved, timings: Timings) -> MeshSolution:
     """Solves again until the rehearsed step fits into memory. If none does, takes the solution of least memory. Raises
     :class:`InfeasibleError` if that does not fit either."""
-    found, instance = _solve_until_fits(request, annotated, solved, timings)
-    if found is None:
+    best, instance = _solve_until_fits(request, annotated, solved, timings)
+    if best is None:
         with timings.phase("solve"):
-            found = _minimize_memory_within(instance, float(memory_limit_of(request)))
-    elif _memory_binds(request, found, solved.unlimited):
-        found = _refine_untied(request, annotated, found, timings)
-    return replace(found, unlimited=solved.unlimited)
+            best = _minimize_memory_within(instance, float(memory_limit_of(request)))
+    elif _memory_binds(request, best, solved.unlimited):
+        best = _refine_untied(request, annotated, best, timings)
+    return replace(best, unlimited=solved.unlimited)
 
 
 def _solve_until_fits(
@@ -126,14 +127,14 @@ def _solve_until_fits(
     limit, run, instance = float(memory_limit_of(request)), _solver(request, timings), solved.instance
     solve_again = _tightened_solver(request, run)
     with timings.phase("solve"):
-        found = _tighten_until_fits(instance, solved.solution, limit, solve_again)
-        instance = instance if found is not None else with_memory_savers(request, instance)
-    if found is None and host_binds(instance.problem):
+        fitting = _tighten_until_fits(instance, solved.solution, limit, solve_again)
+        instance = instance if fitting is not None else with_memory_savers(request, instance)
+    if fitting is None and host_binds(instance.problem):
         with timings.phase("price"):
             instance = untie_layers(request, annotated, instance)
         with timings.phase("solve"):
-            found = _tighten_until_fits(instance, solve_wide(instance, run, ()), limit, solve_again)
-    return found, instance
+            fitting = _tighten_until_fits(instance, solve_wide(instance, run, ()), limit, solve_again)
+    return fitting, instance
 
 
 def _tightened_solver(request: PlanRequest, run: Solve) -> SolveAgain:
@@ -155,11 +156,11 @@ def _tighten_until_fits(
     for _ in range(ROUNDS):
         if not _is_feasible(solution):
             return None
-        found = MeshSolution.of(instance, solution)
-        less = tightened(instance, solution.choices, peak_bytes(found), limit)
-        if less is None:
-            return found
-        instance, solution = solve_again(less, solution)
+        mesh_solution = MeshSolution.of(instance, solution)
+        tighter = tightened(instance, solution.choices, peak_bytes(mesh_solution), limit)
+        if tighter is None:
+            return mesh_solution
+        instance, solution = solve_again(tighter, solution)
     return None
 
 
@@ -175,22 +176,22 @@ def _minimize_memory_within(instance: Instance, limit: float) -> MeshSolution:
 
 
 def _minimize_memory(instance: Instance) -> MeshSolution | None:
-    """The solution whose step needs the fewest bytes, as far as is known; None if none exists.
+    """The solution found whose step needs the fewest bytes; None if there is no solution.
 
     Among solutions of least memory, as the program counts it, this takes the cheapest: memory that the program does
-    not count, such as both ends of a needless reshard, mostly comes from needless work. The work is counted, so that
-    a limit that an error names as sufficient is sufficient when it is requested."""
+    not count, such as both ends of a needless reshard, mostly comes from needless work. The solver's work is counted,
+    so that a limit that an error names as sufficient is sufficient when it is requested."""
     problem = instance.problem
     choices = smallest_choices(problem)
     if choices is None:
         return None
     tight = replace(problem, memory_limit=memory_of(problem, choices), windows=())
     cheapest = solve(tight, time_limit=SMALLEST_SECONDS, gap=BASELINE_GAP, incumbents=[choices], counted=True)
-    found = [
+    candidates = [
         MeshSolution.of(instance, Solution(c, evaluate(problem, c), 0.0, "feasible", 0.0))
         for c in (cheapest.choices, choices)
     ]
-    return min(found, key=peak_bytes)
+    return min(candidates, key=peak_bytes)
 
 
 def _memory_binds(request: PlanRequest, best: MeshSolution, unlimited: float) -> bool:
@@ -206,22 +207,22 @@ def _memory_binds(request: PlanRequest, best: MeshSolution, unlimited: float) ->
 
 
 def _refine_untied(request: PlanRequest, annotated: Graph, best: MeshSolution, timings: Timings) -> MeshSolution:
-    """Where memory is short, equal layers may differ: solves again with layers tied only within stretches of depth."""
+    """Solves again with layers tied only within stretches of depth. Used where memory is short."""
     with timings.phase("price"):
         instance = untie_layers(request, annotated, best.instance)
     with timings.phase("solve"):
-        known = instance.chosen(best.assignment)
-        solution = solve_in_time(instance.problem, request.options, timings, [known])
+        incumbent = instance.chosen(best.assignment)
+        solution = solve_in_time(instance.problem, request.options, timings, [incumbent])
     if not _is_feasible(solution) or solution.objective >= best.solution.objective:
         return best
-    found = MeshSolution.of(instance, solution)
-    return found if peak_bytes(found) <= memory_limit_of(request) else best
+    refined = MeshSolution.of(instance, solution)
+    return refined if peak_bytes(refined) <= memory_limit_of(request) else best
 
 
 def _price_baseline(request: PlanRequest, line: Baseline, solution: Solution) -> Predicted | None:
-    """Predicts a baseline as people run it."""
+    """Predicts a baseline as it is run in practice."""
     if not _is_feasible(solution):
         return None
-    found = MeshSolution.of(line.instance, solution)
-    breakdown = line.as_run(placed_step(line.instance, found.assignment), found.breakdown)
+    solved = MeshSolution.of(line.instance, solution)
+    breakdown = line.as_run(placed_step(line.instance, solved.assignment), solved.breakdown)
     return predicted(breakdown, line.instance, request.cluster)

@@ -1,4 +1,4 @@
-"""Solving within what is left of the time that planning may take."""
+"""Solves within the remaining planning time."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .timings import Timings
 def solve_in_time(
     problem: Problem, options: Options, timings: Timings, incumbents: Sequence[Ints] = (), least_gap: float = 0.0
 ) -> Solution:
-    """Solves in at most half of the time that is left, so that a hard program leaves some to those after it. One that
-    needs less is solved as it would be with any other limit. The gap is that of ``options``, or ``least_gap`` if that
-    is larger."""
+    """Solves in at most half of the remaining time, so that a hard program leaves time for those after it. A program
+    that needs less is solved as it would be with any other limit. The gap is that of ``options``, or ``least_gap`` if
+    that is larger."""
     solution = solve(
         problem,
         time_limit=timings.left(options.time_limit) / 2,

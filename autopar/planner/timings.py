@@ -1,4 +1,4 @@
-"""What planning took, by phase, and what is left of its time limit."""
+"""The time that planning took, by phase, and what remains of its time limit."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Timings:
-    """CPU seconds by phase, and those that solvers took of ``Options.time_limit``: of the processor or, if ``counted``,
-    of counted work (:mod:`autopar.solver.budget`)."""
+    """CPU seconds by phase, and the seconds of ``Options.time_limit`` that solvers used: CPU time or, if ``counted``,
+    counted work (:mod:`autopar.solver.budget`)."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     solving: float = 0.0
@@ -21,7 +21,7 @@ class Timings:
         return max(time_limit - self.solving, 0.0)
 
     def is_spent(self, time_limit: float) -> bool:
-        """Whether too little is left to solve anything; each program leaves half of what it finds."""
+        """Whether too little time remains to solve anything. Each program uses at most half of what remains."""
         # Chosen: about what is left after five or six programs.
         return self.left(time_limit) <= 0.02 * time_limit
 

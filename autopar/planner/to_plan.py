@@ -1,4 +1,4 @@
-"""A solved mesh as a plan."""
+"""Writes a solved mesh as a plan."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def make_plan(
 ) -> Plan:
     """Writes a solution as a plan."""
     instance, solution = best.instance, best.solution
-    whole, assignment = recomputed(instance.graph, best.assignment)
-    named = {node.name: node.target for node in graph.placeholders("param")}
+    step_graph, assignment = recomputed(instance.graph, best.assignment)
+    paths = {node.name: node.target for node in graph.placeholders("param")}
     rules = rule_sources(graph, request.mesh)
-    fallbacks = tuple(op for op, said in rules.items() if said[0].startswith("fallback"))
-    known = answers(instance, whole, assignment, solution.choices)
-    exact = exact_memory(whole, assignment, instance, known["holdings"])
-    known["holdings"] = exact.holdings
+    fallbacks = tuple(op for op, sources in rules.items() if sources[0].startswith("fallback"))
+    alternatives = answers(instance, step_graph, assignment, solution.choices)
+    exact = exact_memory(step_graph, assignment, instance, alternatives["holdings"])
+    alternatives["holdings"] = exact.holdings
     return Plan(
         model=request.model,
         batch=request.batch,
@@ -50,14 +50,14 @@ def make_plan(
         predicted=predicted(best.breakdown, instance, request.cluster, exact.memory or best.breakdown.memory),
         lines=tuple(map(plan_line, best.breakdown.lines)),
         strategies=assignment.strategies,
-        parameters={named[name]: place for name, place in assignment.parameters.items()},
+        parameters={paths[name]: place for name, place in assignment.parameters.items()},
         outputs={path: assignment.strategies[name].outputs[0] for path, name in module_outputs(graph).items()},
         baselines=priced,
-        **known,
+        **alternatives,
         recomputed=tuple(sorted(best.assignment.recomputed)),
         pinned=dict(request.options.pins),
         fallbacks=fallbacks,
-        rules={op: "; ".join(said) for op, said in rules.items()},
+        rules={op: "; ".join(sources) for op, sources in rules.items()},
         warnings=(*request.notes, *_warnings(best, graph, rules), *exact.warnings),
         timings=dict(timings.seconds),
         precision=request.options.precision or "fp32",
@@ -67,8 +67,8 @@ def make_plan(
 def _warnings(best: MeshSolution, graph: Graph, rules: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
     if best.breakdown.memory.host:
         yield "optimizer state rests in host memory: only an optimizer made by model.optimizer(...) puts it there"
-    for op, said in rules.items():
-        for text in said:
+    for op, sources in rules.items():
+        for text in sources:
             kind, _, reason = text.partition(": ")
             if kind == "fallback":
                 lines = (line for line in best.breakdown.lines if line.kind == "compute" and graph[line.name].op == op)
@@ -76,6 +76,6 @@ def _warnings(best: MeshSolution, graph: Graph, rules: Mapping[str, tuple[str, .
                 price = f"{seconds * 1e3:.3g} ms a step"
                 yield f"{op} has no sharding rule ({reason}): it runs whole on every device, {price}"
             elif kind == "refuted":
-                yield f"{op}: {reason} is registered for it, but not true when executed, and was left out"
+                yield f"{op}: {reason} is registered for it, but proved wrong when executed, and was left out"
             elif kind == "registered, not proven":
-                yield f"{op}: the registered sharding rule is trusted and could not be proven ({reason})"
+                yield f"{op}: the registered sharding rule is trusted, but could not be proven ({reason})"

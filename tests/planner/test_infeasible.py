@@ -81,7 +81,7 @@ def test_what_was_not_found_is_not_called_impossible(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(solve, "smallest", lambda problem: np.array([len(g.cost) - 1 for g in problem.groups]))
     monkeypatch.setattr(solve, "fits", lambda *_: False)
     monkeypatch.setattr(solve, "run", lambda *_: unknown)
-    with pytest.raises(InfeasibleError, match="was found in the work allowed, nor one with any other limit"):
+    with pytest.raises(InfeasibleError, match="was found within the solver's time, nor one with any other limit"):
         whole(request)
     monkeypatch.setattr(solve, "run", lambda *_: replace(unknown, status="infeasible"))
     with pytest.raises(InfeasibleError, match="is possible at all"):

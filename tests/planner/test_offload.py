@@ -107,7 +107,7 @@ def with_host(count: int) -> Cluster:
 
 
 def test_a_host_that_is_too_small() -> None:
-    with pytest.raises(InfeasibleError, match=r"in host memory, of which cluster .* leaves 800 B.*offload=None"):
+    with pytest.raises(InfeasibleError, match=r"in host memory, but cluster .* has only 800 B.*offload=None"):
         planned(with_host(1000), offload=True, zero=0)
 
 
