@@ -1,6 +1,6 @@
-"""Whether the fields of a plan are of the types they are declared with, all the way down.
+"""Checks that the fields of a plan, and their parts, have the types they are declared with.
 
-A plan may come from a file that somebody edited, so what the dataclasses declare is checked as data is.
+A plan may come from a file that somebody edited, so the declared types are checked at run time.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from autopar.ir.placements import StridedShard
 
-# Numbers that may be infinite: what no solver proved, time that nothing limits, and links within a device.
+# Numbers that may be infinite: bounds that no solver proved, time without a limit, and links within a device.
 _UNBOUNDED = ("objective", "bound", "gap", "unawaited", "bandwidth")
 # Chosen: a plan's sums of such numbers stay below the largest float (1.8e308).
 MOST = 1e300
 
 
 def wrong_types(value: Any, kind: Any, where: str) -> Iterator[str]:
-    """For each part of ``value`` that is not of the declared type ``kind``, where it is and what is wrong."""
+    """Yields, for each part of ``value`` that is not of the declared type ``kind``, where it is and what is wrong."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return
@@ -45,7 +45,7 @@ def wrong_types(value: Any, kind: Any, where: str) -> Iterator[str]:
 
 
 def wrong_fields(value: Any, kind: Any, where: str) -> Iterator[str]:
-    """The same for each field of a dataclass."""
+    """:func:`wrong_types` for each field of a dataclass."""
     if not isinstance(value, kind):
         yield f"{where} is {value!r}, not a {kind.__name__}"
         return
@@ -65,9 +65,9 @@ def _of_union(value: Any, kinds: tuple[Any, ...], where: str) -> Iterator[str]:
     if value is None and type(None) in kinds:
         return
     real = [kind for kind in kinds if kind is not type(None)]
-    found = [list(wrong_types(value, kind, where)) for kind in real]
-    if all(found):
-        yield from found[0]
+    problems = [list(wrong_types(value, kind, where)) for kind in real]
+    if all(problems):
+        yield from problems[0]
 
 
 def _of_tuple(value: Any, kinds: tuple[Any, ...], where: str) -> Iterator[str]:

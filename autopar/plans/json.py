@@ -43,8 +43,8 @@ def plan_to_json(plan: PlanRecord) -> str:
 
 
 def _indented(value: Any) -> str:
-    """A field, with each entry of a table on a line of its own; entries stay on one, or a plan would be ten times as
-    long."""
+    """A field as JSON, with each entry of a table on a line of its own. An entry is not broken into lines: a plan would
+    have ten times as many."""
     if isinstance(value, dict) and value:
         rows = [f"{json.dumps(name)}: {json.dumps(item, allow_nan=False)}" for name, item in value.items()]
         return "{\n    " + ",\n    ".join(rows) + "\n  }"
@@ -63,16 +63,16 @@ def fields_from_json(text: str) -> dict[str, Any]:
 
 
 def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Raises ``ValueError`` for a name that is there twice, of which JSON would keep the last."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    """A JSON object. Raises ``ValueError`` for a name that is there twice; ``json`` would silently keep the last."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
-    return found
+    return table
 
 
 def plan_to_dict(plan: PlanRecord) -> dict[str, Any]:
-    """The plan as plain data: dicts, lists, strings and numbers that JSON has."""
+    """The plan as plain data: dicts, lists, strings and numbers that JSON can hold."""
     data: dict[str, Any] = {"version": VERSION} | {name: getattr(plan, name) for name in _PLAIN}
     data |= {name: _number(getattr(plan, name)) for name in _NUMBERS}
     data["predicted"] = plan.predicted.to_dict()
@@ -114,7 +114,7 @@ def fields_from_dict(data: Any) -> dict[str, Any]:
     """The fields of the plan that :func:`plan_to_dict` wrote as ``data``.
 
     Raises:
-        OptionsError: what is missing or of the wrong kind, or which version wrote it.
+        OptionsError: names what is missing or of the wrong kind, or the version that wrote it.
     """
     if not isinstance(data, dict) or "version" not in data:
         raise OptionsError(
@@ -133,8 +133,8 @@ def fields_from_dict(data: Any) -> dict[str, Any]:
     except KeyError as error:
         raise OptionsError(f"this is not a whole plan: {error} is missing") from error
     except (ValueError, TypeError, IndexError, AttributeError, OverflowError, RecursionError, AutoparError) as error:
-        said = str(error) if isinstance(error, AutoparError) else f"{type(error).__name__}: {error}"
-        raise OptionsError(f"this is not a plan that autopar wrote: {said}") from error
+        reason = str(error) if isinstance(error, AutoparError) else f"{type(error).__name__}: {error}"
+        raise OptionsError(f"this is not a plan that autopar wrote: {reason}") from error
 
 
 def _truth(value: Any) -> bool:
@@ -147,10 +147,10 @@ def _fields(data: dict[str, Any]) -> dict[str, Any]:
     mesh = tuple(_count(n) for n in data["mesh"])
 
     def places(text: str) -> Placements:
-        found = parse_placements(text)
-        if len(found) != len(mesh):
-            raise ValueError(f"{text!r} has {len(found)} placements on the mesh {mesh}")
-        return found
+        placements = parse_placements(text)
+        if len(placements) != len(mesh):
+            raise ValueError(f"{text!r} has {len(placements)} placements on the mesh {mesh}")
+        return placements
 
     fields: dict[str, Any] = {name: data[name] for name in _PLAIN} | {"mesh": mesh}
     fields |= {name: tuple(map(_string, data[name])) for name in ("axis_names", "fallbacks", "warnings", "recomputed")}

@@ -1,4 +1,4 @@
-"""Whether the priced collectives of a plan are those that its placements need: one check of :mod:`.validate`."""
+"""Checks that the priced collectives of a plan are those that its placements need: one check of :mod:`.validate`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TYPE = re.compile(r"(\w+)\[([\d, ]*)\]")
 
 
 def moves(plan: PlanRecord) -> Iterator[str]:
-    """What is wrong with the lines that move values, of a plan whose names and placements are checked."""
+    """What is wrong with the lines that move values. The names and placements of the plan are already checked."""
     by_value: dict[str, list[PlanLine]] = defaultdict(list)
     for position, line in enumerate(plan.lines):
         if line.steps and line.kind != "hidden":
@@ -27,22 +27,22 @@ def moves(plan: PlanRecord) -> Iterator[str]:
 
 
 def _types(text: str) -> list[TensorType]:
-    """The types of a node's results, and that in which a parameter is stored."""
-    found = [
+    """The types of a node's results, and the type in which a parameter is stored."""
+    results = [
         TensorType(tuple(map(int, re.findall(r"\d+", dims))), SHORT_DTYPES[dtype])
         for dtype, dims in _TYPE.findall(text)
         if dtype in SHORT_DTYPES
     ]
-    shape = found[0].shape if found else ()
+    shape = results[0].shape if results else ()
     stored = [SHORT_DTYPES[name] for name in re.findall(r", stored (\w+)", text) if name in SHORT_DTYPES]
-    return [*found, *(TensorType(shape, dtype) for dtype in stored)]
+    return [*results, *(TensorType(shape, dtype) for dtype in stored)]
 
 
 def _hop(plan: PlanRecord, step: ReshardStep, types: list[TensorType], where: str) -> Iterator[str]:
-    """A step is what leads from its source to its target, and moves as many bytes as the tensor has."""
+    """Checks that a step leads from its source to its target, and moves as many bytes as the tensor needs."""
     source, target = parse_placements(step.source), parse_placements(step.target)
-    whole = all(shard_before(place) > 0 for place in (*source, *target))
-    hops = [make_hop(kind, source, target, plan.mesh) for kind in types if whole]
+    divisible = all(shard_before(place) > 0 for place in (*source, *target))
+    hops = [make_hop(kind, source, target, plan.mesh) for kind in types if divisible]
     possible = {(hop.kind, hop.axes, hop.collective.bytes if hop.collective else 0) for hop in hops if hop is not None}
     if (step.kind, step.axes, step.bytes) not in possible:
         needed = " or ".join(f"{kind} over {list(axes)} of {size} bytes" for kind, axes, size in sorted(possible))
@@ -52,22 +52,22 @@ def _hop(plan: PlanRecord, step: ReshardStep, types: list[TensorType], where: st
         )
 
 
-def _made(plan: PlanRecord) -> Mapping[str, set[Placements]]:
-    """How each value is placed where it is made, or rests."""
-    made = {name: set(strategy.outputs) for name, strategy in plan.strategies.items()}
-    # A weight that was updated where its optimizer state rests is brought back from there.
+def _produced(plan: PlanRecord) -> Mapping[str, set[Placements]]:
+    """The placements in which each value is computed or rests."""
+    produced = {name: set(strategy.outputs) for name, strategy in plan.strategies.items()}
+    # A weight is updated in the placement of its optimizer state and gathered from there.
     rests = {path: {place.weight, place.optimizer} for path, place in plan.parameters.items()}
-    return {**made, **{node: rests[path] for path, node in plan.parameter_nodes.items()}}
+    return {**produced, **{node: rests[path] for path, node in plan.parameter_nodes.items()}}
 
 
 def _ends(plan: PlanRecord, lines: Mapping[str, list[PlanLine]]) -> Iterator[str]:
-    """What is moved begins as it is made, or where another line brought it."""
-    made = _made(plan)
+    """Checks that each move begins at the placement in which the value is computed, or at one to which another line
+    moves it."""
+    produced = _produced(plan)
     for name, moved in lines.items():
         for line in moved:
-            others = {step.target for other in moved if other is not line for step in other.steps}
+            targets = {step.target for other in moved if other is not line for step in other.steps}
             begins = parse_placements(line.steps[0].source)
-            if begins not in made.get(name, {begins}) and line.steps[0].source not in others:
-                yield (
-                    f"lines moves {name!r} from {short(begins)}, but it is made as {' '.join(map(short, made[name]))}"
-                )
+            if begins not in produced.get(name, {begins}) and line.steps[0].source not in targets:
+                made_as = " ".join(map(short, produced[name]))
+                yield f"lines moves {name!r} from {short(begins)}, but it is computed as {made_as}"

@@ -14,7 +14,7 @@ from autopar.schedule.schedule import Schedule
 
 
 def pipeline_to_data(pipeline: PlannedPipeline) -> dict[str, Any]:
-    """Dicts, lists, strings and numbers that JSON has."""
+    """The pipeline as plain data: dicts, lists, strings and numbers that JSON can hold."""
     wires = [
         [e.source, e.target, e.name, short(place), pipeline.wire_bytes.get(e, 0)]
         for e, place in sorted(pipeline.wires.items())
@@ -38,8 +38,8 @@ def _numbers(figures: ChunkFigures | LinkFigures) -> list[Any]:
 
 
 def pipeline_from_data(data: Any, places: Callable[[str], Placements]) -> PlannedPipeline:
-    """The inverse of :func:`pipeline_to_data`; ``places`` reads placements. Raises ``ValueError``, ``TypeError`` or
-    ``KeyError`` if it is not one."""
+    """The inverse of :func:`pipeline_to_data`; ``places`` parses placements. Raises ``ValueError``, ``TypeError`` or
+    ``KeyError`` if ``data`` is not a pipeline."""
     edges = [(Edge(int(s), int(t), str(name)), text, int(n)) for s, t, name, text, n in data["wires"]]
     return PlannedPipeline(
         cuts=tuple(map(str, data["cuts"])),

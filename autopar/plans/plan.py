@@ -1,9 +1,9 @@
-"""A plan: what was chosen, what it costs and why; frozen, without solver or torch model, and equal to its JSON.
+"""A plan: what was chosen, what it costs and why. It is frozen, refers to no solver or torch model, and equals its
+JSON.
 
-Invariants: ``predicted.step_seconds`` is the sum of ``lines`` (with stages: of those of the stage that is busy longest,
-and the bubble); ``collectives()`` are those of ``lines``;
-``predicted.peak_bytes`` is the sum of ``holdings`` and the temporary bytes; ``Plan.from_json(plan.to_json()) == plan
-== Plan.from_text(plan.to_text())``.
+Invariants: ``predicted.step_seconds`` is the sum of ``lines`` (with stages: of the lines of the stage that is busy
+longest, and the bubble); ``collectives()`` are those of ``lines``; ``predicted.peak_bytes`` is the sum of ``holdings``
+and the temporary bytes; ``Plan.from_json(plan.to_json()) == plan == Plan.from_text(plan.to_text())``.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Plan(PlanRecord):
     """A plan; see the module docstring, and :class:`.PlanRecord` for its fields."""
 
     def validate(self) -> None:
-        """Checks that every field is of its type, that names, placements and shapes fit each other, and that figures
-        are the sums of what they consist of. Plans are checked when they are read, and before they are run, where each
+        """Checks that every field has its type, that names, placements and shapes fit together, and that figures are
+        the sums of their parts. Plans are checked when they are read and before they are run. Before a run, each
         strategy must also be one that the rules offer for its operation.
 
         Raises:
@@ -44,16 +44,16 @@ class Plan(PlanRecord):
         return plan_text(self)
 
     def why(self, name: str) -> Explanation:
-        """Why ``name`` (the path of a parameter or module, or a node of the graph) is placed as it is: the choice,
-        who made it, what it costs, and what the alternatives would.
+        """Explains why ``name`` (the path of a parameter or module, or a node of the graph) is placed as it is: the
+        choice, who made it, what it costs, and what the alternatives would cost.
 
         Raises:
-            OptionsError: the plan knows no such name; names those that are close.
+            OptionsError: the plan has no such name; the message suggests similar ones.
         """
         return explain(self, name)
 
     def diff(self, other: Plan) -> Difference:
-        """What ``other`` does otherwise, and how its predictions differ from this plan's."""
+        """What ``other`` does differently, and how its predictions differ from this plan's."""
         return difference(self, other)
 
     def tree(self) -> PlanTree:
@@ -80,19 +80,19 @@ class Plan(PlanRecord):
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """The plan :meth:`to_json` wrote. Raises :class:`~autopar.errors.OptionsError` if it is not one."""
+        """Reads a plan that :meth:`to_json` wrote. Raises :class:`~autopar.errors.OptionsError` for other texts."""
         return Plan._read(fields_from_json(text))
 
     def to_text(self) -> str:
-        """The whole plan as lines: what ``str`` says as comments, then every choice and price, for people, diff and
-        version control.
+        """The whole plan as lines of text, for people, diff and version control: the summary (``str``) as comments,
+        then every choice and price.
         """
         return plan_to_lines(self)
 
     @staticmethod
     def from_text(text: str) -> Plan:
-        """The plan :meth:`to_text` wrote. Raises :class:`~autopar.errors.OptionsError`, naming the line, if it is not
-        one.
+        """Reads a plan that :meth:`to_text` wrote. Raises :class:`~autopar.errors.OptionsError`, naming the line, for
+        other texts.
         """
         return Plan._read(fields_from_lines(text))
 

@@ -11,7 +11,8 @@
     ["compute","mm","h.0.mlp","forward",1e-05,[]]
     end
 
-Values are JSON, one entry of a table a line, so that two plans differ in the lines that differ. ``#`` starts a comment.
+Values are JSON, each entry of a table on one line, so that line-by-line tools such as diff show what differs between
+two plans. ``#`` starts a comment.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def _compact(value: object) -> str:
 
 def fields_from_lines(text: str) -> dict[str, Any]:
     """The fields of the plan that :func:`plan_to_lines` wrote. Raises :class:`OptionsError` naming the line."""
-    # Not splitlines: JSON may hold characters (U+2028) that it takes for the end of a line.
+    # ``splitlines`` would also break at U+2028, which JSON strings may contain.
     rows = [(i, row) for i, row in enumerate(text.split("\n"), 1) if row.strip() and not row.startswith("#")]
     if not rows or not rows[0][1].startswith(f"{HEAD} "):
         raise OptionsError(f"this is not a plan: it does not start with {HEAD!r} {VERSION}; Plan.to_text() writes one")
@@ -78,7 +79,7 @@ def fields_from_lines(text: str) -> dict[str, Any]:
 
 
 def _read(row: str, data: dict[str, Any], table: Any) -> Any:
-    """Takes in one line; returns the table that the next one belongs to."""
+    """Reads one line into ``data``; returns the table that the next line belongs to."""
     if row.startswith("[") and row.endswith("]") and row[1:-1].isidentifier():
         if row[1:-1] in data:
             raise ValueError("it is there twice")

@@ -1,4 +1,4 @@
-"""When each pipeline rank does what in a step, as a plan was priced."""
+"""The timeline of a planned step: when each pipeline rank does what, according to the plan's prices."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from autopar.schedule.timeline import Lane, Span, Timeline
 
 from .plan import Plan
 
-# A step without stages is priced as a sum; its lines run in this order.
+# A step without stages is priced as a sum. The timeline shows the lines that run once a step in this order.
 _ORDER = ("weight", "compute", "reshard", "gradient", "optimizer", "offload", "refresh")
 _COMPUTES = ("compute", "optimizer")
 
 
 def step_timeline(plan: Plan) -> Timeline:
-    """When each pipeline rank does what in a step of ``plan``, simulated from the prices it was made with; without
-    stages, the priced items one after the other. ``save_chrome_trace(path)`` of the result writes it for
+    """The timeline of a step of ``plan``: when each pipeline rank does what, simulated from the prices in the plan.
+    Without stages, the priced items one after the other. ``save_chrome_trace(path)`` of the result writes it for
     ``chrome://tracing``.
     """
     if plan.pipeline is None:
@@ -26,7 +26,7 @@ def step_timeline(plan: Plan) -> Timeline:
 
 
 def pipeline_prices(pipeline: PlannedPipeline) -> PipelinePrices:
-    """The prices the schedule was simulated with."""
+    """The prices with which the schedule was simulated."""
     chunks = tuple(
         ChunkPrice(
             c.forward,
@@ -58,7 +58,7 @@ def _one_after_the_other(plan: Plan) -> Timeline:
 
     exposed = _exposed(plan)
     spans: list[Span] = []
-    now, link_free = 0.0, -1.0
+    time, link_free = 0.0, -1.0
     for position in sorted(range(len(plan.lines)), key=when):
         line = plan.lines[position]
         if line.kind == "hidden" or not line.seconds:
@@ -66,27 +66,27 @@ def _one_after_the_other(plan: Plan) -> Timeline:
         lane: Lane = "compute" if line.kind in _COMPUTES else "communication"
         share = exposed.get((line.kind, line.phase), 1.0)
         if line.kind == "gradient" and link_free < 0:
-            # The last gradients are what a step waits for; those before are sent while backward runs.
-            link_free = now - (1.0 - share) * plan.seconds_of("gradient")
-        end = now + share * line.seconds
+            # A step waits for the last gradients only; the others are sent while backward runs.
+            link_free = time - (1.0 - share) * plan.seconds_of("gradient")
+        end = time + share * line.seconds
         if line.kind == "gradient":
             link_free = end = link_free + line.seconds
         spans.append(Span(0, f"{line.kind} {line.name}", line.kind, end - line.seconds, end, lane))
-        now += share * line.seconds
+        time += share * line.seconds
     return Timeline(1, tuple(spans), (), "step")
 
 
 def _exposed(plan: Plan) -> dict[tuple[str, str], float]:
-    """For messages that are sent while the step computes, by kind and phase, which share of them it waits for."""
+    """The share of the messages that the step waits for, by kind and phase, where messages overlap computation."""
     hidden: dict[str, float] = {}
     for line in plan.lines:
         if line.kind == "hidden":
             hidden[line.phase] = hidden.get(line.phase, 0.0) + line.seconds
-    found: dict[tuple[str, str], float] = {}
+    shares: dict[tuple[str, str], float] = {}
     for phase, seconds in hidden.items():
         messages = [line for line in plan.lines if line.kind == "weight" and line.phase == phase]
         if phase == "backward":
             messages += [line for line in plan.lines if line.kind == "gradient"]
         share = 1.0 + seconds / sum(line.seconds for line in messages)
-        found.update({(line.kind, line.phase): share for line in messages})
-    return found
+        shares.update({(line.kind, line.phase): share for line in messages})
+    return shares

@@ -1,8 +1,8 @@
-"""Whether the parts of a plan belong together: :meth:`autopar.plans.plan.Plan.validate`.
+"""Checks that the parts of a plan belong together: :meth:`autopar.plans.plan.Plan.validate`.
 
-A plan that autopar writes always passes. One that somebody edited passes if everything it says refers to something it
-has, every placement can be, and its figures are sums of its lines. Whether an operation can run as the plan says is
-known where its graph is (:mod:`autopar.planner.check_strategies`).
+A plan that autopar writes always passes. A plan that somebody edited passes if every name in it refers to something
+that it contains, every placement is possible, and its figures are the sums of its lines. Whether an operation can run
+as the plan says is checked where its graph is known (:mod:`autopar.planner.check_strategies`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .moves import moves
 
 # Findings that a message names. Chosen: what a reader takes in.
 SHOWN = 5
-# Sums of floating-point numbers in another order.
+# Relative tolerance for sums of floating-point numbers in another order.
 # Chosen: far above the rounding of float64 in sums of some thousand lines, far below anything a person edits.
 CLOSE = 1e-6
 STEP_KINDS = (*COLLECTIVES, "slice", "partial")
@@ -36,21 +36,21 @@ HOLDINGS = ("weight", "gradient", "optimizer", "activation", "input")
 
 
 def validate(plan: PlanRecord) -> None:
-    """Raises :class:`OptionsError` that names what is wrong, the first few of it."""
-    wrong = list(itertools.islice(wrong_fields(plan, PlanRecord, ""), SHOWN)) or list(
+    """Raises :class:`OptionsError` that names the first few problems."""
+    problems = list(itertools.islice(wrong_fields(plan, PlanRecord, ""), SHOWN)) or list(
         itertools.islice(_wrong(plan), SHOWN)
     )
-    if wrong:
-        more = "; there is more" if len(wrong) == SHOWN else ""
-        raise OptionsError(f"this is not a plan that can be: {'; '.join(wrong)}{more}")
+    if problems:
+        note = "; there may be more" if len(problems) == SHOWN else ""
+        raise OptionsError(f"this is not a valid plan: {'; '.join(problems)}{note}")
 
 
 def _wrong(plan: PlanRecord) -> Iterator[str]:
-    """Each check relies on those before it: the first that finds something is the last."""
+    """The problems of the first check that finds any. Each check relies on those before it."""
     for check in (_settings, _names, _places, _lines, moves, _figures, _pipeline):
-        found = list(itertools.islice(check(plan), SHOWN))
-        if found:
-            yield from found
+        problems = list(itertools.islice(check(plan), SHOWN))
+        if problems:
+            yield from problems
             return
 
 
@@ -63,33 +63,34 @@ def _settings(plan: PlanRecord) -> Iterator[str]:
         if getattr(plan, name) < 1:
             yield f"{name} is {getattr(plan, name)}, not a positive number"
     if (plan.stages > 1 or plan.microbatches > 1) != (plan.pipeline is not None):
-        yield f"a plan of {plan.stages} stages and {plan.microbatches} microbatches has a pipeline if either is several"
+        with_or_without = "without a pipeline" if plan.pipeline is None else "with a pipeline"
+        yield f"the plan has {plan.stages} stages and {plan.microbatches} microbatches, but comes {with_or_without}"
     for name in ("solve_seconds", "gap"):
         if getattr(plan, name) < 0:
             yield f"{name} is {getattr(plan, name)}, below 0"
 
 
-def _unknown(where: str, names: Iterable[str], known: Mapping[str, object]) -> Iterator[str]:
-    """``names`` in ``where`` that are not among the known ones."""
+def _unknown(where: str, names: Iterable[str], present: Mapping[str, object]) -> Iterator[str]:
+    """``names`` in ``where`` that are not in ``present``."""
     for name in names:
-        if name not in known:
-            yield f"{where} names {name!r}, which the plan has not{did_you_mean(name, list(known))}"
+        if name not in present:
+            yield f"{where} names {name!r}, which the plan does not have{did_you_mean(name, list(present))}"
 
 
 def _names(plan: PlanRecord) -> Iterator[str]:
-    """Every name must be one of a node, or of a parameter."""
+    """Checks that every name is the name of a node or parameter."""
     nodes = plan.nodes
     parameters = plan.parameter_nodes
     operations = {name: node for name, node in nodes.items() if node.op != "param"}
     yield from _unknown("strategies", plan.strategies, {**operations, **dict.fromkeys(plan.recomputed)})
-    yield from (f"nodes has {name!r}, which strategies has not" for name in operations if name not in plan.strategies)
+    yield from (f"strategies lacks {name!r}, which nodes has" for name in operations if name not in plan.strategies)
     yield from _unknown("parameters", plan.parameters, parameters)
-    yield from (f"nodes has the parameter {p!r}, which parameters has not" for p in parameters.keys() - plan.parameters)
+    yield from (f"parameters lacks {path!r}, which nodes has" for path in parameters.keys() - plan.parameters)
     if len(parameters) < len(nodes) - len(operations):
         yield "two nodes are the same parameter"
     for name, node in nodes.items():
         yield from _unknown(f"nodes[{name!r}]", (*node.operands, *filter(None, [node.tied])), nodes)
-    # A rest that is not kept has a strategy, and only its copy is a node.
+    # A recomputed activation has a strategy, but only its copy is a node.
     yield from _unknown("alternatives", plan.alternatives, {**nodes, **plan.strategies})
     yield from _unknown("recomputed", plan.recomputed, plan.strategies)
     yield from _unknown("module_nodes", plan.module_nodes.values(), operations)
@@ -106,7 +107,7 @@ def _names(plan: PlanRecord) -> Iterator[str]:
 
 
 def _shapes(text: str) -> list[tuple[int, ...]] | None:
-    """The shapes in the types of a node, ``f32[8, 4], i64[]``; None if it is not a list of types."""
+    """The shapes in the types of a node, such as ``f32[8, 4], i64[]``; None if ``text`` is not a list of types."""
     plain = text.partition(", stored ")[0]
     if not re.fullmatch(_TYPES, plain):
         return None
@@ -114,17 +115,17 @@ def _shapes(text: str) -> list[tuple[int, ...]] | None:
 
 
 def _places(plan: PlanRecord) -> Iterator[str]:
-    """Every placement must be possible for the shape it is of."""
+    """Checks that every placement is possible for its shape."""
     shapes = {name: _shapes(node.type) for name, node in plan.nodes.items()}
     for name, strategy in plan.strategies.items():
-        known = shapes[name] if name in plan.nodes else []
+        results = shapes[name] if name in plan.nodes else []
         # Results that are None have no type.
-        if known is None or len(known) > len(strategy.outputs):
-            yield f"nodes[{name!r}] has other types than it is placed: {len(strategy.outputs)} times"
-            known = None
-        apart: list[tuple[int, ...] | None] = [None] * len(strategy.outputs)
-        whole = known if known and len(known) == len(strategy.outputs) else apart
-        for place, shape in zip(strategy.outputs, whole, strict=True):
+        if results is None or len(results) > len(strategy.outputs):
+            yield f"nodes[{name!r}] has another number of results than its strategy, {len(strategy.outputs)}"
+            results = None
+        unchecked: list[tuple[int, ...] | None] = [None] * len(strategy.outputs)
+        shapes_of_outputs = results if results and len(results) == len(strategy.outputs) else unchecked
+        for place, shape in zip(strategy.outputs, shapes_of_outputs, strict=True):
             yield from _impossible(plan, f"strategies[{name!r}]", place, shape)
         for place in strategy.inputs:
             yield from _impossible(plan, f"strategies[{name!r}]", place, None)
@@ -132,19 +133,19 @@ def _places(plan: PlanRecord) -> Iterator[str]:
     for path, place in plan.outputs.items():
         node = plan.module_nodes[path]
         if (place,) != plan.strategies[node].outputs[:1]:
-            yield f"outputs[{path!r}] is {short(place)}, but {node!r}, which makes it, is placed otherwise"
+            yield f"outputs[{path!r}] is {short(place)}, but {node!r}, which computes it, has another placement"
     yield from _copies(plan)
 
 
 def _resting_places(plan: PlanRecord, shapes: Mapping[str, list[tuple[int, ...]] | None]) -> Iterator[str]:
     for path, node in plan.parameter_nodes.items():
-        resting, known = plan.parameters[path], shapes[node]
-        if not known:
+        resting, types = plan.parameters[path], shapes[node]
+        if not types:
             yield f"nodes[{node!r}] has the type {plan.nodes[node].type!r}"
         for place in (resting.weight, resting.gradient, resting.optimizer):
-            yield from _impossible(plan, f"parameters[{path!r}]", place, known[0] if known else None)
+            yield from _impossible(plan, f"parameters[{path!r}]", place, types[0] if types else None)
             if not all(p == REPLICATE or is_shard(p) for p in place):
-                yield f"parameters[{path!r}]: {short(place)} is a sum still to be taken; a parameter rests as R or S"
+                yield f"parameters[{path!r}]: {short(place)} is a partial sum; a parameter rests as R or S"
     for path, values in plan.gradient_values.items():
         for value in values.split(","):
             producer, dot, index = value.partition(".")
@@ -159,15 +160,15 @@ def _impossible(plan: PlanRecord, where: str, place: Placements, shape: tuple[in
     elif any(shard_before(p) < 1 for p in place):
         yield f"{where}: {short(place)} divides a dim into 0 parts"
     elif shape is not None and not is_valid(place, shape, plan.mesh):
-        yield f"{where}: {short(place)} is no placement of shape {list(shape)} on the mesh {plan.mesh}"
+        yield f"{where}: {short(place)} is not a placement of shape {list(shape)} on the mesh {plan.mesh}"
 
 
 def _copies(plan: PlanRecord) -> Iterator[str]:
-    """What runs again in backward is placed as it was."""
+    """Checks that nodes recomputed in backward have the strategies of their originals."""
     for name in plan.recomputed:
         copy = name + RECOMPUTED
         if copy in plan.strategies and plan.strategies[copy] != plan.strategies[name]:
-            yield f"strategies[{copy!r}] differs from that of {name!r}, of which it is a copy"
+            yield f"strategies[{copy!r}] differs from that of {name!r}, which it recomputes"
 
 
 def _lines(plan: PlanRecord) -> Iterator[str]:
@@ -189,7 +190,7 @@ def _lines(plan: PlanRecord) -> Iterator[str]:
 
 
 def _steps(plan: PlanRecord, line: PlanLine, where: str) -> Iterator[str]:
-    """The hops of a line lead from one placement to the next."""
+    """Checks that the hops of a line lead from one placement to the next."""
     for step in line.steps:
         if step.kind not in STEP_KINDS or step.bytes < 0 or not all(axis < len(plan.mesh) for axis in step.axes):
             yield f"{where}: {step.kind!r} of {step.bytes} bytes over axes {list(step.axes)} of the mesh {plan.mesh}"
@@ -199,7 +200,7 @@ def _steps(plan: PlanRecord, line: PlanLine, where: str) -> Iterator[str]:
             except OptionsError:
                 fits = False
             if not fits:
-                yield f"{where}: {text!r} is no placement on the mesh {plan.mesh}"
+                yield f"{where}: {text!r} is not a placement on the mesh {plan.mesh}"
         if step.bytes > 0 and step.kind not in COLLECTIVES:
             yield f"{where}: {step.kind!r} moves {step.bytes} bytes, but is local"
     for first, second in itertools.pairwise(line.steps):
@@ -208,22 +209,24 @@ def _steps(plan: PlanRecord, line: PlanLine, where: str) -> Iterator[str]:
 
 
 def _gradient_lines(plan: PlanRecord) -> Iterator[str]:
-    """Each gradient that is moved has its line."""
+    """Checks that each gradient that is moved has a line."""
     from autopar.plans.views.why import moved_gradients
 
     listed = Counter(line.name for line in plan.lines if line.kind == "gradient")
     needed = moved_gradients(plan)
     for name in {*listed, *needed}:
         if listed[name] != needed[name]:
-            yield f"lines has {listed[name]} gradients moved from {name!r}; by the placements it is {needed[name]}"
+            yield f"lines moves {listed[name]} gradients from {name!r}, but the placements require {needed[name]}"
 
 
 def _figures(plan: PlanRecord) -> Iterator[str]:
     yield from _gradient_lines(plan)
-    for name, found in (("predicted", plan.predicted), *((f"baselines[{n!r}]", b) for n, b in plan.baselines.items())):
-        if found is not None:
-            yield from (f"{name}.{part} is {value}, below 0" for part, value in found.to_dict().items() if value < 0)
-            yield from _parts(name, found)
+    baselines = ((f"baselines[{name!r}]", baseline) for name, baseline in plan.baselines.items())
+    for name, prediction in (("predicted", plan.predicted), *baselines):
+        if prediction is not None:
+            parts = prediction.to_dict().items()
+            yield from (f"{name}.{part} is {value}, below 0" for part, value in parts if value < 0)
+            yield from _parts(name, prediction)
     busiest = busiest_stage(plan)
     step = sum(line.seconds for line in plan.lines if line.stage == busiest)
     step += plan.predicted.bubble_seconds - plan.predicted.freed_seconds
@@ -232,20 +235,20 @@ def _figures(plan: PlanRecord) -> Iterator[str]:
     peak = sum(holding.bytes for holding in plan.holdings) + plan.predicted.temporary_bytes
     if peak != plan.predicted.peak_bytes:
         yield f"predicted.peak_bytes is {plan.predicted.peak_bytes}, but holdings and temporary bytes add up to {peak}"
-    for name, others in plan.alternatives.items():
-        if others.possible < len(others.cheapest) or others.impossible < 0:
-            yield f"alternatives[{name!r}] lists {len(others.cheapest)} of {others.possible}"
+    for name, alternatives in plan.alternatives.items():
+        if alternatives.possible < len(alternatives.cheapest) or alternatives.impossible < 0:
+            yield f"alternatives[{name!r}] lists {len(alternatives.cheapest)} of {alternatives.possible}"
 
 
 def _parts(name: str, p: Predicted) -> Iterator[str]:
-    """A prediction is the sum of its parts."""
+    """Checks that a prediction is the sum of its parts."""
     step = p.compute_seconds + p.comm_seconds + p.bubble_seconds - p.freed_seconds
     if not math.isclose(step, p.step_seconds, rel_tol=CLOSE, abs_tol=1e-12):
         yield f"{name}.step_seconds is {p.step_seconds}, but its parts add up to {step}"
-    held = p.weight_bytes + p.gradient_bytes + p.optimizer_bytes + p.activation_bytes
-    held += p.temporary_bytes + p.input_bytes
-    if held != p.peak_bytes:
-        yield f"{name}.peak_bytes is {p.peak_bytes}, but its parts add up to {held}"
+    peak = p.weight_bytes + p.gradient_bytes + p.optimizer_bytes + p.activation_bytes
+    peak += p.temporary_bytes + p.input_bytes
+    if peak != p.peak_bytes:
+        yield f"{name}.peak_bytes is {p.peak_bytes}, but its parts add up to {peak}"
 
 
 def _pipeline(plan: PlanRecord) -> Iterator[str]:
@@ -255,13 +258,13 @@ def _pipeline(plan: PlanRecord) -> Iterator[str]:
     schedule, chunks = pipeline.schedule, pipeline.chunks
     if (schedule.stages, schedule.microbatches, schedule.chunks) != (plan.stages, plan.microbatches, chunks):
         yield (
-            f"the schedule is of {schedule.stages} stages, {schedule.microbatches} microbatches and {schedule.chunks} "
-            f"chunks, the plan of {plan.stages}, {plan.microbatches} and {chunks}"
+            f"the schedule has {schedule.stages} stages, {schedule.microbatches} microbatches and {schedule.chunks} "
+            f"chunks, the plan {plan.stages}, {plan.microbatches} and {chunks}"
         )
     if len(pipeline.peaks) != plan.stages or min(pipeline.peaks, default=0) < 0:
         yield f"pipeline.peaks are {pipeline.peaks} for {plan.stages} stages"
     if len(pipeline.chunk_figures) != chunks or pipeline.update_seconds < 0:
-        yield f"pipeline.chunk_figures are of {len(pipeline.chunk_figures)} chunks, not {chunks}"
+        yield f"pipeline.chunk_figures are those of {len(pipeline.chunk_figures)} chunks, not {chunks}"
     if len(set(pipeline.cuts)) < len(pipeline.cuts):
         yield "pipeline.cuts begin two chunks at one node"
     for link in pipeline.link_figures:

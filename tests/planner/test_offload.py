@@ -92,9 +92,9 @@ def test_sgd_has_no_state_to_offload() -> None:
 def test_what_the_error_says_of_offload() -> None:
     with pytest.raises(InfeasibleError, match=r"offload=None or True, [\d.]+ [KM]iB"):
         planned(offload=False, recompute="none", memory_limit=1000)
-    with pytest.raises(OptionsError, match=r"offload=True: a device of cluster 'local' has no host memory"):
+    with pytest.raises(OptionsError, match=r"offload=True: the devices of cluster 'local' have no host memory"):
         planned(Cluster.get("local"), offload=True)
-    with pytest.raises(OptionsError, match=r"offload=True: a device of cluster 'local' has no host memory"):
+    with pytest.raises(OptionsError, match=r"offload=True: the devices of cluster 'local' have no host memory"):
         planned(Cluster.get("local"), offload=True, recompute="none")
     with pytest.raises(OptionsError, match="offload='yes'"):
         Options(offload="yes")  # type: ignore[arg-type]

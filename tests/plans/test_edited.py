@@ -146,7 +146,7 @@ def test_a_strategy_that_no_rule_offers_is_refused_with_the_nearest() -> None:
         (lambda d: d["predicted"].update(step_seconds="fast"), "predicted.step_seconds is 'fast', not a number"),
         (lambda d: d["predicted"].update(step_seconds=1.0), "predicted.step_seconds is 1.0"),
         (lambda d: d["predicted"].pop("mfu"), "mfu"),
-        (lambda d: d["parameters"]["first.weight"].__setitem__(0, "(S(5),R)"), "no placement of shape"),
+        (lambda d: d["parameters"]["first.weight"].__setitem__(0, "(S(5),R)"), "not a placement of shape"),
         (lambda d: d["parameters"]["first.weight"].__setitem__(0, "(Q,R)"), "'Q' is not a placement"),
         (lambda d: d.update(mesh=[2, 2, 2]), "mesh"),
         (lambda d: d.update(colour="red"), "no field 'colour'"),

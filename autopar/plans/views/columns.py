@@ -1,4 +1,4 @@
-"""Columns of text: what the tables of plans print through."""
+"""Columns of text, in which the tables of plans are printed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .quantities import clip
 MOST = 60
 # Characters below which no column is narrowed. Chosen: less cannot be told apart.
 LEAST = 8
-INDENT = 4  # What stands before a line where a table is part of another text.
+INDENT = 4  # Characters before each line of a table that is part of another text.
 
 
 def columns(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> Iterator[str]:
-    """Lines of aligned text, each column as wide as its longest cell (at most :data:`MOST`, and less where the terminal
-    has fewer columns); those in ``right`` flush right. Without a header the rows alone.
+    """Lines of aligned text. Each column is as wide as its longest cell, at most :data:`MOST` characters, or less if
+    the terminal is narrow. Columns in ``right`` are flush right. An empty header is left out.
     """
     cells = [list(header), *map(list, rows)] if header else list(map(list, rows))
     if not cells:
@@ -32,7 +32,7 @@ def columns(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequ
 
 
 def _narrow(widths: list[int], right: Sequence[int]) -> None:
-    """Takes from the widest columns of text, never from figures, until a line fits the terminal."""
+    """Narrows the widest columns of text, never those of figures, until a line fits the terminal."""
     room = terminal_columns()
     texts = [i for i in range(len(widths)) if i not in right]
     while room is not None and texts and sum(widths) + 2 * (len(widths) - 1) > room - INDENT:

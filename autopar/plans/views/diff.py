@@ -1,4 +1,4 @@
-"""What differs between two plans: placements by path, seconds, bytes and baselines."""
+"""The differences between two plans: placements by path, seconds, bytes and baselines."""
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ _FIGURES = (
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One path placed differently: ``what`` is weight, gradient, optimizer, output, sent (from chunk to chunk)
-    or a setting; ``-`` where a plan
-    has none.
+    """One path placed differently. ``what`` is weight, gradient, optimizer, output, sent (from chunk to chunk) or a
+    setting. ``before`` or ``after`` is ``-`` where a plan has none.
     """
 
     path: str
@@ -57,11 +56,11 @@ class FigureChange:
 
 @dataclass(frozen=True)
 class Difference:
-    """The answer of :meth:`autopar.plans.plan.Plan.diff`: from this plan (``before``) to the other (``after``);
-    ``str`` is a table.
+    """The result of :meth:`autopar.plans.plan.Plan.diff`: the changes from this plan (``before``) to the other
+    (``after``); ``str`` is a table.
 
-    ``operations`` counts the nodes run by another strategy. ``figures`` are those that differ; ``baselines`` compares
-    the step seconds of baselines either plan lists (None: not listed, or not possible).
+    ``operations`` counts the nodes that run by another strategy. ``figures`` are those that differ. ``baselines``
+    compares the step seconds of the baselines that either plan lists (None: not listed, or not possible).
     """
 
     settings: tuple[Change, ...]
@@ -72,7 +71,7 @@ class Difference:
 
     @property
     def same(self) -> bool:
-        """Whether both plans choose the same, whatever they predict."""
+        """Whether both plans make the same choices, whatever they predict."""
         return not (self.settings or self.placements or self.operations)
 
     def __str__(self) -> str:
@@ -133,8 +132,8 @@ def difference(before: PlanRecord, after: PlanRecord) -> Difference:
 
 
 def _step(plan: PlanRecord, name: str) -> float | None:
-    found = plan.baselines.get(name)
-    return None if found is None else found.step_seconds
+    baseline = plan.baselines.get(name)
+    return None if baseline is None else baseline.step_seconds
 
 
 def _settings(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
@@ -150,7 +149,7 @@ def _settings(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
         "microbatches",
     ):
         first, second = getattr(before, name), getattr(after, name)
-        # Names that follow from the placements are no setting of their own.
+        # Axis names are derived from the placements. They are not a setting of their own.
         if first != second and not (name == "axis_names" and before.mesh == after.mesh):
             yield Change(name, "setting", _setting(name, first), _setting(name, second))
     yield from _pipeline_settings(before.pipeline, after.pipeline)
@@ -190,7 +189,7 @@ def _placements(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
 
 
 def _wires(before: PlannedPipeline | None, after: PlannedPipeline | None) -> Iterator[Change]:
-    """Values that are sent between other chunks, or placed otherwise."""
+    """Values that are sent between different chunks, or in a different placement."""
     first, second = (p.wires if p is not None else {} for p in (before, after))
     for edge in sorted(first.keys() | second.keys()):
         was = short(first[edge]) if edge in first else ABSENT

@@ -55,25 +55,25 @@ def render(plan: PlanRecord) -> str:
 
 
 def _parts(plan: PlanRecord) -> list[tuple[str, float, float]]:
-    """``(name, seconds, percent)`` of what a step is made of; with stages that of the busiest."""
+    """``(name, seconds, percent)`` of each part of a step; with stages, of the step of the busiest stage."""
     kinds = {"compute": "compute", "optimizer": "optimizer", "reshard": "reshard", "weight": "weight gather"}
     kinds |= {"gradient": "grad sync", "refresh": "weight refresh", "hidden": "hidden by computing"}
     kinds |= {"offload": "state to and from the host"}
     total = plan.predicted.step_seconds or 1.0
     busiest = busiest_stage(plan)
-    found = [
+    sums = [
         (label, sum(line.seconds for line in plan.lines if line.kind == kind and line.stage == busiest))
         for kind, label in kinds.items()
     ]
-    found.append(("bubble", plan.predicted.bubble_seconds))
-    found.append(("processors of waiting ranks", -plan.predicted.freed_seconds))
-    return [(label, seconds, 100 * seconds / total) for label, seconds in found if seconds]
+    sums.append(("bubble", plan.predicted.bubble_seconds))
+    sums.append(("processors of waiting ranks", -plan.predicted.freed_seconds))
+    return [(label, seconds, 100 * seconds / total) for label, seconds in sums if seconds]
 
 
 def _memory(plan: PlanRecord) -> list[tuple[str, int, float]]:
     names = ("weight", "gradient", "optimizer", "activation", "temporary", "input")
-    found = [(name, int(getattr(plan.predicted, f"{name}_bytes"))) for name in names]
-    return [(name, count, 100 * count / max(plan.predicted.peak_bytes, 1)) for name, count in found if count]
+    sizes = [(name, int(getattr(plan.predicted, f"{name}_bytes"))) for name in names]
+    return [(name, count, 100 * count / max(plan.predicted.peak_bytes, 1)) for name, count in sizes if count]
 
 
 def _is_open(plan: PlanRecord, row: ModuleRow, times: int) -> bool:
@@ -82,15 +82,15 @@ def _is_open(plan: PlanRecord, row: ModuleRow, times: int) -> bool:
 
 
 def _time(plan: PlanRecord) -> float:
-    """The step of all stages: what modules of all stages are shares of."""
+    """Seconds of a step summed over all stages, the total to which shares of modules refer."""
     return plan.predicted.step_seconds * plan.stages
 
 
 def _parameters(plan: PlanRecord) -> list[Mapping[str, Any]]:
-    found: list[Mapping[str, Any]] = []
+    rows: list[Mapping[str, Any]] = []
     for path, place in plan.parameters.items():
         why = explain(plan, path)
-        found.append(
+        rows.append(
             {
                 "path": path,
                 "type": why.about,
@@ -101,4 +101,4 @@ def _parameters(plan: PlanRecord) -> list[Mapping[str, Any]]:
                 "others": why.alternatives.cheapest if why.alternatives is not None else (),
             }
         )
-    return found
+    return rows

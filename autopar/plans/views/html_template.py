@@ -1,4 +1,4 @@
-"""The jinja2 template of :mod:`autopar.plans.views.html`: one page, its style inside."""
+"""The jinja2 template of :mod:`autopar.plans.views.html`: one page, with its style sheet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mesh axes that a plan leaves idle: along them, all devices compute the same."""
+"""Finds mesh axes that a plan leaves idle: along them, all devices compute the same."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from autopar.ir.plan_record import PlanLine, PlanRecord, Predicted
 
 from .quantities import duration
 
-# An axis is idle if at least this much of the computing is the same on all its devices: slices that cost nothing may
-# well be divided.
+# An axis is idle if at least this share of the computation is the same on all its devices. Operations that cost next to
+# nothing, such as slices, may still be sharded.
 # Chosen, not measured.
 MOSTLY = 0.9
 
 
 def idle_devices(plan: PlanRecord, priced: Mapping[str, Predicted | None]) -> Iterator[str]:
-    """A sentence for people, if devices of ``plan`` compute the same; ``priced`` are baselines by name."""
+    """Yields one sentence for people if devices of ``plan`` compute the same. ``priced`` are baselines by name."""
     axes = [axis for axis, size in enumerate(plan.mesh) if size > 1 and _is_idle(plan, axis)]
     if not axes:
         return
@@ -33,14 +33,15 @@ def idle_devices(plan: PlanRecord, priced: Mapping[str, Predicted | None]) -> It
 
 
 def _is_idle(plan: PlanRecord, axis: int) -> bool:
-    """Not if most parameters rest in shards over ``axis``, which then serves for their memory."""
-    shared = sum(is_shard(place.optimizer[axis]) for place in plan.parameters.values())
-    return 2 * shared <= len(plan.parameters) and _alike(plan, axis) >= MOSTLY
+    """Whether ``axis`` is idle. It is not if it shards most parameters: then it serves to save memory."""
+    sharded = sum(is_shard(place.optimizer[axis]) for place in plan.parameters.values())
+    return 2 * sharded <= len(plan.parameters) and _alike(plan, axis) >= MOSTLY
 
 
 def _alike(plan: PlanRecord, axis: int) -> float:
-    """The share of the computing, in seconds, that is the same on all devices along ``axis``; 0 if there is none."""
-    # What agreeing on the loss scale takes, and what is computed again, is of no node of its own.
+    """The share of the compute seconds that is spent on the same work on all devices along ``axis``; 0 if there is no
+    computation."""
+    # Agreeing on the loss scale and recomputed operations have no node of their own.
     kinds = {"compute": plan.strategies, "optimizer": plan.nodes}
     lines = [line for line in plan.lines if line.name in kinds.get(line.kind, ())]
     alike = sum(line.seconds for line in lines if not _is_divided(plan, line, axis))

@@ -1,8 +1,8 @@
-"""The modules of a plan as a tree of rows: placements, seconds and communication of each, equal layers folded into
+"""The modules of a plan as a tree of rows: placements, seconds and communication of each. Equal layers are folded into
 one row.
 
-Figures of a row are of one of the modules folded into it, and include the rows below it. Invariant: the seconds of
-the top rows, each times its ``count``, add up to the plan's compute, reshard and weight lines.
+The figures of a row are those of one of the modules folded into it, and include the rows below it. Invariant: the
+seconds of the top rows, each multiplied by its ``count``, add up to the plan's compute, reshard and weight lines.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from autopar.ir.placements import Placements, parse_placements, short
 from autopar.ir.plan_record import PlanLine, PlanRecord, ReshardStep
 
 MOVES = ("reshard", "weight")
-# Layers of one container that fall into more kinds than this are folded by what they are, whatever was chosen.
+# If the layers of one container fall into more groups than this by their placements, they are folded by their
+# structure.
 # Chosen: first, last and two kinds between are worth a row each.
 KINDS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """``count`` equal reshards: the kind of each hop with its axes (``dp,tp``: over both at once), from where to
-    where, ``bytes`` of each (0: no communication) and ``seconds`` of all. ``reason`` is the kind of the plan's lines.
+    """``count`` equal reshards. ``what``: the kind of each hop with its axes (``dp,tp``: over both at once); ``way``:
+    from which placement to which; ``bytes`` of each (0: no communication); ``seconds`` of all; ``reason``: the kind of
+    the plan's lines.
     """
 
     what: str
@@ -41,8 +43,8 @@ class Move:
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """See the module docstring. ``paths`` are the modules folded into the row, ``held`` bytes rest for them,
-    ``stages`` are the pipeline stages that compute them."""
+    """A row of the tree; see the module docstring. ``paths`` are the modules folded into the row, ``held`` the bytes
+    that rest for one of them, ``stages`` the pipeline stages that compute them."""
 
     label: str
     paths: tuple[str, ...]
@@ -67,7 +69,7 @@ class ModuleRow:
 
 @dataclass
 class _Module:
-    """What is gathered for one module path before rows are made."""
+    """The figures collected for one module path, from which rows are made."""
 
     compute: float = 0.0
     held: float = 0.0
@@ -82,12 +84,12 @@ class _Module:
 
 
 def moves_of(plan: PlanRecord, *kinds: str) -> tuple[Move, ...]:
-    """The reshards among the lines of these kinds, equal ones counted together, the dearest first."""
-    found: dict[Hashable, Move] = {}
+    """The reshards among the lines of these kinds. Equal ones are counted together; the most expensive come first."""
+    by_key: dict[Hashable, Move] = {}
     for line in plan.lines:
         if line.kind in kinds and line.steps:
-            _add_move(found, move(plan, line))
-    return tuple(sorted(found.values(), key=lambda m: -m.seconds))
+            _add_move(by_key, move(plan, line))
+    return tuple(sorted(by_key.values(), key=lambda m: -m.seconds))
 
 
 def move(plan: PlanRecord, line: PlanLine) -> Move:
@@ -106,7 +108,7 @@ def _axes(plan: PlanRecord, step: ReshardStep) -> str:
 
 
 def way(source: Placements, target: Placements) -> str:
-    """``P → S(1)`` where all axes that change do so alike, else both placements in full; ``P`` is ``P(sum)``."""
+    """``P → S(1)`` if all axes that change do so alike, otherwise both placements in full. ``P`` means ``P(sum)``."""
     changes = {(short(a), short(b)) for a, b in zip(source, target, strict=True) if a != b}
     if len(changes) == 1:
         ((before, after),) = changes
@@ -120,15 +122,17 @@ def readable(places: Placements) -> str:
     return short(places).replace("P(sum)", "P")
 
 
-def _add_move(moves: dict[Hashable, Move], one: Move) -> None:
-    known = moves.get(one.key)
-    moves[one.key] = (
-        one if known is None else replace(known, count=known.count + one.count, seconds=known.seconds + one.seconds)
+def _add_move(moves: dict[Hashable, Move], added: Move) -> None:
+    equal = moves.get(added.key)
+    moves[added.key] = (
+        added
+        if equal is None
+        else replace(equal, count=equal.count + added.count, seconds=equal.seconds + added.seconds)
     )
 
 
 def module_rows(plan: PlanRecord) -> tuple[ModuleRow, ...]:
-    """The top rows of the tree; what belongs to no module is a row of its own, the last."""
+    """The top rows of the tree. What belongs to no submodule is the last row."""
     root = _gather(plan)
     rows = [row for name, child in root.children.items() for row in _rows(plan, child, name, name)]
     if not root.is_empty:
@@ -165,8 +169,8 @@ def _gather(plan: PlanRecord) -> _Module:
 
 
 def _rows(plan: PlanRecord, module: _Module, label: str, path: str) -> Iterator[ModuleRow]:
-    """The rows of a module: one, or for a mere container of numbered modules those of its elements, equal ones
-    folded.
+    """The rows of a module: one row or, if it is only a container of numbered modules, those of its elements, with
+    equal ones folded.
     """
     numbered = bool(module.children) and all(name.isdigit() for name in module.children)
     if module.is_empty and numbered:
@@ -212,7 +216,7 @@ def _row(plan: PlanRecord, module: _Module, label: str, path: str) -> ModuleRow:
 
 
 def _weight(weights: Mapping[str, tuple[str, int]]) -> str:
-    """The placement of the module's weight, or of its largest parameter; ``+`` if others lie otherwise."""
+    """The placement of the module's weight, or of its largest parameter; ``+`` if others have other placements."""
     if not weights:
         return ""
     name = "weight" if "weight" in weights else max(weights, key=lambda n: weights[n][1])
@@ -228,10 +232,10 @@ def _folded(label: str, elements: Mapping[str, ModuleRow]) -> Iterator[ModuleRow
 
 
 def _grouped(elements: Mapping[str, ModuleRow], key: Callable[[ModuleRow], Hashable]) -> list[list[str]]:
-    found: defaultdict[Hashable, list[str]] = defaultdict(list)
+    groups: defaultdict[Hashable, list[str]] = defaultdict(list)
     for name, row in elements.items():
-        found[key(row)].append(name)
-    return list(found.values())
+        groups[key(row)].append(name)
+    return list(groups.values())
 
 
 def _choices(row: ModuleRow) -> Hashable:
@@ -244,9 +248,9 @@ def numbers(names: list[str]) -> str:
     """``{0..3,7}`` for layer numbers, ``5`` for one alone."""
     if len(names) == 1:
         return names[0]
-    found = sorted(map(int, names))
+    ordered = sorted(map(int, names))
     runs: list[list[int]] = []
-    for number in found:
+    for number in ordered:
         if runs and number == runs[-1][-1] + 1:
             runs[-1].append(number)
         else:
@@ -256,14 +260,14 @@ def numbers(names: list[str]) -> str:
 
 
 def _merged(rows: list[ModuleRow], label: str) -> ModuleRow:
-    """Rows of equal layers as one, its figures those of one layer on average."""
+    """Merges the rows of equal layers into one, whose figures are the average of one layer."""
     first, count = rows[0], len(rows)
     if count == 1:
         return replace(first, label=label)
     moves: dict[Hashable, Move] = {}
     for row in rows:
-        for one in row.moves:
-            _add_move(moves, one)
+        for reshard in row.moves:
+            _add_move(moves, reshard)
     children = zip(*(row.children for row in rows), strict=True)
     return replace(
         first,
@@ -281,13 +285,13 @@ def _merged(rows: list[ModuleRow], label: str) -> ModuleRow:
 
 
 def _below(rows: list[ModuleRow], layers: int) -> ModuleRow:
-    """The same row of each of ``layers`` equal layers: its ``paths`` stay those of one layer, for ``count`` is per
-    layer.
+    """Merges the same row of each of ``layers`` equal layers. Its ``paths`` stay those of one layer, because ``count``
+    is per layer.
     """
     merged = _merged(rows, rows[0].label)
     return merged if layers == 1 else replace(merged, paths=rows[0].paths)
 
 
 def _joined(texts: Iterator[str]) -> str:
-    found = list(dict.fromkeys(texts))
-    return found[0] if len(found) == 1 else f"{found[0]}…"
+    distinct = list(dict.fromkeys(texts))
+    return distinct[0] if len(distinct) == 1 else f"{distinct[0]}…"

@@ -1,6 +1,6 @@
-"""How wide text may be: as wide as the terminal it is printed to, and no wider than reads well.
+"""The width of text: at most that of the terminal, and at most what reads well.
 
-Text that goes into a file or a pipe has the same width everywhere, so that files of two machines compare.
+Text written to a file or a pipe has the same width everywhere, so that files of two machines can be compared.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from contextvars import ContextVar
 
 # Columns where no terminal says how many. Chosen: most windows have as many.
 WIDTH = 100
-# Below this figures have no room beside names; a narrower terminal breaks lines.
+# Names and figures need at least this width; a narrower terminal breaks lines.
 # The width of a terminal by tradition (VT100).
 LEAST = 80
 _FIXED: ContextVar[bool] = ContextVar("_FIXED", default=False)
 
 
 def terminal_columns() -> int | None:
-    """The width of the terminal that standard output is, or None where it is a file, a pipe or a notebook."""
+    """The width of the terminal, or None if standard output is a file, a pipe or a notebook."""
     if _FIXED.get():
         return None
     try:
@@ -30,13 +30,13 @@ def terminal_columns() -> int | None:
 
 
 def page_width(most: int = WIDTH) -> int:
-    """Columns that a line may take: ``most``, or those of the terminal if these are fewer."""
+    """Columns that a line may take: ``most``, or those of the terminal if it has fewer."""
     return max(LEAST, min(most, terminal_columns() or most))
 
 
 @contextmanager
 def fixed_width() -> Iterator[None]:
-    """Within it text is as wide as it is in a file."""
+    """A context in which text has the width that it has in a file."""
     token = _FIXED.set(True)
     try:
         yield

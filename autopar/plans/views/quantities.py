@@ -1,4 +1,4 @@
-"""How quantities read in text: three digits and a unit, always."""
+"""Formats quantities as text: always three digits and a unit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def duration(seconds: float) -> str:
-    """``16.6 ms``: seconds in the unit that keeps the number below a thousand; ``0`` for none."""
+    """``16.6 ms``: seconds in the unit that keeps the number below a thousand; ``0`` for 0."""
     if not math.isfinite(seconds):
         return str(seconds)
     if seconds < 0:
@@ -39,22 +39,22 @@ def signed_size(count: float) -> str:
 
 
 def share(part: float, whole: float) -> str:
-    """``79%``; ``<1%`` for what is there but rounds to nothing."""
+    """``79%``; ``<1%`` for a positive share that rounds to 0."""
     if part <= 0 or whole <= 0:
         return "0%"
     return "<1%" if part / whole < 0.005 else f"{part / whole:.0%}"
 
 
 def clip(text: str, width: int) -> str:
-    """``text`` in at most ``width`` characters; the middle goes, for both ends of a path say which it is."""
+    """``text`` in at most ``width`` characters. The middle is cut out, because both ends of a path identify it."""
     if len(text) <= width:
         return text
-    kept = width - 1
-    return f"{text[: kept // 3]}…{text[len(text) - (kept - kept // 3) :]}" if kept > 0 else text[:width]
+    room = width - 1
+    return f"{text[: room // 3]}…{text[len(text) - (room - room // 3) :]}" if room > 0 else text[:width]
 
 
 def trim(text: str, width: int) -> str:
-    """``text`` as one line of at most ``width`` characters; the end goes: for sentences."""
+    """``text`` as one line of at most ``width`` characters. The end is cut off; used for sentences."""
     line = " ".join(text.split())
     return line if len(line) <= width else f"{line[: width - 1]}…"
 

@@ -1,4 +1,4 @@
-"""The stages of a plan as a table: equal stages folded, what is sent on lines of its own."""
+"""The stages of a plan as a table. Equal stages are folded; messages have lines of their own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _NAME, _RANKS, _FIGURE = 9, 10, 10
 
 
 def schedule_line(plan: PlanRecord) -> str:
-    """``2 stages · 1f1b · 4 microbatches · 1 chunk a stage · bubble 1.2 ms (18%) in stage 0``: of the busiest."""
+    """``2 stages · 1f1b · 4 microbatches · 1 chunk a stage · bubble 1.2 ms (18%) in stage 0``. The bubble is that of
+    the busiest stage."""
     chunks = plan.pipeline.chunks_per_stage if plan.pipeline else 1
     bubble = plan.predicted.bubble_seconds
     parts = [
@@ -30,29 +31,29 @@ def schedule_line(plan: PlanRecord) -> str:
 
 
 def stage_lines(plan: PlanRecord, budget: int) -> list[str]:
-    """The table of stages in at most ``budget`` lines (at least 4): if they are short, messages of backward are left
-    out first, then all messages, then stages."""
+    """The table of stages in at most ``budget`` lines (at least 4). If there are too few lines, messages of backward
+    are left out first, then all messages, then stages."""
     head = [schedule_line(plan), _row("stage", "ranks", "holds", "fwd, 1 mb", "bwd, 1 mb", "busy, step", "peak")]
     groups = _groups(plan)
     for phases in (("forward", "backward"), ("forward",), ()):
         body = [line for group in groups for line in _group_lines(group, plan.microbatches, phases)]
         if len(head) + len(body) <= budget:
             return head + body
-    kept = max(budget - len(head) - 1, 1)
-    hidden = [row for group in groups[kept:] for row in group]
+    shown = max(budget - len(head) - 1, 1)
+    hidden = [row for group in groups[shown:] for row in group]
     busy = sorted(row.busy for row in hidden)
     more = f'… {len(hidden)} more stages, busy {duration(busy[0])} to {duration(busy[-1])}: plan.table(by="stage")'
-    return head + body[:kept] + [more]
+    return head + body[:shown] + [more]
 
 
 def _groups(plan: PlanRecord) -> list[list[StageRow]]:
-    """Stages that read alike, in order of the first."""
-    found: dict[Hashable, list[StageRow]] = {}
+    """Groups stages whose rows read alike, in the order of their first stages."""
+    groups: dict[Hashable, list[StageRow]] = {}
     for row in stage_rows(plan):
         sent = tuple((s.target - s.source, s.phase, s.place, size(s.bytes), duration(s.seconds)) for s in row.sent)
         key = duration(row.forward), duration(row.backward), duration(row.busy), size(row.peak), sent
-        found.setdefault(key, []).append(row)
-    return list(found.values())
+        groups.setdefault(key, []).append(row)
+    return list(groups.values())
 
 
 def _group_lines(group: list[StageRow], microbatches: int, phases: tuple[str, ...]) -> Iterator[str]:
@@ -69,9 +70,9 @@ def _group_lines(group: list[StageRow], microbatches: int, phases: tuple[str, ..
         duration(first.busy),
         size(first.peak),
     )
-    for one in first.sent:
-        if one.phase in phases:
-            yield _sent_line(one, microbatches, len(group) > 1)
+    for message in first.sent:
+        if message.phase in phases:
+            yield _sent_line(message, microbatches, len(group) > 1)
 
 
 def _ranks(group: list[StageRow]) -> str:
@@ -86,22 +87,22 @@ def _row(name: str, ranks: str, holds: str, *figures: str) -> str:
     return cells + "".join(f" {figure:>{_FIGURE}}" for figure in figures)
 
 
-def _sent_line(one: Sent, microbatches: int, folded: bool) -> str:
-    text = f"  ↳ send {sent_text(one, microbatches)} → {_target(one, folded)}"
+def _sent_line(message: Sent, microbatches: int, folded: bool) -> str:
+    text = f"  ↳ send {sent_text(message, microbatches)} → {_target(message, folded)}"
     room = page_width() - _FIGURE - 1
-    return f"{clip(text, room):<{room}} {duration(one.seconds):>{_FIGURE}}"
+    return f"{clip(text, room):<{room}} {duration(message.seconds):>{_FIGURE}}"
 
 
-def sent_text(one: Sent, microbatches: int) -> str:
+def sent_text(message: Sent, microbatches: int) -> str:
     """``add_12  (S(0))  128 KiB x4``."""
-    more = f" and {len(one.names) - 1} more" if len(one.names) > 1 else ""
-    return f"{one.names[0]}{more}  {one.place}  {size(one.bytes)} x{microbatches}"
+    more = f" and {len(message.names) - 1} more" if len(message.names) > 1 else ""
+    return f"{message.names[0]}{more}  {message.place}  {size(message.bytes)} x{microbatches}"
 
 
-def _target(one: Sent, folded: bool) -> str:
-    away = one.target - one.source
+def _target(message: Sent, folded: bool) -> str:
+    away = message.target - message.source
     if not folded:
-        return f"stage {one.target}"
+        return f"stage {message.target}"
     if abs(away) == 1:
         return "the next" if away > 0 else "the one before"
     return f"{abs(away)} stages {'on' if away > 0 else 'back'}"

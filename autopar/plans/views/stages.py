@@ -1,6 +1,6 @@
-"""The pipeline stages of a plan as people ask for them: what each holds, takes and sends.
+"""The pipeline stages of a plan: what each holds, computes and sends.
 
-Figures come from the plan's lines and its pipeline, so that they are those the plan was priced with.
+Figures come from the plan's lines and its pipeline, so they are those with which the plan was priced.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .module_tree import numbers, readable
 
 @dataclass(frozen=True)
 class Sent:
-    """What one chunk sends another for one microbatch: ``names`` of values, the largest first, whose ``place`` is that
-    of the first; ``bytes`` that one rank sends; ``seconds`` of all microbatches."""
+    """The message that one chunk sends to another for one microbatch. ``names``: its values, the largest first;
+    ``place``: the placement of the first; ``bytes`` that one rank sends; ``seconds`` of all microbatches."""
 
     source: int
     target: int
@@ -33,8 +33,9 @@ class Sent:
 @dataclass(frozen=True)
 class StageRow:
     """One pipeline stage. ``forward`` and ``backward`` are seconds of one microbatch through all of its chunks,
-    ``compute`` and ``comm`` of a step (``comm``: collectives inside the stage); ``peak`` bytes on each of its devices;
-    ``modules`` what it holds, by chunk. ``sent`` counts stages, not chunks, as source and target."""
+    ``compute`` and ``comm`` those of a step (``comm``: collectives inside the stage). ``peak``: bytes on each of its
+    devices. ``modules``: the modules it holds, by chunk. ``sent``: its messages, whose source and target are stages,
+    not chunks."""
 
     stage: int
     ranks: tuple[int, int]
@@ -52,12 +53,12 @@ class StageRow:
 
 
 def stage_rows(plan: PlanRecord) -> tuple[StageRow, ...]:
-    """Every stage of a plan; one that holds everything if the plan has no pipeline."""
-    held = modules_of_chunks(plan)
-    return tuple(_stage_row(plan, stage, held) for stage in range(plan.stages))
+    """Every stage of a plan. A plan without a pipeline has one stage that holds everything."""
+    modules = modules_of_chunks(plan)
+    return tuple(_stage_row(plan, stage, modules) for stage in range(plan.stages))
 
 
-def _stage_row(plan: PlanRecord, stage: int, held: Mapping[int, tuple[str, ...]]) -> StageRow:
+def _stage_row(plan: PlanRecord, stage: int, modules: Mapping[int, tuple[str, ...]]) -> StageRow:
     lines = [line for line in plan.lines if line.stage == stage]
     compute = sum(line.seconds for line in lines if line.kind in ("compute", "optimizer"))
     each = [line for line in lines if line.kind in ("compute", "reshard", "weight")]
@@ -69,13 +70,13 @@ def _stage_row(plan: PlanRecord, stage: int, held: Mapping[int, tuple[str, ...]]
     return StageRow(
         stage=stage,
         ranks=ranks_of(plan, stage),
-        modules=tuple(held.get(chunk, ()) for chunk in chunks),
+        modules=tuple(modules.get(chunk, ()) for chunk in chunks),
         forward=per_phase["forward"],
         backward=per_phase["backward"],
         compute=compute,
         comm=sum(line.seconds for line in lines) - compute,
         peak=plan.pipeline.peaks[stage] if plan.pipeline else plan.predicted.peak_bytes,
-        sent=tuple(one for one in sends(plan) if one.source == stage),
+        sent=tuple(message for message in sends(plan) if message.source == stage),
     )
 
 
@@ -86,7 +87,7 @@ def ranks_of(plan: PlanRecord, stage: int) -> tuple[int, int]:
 
 
 def busiest_stage(plan: PlanRecord) -> int:
-    """The stage whose lines take longest in sum: its step is ``predicted`` computing, communicating and bubble."""
+    """The stage whose lines take longest in sum. ``predicted`` gives its compute, communication and bubble."""
     totals = [0.0] * plan.stages
     for line in plan.lines:
         totals[line.stage] += line.seconds
@@ -94,13 +95,13 @@ def busiest_stage(plan: PlanRecord) -> int:
 
 
 def fullest_stage(plan: PlanRecord) -> int:
-    """The stage whose memory ``predicted`` and ``holdings`` are."""
+    """The stage with the highest memory peak, which ``predicted`` and ``holdings`` describe."""
     peaks = plan.pipeline.peaks if plan.pipeline else ()
     return max(range(len(peaks)), key=peaks.__getitem__, default=0)
 
 
 def sends(plan: PlanRecord) -> tuple[Sent, ...]:
-    """What is sent between stages, by source and target."""
+    """The messages between stages, by source and target."""
     if plan.pipeline is None:
         return ()
     pipeline, placement = plan.pipeline, plan.pipeline.schedule.placement
@@ -109,12 +110,12 @@ def sends(plan: PlanRecord) -> tuple[Sent, ...]:
         if placement[edge.source] != placement[edge.target]:
             groups.setdefault((edge.source, edge.target), []).append(edge)
     links = {(link.source, link.target): link for link in pipeline.link_figures}
-    found = []
+    messages = []
     for (source, target), edges in groups.items():
         edges.sort(key=lambda edge: -pipeline.wire_bytes[edge])
         total = sum(pipeline.wire_bytes[edge] for edge in edges)
         link = links[min(source, target), max(source, target)]
-        found.append(
+        messages.append(
             Sent(
                 source=placement[source],
                 target=placement[target],
@@ -125,7 +126,7 @@ def sends(plan: PlanRecord) -> tuple[Sent, ...]:
                 seconds=link.seconds(total) * plan.microbatches,
             )
         )
-    return tuple(found)
+    return tuple(messages)
 
 
 @dataclass
@@ -138,8 +139,8 @@ class _Tree:
 
 
 def modules_of_chunks(plan: PlanRecord) -> dict[int, tuple[str, ...]]:
-    """For each chunk the largest modules whose forward runs wholly in it, in order; one that is cut apart is named with
-    ``(part)`` for what belongs to none of its parts."""
+    """For each chunk, the largest modules whose forward runs entirely in it, in order. A module that is cut apart
+    appears as ``(part)`` where its own operations, outside its submodules, run."""
     root = _Tree()
     for module, chunk in _forward_places(plan):
         node = root
@@ -148,29 +149,29 @@ def modules_of_chunks(plan: PlanRecord) -> dict[int, tuple[str, ...]]:
             node = node.children.setdefault(part, _Tree())
             node.chunks.add(chunk)
         node.own.add(chunk)
-    found: defaultdict[int, list[str]] = defaultdict(list)
-    _collect(root, "", found)
-    return {chunk: tuple(names) for chunk, names in found.items()}
+    modules: defaultdict[int, list[str]] = defaultdict(list)
+    _collect(root, "", modules)
+    return {chunk: tuple(names) for chunk, names in modules.items()}
 
 
-def _collect(tree: _Tree, path: str, found: defaultdict[int, list[str]]) -> None:
+def _collect(tree: _Tree, path: str, modules: defaultdict[int, list[str]]) -> None:
     for name, child in tree.children.items():
         below = f"{path}.{name}" if path else name
         if len(child.chunks) == 1:
-            found[next(iter(child.chunks))].append(below)
+            modules[next(iter(child.chunks))].append(below)
         else:
-            _collect(child, below, found)
+            _collect(child, below, modules)
     for chunk in sorted(tree.own) if path else ():
         if len(tree.chunks) > 1:
-            found[chunk].append(f"{path} (part)")
+            modules[chunk].append(f"{path} (part)")
     if not path:
         for chunk in sorted(tree.own):
-            if not found[chunk]:
-                found[chunk].append("(model itself)")
+            if not modules[chunk]:
+                modules[chunk].append("(model itself)")
 
 
 def _forward_places(plan: PlanRecord) -> Iterator[tuple[str, int]]:
-    """(module, chunk) of every forward computation, in order. Copies for other chunks do not count."""
+    """(module, chunk) of every forward computation, in order. Copies for other chunks are left out."""
     cuts = set(plan.pipeline.cuts) if plan.pipeline else set()
     chunk = 0
     for name, node in plan.nodes.items():
@@ -180,7 +181,7 @@ def _forward_places(plan: PlanRecord) -> Iterator[tuple[str, int]]:
 
 
 def folded_modules(modules: Iterable[str]) -> str:
-    """``embed, layers.{0..3}``: names with the numbers of neighbours together."""
+    """``embed, layers.{0..3}``: the names of modules, with the numbers of equal paths joined."""
     groups: dict[tuple[str, str], list[str]] = {}
     for module in modules:
         parts = module.split(".")
@@ -191,13 +192,13 @@ def folded_modules(modules: Iterable[str]) -> str:
             tail = "".join(f".{part}" for part in parts[at + 1 :])
             groups.setdefault((".".join(parts[:at]), tail), []).append(parts[at])
     return ", ".join(
-        f"{stem}{'.' if stem else ''}{numbers(list(dict.fromkeys(found)))}{tail}" if found else stem
-        for (stem, tail), found in groups.items()
+        f"{stem}{'.' if stem else ''}{numbers(list(dict.fromkeys(layers)))}{tail}" if layers else stem
+        for (stem, tail), layers in groups.items()
     )
 
 
 def mesh_text(plan: PlanRecord) -> str:
-    """``pp=2, dp=2``: the axis of stages, then those inside a stage; those of one device are left out."""
+    """``pp=2, dp=2``: the axis of stages, then the axes inside a stage, unless a stage has only one device."""
     inner = [f"{name}={n}" for name, n in zip(plan.axis_names, plan.mesh, strict=True)]
     if plan.stages == 1:
         return ", ".join(inner)
@@ -205,10 +206,10 @@ def mesh_text(plan: PlanRecord) -> str:
 
 
 def stages_holding(plan: PlanRecord, names: Iterable[str]) -> tuple[int, ...]:
-    """The stages whose cost breakdown has a computation of one of ``names``, or of what takes them."""
+    """The stages that compute one of ``names``; if none does, those that compute a node that reads one of them."""
     wanted = set(names)
-    found = {line.stage for name in wanted for line in plan.lines_by_name.get(name, ()) if line.kind == "compute"}
-    if not found:
+    stages = {line.stage for name in wanted for line in plan.lines_by_name.get(name, ()) if line.kind == "compute"}
+    if not stages:
         users = {name for name, node in plan.nodes.items() if wanted.intersection(node.operands)}
-        found = {line.stage for name in users for line in plan.lines_by_name.get(name, ()) if line.kind == "compute"}
-    return tuple(sorted(found))
+        stages = {line.stage for name in users for line in plan.lines_by_name.get(name, ()) if line.kind == "compute"}
+    return tuple(sorted(stages))

@@ -1,8 +1,8 @@
-"""The text of a plan: at most 40 lines of 100 columns (fewer where the terminal has fewer) for any model, identical
-layers folded, communication on lines of its own.
+"""The text of a plan: at most 40 lines of 100 columns (fewer if the terminal is narrower) for any model. Identical
+layers are folded; communication has lines of its own.
 
-Rows are opened where the time goes: as long as there are lines left, the dearest row that hides something shows what
-is in it.
+Rows are opened where most time is spent: as long as lines are left, the most expensive row that hides something is
+opened.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LINES = 40
 FIGURES = 10
 # Moves that a row lists. Chosen: what a reader takes in.
 MOST_MOVES = 4
-# Communication is what a plan is about: a row is opened for it before one that only computes.
+# Communication matters most in a plan: rows that communicate are opened before rows that only compute.
 # Chosen: a tenth of a row's seconds in communication counts like the rest.
 COMM_WEIGHT = 10
 # Baselines that are listed. Chosen: the three of a plan without stages, and one more.
@@ -60,8 +60,8 @@ def _head(plan: PlanRecord) -> Iterator[str]:
     status = plan.status.upper() + (f" within {plan.gap:.2%}" if math.isfinite(plan.gap) else ", no bound proven")
     step = f"predicted step {duration(p.step_seconds)}"
     peak = f"peak {size(p.peak_bytes)} of {size(plan.memory_limit)} per rank"
-    said = f"status {status}   {step}   {peak}"
-    yield from [said] if len(said) <= page_width() else [f"status {status}", f"       {step}   {peak}"]
+    figures = f"status {status}   {step}   {peak}"
+    yield from [figures] if len(figures) <= page_width() else [f"status {status}", f"       {step}   {peak}"]
     yield trim(f"prices {plan.cluster}: {plan.cluster_source}".rstrip(": "), page_width())
     yield ""
 
@@ -79,8 +79,8 @@ def _table(plan: PlanRecord, budget: int) -> Iterator[str]:
     rows = module_rows(plan)
     widths = _widths(rows)
     yield _line(widths, "module", "weight", "output", "compute", "comm")
-    whole = _Body(rows, budget - 2, widths)
-    yield from (whole if whole.is_whole else _Body(_joined(rows, widths.name), budget - 2, widths)).lines()
+    body = _Body(rows, budget - 2, widths)
+    yield from (body if body.is_whole else _Body(_joined(rows, widths.name), budget - 2, widths)).lines()
 
 
 @dataclass(frozen=True)
@@ -111,12 +111,12 @@ def _line(widths: _Widths, name: str, weight: str, output: str, compute: str, co
 
 
 class _Body:
-    """Chooses which rows show what they hide, within ``budget`` lines; lives while one plan prints."""
+    """Chooses which rows to open within ``budget`` lines. Used while one plan is printed."""
 
     def __init__(self, rows: tuple[ModuleRow, ...], budget: int, widths: _Widths) -> None:
         self.widths, self.budget = widths, max(budget, 1)
         self.root = ModuleRow("", ("",), children=tuple(rows))
-        # For each row that is open how many of its children are shown.
+        # For each open row, how many of its children are shown.
         self.open: dict[int, int] = {}
         self.order = itertools.count()
         self._choose()
@@ -145,8 +145,8 @@ class _Body:
                 heapq.heappush(queue, (-interest, next(self.order), times * child.count, child))
 
     def _open(self, row: ModuleRow, left: int) -> int:
-        """Opens ``row`` if that takes at most ``left`` lines; returns how many it takes. A row with too many children
-        shows the dearest, if there is room for a few, and leaves some lines to what is in them.
+        """Opens ``row`` if that takes at most ``left`` lines; returns how many it takes. If it has too many children,
+        it shows the most expensive ones, provided that a few fit, and leaves some lines for their contents.
         """
         moves, children = min(len(row.moves), MOST_MOVES), len(row.children)
         shown = children if moves + children <= left else (left - moves - 1) * 3 // 4
@@ -158,8 +158,8 @@ class _Body:
     def _shown(self, row: ModuleRow) -> list[ModuleRow]:
         """The children that an open row shows, in their order."""
         dearest = sorted(row.children, key=lambda child: -child.seconds * child.count)[: self.open.get(id(row), 0)]
-        kept = set(map(id, dearest))
-        return [child for child in row.children if id(child) in kept]
+        shown = set(map(id, dearest))
+        return [child for child in row.children if id(child) in shown]
 
     def lines(self) -> Iterator[str]:
         yield from self._below(self.root, 0)
@@ -172,8 +172,8 @@ class _Body:
         for child in shown:
             yield self._row_line(child, depth)
             yield from self._below(child, depth + 1)
-        kept = set(map(id, shown))
-        hidden = [child for child in row.children if id(child) not in kept]
+        shown_ids = set(map(id, shown))
+        hidden = [child for child in row.children if id(child) not in shown_ids]
         if hidden:
             count = sum(child.count for child in hidden)
             compute = sum(child.compute * child.count for child in hidden)
@@ -189,12 +189,12 @@ class _Body:
 
     def _move_lines(self, row: ModuleRow, depth: int) -> Iterator[str]:
         shown = row.moves if len(row.moves) <= MOST_MOVES else row.moves[: MOST_MOVES - 1]
-        for one in shown:
-            yield _move_line(f"{'  ' * depth}↳ {_move_text(one)}", one.seconds)
+        for move in shown:
+            yield _move_line(f"{'  ' * depth}↳ {_move_text(move)}", move.seconds)
         if len(shown) < len(row.moves):
-            rest = row.moves[len(shown) :]
-            count = sum(one.count for one in rest)
-            yield _move_line(f"{'  ' * depth}↳ {count:g} more reshards", sum(one.seconds for one in rest))
+            hidden = row.moves[len(shown) :]
+            count = sum(move.count for move in hidden)
+            yield _move_line(f"{'  ' * depth}↳ {count:g} more reshards", sum(move.seconds for move in hidden))
 
 
 def _move_line(text: str, seconds: float) -> str:
@@ -202,9 +202,9 @@ def _move_line(text: str, seconds: float) -> str:
     return f"{clip(text, room):<{room}} {_figure(seconds):>{FIGURES}}"
 
 
-def _move_text(one: Move) -> str:
-    what = f"{one.what}  {one.way}  "
-    return what + (f"{size(one.bytes)} x{one.count:.3g}" if one.bytes else f"local x{one.count:.3g}")
+def _move_text(move: Move) -> str:
+    what = f"{move.what}  {move.way}  "
+    return what + (f"{size(move.bytes)} x{move.count:.3g}" if move.bytes else f"local x{move.count:.3g}")
 
 
 def _figure(seconds: float) -> str:
@@ -212,17 +212,17 @@ def _figure(seconds: float) -> str:
 
 
 def _joined(rows: tuple[ModuleRow, ...], width: int) -> tuple[ModuleRow, ...]:
-    """Neighbours that are placed alike and move nothing share a row, as long as their names fit into it; in every
-    layer.
+    """Joins adjacent rows with equal placements and no communication, as long as their names fit into one row. Rows
+    inside layers are joined too.
     """
-    found: list[ModuleRow] = []
+    joined: list[ModuleRow] = []
     for row in rows:
         row = _with_children(row, _joined(row.children, width - 2))
-        if found and _alike(found[-1], row) and len(found[-1].label) + 1 + len(row.label) <= width:
-            found[-1] = _side_by_side(found[-1], row)
+        if joined and _alike(joined[-1], row) and len(joined[-1].label) + 1 + len(row.label) <= width:
+            joined[-1] = _side_by_side(joined[-1], row)
         else:
-            found.append(row)
-    return tuple(found)
+            joined.append(row)
+    return tuple(joined)
 
 
 def _with_children(row: ModuleRow, children: tuple[ModuleRow, ...]) -> ModuleRow:
@@ -267,30 +267,30 @@ def _foot(plan: PlanRecord) -> Iterator[str]:
 
 
 def _sync(plan: PlanRecord) -> Iterator[str]:
-    """Gradients to where they rest, and updated weights back to where they are used: once a step, in buckets; those of
-    the busiest stage.
+    """The lines for gradients that are reduced and updated weights that are gathered once a step, in buckets. Of
+    several stages, those of the busiest.
     """
     plan = _of_busiest(plan)
     for kind, label in (("gradient", "gradients"), ("refresh", "weights")):
-        found: dict[tuple[str, str], list[Move]] = {}
-        for one in moves_of(plan, kind):
-            found.setdefault((one.what, one.way), []).append(one)
-        groups = list(found.items())
+        by_way: dict[tuple[str, str], list[Move]] = {}
+        for move in moves_of(plan, kind):
+            by_way.setdefault((move.what, move.way), []).append(move)
+        groups = list(by_way.items())
         shown = groups if len(groups) <= 2 else groups[:1]
         for (what, changed), moves in shown:
-            total = sum(one.bytes * one.count for one in moves)
-            count = sum(one.count for one in moves)
+            total = sum(move.bytes * move.count for move in moves)
+            count = sum(move.count for move in moves)
             amount = f"{size(total)} in {count:g} tensor{'s' if count > 1 else ''}" if total else "local"
-            yield _move_line(f"{label:<10} {what}  {changed}  {amount}", sum(one.seconds for one in moves))
+            yield _move_line(f"{label:<10} {what}  {changed}  {amount}", sum(move.seconds for move in moves))
         if len(shown) < len(groups):
-            rest = [one for _, moves in groups[len(shown) :] for one in moves]
-            total = sum(one.bytes * one.count for one in rest)
+            hidden = [move for _, moves in groups[len(shown) :] for move in moves]
+            total = sum(move.bytes * move.count for move in hidden)
             text = f"{label:<10} {size(total)} more in {len(groups) - len(shown)} other ways"
-            yield _move_line(text, sum(one.seconds for one in rest))
+            yield _move_line(text, sum(move.seconds for move in hidden))
 
 
 def _of_busiest(plan: PlanRecord) -> PlanRecord:
-    """The plan with the lines of its busiest stage alone: these and the bubble are the step."""
+    """The plan with only the lines of its busiest stage. They and the bubble add up to the step."""
     busiest = busiest_stage(plan)
     return replace(plan, lines=tuple(line for line in plan.lines if line.stage == busiest))
 
@@ -319,8 +319,8 @@ def _totals(plan: PlanRecord) -> Iterator[str]:
 
 
 def _held(p: Predicted) -> dict[str, int]:
-    """Bytes by part, as the text of a plan names them."""
-    held = {
+    """Bytes by part, under the names in the text of a plan."""
+    parts = {
         "weights": p.weight_bytes,
         "gradients": p.gradient_bytes,
         "optimizer": p.optimizer_bytes,
@@ -329,12 +329,12 @@ def _held(p: Predicted) -> dict[str, int]:
         "inputs": p.input_bytes,
     }
     if p.host_bytes:
-        held["optimizer state in host memory, besides"] = p.host_bytes
-    return held
+        parts["optimizer state in host memory, besides"] = p.host_bytes
+    return parts
 
 
 def _wrapped(label: str, parts: Sequence[str]) -> Iterator[str]:
-    # Breaks come between the parts only: a figure stays with its unit.
+    # Lines break only between the parts, so that a figure stays with its unit.
     tied = " · ".join(part.replace(" ", "\0") for part in parts)
     for position, line in enumerate(textwrap.wrap(tied, page_width() - 11, break_on_hyphens=False)):
         yield f"{label if position == 0 else '':<11}{line}".replace("\0", " ")
@@ -344,17 +344,15 @@ def _also_priced(plan: PlanRecord) -> Iterator[str]:
     others = sorted(plan.baselines.items(), key=lambda item: item[1].step_seconds if item[1] else math.inf)
     shown = others if len(others) <= MOST_BASELINES else others[: MOST_BASELINES - 1]
     for position, (name, other) in enumerate(shown):
-        lead, said = "also priced" if position == 0 else "", compared(plan, other)
-        room = min(34, page_width() - 13 - len(said))
-        yield f"{lead:<12}{clip(name, room):<{room}} {said}"
+        lead, figures = "also priced" if position == 0 else "", compared(plan, other)
+        room = min(34, page_width() - 13 - len(figures))
+        yield f"{lead:<12}{clip(name, room):<{room}} {figures}"
     if len(shown) < len(others):
         yield f"{'':<12}{len(others) - len(shown)} more in plan.baselines"
 
 
 def compared(plan: PlanRecord, other: Predicted | None) -> str:
-    """How a baseline compares: its step, how much longer that is, and by how much it is too large for the memory
-    limit.
-    """
+    """Compares a baseline with the plan: its step, how much longer that is, its memory peak, and whether it fits."""
     if other is None:
         return f"{'not possible':>21}"
     longer = other.step_seconds / plan.predicted.step_seconds - 1 if plan.predicted.step_seconds else 0.0

@@ -1,4 +1,5 @@
-"""The step of a plan summed by module, kind of line, operation, origin of its rule, phase, collective or stage."""
+"""Tables of a plan: the step summed by module, kind of line, operation, origin of its rule, phase, collective or
+stage."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ Cell = str | int | float
 
 @dataclass(frozen=True)
 class PlanTable:
-    """The answer of :meth:`autopar.plans.plan.Plan.table`: ``rows`` of ``columns``, the dearest first; ``str`` prints
-    it with units. Columns called ``seconds`` are in seconds, ``bytes`` in bytes. ``step_seconds`` is what shares are
-    of: the step, times the pipeline stages if the rows sum over them.
+    """The result of :meth:`autopar.plans.plan.Plan.table`: ``rows`` of ``columns``, the most expensive first; ``str``
+    prints it with units. Columns called ``seconds`` are in seconds, ``bytes`` in bytes. ``step_seconds`` is the total
+    to which shares refer: the step, multiplied by the number of stages if the rows sum over them.
     """
 
     by: str
@@ -71,7 +72,7 @@ _Rows = tuple[tuple[str, ...], list[tuple[Cell, ...]]]
 
 
 def _by_module(plan: PlanRecord) -> _Rows:
-    """Equal layers together; what rests in memory beside what takes time."""
+    """The table by module: seconds, bytes sent and bytes at rest. Equal layers share a row."""
     lines: dict[str, list[PlanLine]] = {}
     held: dict[str, int] = {}
     layers = {
@@ -79,7 +80,7 @@ def _by_module(plan: PlanRecord) -> _Rows:
     }
 
     def pattern(path: str) -> str:
-        """``h.*`` for ``h.3``, the part of a layer that is in none of its modules, too."""
+        """The row of a module: ``h.*.mlp`` for ``h.3.mlp``, and ``h.*`` for the layer ``h.3`` itself."""
         folded = fold_path(path)[0]
         stem, _, name = folded.rpartition(".")
         return f"{stem}.*" if name.isdigit() and stem in layers else folded
@@ -91,10 +92,10 @@ def _by_module(plan: PlanRecord) -> _Rows:
         held[path] = held.get(path, 0) + holding.bytes
     rows: list[tuple[Cell, ...]] = []
     for path in dict.fromkeys([*lines, *held]):
-        found = lines.get(path, [])
-        compute = sum(line.seconds for line in found if line.kind in ("compute", "optimizer"))
-        seconds = sum(line.seconds for line in found)
-        rows.append((path or "(model)", compute, seconds - compute, seconds, _sent(found), held.get(path, 0)))
+        own = lines.get(path, [])
+        compute = sum(line.seconds for line in own if line.kind in ("compute", "optimizer"))
+        seconds = sum(line.seconds for line in own)
+        rows.append((path or "(model)", compute, seconds - compute, seconds, _sent(own), held.get(path, 0)))
     return ("module", "compute", "comm", "seconds", "communicated", "held"), rows
 
 
@@ -104,12 +105,12 @@ def _sent(lines: list[PlanLine]) -> int:
 
 def _by(name: str, key: Callable[[PlanRecord, PlanLine], str]) -> Callable[[PlanRecord], _Rows]:
     def make(plan: PlanRecord) -> _Rows:
-        found: dict[str, list[PlanLine]] = {}
+        groups: dict[str, list[PlanLine]] = {}
         for line in plan.lines:
-            found.setdefault(key(plan, line), []).append(line)
+            groups.setdefault(key(plan, line), []).append(line)
         rows: list[tuple[Cell, ...]] = [
             (text, sum(line.times for line in lines), sum(line.seconds for line in lines), _sent(lines))
-            for text, lines in found.items()
+            for text, lines in groups.items()
         ]
         return (name, "count", "seconds", "communicated"), rows
 
@@ -123,21 +124,21 @@ def _op(plan: PlanRecord, line: PlanLine) -> str:
 
 
 def _rule(plan: PlanRecord, line: PlanLine) -> str:
-    """Where the sharding rule of the operation comes from."""
+    """The source of the operation's sharding rule."""
     return plan.rules.get(_op(plan, line), _op(plan, line))
 
 
 def _by_collective(plan: PlanRecord) -> _Rows:
-    """Every collective of a step. A line of several hops is priced as one: its seconds are shared among its
-    collectives by bytes.
+    """The table by collective. A line of several hops has one price, whose seconds are shared among its collectives in
+    proportion to their bytes.
     """
-    found: dict[tuple[str, str, int, str], list[tuple[int, float]]] = {}
+    groups: dict[tuple[str, str, int, str], list[tuple[int, float]]] = {}
     for line in plan.lines:
         for (kind, axes, count), seconds in _collectives(plan, line):
-            found.setdefault((kind, axes, count, line.kind), []).append((line.times, seconds))
+            groups.setdefault((kind, axes, count, line.kind), []).append((line.times, seconds))
     rows: list[tuple[Cell, ...]] = [
         (kind, axes, reason, sum(times for times, _ in lines), count, sum(seconds for _, seconds in lines))
-        for (kind, axes, count, reason), lines in found.items()
+        for (kind, axes, count, reason), lines in groups.items()
     ]
     return ("collective", "axes", "for", "count", "bytes", "seconds"), rows
 
@@ -151,10 +152,11 @@ def _collectives(plan: PlanRecord, line: PlanLine) -> Iterator[tuple[tuple[str, 
 
 
 def _by_stage(plan: PlanRecord) -> _Rows:
-    """What each pipeline stage does in a step, and idles; ``sent``: to other stages, by each of its devices."""
+    """The table by pipeline stage: seconds in a step, busy and idle. ``communicated``: bytes that each of its devices
+    sends to other stages."""
     rows: list[tuple[Cell, ...]] = []
     for row in stage_rows(plan):
-        sent = sum(one.bytes for one in row.sent) * plan.microbatches
+        sent = sum(message.bytes for message in row.sent) * plan.microbatches
         idle = plan.predicted.step_seconds - row.busy
         held = " | ".join(map(folded_modules, row.modules))
         ranks = f"{row.ranks[0]}-{row.ranks[1]}"

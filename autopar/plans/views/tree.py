@@ -1,4 +1,4 @@
-"""The tree of a plan's modules, every one of them, equal layers folded: placements, shares of a step, communication."""
+"""The tree of all modules of a plan: placements, shares of a step, communication. Equal layers are folded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTH = 120
 
 @dataclass(frozen=True)
 class PlanTree:
-    """The answer of :meth:`autopar.plans.plan.Plan.tree`: ``str`` draws it, rich prints it in colour, ``rows`` are its
+    """The result of :meth:`autopar.plans.plan.Plan.tree`: ``str`` draws it, rich prints it in colour, ``rows`` are its
     modules.
     """
 
@@ -48,8 +48,8 @@ class PlanTree:
 
     def _add(self, tree: Tree, row: ModuleRow, times: int) -> None:
         branch = tree.add(self._label(row, times * row.count))
-        for one in row.moves:
-            branch.add(_move_label(one))
+        for move in row.moves:
+            branch.add(_move_label(move))
         for child in row.children:
             self._add(branch, child, times * row.count)
 
@@ -73,6 +73,6 @@ class PlanTree:
         return label
 
 
-def _move_label(one: Move) -> Text:
-    amount = f"{size(one.bytes)} x{one.count:.3g}" if one.bytes else f"local x{one.count:.3g}"
-    return Text(f"↳ {one.what}  {one.way}  {amount}  {duration(one.seconds)}", style="yellow", no_wrap=True)
+def _move_label(move: Move) -> Text:
+    amount = f"{size(move.bytes)} x{move.count:.3g}" if move.bytes else f"local x{move.count:.3g}"
+    return Text(f"↳ {move.what}  {move.way}  {amount}  {duration(move.seconds)}", style="yellow", no_wrap=True)

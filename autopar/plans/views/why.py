@@ -1,5 +1,5 @@
-"""Why a plan places a parameter, module or node as it does: the choice, who made it, what it costs, and what others
-would.
+"""Explains why a plan places a parameter, module or node as it does: the choice, who made it, what it costs, and what
+alternatives would cost.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Provenance = Literal["user", "tied", "price", "only"]
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """One thing the choice costs in a step: ``seconds`` (over all it covers) or resting ``bytes`` on a device, never
-    both.
+    """One cost of a choice in a step: ``seconds`` (summed over everything it covers) or resting ``bytes`` on a device,
+    never both.
     """
 
     what: str
@@ -39,13 +39,13 @@ class Cost:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The answer of :meth:`autopar.plans.plan.Plan.why`; ``str`` is a table.
+    """The result of :meth:`autopar.plans.plan.Plan.why`; ``str`` is a table.
 
-    ``choice`` maps what was chosen (``weight``, ``gradient``, ``optimizer``; ``output``; ``inputs``) to its
-    placements. ``provenance`` says who chose: the "user" by a pin, "price", price for all layers "tied" to one
-    choice, or nobody, for there is "only" one possibility; ``reason`` says it in words. ``alternatives`` are None
-    where there is no choice; they change ``together`` nodes. ``costs`` are those of this one. With
-    pipeline stages, ``stage`` says on which it is and why, and ``sent`` how its value is sent to others.
+    ``choice`` maps what was chosen (``weight``, ``gradient``, ``optimizer``; ``output``; ``inputs``) to its placements.
+    ``provenance`` says who chose: "user", by a pin; "price"; "tied", price for all layers that share one choice;
+    "only", nobody, because there is only one possibility. ``reason`` says it in words. ``alternatives`` are None where
+    there is no choice; they change ``together`` nodes. ``costs`` are those of the choice. With pipeline stages,
+    ``stage`` says which stage it is on and why, and ``sent`` how its value is sent to other stages.
     """
 
     name: str
@@ -104,8 +104,8 @@ class Explanation:
     def _alternative_lines(self) -> Iterator[str]:
         if self.alternatives is None:
             return
-        found = self.alternatives
-        if not found.possible:
+        alternatives = self.alternatives
+        if not alternatives.possible:
             pinned = (
                 "the pin leaves no other choice"
                 if self.provenance == "user"
@@ -113,7 +113,8 @@ class Explanation:
             )
             yield f"{'instead':<11}nothing alone: {pinned}"
             return
-        count = f"{found.possible} possible" + (f", {found.impossible} not possible alone" if found.impossible else "")
+        impossible = f", {alternatives.impossible} not possible alone" if alternatives.impossible else ""
+        count = f"{alternatives.possible} possible{impossible}"
         where = f", in all {self.together} layers" if self.together > 1 else ""
         yield f"instead{where}, neighbours as they are ({count}):"
         rows = [
@@ -123,11 +124,11 @@ class Explanation:
                 self._relative(other.seconds),
                 self._memory(other.bytes),
             )
-            for other in found.cheapest
+            for other in alternatives.cheapest
         ]
         yield from columns(("  choice", "step", "", "memory"), rows, right=(1, 2))
-        if found.possible > len(found.cheapest):
-            yield f"  … {found.possible - len(found.cheapest)} more, dearer"
+        if alternatives.possible > len(alternatives.cheapest):
+            yield f"  … {alternatives.possible - len(alternatives.cheapest)} more, dearer"
 
     def _relative(self, seconds: float) -> str:
         return f"{seconds / self.step_seconds:+.1%}" if self.step_seconds else ""
@@ -138,11 +139,12 @@ class Explanation:
 
 def explain(plan: PlanRecord, name: str) -> Explanation:
     """``plan.why(name)``. Raises :class:`OptionsError` for an unknown name."""
-    found = _explained(plan, name)
+    explanation = _explained(plan, name)
     if plan.stages == 1:
-        return found
+        return explanation
     plain = name.removeprefix("%")
-    return replace(found, stage=stage_reason(plan, found.name, found.kind), sent=sent_reasons(plan, plain))
+    stage = stage_reason(plan, explanation.name, explanation.kind)
+    return replace(explanation, stage=stage, sent=sent_reasons(plan, plain))
 
 
 def _explained(plan: PlanRecord, name: str) -> Explanation:
@@ -158,8 +160,8 @@ def _explained(plan: PlanRecord, name: str) -> Explanation:
 
 
 def _unknown(plan: PlanRecord, name: str) -> str:
-    known = list(dict.fromkeys([*plan.parameters, *plan.outputs, *plan.nodes]))
-    hint = did_you_mean(name, known) or "; plan.tree() shows the paths there are"
+    names = list(dict.fromkeys([*plan.parameters, *plan.outputs, *plan.nodes]))
+    hint = did_you_mean(name, names) or "; plan.tree() shows the paths there are"
     return f"the plan knows no parameter, module or node called {name!r}{hint}"
 
 
@@ -198,25 +200,27 @@ def _parameter_lines(plan: PlanRecord, path: str, node: str) -> Iterator[PlanLin
 
 
 def _gradient_lines(plan: PlanRecord, path: str, producer: str) -> Iterator[PlanLine]:
-    """One node may make several gradients: its lines are in their order, none for those that lie right already."""
-    moved = [path for path, made in _moved(plan) if made == producer]
+    """The lines that move the gradient of ``path``. A node may compute several gradients. Its lines are in their order,
+    and gradients that already have the right placement have none."""
+    moved = [path for path, node in _moved(plan) if node == producer]
     lines = [line for line in plan.lines_by_name.get(producer, ()) if line.kind == "gradient"]
     yield from (line for other, line in zip(moved, lines, strict=True) if other == path)
 
 
 def _moved(plan: PlanRecord) -> Iterator[tuple[str, str]]:
-    """The parameters whose gradients are made elsewhere than they rest, each with the node that makes it."""
+    """The parameters whose gradients are computed in another placement than they rest in, each with the node that
+    computes the gradient."""
     for path, values in plan.gradient_values.items():
         yield from ((path, value.partition(".")[0]) for value in values.split(",") if _is_moved(plan, path, value))
 
 
 def moved_gradients(plan: PlanRecord) -> Counter[str]:
-    """How many gradients of each node are moved to where they rest."""
+    """For each node, how many of the gradients it computes are moved to another placement."""
     return Counter(node for _, node in _moved(plan))
 
 
 def _is_moved(plan: PlanRecord, path: str, value: str) -> bool:
-    """Whether ``value``, the gradient of a parameter, is made in another placement than it rests in."""
+    """Whether ``value``, the gradient of a parameter, is computed in another placement than it rests in."""
     producer, _, index = value.partition(".")
     if producer in plan.parameter_nodes.values():
         return plan.parameters[plan.nodes[producer].target].weight != plan.parameters[path].gradient
@@ -251,12 +255,12 @@ def _explain_node(plan: PlanRecord, name: str) -> Explanation:
 
 
 def _saved(plan: PlanRecord, name: str) -> set[str]:
-    """The node, and the rests that keep its results for backward."""
+    """The node, and the nodes that save its results for backward."""
     return {name, *(rest for rest, n in plan.nodes.items() if n.op == "autopar.rest" and n.operands == (name,))}
 
 
 def _node_lines(plan: PlanRecord, name: str) -> Iterator[PlanLine]:
-    """What the node computes, what it takes in another placement, and its results on the way to others."""
+    """The lines of the node: its computation, the reshards of its results, and those of its operands."""
     yield from plan.lines_by_name.get(name, ())
     needs = {short(place) for place in plan.strategies[name].inputs}
     for operand in plan.nodes[name].operands:
@@ -300,12 +304,12 @@ def _first(plan: PlanRecord, node: str) -> str:
 
 
 def _alike(plan: PlanRecord, node: str) -> list[str]:
-    """The nodes that choose as ``node`` does, itself included."""
+    """The nodes that share the choice of ``node``, itself included."""
     return list(plan.alike.get(_first(plan, node), ()))
 
 
 def _provenance(plan: PlanRecord, node: str, path: str) -> tuple[Provenance, str]:
-    """Who chose for ``node``, whose path for people is ``path``."""
+    """Who chose for ``node``, and the reason in words. ``path`` names it for people."""
     first, alike = _first(plan, node), _alike(plan, node)
     for pattern, text in plan.pinned.items():
         for name in () if is_stage_pin(text) else alike:
@@ -313,8 +317,8 @@ def _provenance(plan: PlanRecord, node: str, path: str) -> tuple[Provenance, str
             if pinned is not None:
                 also = "" if name == node else f", which fixes {pinned} and so all {len(alike)} of its kind"
                 return "user", f"the user: pin {pattern!r}: {text!r}{also}"
-    found = plan.alternatives.get(first)
-    if found is None:
+    alternatives = plan.alternatives.get(first)
+    if alternatives is None:
         op = plan.nodes[node].op if node in plan.nodes else ""
         reason = plan.rules.get(op, "").removeprefix("fallback").removeprefix(": ")
         fallback = f": {op} has no sharding rule" + (f" ({reason})" if reason else "") if op in plan.fallbacks else ""
@@ -325,7 +329,8 @@ def _provenance(plan: PlanRecord, node: str, path: str) -> tuple[Provenance, str
 
 
 def _paths(plan: PlanRecord, name: str) -> list[str]:
-    """The paths a pin may call a node by: that of its parameter, or those of the modules whose output it makes."""
+    """The paths by which a pin may name a node: that of its parameter, or those of the modules whose output it
+    computes."""
     if plan.nodes[name].op == "param":
         return [plan.nodes[name].target]
     return [path for path, node in plan.module_nodes.items() if node == name]
@@ -345,7 +350,7 @@ _ONCE = {"optimizer": "update", "offload": "optimizer state to the device and ba
 
 
 def _line_costs(plan: PlanRecord, lines: list[PlanLine]) -> Iterator[Cost]:
-    """Compute in all, then each kind of move, the dearest first."""
+    """The total of computation, then each kind of reshard, the most expensive first."""
     for kind, label in (("compute", "compute"), ("optimizer", "optimizer"), ("offload", "offload")):
         of_kind = [line for line in lines if line.kind == kind]
         seconds = sum(line.seconds for line in of_kind)
@@ -353,20 +358,20 @@ def _line_costs(plan: PlanRecord, lines: list[PlanLine]) -> Iterator[Cost]:
             phases = " + ".join(dict.fromkeys(line.phase for line in of_kind)) if kind == "compute" else _ONCE[kind]
             yield Cost(label, f"{len(of_kind)} operations, {phases}" if len(of_kind) > 1 else phases, seconds)
     labels = {"reshard": "reshard", "weight": "gather", "gradient": "grad sync", "refresh": "refresh"}
-    found: dict[tuple[str, str, str], list[PlanLine]] = {}
+    moves: dict[tuple[str, str, str], list[PlanLine]] = {}
     for line in lines:
         if line.kind in labels and line.steps:
-            one = move(plan, line)
-            found.setdefault((labels[line.kind], one.what, one.way), []).append(line)
-    by_price = sorted(found.items(), key=lambda item: -sum(line.seconds for line in item[1]))
+            reshard = move(plan, line)
+            moves.setdefault((labels[line.kind], reshard.what, reshard.way), []).append(line)
+    by_price = sorted(moves.items(), key=lambda item: -sum(line.seconds for line in item[1]))
     for (label, what, changed), group in by_price[:8]:
         count = sum(step.bytes * line.times for line in group for step in line.steps)
         often = sum(line.times for line in group)
         detail = f"{what}  {changed}  {size(count) if count else 'local'}" + (f" in {often}" if often > 1 else "")
         yield Cost(label, detail, sum(line.seconds for line in group))
-    rest = [line for _, group in by_price[8:] for line in group]
-    if rest:
-        yield Cost("more", f"{len(rest)} other reshards", sum(line.seconds for line in rest))
+    others = [line for _, group in by_price[8:] for line in group]
+    if others:
+        yield Cost("more", f"{len(others)} other reshards", sum(line.seconds for line in others))
 
 
 def _held(plan: PlanRecord, names: set[str]) -> Iterator[Cost]:

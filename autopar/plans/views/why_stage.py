@@ -1,4 +1,4 @@
-"""Why something is on the pipeline stage it is on, and how its value is sent to others."""
+"""Explains why something is on its pipeline stage, and how its value is sent to other stages."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def _stages(plan: PlanRecord, name: str, kind: str) -> tuple[int, ...]:
 
 
 def _chosen(plan: PlanRecord, name: str, kind: str) -> str:
-    """The user, if a pin fixes the stage of the module ``name`` is (in)."""
+    """Who chose the stage, and why: the user, if a pin fixes the stage of the module that ``name`` is (in), or
+    price."""
     path = name if kind != "node" else plan.nodes[name].target or plan.nodes[name].module
     parts = path.split(".")
     outer = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
@@ -57,18 +58,18 @@ def _chosen(plan: PlanRecord, name: str, kind: str) -> str:
 
 
 def sent_reasons(plan: PlanRecord, name: str) -> tuple[str, ...]:
-    """A line for each chunk that the value of the node ``name`` is sent to, on another stage."""
+    """A line for each chunk on another stage that receives the value of the node ``name``."""
     if plan.pipeline is None:
         return ()
     node = plan.parameter_nodes.get(name) or plan.module_nodes.get(name, name)
     placement = plan.pipeline.schedule.placement
-    found = []
+    reasons = []
     for edge, place in sorted(plan.pipeline.wires.items()):
         source, target = placement[edge.source], placement[edge.target]
         if edge.name == node and source != target:
             count = plan.pipeline.wire_bytes[edge]
-            found.append(
+            reasons.append(
                 f"from stage {source} to {target} as {short(place)}, {size(count)} x{plan.microbatches} by each rank: "
                 "cheapest for sender, wire and receiver"
             )
-    return tuple(found)
+    return tuple(reasons)
