@@ -1,8 +1,9 @@
 """Which pipelines are worth solving: layouts of stages, and numbers of microbatches for each.
 
-Where nothing is asked for, a layout is tried only if it could win. The devices together cannot take less than what one
-device computes, and a pipeline is taken to idle besides, by a sixth of what 1F1B does. That is what ZB-V leaves with
-equal chunks; uneven ones might leave less, so this part of the bound is a heuristic.
+If the options fix neither stages nor schedule, a layout is tried only if it could win. The devices together need at
+least the seconds that one device needs for the whole step. In addition, a pipeline is assumed to idle for at least a
+sixth of the time that 1F1B idles. That is what ZB-V idles with equal chunks; uneven chunks might idle less, so this
+part of the bound is a heuristic.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from autopar.planner.request import PlanRequest, axes_are_fixed
 
 from .stage_meshes import StageLayout, layouts, microbatch_counts
 
-# How many placement programs may be solved to see whether stages pay, times the operations of the graph: at least one.
+# How many placement programs, times operations of the graph, may be solved to see whether stages pay; at least one
+# program is solved.
 # Chosen: one program for a graph of 2000 operations, whose solve takes longest; four for one of 500.
 EFFORT = 2000
 
 
 def attempts(request: PlanRequest, graph: Graph, best: float) -> Iterator[tuple[StageLayout, tuple[int, ...]]]:
-    """Layouts with the numbers of microbatches to try. ``graph``: the step to be cut; ``best``: seconds of the best
-    plan without stages, infinite if there is none."""
+    """Layouts with the numbers of microbatches to try. ``graph``: the step that will be cut; ``best``: seconds of the
+    best plan without stages, infinite if there is none."""
     options, devices = request.options, math.prod(request.mesh)
     one_stage = StageLayout(1, request.mesh, tuple(range(len(request.mesh))))
     if options.stages in (None, 1) and options.microbatches is not None and options.microbatches > 1:
@@ -37,61 +39,61 @@ def attempts(request: PlanRequest, graph: Graph, best: float) -> Iterator[tuple[
         yield one_stage, tuple(n for n in microbatch_counts(request.batch, 1, None) if n > 1)
     if options.stages == 1 or (options.stages is None and (devices == 1 or keeps_axes(request))):
         return
-    every = [
+    possible = [
         (layout, microbatch_counts(request.batch, layout.stages, options.microbatches))
         for layout in layouts(request.mesh, options.stages)
     ]
     if options.stages is not None or options.schedule is not None:
-        yield from every
+        yield from possible
     else:
-        yield from _promising(request, graph, best, every)
+        yield from _promising(request, graph, best, possible)
 
 
 def keeps_axes(request: PlanRequest) -> bool:
-    """Whether what is fixed speaks of the axes of the mesh, so that they are not given to stages unasked."""
+    """Whether the options refer to axes of the mesh. Then axes are not given to stages unless stages are requested."""
     options = request.options
     fixed = options.zero is not None or axes_are_fixed(request)
     return fixed and options.schedule is None and options.microbatches is None
 
 
 def _promising(
-    request: PlanRequest, graph: Graph, best: float, every: list[tuple[StageLayout, tuple[int, ...]]]
+    request: PlanRequest, graph: Graph, best: float, possible: list[tuple[StageLayout, tuple[int, ...]]]
 ) -> Iterator[tuple[StageLayout, tuple[int, ...]]]:
-    """Of all attempts those that could win, the one with the least bound of each layout first, as many as the effort
-    allows."""
+    """Of all possible attempts those that could win, as many as the effort allows. The attempts with the least bound of
+    each layout come first."""
     devices = math.prod(request.mesh)
-    alone, launches = single_device_seconds(request, graph)
+    compute, launches = single_device_seconds(request, graph)
     idle = partial(_idle_share, request.cluster)
-    found: list[tuple[float, int, StageLayout, int]] = []
-    for layout, counts in every:
+    promising: list[tuple[float, int, StageLayout, int]] = []
+    for layout, counts in possible:
         bounds = [
-            (alone + (n - 1) * launches) / devices * (1.0 + idle(layout.stages, n)) + _hops(request, layout)
+            (compute + (n - 1) * launches) / devices * (1.0 + idle(layout.stages, n)) + _hops(request, layout)
             for n in counts
         ]
         ranked = sorted(zip(bounds, counts, strict=True))
-        found += [(bound, turn, layout, n) for turn, (bound, n) in enumerate(ranked) if bound < best]
-    found.sort(key=lambda one: (one[1], one[0]))
-    # Where nothing fits without stages there is more to find.
+        promising += [(bound, rank, layout, n) for rank, (bound, n) in enumerate(ranked) if bound < best]
+    promising.sort(key=lambda attempt: (attempt[1], attempt[0]))
+    # If nothing fits without stages, a pipeline is needed, so more are tried.
     most = max(4 if math.isinf(best) else 1, EFFORT // len(graph))
-    yield from ((layout, (n,)) for _, _, layout, n in found[:most])
+    yield from ((layout, (n,)) for _, _, layout, n in promising[:most])
 
 
 def _idle_share(cluster: Cluster, stages: int, microbatches: int) -> float:
-    """Idle over busy time that a pipeline is taken to have at least: the least of any named schedule, a sixth of
-    1F1B's, but none where idle ranks leave their processors to others."""
+    """The least ratio of idle to busy time that a pipeline is assumed to have: the least of any named schedule, which
+    is a sixth of that of 1F1B. It is 0 if idle ranks leave their processors to other ranks."""
     return 0.0 if cluster.cores < cluster.sharing else (stages - 1) / (6.0 * microbatches)
 
 
 def _hops(request: PlanRequest, layout: StageLayout) -> float:
-    """Latencies on the way of a microbatch through all stages and back."""
+    """Sum of the latencies that a microbatch meets on its way through all stages and back."""
     devices = math.prod(layout.mesh)
     pairs = ((s, s + 1) for s in range(layout.stages - 1))
     return 2.0 * sum(message_rate(request.cluster, s, t, devices)[0] for s, t in pairs)
 
 
 def single_device_seconds(request: PlanRequest, graph: Graph) -> tuple[float, float]:
-    """Seconds of computing a step on one device, and what of it is paid again for each further microbatch: launching.
-    However it is divided, the devices take this in sum."""
+    """Seconds to compute a step on one device, and the part of them that is paid again for each further microbatch: the
+    kernel launches. However a step is divided, this is the least sum over its devices."""
     alone = annotate(graph, (1,))
     prices = Prices.of(request.cluster, (1,), alone)
     nodes = [node for node in graph.nodes if not node.is_placeholder]

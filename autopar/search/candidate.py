@@ -1,4 +1,4 @@
-"""An alternative that the search for a plan has solved, not yet written as a plan."""
+"""A candidate that the search for a plan has solved, but not yet written as a plan."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .stage_meshes import StageLayout
 
 @dataclass(frozen=True)
 class Candidate:
-    """A solved alternative of ``seconds`` a step.
+    """A solved candidate that takes ``seconds`` a step.
 
-    ``make`` writes its plan; ``figures`` gives its name and predictions. Of the alternatives of one ``layout`` (None:
-    without stages) only the quickest is listed with the plan. ``baselines`` were priced with it. ``improved``, of
-    a pipeline, is the same under a schedule of its own."""
+    ``make`` writes its plan; ``figures`` gives its name and predictions. Of the candidates of one ``layout`` (None:
+    without stages) only the quickest is listed with the plan. ``baselines`` were priced with it. ``improved``, for
+    pipelines, solves a schedule for it and returns the improved candidate."""
 
     seconds: float
     layout: StageLayout | None

@@ -20,9 +20,9 @@ SectionOf = Callable[[Priced], str]
 
 
 def sections_of(graph: Graph) -> SectionOf:
-    """The section of a chunk's graph that a line of its cost breakdown belongs to: "forward", "input_gradient" or
-    "weight_gradient". A computation of backward belongs to the input gradient by itself, a reshard if a node of it is
-    among the users of the value."""
+    """Returns a function that gives the section of a chunk's graph that a line of its cost breakdown belongs to:
+    "forward", "input_gradient" or "weight_gradient". A backward computation belongs to the input gradient if that needs
+    it, a reshard if the input gradient has a node that reads the value."""
     early, _ = split_backward(graph)
     users: dict[str, set[str]] = {}
     for value, uses in graph.users.items():
@@ -42,13 +42,13 @@ def sections_of(graph: Graph) -> SectionOf:
 
 
 def first_buckets_seconds(graph: Graph, lines: Iterable[CostLine]) -> float:
-    """Seconds of the buckets of gradients that fill first in backward, as many as may be on their way at once: of all
-    others one has to wait (:class:`autopar.passes.lower.emit.Buckets`)."""
-    made = {node.name: position for position, node in enumerate(graph.nodes)}
-    travelling = [line for line in lines if line.kind == "gradient" and line.collectives]
+    """Seconds of the gradient buckets that fill first in backward, as many as may be in flight at once. A rank waits
+    for an earlier bucket before it sends any other (:class:`autopar.passes.lower.emit.Buckets`)."""
+    positions = {node.name: position for position, node in enumerate(graph.nodes)}
+    reductions = [line for line in lines if line.kind == "gradient" and line.collectives]
     filling: dict[object, list[CostLine]] = {}
     full: list[list[CostLine]] = []
-    for line in sorted(travelling, key=lambda line: made[line.name]):
+    for line in sorted(reductions, key=lambda line: positions[line.name]):
         wire = line.collectives[0]
         group = wire.kind, wire.axes, line.name if wire.kind == "all_to_all" else ""
         members = filling.setdefault(group, [])
@@ -59,7 +59,7 @@ def first_buckets_seconds(graph: Graph, lines: Iterable[CostLine]) -> float:
 
 
 def chunk_price(chunk: Chunk, breakdown: CostBreakdown, shares: HiddenShares, section_of: SectionOf) -> ChunkPrice:
-    """The price of ``chunk``, of whose messages ``shares`` can be hidden."""
+    """The price of ``chunk``, whose messages can be hidden in the given ``shares``."""
     seconds = Counter[str]()
     for line in breakdown.lines:
         if line.kind not in (*ONCE_A_STEP, "hidden"):

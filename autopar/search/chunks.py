@@ -1,10 +1,11 @@
-"""From placements of a whole graph to placements of its pipeline chunks.
+"""From placements of an uncut graph to placements of its pipeline chunks.
 
 The placement program is solved once for the graph of a microbatch, as if all of it ran on the mesh inside one stage.
-Cutting the graph leaves every choice as it is; what is new is how values lie on the wire between stages. The sender
-reshards to the wire's placement, each rank sends its shard to its counterpart, the receiver reshards to what its
-operations need. A wire that is sharded where both ends are replicated sends each byte once and gathers it inside the
-receiving stage (the scatter/gather optimisation of Narayanan et al., SC'21, section 4.1): it is chosen by price.
+Cutting the graph leaves every choice as it is. In addition, values that are sent between stages need a placement on the
+wire. The sender reshards to the wire's placement, each rank sends its shard to its counterpart, and the receiver
+reshards to what its operations need. If both ends are replicated, a sharded wire sends each byte once and gathers it
+inside the receiving stage (the scatter/gather optimisation of Narayanan et al., SC'21, section 4.1). Wires are chosen
+by price.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _DUPLICATE = re.compile(r"_at\d+(?=$|_)")
 
 @dataclass(frozen=True)
 class Chunk:
-    """One chunk: its ``graph``, rests inserted, and the choice for each of its nodes."""
+    """One chunk: its ``graph``, with a node for each saved activation, and the choice for each of its nodes."""
 
     index: int
     graph: Graph
@@ -39,7 +40,8 @@ class Chunk:
 
 @dataclass(frozen=True)
 class WirePrice:
-    """What a byte takes between two stages: ``seconds = latency + bytes / bandwidth``, of what one rank sends."""
+    """The price of a message between two stages: ``seconds = latency + bytes / bandwidth``, where ``bytes`` are those
+    that one rank sends."""
 
     latency: float
     bandwidth: float
@@ -50,17 +52,17 @@ WirePrices = Mapping[tuple[int, int], WirePrice]
 
 def place_chunks(
     staged: Staged,
-    whole: Assignment,
+    uncut: Assignment,
     prices: Prices,
     links: WirePrices,
-    known: Mapping[Edge, Placements] | None = None,
+    fixed: Mapping[Edge, Placements] | None = None,
 ) -> tuple[tuple[Chunk, ...], dict[Edge, Placements]]:
-    """The chunks of ``staged`` with the choices of ``whole``, an assignment of the uncut graph, and the placement of
-    every edge on the wire: as ``known``, or chosen by price. ``links``: by (source, target) chunk."""
-    known = known or {}
-    rested = [SaveActivations()(graph) for graph in staged.chunks]
-    made = [recomputed(graph, _carried(graph, whole, prices)) for graph in rested]
-    graphs, bare = [graph for graph, _ in made], [assignment for _, assignment in made]
+    """The chunks of ``staged`` with the choices of ``uncut``, an assignment of the uncut graph, and the placement of
+    every edge on the wire: the ``fixed`` one, or one chosen by price. ``links``: by (source, target) chunk."""
+    fixed = fixed or {}
+    saving = [SaveActivations()(graph) for graph in staged.chunks]
+    recomputing = [recomputed(graph, _carried(graph, uncut, prices)) for graph in saving]
+    graphs, bare = [graph for graph, _ in recomputing], [assignment for _, assignment in recomputing]
     senders = [_sent_values(graph) for graph in graphs]
     wires: dict[Edge, Placements] = {}
     for edge in sorted(staged.edges):
@@ -68,7 +70,7 @@ def place_chunks(
         home, kind = bare[edge.source].placements_of(value), graphs[edge.source].type_of(value)
         needs = _needs(graphs[edge.target], bare[edge.target], edge.name)
         link = links[edge.source, edge.target]
-        wires[edge] = known.get(edge) or best_wire(kind, home, needs, prices, link)
+        wires[edge] = fixed.get(edge) or best_wire(kind, home, needs, prices, link)
     chunks = [
         Chunk(index, graph, _with_wires(index, graph, assignment, wires))
         for index, (graph, assignment) in enumerate(zip(graphs, bare, strict=True))
@@ -81,7 +83,7 @@ def _sent_values(graph: Graph) -> dict[str, Value]:
 
 
 def _with_wires(index: int, graph: Graph, assignment: Assignment, wires: Mapping[Edge, Placements]) -> Assignment:
-    """The assignment with what the chunk receives and sends placed as on the wire."""
+    """The assignment in which the values that the chunk receives and sends have their placements on the wire."""
     received = {edge.name: place for edge, place in wires.items() if edge.target == index}
     strategies = dict(assignment.strategies)
     for node in graph.placeholders("receive"):
@@ -90,39 +92,41 @@ def _with_wires(index: int, graph: Graph, assignment: Assignment, wires: Mapping
     for edge, place in wires.items():
         if edge.source == index:
             sends.setdefault(edge.name, {})[place] = None
-    return replace(assignment, strategies=strategies, sends={name: tuple(found) for name, found in sends.items()})
+    return replace(assignment, strategies=strategies, sends={name: tuple(places) for name, places in sends.items()})
 
 
-def _carried(graph: Graph, whole: Assignment, prices: Prices) -> Assignment:
-    """The choices of ``whole`` for the nodes of a chunk, by name; a node that cutting made chooses what asks least of
-    its neighbours."""
-    parameters = {n.name: whole.parameters[_original(n.name, whole.parameters)] for n in graph.placeholders("param")}
+def _carried(graph: Graph, uncut: Assignment, prices: Prices) -> Assignment:
+    """The choices of ``uncut`` for the nodes of a chunk, by name. A node that cutting added takes the strategy that is
+    cheapest, reshards of its operands included."""
+    parameters = {n.name: uncut.parameters[_original(n.name, uncut.parameters)] for n in graph.placeholders("param")}
     strategies: dict[str, Strategy] = {}
     annotated: Graph | None = None
     for node in graph.nodes:
         if node.op in ("param", "receive"):
             continue
-        known = whole.strategies.get(_original(node.name, whole.strategies))
+        strategy = uncut.strategies.get(_original(node.name, uncut.strategies))
         homes = [_home(value, strategies, parameters) for value in node.operands]
-        if known is None and node.op == SAVED_ACTIVATION and homes[0] is not None:
-            known = _resting(homes[0])
-        if known is None:
-            annotated = annotated or annotate(graph, whole.mesh)
-            known = _nearest(node, graph, annotated.strategies[node.name], homes, prices)
-        strategies[node.name] = known
-    again = frozenset(n.name for n in graph.nodes if {n.name, _DUPLICATE.sub("", n.name)} & whole.recomputed)
-    return Assignment(whole.mesh, strategies, parameters, recomputed=again)
+        if strategy is None and node.op == SAVED_ACTIVATION and homes[0] is not None:
+            strategy = _resting(homes[0])
+        if strategy is None:
+            annotated = annotated or annotate(graph, uncut.mesh)
+            strategy = _nearest(node, graph, annotated.strategies[node.name], homes, prices)
+        strategies[node.name] = strategy
+    recomputed_names = frozenset(n.name for n in graph.nodes if {n.name, _DUPLICATE.sub("", n.name)} & uncut.recomputed)
+    return Assignment(uncut.mesh, strategies, parameters, recomputed=recomputed_names)
 
 
-def _original(name: str, known: Mapping[str, object]) -> str:
-    """The node that ``name`` copies: a copy for another chunk is called ``<name>_at<chunk>``."""
-    return name if name in known else _DUPLICATE.sub("", name)
+def _original(name: str, names: Mapping[str, object]) -> str:
+    """The name of the node that ``name`` copies, if it is not among ``names`` itself: a copy for another chunk is
+    called ``<name>_at<chunk>``."""
+    return name if name in names else _DUPLICATE.sub("", name)
 
 
 def _home(value: Value, strategies: Mapping[str, Strategy], parameters: Mapping[str, object]) -> Placements | None:
-    """How an operand lies, None if it is received (its placement on the wire is chosen later) or a parameter."""
-    found = strategies.get(value.node)
-    return None if found is None or value.node in parameters else found.outputs[value.index]
+    """The placement of an operand; None if it is received (its placement on the wire is chosen later) or a
+    parameter."""
+    strategy = strategies.get(value.node)
+    return None if strategy is None or value.node in parameters else strategy.outputs[value.index]
 
 
 def _resting(home: Placements) -> Strategy:
@@ -145,7 +149,7 @@ def _nearest(
 
 
 def _needs(graph: Graph, assignment: Assignment, name: str) -> tuple[tuple[Phase, Placements], ...]:
-    """How the received value ``name`` is needed, each way once per phase."""
+    """The placements in which the received value ``name`` is needed, each once per phase."""
     node = next(n for n in graph.placeholders("receive") if n.target == name)
     return tuple(dict.fromkeys(_all_needs(graph, assignment, Value(node.name))))
 
@@ -165,13 +169,13 @@ def best_wire(
     prices: Prices,
     link: WirePrice,
 ) -> Placements:
-    """The placement in which a value is sent at least cost: resharded from ``home`` by the sender, and to each of
-    ``needs`` by the receiver. Partial sums are reduced first: sent as they are, each rank would send a whole tensor."""
+    """The placement in which sending a value costs least. The sender reshards it from ``home``, the receiver to each of
+    ``needs``. Partial sums are reduced first; otherwise each rank would send a whole tensor."""
     table = prices.table(kind)
 
     def seconds(place: Placements) -> float:
-        sent = link.latency + local_bytes(kind, place, prices.mesh) / link.bandwidth
-        return table.cost(home, place) + sent + sum(table.cost(place, need) for _, need in needs)
+        wire = link.latency + local_bytes(kind, place, prices.mesh) / link.bandwidth
+        return table.cost(home, place) + wire + sum(table.cost(place, need) for _, need in needs)
 
-    states = [place for place in table.states if not any(isinstance(one, Partial) for one in place)]
+    states = [place for place in table.states if not any(isinstance(placement, Partial) for placement in place)]
     return min(states, key=lambda place: (seconds(place), str(place)))

@@ -1,4 +1,4 @@
-"""A pipeline's schedule made to measure: the cut of a named answer, in an order of its own."""
+"""Improves a solved pipeline by a schedule that is solved for its chunks. The cuts stay those of the named schedule."""
 
 from __future__ import annotations
 
@@ -17,69 +17,71 @@ from .rehearsed_memory import held_beyond
 from .schedule_cpsat import MOST_COMPUTATIONS, computations
 from .schedule_solver import SolvedSchedule, solve_schedule
 
-# An order of its own must save this share of the step, unless it is asked for.
+# A solved schedule must save this share of the step, unless it is requested.
 # Chosen: as Options.gap; a named order is easier to read and to trust.
 WORTH = 0.01
-# Deterministic seconds for the solver; most pipelines it can solve at all take less.
+# Deterministic seconds for the solver. Most pipelines that it can solve at all take less.
 # Two of the 17 solved in benchmarks/results/schedules.json took longer than two seconds.
 MOST_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Measure:
-    """How to look for a schedule. ``asked``: by name, so that any gain is taken, and none is said."""
+class ScheduleSearch:
+    """How to search for a schedule. ``requested``: the options ask for it; then any gain is taken, and a note says so
+    if there is none."""
 
-    asked: bool
+    requested: bool
     memory_limit: float
     time_limit: float
     seed: int
 
 
-def with_solved_schedule(made: PipelineSolution, measure: Measure) -> tuple[PipelineSolution, str]:
-    """``made`` under a schedule of its own if that is quicker and fits, else ``made``, and why (empty if it was not
-    asked for)."""
-    schedule = made.pipeline.schedule
+def with_solved_schedule(solution: PipelineSolution, search: ScheduleSearch) -> tuple[PipelineSolution, str]:
+    """``solution`` under a solved schedule if that is quicker and fits. Otherwise ``solution`` itself, and a note that
+    says why (empty if no solved schedule was requested)."""
+    schedule = solution.pipeline.schedule
     small = computations(schedule.placement, schedule.microbatches) <= MOST_COMPUTATIONS
-    if not measure.asked and (schedule.stages == 1 or not small):
-        return made, ""
+    if not search.requested and (schedule.stages == 1 or not small):
+        return solution, ""
     try:
-        solved = _solve(made, measure)
+        solved = _solve(solution, search)
     except InfeasibleError:
-        return made, _kept(made, "nothing else was found within the memory") if measure.asked else ""
-    least = made.seconds * (1.0 if measure.asked else 1.0 - WORTH)
-    breakdown = _price_under(made, solved.schedule)
+        return solution, _kept(solution, "nothing else was found within the memory") if search.requested else ""
+    least = solution.seconds * (1.0 if search.requested else 1.0 - WORTH)
+    breakdown = _price_under(solution, solved.schedule)
     if (
         breakdown.seconds < least
-        and max(breakdown.peaks) <= measure.memory_limit
+        and max(breakdown.peaks) <= search.memory_limit
         and solved.schedule.name not in SCHEDULES
     ):
-        pipeline = planned_pipeline(made.pipeline.cuts, breakdown, made.pipeline.wires, made.whole.prices)
-        better = replace(made, breakdown=breakdown, pipeline=pipeline)
-        if held_beyond(better, measure.memory_limit) <= 0:
+        pipeline = planned_pipeline(solution.pipeline.cuts, breakdown, solution.pipeline.wires, solution.uncut.prices)
+        better = replace(solution, breakdown=breakdown, pipeline=pipeline)
+        if held_beyond(better, search.memory_limit) <= 0:
             return better, ""
-    found = f"nothing quicker was found ({solved.status}; no schedule saves more than {solved.gap:.1%})"
-    return made, _kept(made, found) if measure.asked else ""
+    reason = f"nothing quicker was found ({solved.status}; no schedule saves more than {solved.gap:.1%})"
+    return solution, _kept(solution, reason) if search.requested else ""
 
 
-def _solve(made: PipelineSolution, measure: Measure) -> SolvedSchedule:
-    """The temporaries of what computes are not in the simulated bytes, so they are taken off the limit."""
-    breakdown, schedule = made.breakdown, made.pipeline.schedule
+def _solve(solution: PipelineSolution, search: ScheduleSearch) -> SolvedSchedule:
+    """Solves for a schedule. The simulated bytes do not include temporaries, so these are subtracted from the
+    limits."""
+    breakdown, schedule = solution.breakdown, solution.pipeline.schedule
     limits = tuple(
-        measure.memory_limit - max(breakdown.breakdowns[c].memory.temporary for c in held) for held in schedule.held
+        search.memory_limit - max(breakdown.breakdowns[c].memory.temporary for c in held) for held in schedule.held
     )
-    seconds = min(measure.time_limit, MOST_SECONDS)
+    seconds = min(search.time_limit, MOST_SECONDS)
     return solve_schedule(
-        breakdown.prices, schedule.placement, schedule.microbatches, schedule.edges, limits, seconds, measure.seed
+        breakdown.prices, schedule.placement, schedule.microbatches, schedule.edges, limits, seconds, search.seed
     )
 
 
-def _price_under(made: PipelineSolution, schedule: Schedule) -> PipelineBreakdown:
-    """The same chunks under ``schedule``."""
-    prices, wires = made.whole.prices, made.pipeline.wires
+def _price_under(solution: PipelineSolution, schedule: Schedule) -> PipelineBreakdown:
+    """The cost breakdown of the same chunks under ``schedule``."""
+    prices, wires = solution.uncut.prices, solution.pipeline.wires
     pairs = tuple(sorted({(edge.source, edge.target) for edge in wires}))
-    links = wire_prices(prices.cluster, schedule.placement, math.prod(made.layout.mesh), pairs)
-    return price_stages(made.breakdown.chunks, wires, schedule, prices, links, made.whole.instance.optimizer)
+    links = wire_prices(prices.cluster, schedule.placement, math.prod(solution.layout.mesh), pairs)
+    return price_stages(solution.breakdown.chunks, wires, schedule, prices, links, solution.uncut.instance.optimizer)
 
 
-def _kept(made: PipelineSolution, why: str) -> str:
-    return f"schedule={SOLVED!r}: {made.pipeline.schedule.name} is kept, {why}"
+def _kept(solution: PipelineSolution, reason: str) -> str:
+    return f"schedule={SOLVED!r}: {solution.pipeline.schedule.name} is kept, {reason}"

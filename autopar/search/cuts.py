@@ -1,10 +1,10 @@
-"""Where to cut: the model's forward divided among pipeline chunks so that the slowest is as quick as can be.
+"""Where to cut: divides the model's forward among pipeline chunks so that the slowest chunk is as quick as possible.
 
-Between neighbouring candidates (:func:`autopar.passes.pipeline.cut_candidates`) lies a *segment*. A chunk is a run of
-segments; it takes the sum of their seconds, or what its input takes on the wire if that is more, and it holds their
-parameters and, for each microbatch in flight, what they save. Among all ways to cut n segments into K chunks that fit
-into memory, dynamic programming over (chunk, end) finds the one with the least largest chunk in O(K n^2) (as in
-PipeDream, Narayanan et al. 2019, section 3.1).
+Between adjacent candidates (:func:`autopar.passes.pipeline.cut_candidates`) lies a *segment*. A chunk is a run of
+segments. It takes the sum of their seconds, or the seconds that its input takes on the wire if these are more. It holds
+their parameters and, for each microbatch in flight, their saved activations. Among all ways to cut n segments into K
+chunks that fit into memory, dynamic programming over (chunk, end) finds the one whose slowest chunk takes least, in
+O(K n^2) (as in PipeDream, Narayanan et al. 2019, section 3.1).
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from autopar.solver.problem import Floats, Ints
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """``starts``: the forward nodes at which segments 1, 2, ... begin. By segment: ``seconds`` for one microbatch,
-    forward and backward, ``static`` bytes (parameters, gradients, optimizer state), ``saved`` bytes of a microbatch;
-    ``wire``: seconds that what crosses the segment's start takes on a wire, forward or back (0 for the first)."""
+    """The segments of a graph. ``starts``: the forward nodes at which segments 1, 2, ... begin. By segment: ``seconds``
+    for one microbatch, forward and backward; ``static`` bytes (parameters, gradients, optimizer state); ``saved`` bytes
+    of a microbatch; ``wire``: seconds for which values that cross the segment's start occupy a wire, forward or
+    backward (0 for the first)."""
 
     starts: tuple[str, ...]
     seconds: Floats
@@ -39,7 +40,7 @@ def best_cuts(
     """The nodes at which chunks 1, 2, ... begin, or None if no cut into ``len(in_flight)`` chunks of at most ``limit``
     bytes exists.
 
-    ``ranks`` gives the pipeline rank of each chunk, ``allowed`` for each segment the rank that must hold it (-1: any).
+    ``ranks``: the pipeline rank of each chunk; ``allowed``: for each segment, the rank that must hold it (-1: any).
     """
     chunks, count = len(in_flight), segments.count
     if chunks > count:

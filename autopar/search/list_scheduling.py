@@ -1,8 +1,8 @@
-"""Schedules by list scheduling: a rank that is free does at once the most urgent computation that is ready.
+"""Schedules by list scheduling: a free rank starts at once the most urgent computation that is ready.
 
-Input gradients are the most urgent, since other ranks wait for them; then come forwards while memory lasts, and weight
-gradients fill what time is left, or the other way round. With more chunks than one on a rank, a forward leaves room for
-the rank's later chunks, so that a microbatch that was begun can always be finished.
+Input gradients are the most urgent, since other ranks wait for them. Forwards follow while memory lasts, and weight
+gradients fill the remaining time, or the other way round. If a rank has several chunks, a forward leaves room for the
+rank's later chunks, so that every microbatch that was begun can be finished.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _URGENCIES: tuple[tuple[Kind, ...], ...] = (
 
 
 def greedy_orders(wiring: Wiring, microbatches: int, prices: PipelinePrices, limits: Limits) -> Iterator[Orders]:
-    """The computations of each rank, for each order of urgency that comes to its end within the memory."""
+    """Yields the computations of each rank, once for each order of urgency that completes the step within memory."""
     for urgency in _URGENCIES:
-        play = _Greedy(wiring, microbatches, prices, limits, urgency)
-        if play.run():
-            yield tuple(map(tuple, play.orders))
+        scheduler = _Greedy(wiring, microbatches, prices, limits, urgency)
+        if scheduler.run():
+            yield tuple(map(tuple, scheduler.orders))
 
 
 class _Greedy:
-    """The event loop: a rank is woken when it becomes free and when something becomes ready for it."""
+    """The event loop. A rank is woken when it becomes free and when a computation becomes ready for it."""
 
     def __init__(
         self, wiring: Wiring, microbatches: int, prices: PipelinePrices, limits: Limits, urgency: tuple[Kind, ...]
@@ -50,9 +50,9 @@ class _Greedy:
             for rank, held in enumerate(self.held)
         ]
         chunks = range(len(wiring.placement))
-        every = [Action(kind, chunk, b) for kind in SPLIT for chunk in chunks for b in range(microbatches)]
-        self.missing = {i: len(prerequisites(i)) + len(wiring.arrivals(i)) for i in every}
-        # (time, rank, serial number, what has got one more of its inputs); the rank is looked at each time.
+        computations = [Action(kind, chunk, b) for kind in SPLIT for chunk in chunks for b in range(microbatches)]
+        self.missing = {i: len(prerequisites(i)) + len(wiring.arrivals(i)) for i in computations}
+        # (time, rank, serial number, computations for which one more input has arrived).
         self.serial = count()
         self.events: list[tuple[float, int, int, tuple[Action, ...]]] = []
         for rank in range(len(self.held)):
@@ -65,24 +65,24 @@ class _Greedy:
         heapq.heappush(self.events, (time, rank, next(self.serial), arrived))
 
     def run(self) -> bool:
-        """Whether all is computed in the end."""
+        """Runs all events. Returns whether everything was computed."""
         while self.events:
             time, rank, _, arrived = heapq.heappop(self.events)
             for action in arrived:
                 self.missing[action] -= 1
                 if not self.missing[action]:
                     self.ready[rank].add(action)
-            more = self.events and self.events[0][:2] == (time, rank)
-            if not more and self.free[rank] <= time:
+            more_at_once = self.events and self.events[0][:2] == (time, rank)
+            if not more_at_once and self.free[rank] <= time:
                 self.go(rank, time)
         return sum(map(len, self.orders)) == len(self.missing)
 
     def go(self, rank: int, time: float) -> None:
-        """Begins the most urgent computation that is ready, if there is one."""
+        """Starts the most urgent computation that is ready, if there is one."""
         allowed = [i for i in self.ready[rank] if i.kind != "forward" or self.needs(rank, i.chunk) <= self.room[rank]]
         if not allowed:
             return
-        # Later chunks first: they end sooner.
+        # Later chunks come first: their microbatches are finished sooner.
         chosen = min(allowed, key=lambda i: (self.urgency.index(i.kind), -i.chunk, i.microbatch))
         self.ready[rank].remove(chosen)
         self.orders[rank].append(chosen)
@@ -96,16 +96,17 @@ class _Greedy:
             self.wake(arrival, self.wiring.placement[message.target], (target,))
 
     def followers(self, done: Action) -> tuple[Action, ...]:
-        """What the same chunk can compute next for the same microbatch."""
+        """The computation that the same chunk can do next for the same microbatch, if there is one."""
         after = SPLIT[SPLIT.index(done.kind) + 1 :][:1]
         return tuple(Action(kind, done.chunk, done.microbatch) for kind in after)
 
     def needs(self, rank: int, chunk: int) -> float:
-        """Bytes that must be free for a forward: the chunk's own, and one microbatch's of each later chunk."""
+        """Bytes that must be free for a forward: those of its chunk, and one microbatch of each later chunk."""
         return sum(whole_bytes(self.prices, c) for c in self.held[rank] if c >= chunk)
 
     def keep(self, rank: int, done: Action) -> None:
-        """Takes a forward's bytes, or gives back those of a gradient: the rank is not asked before it has ended."""
+        """Reserves the bytes of a forward, or releases those of a gradient. A rank chooses again only after the
+        computation has ended, so releasing them at its start is safe."""
         price = self.prices.chunks[done.chunk]
         if done.kind == "forward":
             self.room[rank] -= whole_bytes(self.prices, done.chunk)

@@ -1,11 +1,11 @@
-"""The quickest pipeline for one way to divide the devices into stages and the batch into microbatches.
+"""The quickest pipeline for one division of the devices into stages and of the batch into microbatches.
 
-The placement program is solved once, for the graph of one microbatch on the mesh inside a stage. Its answer prices
-every node; from these prices come the cuts (:mod:`.cuts`) and, for each schedule, the simulated step
+The placement program is solved once, for the graph of one microbatch on the mesh inside a stage. Its solution prices
+every node. From these prices come the cuts (:mod:`.cuts`) and, for each schedule, the simulated step
 (:mod:`.pipeline_breakdown`). The quickest step wins.
 
-The memory of the uncut graph is taken for that of all stages together; a stage that turns out too full asks for a
-solution with less memory, a few times.
+The memory of the uncut graph stands for that of all stages together. If a stage turns out too full, the program is
+solved again with less memory, a few times.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .stage_meshes import StageLayout
 
 # How often the program is solved, with less memory each time. Chosen: each round costs a solve.
 ROUNDS = 3
-# Schedules that fit into memory and are priced exactly, of those whose estimates are best.
+# How many schedules that fit into memory are priced exactly, in the order of their estimates.
 # Chosen: an exact price takes longer than an estimate, and the second best estimate may be the better schedule.
 PRICED = 2
 # Chunks of a stage that are tried. Chosen: each more multiplies messages.
@@ -54,11 +54,11 @@ MOST_CHUNKS = 4
 
 @dataclass(frozen=True)
 class PipelineSolution:
-    """A cut, placed and scheduled graph; ``whole`` is the answer of the placement program for the uncut graph of one
+    """A cut, placed and scheduled graph. ``uncut`` is the solution of the placement program for the uncut graph of one
     microbatch."""
 
     layout: StageLayout
-    whole: MeshSolution
+    uncut: MeshSolution
     breakdown: PipelineBreakdown
     pipeline: PlannedPipeline
 
@@ -69,9 +69,10 @@ class PipelineSolution:
 
 @dataclass(frozen=True)
 class PipelineRequest:
-    """What is searched: the concrete step ``graph`` (no rests) at the whole batch, how to divide it, and what is
-    fixed. ``inputs``: along which dim each is divided. ``memory_limit`` and ``host_limit`` are bytes for each device;
-    ``solve`` solves the placement program of a graph with rests within so many of the device and of the host."""
+    """A request for a pipeline: the concrete step ``graph`` at the whole batch, without nodes for saved activations,
+    how to divide it, and what is fixed. ``inputs``: the dim along which each is divided. ``memory_limit`` and
+    ``host_limit`` are bytes for each device. ``solve`` solves the placement program of a graph, with nodes for saved
+    activations, within limits of the device's and the host's bytes."""
 
     graph: Graph
     inputs: Mapping[str, int | None]
@@ -88,59 +89,59 @@ def search(request: PipelineRequest) -> PipelineSolution:
     """The quickest pipeline for one layout and number of microbatches.
 
     Raises:
-        InfeasibleError: no stage division fits into memory, of the devices or of their hosts.
+        InfeasibleError: no division into stages fits into the memory of the devices or of their hosts.
         OptionsError: the batch does not divide, the model has too few places to cut, or a pin cannot be met.
     """
     pieces = microbatch(request.graph, request.microbatches, request.inputs)
-    candidates, where = _candidates(request, pieces.graph)
+    candidates, segment_of = _candidates(request, pieces.graph)
     stages, worst = request.layout.stages, math.inf
     limit, host = request.memory_limit * stages, request.host_limit * stages
     for _ in range(ROUNDS):
-        whole = request.solve(SaveActivations()(pieces.graph), inner_repeats(request.microbatches, stages), limit, host)
-        found: list[PipelineSolution] = []
+        uncut = request.solve(SaveActivations()(pieces.graph), inner_repeats(request.microbatches, stages), limit, host)
+        solutions: list[PipelineSolution] = []
         fitting: list[PipelineSolution] = []
-        for made in _scheduled(request, pieces, candidates, where, whole):
-            found.append(made)
-            fitting += [made] if _fits(request, made) else []
+        for solution in _scheduled(request, pieces, candidates, segment_of, uncut):
+            solutions.append(solution)
+            fitting += [solution] if _fits(request, solution) else []
             if len(fitting) == PRICED:
                 break
         if fitting:
             return min(fitting, key=lambda solution: solution.seconds)
-        host_bytes = min((solution.breakdown.host_bytes for solution in found), default=0)
+        host_bytes = min((solution.breakdown.host_bytes for solution in solutions), default=0)
         if host_bytes > request.host_limit:
             # 5% less than what would just fit: chosen, so that few rounds are needed.
             host *= 0.95 * request.host_limit / host_bytes
             continue
-        worst = min([worst, *(float(max(solution.breakdown.peaks)) for solution in found)])
+        worst = min([worst, *(float(max(solution.breakdown.peaks)) for solution in solutions)])
         # As above; a fifth less where nothing could be cut at all.
         limit *= 0.95 * min(1.0, request.memory_limit / worst) if math.isfinite(worst) else 0.8
-    check_host(whole.prices.cluster, host_bytes, request.host_limit)
+    check_host(uncut.prices.cluster, host_bytes, request.host_limit)
     raise _too_full(request, worst)
 
 
-def _fits(request: PipelineRequest, made: PipelineSolution) -> bool:
-    return max(made.breakdown.peaks) <= request.memory_limit and made.breakdown.host_bytes <= request.host_limit
+def _fits(request: PipelineRequest, solution: PipelineSolution) -> bool:
+    return max(solution.breakdown.peaks) <= request.memory_limit and solution.breakdown.host_bytes <= request.host_limit
 
 
 def _candidates(request: PipelineRequest, graph: Graph) -> tuple[tuple[CutCandidate, ...], dict[str, int]]:
-    """Where the graph may be cut, and the segment of each node: at the best places, or at so many more that what pins
-    want on different stages can be cut apart. Raises :class:`OptionsError` if nothing does that."""
+    """Where the graph may be cut, and the segment of each node. Takes the best places, and as many more as are needed
+    to separate modules that pins put on different stages. Raises :class:`OptionsError` if none separate them."""
     least = _least_cuts(request)
     while True:
-        found = cut_candidates(graph, least) if request.layout.stages > 1 else ()
-        where = segment_of_nodes(graph, found)
+        candidates = cut_candidates(graph, least) if request.layout.stages > 1 else ()
+        segment_of = segment_of_nodes(graph, candidates)
         try:
-            pinned_ranks(graph, where, len(found) + 1, request.pins, request.layout.stages)
+            pinned_ranks(graph, segment_of, len(candidates) + 1, request.pins, request.layout.stages)
         except PinnedTogetherError:
-            if len(found) < least:
+            if len(candidates) < least:
                 raise
-            least = len(found) + 1
+            least = len(candidates) + 1
         else:
-            return found, where
+            return candidates, segment_of
 
 
 def _least_cuts(request: PipelineRequest) -> int:
-    """How many cuts some schedule needs: that which is asked for, or one with a chunk a stage."""
+    """How many cuts are needed at least: those of the requested schedule, or of one with a chunk per stage."""
     return (
         min((request.layout.stages * chunks for _, chunks in schedule_choices(request.layout.stages, request.schedule)))
         - 1
@@ -148,36 +149,36 @@ def _least_cuts(request: PipelineRequest) -> int:
 
 
 def inner_repeats(microbatches: int, stages: int) -> Repeats:
-    """How the placement program takes the uncut graph: on average over stages, half as many microbatches are in flight
-    as there are stages."""
+    """How often the placement program assumes the uncut graph to run, and with how many microbatches in flight: on
+    average over stages, half as many as there are stages."""
     in_flight = min(microbatches, math.ceil((stages + 1) / 2))
     return Repeats(microbatches, in_flight, accumulates=True, stages=stages)
 
 
 def _too_full(request: PipelineRequest, worst: float) -> InfeasibleError:
-    least = f"; the fullest stage of the best cut needs {worst:.0f}" if math.isfinite(worst) else ""
+    fullest = f"; the fullest stage of the best cut needs {worst:.0f}" if math.isfinite(worst) else ""
     return InfeasibleError(
         f"{request.layout.stages} stages on meshes {request.layout.mesh} with {request.microbatches} microbatches do "
-        f"not fit into {request.memory_limit:.0f} bytes per device{least}. More stages or microbatches hold less each"
+        f"not fit into {request.memory_limit:.0f} bytes per device{fullest}. More stages or microbatches hold less each"
     )
 
 
-def schedule_choices(stages: int, asked: str | None) -> Iterator[tuple[str, int]]:
-    """Names of schedules with the chunks per stage to try them with. One made to measure starts from the cut of the
+def schedule_choices(stages: int, requested: str | None) -> Iterator[tuple[str, int]]:
+    """Names of schedules with the numbers of chunks per stage to try. A solved schedule starts from the cuts of the
     best of them."""
-    asked = None if asked == SOLVED else asked
-    if stages == 1 and asked is None:
+    requested = None if requested == SOLVED else requested
+    if stages == 1 and requested is None:
         yield "1f1b", 1
         return
     for name, named in SCHEDULES.items():
-        if asked in (None, name):
+        if requested in (None, name):
             most = min(named.most or MOST_CHUNKS, MOST_CHUNKS)
             yield from ((name, chunks) for chunks in range(named.least, most + 1) if chunks == 1 or name != "gpipe")
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """A schedule (name, chunks per stage) with the cuts that suit it, and the step estimated from its segments."""
+    """A schedule (name, chunks per stage) with the best cuts for it, and its step, estimated from the segments."""
 
     kind: tuple[str, int]
     cuts: tuple[str, ...]
@@ -188,30 +189,30 @@ def _scheduled(
     request: PipelineRequest,
     pieces: Microbatched,
     candidates: tuple[CutCandidate, ...],
-    where: dict[str, int],
-    whole: MeshSolution,
+    segment_of: dict[str, int],
+    uncut: MeshSolution,
 ) -> Iterator[PipelineSolution]:
-    """Answers for the schedules the graph has enough cuts for, those that promise most first."""
+    """Solutions for the schedules for which the graph has enough cuts, in the order of their estimates."""
     stages = request.layout.stages
-    links = wire_prices(whole.prices.cluster, tuple(range(stages)), math.prod(request.layout.mesh), _ring(stages))
+    links = wire_prices(uncut.prices.cluster, tuple(range(stages)), math.prod(request.layout.mesh), _ring(stages))
     slowest = min(links.values(), key=lambda link: link.bandwidth)
-    segments = price_segments(pieces.graph, candidates, where, whole, slowest)
-    pinned = pinned_ranks(pieces.graph, where, len(candidates) + 1, request.pins, stages)
+    segments = price_segments(pieces.graph, candidates, segment_of, uncut, slowest)
+    pinned = pinned_ranks(pieces.graph, segment_of, len(candidates) + 1, request.pins, stages)
     kinds = [k for k in schedule_choices(stages, request.schedule) if stages * k[1] <= segments.count]
     if not kinds:
         raise OptionsError(
-            f"stages={stages}: the model has {segments.count} regions between places where it can be cut; that many "
-            "stages at most (chunks of interleaved schedules counted)"
+            f"stages={stages}: the model has {segments.count} regions between places where it can be cut, and at most "
+            "that many stages (counting the chunks of interleaved schedules)"
         )
     if request.pins and not any(_cuts_at(segments, kind, request, pinned, math.inf) for kind in kinds):
         raise OptionsError(
             f"no cut into {stages} stages keeps the pins {request.pins}: stages follow each other in the order of the "
             "forward, and each has something to compute"
         )
-    shared = shared_processors(whole.prices.cluster, stages, whole.prices.devices)
-    found = [cut for kind in kinds if (cut := _cut_for(request, segments, kind, pinned, slowest, shared)) is not None]
-    for chosen in sorted(found, key=lambda one: one.estimate):
-        yield cut_and_price(request.layout, pieces, chosen.cuts, chosen.kind, whole)
+    shared = shared_processors(uncut.prices.cluster, stages, uncut.prices.devices)
+    cuts = [cut for kind in kinds if (cut := _cut_for(request, segments, kind, pinned, slowest, shared)) is not None]
+    for chosen in sorted(cuts, key=lambda estimated: estimated.estimate):
+        yield cut_and_price(request.layout, pieces, chosen.cuts, chosen.kind, uncut)
 
 
 def _cut_for(
@@ -223,7 +224,7 @@ def _cut_for(
     shared: SharedProcessors | None,
 ) -> _Cut | None:
     """The best cuts for a schedule, None if no cut fits into memory."""
-    # The chunks of a rank share its memory: each may take its part of it.
+    # The chunks of a rank share its memory equally.
     cuts = _cuts_at(segments, kind, request, pinned, request.memory_limit / kind[1])
     if cuts is None:
         return None
@@ -242,8 +243,8 @@ def _cuts_at(
 def _estimated(
     segments: Segments, cuts: tuple[str, ...], schedule: Schedule, link: WirePrice, shared: SharedProcessors | None
 ) -> PipelinePrices:
-    """Prices of a chain of chunks as the segments have them: a third of the time each for forward, input gradient and
-    weight gradient."""
+    """Prices of a chain of chunks, estimated from the segments: forward, input gradient and weight gradient take a
+    third of the seconds each."""
     starts = [0, *(segments.starts.index(name) + 1 for name in cuts), segments.count]
     seconds = [float(segments.seconds[a:b].sum()) / 3.0 for a, b in pairwise(starts)]
     edges = {
@@ -259,28 +260,28 @@ def _ring(stages: int) -> tuple[tuple[int, int], ...]:
 
 
 def cut_and_price(
-    layout: StageLayout, pieces: Microbatched, cuts: tuple[str, ...], kind: tuple[str, int], whole: MeshSolution
+    layout: StageLayout, pieces: Microbatched, cuts: tuple[str, ...], kind: tuple[str, int], uncut: MeshSolution
 ) -> PipelineSolution:
-    """The graph cut at ``cuts`` under the schedule ``kind`` (name, chunks per stage): placed and priced."""
+    """Cuts the graph at ``cuts``, places it, and prices it under the schedule ``kind`` (name, chunks per stage)."""
     staged = cut(pieces, cuts)
     schedule = scheduled(kind, layout.stages, pieces.count, staged)
-    return price_schedule(layout, staged, cuts, schedule, whole)
+    return price_schedule(layout, staged, cuts, schedule, uncut)
 
 
 def price_schedule(
-    layout: StageLayout, staged: Staged, cuts: tuple[str, ...], schedule: Schedule, whole: MeshSolution
+    layout: StageLayout, staged: Staged, cuts: tuple[str, ...], schedule: Schedule, uncut: MeshSolution
 ) -> PipelineSolution:
-    """The cut graph under ``schedule``: placed as ``whole`` chooses, and priced."""
+    """Places the cut graph as ``uncut`` chooses, and prices it under ``schedule``."""
     pairs = tuple((edge.source, edge.target) for edge in staged.edges)
-    links = wire_prices(whole.prices.cluster, schedule.placement, math.prod(layout.mesh), pairs)
-    chunks, wires = place_chunks(staged, whole.assignment, whole.prices, links)
-    breakdown = price_stages(chunks, wires, schedule, whole.prices, links, whole.instance.optimizer)
-    return PipelineSolution(layout, whole, breakdown, planned_pipeline(cuts, breakdown, wires, whole.prices))
+    links = wire_prices(uncut.prices.cluster, schedule.placement, math.prod(layout.mesh), pairs)
+    chunks, wires = place_chunks(staged, uncut.assignment, uncut.prices, links)
+    breakdown = price_stages(chunks, wires, schedule, uncut.prices, links, uncut.instance.optimizer)
+    return PipelineSolution(layout, uncut, breakdown, planned_pipeline(cuts, breakdown, wires, uncut.prices))
 
 
 def scheduled(kind: tuple[str, int], stages: int, microbatches: int, staged: Staged) -> Schedule:
-    """The named schedule over the links of a cut graph; a link has a gradient to bring back if backward values are sent
-    there."""
+    """The named schedule over the links of a cut graph. A link returns a gradient if backward values are sent over
+    it."""
     back = {(edge.target, edge.source) for edge in staged.edges if edge.phase == "backward"}
     forward = {(edge.source, edge.target) for edge in staged.edges if edge.phase == "forward"}
     links = tuple(Link(low, high, (low, high) in back) for low, high in sorted(forward | back))

@@ -1,9 +1,9 @@
-"""What a pipeline costs: each chunk's cost breakdown, and the step that a schedule makes of them.
+"""The cost of a pipeline: each chunk's cost breakdown, and the step under a schedule.
 
-The cost breakdown of a chunk counts what its devices do in a step, so that its lines add up as those of a plan without
-stages; how long the step takes is more than any stage's cost breakdown, for stages wait: the simulator
-(:mod:`autopar.cost.pipeline.simulate`) replays the schedule with the durations of these lines, and what it adds to
-the fullest stage is the bubble.
+The cost breakdown of a chunk counts what its devices do in a step, so its lines add up like those of a plan without
+stages. Since stages wait for each other, the step takes longer than the cost breakdown of any stage. The simulator
+(:mod:`autopar.cost.pipeline.simulate`) replays the schedule with the durations of these lines. What it adds to the
+busiest stage is the bubble.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PipelineBreakdown:
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
-        """Peak bytes of each pipeline rank's devices: all its chunks rest there, one computes at a time."""
+        """Peak bytes of each pipeline rank's devices. They hold all chunks of the rank; one computes at a time."""
         held = self.schedule.held
         return tuple(
             sum(self.breakdowns[c].memory.peak - self.breakdowns[c].memory.temporary for c in chunks)
@@ -63,25 +63,25 @@ class PipelineBreakdown:
 
     @property
     def fullest(self) -> int:
-        """The pipeline rank that holds most."""
+        """The pipeline rank with the highest memory peak."""
         return max(range(len(self.peaks)), key=lambda rank: self.peaks[rank])
 
 
 def wire_prices(
     cluster: Cluster, placement: tuple[int, ...], devices: int, pairs: tuple[tuple[int, int], ...]
 ) -> WirePrices:
-    """The price of the wire of each of ``pairs`` of chunks; nothing within a rank. ``placement``: chunk to rank."""
-    found: dict[tuple[int, int], WirePrice] = {}
+    """The price of the wire of each of ``pairs`` of chunks, 0 within a rank. ``placement``: chunk to rank."""
+    wires: dict[tuple[int, int], WirePrice] = {}
     for pair in pairs:
         source, target = placement[pair[0]], placement[pair[1]]
         rate = (0.0, float("inf")) if source == target else message_rate(cluster, source, target, devices)
-        found[pair] = WirePrice(*rate)
-    return found
+        wires[pair] = WirePrice(*rate)
+    return wires
 
 
 def shared_processors(cluster: Cluster, stages: int, devices: int) -> SharedProcessors | None:
-    """Which stages of so many ``devices`` share the processors of a host, and how quick they are while others wait;
-    None if no two do. Prices hold for all devices that are there at work."""
+    """Which stages share the processors of a host, and how quick they are while others wait; None if no two stages
+    share processors. ``devices``: of each stage. Prices assume that all devices of a host are at work."""
     each = -(-min(cluster.sharing, stages * devices) // devices)
     if each == 1 or cluster.sharing == cluster.cores:
         return None
@@ -121,8 +121,8 @@ def _breakdowns(
     shares: Sequence[HiddenShares],
     sections: Sequence[SectionOf],
 ) -> Iterator[CostBreakdown]:
-    """The cost breakdown of each chunk. The first chunk of a rank pays for agreeing on overflow, once a step on every
-    device."""
+    """The cost breakdown of each chunk. The first chunk of each rank includes the agreement on overflow, which every
+    device makes once a step."""
     most, first = in_flight_of_chunks(schedule), {held[0] for held in schedule.held}
     agreement = agreement_seconds(prices, (chunk.graph for chunk in chunks), schedule.stages)
     shared = shared_parameters(chunks, schedule.placement, prices)
@@ -134,7 +134,7 @@ def _breakdowns(
 
 
 def in_flight_of_chunks(schedule: Schedule) -> tuple[int, ...]:
-    """For each chunk, how many microbatches at most have begun forward there and not ended backward; at least one."""
+    """For each chunk, the most microbatches that have begun forward there and not ended backward; at least one."""
     lists = ([i for i in schedule.ranks[rank] if i.chunk == chunk] for chunk, rank in enumerate(schedule.placement))
     return tuple(max(1, most_in_flight(listed)) for listed in lists)
 
@@ -142,7 +142,7 @@ def in_flight_of_chunks(schedule: Schedule) -> tuple[int, ...]:
 def _edge_prices(
     chunks: tuple[Chunk, ...], wires: Mapping[Edge, Placements], prices: Prices, links: WirePrices
 ) -> dict[tuple[int, int], EdgePrice]:
-    """By pair of chunks, the bytes that one rank sends forward and back."""
+    """By pair of chunks, the price of the edge, with the bytes that one rank sends forward and back."""
     kinds = [{n.target: n.type for n in chunk.graph.placeholders("receive")} for chunk in chunks]
     sizes: dict[tuple[int, int], float] = {}
     for edge, place in wires.items():

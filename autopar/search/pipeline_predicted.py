@@ -1,4 +1,4 @@
-"""A staged answer as the fields of a plan in which it differs from that of the uncut graph."""
+"""The fields of a pipeline's plan that differ from those of the uncut graph's plan."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .shared_parameters import shared_parameters
 
 
 def staged_predicted(solution: PipelineSolution) -> Predicted:
-    """The figures of a pipeline: computing and communicating are those of the rank that is busy longest, the bubble is
-    what the step takes beyond, where processors of waiting ranks have made it quicker counted without that; memory is
-    that of the fullest rank's devices."""
+    """The figures of a pipeline. Compute and communication are those of the busiest rank. The bubble is the rest of the
+    step, beyond the seconds for which that rank is busy. Processors of waiting ranks shorten these by
+    ``freed_seconds``. Memory is that of the fullest rank's devices."""
     breakdown = solution.breakdown
     busiest = busiest_rank(breakdown)
     lines = rank_lines(breakdown, busiest)
@@ -31,8 +31,8 @@ def staged_predicted(solution: PipelineSolution) -> Predicted:
     busy, freed = sum(line.seconds for line in lines), _freed_seconds(breakdown, busiest)
     seconds = max(breakdown.seconds, busy - freed)
     memories = [breakdown.breakdowns[c].memory for c in breakdown.schedule.held[breakdown.fullest]]
-    prices = solution.whole.prices
-    graph = solution.whole.instance.graph
+    prices = solution.uncut.prices
+    graph = solution.uncut.instance.graph
     dtype = working_dtype(graph)
     devices = solution.layout.stages * prices.devices
     possible = devices * prices.cluster.device.flops(dtype) * seconds
@@ -55,34 +55,34 @@ def staged_predicted(solution: PipelineSolution) -> Predicted:
 
 
 def _freed_seconds(breakdown: PipelineBreakdown, rank: int) -> float:
-    """By how much ``rank`` is quicker than priced because others that share its processors wait."""
+    """Seconds by which ``rank`` is quicker than priced because ranks that share its processors wait."""
     if breakdown.prices.shared is None:
         return 0.0
     freed = 0.0
-    for one in breakdown.simulation.record.ran:
-        if one.rank == rank and one.action.kind != "reduce":
-            is_step = one.action.kind == "step"
-            freed += (breakdown.prices.step if is_step else breakdown.prices.duration(one.action)) - (
-                one.end - one.start
+    for span in breakdown.simulation.record.ran:
+        if span.rank == rank and span.action.kind != "reduce":
+            is_step = span.action.kind == "step"
+            freed += (breakdown.prices.step if is_step else breakdown.prices.duration(span.action)) - (
+                span.end - span.start
             )
     return max(0.0, freed)
 
 
 def rank_lines(breakdown: PipelineBreakdown, rank: int) -> tuple[CostLine, ...]:
-    """What the devices of a pipeline rank pay for: the lines of its chunks, less what they reduce while they compute,
-    as simulated."""
+    """The cost lines of a pipeline rank's devices: the lines of its chunks, and a negative one for the simulated
+    reductions that overlap computation."""
     own = [line for chunk in breakdown.schedule.held[rank] for line in breakdown.breakdowns[chunk].lines]
     hidden = _reduced_meanwhile(breakdown, rank)
     return (*own, *([CostLine("hidden", REDUCTIONS, "", "backward", -hidden)] if hidden > 0 else []))
 
 
 def _reduced_meanwhile(breakdown: PipelineBreakdown, rank: int) -> float:
-    """How long reductions of ``rank`` are sent while it computes."""
-    mine = [one for one in breakdown.simulation.record.ran if one.rank == rank]
-    computed = [one for one in mine if one.action.computes]
+    """Seconds for which reductions of ``rank`` overlap its computations."""
+    own = [one for one in breakdown.simulation.record.ran if one.rank == rank]
+    computed = [one for one in own if one.action.computes]
     return sum(
         max(0.0, min(one.end, two.end) - max(one.start, two.start))
-        for one in mine
+        for one in own
         if one.action.kind == "reduce"
         for two in computed
     )
@@ -95,7 +95,7 @@ def busiest_rank(breakdown: PipelineBreakdown) -> int:
 
 
 def staged_lines(breakdown: PipelineBreakdown, make: Callable[[CostLine], PlanLine]) -> tuple[PlanLine, ...]:
-    """Every line of every rank as ``make`` writes it, with its stage."""
+    """Every line of every rank, written by ``make``, with its stage."""
     return tuple(
         replace(make(line), stage=rank)
         for rank in range(breakdown.schedule.stages)
@@ -104,48 +104,48 @@ def staged_lines(breakdown: PipelineBreakdown, make: Callable[[CostLine], PlanLi
 
 
 def new_strategies(solution: PipelineSolution) -> dict[str, Strategy]:
-    """The choices of nodes that only the cut graph has: sums of gradient parts, copies for other chunks."""
-    known = solution.whole.assignment.strategies
+    """The choices of nodes that only the cut graph has: sums of partial gradients, and copies for other chunks."""
+    uncut = solution.uncut.assignment.strategies
     return {
         name: strategy
         for chunk in solution.breakdown.chunks
         for name, strategy in chunk.assignment.strategies.items()
-        if name not in known and chunk.graph[name].op != "receive"
+        if name not in uncut and chunk.graph[name].op != "receive"
     }
 
 
-def new_nodes(solution: PipelineSolution, known: Mapping[str, PlanNode]) -> dict[str, PlanNode]:
-    """What the nodes are that only the cut graph has."""
+def new_nodes(solution: PipelineSolution, uncut: Mapping[str, PlanNode]) -> dict[str, PlanNode]:
+    """The nodes that only the cut graph has. ``uncut``: those of the uncut graph."""
     return {
         name: node
         for chunk in solution.breakdown.chunks
         for name, node in plan_nodes(chunk.graph).items()
-        if name not in known and node.op != "receive"
+        if name not in uncut and node.op != "receive"
     }
 
 
 def gradient_values(solution: PipelineSolution) -> dict[str, str]:
-    """The value of each gradient, one for each chunk that makes a part of it."""
-    found: dict[str, list[str]] = {}
+    """The values of each gradient, by parameter: one for each chunk that computes a part of it, joined by commas."""
+    by_path: dict[str, list[str]] = {}
     for chunk in solution.breakdown.chunks:
         for path, value in chunk.graph.gradients.items():
-            found.setdefault(path, []).append(str(value).removeprefix("%"))
-    return {path: ",".join(dict.fromkeys(values)) for path, values in found.items()}
+            by_path.setdefault(path, []).append(str(value).removeprefix("%"))
+    return {path: ",".join(dict.fromkeys(values)) for path, values in by_path.items()}
 
 
 def staged_holdings(solution: PipelineSolution) -> tuple[ResidentTensor, ...]:
-    """What rests on the fullest rank's devices; a saved activation once for each microbatch in flight."""
+    """The tensors that rest on the fullest rank's devices; a saved activation once for each microbatch in flight."""
     return tuple(rank_holdings(solution, solution.breakdown.fullest))
 
 
 def rank_holdings(solution: PipelineSolution, rank: int) -> Iterator[ResidentTensor]:
-    """The same of any rank."""
-    breakdown, prices = solution.breakdown, solution.whole.prices
+    """The tensors that rest on the devices of ``rank``."""
+    breakdown, prices = solution.breakdown, solution.uncut.prices
     most, shared = (
         in_flight_of_chunks(breakdown.schedule),
         shared_parameters(breakdown.chunks, breakdown.schedule.placement, prices),
     )
     for index in breakdown.schedule.held[rank]:
         repeats = Repeats(breakdown.schedule.microbatches, most[index], accumulates=True)
-        chunk, optimizer = breakdown.chunks[index], solution.whole.instance.optimizer
+        chunk, optimizer = breakdown.chunks[index], solution.uncut.instance.optimizer
         yield from holdings(PlacedStep(chunk.graph, chunk.assignment, prices, optimizer, repeats, shared[index]))

@@ -1,4 +1,4 @@
-"""What a plan keeps of the prices of a pipeline."""
+"""The prices of a pipeline as a plan records them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .pipeline_breakdown import PipelineBreakdown
 def planned_pipeline(
     cuts: tuple[str, ...], breakdown: PipelineBreakdown, wires: Mapping[Edge, Placements], prices: Prices
 ) -> PlannedPipeline:
-    """The pipeline of a cost breakdown as a plan keeps it: enough to simulate the step again."""
+    """The pipeline of a cost breakdown as a plan records it, with enough figures to simulate the step again."""
     chunks = tuple(map(_chunk_figures, breakdown.prices.chunks))
     links = tuple(
         LinkFigures(source, target, p.bytes_of("forward"), p.bytes_of("backward"), p.bandwidth, p.latency)

@@ -1,4 +1,4 @@
-"""The pipelines worth trying for a request, each solved."""
+"""Solves the pipelines that are worth trying for a request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autopar.planner.timings import Timings
 
 from .attempts import attempts
 from .candidate import Candidate, named_axes
-from .custom_schedule import Measure, with_solved_schedule
+from .custom_schedule import ScheduleSearch, with_solved_schedule
 from .infeasible import pipeline_infeasible
 from .pipeline import PipelineRequest, PipelineSolution
 from .pipeline_predicted import staged_predicted
@@ -29,24 +29,24 @@ from .stage_meshes import StageLayout
 from .stage_problems import StagePrograms
 from .to_plan import staged_plan
 
-# A pipeline this many times slower than the best plan without is not helped by more microbatches.
+# If a pipeline is this many times slower than the best plan without stages, more microbatches are not tried.
 # Chosen: more microbatches shrink only the bubble and what is in flight; not measured.
 HOPELESS = 1.5
 _NO_LOSS = (
     "a step in stages or microbatches runs forward and backward in turns, so the loss must be part of it, but the "
-    "model returns none for this batch: pass the labels that the model makes it of, or loss_fn, called as "
+    "model returns none for this batch: pass the labels from which the model computes it, or loss_fn, called as "
     "loss_fn(output) or loss_fn(output, batch)"
 )
 
-# Makes the error for a pipeline that cannot be had. Its advice is searched for, so only the one that is raised is made.
-Complaint = Callable[[], Exception]
+# Makes the error for an impossible pipeline. Advice in the error takes a search, so only the raised error is made.
+MakeError = Callable[[], Exception]
 
 
 def with_stages(
     request: PlanRequest, pinned: Mapping[str, str], timings: Timings, best: float
-) -> tuple[list[Candidate], Complaint]:
-    """Every pipeline (and gradient accumulation) worth trying, and the last reason why one could not be had: an error
-    only if nothing else was found, or if just this was asked for.
+) -> tuple[list[Candidate], MakeError]:
+    """Solves every pipeline (and gradient accumulation) worth trying. Returns them, and a function that makes the error
+    for the last one that was impossible. That is an error for the user only if nothing else was found.
 
     Args:
         pinned: the stages of modules, by path.
@@ -54,46 +54,49 @@ def with_stages(
     """
     if request.loss is None and request.graph.gradients:
         return [], lambda: OptionsError(_NO_LOSS)
-    whole = pipelined_graph(request.graph, request.loss, request.batch)
-    found: list[Candidate] = []
-    complaint: Complaint = partial(AssertionError, "nothing was tried")
-    for layout, counts in attempts(request, whole, best):
-        quickest = min([best, *(one.seconds for one in found)])
+    graph = pipelined_graph(request.graph, request.loss, request.batch)
+    candidates: list[Candidate] = []
+    make_error: MakeError = partial(AssertionError, "nothing was tried")
+    for layout, counts in attempts(request, graph, best):
+        quickest = min([best, *(candidate.seconds for candidate in candidates)])
         if timings.is_spent(request.options.time_limit) and math.isfinite(quickest):
             break
-        made, refused = _of_layout(partial(_Pipeline, request, pinned, whole, layout), counts, timings, best, quickest)
-        found += made
-        complaint = refused or complaint
-    return found, complaint
+        pipeline = partial(_Pipeline, request, pinned, graph, layout)
+        solved, make_last_error = _of_layout(pipeline, counts, timings, best, quickest)
+        candidates += solved
+        make_error = make_last_error or make_error
+    return candidates, make_error
 
 
 def _of_layout(
     pipeline: Callable[[int], _Pipeline], counts: Sequence[int], timings: Timings, best: float, quickest: float
-) -> tuple[list[Candidate], Complaint | None]:
-    """The pipelines of one layout, for each number of microbatches as long as more of them pay, and the last reason why
-    one could not be had. ``quickest``: seconds of the best plan known, ``best`` of that without stages."""
-    found, left = list[Candidate](), list(counts)
-    complaint: Complaint | None = None
-    while left:
-        candidate = pipeline(left.pop(0))
+) -> tuple[list[Candidate], MakeError | None]:
+    """Solves the pipelines of one layout, with more and more microbatches as long as they pay. Returns them, and a
+    function that makes the error for the last one that was impossible. ``quickest``: seconds of the best plan found so
+    far; ``best``: of the best plan without stages."""
+    candidates, remaining = list[Candidate](), list(counts)
+    make_error: MakeError | None = None
+    while remaining:
+        attempt = pipeline(remaining.pop(0))
         try:
-            made = candidate.solved(timings, min([quickest, *(one.seconds for one in found)]))
+            solved = attempt.solved(timings, min([quickest, *(candidate.seconds for candidate in candidates)]))
         except InfeasibleError as error:
-            complaint = partial(candidate.too_full, error)
+            make_error = partial(attempt.too_full, error)
             continue
         except OptionsError as error:
-            if candidate.request.options.microbatches is not None:
+            if attempt.request.options.microbatches is not None:
                 raise
-            complaint = partial(_itself, error)
-            # Where samples do not come apart, as in batch norm, there is the whole batch.
-            left = [1] if candidate.microbatches > 1 and math.isinf(best) else []
+            make_error = partial(_itself, error)
+            # If the batch cannot be divided, as in batch norm, the whole batch is still possible.
+            remaining = [1] if attempt.microbatches > 1 and math.isinf(best) else []
             continue
-        last = found[-1].seconds if found else math.inf
-        found.append(made)
-        # More microbatches idle less and launch more: once that does not pay, it will not again.
-        if made.seconds > min(last, HOPELESS * best):
+        last = candidates[-1].seconds if candidates else math.inf
+        candidates.append(solved)
+        # With more microbatches, ranks idle less and launch more kernels. Once that does not pay, even more of them
+        # will not pay either.
+        if solved.seconds > min(last, HOPELESS * best):
             break
-    return found, complaint
+    return candidates, make_error
 
 
 def _itself(error: Exception) -> Exception:
@@ -102,22 +105,23 @@ def _itself(error: Exception) -> Exception:
 
 @dataclass(frozen=True)
 class _Pipeline:
-    """A pipeline to be solved: the step ``whole`` in so many ``microbatches`` over the stages of ``layout``."""
+    """A pipeline to solve: the step ``graph`` in ``microbatches`` over the stages of ``layout``. ``pinned``: the stages
+    of modules, by path."""
 
     request: PlanRequest
     pinned: Mapping[str, str]
-    whole: Graph
+    graph: Graph
     layout: StageLayout
     microbatches: int
 
     def solved(self, timings: Timings, best: float = math.inf) -> Candidate:
-        """The quickest; ``best``: seconds of the best plan known. Raises :class:`InfeasibleError` if none fits,
-        :class:`OptionsError` if none can be had."""
+        """The quickest such pipeline. ``best``: seconds of the best plan found so far. Raises :class:`InfeasibleError`
+        if none fits, :class:`OptionsError` if none is possible."""
         request, layout = self.request, self.layout
         names = tuple(request.axis_names[axis] for axis in layout.axes) if request.axis_names else ()
         inside = replace(request, mesh=layout.mesh, axis_names=names)
         pipeline_request = PipelineRequest(
-            graph=self.whole,
+            graph=self.graph,
             inputs=split_inputs(request.graph),
             layout=layout,
             microbatches=self.microbatches,
@@ -127,24 +131,24 @@ class _Pipeline:
             solve=StagePrograms(inside, best, timings).solve,
             host_limit=usable_host_bytes(request.cluster),
         )
-        made = search_within(pipeline_request)
-        solved = _Solved(request, replace(inside, mesh=made.whole.prices.mesh), timings, made)
+        solution = search_within(pipeline_request)
+        solved = _Solved(request, replace(inside, mesh=solution.uncut.prices.mesh), timings, solution)
         return replace(solved.candidate(), improved=solved.improved)
 
     def too_full(self, error: InfeasibleError) -> InfeasibleError:
-        """The error for a pipeline that fits into no device; ``error`` itself, if no memory was found that helps. What
-        the refused search took of its time is not taken off the search for a limit, whose work is counted, so that a
-        busy machine names the same one."""
+        """The error for a pipeline that does not fit: it names a sufficient limit. ``error`` itself if none was found.
+        The search for a limit has its own time, and its work is counted, so that a busy machine names the same
+        limit."""
         timings = Timings(counted=True)
 
-        def held(options: Options, limit: int) -> int | None:
+        def peak(options: Options, limit: int) -> int | None:
             limited = replace(self.request, options=options, memory_limit=limit)
             with suppress(InfeasibleError, OptionsError):
                 return replace(self, request=limited).solved(timings).figures()[1].peak_bytes
             return None
 
         limit = memory_limit_of(self.request)
-        return pipeline_infeasible(self.request, self.layout, self.microbatches, limit, held) or error
+        return pipeline_infeasible(self.request, self.layout, self.microbatches, limit, peak) or error
 
 
 @dataclass(frozen=True)
@@ -154,28 +158,28 @@ class _Solved:
     request: PlanRequest
     inside: PlanRequest
     timings: Timings
-    made: PipelineSolution
+    solution: PipelineSolution
 
     def candidate(self, warning: str = "") -> Candidate:
-        make = partial(staged_plan, self.request, self.inside, self.made, self.timings, warning)
-        return Candidate(staged_predicted(self.made).step_seconds, self.made.layout, make, self.figures)
+        make = partial(staged_plan, self.request, self.inside, self.solution, self.timings, warning)
+        return Candidate(staged_predicted(self.solution).step_seconds, self.solution.layout, make, self.figures)
 
     def figures(self) -> tuple[str, Predicted]:
-        made = self.made
-        where = named_axes(self.inside, made.whole.assignment, made.whole.instance.graph)
-        schedule = made.pipeline.schedule
+        solution = self.solution
+        where = named_axes(self.inside, solution.uncut.assignment, solution.uncut.instance.graph)
+        schedule = solution.pipeline.schedule
         count = f"{schedule.microbatches} microbatch{'es' if schedule.microbatches > 1 else ''}"
-        if made.layout.stages == 1:
-            return f"{where}, {count}", staged_predicted(made)
-        stages = f"{made.layout.stages} stages" + (f" x {where}" if math.prod(self.inside.mesh) > 1 else "")
-        return f"{stages}, {schedule.name}, {count}", staged_predicted(made)
+        if solution.layout.stages == 1:
+            return f"{where}, {count}", staged_predicted(solution)
+        stages = f"{solution.layout.stages} stages" + (f" x {where}" if math.prod(self.inside.mesh) > 1 else "")
+        return f"{stages}, {schedule.name}, {count}", staged_predicted(solution)
 
     def improved(self) -> Candidate:
-        """The pipeline under a schedule made to measure, where that is asked for, or nothing is and it pays."""
+        """The pipeline under a solved schedule if the options request one, or if they request none and it pays."""
         options = self.request.options
         if options.schedule not in (None, SOLVED):
             return self.candidate()
         limit = float(memory_limit_of(self.request))
-        measure = Measure(options.schedule == SOLVED, limit, options.time_limit, options.solver_seed)
-        better, kept = with_solved_schedule(self.made, measure)
-        return replace(self, made=better).candidate(kept)
+        search = ScheduleSearch(options.schedule == SOLVED, limit, options.time_limit, options.solver_seed)
+        better, warning = with_solved_schedule(self.solution, search)
+        return replace(self, solution=better).candidate(warning)

@@ -1,4 +1,4 @@
-"""The memory of every stage of a planned pipeline, by rehearsing what its ranks run; see
+"""Measures the memory of every stage of a planned pipeline, by rehearsing the programs of its ranks; see
 :mod:`autopar.planner.rehearsed_memory`."""
 
 from __future__ import annotations
@@ -22,58 +22,58 @@ from .pipeline import PipelineRequest, PipelineSolution, search
 from .pipeline_predicted import rank_holdings
 from .shared_parameters import shared_parameters
 
-# Operations that a rehearsal may run in all: beyond, the cost breakdown stands.
+# The most operations that a rehearsal may run in all. Larger pipelines keep the estimate of their cost breakdown.
 # Chosen: what a search may wait for; not measured.
 EFFORT = 40_000
-# How often a pipeline is sought again with less memory, and from which part of the limit on it is looked at closely.
+# How often a pipeline is searched again with less memory, and the share of the limit above which it is rehearsed.
 # Chosen: a rehearsal takes longer than a price, and a price is not wrong by half.
 ROUNDS, NEAR = 4, 0.5
 
 
 @dataclass(frozen=True)
 class ExactStages:
-    """For each pipeline rank the memory of its devices at their peak. ``ranks`` is None where a rehearsal would take
-    too long or failed; of what failed ``warnings`` says why."""
+    """For each pipeline rank, the memory of its devices at their peak. ``ranks`` is None if a rehearsal would take too
+    long or failed; ``warnings`` say why it failed."""
 
     ranks: tuple[ExactMemory, ...] | None
     warnings: tuple[str, ...] = ()
 
 
 def exact_stages(solution: PipelineSolution) -> ExactStages:
-    """The memory of the stages of ``solution``, by rehearsing the program of the first device of each."""
+    """Measures the memory of the stages of ``solution``, by rehearsing the program of the first device of each."""
     schedule = solution.breakdown.schedule
     if sum(len(chunk.graph) for chunk in solution.breakdown.chunks) * schedule.microbatches > EFFORT:
         return ExactStages(None)
     try:
         return ExactStages(tuple(_of_rank(solution, rank) for rank in range(schedule.stages)))
-    except Exception as error:  # Any operation may have no form for tensors without data: the cost breakdown stands.
-        said = f"memory of stages is an estimate: their steps could not be rehearsed ({reason_of(error)})"
-        return ExactStages(None, (said,))
+    except Exception as error:  # Any operation may lack an implementation for tensors without data.
+        warning = f"memory of stages is an estimate: their steps could not be rehearsed ({reason_of(error)})"
+        return ExactStages(None, (warning,))
 
 
 def search_within(request: PipelineRequest) -> PipelineSolution:
-    """The quickest pipeline whose steps, rehearsed, are within the limit: cost breakdowns may be too low by what only a
-    few large operations hold. Raises what :func:`~.pipeline.search` does."""
+    """The quickest pipeline whose rehearsed steps are within the limit. Cost breakdowns may be too low where a few
+    large operations hold most memory. Raises what :func:`~.pipeline.search` raises."""
     limit, allowed = request.memory_limit, request.memory_limit
     for _ in range(ROUNDS):
-        made = search(replace(request, memory_limit=allowed))
-        over = held_beyond(made, limit)
+        solution = search(replace(request, memory_limit=allowed))
+        over = held_beyond(solution, limit)
         if over <= 0:
-            return made
-        # Another pipeline is wanted, also where the cost breakdown of this one is far within what was allowed.
+            return solution
+        # The new limit excludes this pipeline, even if its cost breakdown is far below the old one.
         # 2% more than what is too much: chosen, so that few rounds are needed.
-        allowed = min(allowed - 1.02 * over, max(made.breakdown.peaks) - 1.0)
+        allowed = min(allowed - 1.02 * over, max(solution.breakdown.peaks) - 1.0)
     raise InfeasibleError(f"no pipeline was found whose steps hold at most {limit:.0f} bytes")
 
 
-def held_beyond(made: PipelineSolution, limit: float) -> float:
-    """By how many bytes a step exceeds ``limit``; looked at closely where the cost breakdown comes near to it."""
-    exact = None if max(made.breakdown.peaks) < NEAR * limit else exact_stages(made).ranks
+def held_beyond(solution: PipelineSolution, limit: float) -> float:
+    """The bytes by which a step exceeds ``limit``. It is rehearsed only if its cost breakdown comes near the limit."""
+    exact = None if max(solution.breakdown.peaks) < NEAR * limit else exact_stages(solution).ranks
     return 0.0 if exact is None else peak(exact[fullest(exact)]) - limit
 
 
 def fullest(stages: tuple[ExactMemory, ...]) -> int:
-    """The rank whose devices hold most."""
+    """The rank whose devices have the highest memory peak."""
     return max(range(len(stages)), key=lambda rank: peak(stages[rank]))
 
 
@@ -91,18 +91,22 @@ def with_memory(figures: Predicted, stages: tuple[ExactMemory, ...]) -> Predicte
 
 def _of_rank(solution: PipelineSolution, rank: int) -> ExactMemory:
     program = _program(solution, rank)
-    found = rehearse(program, solution.whole.prices.cluster.backend)
-    return of_step(_targets(solution), found, tuple(rank_holdings(solution, rank)), _host(solution, rank))
+    footprint = rehearse(program, solution.uncut.prices.cluster.backend)
+    return of_step(_targets(solution), footprint, tuple(rank_holdings(solution, rank)), _host(solution, rank))
 
 
 def _program(solution: PipelineSolution, rank: int) -> PipelineProgram:
-    """What the first device of a rank runs; results and inputs are left out."""
-    breakdown, prices = solution.breakdown, solution.whole.prices
+    """The program of the first device of a rank, without results and inputs."""
+    breakdown, prices = solution.breakdown, solution.uncut.prices
     inside = (0,) * len(prices.mesh)
     held = breakdown.schedule.held[rank]
     jobs = {
         c: Lowering(
-            _stepping(breakdown.chunks[c].graph), breakdown.chunks[c].assignment, inside, prices.path, BUCKET_BYTES
+            _without_input_gradients(breakdown.chunks[c].graph),
+            breakdown.chunks[c].assignment,
+            inside,
+            prices.path,
+            BUCKET_BYTES,
         )
         for c in held
     }
@@ -121,17 +125,17 @@ def _program(solution: PipelineSolution, rank: int) -> PipelineProgram:
     )
 
 
-def _stepping(graph: Graph) -> Graph:
+def _without_input_gradients(graph: Graph) -> Graph:
     return replace(graph, outputs=tuple(o for o in graph.outputs if o.kind != "input_gradient"))
 
 
 def _owners(solution: PipelineSolution) -> dict[str, int]:
     """The first chunk that uses each parameter, which stores it."""
-    found: dict[str, int] = {}
+    owners: dict[str, int] = {}
     for chunk in solution.breakdown.chunks:
         for node in chunk.graph.placeholders("param"):
-            found.setdefault(node.target, chunk.index)
-    return found
+            owners.setdefault(node.target, chunk.index)
+    return owners
 
 
 def _targets(solution: PipelineSolution) -> dict[str, str]:
@@ -140,7 +144,7 @@ def _targets(solution: PipelineSolution) -> dict[str, str]:
 
 def _host(solution: PipelineSolution, rank: int) -> HostMemory:
     """The optimizer state that a rank leaves in host memory."""
-    breakdown, prices, optimizer = solution.breakdown, solution.whole.prices, solution.whole.instance.optimizer
+    breakdown, prices, optimizer = solution.breakdown, solution.uncut.prices, solution.uncut.instance.optimizer
     shared = shared_parameters(breakdown.chunks, breakdown.schedule.placement, prices)
     parts = [
         host_memory(

@@ -1,7 +1,7 @@
-"""What a plan costs at another batch size, without tracing or solving again.
+"""Prices a plan at another batch size, without tracing or solving again.
 
-Shapes of a traced graph are sympy expressions of the batch size, so the same choice of placements can be priced at any
-size that divides like the planned one. The solver is not asked: at another size another plan may be better.
+Shapes of a traced graph are sympy expressions of the batch size, so the same placements can be priced at any size that
+divides like the planned one. Nothing is solved again: at another size another plan may be better.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ from .to_plan import staged_plan
 def reprice(
     plan: Plan, prepared: Prepared, batch: int, *, cluster: str | Cluster | None = None, options: Options | None = None
 ) -> Plan:
-    """``plan`` as it is at another global ``batch`` size: same choices, new prices.
+    """``plan`` at another global ``batch`` size: the same choices with new prices.
 
-    ``prepared`` is the model it was made for (:func:`autopar.planner.prepare.prepare`). ``cluster`` and ``options``
-    (of which only the optimizer and the memory limit count) default to the plan's cluster and limit; precision is the
-    plan's. The result is "feasible", its bound is 0 and it lists no baselines: nothing was solved. A pipeline keeps
-    its cuts, schedule and number of microbatches.
+    ``prepared`` is the model that the plan was made for (:func:`autopar.planner.prepare.prepare`). ``cluster`` and
+    ``options`` (only their optimizer and memory limit matter) default to the plan's cluster and limit; the precision is
+    the plan's. The result is "feasible", its bound is 0 and it lists no baselines, because nothing was solved. A
+    pipeline keeps its cuts, schedule and number of microbatches.
 
     Raises:
-        PlanMismatchError: the plan is of another graph, the graph is right only for its own batch size, or this size
-            does not divide as the planned one does.
+        PlanMismatchError: the plan belongs to another graph, the graph is valid only for its own batch size, or this
+            size does not divide as the planned one does.
         OptionsError: the batch does not divide into the plan's microbatches; names the numbers that do.
     """
-    known = step_graph(prepared.graph, prepared.loss, plan.batch)
-    if graph_hash(known) != plan.graph_hash:
+    planned = step_graph(prepared.graph, prepared.loss, plan.batch)
+    if graph_hash(planned) != plan.graph_hash:
         raise PlanMismatchError(
-            f"the plan was made for {plan.model!r} (graph {plan.graph_hash}), not for graph {graph_hash(known)}"
+            f"the plan was made for {plan.model!r} (graph {plan.graph_hash}), not for graph {graph_hash(planned)}"
         )
     if batch != plan.batch and not (prepared.graph.symbols and prepared.traced.holds_for(batch)):
         raise PlanMismatchError(
@@ -79,37 +79,38 @@ def reprice(
     if plan.pipeline is not None:
         return _reprice_staged(plan, plan.pipeline, request)
     other = annotate(step_graph(prepared.graph, prepared.loss, batch), plan.mesh)
-    assignment = refit_plan(plan, annotate(known, plan.mesh), other)
+    assignment = refit_plan(plan, annotate(planned, plan.mesh), other)
     return make_plan(request, other, _solution_of(request, other, assignment, ONCE), {}, Timings())
 
 
 def _reprice_staged(plan: Plan, pipeline: PlannedPipeline, request: PlanRequest) -> Plan:
-    """The same cuts, schedule and number of microbatches: each microbatch is of another size."""
+    """:func:`reprice` with the same cuts, schedule and number of microbatches. Only the size of microbatches
+    changes."""
     count, stages = plan.microbatches, plan.stages
     before, pieces = (
         microbatch(pipelined_graph(request.graph, request.loss, batch), count, split_inputs(request.graph))
         for batch in (plan.batch, request.batch)
     )
-    known, other = (annotate(SaveActivations()(one.graph), plan.mesh) for one in (before, pieces))
+    planned, other = (annotate(SaveActivations()(microbatched.graph), plan.mesh) for microbatched in (before, pieces))
     repeats = inner_repeats(count, stages)
-    solved = _solution_of(request, other, refit_plan(plan, known, other), repeats)
+    solved = _solution_of(request, other, refit_plan(plan, planned, other), repeats)
     renamed = corresponding(before.graph, pieces.graph)
     cuts = tuple(renamed[name] for name in pipeline.cuts)
     layout = StageLayout(stages, plan.mesh, tuple(range(len(plan.mesh))))
-    made = price_schedule(layout, cut(pieces, cuts), cuts, pipeline.schedule, solved)
-    return staged_plan(request, replace(request, repeats=repeats), made, Timings())
+    solution = price_schedule(layout, cut(pieces, cuts), cuts, pipeline.schedule, solved)
+    return staged_plan(request, replace(request, repeats=repeats), solution, Timings())
 
 
 def _solution_of(request: PlanRequest, graph: Graph, assignment: Assignment, repeats: Repeats) -> MeshSolution:
-    """The assignment as if it had been solved for; layers are folded only if they all choose alike."""
+    """The assignment as a solution. Layers are folded only if they all make the same choices."""
     prices = Prices.of(request.cluster, request.mesh, graph)
     optimizer = request.options.optimizer
     offload = any(place.offload for place in assignment.parameters.values())
 
-    def build(one: Graph) -> Instance:
-        possible = recomputable(one) if assignment.recomputed else None
+    def build(graph: Graph) -> Instance:
+        possible = recomputable(graph) if assignment.recomputed else None
         return build_instance(
-            one,
+            graph,
             prices,
             optimizer=optimizer,
             memory_limit=math.inf,

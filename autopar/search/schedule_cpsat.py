@@ -11,16 +11,16 @@ the makespan T over integer starts s(x), with d(x) the duration in ticks and t(m
     what a rank holds never exceeds its limit                                        (memory)
     s(x_c,b+1) >= s(x_cb) + d(x_c)          microbatches are alike                   (symmetry)
     s(F_c,b+k) >= s(W_cb) + d(W_c)          if there is room for k microbatches      (turns)
-    T >= s(W_cb) + d(W_c) + what of reduce(c) does not overlap with it,  T >= a bound known beforehand
+    T >= s(W_cb) + d(W_c) + the part of reduce(c) that does not overlap it,  T >= a bound known beforehand
 
-**Invariant: every schedule's step, simulated, takes at least the optimum of this program**, so that CP-SAT's bound is a
-bound in seconds. For that ticks are rounded down; so are bytes, and limits; the two halves take no longer than a whole
-backward; messages need no posted receive and hold no memory. (symmetry) loses nothing: exchanging the names of
-microbatches so that each chunk computes them in turn changes neither times nor what is held. (turns), stated for
-each of the three amounts below, follows from (memory) and (symmetry) and strengthens the bound where memory is tight.
+**Invariant: the simulated step of every schedule takes at least the optimum of this program**, so that CP-SAT's bound
+is a bound in seconds. For this, ticks, bytes and limits are rounded down; the two halves take no longer than a whole
+backward; messages need no posted receive and hold no memory. (symmetry) excludes no optimum: exchanging the names of
+microbatches so that each chunk computes them in turn changes neither times nor memory. (turns), stated for each of the
+three amounts below, follows from (memory) and (symmetry) and strengthens the bound where memory is tight.
 
-What is held is as in :class:`~autopar.cost.pipeline.prices.ChunkPrice`: one amount from F to the end of I, one from F
-to the end of W, one from I to the end of W.
+Memory is counted as in :class:`~autopar.cost.pipeline.prices.ChunkPrice`: one amount is held from F to the end of I,
+one from F to the end of W, one from I to the end of W.
 """
 
 from __future__ import annotations
@@ -53,24 +53,24 @@ MOST_COMPUTATIONS = 800
 
 
 def computations(placement: tuple[int, ...], microbatches: int) -> int:
-    """How many computations a step has, backward split."""
+    """How many computations a step has if backward is split."""
     return len(placement) * microbatches * len(SPLIT)
 
 
 def whole_bytes(prices: PipelinePrices, chunk: int) -> float:
-    """What a chunk holds of one microbatch at most."""
+    """The most bytes that a chunk holds of one microbatch."""
     price = prices.chunks[chunk]
     return price.until_input_gradient + price.until_weight_gradient + price.between_gradients
 
 
 def occupied_seconds(prices: PipelinePrices, message: Message) -> float:
-    """For how long a message between ranks takes its link."""
+    """Seconds for which a message between ranks occupies its link."""
     price = prices.edges.get((min(message.source, message.target), max(message.source, message.target)), EdgePrice())
     return price.bytes_of(message.direction) / price.bandwidth
 
 
 def travel_seconds(prices: PipelinePrices, wiring: Wiring, message: Message) -> float:
-    """From the end of the computation that makes a message to its arrival, if its link is free."""
+    """Seconds from the end of the computation that produces a message to its arrival, if its link is free."""
     if not wiring.crosses(message):
         return 0.0
     price = prices.edges.get((min(message.source, message.target), max(message.source, message.target)), EdgePrice())
@@ -78,7 +78,7 @@ def travel_seconds(prices: PipelinePrices, wiring: Wiring, message: Message) -> 
 
 
 class ScheduleProgram:
-    """The program stated above."""
+    """The scheduling program stated in the module docstring."""
 
     def __init__(self, wiring: Wiring, microbatches: int, prices: PipelinePrices, limits: Limits, bound: float) -> None:
         self.wiring, self.prices, self.microbatches = wiring, prices, microbatches
@@ -114,7 +114,7 @@ class ScheduleProgram:
         return self.model.new_int_var(0, self.horizon, name)
 
     def _horizon(self) -> int:
-        """One after the other, messages included."""
+        """Ticks that suffice for every schedule: all computations and messages one after the other."""
         wire = sum(travel_seconds(self.prices, self.wiring, m) for i in self.computations() for m in self.messages(i))
         work = sum(self.rounded.duration(i) for i in self.computations())
         return int(work) + self.ticks(wire + sum(c.reduce for c in self.prices.chunks)) + 1
@@ -129,13 +129,14 @@ class ScheduleProgram:
         return self.start[action] + self._length(action)
 
     def _left_to_reduce(self, chunk: int) -> float:
-        """Seconds that reducing takes at least after the last weight gradient of a chunk, in halves or not."""
+        """The least seconds that reductions take after the last weight gradient of a chunk, whether backward is split
+        or not."""
         kinds: tuple[Kind, ...] = ("weight_gradient", "backward")
         most = max(self.prices.beside(Action(kind, chunk, 0)) for kind in kinds)
         return self.prices.chunks[chunk].reduce - most
 
     def _order(self) -> None:
-        """(values), (gradients), (halves), (symmetry), and the makespan."""
+        """Adds (values), (gradients), (halves), (symmetry), and the makespan."""
         for action, start in self.start.items():
             left = self._left_to_reduce(action.chunk) if action.kind == "weight_gradient" else 0.0
             self.model.add(self.makespan >= self._end(action) + self.ticks(left))
@@ -149,7 +150,7 @@ class ScheduleProgram:
                 self.model.add(self.start[after] >= self._end(action))
 
     def _exclude(self) -> None:
-        """(ranks), (links)"""
+        """Adds (ranks) and (links)."""
         for held in self.held:
             self.model.add_no_overlap(
                 self.model.new_fixed_size_interval_var(start, self._length(i), f"run {i}")
@@ -161,23 +162,24 @@ class ScheduleProgram:
                 self.model.add_no_overlap(map(self._travels, messages))
 
     def links(self) -> dict[object, list[tuple[Message, Action]]]:
-        """By link, its messages with the computations that await them."""
-        found: dict[object, list[tuple[Message, Action]]] = defaultdict(list)
+        """By link, its messages with the computations that wait for them."""
+        links: dict[object, list[tuple[Message, Action]]] = defaultdict(list)
         for action in self.start:
             for message in filter(self.wiring.crosses, self.messages(action)):
                 ends = self.wiring.placement[message.source], self.wiring.placement[message.target]
-                found[self.prices.links.get(ends, ends)].append((message, action))
-        return found
+                links[self.prices.links.get(ends, ends)].append((message, action))
+        return links
 
     def _can_meet(self, messages: list[tuple[Message, Action]]) -> bool:
-        """Not if all come from one chunk's computations of one kind, each of which takes longer than its message."""
+        """Whether messages of one link can overlap. They cannot if all come from one chunk's computations of one kind,
+        each of which takes longer than its message."""
         kinds = {(m.source, m.target) for m, _ in messages}
         return len(kinds) > 1 or any(
             self.ticks(occupied_seconds(self.prices, m)) > self._length(producers(m)[0]) for m, _ in messages
         )
 
     def _travels(self, awaited: tuple[Message, Action]) -> Any:
-        """A message's time on its link: after it was made, and a latency before it is used."""
+        """The interval in which a message occupies its link: after it was produced, and a latency before it is used."""
         message, user = awaited
         begin, size = self._time(f"begin {message}"), self.ticks(occupied_seconds(self.prices, message))
         latency = travel_seconds(self.prices, self.wiring, message) - occupied_seconds(self.prices, message)
@@ -186,7 +188,7 @@ class ScheduleProgram:
         return self.model.new_fixed_size_interval_var(begin, size, f"send {message}")
 
     def _remember(self, limits: tuple[float, ...]) -> None:
-        """(memory)"""
+        """Adds (memory)."""
         for rank, limit in enumerate(limits):
             unit = max(1.0, limit / UNITS)
             capacity = math.floor((limit - sum(self.prices.chunks[c].static for c in self.held[rank])) / unit)
@@ -199,11 +201,11 @@ class ScheduleProgram:
                     amounts.append(math.floor(nbytes / unit))
                     spans.append(self.model.new_interval_var(self.start[first], self._time(""), self._end(last), ""))
                 self._take_turns(chunk, capacity, unit)
-            if len(spans) > self.microbatches:  # of one amount of one chunk, (turns) says it all
+            if len(spans) > self.microbatches:  # For a single amount of a single chunk, (turns) implies (memory).
                 self.model.add_cumulative(spans, amounts, capacity)
 
     def _take_turns(self, chunk: int, capacity: int, unit: float) -> None:
-        """(turns)"""
+        """Adds (turns)."""
         price = self.prices.chunks[chunk]
         forward, first, second = SPLIT
         for nbytes, begins, ends in (
@@ -217,7 +219,8 @@ class ScheduleProgram:
                 self.model.add(self.start[Action(begins, chunk, later)] >= self._end(ended))
 
     def _spans(self, chunk: int) -> Iterator[tuple[float, Action, Action]]:
-        """(bytes, from the start of, to the end of) for every microbatch."""
+        """``(bytes, first, last)`` for every microbatch: bytes held from the start of ``first`` to the end of
+        ``last``."""
         price = self.prices.chunks[chunk]
         for microbatch in range(self.microbatches):
             forward, first, second = (Action(kind, chunk, microbatch) for kind in SPLIT)
@@ -227,7 +230,7 @@ class ScheduleProgram:
                     yield nbytes, begin, end
 
     def hint(self, schedule: Schedule) -> None:
-        """The starts of ``schedule`` as simulated; a whole backward is its two halves."""
+        """Hints the simulated starts of ``schedule`` to the solver. A whole backward is hinted as its two halves."""
         for ran in simulate(schedule, self.prices).record.ran:
             action, start = ran.action, self.ticks(ran.start)
             if action.kind == "backward":
@@ -238,20 +241,21 @@ class ScheduleProgram:
                 self.model.add_hint(self.start[action], start)
 
     def _depth(self, action: Action) -> tuple[int, int, int]:
-        """Larger than that of everything the computation needs."""
+        """A sort key larger than that of every computation that this one depends on."""
         if action.kind == "forward":
             return action.chunk, 0, action.microbatch
         half = int(action.kind == "weight_gradient")
         return 2 * len(self.chunks) - action.chunk, half, action.microbatch
 
     def solve(self, time_limit: float, seed: int, gap: float) -> tuple[Orders | None, float]:
-        """The computations of each rank in the order of their starts, if any were found, and the least seconds that a
-        step takes (infinite: nothing fits)."""
+        """Solves the program. Returns the computations of each rank in the order of their starts, None if none were
+        found, and a lower bound of the step in seconds (infinite: nothing fits)."""
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = seed
         solver.parameters.max_deterministic_time = time_limit
-        # Some work is not counted by the deterministic clock. Only where this strikes may answers differ between runs.
+        # The deterministic clock does not count all work. Only if this limit is reached may solutions differ between
+        # runs.
         solver.parameters.max_time_in_seconds = GUARD * time_limit
         solver.parameters.relative_gap_limit = gap / 4
         status = solver.solve(self.model)
@@ -260,7 +264,7 @@ class ScheduleProgram:
         least = max(0.0, solver.best_objective_bound) * self.tick + self.prices.step
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return None, least
-        # Of those that begin together, the ones that take no ticks come first, in an order in which none needs a later.
+        # Of computations that start together, those that take no ticks come first, in the order of their dependencies.
         at = {i: (solver.value(start), self._length(i) > 0, self._depth(i)) for i, start in self.start.items()}
         orders = tuple(tuple(sorted((i for i in at if i.chunk in held), key=lambda i: at[i])) for held in self.held)
         return orders, least

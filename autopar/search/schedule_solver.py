@@ -1,8 +1,8 @@
-"""A schedule made to measure for chunks that are uneven, lie anyhow or leave little memory.
+"""Solves for a schedule of given chunks, which may be uneven, placed in any order, or leave little memory.
 
-The named schedules that the chunks admit, and two greedy orders (:mod:`.list_scheduling`), are simulated; the
-best of those that fit the memory is given to CP-SAT (:mod:`.schedule_cpsat`), whose order is kept if it
-simulates quicker. The simulator (:mod:`autopar.cost.pipeline.simulate`) has the last word: ``seconds`` are its.
+The named schedules that the chunks admit, and two greedy orders (:mod:`.list_scheduling`), are simulated. The best of
+those that fit the memory is given to CP-SAT (:mod:`.schedule_cpsat`) as a hint. CP-SAT's order is taken if it is
+quicker when simulated. All reported ``seconds`` come from the simulator (:mod:`autopar.cost.pipeline.simulate`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autopar.schedule.schedule import Schedule, held_chunks
 from .list_scheduling import greedy_orders
 from .schedule_cpsat import MOST_COMPUTATIONS, Limits, ScheduleProgram, computations, whole_bytes
 
-# Rounding durations to ticks takes about this share off the bound.
+# Rounding durations to ticks lowers the bound by about this share.
 OPTIMAL = 0.002
 # How often CP-SAT is asked again with less memory. Chosen: its limits leave out waiting messages, which are small.
 ROUNDS = 3
@@ -36,9 +36,9 @@ class SolvedSchedule:
     """``schedule`` takes ``seconds`` by simulation; no schedule of these chunks takes less than ``bound``.
 
     ``schedule`` is called "solved", or by its name if no order better than a named one was found. ``status``:
-    "optimal" if the bound is met within what rounding durations takes (:data:`OPTIMAL`); "feasible" if not; "too
-    large" if the chunks have more computations than are given to the solver. ``named``: simulated seconds of the named
-    schedules that the chunks admit and that fit the memory.
+    "optimal" if the bound is met up to the rounding of durations (:data:`OPTIMAL`); "feasible" if not; "too large" if
+    the chunks have too many computations for the solver. ``named``: simulated seconds of the named schedules that the
+    chunks admit and that fit the memory.
     """
 
     schedule: Schedule
@@ -55,7 +55,7 @@ class SolvedSchedule:
 
 @dataclass(frozen=True)
 class _ScheduleTask:
-    """What is scheduled."""
+    """A scheduling task: the chunks and their wiring, the number of microbatches, prices, and memory limits."""
 
     wiring: Wiring
     microbatches: int
@@ -63,7 +63,7 @@ class _ScheduleTask:
     limits: Limits
 
     def overshoot(self, schedule: Schedule) -> tuple[float, ...]:
-        """Per rank, the simulated bytes beyond its limit."""
+        """For each rank, the simulated bytes beyond its limit."""
         if self.limits is None:
             return (0.0,) * schedule.stages
         peaks = simulate(schedule, self.prices).peak_bytes
@@ -76,19 +76,20 @@ class _ScheduleTask:
         return simulate(schedule, self.prices).seconds
 
     def rank(self, schedule: Schedule) -> float:
-        """By which schedules are compared: one with a name wins where only the order of additions differs."""
+        """The key by which schedules are compared. A named schedule wins over one whose seconds differ only by
+        rounding."""
         return self.seconds(schedule) * (1.0 if schedule.name in SCHEDULES else 1.0 + 1e-9)
 
     def finished(self, orders: Orders) -> Schedule:
-        """The quickest list with these computations. Halves of backward that follow each other are joined where that
-        delays nobody: an executor then has less to do."""
+        """The quickest schedule with these orders of computations. Adjacent halves of a backward are joined where that
+        delays no other rank, because an executor then has less to do."""
         everywhere = frozenset(range(len(self.wiring.placement)))
         quiet = frozenset(c for c in everywhere if not self.wiring.gradients_to[c])
-        made = (
+        schedules = (
             complete("solved", _joined(orders, chunks), self.wiring.placement, self.wiring.edges, None, self.duration)
             for chunks in (everywhere, quiet, frozenset[int]())
         )
-        return min(made, key=self.seconds)
+        return min(schedules, key=self.seconds)
 
     def duration(self, action: Action) -> float:
         return self.prices.duration(action)
@@ -103,7 +104,7 @@ def solve_schedule(
     time_limit: float = 5.0,
     seed: int = 0,
 ) -> SolvedSchedule:
-    """The quickest schedule found for these chunks: never slower, simulated, than a named one that fits.
+    """The quickest schedule found for these chunks. Simulated, it is never slower than a named one that fits.
 
     ``placement``: chunk to pipeline rank. ``memory_limits``: bytes per rank, as the simulator counts them.
     ``time_limit`` counts CP-SAT's deterministic time, about seconds on one core, so that the same request has the
@@ -113,16 +114,16 @@ def solve_schedule(
     prices.check(len(placement))
     task = _ScheduleTask(Wiring(placement, edges), microbatches, prices, memory_limits)
     named = tuple(s for s in named_schedules(placement, edges, microbatches, prices) if task.fits(s))
-    known = [
+    candidates = [
         *named,
         *filter(task.fits, map(task.finished, greedy_orders(task.wiring, microbatches, prices, task.limits))),
     ]
-    # Where ranks share processors nothing is quicker than if each were alone all the time.
+    # If ranks share processors, no schedule is quicker than if each rank always had its processors to itself.
     bound = step_lower_bound(prices, placement, edges, microbatches) / prices.quickest
-    best = min(known, key=task.rank, default=None)
+    best = min(candidates, key=task.rank, default=None)
     large = computations(placement, microbatches) > MOST_COMPUTATIONS
-    met = best is not None and task.seconds(best) <= bound / (1 - OPTIMAL)
-    if not met and not large:
+    meets_bound = best is not None and task.seconds(best) <= bound / (1 - OPTIMAL)
+    if not meets_bound and not large:
         best, proven = _solved(task, best, bound, time_limit, seed)
         bound = max(bound, proven)
     if best is None:
@@ -137,7 +138,7 @@ def solve_schedule(
 def named_schedules(
     placement: tuple[int, ...], edges: tuple[Edge, ...], microbatches: int, prices: PipelinePrices
 ) -> Iterator[Schedule]:
-    """Every named schedule whose chunks lie as ``placement`` says."""
+    """Every named schedule whose chunks are placed as ``placement`` says."""
     stages = max(placement) + 1
     chunks, rest = divmod(len(placement), stages)
     for name, named in SCHEDULES.items():
@@ -149,8 +150,8 @@ def named_schedules(
 def _solved(
     task: _ScheduleTask, best: Schedule | None, bound: float, time_limit: float, seed: int
 ) -> tuple[Schedule | None, float]:
-    """CP-SAT's schedule if it is quicker than ``best``, and the seconds it proves. It does not see the bytes of
-    messages that wait; if they do not fit, it is asked again for so much less."""
+    """CP-SAT's schedule if it is quicker than ``best``, and the lower bound that it proves, in seconds. CP-SAT does not
+    count the bytes of waiting messages. If they do not fit, it is run again with limits lowered by the excess."""
     limits, proven = task.limits, -math.inf
     bound *= task.prices.quickest
     for _ in range(ROUNDS):
@@ -162,17 +163,18 @@ def _solved(
             proven = seconds / task.prices.quickest
         if orders is None:
             break
-        made = task.finished(orders)
-        over = task.overshoot(made)
+        schedule = task.finished(orders)
+        over = task.overshoot(schedule)
         if not any(over):
-            better = best is None or task.rank(made) < task.rank(best)
-            return (made if better else best), proven
-        limits = tuple(limit - more for limit, more in zip(limits or (), over, strict=True))
+            better = best is None or task.rank(schedule) < task.rank(best)
+            return (schedule if better else best), proven
+        limits = tuple(limit - excess for limit, excess in zip(limits or (), over, strict=True))
     return best, proven
 
 
 def _joined(orders: Orders, chunks: frozenset[int]) -> Orders:
-    """With an input gradient and its weight gradient that follows at once as one backward, for ``chunks``."""
+    """The orders in which, for ``chunks``, an input gradient and the weight gradient right after it are one
+    backward."""
     return tuple(tuple(_join(listed, chunks)) for listed in orders)
 
 
@@ -192,12 +194,12 @@ def _join(listed: tuple[Action, ...], chunks: frozenset[int]) -> Iterator[Action
 
 
 def _refuse(task: _ScheduleTask) -> NoReturn:
-    """Says what one microbatch at a time would need, the least that any schedule holds."""
+    """Raises an error that names the bytes needed for one microbatch at a time, the least that any schedule holds."""
     prices, placement = task.prices, task.wiring.placement
     held = [
         sum(prices.chunks[c].static for c in chunks) + max((whole_bytes(prices, c) for c in chunks), default=0.0)
         for chunks in held_chunks(placement, max(placement) + 1)
     ]
     needs = ", ".join(f"rank {rank} at least {math.ceil(n)}" for rank, n in enumerate(held))
-    given = ", ".join(f"{limit:.0f}" for limit in task.limits or ())
-    raise InfeasibleError(f"no schedule was found within {given} bytes per rank; needed: {needs} bytes")
+    limits = ", ".join(f"{limit:.0f}" for limit in task.limits or ())
+    raise InfeasibleError(f"no schedule was found within {limits} bytes per rank; needed: {needs} bytes")

@@ -1,4 +1,4 @@
-"""The segments of a graph between places where it may be cut, priced from the cost breakdown of the whole graph."""
+"""The segments of a graph between places where it may be cut, priced from the cost breakdown of the uncut graph."""
 
 from __future__ import annotations
 
@@ -26,68 +26,69 @@ from .cuts import Segments
 
 
 class PinnedTogetherError(OptionsError):
-    """Two pins want what the given cuts do not take apart on different stages."""
+    """Two pins put modules on different stages that the given cuts do not separate."""
 
 
 STAGE_PIN = re.compile(r"^\s*stage\s*[= ]\s*(\d+)\s*$")
 
 
 def segment_of_nodes(graph: Graph, candidates: tuple[CutCandidate, ...]) -> dict[str, int]:
-    """For each node of ``graph`` (one microbatch, without rests) the segment it runs in, backward nodes with what they
-    belong to."""
+    """For each node of ``graph`` (one microbatch, without nodes for saved activations), the segment it runs in.
+    Backward nodes run in the segments of their forward nodes."""
     finest = cut(graph, tuple(candidate.name for candidate in candidates))
-    found: dict[str, int] = {}
+    segments: dict[str, int] = {}
     for index, chunk in enumerate(finest.chunks):
         for node in chunk.nodes:
             if node.op != "receive":
-                found.setdefault(node.name, index)
-    return found
+                segments.setdefault(node.name, index)
+    return segments
 
 
 def price_segments(
     graph: Graph,
     candidates: tuple[CutCandidate, ...],
-    where: Mapping[str, int],
-    whole: MeshSolution,
+    segment_of: Mapping[str, int],
+    uncut: MeshSolution,
     link: WirePrice,
 ) -> Segments:
-    """The segments of ``graph`` between ``candidates``. ``whole`` is the answer for the graph with rests; ``where`` is
-    that of :func:`segment_of_nodes`; ``link`` is the slowest wire between stages. What crosses at a candidate is
-    assumed to be sharded over the whole inner mesh: the least it can take."""
-    instance, assignment, breakdown = whole.instance, whole.assignment, whole.breakdown
+    """The segments of ``graph`` between ``candidates``. ``uncut``: the solution for the graph with nodes for saved
+    activations; ``segment_of``: the result of :func:`segment_of_nodes`; ``link``: the slowest wire between stages.
+    Values that cross at a candidate are assumed to be sharded over the whole inner mesh, which is the least they can
+    take."""
+    instance, assignment, breakdown = uncut.instance, uncut.assignment, uncut.breakdown
     count = len(candidates) + 1
     seconds, static, saved, wire = (np.zeros(count) for _ in range(4))
     exposed = {phase: 1.0 - hidden for phase, hidden in hidden_gathers(breakdown.lines).items()}
     for line in breakdown.lines:
         if line.kind not in (*ONCE_A_STEP, "hidden"):
             share = exposed.get(line.phase, 1.0) if line.kind == "weight" else 1.0
-            seconds[_segment(line.name, where)] += share * line.seconds / line.times
+            seconds[_segment(line.name, segment_of)] += share * line.seconds / line.times
     for node in instance.graph.nodes:
         if node.op == "param":
             parts = parameter_bytes(instance.prices, node, assignment.parameters[node.name], instance.optimizer)
-            static[_segment(node.name, where)] += sum(parts)
+            static[_segment(node.name, segment_of)] += sum(parts)
         elif node.op == SAVED_ACTIVATION and node.name not in assignment.recomputed:
             place = assignment.strategies[node.name].outputs[0]
-            saved[_segment(node.operands[0].node, where)] += local_bytes(node.type, place, instance.prices.mesh)
+            saved[_segment(node.operands[0].node, segment_of)] += local_bytes(node.type, place, instance.prices.mesh)
     for position, candidate in enumerate(candidates, start=1):
         crossing = max(candidate.forward_bytes, candidate.backward_bytes) / instance.prices.devices
         wire[position] = link.latency + crossing / link.bandwidth
     return Segments(tuple(c.name for c in candidates), seconds, static, saved, wire)
 
 
-def _segment(name: str, where: Mapping[str, int]) -> int:
+def _segment(name: str, segment_of: Mapping[str, int]) -> int:
     name = name.removesuffix(RECOMPUTED)
-    return where.get(name, where.get(name.removesuffix("_rest"), 0))
+    return segment_of.get(name, segment_of.get(name.removesuffix("_rest"), 0))
 
 
-def pinned_ranks(graph: Graph, where: Mapping[str, int], count: int, pins: Mapping[str, str], stages: int) -> Ints:
-    """For each of ``count`` segments the pipeline rank that pins such as ``{"h.3": "stage 1"}`` want it on, or -1.
+def pinned_ranks(graph: Graph, segment_of: Mapping[str, int], count: int, pins: Mapping[str, str], stages: int) -> Ints:
+    """For each of ``count`` segments, the pipeline rank on which pins such as ``{"h.3": "stage 1"}`` put it, or -1.
 
     Raises:
-        OptionsError: a pin matches nothing or names no stage, or two pins want one segment on different ranks.
+        OptionsError: a pin matches nothing or names no stage, or two pins put one segment on different ranks.
     """
-    found = np.full(count, -1, dtype=np.int64)
-    first: dict[int, str] = {}
+    ranks = np.full(count, -1, dtype=np.int64)
+    pinned_by: dict[int, str] = {}
     for pattern, text in pins.items():
         match = STAGE_PIN.match(text)
         assert match is not None
@@ -98,19 +99,19 @@ def pinned_ranks(graph: Graph, where: Mapping[str, int], count: int, pins: Mappi
         names = _nodes_within(graph, pattern)
         if not names:
             raise _of_no_module(graph, pattern)
-        for segment in {where[name] for name in names if name in where}:
-            if found[segment] not in (-1, rank):
+        for segment in {segment_of[name] for name in names if name in segment_of}:
+            if ranks[segment] not in (-1, rank):
                 raise PinnedTogetherError(
-                    f"the pins {first[segment]!r}: 'stage {found[segment]}' and {pattern!r}: {text!r} want what cannot "
-                    "be cut apart on different stages"
+                    f"the pins {pinned_by[segment]!r}: 'stage {ranks[segment]}' and {pattern!r}: {text!r} put modules "
+                    "on different stages that cannot be cut apart"
                 )
-            found[segment] = rank
-            first.setdefault(segment, pattern)
-    return found
+            ranks[segment] = rank
+            pinned_by.setdefault(segment, pattern)
+    return ranks
 
 
 def _of_no_module(graph: Graph, pattern: str) -> OptionsError:
-    """The error for a stage's pin that matches no module that computes anything."""
+    """The error for a stage pin that matches no module that computes anything."""
     owners = sorted(n.target for n in graph.placeholders("param") if fnmatch.fnmatchcase(n.target, pattern))
     if not owners:
         return unmatched(graph, pattern)
@@ -132,6 +133,6 @@ def _nodes_within(graph: Graph, pattern: str) -> list[str]:
 
 
 def stage_pins(pins: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """``pins`` apart: those that fix a stage, and those that fix placements."""
+    """Divides ``pins`` into those that fix a stage and those that fix placements."""
     stages = {pattern: text for pattern, text in pins.items() if STAGE_PIN.match(text)}
     return stages, {pattern: text for pattern, text in pins.items() if pattern not in stages}

@@ -1,4 +1,4 @@
-"""Which parameters a chunk of a pipeline does not store, and what it takes to borrow them."""
+"""Which parameters a chunk of a pipeline does not store itself, and what borrowing them costs."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from .chunks import Chunk
 def shared_parameters(
     chunks: Sequence[Chunk], placement: tuple[int, ...], prices: Prices
 ) -> tuple[SharedParameters, ...]:
-    """For each chunk the parameters that an earlier one stores. A stage borrows each once, whichever of its chunks use
-    it: it is sent the stored tensor, and sends its gradient back. ``placement``: chunk to pipeline rank."""
+    """For each chunk, the parameters that an earlier chunk stores. A stage borrows each only once, even if several of
+    its chunks use it: it receives the stored tensor and sends the gradient back. ``placement``: chunk to pipeline
+    rank."""
     owners: dict[str, int] = {}
-    here: set[tuple[str, int]] = set()
-    found: list[SharedParameters] = []
+    present: set[tuple[str, int]] = set()
+    shared: list[SharedParameters] = []
     for chunk in chunks:
-        mine: dict[str, SharedParameter] = {}
+        borrowed: dict[str, SharedParameter] = {}
         rank, learns = placement[chunk.index], trained(chunk.graph)
         for node in chunk.graph.placeholders("param"):
             path = node.target
             owner = owners.setdefault(path, rank)
-            if (path, rank) in here:
-                mine[path] = SharedParameter(apart=False)
+            if (path, rank) in present:
+                borrowed[path] = SharedParameter(apart=False)
             elif owner != rank:
                 latency, bandwidth = message_rate(prices.cluster, owner, rank, prices.devices)
                 stored = chunk.assignment.parameters[node.name].optimizer
                 seconds = latency + local_bytes(node.stored, stored, prices.mesh) / bandwidth
-                mine[path] = SharedParameter(apart=True, seconds=seconds * (2 if path in learns else 1))
-            here.add((path, rank))
-        found.append(mine)
-    return tuple(found)
+                borrowed[path] = SharedParameter(apart=True, seconds=seconds * (2 if path in learns else 1))
+            present.add((path, rank))
+        shared.append(borrowed)
+    return tuple(shared)

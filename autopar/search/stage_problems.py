@@ -1,4 +1,5 @@
-"""The placement programs of one pipeline: of the uncut graph, on the mesh inside a stage, for all stages together."""
+"""Solves the placement programs of one pipeline. They place the uncut graph on the mesh inside a stage, for all stages
+together."""
 
 from __future__ import annotations
 
@@ -12,15 +13,15 @@ from autopar.planner.request import PlanRequest, mesh_candidates
 from autopar.planner.solve_mesh import solve_only
 from autopar.planner.timings import Timings
 
-# What a stage takes may be so much less than its share of the program's bound: the program hides messages under the
-# computing of all stages, a cost breakdown under that of one (4% apart in seven of eight plans, 11% in the other).
+# A stage may take less than its share of the program's bound, by up to this factor: the program overlaps messages with
+# the computation of all stages, a cost breakdown with that of one (4% apart in seven of eight plans, 11% in the other).
 SAFETY_FACTOR = 1.15
 
 
 @dataclass
 class StagePrograms:
-    """Solves them for ``request`` (of the mesh inside a stage). A pipeline is sought again with less memory only while
-    it could be quicker than ``best`` seconds."""
+    """The placement programs for ``request`` (for the mesh inside a stage). A pipeline is searched again with less
+    memory only while it could be quicker than ``best`` seconds."""
 
     request: PlanRequest
     best: float
@@ -28,18 +29,19 @@ class StagePrograms:
     _least: float = field(default=0.0, init=False)
 
     def solve(self, graph: Graph, repeats: Repeats, limit: float, host: float) -> MeshSolution:
-        """The best answer within ``limit`` bytes of a device of each stage together, and ``host`` of their hosts.
+        """The best solution within ``limit`` bytes, summed over one device of each stage, and ``host`` bytes of their
+        hosts.
 
-        All stages share the work of a step, so that one of them takes at least its part of the seconds without a memory
-        limit: less memory makes nothing quicker. Raises :class:`InfeasibleError` if nothing fits, or if something was
-        found before that did not do and could not have won."""
+        All stages share the work of a step, so at least one of them takes its share of the seconds without a memory
+        limit; a lower limit makes nothing quicker. Raises :class:`InfeasibleError` if nothing fits, or if an earlier
+        solution shows that no pipeline can beat ``best``."""
         if self._least > SAFETY_FACTOR * self.best:
             raise InfeasibleError(
-                f"{repeats.stages} stages take at least {self._least:.3g} s: not sought with less memory"
+                f"{repeats.stages} stages take at least {self._least:.3g} s: not searched with less memory"
             )
         limited = replace(self.request, repeats=repeats, memory_limit=limit, host_limit=host)
         solved = [
             solve_only(replace(limited, mesh=mesh), graph, self.timings) for mesh in mesh_candidates(self.request)
         ]
-        self._least = min(one.unlimited for one in solved) / repeats.stages
-        return min(solved, key=lambda one: one.breakdown.seconds)
+        self._least = min(solution.unlimited for solution in solved) / repeats.stages
+        return min(solved, key=lambda solution: solution.breakdown.seconds)

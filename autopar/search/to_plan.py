@@ -1,4 +1,4 @@
-"""A solved pipeline as a plan."""
+"""Writes a solved pipeline as a plan."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from .rehearsed_memory import exact_stages, fullest, peak, with_memory
 
 
 def staged_plan(
-    request: PlanRequest, inside: PlanRequest, made: PipelineSolution, timings: Timings, warning: str = ""
+    request: PlanRequest, inside: PlanRequest, solution: PipelineSolution, timings: Timings, warning: str = ""
 ) -> Plan:
-    """The plan of a pipeline: that of the uncut graph on the mesh inside a stage (``inside``), and what staging
-    changes."""
+    """The plan of a pipeline: the plan of the uncut graph on the mesh inside a stage (``inside``), with the fields that
+    stages change."""
     graph = step_graph(request.graph, request.loss, request.batch)
     limited = replace(inside, memory_limit=memory_limit_of(request))
-    base = make_plan(limited, made.whole.instance.graph, made.whole, {}, timings)
-    several = made.layout.stages > 1
-    rehearsed = exact_stages(made)
+    base = make_plan(limited, solution.uncut.instance.graph, solution.uncut, {}, timings)
+    several = solution.layout.stages > 1
+    rehearsed = exact_stages(solution)
     exact = rehearsed.ranks
     return replace(
         base,
-        predicted=staged_predicted(made) if exact is None else with_memory(staged_predicted(made), exact),
-        lines=staged_lines(made.breakdown, plan_line),
-        strategies={**base.strategies, **new_strategies(made)},
-        nodes={**base.nodes, **new_nodes(made, base.nodes)},
-        gradient_values=gradient_values(made),
-        holdings=staged_holdings(made) if exact is None else exact[fullest(exact)].holdings,
-        stages=made.layout.stages,
-        schedule=made.pipeline.schedule.name if several else None,
-        microbatches=made.pipeline.schedule.microbatches,
-        pipeline=made.pipeline if exact is None else replace(made.pipeline, peaks=tuple(map(peak, exact))),
+        predicted=staged_predicted(solution) if exact is None else with_memory(staged_predicted(solution), exact),
+        lines=staged_lines(solution.breakdown, plan_line),
+        strategies={**base.strategies, **new_strategies(solution)},
+        nodes={**base.nodes, **new_nodes(solution, base.nodes)},
+        gradient_values=gradient_values(solution),
+        holdings=staged_holdings(solution) if exact is None else exact[fullest(exact)].holdings,
+        stages=solution.layout.stages,
+        schedule=solution.pipeline.schedule.name if several else None,
+        microbatches=solution.pipeline.schedule.microbatches,
+        pipeline=solution.pipeline if exact is None else replace(solution.pipeline, peaks=tuple(map(peak, exact))),
         graph_hash=graph_hash(graph),
         warnings=(*base.warnings, *rehearsed.warnings, *filter(None, [warning])),
     )

@@ -219,7 +219,7 @@ def test_less_memory_than_one_stage_has_is_spread_over_stages() -> None:
         ({"stages": 2, "pins": {"block.0": "stage 1"}}, "did you mean 'blocks.0'"),
         ({"stages": 2, "pins": {"blocks.0.up.bias": "stage 1"}}, "names the parameter .*: pin 'blocks.0.up'"),
         ({"stages": 2, "pins": {"blocks.0": "stag 1"}}, "the pin 'blocks.0': .* or 'stage 1' for the pipeline"),
-        ({"stages": 1, "schedule": "zb-v"}, "'zb-v' is the order of work in pipeline stages, but stages=1"),
+        ({"stages": 1, "schedule": "zb-v"}, "'zb-v' orders the work of pipeline stages, but stages=1"),
         ({"stages": 2, "pins": {"blocks.0": "stage 7"}}, "there are 2 stages"),
     ],
 )
@@ -320,7 +320,7 @@ def test_stages_that_cannot_win_are_not_sought_with_less_memory(monkeypatch: pyt
     repeats = Repeats(2, 1, accumulates=True, stages=2)
     assert programs.solve(request.graph, repeats, 100.0, 10.0) is solution
     if best * 1.15 < 2.0:
-        with pytest.raises(InfeasibleError, match="2 stages take at least 2 s: not sought with less memory"):
+        with pytest.raises(InfeasibleError, match="2 stages take at least 2 s: not searched with less memory"):
             programs.solve(request.graph, repeats, 90.0, 10.0)
     else:
         assert programs.solve(request.graph, repeats, 90.0, 10.0) is solution
