@@ -1,1 +1,1 @@
-"""Solvers of placement programs: exact and local, reductions, bounds. They know nothing of graphs."""
+"""Solvers of placement programs: exact and local, reductions, bounds. They are independent of graphs."""

@@ -1,8 +1,7 @@
-"""Good assignments without a solver: coordinate descent (iterated conditional modes) that honours the memory
-limit.
+"""Good assignments without a solver: coordinate descent (iterated conditional modes) within the memory limit.
 
-``price`` is a Lagrange multiplier: seconds per byte. With a high one the descent finds small assignments,
-with none cheap ones; between them :func:`repair` looks for the cheapest assignment that fits.
+``price`` is a Lagrange multiplier in seconds per byte. With a high price the descent finds small assignments, at price
+0 cheap ones. Between them, :func:`repair` searches for the cheapest assignment that fits.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ import numpy as np
 
 from .problem import Floats, Group, Ints, Problem, Transfer, evaluate, host_of, is_within, sides_of
 
-# What is gained must be more than this part of what is compared: less is rounding, which could as well replace a plan
-# by one that sends more and hides it.
+# A move must gain more than this share of the compared costs. Smaller gains are rounding, which could replace a plan by
+# one that sends more, but hides it.
 # Chosen: some thousand roundings of float64 (2.2e-16).
 ROUNDING = 1e-12
 
 
 @dataclass(frozen=True, eq=False)
 class Neighbourhood:
-    """A problem with the transfers at every group at hand."""
+    """A problem, and for each group the transfers that it produces and consumes."""
 
     problem: Problem
     produced: tuple[tuple[Transfer, ...], ...]
@@ -40,15 +39,15 @@ class Neighbourhood:
         return Neighbourhood(problem, tuple(map(tuple, produced)), tuple(map(tuple, consumed)))
 
     def costs(self, choices: Ints, index: int) -> Floats:
-        """[K] what group ``index`` and the transfers at it cost for each of its choices, the others as they
-        are; windows are not looked at (:class:`_Beside` does)."""
+        """The cost of group ``index`` and its transfers for each of its choices, [K], while the other groups keep
+        theirs. Windows are ignored here; :class:`_Overlap` takes them into account."""
         total = self.problem.groups[index].cost.copy()
         for _, seconds in self.moves(choices, index):
             total += seconds
         return total
 
     def moves(self, choices: Ints, index: int) -> Iterator[tuple[Transfer, Floats]]:
-        """The transfers at group ``index``, and what each costs for each of its choices, [K]."""
+        """The transfers of group ``index``, each with its cost for each choice of the group, [K]."""
         for transfer in self.produced[index]:
             yield transfer, self._producing(transfer, choices, index)
         for transfer in self.consumed[index]:
@@ -57,8 +56,8 @@ class Neighbourhood:
     def _producing(self, transfer: Transfer, choices: Ints, index: int) -> Floats:
         if index not in transfer.consumers:
             columns = {int(t[choices[c]]) for c, t in zip(transfer.consumers, transfer.targets, strict=True)}
-            found: Floats = transfer.cost[:, sorted(columns)].sum(axis=1)[transfer.source]
-            return found
+            seconds: Floats = transfer.cost[:, sorted(columns)].sum(axis=1)[transfer.source]
+            return seconds
         total = np.empty(len(transfer.source))
         for k, row in enumerate(transfer.source):
             pairs = zip(transfer.consumers, transfer.targets, strict=True)
@@ -69,33 +68,33 @@ class Neighbourhood:
 def _consuming(transfer: Transfer, choices: Ints, index: int) -> Floats:
     cost = transfer.cost[transfer.source[choices[transfer.producer]]]
     pairs = list(zip(transfer.consumers, transfer.targets, strict=True))
-    mine = [t for c, t in pairs if c == index]
+    own = [t for c, t in pairs if c == index]
     paid = {int(t[choices[c]]) for c, t in pairs if c != index}
     if paid:
-        # Columns others need anyway are paid; a forbidden one stays forbidden.
+        # Columns that other consumers need are already paid; forbidden entries stay forbidden.
         columns = [q for q in sorted(paid) if np.isfinite(cost[q])]
         cost = cost.copy()
         cost[columns] = 0.0
-    if len(mine) == 1:
-        found: Floats = cost[mine[0]]
-        return found
-    return np.array([cost[np.unique(columns)].sum() for columns in np.stack(mine, axis=1)])
+    if len(own) == 1:
+        seconds: Floats = cost[own[0]]
+        return seconds
+    return np.array([cost[np.unique(columns)].sum() for columns in np.stack(own, axis=1)])
 
 
 @dataclass
-class _Host:
-    """The host's memory while a descent goes from choice to choice."""
+class _HostMemory:
+    """The use of host memory, updated during a descent."""
 
     limit: float
     used: float
 
     @staticmethod
-    def of(problem: Problem, choices: Ints) -> _Host:
-        return _Host(problem.host_limit, host_of(problem, choices) if np.isfinite(problem.host_limit) else 0.0)
+    def of(problem: Problem, choices: Ints) -> _HostMemory:
+        return _HostMemory(problem.host_limit, host_of(problem, choices) if np.isfinite(problem.host_limit) else 0.0)
 
     def allow(self, group: Group, now: int, costs: Floats) -> Floats:
-        """``costs`` of the choices of ``group``, which has chosen ``now``, infinite where they lead beyond the limit,
-        or further beyond it."""
+        """``costs`` of the choices of ``group``, whose current choice is ``now``, but infinite for choices that would
+        exceed the limit, or exceed it further."""
         if np.isinf(self.limit):
             return costs
         return np.where(self.used - group.host[now] + group.host <= max(self.limit, self.used), costs, np.inf)
@@ -105,32 +104,33 @@ class _Host:
 
 
 @dataclass
-class _Beside:
-    """What is at once in the windows while a descent goes from choice to choice: ``sides`` [windows, 2] are seconds of
-    messages and of computing, ``change`` [windows, 2, K] those of the group looked at last."""
+class _Overlap:
+    """The overlap in the windows, updated during a descent. ``sides`` [windows, 2]: seconds of messages and of
+    computation; ``change`` [windows, 2, K]: how each choice of the group evaluated last would change them."""
 
-    near: Neighbourhood
+    neighbourhood: Neighbourhood
     parts: dict[int, list[tuple[int, float]]]
     sides: Floats
     change: Floats = field(default_factory=lambda: np.zeros((0, 2, 0)))
 
     @staticmethod
-    def of(near: Neighbourhood, choices: Ints) -> _Beside:
-        problem = near.problem
+    def of(neighbourhood: Neighbourhood, choices: Ints) -> _Overlap:
+        problem = neighbourhood.problem
         parts: dict[int, list[tuple[int, float]]] = {}
         for w, window in enumerate(problem.windows):
             for t, part in window.transfers.items():
                 parts.setdefault(id(problem.transfers[t]), []).append((w, part))
-        return _Beside(near, parts, np.array([sides_of(problem, window, choices) for window in problem.windows]))
+        sides = np.array([sides_of(problem, window, choices) for window in problem.windows])
+        return _Overlap(neighbourhood, parts, sides)
 
     def costs(self, choices: Ints, index: int) -> Floats:
-        """:meth:`Neighbourhood.costs`, without what hides."""
-        problem = self.near.problem
+        """:meth:`Neighbourhood.costs` without the seconds that are hidden."""
+        problem = self.neighbourhood.problem
         if not problem.windows:
-            return self.near.costs(choices, index)
+            return self.neighbourhood.costs(choices, index)
         own = problem.groups[index].cost
         total, sides = own.copy(), np.zeros((len(problem.windows), 2, len(own)))
-        for transfer, seconds in self.near.moves(choices, index):
+        for transfer, seconds in self.neighbourhood.moves(choices, index):
             total += seconds
             for w, part in self.parts.get(id(transfer), ()):
                 sides[w, 0] += part * seconds
@@ -143,72 +143,73 @@ class _Beside:
         return total - hidden @ least
 
     def best(self, total: Floats, now: int) -> int:
-        """The choice of least ``total``, or ``now`` where it gains no more than rounding: also of what was subtracted
-        because it hides."""
+        """The choice of least ``total``, or ``now`` if the gain is within rounding of the costs or of the hidden
+        seconds subtracted from them."""
         best = int(np.argmin(total))
         hidden = float(self.sides.min(axis=1).sum()) if len(self.sides) else 0.0
         return best if total[best] + ROUNDING * (abs(total[best]) + hidden) < total[now] else now
 
     def move(self, new: int) -> None:
-        """The group looked at last takes choice ``new``."""
+        """Sets the group evaluated last to choice ``new``."""
         if len(self.sides):
             self.sides = self.sides + self.change[:, :, new]
 
 
 # Sweeps and rounds of this module's searches: chosen; most end earlier, because nothing changes any more.
-def descend(near: Neighbourhood, choices: Ints, price: float = 0.0, cap: float = np.inf, sweeps: int = 12) -> Ints:
-    """Coordinate descent on cost + ``price`` * memory over choices with ``temporary`` <= ``cap``; of the
-    limits only that of the host is looked at: no move leads beyond it."""
-    groups = near.problem.groups
-    own = [np.where(g.temporary <= cap, price * g.memory, np.inf) for g in groups]
-    found = choices.copy()
-    host, beside = _Host.of(near.problem, found), _Beside.of(near, found)
+def descend(
+    neighbourhood: Neighbourhood, choices: Ints, price: float = 0.0, cap: float = np.inf, sweeps: int = 12
+) -> Ints:
+    """Coordinate descent on cost + ``price`` * memory over choices with ``temporary`` <= ``cap``. It ignores the limit
+    of device memory, but no move exceeds that of host memory."""
+    groups = neighbourhood.problem.groups
+    memory_costs = [np.where(g.temporary <= cap, price * g.memory, np.inf) for g in groups]
+    current = choices.copy()
+    host, overlap = _HostMemory.of(neighbourhood.problem, current), _Overlap.of(neighbourhood, current)
     for _ in range(sweeps):
         changed = False
         for index, group in enumerate(groups):
-            total = host.allow(group, int(found[index]), beside.costs(found, index) + own[index])
-            best = beside.best(total, int(found[index]))
-            if best != found[index]:
-                host.move(group, int(found[index]), best)
-                beside.move(best)
-                found[index] = best
+            total = host.allow(group, int(current[index]), overlap.costs(current, index) + memory_costs[index])
+            best = overlap.best(total, int(current[index]))
+            if best != current[index]:
+                host.move(group, int(current[index]), best)
+                overlap.move(best)
+                current[index] = best
                 changed = True
         if not changed:
             break
-    return found
+    return current
 
 
-def polish(near: Neighbourhood, choices: Ints, sweeps: int = 12) -> Ints:
-    """Coordinate descent on cost among assignments within the limits; ``choices`` must be one."""
-    problem = near.problem
+def polish(neighbourhood: Neighbourhood, choices: Ints, sweeps: int = 12) -> Ints:
+    """Coordinate descent on cost among assignments within the limits. ``choices`` must be within them."""
+    problem = neighbourhood.problem
     if np.isinf(problem.memory_limit):
-        return descend(near, choices, sweeps=sweeps)
-    found = choices.copy()
-    used = problem.memory_fixed + sum(float(g.memory[k]) for g, k in zip(problem.groups, found, strict=True))
-    temporary = np.array([g.temporary[k] for g, k in zip(problem.groups, found, strict=True)])
-    host, beside = _Host.of(problem, found), _Beside.of(near, found)
+        return descend(neighbourhood, choices, sweeps=sweeps)
+    current = choices.copy()
+    used = problem.memory_fixed + sum(float(g.memory[k]) for g, k in zip(problem.groups, current, strict=True))
+    temporary = np.array([g.temporary[k] for g, k in zip(problem.groups, current, strict=True)])
+    host, overlap = _HostMemory.of(problem, current), _Overlap.of(neighbourhood, current)
     for _ in range(sweeps):
         changed = False
         for index, group in enumerate(problem.groups):
-            others = max(0.0, float(np.delete(temporary, index).max(initial=0.0)))
-            peak = used - group.memory[found[index]] + group.memory + np.maximum(group.temporary, others)
-            total = np.where(peak <= problem.memory_limit, beside.costs(found, index), np.inf)
-            total = host.allow(group, int(found[index]), total)
-            best = beside.best(total, int(found[index]))
-            if best != found[index]:
-                used += float(group.memory[best] - group.memory[found[index]])
-                host.move(group, int(found[index]), best)
-                beside.move(best)
-                found[index], temporary[index] = best, group.temporary[best]
+            largest_other = max(0.0, float(np.delete(temporary, index).max(initial=0.0)))
+            peak = used - group.memory[current[index]] + group.memory + np.maximum(group.temporary, largest_other)
+            total = np.where(peak <= problem.memory_limit, overlap.costs(current, index), np.inf)
+            total = host.allow(group, int(current[index]), total)
+            best = overlap.best(total, int(current[index]))
+            if best != current[index]:
+                used += float(group.memory[best] - group.memory[current[index]])
+                host.move(group, int(current[index]), best)
+                overlap.move(best)
+                current[index], temporary[index] = best, group.temporary[best]
                 changed = True
         if not changed:
             break
-    return found
+    return current
 
 
 def smallest(problem: Problem) -> Ints:
-    """Choices of least peak memory, transfers not looked at: for every cap on the temporary the sum is
-    separable."""
+    """Choices of least peak memory, ignoring transfers. For every cap on the temporary, the sum is separable."""
     caps = np.unique(np.concatenate([np.maximum(g.temporary, 0.0) for g in problem.groups]))
     floor = max(float(g.temporary.min()) for g in problem.groups)
     peaks = np.zeros(len(caps))
@@ -223,43 +224,44 @@ def smallest(problem: Problem) -> Ints:
 
 
 def fits(problem: Problem, choices: Ints) -> bool:
-    """Within the limits and of finite cost."""
+    """Whether an assignment is within the limits and of finite cost."""
     return is_within(problem, choices) and bool(np.isfinite(evaluate(problem, choices)))
 
 
-def unloaded(near: Neighbourhood, choices: Ints) -> Ints:
-    """``choices`` with as much taken out of the host's memory as it has no room for, what costs least by the byte
-    first."""
-    problem, found = near.problem, choices.copy()
-    host = _Host.of(problem, found)
+def unloaded(neighbourhood: Neighbourhood, choices: Ints) -> Ints:
+    """``choices`` with as much moved out of host memory as exceeds its limit. Moves that cost least per byte come
+    first.
+    """
+    problem, current = neighbourhood.problem, choices.copy()
+    host = _HostMemory.of(problem, current)
     if host.used <= host.limit:
-        return found
-    ways = []
+        return current
+    moves = []
     for index, group in enumerate(problem.groups):
         now = int(choices[index])
         saved = group.host[now] - group.host
-        costs = near.costs(choices, index)
+        costs = neighbourhood.costs(choices, index)
         paid = float(costs[now]) if np.isfinite(costs[now]) else 0.0
         costs = np.where(saved > 0, costs, np.inf)
         best = int(np.argmin(costs))
         if np.isfinite(costs[best]):
-            ways.append(((float(costs[best]) - paid) / float(saved[best]), index, best))
-    for _, index, best in sorted(ways):
+            moves.append(((float(costs[best]) - paid) / float(saved[best]), index, best))
+    for _, index, best in sorted(moves):
         if host.used > host.limit:
-            host.move(problem.groups[index], int(found[index]), best)
-            found[index] = best
-    return found
+            host.move(problem.groups[index], int(current[index]), best)
+            current[index] = best
+    return current
 
 
-def repair(near: Neighbourhood, choices: Ints, rounds: int = 10) -> Ints | None:
-    """An assignment near ``choices`` that fits: bisects the price of memory, from ``choices`` down; None if
-    none was found."""
-    problem = near.problem
+def repair(neighbourhood: Neighbourhood, choices: Ints, rounds: int = 10) -> Ints | None:
+    """An assignment near ``choices`` that fits. Bisects the price of memory and descends from ``choices`` at each
+    price; None if no assignment was found."""
+    problem = neighbourhood.problem
     if fits(problem, choices):
-        return polish(near, choices)
-    choices = unloaded(near, choices)
+        return polish(neighbourhood, choices)
+    choices = unloaded(neighbourhood, choices)
     if np.isinf(problem.memory_limit):
-        moved = descend(near, choices)
+        moved = descend(neighbourhood, choices)
         return moved if fits(problem, moved) else None
     memory = max(float(np.ptp(g.memory)) for g in problem.groups)
     cost = evaluate(problem, choices)
@@ -269,25 +271,25 @@ def repair(near: Neighbourhood, choices: Ints, rounds: int = 10) -> Ints | None:
     low, best = high * 1e-9, None
     for _ in range(rounds):
         price = float(np.sqrt(low * high))
-        found = _fitting(near, choices, price)
-        if found is None:
+        fitting = _fitting(neighbourhood, choices, price)
+        if fitting is None:
             low = price
             continue
         high = price
-        if best is None or evaluate(problem, found) < evaluate(problem, best):
-            best = found
+        if best is None or evaluate(problem, fitting) < evaluate(problem, best):
+            best = fitting
     return best
 
 
-def _fitting(near: Neighbourhood, choices: Ints, price: float) -> Ints | None:
-    """The descent at one price, polished if it fits, tried for a few caps on the temporary."""
-    problem = near.problem
+def _fitting(neighbourhood: Neighbourhood, choices: Ints, price: float) -> Ints | None:
+    """Descends at one price under a few caps on the temporary. Returns the first assignment that fits, polished."""
+    problem = neighbourhood.problem
     used = [g.temporary[k] for g, k in zip(problem.groups, choices, strict=True)]
     floor = max(float(g.temporary.min()) for g in problem.groups)
     spread = max(float(max(used)), floor) - floor
     # Chosen: as it is, much less, and the least.
     for share in (1.0, 0.25, 0.0):
-        moved = descend(near, choices, price, cap=floor + share * spread)
+        moved = descend(neighbourhood, choices, price, cap=floor + share * spread)
         if fits(problem, moved):
-            return polish(near, moved)
+            return polish(neighbourhood, moved)
     return None

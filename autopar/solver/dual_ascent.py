@@ -1,5 +1,5 @@
-"""The search's state, and its first and usually last part: message passing with rounding, until the gap
-closes or the ascent stalls."""
+"""The state of the search, and its first and usually last phase: message passing with rounding, until the gap closes or
+the ascent stalls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NONE = np.zeros(0, dtype=np.int64)
 TOLERANCE = 1e-6
 # Sweeps between two looks at the choices. Chosen: looking costs about as much as five sweeps (POLISHING).
 _BATCH = 20
-# Sweeps that polishing decoded choices, and repairing them, are like.
+# The work of polishing decoded choices, and of repairing them, in sweeps.
 # Chosen: at most so many descents of a few sweeps are made by each.
 POLISHING, _REPAIRING = 5, 30
 
@@ -34,27 +34,28 @@ class Search:
     choices: Ints = field(default_factory=lambda: NONE)
     objective: float = float("inf")
     bound: float = float("-inf")
-    # What reduced-cost fixing dropped costs at least this much: bounds of what is left are no better.
+    # Assignments that reduced-cost fixing dropped cost at least this much. A bound of the remaining problem counts only
+    # up to here.
     floor: float = float("inf")
     # Everything was searched and nothing fits.
     exhausted: bool = False
-    # Something that costs no more than this is all that is asked for.
+    # The search may stop at an assignment that costs at most this.
     enough: float = float("-inf")
 
     @property
     def left(self) -> float:
-        """Seconds of its budget, of computing or of work."""
+        """Remaining seconds of the budget, CPU time or counted work."""
         return self.budget.left
 
     @property
-    def found(self) -> bool:
-        """Whether anything that fits is known."""
+    def has_incumbent(self) -> bool:
+        """Whether an assignment that fits has been found."""
         return bool(np.isfinite(self.objective))
 
     @property
     def closed(self) -> bool:
-        """Whether the gap is proven (to the tolerance of the solvers)."""
-        return self.found and self.objective - self.bound <= max(self.gap, TOLERANCE) * abs(self.objective)
+        """Whether the gap is proven, up to the tolerance of the solvers."""
+        return self.has_incumbent and self.objective - self.bound <= max(self.gap, TOLERANCE) * abs(self.objective)
 
     @property
     def over(self) -> bool:
@@ -62,7 +63,7 @@ class Search:
         return self.closed or self.objective <= self.enough or self.left <= 0
 
     def offer(self, choices: Ints | None) -> None:
-        """Keeps ``choices`` (of the original problem) if they fit and are the cheapest yet."""
+        """Keeps ``choices`` (of the original problem) if they fit and are the cheapest so far."""
         if choices is None or not is_within(self.problem, choices):
             return
         objective = evaluate(self.problem, choices)
@@ -71,15 +72,15 @@ class Search:
             self.bound = min(self.bound, objective)
 
     def prove(self, bound: float) -> None:
-        """Raises the bound, to no more than the incumbent (more is rounding error, or says that nothing beats
-        it) and the floor."""
+        """Raises the bound, but not above the floor or the incumbent. A value above the incumbent is rounding error, or
+        means that nothing beats the incumbent."""
         if not np.isnan(bound):
             self.bound = max(self.bound, min(bound, self.floor, self.objective))
 
 
 @dataclass(frozen=True, eq=False)
 class Ascent:
-    """What message passing proved of a reduced problem: its bound and the slack of every choice above it."""
+    """The result of message passing on a reduced problem: its bound, and the slack of every choice above the bound."""
 
     bound: float
     slack: tuple[Floats, ...]
@@ -87,17 +88,17 @@ class Ascent:
 
 @dataclass(eq=False)
 class _Climber:
-    """One ascent; ``chain`` leads back to the original problem."""
+    """One ascent. ``chain`` maps choices back to the original problem."""
 
     search: Search
     problem: Problem
     chain: Chain
-    near: Neighbourhood
+    neighbourhood: Neighbourhood
     messages: Messages
     best: Ascent
 
     def spend(self, sweeps: int) -> None:
-        """Counts work like so many sweeps."""
+        """Counts the work of this many sweeps."""
         slots = self.messages.slots
         self.search.budget.spend(sweeps * sweep_seconds(len(slots), sum(slot.share.size for slot in slots)))
 
@@ -108,24 +109,25 @@ class _Climber:
             self.best = Ascent(bound, self.messages.slack())
 
     def offer(self, choices: Ints | None) -> None:
-        """Polishes what fits; without a memory limit, descends to something that does."""
+        """Polishes and offers ``choices`` if they fit. Otherwise, without a limit of device memory, descends from them
+        to an assignment that fits."""
         if choices is None:
             return
         if fits(self.problem, choices):
-            self.search.offer(self.chain.expand(polish(self.near, choices)))
+            self.search.offer(self.chain.expand(polish(self.neighbourhood, choices)))
         elif np.isinf(self.problem.memory_limit):
-            found = repair(self.near, choices)
-            self.search.offer(None if found is None else self.chain.expand(found))
+            repaired = repair(self.neighbourhood, choices)
+            self.search.offer(None if repaired is None else self.chain.expand(repaired))
 
     def start(self, choices: Ints) -> None:
-        """Offers what takes the least of the device's memory; it may take too much of the host's."""
+        """Offers ``choices`` of least device memory, repaired first if they exceed host memory."""
         if host_of(self.problem, choices) > self.problem.host_limit:
-            self.search.offer(_expanded(self.chain, repair(self.near, choices, rounds=4)))
+            self.search.offer(_expanded(self.chain, repair(self.neighbourhood, choices, rounds=4)))
         else:
             self.offer(choices)
 
     def climb(self, sweeps: int) -> Ints:
-        """Sweeps until the bound stalls; the decoded choices."""
+        """Sweeps until the bound stalls. Returns the decoded choices."""
         choices, last = self.messages.decode(), self.messages.bound
         for _ in range(0, sweeps, _BATCH):
             self.messages.sweep(_BATCH)
@@ -133,16 +135,16 @@ class _Climber:
             choices = self.messages.decode()
             self.offer(choices)
             self.record()
-            gained, last = self.messages.bound - last, self.messages.bound
+            gain, last = self.messages.bound - last, self.messages.bound
             distance = self.search.objective - self.chain.offset - last
             # A stall: at this rate a hundred more batches would not close the gap.
-            if self.search.over or gained * 100 < min(distance, abs(last)):
+            if self.search.over or gain * 100 < min(distance, abs(last)):
                 break
         return choices
 
     def price_memory(self, steps: int = 14) -> None:
-        """Searches the price of memory with the highest bound: upwards until it no longer rises, then between
-        the two."""
+        """Searches for the price of memory with the highest bound: upwards until the bound no longer rises, then by
+        bisection."""
         cheapest = self.messages.cheapest()
         above = memory_of(self.problem, cheapest) - self.problem.memory_limit
         if above <= 0:
@@ -158,7 +160,7 @@ class _Climber:
             if self.search.over:
                 return
             if not fits(self.problem, choices):
-                self.search.offer(_expanded(self.chain, repair(self.near, choices, rounds=4)))
+                self.search.offer(_expanded(self.chain, repair(self.neighbourhood, choices, rounds=4)))
                 self.spend(_REPAIRING)
             if self.messages.excess > 0:
                 low = price
@@ -175,15 +177,14 @@ def _expanded(chain: Chain, choices: Ints | None) -> Ints | None:
 
 
 def ascend(search: Search, problem: Problem, chain: Chain) -> Ascent:
-    """Raises the bound of ``search`` by message passing on the reduced ``problem`` and offers what the
-    messages say."""
+    """Raises the bound of ``search`` by message passing on the reduced ``problem``, and offers the decoded choices."""
     messages = Messages(problem)
     nothing = tuple(np.zeros(len(group.cost)) for group in problem.groups)
     climber = _Climber(search, problem, chain, Neighbourhood.of(problem), messages, Ascent(-np.inf, nothing))
     climber.record()
     if np.isfinite(problem.memory_limit):
         climber.start(smallest(problem))
-    climber.offer(chain.restrict(search.choices) if search.found else None)
+    climber.offer(chain.restrict(search.choices) if search.has_incumbent else None)
     # Sweeps: chosen; a stall ends it earlier.
     climber.climb(400)
     if np.isfinite(problem.memory_limit) and not search.over:

@@ -1,4 +1,4 @@
-"""Min-plus elimination of groups that at most two other groups see."""
+"""Min-plus elimination of groups that share transfers with at most two other groups."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from .problem import Floats, Ints, Problem, Transfer
 
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """How an eliminated group chooses: ``tables[n][label of neighbour n, k]`` plus its own cost, least over
-    k."""
+    """How an eliminated group chooses: it takes the choice k with the least sum of its own cost and
+    ``tables[n][label of neighbour n, k]``."""
 
     group: int
     cost: Floats
@@ -39,22 +39,23 @@ class _Work:
 
 
 def eliminate(problem: Problem) -> tuple[Problem, Ints, list[Fold], float]:
-    """The smaller problem, the old indices of its groups, the folds in order, and what the objective lost."""
+    """Returns the smaller problem, the old indices of its groups, the folds in order, and by how much the objective
+    decreased."""
     work = _start(problem)
     waiting = sorted(range(len(problem.groups)), key=lambda g: (len(work.incident[g]), g), reverse=True)
-    gone = set()
+    eliminated = set()
     while waiting:
         group = waiting.pop()
-        if group in gone or not work.movable[group]:
+        if group in eliminated or not work.movable[group]:
             continue
         fold = _fold(work, group)
         if fold is None:
             continue
-        gone.add(group)
+        eliminated.add(group)
         work.folds.append(fold)
         _replace(work, fold)
-        waiting.extend(n for n in reversed(fold.neighbours) if n not in gone)
-    return _finish(problem, work, gone)
+        waiting.extend(n for n in reversed(fold.neighbours) if n not in eliminated)
+    return _finish(problem, work, eliminated)
 
 
 def _start(problem: Problem) -> _Work:
@@ -92,7 +93,7 @@ def _fold(work: _Work, group: int) -> Fold | None:
         labels.append(label.reshape(-1))
         tables.append(sum((e[3][rows][:, e[2]] for e, rows in zip(parallel, distinct, strict=True)), np.zeros(())))
     before = sum(transfer.cost.size for transfer in transfers)
-    # Neighbours whose labels multiply to far more than what they replace would make the program larger.
+    # A table over two neighbours with many labels could be far larger than the transfers that it replaces.
     # Twice as large, and small ones always: chosen, not measured.
     if len(tables) == 2 and len(tables[0]) * len(tables[1]) > 2 * before + 64:
         return None
@@ -109,7 +110,7 @@ def _replace(work: _Work, fold: Fold) -> None:
     elif len(fold.tables) == 2 and len(fold.cost) > 1:
         _join(work, fold)
     else:
-        # With a single choice the neighbours do not see each other through this group.
+        # A group with a single choice does not couple its neighbours.
         work.offset += 0.0 if len(fold.tables) == 1 else float(fold.cost[0])
         own = fold.cost if len(fold.tables) == 1 else np.zeros(1)
         for neighbour, label, table in zip(fold.neighbours, fold.labels, fold.tables, strict=True):
@@ -139,11 +140,11 @@ def _join(work: _Work, fold: Fold) -> None:
     work.fresh += 1
 
 
-def _finish(problem: Problem, work: _Work, gone: set[int]) -> tuple[Problem, Ints, list[Fold], float]:
-    remaining = np.array([g for g in range(len(problem.groups)) if g not in gone], dtype=np.int64)
+def _finish(problem: Problem, work: _Work, eliminated: set[int]) -> tuple[Problem, Ints, list[Fold], float]:
+    remaining = np.array([g for g in range(len(problem.groups)) if g not in eliminated], dtype=np.int64)
     position = {int(g): n for n, g in enumerate(remaining)}
-    kept = [(problem.groups[g], work.costs[g]) for g in remaining]
-    groups = tuple(group if cost is group.cost else replace(group, cost=cost) for group, cost in kept)
+    costs = [(problem.groups[g], work.costs[g]) for g in remaining]
+    groups = tuple(group if cost is group.cost else replace(group, cost=cost) for group, cost in costs)
     transfers = tuple(
         replace(t, producer=position[t.producer], consumers=tuple(position[c] for c in t.consumers))
         for _, t in sorted(work.transfers.items())

@@ -1,4 +1,4 @@
-"""A linear or integer program on its way through ``ortools.math_opt``: the solver, its limits, and what it said."""
+"""Solves linear and integer programs with HiGHS, through ``ortools.math_opt``: limits, parameters and outcomes."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from ortools.math_opt.python import mathopt
 from .milp import MixedIntegerProgram
 from .problem import Floats
 
-# Of its seconds of computing a solver that was stopped by the clock had enough. One that had not is given the rest, and
-# at most so many times longer for it: it may compute all that time if the machine is idle by then.
+# A solver stopped by the clock had enough CPU time if it got this share of its limit. Otherwise it is run again with
+# the rest of its CPU seconds, and at most so many times longer by the clock. If the machine is idle by then, it may use
+# all of that time.
 # Chosen, not measured.
 ENOUGH, MOST_BUSY = 0.8, 3.0
-# Integer programs with fewer nonzeros are solved without presolve: 415 with up to 488 nonzeros and 151 variables took
-# at most 25 ms. Presolve was seen to hang on one of 28 nonzeros and 11 variables (``tests/solver/test_solve.py``), on
-# none of those of 400 other random problems. Why is not known.
+# Integer programs with fewer nonzeros are solved without presolve: 415 programs with up to 488 nonzeros and 151
+# variables took at most 25 ms. Presolve was seen to hang on a program of 28 nonzeros and 11 variables
+# (``tests/solver/test_solve.py``), but on none of 400 other random problems. The reason is unknown.
 LEAST_PRESOLVED = 500
-# That one ends once presolve does not substitute by equations of two variables; no other rule matters there. The bit of
-# this rule in HiGHS's ``presolve_rule_off``.
+# That program ends if presolve does not substitute by equations of two variables; no other rule matters for it. This is
+# the bit of the rule in HiGHS's ``presolve_rule_off``.
 DOUBLETON_EQUATION = 1 << 9
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How hard and how long to try: ``time_limit`` in seconds of computing, whatever else the machine does, and at most
-    so many ``nodes`` of the search tree (None: any number). ``algorithm`` is math_opt's name of a linear program
-    algorithm ("" leaves it to the solver)."""
+    """Limits of a solver run: ``time_limit`` in CPU seconds, independent of other load of the machine, and at most
+    ``nodes`` nodes of the search tree (None: any number). ``algorithm`` is math_opt's name of an algorithm for linear
+    programs ("" leaves it to the solver)."""
 
     time_limit: float
     gap: float = 0.0
@@ -43,9 +44,9 @@ class Effort:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What the solver said: ``values`` of all variables (empty: none found), a proven ``bound`` in seconds,
-    and the ``duals`` of all rows in units of the program (linear program only). ``status``: "optimal",
-    "feasible", "infeasible" or "unknown". ``iterations`` of the simplex method were made."""
+    """The outcome of a solver run: ``values`` of all variables (empty: no solution was found), a proven ``bound`` in
+    seconds, and the ``duals`` of all rows in units of the program (linear programs only). ``status``: "optimal",
+    "feasible", "infeasible" or "unknown". ``iterations``: of the simplex method."""
 
     status: str
     values: Floats
@@ -57,10 +58,9 @@ class Outcome:
 def run(program: MixedIntegerProgram, relaxed: bool, effort: Effort) -> Outcome:
     """Solves the program, or with ``relaxed`` its linear relaxation.
 
-    HiGHS's presolve calls some integer programs infeasible that are not (``tests/solver/test_solve.py`` has one):
-    what it says so is only believed if it holds without presolve. Of some with a dozen variables it never ends,
-    whatever the time
-    limit: those that small do without.
+    HiGHS's presolve calls some integer programs infeasible that are not (``tests/solver/test_solve.py`` has one), so
+    such a result is confirmed without presolve. For some programs with a dozen variables, presolve never ends, whatever
+    the time limit, so programs that small are solved without it.
     """
     if not relaxed and len(program.value) < LEAST_PRESOLVED:
         effort = replace(effort, presolve=False)
@@ -71,9 +71,9 @@ def run(program: MixedIntegerProgram, relaxed: bool, effort: Effort) -> Outcome:
 
 
 def _run_for(program: MixedIntegerProgram, relaxed: bool, effort: Effort) -> Outcome:
-    """Solves for so many seconds of computing. The solver's clock is that of the wall: where other work kept the
-    processor from it until that ran out, it begins once more with the seconds it did not have, and as much longer as
-    they took: at most ``MOST_BUSY`` times the limit is computed in all."""
+    """Solves within ``effort.time_limit`` CPU seconds. The solver itself counts wall-clock time. If other load kept the
+    processor from it until its time ran out, it is run once more for the missing CPU seconds, with a wall-clock limit
+    that is longer in proportion to the load. In all it uses at most ``MOST_BUSY`` times the limit."""
     seconds = max(effort.time_limit, 0.01)
     wall, computing = time.monotonic(), time.process_time()
     result = _run(program, relaxed, replace(effort, time_limit=seconds))
@@ -86,16 +86,16 @@ def _run_for(program: MixedIntegerProgram, relaxed: bool, effort: Effort) -> Out
 
 
 def _better(program: MixedIntegerProgram, relaxed: bool, first: Outcome, second: Outcome) -> Outcome:
-    """What is known after two runs, of which the second may have been the shorter one."""
+    """The combined outcome of two runs. The second run may have been the shorter one."""
     if relaxed or second.status in ("optimal", "infeasible"):
         return second
-    found = [one for one in (second, first) if len(one.values)]
-    best = min(found, key=lambda one: float(program.cost @ one.values), default=second)
+    feasible = [outcome for outcome in (second, first) if len(outcome.values)]
+    best = min(feasible, key=lambda outcome: float(program.cost @ outcome.values), default=second)
     return replace(best, bound=max(first.bound, second.bound))
 
 
 def _run(program: MixedIntegerProgram, relaxed: bool, effort: Effort) -> result_pb2.SolveResultProto:
-    """Solves for at most so many seconds by the clock on the wall."""
+    """Solves within ``effort.time_limit`` wall-clock seconds."""
     parameters = mathopt.SolveParameters(
         time_limit=timedelta(seconds=effort.time_limit),
         node_limit=None if relaxed else effort.nodes,

@@ -1,7 +1,7 @@
-"""Arrays of labels: small integers that say which row or column of a price each choice means.
+"""Arrays of labels: small integers that map each choice to a row or column of a price matrix.
 
-numpy's ``unique`` sorts; for labels below a known count one pass with flags does, several times faster on arrays as
-short as these.
+numpy's ``unique`` sorts. For labels below a known count, one pass with flags suffices, which is several times faster on
+such short arrays.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def distinct(labels: Ints, count: int) -> tuple[Ints, Ints]:
 
 
 def equal_rows(table: Floats) -> tuple[Ints, Ints]:
-    """Of a ``table`` [rows, columns], at least one of each, the first of every set of equal rows, and for each row the
+    """For a non-empty ``table`` [rows, columns]: the first row of every set of equal rows, and for each row the
     position of its set."""
-    # Adding 0 makes -0 the same bits as 0.
-    whole = np.ascontiguousarray(table + 0.0)
+    # Adding 0 turns -0 into 0, whose bits differ.
+    contiguous = np.ascontiguousarray(table + 0.0)
     seen: dict[bytes, int] = {}
-    rows = whole.view(f"V{whole.itemsize * whole.shape[1]}")[:, 0].tolist()
+    rows = contiguous.view(f"V{contiguous.itemsize * contiguous.shape[1]}")[:, 0].tolist()
     labels = np.array([seen.setdefault(row, len(seen)) for row in rows], dtype=np.int64)
     _, first = np.unique(labels, return_index=True)
     return first, labels

@@ -1,4 +1,4 @@
-"""The linear relaxation through ``ortools.math_opt``, exactly, where message passing stops short of it."""
+"""Solves the linear relaxation exactly, through ``ortools.math_opt``, where message passing stops short of it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .problem import Floats, Ints, Problem
 
 @dataclass(frozen=True, eq=False)
 class Relaxation:
-    """``bound``: no assignment costs less. ``slack[i][k]``: no assignment with choice k of group i costs less
-    than bound + slack. ``rounded``: the choices of greatest weight (empty: the solver ran out of time).
+    """The solved relaxation. ``bound``: no assignment costs less. ``slack[i][k]``: no assignment with choice k of group
+    i costs less than bound + slack. ``rounded``: the choices of greatest weight (empty: the solver ran out of time).
     ``feasible`` is False if nothing satisfies the constraints."""
 
     bound: float
@@ -40,7 +40,7 @@ def relax(problem: Problem, budget: Budget, seed: int = 0) -> Relaxation:
 
 
 def round_up(problem: Problem, program: MixedIntegerProgram, outcome: Outcome) -> Ints:
-    """Per group the choice of greatest x; empty if there is no solution."""
+    """For each group, the choice of greatest x; empty if there is no solution."""
     if not len(outcome.values):
         return np.zeros(0, dtype=np.int64)
     sizes = [len(group.cost) for group in problem.groups]
@@ -49,8 +49,7 @@ def round_up(problem: Problem, program: MixedIntegerProgram, outcome: Outcome) -
 
 
 def load(problem: Problem, program: MixedIntegerProgram, outcome: Outcome) -> Messages:
-    """The solver's dual prices as messages, so that the bound is certified by them and owes nothing to the
-    solver's tolerances."""
+    """The solver's dual prices as messages. They certify the bound, independently of the solver's tolerances."""
     messages = Messages(problem)
     slots = iter(messages.slots)
     slot_of = {(t, c): next(slots) for t, tr in enumerate(problem.transfers) for c in range(len(tr.consumers))}

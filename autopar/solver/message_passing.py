@@ -11,16 +11,18 @@ s[p, q] of the price, with
     bound      = sum_i min_k theta_i[k]  -  mu (memory_limit - memory_fixed)  -  nu host_limit
 
 is a lower bound for every choice of u, v, s, mu, nu, w, and its maximum is the value of the linear relaxation.
-A sweep goes through the groups in order, to and fro (sequential tree-reweighted message passing: Kolmogorov
-2006): each gathers what the slots at it can spare and hands its share of what its choices cost above the cheapest on
-to the groups behind it, so that one sweep carries it through the whole model. The last sweep of a batch instead
-maximises over u and v of one slot after the other, splitting what it gains evenly (max-product linear programming:
-Globerson and Jaakkola 2007), which takes twice to three times as many sweeps by itself. After every sweep the unused
-part of each price is pooled and split evenly again among the consumers that share it, which is the ascent for
-transfers paid once. On placement problems this
-reaches the relaxation's value in a tenth of the time of an interior point method, but it may stop short of
-it: the bound is then still one. mu is a one-dimensional concave search; nu is 0
-until the linear relaxation gives it.
+
+A sweep visits the groups in order, forwards and backwards in turn (sequential tree-reweighted message passing:
+Kolmogorov 2006). Each group gathers the unused price of its slots. It passes on, to the groups after it, how much its
+choices cost above the cheapest, split evenly, so that one sweep carries costs through the whole model. The last sweep
+of a batch instead maximises over u and v of one slot after the other and splits the gain evenly (max-product linear
+programming: Globerson and Jaakkola 2007). That alone would take two to three times as many sweeps. After every sweep
+the unused part of each price is pooled and split evenly among the consumers that share it, which is the ascent for
+transfers paid once.
+
+On placement problems this reaches the relaxation's value in a tenth of the time of an interior point method. It may
+stop short of it, but the bound stays valid. mu is found by a one-dimensional concave search; nu is 0 until the linear
+relaxation determines it.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ Mask = NDArray[np.bool_]
 
 @dataclass(eq=False)
 class Slot:
-    """One consumer of one transfer, restricted to rows and columns in use. ``row_order`` sorts the producer's
-    choices by row and ``row_starts`` are where each row starts there; the same for columns."""
+    """One consumer of one transfer, restricted to rows and columns in use. ``row_order`` sorts the producer's choices
+    by row; ``row_starts`` says where each row starts in that order. The same holds for columns."""
 
     producer: int
     consumer: int
@@ -78,13 +80,14 @@ class Slot:
         )
 
     def least(self, theta: list[Floats]) -> tuple[Floats, Floats]:
-        """Least theta per row of the producer and per column of the consumer."""
+        """The least theta for each row of the producer and each column of the consumer."""
         by_row = np.minimum.reduceat(theta[self.producer][self.row_order], self.row_starts)
         by_column = np.minimum.reduceat(theta[self.consumer][self.column_order], self.column_starts)
         return by_row, by_column
 
     def given(self, choices: Ints, index: int) -> Floats:
-        """The unused price for each choice of group ``index``, one end, if the other has chosen as in ``choices``."""
+        """The unused price for each choice of group ``index``, one end of the slot, if the other end chooses as in
+        ``choices``."""
         if index == self.consumer:
             row = self.source[choices[self.producer]]
             by_column: Floats = self.share[row] - self.u[row] - self.v
@@ -94,11 +97,12 @@ class Slot:
         return by_row[self.source]
 
     def update(self, theta: list[Floats]) -> None:
-        """The best u and v given everything else."""
+        """Sets u and v to their best values given everything else."""
         by_row, by_column = self.least(theta)
         by_row -= self.u
         by_column -= self.v
-        # ``np.minimum.reduce`` is ``min`` without a detour through Python, which takes as long on prices of this size.
+        # ``np.minimum.reduce`` avoids the Python overhead of ``min``, which would double the time for arrays this
+        # small.
         u = 0.5 * (np.minimum.reduce(self.share + by_column, axis=1) - by_row)
         v = 0.5 * (np.minimum.reduce(self.share + by_row[:, None], axis=0) - by_column)
         theta[self.producer] += (u - self.u)[self.source]
@@ -106,7 +110,7 @@ class Slot:
         self.u, self.v = u, v
 
     def pull(self, theta: Floats, to_producer: bool) -> None:
-        """Moves what is unused whatever the other end chooses into ``theta`` of one end."""
+        """Moves price that is unused whatever the other end chooses into ``theta`` of one end."""
         if to_producer:
             u = np.minimum.reduce(self.share - self.v, axis=1)
             theta += (u - self.u)[self.source]
@@ -117,27 +121,27 @@ class Slot:
             self.v = v
 
     def push(self, theta: Floats, above: Floats, of_producer: bool) -> None:
-        """Moves ``above`` [K], at least its least for each row or column, from ``theta`` into the slot."""
+        """Moves the least of ``above`` [K] over each row or column from ``theta`` into the slot."""
         if of_producer:
-            given = np.minimum.reduceat(above[self.row_order], self.row_starts)
-            theta -= given[self.source]
-            self.u = self.u - given
+            amount = np.minimum.reduceat(above[self.row_order], self.row_starts)
+            theta -= amount[self.source]
+            self.u = self.u - amount
         else:
-            given = np.minimum.reduceat(above[self.column_order], self.column_starts)
-            theta -= given[self.target]
-            self.v = self.v - given
+            amount = np.minimum.reduceat(above[self.column_order], self.column_starts)
+            theta -= amount[self.target]
+            self.v = self.v - amount
 
 
 @dataclass(frozen=True, eq=False)
 class _Shared:
-    """Slots that share the prices of one transfer; ``users[q]`` counts those that can need column q."""
+    """Slots that share the prices of one transfer. ``users[q]`` counts those that can need column q."""
 
     cost: Floats
     slots: tuple[Slot, ...]
     users: Ints
 
     def pool(self) -> None:
-        """Splits what no slot claims of each price evenly among its users."""
+        """Splits the unclaimed part of each price evenly among its users."""
         claims = []
         left = self.cost.copy()
         for slot in self.slots:
@@ -151,7 +155,7 @@ class _Shared:
 
 
 def _claimable(cost: Floats, left: Floats) -> Floats:
-    """The part of the claims that stays where they exceed the price: a solver's tolerance, or rounding."""
+    """The factor by which claims shrink where they exceed the price, due to a solver's tolerance or to rounding."""
     over = left < 0
     scale = np.ones_like(cost)
     scale[over] = cost[over] / (cost[over] - left[over])
@@ -183,7 +187,7 @@ class Messages:
         self.refresh()
 
     def refresh(self) -> None:
-        """Makes messages exactly feasible and theta exactly their sum, whatever rounding did."""
+        """Removes rounding errors: makes messages exactly feasible, and theta exactly their sum."""
         pairs = zip(self.problem.groups, self.weights, strict=True)
         self.theta = [g.cost + self.price * (g.memory + w * g.temporary) + self.host_price * g.host for g, w in pairs]
         for slot in self.slots:
@@ -192,8 +196,9 @@ class Messages:
             self.theta[slot.consumer] += slot.v[slot.target]
 
     def sweep(self, count: int) -> None:
-        """``count`` rounds, to and fro. The last splits what it gains evenly: the others leave it to the groups at one
-        end, so that the choices of all others would have no :meth:`slack`."""
+        """Makes ``count`` rounds, forwards and backwards in turn. The last round splits its gain evenly. The others
+        leave their gain to the groups at one end, so that the choices of all other groups would have no
+        :meth:`slack`."""
         for _ in range(count - 1):
             self._pass(self.sweeps % 2 == 0)
             self._pool()
@@ -208,7 +213,8 @@ class Messages:
         self.sweeps += 1
 
     def _pass(self, forward: bool) -> None:
-        """Every group gathers what its slots can spare, and hands on what its choices cost above the cheapest."""
+        """Every group gathers the unused price of its slots, and passes on how much its choices cost above the
+        cheapest."""
         before, behind = (self._before, self._behind) if forward else (self._behind, self._before)
         order = range(len(self.theta)) if forward else reversed(range(len(self.theta)))
         for index in order:
@@ -222,24 +228,24 @@ class Messages:
 
     @cached_property
     def _before(self) -> list[list[Slot]]:
-        """For each group the slots that join it to groups before it."""
+        """For each group, the slots that join it to groups before it."""
         return self._joined(max)
 
     @cached_property
     def _behind(self) -> list[list[Slot]]:
-        """For each group the slots that join it to groups behind it."""
+        """For each group, the slots that join it to groups after it."""
         return self._joined(min)
 
     def _joined(self, end: Callable[[int, int], int]) -> list[list[Slot]]:
-        found: list[list[Slot]] = [[] for _ in self.theta]
+        by_group: list[list[Slot]] = [[] for _ in self.theta]
         for slot in self.slots:
             if slot.producer != slot.consumer:
-                found[end(slot.producer, slot.consumer)].append(slot)
-        return found
+                by_group[end(slot.producer, slot.consumer)].append(slot)
+        return by_group
 
     @property
     def bound(self) -> float:
-        """No assignment within the memory limit costs less."""
+        """The lower bound: no assignment within the memory limit costs less."""
         total = float(sum(theta.min() for theta in self.theta))
         if self.price:
             total -= self.price * (self.problem.memory_limit - self.problem.memory_fixed)
@@ -252,27 +258,27 @@ class Messages:
         (Kolmogorov 2006, "Convergent tree-reweighted message passing", section 3.3)."""
         choices = np.zeros(len(self.theta), dtype=np.int64)
         for index, theta in enumerate(self.theta):
-            given = theta.copy() if self._before[index] else theta
+            conditioned = theta.copy() if self._before[index] else theta
             for slot in self._before[index]:
-                given += slot.given(choices, index)
-            choices[index] = np.argmin(given)
+                conditioned += slot.given(choices, index)
+            choices[index] = np.argmin(conditioned)
         return choices
 
     def cheapest(self) -> Ints:
-        """Every group's choice of least theta, whatever the others choose: those of which the bound is the cost."""
+        """Every group's choice of least theta, whatever the others choose. The bound is the cost of these choices."""
         return np.array([np.argmin(theta) for theta in self.theta], dtype=np.int64)
 
     @property
     def excess(self) -> float:
-        """Bytes of the :meth:`cheapest` choices above the limit as the multipliers see them: the slope of the bound in
-        ``price``, or one of its slopes where several choices are cheapest."""
+        """Bytes of the :meth:`cheapest` choices above the limit, with temporaries as weighted by the multipliers. This
+        is the slope of the bound in ``price``, or one of its slopes where several choices are cheapest."""
         chosen = zip(self.problem.groups, self.cheapest(), self.weights, strict=True)
         used = sum(float(g.memory[k] + w * g.temporary[k]) for g, k, w in chosen)
         return used + self.problem.memory_fixed - self.problem.memory_limit
 
     def set_price(self, price: float) -> None:
-        """Seconds per byte; the weights of the temporaries move towards the group whose temporary is largest
-        in the :meth:`cheapest` choices."""
+        """Sets the price of memory, in seconds per byte. The weights of the temporaries move towards the group whose
+        temporary is largest in the :meth:`cheapest` choices."""
         temporary = np.array([g.temporary[k] for g, k in zip(self.problem.groups, self.cheapest(), strict=True)])
         largest = np.zeros(len(temporary))
         largest[int(np.argmax(temporary))] = 1.0
@@ -281,10 +287,10 @@ class Messages:
         self.refresh()
 
     def slack(self) -> tuple[Floats, ...]:
-        """[i][k] how much at least an assignment with choice k of group i costs above the bound.
+        """[i][k]: the least by which an assignment with choice k of group i exceeds the bound.
 
-        To a choice's own theta comes the least its neighbours lose: over each slot to a different group,
-        least over q of the unused price of (p, q) and the theta of q's best choice above the group's best.
+        It is the choice's own theta plus the least loss of its neighbours: for each slot to another group, the minimum
+        over q of the unused price of (p, q) plus the theta of q's best choice above the group's best.
         """
         lost = [theta - theta.min() for theta in self.theta]
         total = [own.copy() for own in lost]

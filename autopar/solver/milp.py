@@ -1,6 +1,6 @@
-"""The integer program of a problem as arrays: adding variables one by one in Python takes longer than solving.
+"""The integer program of a problem as arrays. Adding variables one by one in Python would take longer than solving.
 
-Rows have no names while solving; :func:`autopar.solver.named_export.export` gives them some.
+Rows have no names while solving; :func:`autopar.solver.named_export.export` adds them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class MixedIntegerProgram:
-    """minimise ``cost`` v  subject to  ``lower`` <= A v <= ``upper``, v >= 0, and v binary where ``binary``.
+    """The program: minimise ``cost`` v subject to ``lower`` <= A v <= ``upper``, v >= 0, and v binary where ``binary``.
 
     A has entries ``value`` at (``row``, ``column``). x[i,k] is variable ``first[i] + k``. ``families`` are
-    (name, labels) of successive rows, the labels being indices into the problem: group, or (transfer, slot,
+    (name, labels) of successive rows, where the labels are indices into the problem: group, or (transfer, slot,
     row or column), or (transfer, slot, row, column) for ``shared``. ``unit`` seconds are 1 in ``cost``,
     ``memory_unit`` bytes are 1 in the memory rows.
     """
@@ -77,8 +77,8 @@ def build(problem: Problem, objective: str = "cost") -> MixedIntegerProgram:
     own = np.concatenate([g.memory if by_memory else g.cost for g in problem.groups])
     builder.add_variables(own)
     count = int(sizes.sum())
-    one = builder.add_rows("one_choice", np.arange(len(sizes)), 1.0, 1.0)
-    builder.add_entries(one + np.repeat(np.arange(len(sizes)), sizes), np.arange(count), 1.0)
+    row = builder.add_rows("one_choice", np.arange(len(sizes)), 1.0, 1.0)
+    builder.add_entries(row + np.repeat(np.arange(len(sizes)), sizes), np.arange(count), 1.0)
     ends = [builder.variables]
     for t, transfer in enumerate(problem.transfers):
         _add_transfer(builder, t, transfer, first, priced=not by_memory)
@@ -91,9 +91,9 @@ def build(problem: Problem, objective: str = "cost") -> MixedIntegerProgram:
 
 
 def _add_windows(builder: _Builder, problem: Problem, first: Ints, ends: list[int]) -> None:
-    """``exposed`` rows; the variables of transfer t are ``ends[t]`` up to ``ends[t + 1]``. What may hide is no longer
-    paid by itself, but by what of it is exposed. These rows are in units of their own, in which :func:`_finish` brings
-    the prices: in seconds the tolerances of solvers would be as large as what is exposed."""
+    """Adds ``exposed`` rows. The variables of transfer t are ``ends[t]`` up to ``ends[t + 1]``. Seconds that may be
+    hidden are no longer priced themselves; the exposed part of them is priced instead. These rows have their own unit,
+    to which :func:`_finish` scales the prices: in seconds, solver tolerances would be as large as the exposed part."""
     full = np.concatenate(builder.costs)
     left, unit = full.copy(), _unit(full)
     price = np.full(len(problem.windows), unit)
@@ -113,7 +113,8 @@ def _add_windows(builder: _Builder, problem: Problem, first: Ints, ends: list[in
 
 def _add_transfer(builder: _Builder, t: int, transfer: Transfer, first: Ints, priced: bool) -> None:
     users = _users(transfer)
-    # One consumer alone pays its columns itself; a column with several users is paid by z >= e of every user.
+    # A column with a single user is priced at its e. A column with several users is priced once, by z >= e of every
+    # user.
     shared = (users > 1) & (transfer.cost > 0).any(axis=0) if priced else np.zeros(len(users), dtype=bool)
     z = np.full(transfer.cost.shape, -1, dtype=np.int64)
     rows_used = np.zeros(len(transfer.cost), dtype=bool)
@@ -148,7 +149,7 @@ def _labels(t: int, c: int, ends: Ints) -> Ints:
 def _add_ends(
     builder: _Builder, t: int, c: int, transfer: Transfer, first: Ints, edge: tuple[Ints, Ints, Ints]
 ) -> None:
-    """Row sums of e are the producer's choice, column sums the consumer's."""
+    """Adds the rows by which row sums of e equal the producer's choice, and column sums the consumer's."""
     p, q, e = edge
     consumer = transfer.consumers[c]
     ends = (
@@ -163,7 +164,7 @@ def _add_ends(
 
 
 def _add_memory(builder: _Builder, problem: Problem, first: Ints, by_memory: bool) -> None:
-    """``memory`` and ``temporary`` rows, in units of what is left of the limit."""
+    """Adds ``memory`` and ``temporary`` rows, in units of the memory that ``memory_fixed`` leaves."""
     limited = bool(np.isfinite(problem.memory_limit))
     if not (limited or by_memory):
         return
@@ -192,7 +193,7 @@ def host_unit(problem: Problem) -> float:
 
 
 def _add_host(builder: _Builder, problem: Problem) -> None:
-    """The ``host`` row."""
+    """Adds the ``host`` row."""
     if np.isinf(problem.host_limit):
         return
     total, unit = np.concatenate([g.host for g in problem.groups]), host_unit(problem)
@@ -202,7 +203,7 @@ def _add_host(builder: _Builder, problem: Problem) -> None:
 
 
 def _unit(cost: Floats) -> float:
-    """Seconds that are 1 to a solver: tolerances are absolute, and the prices come to the order of 1 to 1000."""
+    """The seconds that are 1 to a solver. Solver tolerances are absolute; in this unit, prices are at most 1000."""
     return max(float(np.abs(cost).max(initial=0.0)) / 1e3, 1e-300)
 
 

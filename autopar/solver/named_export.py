@@ -1,4 +1,4 @@
-"""The integer program with named rows: while solving, rows have no names."""
+"""Exports the integer program with named rows. While solving, rows have no names."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .problem import Problem
 
 
 def row_names(program: MixedIntegerProgram, problem: Problem) -> Iterator[str]:
-    """``one_choice[group]``, ``leaves_row[transfer,consumer,row]``, ``enters_column[...]``, ``memory``, ``host``,
-    ``temporary[group]``."""
+    """The names of the rows: ``one_choice[group]``, ``leaves_row[transfer,consumer,row]``, ``enters_column[...]``,
+    ``memory``, ``host``, ``temporary[group]``."""
     for family, labels in program.families:
         for label in labels:
             if family in ("one_choice", "temporary"):
@@ -30,7 +30,7 @@ def row_names(program: MixedIntegerProgram, problem: Problem) -> Iterator[str]:
 
 
 def export(problem: Problem) -> model_pb2.ModelProto:
-    """The whole integer program with named rows, to look at or to hand to another solver."""
+    """The whole integer program with named rows, for inspection or for another solver."""
     program = build(problem)
     model = to_proto(program, relaxed=False)
     model.linear_constraints.names.extend(row_names(program, problem))

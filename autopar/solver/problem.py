@@ -1,4 +1,4 @@
-"""The placement problem as arrays: what :mod:`autopar.solver.solve` minimises, free of graphs and torch.
+"""The placement problem as arrays, independent of graphs and torch. :mod:`autopar.solver.solve` minimises it.
 
 There are groups ``i`` with choices ``k``; ``x[i,k]`` is 1 for the one choice made in group i. A transfer ``t`` links one producer
 group to consumer groups: the producer's choice leaves the tensor in row ``source[k]``, consumer c's choice needs it in
@@ -13,9 +13,9 @@ column ``target[c][k]``, and moving row p to column q costs ``cost[p, q]`` (infi
                 sum_i sum_k host_i[k] x[i,k] <= host_limit                                                   (host)
                 x binary, e >= 0
 
-A *window* w is computing (the cost of some groups, or a part of it) beside which messages travel (the cost of some
-transfers, or a part of it): a share ``hidden_w`` of the messages can hide behind the same share of the computing. What
-does not hide is a variable of its own, and the objective has instead of that share of the messages
+A *window* w consists of computing (the cost of some groups, or a part of it) and of messages that are sent meanwhile (the
+cost of some transfers, or a part of it). A share ``hidden_w`` of the messages can be hidden behind the same share of the
+computing. The exposed rest is a variable of its own: in the objective, that share of the messages is replaced by
 
                 + sum_w E_w,   E_w >= hidden_w (messages_w - computing_w),  E_w >= 0                           (exposed)
 
@@ -49,8 +49,8 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """A tensor on its way: ``source`` [K of producer] gives rows, ``targets[c]`` [K of consumer c] columns of ``cost`` [P, Q]
-    (seconds, multiplicity included)."""
+    """A tensor that is moved from its producer to its consumers: ``source`` [K of producer] gives rows, ``targets[c]`` [K of
+    consumer c] columns of ``cost`` [P, Q] (seconds, multiplicity included)."""
 
     name: str
     producer: int
@@ -62,9 +62,9 @@ class Transfer:
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """See the module docstring: the ``groups`` that compute and the ``transfers`` that travel meanwhile, by index with
-    the part of their cost that belongs to this window (the parts of all windows, each times ``hidden``, are at most 1),
-    and the share of both that can be at once."""
+    """A window (see the module docstring): the ``groups`` that compute and the ``transfers`` that are sent meanwhile, by
+    index, with the part of their cost that belongs to this window (the parts of all windows, each times ``hidden``, sum
+    to at most 1), and ``hidden``, the share of both that can overlap."""
 
     name: str
     groups: Mapping[int, float]
@@ -74,7 +74,8 @@ class Window:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """See the module docstring. Limits may be infinite; ``memory_fixed`` is what no choice changes."""
+    """A placement problem; see the module docstring. Limits may be infinite. ``memory_fixed``: bytes that no choice
+    changes."""
 
     groups: tuple[Group, ...]
     transfers: tuple[Transfer, ...]
@@ -91,9 +92,9 @@ class Problem:
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """``choices[i]`` per group; ``status`` is "optimal" (gap proven within the asked one), "feasible" or "infeasible" (``choices`` is
-    then empty). ``gap`` is (objective - bound) / objective. ``seconds`` of computing were taken or, where work was
-    counted, of such."""
+    """A solution: ``choices[i]`` for each group i. ``status`` is "optimal" (a gap within the requested one is proven),
+    "feasible" or "infeasible" (``choices`` is then empty). ``gap`` is (objective - bound) / objective. ``seconds`` are CPU
+    seconds or, if work was counted, counted ones."""
 
     choices: Ints
     objective: float
@@ -118,7 +119,7 @@ def evaluate(problem: Problem, choices: Ints) -> float:
 
 
 def transfer_seconds(transfer: Transfer, choices: Ints) -> float:
-    """What a full assignment pays for one transfer."""
+    """Seconds that one transfer takes under a full assignment."""
     row = transfer.source[choices[transfer.producer]]
     columns = {int(t[choices[c]]) for c, t in zip(transfer.consumers, transfer.targets, strict=True)}
     return sum(float(transfer.cost[row, column]) for column in sorted(columns))
@@ -138,24 +139,24 @@ def memory_of(problem: Problem, choices: Ints) -> float:
 
 
 def host_of(problem: Problem, choices: Ints) -> float:
-    """Bytes of the host's memory that a full assignment takes."""
+    """Bytes of host memory that a full assignment takes."""
     return sum(float(group.host[k]) for group, k in zip(problem.groups, choices, strict=True))
 
 
 def is_within(problem: Problem, choices: Ints) -> bool:
-    """Whether a full assignment keeps both limits."""
+    """Whether a full assignment is within both memory limits."""
     if np.isfinite(problem.host_limit) and host_of(problem, choices) > problem.host_limit:
         return False
     return memory_of(problem, choices) <= problem.memory_limit
 
 
 def host_binds(problem: Problem) -> bool:
-    """Whether some assignment would exceed the host's memory."""
+    """Whether some assignment would exceed the limit of host memory."""
     return sum(float(group.host.max()) for group in problem.groups) > problem.host_limit
 
 
 def without_needless_host(problem: Problem) -> Problem:
-    """The problem without the host's memory, if no assignment can exceed that."""
+    """The problem without host memory, if no assignment can exceed its limit."""
     if host_binds(problem):
         return problem
     groups = tuple(replace(g, host=np.zeros_like(g.cost)) if g.host.any() else g for g in problem.groups)

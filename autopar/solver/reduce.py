@@ -1,14 +1,13 @@
-"""Exact reductions of a :class:`~autopar.solver.problem.Problem`: a smaller one whose optimum is the same.
+"""Exact reductions of a :class:`~autopar.solver.problem.Problem`: each gives a smaller problem with the same optimum.
 
-Each reduction is a frozen dataclass with ``apply(problem) -> (smaller, inverse)``; the inverse maps choices
-back (``expand``), maps known choices forward (``restrict``) and knows by how much the two objectives differ
-(``offset``). In the manner of cvxpy, a chain composes them: :func:`reduce` runs all of them until nothing
-changes.
+Each reduction is a frozen dataclass with ``apply(problem) -> (smaller, inverse)``. The inverse maps choices back
+(``expand``), maps choices forward (``restrict``) and states by how much the two objectives differ (``offset``). As in
+cvxpy, a chain composes them: :func:`reduce` runs all of them until nothing changes.
 
 ========================== =================================================================================
 :class:`BoundMemory`       limits that cannot bind disappear; constants move into ``memory_fixed``
-:class:`DropForbidden`     choices of infinite cost, without partner across a transfer, or too large
-:class:`DropDominated`     choices another choice replaces at no loss, whatever the neighbours do
+:class:`DropForbidden`     choices of infinite cost, without a partner across a transfer, or too large
+:class:`DropDominated`     choices that another choice replaces at no loss, whatever the neighbours do
 :class:`SimplifyTransfers` free, fixed, repeated and independent consumers; equal rows and columns
 :class:`EliminateGroups`   groups with at most two neighbours fold into them (min-plus product)
 ========================== =================================================================================
@@ -37,21 +36,21 @@ Mask = NDArray[np.bool_]
 
 
 class Inverse(Protocol):
-    """The way back from a reduced problem: objective(original) = objective(reduced) + ``offset``."""
+    """Maps choices between a problem and its reduction: objective(original) = objective(reduced) + ``offset``."""
 
     @property
     def offset(self) -> float: ...
 
     def expand(self, choices: Ints) -> Ints:
-        """Choices of the original problem, given those of the reduced one; the objective differs by
-        ``offset``."""
+        """Choices of the original problem, given those of the reduced one. The objective differs by ``offset``."""
 
     def restrict(self, choices: Ints) -> Ints | None:
-        """Choices of the reduced problem near those of the original one; None if it lost one of them."""
+        """Choices of the reduced problem for those of the original one; None if one of them was dropped without a
+        replacement."""
 
 
 class Reduction(Protocol):
-    """A rewriting of problems that keeps the optimum."""
+    """A transformation of problems that keeps the optimum."""
 
     name: ClassVar[str]
 
@@ -73,8 +72,8 @@ class SameChoices:
 
 @dataclass(frozen=True, eq=False)
 class FewerChoices:
-    """Inverse of dropping choices: ``kept[i]`` are the old choices still there, ``image[i]`` maps an old
-    choice to the new one that is or replaces it (-1: nothing does)."""
+    """Inverse of dropping choices: ``kept[i]`` are the old choices that remain; ``image[i]`` maps an old choice to the
+    new one that is or replaces it (-1: none)."""
 
     kept: tuple[Ints, ...]
     image: tuple[Ints, ...]
@@ -84,14 +83,15 @@ class FewerChoices:
         return np.array([kept[k] for kept, k in zip(self.kept, choices, strict=True)], dtype=np.int64)
 
     def restrict(self, choices: Ints) -> Ints | None:
-        found = np.array([image[k] for image, k in zip(self.image, choices, strict=True)], dtype=np.int64)
-        return None if (found < 0).any() else found
+        mapped = np.array([image[k] for image, k in zip(self.image, choices, strict=True)], dtype=np.int64)
+        return None if (mapped < 0).any() else mapped
 
 
 @dataclass(frozen=True, eq=False)
 class FewerGroups:
-    """Inverse of eliminating groups: ``remaining`` are the old indices of the groups still there; ``folds``
-    decide the others, in order of elimination, each given groups eliminated later or not at all."""
+    """Inverse of eliminating groups: ``remaining`` are the old indices of the groups that remain; ``folds`` decide the
+    others. They are in the order of elimination, and each needs the choices of groups eliminated later or not at
+    all."""
 
     remaining: Ints
     folds: tuple[Fold, ...]
@@ -111,7 +111,7 @@ class FewerGroups:
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """Inverses of successive reductions, first applied first."""
+    """The inverses of successive reductions, in the order in which the reductions were applied."""
 
     links: tuple[Inverse, ...]
 
@@ -125,15 +125,15 @@ class Chain:
         return choices
 
     def restrict(self, choices: Ints) -> Ints | None:
-        found: Ints | None = choices
+        restricted: Ints | None = choices
         for link in self.links:
-            found = None if found is None else link.restrict(found)
-        return found
+            restricted = None if restricted is None else link.restrict(restricted)
+        return restricted
 
 
 def keep_choices(problem: Problem, masks: Iterable[Mask]) -> Problem:
     """The problem with only the masked choices of each group."""
-    # Arrays of which nothing goes stay the same ones (see autopar.solver.reduction_memo).
+    # Arrays that lose nothing stay the same objects (see autopar.solver.reduction_memo).
     kept = [None if mask.all() else np.flatnonzero(mask) for mask in masks]
     groups = tuple(group if k is None else _fewer_of(group, k) for group, k in zip(problem.groups, kept, strict=True))
     transfers = tuple(_fewer_at(transfer, kept) for transfer in problem.transfers)
@@ -154,7 +154,8 @@ def _fewer_at(transfer: Transfer, kept: list[Ints | None]) -> Transfer:
 
 
 def _fewer(problem: Problem, masks: list[Mask], substitutes: list[Ints]) -> tuple[Problem, FewerChoices]:
-    """``substitutes[i][k]``: the choice that represents k (itself if kept)."""
+    """The problem with only the masked choices, and the inverse. ``substitutes[i][k]``: the choice that represents k (k
+    itself if kept)."""
     kept = tuple(np.flatnonzero(mask) for mask in masks)
     images = []
     for mask, substitute in zip(masks, substitutes, strict=True):
@@ -165,8 +166,8 @@ def _fewer(problem: Problem, masks: list[Mask], substitutes: list[Ints]) -> tupl
 
 @dataclass(frozen=True)
 class BoundMemory:
-    """Takes memory, of the device and of the host, out of the problem where no choice can exceed its limit; moves what
-    every choice of a group needs (and the temporary that some group always needs) into ``memory_fixed``."""
+    """Removes device or host memory from the problem if no assignment can exceed its limit. Moves the bytes that every
+    choice of a group needs, and the temporary that some group always needs, into ``memory_fixed``."""
 
     name: ClassVar[str] = "bound-memory"
 
@@ -194,7 +195,8 @@ class BoundMemory:
 
 
 def _supported(problem: Problem, masks: list[Mask]) -> bool:
-    """Clears choices that no partner across some transfer can meet; True if any was cleared."""
+    """Clears the masks of choices that have no possible partner across some transfer. Returns whether any was
+    cleared."""
     changed = False
     for transfer in problem.transfers:
         finite: Mask = np.asarray(np.isfinite(transfer.cost))
@@ -241,7 +243,7 @@ def _fit(problem: Problem, masks: list[Mask]) -> None:
     least = np.array([g.memory[mask].min() for g, mask in pairs])
     always = max((float(g.temporary[mask].min()) for g, mask in pairs), default=0.0)
     always = max(always, 0.0)
-    # Rounding of byte counts that are no integers must not drop what exactly fits.
+    # Rounding of byte counts that are not integers must not drop choices that fit exactly.
     spare = problem.memory_limit * (1 + 1e-12) - problem.memory_fixed - float(least.sum())
     least_host = np.array([g.host[mask].min() for g, mask in pairs])
     spare_host = problem.host_limit * (1 + 1e-12) - float(least_host.sum())
@@ -266,8 +268,7 @@ class DropDominated:
 
 @dataclass(frozen=True)
 class SimplifyTransfers:
-    """Rewrites every transfer to the least it can say; costs that depend on one group alone move to that
-    group."""
+    """Rewrites every transfer to its smallest form. Costs that depend on one group alone move to that group."""
 
     name: ClassVar[str] = "simplify-transfers"
     edge_memo: ReductionMemo = field(default_factory=ReductionMemo, repr=False)
@@ -278,8 +279,8 @@ class SimplifyTransfers:
 
 @dataclass(frozen=True)
 class EliminateGroups:
-    """Folds groups without memory whose transfers join them to at most two other groups into those: cost[p,
-    q] of the transfer that replaces group g is min over its choices k of cost_in[p, k] + cost_g[k] +
+    """Folds groups without memory into their neighbours, if their transfers join them to at most two other groups. The
+    transfer that replaces group g has cost[p, q] = min over its choices k of cost_in[p, k] + cost_g[k] +
     cost_out[k, q]."""
 
     name: ClassVar[str] = "eliminate-groups"
@@ -292,15 +293,15 @@ class EliminateGroups:
 
 
 def reductions() -> tuple[Reduction, ...]:
-    """All of them, in the order of a round; they remember at what they had nothing to do, so those of one problem are
-    not used for another."""
+    """All reductions, in the order of a round. They remember where they found nothing to do, so they must not be reused
+    for another problem."""
     forbidden, simplified = DropForbidden(), SimplifyTransfers()
     return (forbidden, BoundMemory(), simplified, forbidden, DropDominated(), simplified, EliminateGroups())
 
 
 def size_of(problem: Problem) -> tuple[int, int, int]:
-    """Groups, choices, and pairs (row, column) of all transfers times consumers: what the integer program
-    grows with."""
+    """The sizes with which the integer program grows: groups, choices, and (row, column) pairs of all transfers times
+    their consumers."""
     choices = sum(len(group.cost) for group in problem.groups)
     return len(problem.groups), choices, sum(t.cost.size * len(t.consumers) for t in problem.transfers)
 
@@ -311,7 +312,7 @@ def is_impossible(problem: Problem) -> bool:
 
 
 def reduce(problem: Problem, rounds: int = 8) -> tuple[Problem, Chain]:
-    """The problem after all reductions, repeated while they shrink it; check :func:`is_impossible` on the
+    """Applies all reductions, and repeats them while they shrink the problem. Check :func:`is_impossible` on the
     result."""
     links: list[Inverse] = []
     steps = reductions()

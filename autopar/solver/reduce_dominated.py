@@ -1,4 +1,4 @@
-"""Which choices of a group another choice replaces at no loss, whatever its neighbours choose."""
+"""Finds choices of a group that another choice replaces at no loss, whatever the group's neighbours choose."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from .problem import Floats, Group, Ints, Problem, Transfer
 from .reduction_memo import ReductionMemo
 
 Mask = NDArray[np.bool_]
-# Differences looked at in one piece: about what a processor has near.
+# How many differences are computed in one piece: about as many as fit into a processor's cache.
 # Chosen: 1 MiB of float64.
 _PIECE = 1 << 17
 
 
 def undominated(problem: Problem, memo: ReductionMemo) -> tuple[list[Mask], list[Ints]]:
-    """Per group which choices to keep, and for every choice the one that represents it (itself if kept).
+    """For each group, which choices to keep, and for every choice the one that represents it (itself if kept).
 
-    Groups are treated one after another, each against what is left of the others, so that every single
-    removal is exact. Those ``memo`` had nothing to remove when they and the transfers at them were as they are.
+    Groups are treated one after another, each against the remaining choices of the others, so that every single removal
+    is exact. Groups in ``memo`` are skipped: nothing could be removed from them, and they and their transfers have not
+    changed since.
     """
     masks = [np.ones(len(group.cost), dtype=bool) for group in problem.groups]
     incident: list[list[Transfer]] = [[] for _ in problem.groups]
@@ -31,7 +32,7 @@ def undominated(problem: Problem, memo: ReductionMemo) -> tuple[list[Mask], list
     substitutes = []
     for index, group in enumerate(problem.groups):
         substitute = np.arange(len(group.cost))
-        # A transfer from a group to itself couples both its ends: the bounds below take them one at a time.
+        # A transfer from a group to itself couples both its ends, but the bounds below vary one end at a time.
         looped = any(t.producer == index and index in t.consumers for t in incident[index])
         if len(group.cost) > 1 and not looped and not memo.has_group(index, group, incident[index]):
             substitute = _remove(_worst(group, index, incident[index], masks), masks[index])
@@ -42,7 +43,7 @@ def undominated(problem: Problem, memo: ReductionMemo) -> tuple[list[Mask], list
 
 
 def _worst(group: Group, index: int, incident: list[Transfer], masks: list[Mask]) -> Floats:
-    """[k, j] bound on how much dearer everything gets when group ``index`` takes j instead of k."""
+    """[k, j]: a bound on how much the whole cost rises when group ``index`` takes j instead of k."""
     worst = _own(group)
     for transfer in incident:
         worst = _plus(worst, _worst_change(transfer, index, masks))
@@ -50,14 +51,14 @@ def _worst(group: Group, index: int, incident: list[Transfer], masks: list[Mask]
 
 
 def _plus(left: Floats, right: Floats) -> Floats:
-    """The sum, where a forbidden change (infinite) stays forbidden whatever else it gains."""
+    """The sum. A forbidden change (infinite) stays forbidden, whatever it gains elsewhere."""
     with np.errstate(invalid="ignore"):
         total = left + right
     return np.where(np.isnan(total), np.inf, total)
 
 
 def _own(group: Group) -> Floats:
-    """[k, j] change of cost when j replaces k; infinite where j needs more memory."""
+    """[k, j]: the change of the group's own cost when j replaces k; infinite where j needs more memory."""
     change = _difference(group.cost[None, :], group.cost[:, None])
     for need in (group.memory, group.temporary, group.host):
         if (need != need[0]).any():
@@ -66,7 +67,7 @@ def _own(group: Group) -> Floats:
 
 
 def _remove(worst: Floats, mask: Mask) -> Ints:
-    """Clears dominated choices in ``mask`` one by one and says what represents each."""
+    """Clears dominated choices in ``mask`` one by one. Returns the choice that represents each."""
     np.fill_diagonal(worst, np.inf)
     substitute = np.arange(len(mask))
     dominates = worst <= 0
@@ -76,14 +77,14 @@ def _remove(worst: Floats, mask: Mask) -> Ints:
             mask[k] = False
             substitute[k] = better[np.argmin(worst[k, better])]
     for k in reversed(np.flatnonzero(~mask)):
-        # The one that replaced k was kept then, and may have been removed since: follow it.
+        # The choice that replaced k may have been removed since, so follow its replacements.
         while not mask[substitute[k]]:
             substitute[k] = substitute[substitute[k]]
     return substitute
 
 
 def _worst_change(transfer: Transfer, index: int, masks: list[Mask]) -> Floats:
-    """[k, j] bound on how much dearer the transfer gets when group ``index`` takes j instead of k."""
+    """[k, j]: a bound on how much the cost of the transfer rises when group ``index`` takes j instead of k."""
     if transfer.producer == index:
         columns = _used(transfer, range(len(transfer.consumers)), masks)
         return _by_label(
@@ -109,19 +110,19 @@ def _worst_change(transfer: Transfer, index: int, masks: list[Mask]) -> Floats:
 
 
 def _used(transfer: Transfer, slots: Iterable[int], masks: list[Mask]) -> Ints:
-    """The columns that consumers ``slots`` may need."""
-    found = [transfer.targets[c][masks[transfer.consumers[c]]] for c in slots]
-    return used(np.concatenate([*found, np.zeros(0, dtype=np.int64)]), transfer.cost.shape[1])
+    """The columns that the consumers in ``slots`` may need."""
+    columns = [transfer.targets[c][masks[transfer.consumers[c]]] for c in slots]
+    return used(np.concatenate([*columns, np.zeros(0, dtype=np.int64)]), transfer.cost.shape[1])
 
 
 def _by_label(labels: Ints, count: int, change: Callable[[Ints], Floats]) -> Floats:
-    """``change`` between distinct labels, read for every pair of choices."""
-    found, position = distinct(labels, count)
-    return change(found)[position[:, None], position[None, :]]
+    """Evaluates ``change`` between distinct labels, and looks it up for every pair of choices."""
+    values, position = distinct(labels, count)
+    return change(values)[position[:, None], position[None, :]]
 
 
 def _difference(new: Floats, old: Floats) -> Floats:
-    """``new - old`` where an old cost that is infinite never occurs, so that anything is better."""
+    """``new - old``. An infinite old cost never occurs in a solution, so every change from it is an improvement."""
     if np.isfinite(old).all():
         return new - old
     with np.errstate(invalid="ignore"):
@@ -129,31 +130,31 @@ def _difference(new: Floats, old: Floats) -> Floats:
 
 
 def _greatest(new: Floats, old: Floats, most: int = 1) -> Floats:
-    """[a, b] bound on ``new[b] - old[a]`` where between one and ``most`` of the entries count: the greatest difference,
-    and the next greatest of those that are positive."""
+    """[a, b]: a bound on ``new[b] - old[a]``, summed over between one and ``most`` entries: the greatest difference,
+    plus the next greatest ones if they are positive."""
     most = min(most, new.shape[1])
-    found = np.empty((len(old), len(new)))
+    greatest = np.empty((len(old), len(new)))
     step = max(1, _PIECE // max(new.size, 1))
     for start in range(0, len(old), step):
-        each = _difference(new[None], old[start : start + step, None])
+        differences = _difference(new[None], old[start : start + step, None])
         if most == 1:
-            found[start : start + step] = each.max(axis=2)
+            greatest[start : start + step] = differences.max(axis=2)
             continue
-        each = -np.partition(-each, most - 1, axis=2)[:, :, :most]
-        each.sort(axis=2)
-        found[start : start + step] = each[:, :, -1] + np.maximum(each[:, :, :-1], 0.0).sum(axis=2)
-    return found
+        differences = -np.partition(-differences, most - 1, axis=2)[:, :, :most]
+        differences.sort(axis=2)
+        greatest[start : start + step] = differences[:, :, -1] + np.maximum(differences[:, :, :-1], 0.0).sum(axis=2)
+    return greatest
 
 
 def _row_change(cost: Floats, consumers: int) -> Floats:
-    """[p, r] bound when the tensor starts in row r instead of p: the consumers need between one and
+    """[p, r]: the bound for a tensor that starts in row r instead of p. The consumers need between one and
     ``consumers`` distinct columns."""
     return _greatest(cost, cost, consumers)
 
 
 def _column_change(cost: Floats, shared: Mask) -> Floats:
-    """[q, r] bound when a consumer needs column r instead of q; a column another consumer may need as well
-    saves nothing."""
+    """[q, r]: the bound for a consumer that needs column r instead of q. A column that another consumer may need as
+    well saves nothing."""
     new = np.ascontiguousarray(cost.T)
     change = _greatest(new, np.where(shared[:, None] & np.isfinite(new), 0.0, new))
     np.fill_diagonal(change, 0.0)

@@ -1,4 +1,4 @@
-"""What a reduction has looked at and found nothing to do, so that it is not looked at again."""
+"""Remembers where a reduction found nothing to do, so that it is not tried there again."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ _Mark = tuple[object, ...]
 
 
 def _transfer_mark(transfer: Transfer) -> _Mark:
-    """The arrays, and which ends are the same group: all that a reduction sees, whatever the groups' numbers are."""
+    """The identities of the arrays, and which ends are the same group. A reduction depends on nothing else, in
+    particular not on the groups' numbers."""
     ends = (transfer.producer, *transfer.consumers)
     return (id(transfer.cost), id(transfer.source), *map(id, transfer.targets), *map(ends.index, ends))
 
 
 class ReductionMemo:
-    """Transfers, and groups with the transfers at them. They are known by their arrays: these are never written to, and
-    a problem made of another keeps those that did not change."""
+    """A set of transfers, and of groups with their transfers. They are identified by their arrays. Arrays are never
+    written to, and a problem derived from another keeps the arrays that did not change."""
 
     def __init__(self) -> None:
-        # The values keep the arrays, so that no other can get the number of one of them.
-        self._known: dict[_Mark, object] = {}
+        # The values keep the arrays alive, so that no new array can have the same id.
+        self._seen: dict[_Mark, object] = {}
 
     def __contains__(self, transfer: Transfer) -> bool:
-        return _transfer_mark(transfer) in self._known
+        return _transfer_mark(transfer) in self._seen
 
     def add(self, transfer: Transfer) -> None:
-        self._known[_transfer_mark(transfer)] = transfer
+        self._seen[_transfer_mark(transfer)] = transfer
 
     def has_group(self, index: int, group: Group, incident: list[Transfer]) -> bool:
-        return self._group_mark(index, group, incident) in self._known
+        return self._group_mark(index, group, incident) in self._seen
 
     def add_group(self, index: int, group: Group, incident: list[Transfer]) -> None:
-        self._known[self._group_mark(index, group, incident)] = (group, incident)
+        self._seen[self._group_mark(index, group, incident)] = (group, incident)
 
     @staticmethod
     def _group_mark(index: int, group: Group, incident: list[Transfer]) -> _Mark:

@@ -1,4 +1,4 @@
-"""Transfers rewritten to the least they can say, without touching groups or choices."""
+"""Rewrites transfers to their smallest form, without changing groups or choices."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from .reduction_memo import ReductionMemo
 
 @dataclass
 class _Work:
-    """A problem being rewritten: unary costs are exchanged for new ones, finished transfers pile up."""
+    """A problem being rewritten: the costs of groups so far, and the transfers that are done."""
 
     costs: list[Floats]
     done: list[Transfer]
 
     def charge(self, group: int, cost: Floats) -> None:
-        """Adds to the cost of a group; arrays that other problems share stay as they are."""
+        """Adds to the cost of a group. Makes a new array, since other problems may share the old one."""
         if cost.any():
             self.costs[group] = self.costs[group] + cost
 
 
 def simplify(problem: Problem, memo: ReductionMemo) -> Problem:
-    """See :class:`autopar.solver.reduce.SimplifyTransfers`; ``memo`` are transfers that were found to be so
-    before."""
+    """See :class:`autopar.solver.reduce.SimplifyTransfers`. ``memo``: transfers already known to be in their smallest
+    form."""
     work = _Work([group.cost for group in problem.groups], [])
     for transfer in problem.transfers:
         if transfer in memo:
@@ -46,8 +46,8 @@ def simplify(problem: Problem, memo: ReductionMemo) -> Problem:
 
 
 def _is_as_before(parts: list[Transfer], transfer: Transfer) -> bool:
-    """Whether ``parts``, what became of ``transfer``, are nothing but that: whatever is simplified has fewer consumers,
-    rows or columns, or becomes the cost of groups."""
+    """Whether ``parts``, the rewritten ``transfer``, are just that transfer. A transfer that was simplified has fewer
+    consumers, rows or columns, or has become a cost of groups."""
     return len(parts) == 1 and parts[0].consumers == transfer.consumers and parts[0].cost.shape == transfer.cost.shape
 
 
@@ -60,7 +60,7 @@ def _only(transfer: Transfer, slots: list[int]) -> Transfer:
 
 
 def _distinct_consumers(transfer: Transfer) -> Transfer:
-    """One slot per (group, columns)."""
+    """The transfer with one slot per (group, columns)."""
     seen: dict[tuple[int, bytes], int] = {}
     for c, (consumer, target) in enumerate(zip(transfer.consumers, transfer.targets, strict=True)):
         seen.setdefault((consumer, target.tobytes()), c)
@@ -68,21 +68,21 @@ def _distinct_consumers(transfer: Transfer) -> Transfer:
 
 
 def _without_fixed_consumers(work: _Work, transfer: Transfer) -> Transfer:
-    """A column some consumer needs whatever it chooses is the producer's to pay, and then free for all."""
+    """Charges columns that some consumer needs, whatever it chooses, to the producer. They are then free for all."""
     slots = [c for c, target in enumerate(transfer.targets) if not (target == target[0]).all()]
     if len(slots) == len(transfer.targets):
         return transfer
     columns = sorted({int(target[0]) for c, target in enumerate(transfer.targets) if c not in slots})
     work.charge(transfer.producer, transfer.cost[transfer.source][:, columns].sum(axis=1))
     cost = transfer.cost.copy()
-    # What is forbidden for the producer now costs it infinitely; the rest of the column is paid.
+    # Forbidden entries are now infinite costs of the producer; the other entries of the column are paid.
     cost[:, columns] = 0.0
     return replace(_only(transfer, slots), cost=cost)
 
 
 def _independent_parts(transfer: Transfer) -> list[Transfer]:
-    """Consumers that can share no column with a price need not stay in one transfer; those that need no such
-    column go."""
+    """Splits a transfer into parts whose consumers share no priced column. Consumers that need no priced column are
+    dropped."""
     rows, count = used(transfer.source, len(transfer.cost)), transfer.cost.shape[1]
     priced = (transfer.cost[rows] != 0).any(axis=0)
     if len(transfer.targets) == 1:
@@ -94,16 +94,16 @@ def _independent_parts(transfer: Transfer) -> list[Transfer]:
         if not columns:
             continue
         slots = [c]
-        for other in [part for part in parts if part[0] & columns]:
-            parts.remove(other)
-            columns |= other[0]
-            slots += other[1]
+        for overlapping in [part for part in parts if part[0] & columns]:
+            parts.remove(overlapping)
+            columns |= overlapping[0]
+            slots += overlapping[1]
         parts.append((columns, sorted(slots)))
     return [transfer if len(slots) == len(transfer.consumers) else _only(transfer, slots) for _, slots in parts]
 
 
 def _as_pair(transfer: Transfer) -> Transfer:
-    """Several slots of one group become one: its columns are the sets of columns needed together."""
+    """Merges several slots of one group into one, whose columns are the sets of columns needed together."""
     if len(transfer.consumers) == 1 or len(set(transfer.consumers)) > 1:
         return transfer
     needed, target = np.unique(np.stack(transfer.targets), axis=1, return_inverse=True)
@@ -112,8 +112,8 @@ def _as_pair(transfer: Transfer) -> Transfer:
 
 
 def _finish(work: _Work, transfer: Transfer) -> None:
-    """Moves what only one group decides into its cost, else keeps the transfer with equal rows and columns
-    merged."""
+    """Moves a transfer that depends on one group alone into that group's cost. Otherwise keeps it, with equal rows and
+    columns merged."""
     if len(transfer.consumers) == 1:
         consumer, target = transfer.consumers[0], transfer.targets[0]
         if consumer == transfer.producer:
@@ -136,13 +136,13 @@ def _merge_rows(transfer: Transfer) -> Transfer:
     columns, target = distinct(np.concatenate(transfer.targets), transfer.cost.shape[1])
     cost = transfer.cost[np.ix_(rows, columns)]
     first, merged = equal_rows(cost)
-    targets = tuple(np.split(target, np.cumsum([len(one) for one in transfer.targets])[:-1]))
+    targets = tuple(np.split(target, np.cumsum([len(labels) for labels in transfer.targets])[:-1]))
     return replace(transfer, source=merged[source], targets=targets, cost=cost[first])
 
 
 def _merge_columns(transfer: Transfer) -> Transfer:
-    """Equal columns merge if one consumer chooses among them; with several, only free ones do (two equal
-    prices are paid twice)."""
+    """Merges equal columns if there is one consumer. With several consumers, merges only free columns, because two
+    equal prices are paid twice."""
     if len(transfer.consumers) == 1:
         first, merged = equal_rows(transfer.cost.T)
     else:

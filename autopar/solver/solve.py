@@ -1,8 +1,6 @@
-"""Where price meets choice: the least-cost assignment of a :class:`~autopar.solver.problem.Problem`, with a proof of
-how good it is.
+"""Finds the least-cost assignment of a :class:`~autopar.solver.problem.Problem`, with a proven bound.
 
-The program, with its constraints named as the exported model names them
-(:func:`autopar.solver.named_export.export`)::
+The program, with the names of its constraints in the exported model (:func:`autopar.solver.named_export.export`)::
 
     minimise    sum_i sum_k cost_i[k] x[i,k]  +  sum_t sum_{p,q} cost_t[p,q] z[t,p,q]
     one_choice[i]         sum_k x[i,k] = 1
@@ -14,17 +12,18 @@ The program, with its constraints named as the exported model names them
     host                  sum_i sum_k host_i[k] x[i,k] <= host_limit
     x binary, e >= 0, z >= 0
 
-The e of one consumer are a transport plan between the two ends' choices, which makes the relaxation the local
-polytope of the pairwise problem (Wainwright and Jordan 2008, section 4.1): nearly integral in practice. z is
-paid once however many consumers need a column.
+The e of one consumer are a transport plan between the two ends' choices, which makes the relaxation the local polytope
+of the pairwise problem (Wainwright and Jordan 2008, section 4.1). It is nearly integral in practice. z is paid once
+however many consumers need a column.
 
-Method: (1) exact reductions (:mod:`autopar.solver.reduce`); (2) message passing on the dual of the relaxation bounds
-the optimum, its decoded choices, repaired and polished by coordinate descent, are incumbents
-(:mod:`autopar.solver.message_passing`, :mod:`autopar.solver.dual_ascent`, :mod:`autopar.solver.coordinate_descent`);
-(3) choices whose reduced cost exceeds the distance between incumbent and bound cannot improve on it and go
-(reduced-cost fixing, Dantzig, Fulkerson and Johnson 1954), and (1) and (2) again while that shrinks the problem; (4)
-if the gap is still open, the linear relaxation of what is left through ``ortools.math_opt`` and HiGHS
-(:mod:`autopar.solver.lp_relaxation`), fixing once more, and (5) branch and cut.
+Method: (1) Exact reductions (:mod:`autopar.solver.reduce`). (2) Message passing on the dual of the relaxation bounds
+the optimum. Its decoded choices, repaired and polished by coordinate descent, are incumbents
+(:mod:`autopar.solver.message_passing`, :mod:`autopar.solver.dual_ascent`, :mod:`autopar.solver.coordinate_descent`).
+(3) Choices whose reduced cost exceeds the distance between incumbent and bound cannot improve on the incumbent and are
+dropped (reduced-cost fixing, Dantzig, Fulkerson and Johnson 1954). (1) and (2) are repeated while that shrinks the
+problem. (4) If the gap is still open, the linear relaxation of the remaining problem is solved through
+``ortools.math_opt`` and HiGHS (:mod:`autopar.solver.lp_relaxation`), followed by fixing once more and (5) branch and
+cut.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from .overlap_prices import solve_windows
 from .problem import Floats, Ints, Problem, Solution, memory_of, without_needless_host
 from .reduce import Chain, DropForbidden, FewerChoices, is_impossible, keep_choices, reduce
 
-# Nodes for the least memory of a program, and the seconds of computing that guard them. Most need one node, a second.
+# The most nodes for the least memory of a program, and the most CPU seconds. Most programs need one node and a second.
 # Chosen far above that.
 SMALLEST_NODES, SMALLEST_GUARD = 200, 120.0
 
@@ -60,12 +59,12 @@ def solve(
 ) -> Solution:
     """The cheapest assignment within the memory of the device and of the host.
 
-    ``gap``: stop when (objective - bound) / objective is at most this (or 1e-6, the tolerance of the
-    solvers). ``time_limit`` in seconds of computing (the processor's time of this process), kept approximately.
-    ``incumbents``: known assignments, one choice per group, that need not fit; the result is never worse than any that
-    fits. The same input gives the same result unless the time limit cuts the search off, and even then if it is
-    ``counted``: in work done, about seconds on one core (:mod:`autopar.solver.budget`). The bound of an "infeasible"
-    solution is infinite if that is proven, finite if time ran out before anything that fits was found.
+    ``gap``: stop when (objective - bound) / objective is at most this (or 1e-6, the tolerance of the solvers).
+    ``time_limit``: in CPU seconds of this process, kept approximately. ``incumbents``: known assignments, one choice
+    per group, which need not fit; the result is never worse than any that fits. The same input gives the same result
+    unless the time limit cuts the search off. If it is ``counted``, the limit is in counted work, about seconds on one
+    core (:mod:`autopar.solver.budget`), and the result is always the same. The bound of an "infeasible" solution is
+    infinite if infeasibility is proven, finite if time ran out before an assignment that fits was found.
 
     Raises ValueError for a transfer with a negative or undefined price.
     """
@@ -75,8 +74,8 @@ def solve(
     if not problem.windows:
         return _solve_plain(problem, budget, gap, seed, incumbents)
 
-    def plain(priced: Problem, part: Budget, to: float, known: Sequence[Ints], enough: float) -> Solution:
-        return _solve_plain(priced, part, to, seed, known, enough)
+    def plain(priced: Problem, part: Budget, target_gap: float, starts: Sequence[Ints], enough: float) -> Solution:
+        return _solve_plain(priced, part, target_gap, seed, starts, enough)
 
     return solve_windows(problem, plain, budget=budget, gap=gap, incumbents=incumbents)
 
@@ -103,7 +102,7 @@ def _check(problem: Problem) -> None:
     for transfer in problem.transfers:
         if not (transfer.cost >= 0).all():
             p, q = np.argwhere(~(transfer.cost >= 0))[0]
-            raise ValueError(f"transfer {transfer.name}: cost[{p}, {q}] is {transfer.cost[p, q]}, which is no price")
+            raise ValueError(f"transfer {transfer.name}: cost[{p}, {q}] is {transfer.cost[p, q]}, not a price")
     for group in problem.groups:
         if np.isnan(group.cost).any():
             choice = int(np.argmax(np.isnan(group.cost)))
@@ -111,7 +110,7 @@ def _check(problem: Problem) -> None:
 
 
 def _explore(search: Search) -> str:
-    """Solves into ``search``; the status."""
+    """Runs the search, and returns its status."""
     reduced, chain = reduce(search.problem)
     if is_impossible(reduced) or _too_large(reduced):
         search.exhausted = True
@@ -125,7 +124,7 @@ def _explore(search: Search) -> str:
         if is_impossible(reduced):
             search.prove(search.floor)
             return _status(search)
-        # Under a memory limit a second search for its price costs more than the exact relaxation.
+        # Under a memory limit, a second search for the price of memory takes longer than the exact relaxation.
         # Goes on with reductions only while they drop a fifth of the choices. Chosen, not measured.
         if reduced.groups and (reduced.is_limited or _choices(reduced) > 0.8 * before):
             return _finish(search, reduced, chain)
@@ -134,19 +133,19 @@ def _explore(search: Search) -> str:
 
 
 def _finish(search: Search, reduced: Problem, chain: Chain) -> str:
-    """The exact part: linear relaxation, fixing, branch and cut."""
+    """Runs the exact part of the search: linear relaxation, fixing, branch and cut."""
     relaxation = relax(reduced, search.budget.part(), search.seed)
     if not relaxation.feasible:
         search.prove(search.floor)
-        search.exhausted = not search.found
+        search.exhausted = not search.has_incumbent
         return _status(search)
     search.prove(relaxation.bound + chain.offset)
     if len(relaxation.rounded):
-        found = repair(Neighbourhood.of(reduced), relaxation.rounded)
-        search.offer(None if found is None else chain.expand(found))
+        choices = repair(Neighbourhood.of(reduced), relaxation.rounded)
+        search.offer(None if choices is None else chain.expand(choices))
     # Chosen: a small kernel finds good incumbents soon, the whole one proves the bound.
     for share in (0.15, 0.4, 1.0):
-        if search.over or (share < 1.0 and not search.found):
+        if search.over or (share < 1.0 and not search.has_incumbent):
             continue
         _search_kernel(search, reduced, chain, relaxation, share)
     return _status(search)
@@ -155,12 +154,12 @@ def _finish(search: Search, reduced: Problem, chain: Chain) -> str:
 def _search_kernel(search: Search, problem: Problem, chain: Chain, relaxation: Relaxation, share: float) -> None:
     """Branches on the choices whose reduced cost is within ``share`` of the distance from bound to incumbent.
 
-    What is left out costs at least that much, so a searched kernel proves a bound, and a small one finds good
-    incumbents soon.
+    All other assignments cost at least that much, so a solved kernel proves a bound, and a small kernel yields good
+    incumbents early.
     """
     bound = relaxation.bound + chain.offset
     threshold = search.objective
-    if search.found and np.isfinite(bound):
+    if search.has_incumbent and np.isfinite(bound):
         # A tenth of the gap is left for the tolerance of the solvers.
         target = search.objective - max(0.9 * search.gap, 1e-7) * abs(search.objective)
         threshold = bound + share * (target - bound)
@@ -175,9 +174,9 @@ def _search_kernel(search: Search, problem: Problem, chain: Chain, relaxation: R
 
 
 def _settle(search: Search, chain: Chain) -> None:
-    """Takes the one assignment that the reductions left."""
+    """Takes the only assignment that the reductions left."""
     search.offer(chain.expand(NONE))
-    search.exhausted = not search.found
+    search.exhausted = not search.has_incumbent
     search.prove(chain.offset)
 
 
@@ -187,13 +186,13 @@ _STATUS = {True: "feasible", False: "infeasible"}
 def _status(search: Search) -> str:
     if search.exhausted:
         return "infeasible"
-    if search.found:
+    if search.has_incumbent:
         return "optimal" if search.closed else "feasible"
-    # The time is over and nothing fits yet: the least memory is the last thing worth trying.
+    # Time is up and nothing fits yet. As a last attempt, search for the assignment of least memory.
     seconds = SMALLEST_GUARD if search.budget.counted else max(5.0, search.left)
     least, search.exhausted = smallest_search(search.problem, seconds)
     search.offer(least)
-    return _STATUS[search.found]
+    return _STATUS[search.has_incumbent]
 
 
 def _choices(problem: Problem) -> int:
@@ -201,8 +200,8 @@ def _choices(problem: Problem) -> int:
 
 
 def _too_large(problem: Problem) -> bool:
-    """Whether even the smallest choices, transfers not looked at, exceed the memory of the device or of the host."""
-    # Rounding of byte counts that are no integers must not reject what exactly fits.
+    """Whether even the smallest choices, ignoring transfers, exceed the memory of the device or of the host."""
+    # Rounding of byte counts that are not integers must not reject assignments that fit exactly.
     if sum(float(g.host.min()) for g in problem.groups) > problem.host_limit * (1 + 1e-12):
         return True
     if not problem.groups or np.isinf(problem.memory_limit):
@@ -211,8 +210,8 @@ def _too_large(problem: Problem) -> bool:
 
 
 def _fix(search: Search, problem: Problem, chain: Chain, ascent: Ascent) -> tuple[Problem, Chain]:
-    """Without the choices that cannot improve the incumbent by more than the gap, and reduced again."""
-    if not search.found or not np.isfinite(ascent.bound):
+    """Drops the choices that cannot improve the incumbent by more than the gap, and reduces again."""
+    if not search.has_incumbent or not np.isfinite(ascent.bound):
         return problem, chain
     # A tenth of the gap is left for the tolerance of the solvers.
     threshold = search.objective - max(0.9 * search.gap, 1e-7) * abs(search.objective)
@@ -221,7 +220,7 @@ def _fix(search: Search, problem: Problem, chain: Chain, ascent: Ascent) -> tupl
 
 
 def _within(problem: Problem, chain: Chain, distance: float, slack: Sequence[Floats]) -> tuple[Problem, Chain]:
-    """With only the choices whose slack is below ``distance``, reduced again."""
+    """Keeps only the choices whose slack is below ``distance``, and reduces again."""
     masks = [above < distance for above in slack]
     kept = tuple(np.flatnonzero(mask) for mask in masks)
     position = tuple(np.where(m, np.cumsum(m) - 1, -1).astype(np.int64) for m in masks)
@@ -229,44 +228,45 @@ def _within(problem: Problem, chain: Chain, distance: float, slack: Sequence[Flo
     fewer = keep_choices(problem, masks)
     if is_impossible(fewer):
         return fewer, Chain((chain, link))
-    reduced, rest = reduce(fewer)
-    return reduced, Chain((chain, link, rest))
+    reduced, further = reduce(fewer)
+    return reduced, Chain((chain, link, further))
 
 
 def _branch(search: Search, problem: Problem, chain: Chain, floor: float, budget: Budget) -> None:
-    """Branch and cut; whatever is not in ``problem`` costs at least ``floor``."""
+    """Runs branch and cut. Assignments that are not in ``problem`` cost at least ``floor``."""
     program = build(problem)
     value = search.objective - chain.offset
     gap = search.gap * abs(search.objective / value) if np.isfinite(value) and value else search.gap
     outcome = budget.branch(program, min(gap, 1.0), search.seed)
     if outcome.status == "infeasible":
-        search.exhausted = floor == np.inf and not search.found
+        search.exhausted = floor == np.inf and not search.has_incumbent
         search.prove(floor)
         return
-    found = round_up(problem, program, outcome)
-    if len(found):
-        search.offer(chain.expand(found))
-        if fits(problem, found):
-            search.offer(chain.expand(polish(Neighbourhood.of(problem), found)))
+    choices = round_up(problem, program, outcome)
+    if len(choices):
+        search.offer(chain.expand(choices))
+        if fits(problem, choices):
+            search.offer(chain.expand(polish(Neighbourhood.of(problem), choices)))
     search.prove(min(outcome.bound + chain.offset, floor))
 
 
 def smallest_memory(problem: Problem) -> float:
-    """The least peak bytes of any assignment of finite cost that the host can hold; infinite if there is none, or none
-    was found."""
+    """The least peak bytes of any assignment of finite cost within host memory; infinite if there is none or none was
+    found."""
     choices = smallest_choices(problem)
     return float("inf") if choices is None else memory_of(problem, choices)
 
 
 def smallest_choices(problem: Problem) -> Ints | None:
-    """The assignment of :func:`smallest_search`."""
+    """The assignment that :func:`smallest_search` finds."""
     return smallest_search(problem)[0]
 
 
 def smallest_search(problem: Problem, guard: float = SMALLEST_GUARD) -> tuple[Ints | None, bool]:
-    """The assignment of finite cost, within the host's memory, with the least peak bytes, or of those that were found
-    in ``SMALLEST_NODES`` (and ``guard`` seconds of computing); where the host's memory binds, to a thousandth. None if
-    none was found, and whether it is proven that there is none."""
+    """Searches for the assignment with the least peak bytes, of those with finite cost and within host memory. The
+    search ends after ``SMALLEST_NODES`` nodes or ``guard`` CPU seconds with the best one so far. If the limit of host
+    memory binds, the result is exact to a thousandth. Returns None if no assignment was found, and whether it is proven
+    that there is none."""
     bare, inverse = DropForbidden().apply(without_needless_host(replace(problem, memory_limit=float("inf"))))
     if is_impossible(bare):
         return None, True

@@ -304,8 +304,8 @@ def test_on_shared_cores_stages_that_nobody_asked_for_must_win_clearly() -> None
     assert search._safety_factor(shared, whole) == 1 < search._safety_factor(shared, pipeline)
     assert search._safety_factor(replace(shared, options=Options(stages=2)), pipeline) == 1
     assert search._safety_factor(replace(shared, cluster=request.cluster), pipeline) == 1
-    assert "Options(stages=2)" in next(search._passed_over([whole, pipeline], whole))
-    assert not list(search._passed_over([whole, pipeline], pipeline))
+    assert "Options(stages=2)" in next(search._rejected([whole, pipeline], whole))
+    assert not list(search._rejected([whole, pipeline], pipeline))
 
 
 @pytest.mark.parametrize("best", [1.7, 1.77])

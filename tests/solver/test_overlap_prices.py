@@ -10,12 +10,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autopar.solver.budget import Budget
-from autopar.solver.coordinate_descent import Neighbourhood, _Beside, polish
+from autopar.solver.coordinate_descent import Neighbourhood, _Overlap, polish
 from autopar.solver.highs import Effort, run
 from autopar.solver.lp_relaxation import round_up
 from autopar.solver.milp import build
 from autopar.solver.named_export import export
-from autopar.solver.overlap_prices import LEAST_PRICE, _Hunt, at_prices
+from autopar.solver.overlap_prices import LEAST_PRICE, _PriceSearch, at_prices
 from autopar.solver.problem import Group, Problem, Transfer, Window, evaluate, is_within, sides_of
 from autopar.solver.solve import solve
 from tests.solver.test_solve import assignments, brute_force, forbid, random_problem
@@ -99,17 +99,17 @@ def test_any_prices_bound_every_assignment(seed: int, one: float, other: float) 
 @given(seeds)
 def test_descent_sees_what_hides(seed: int) -> None:
     problem = with_windows(seed)
-    near = Neighbourhood.of(problem)
+    neighbourhood = Neighbourhood.of(problem)
     for choices in [c for c in assignments(problem)[::11] if np.isfinite(evaluate(problem, c))]:
-        beside, now = _Beside.of(near, choices), evaluate(problem, choices)
+        overlap, now = _Overlap.of(neighbourhood, choices), evaluate(problem, choices)
         for index in range(len(problem.groups)):
-            costs = beside.costs(choices, index)
+            costs = overlap.costs(choices, index)
             for k in range(len(costs)):
                 change = evaluate(problem, np.concatenate([choices[:index], [k], choices[index + 1 :]])) - now
                 if np.isfinite(change):
                     assert costs[k] - costs[choices[index]] == pytest.approx(change, abs=1e-9)
         if is_within(problem, choices):
-            better = polish(near, choices)
+            better = polish(neighbourhood, choices)
             assert is_within(problem, better) and evaluate(problem, better) <= now + 1e-12
 
 
@@ -117,13 +117,13 @@ def test_descent_sees_what_hides(seed: int) -> None:
 @given(seeds)
 def test_the_next_prices_are_where_the_known_assignments_cost_most(seed: int) -> None:
     problem = with_windows(seed, limited=False)
-    hunt, random = _Hunt(problem), np.random.default_rng(seed)
+    search, random = _PriceSearch(problem), np.random.default_rng(seed)
     for choices in assignments(problem)[::5]:
-        hunt.offer(np.asarray(choices, dtype=np.int64))
-    if not hunt.cuts:
+        search.offer(np.asarray(choices, dtype=np.int64))
+    if not search.cuts:
         return
-    cuts = np.array(hunt.cuts)
-    prices, most = hunt.highest(Budget(10.0))
+    cuts = np.array(search.cuts)
+    prices, most = search.highest(Budget(10.0))
     assert (cuts @ [1.0, *prices]).min() == pytest.approx(most, rel=1e-5, abs=1e-9)
     for other in random.uniform(LEAST_PRICE, 1.0, (20, 2)):
         assert (cuts @ [1.0, *other]).min() <= most + 1e-5 * abs(most) + 1e-9
@@ -142,22 +142,22 @@ def test_rounding_is_no_reason_to_send_more(limit: float) -> None:
     )
     problem = Problem(groups, transfers, limit, windows=(Window("w", {0: 1.0}, {0: 1.0, 1: 1.0}, 1.0),))
     silent, sending = np.array([0, 0, 0]), np.array([0, 0, 1])
-    beside = _Beside.of(Neighbourhood.of(problem), silent)
-    costs = beside.costs(silent, 2)
-    assert costs[1] < costs[0] and beside.best(costs, 0) == 0
+    overlap = _Overlap.of(Neighbourhood.of(problem), silent)
+    costs = overlap.costs(silent, 2)
+    assert costs[1] < costs[0] and overlap.best(costs, 0) == 0
     assert (polish(Neighbourhood.of(problem), silent) == silent).all()
-    hunt = _Hunt(problem)
-    hunt.offer(silent)
-    hunt.offer(sending)
-    assert evaluate(problem, sending) < evaluate(problem, silent) and (hunt.choices == silent).all()
+    search = _PriceSearch(problem)
+    search.offer(silent)
+    search.offer(sending)
+    assert evaluate(problem, sending) < evaluate(problem, silent) and (search.choices == silent).all()
 
 
 def test_the_next_prices_are_sought_in_counted_work() -> None:
     problem = with_windows(3, limited=False)
-    hunt, budget = _Hunt(problem), Budget(1.0, counted=True)
+    search, budget = _PriceSearch(problem), Budget(1.0, counted=True)
     for choices in assignments(problem)[::5]:
-        hunt.offer(np.asarray(choices, dtype=np.int64))
-    prices, _ = hunt.highest(budget)
+        search.offer(np.asarray(choices, dtype=np.int64))
+    prices, _ = search.highest(budget)
     assert 0.0 < budget.spent < 0.1
-    assert hunt.highest(Budget(1.0, counted=True, spent=0.5))[0] == prices
-    assert hunt.highest(Budget(1.0, counted=True, spent=1.0)) == ([LEAST_PRICE] * 2, hunt.bound)
+    assert search.highest(Budget(1.0, counted=True, spent=0.5))[0] == prices
+    assert search.highest(Budget(1.0, counted=True, spent=1.0)) == ([LEAST_PRICE] * 2, search.bound)
