@@ -1,8 +1,8 @@
-"""What a plan records of its instance for ``why``, ``diff`` and tables: its nodes, what is resident in memory, and the
-alternatives to each choice.
+"""The parts of an instance that a plan records for ``why``, ``diff`` and tables: its nodes, the tensors resident in
+memory, and the alternatives to each choice.
 
-An alternative's price is the objective with one group's choice changed and all others as they are: the group's own
-cost and the transfers it takes part in, for all its choices at once.
+The price of an alternative is the objective when one group's choice is changed and all others stay. It is computed from
+the group's own cost and the transfers that it takes part in, for all its choices at once.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from .prices import local_bytes
 KEPT = 6
 
 
-def answers(instance: Instance, graph: Graph, assignment: Assignment, chosen: Ints) -> dict[str, Any]:
-    """The fields of a :class:`~autopar.plans.plan.Plan` that :meth:`~autopar.plans.plan.Plan.why` and its kin read;
-    ``chosen`` is ``assignment`` by group, ``graph`` that of ``instance`` with what is recomputed.
+def explanation_fields(instance: Instance, graph: Graph, assignment: Assignment, chosen: Ints) -> dict[str, Any]:
+    """The fields of a :class:`~autopar.plans.plan.Plan` that :meth:`~autopar.plans.plan.Plan.why` and similar methods
+    read. ``chosen``: ``assignment`` by group; ``graph``: that of ``instance`` with the nodes that are recomputed.
     """
     step = PlacedStep(graph, assignment, instance.prices, instance.optimizer, instance.repeats)
     gradients = {path: str(value).removeprefix("%") for path, value in graph.gradients.items()}
@@ -47,11 +47,11 @@ def answers(instance: Instance, graph: Graph, assignment: Assignment, chosen: In
 
 
 def plan_nodes(graph: Graph) -> dict[str, PlanNode]:
-    """What each node of ``graph`` is."""
-    found = {}
+    """A record of each node of ``graph``, by name."""
+    nodes = {}
     for node in graph.nodes:
         first = graph.classes.get(node.name, node.name)
-        found[node.name] = PlanNode(
+        nodes[node.name] = PlanNode(
             op=node.op,
             type=_types(node),
             module=node.module,
@@ -59,18 +59,18 @@ def plan_nodes(graph: Graph) -> dict[str, PlanNode]:
             operands=tuple(dict.fromkeys(value.node for value in node.operands)),
             tied="" if first == node.name else first,
         )
-    return found
+    return nodes
 
 
 def _types(node: Node) -> str:
-    """The types of the results; of a parameter that is stored in another, that too."""
-    found = ", ".join(str(kind) for kind in node.types if kind is not None)
-    apart = node.op == "param" and node.stored != node.type
-    return f"{found}, stored {DTYPE_NAMES[node.stored.dtype]}" if apart else found
+    """The types of a node's results as text, with the stored type of a parameter if it differs."""
+    types = ", ".join(str(kind) for kind in node.types if kind is not None)
+    stored_differently = node.op == "param" and node.stored != node.type
+    return f"{types}, stored {DTYPE_NAMES[node.stored.dtype]}" if stored_differently else types
 
 
 def holdings(step: PlacedStep) -> Iterator[ResidentTensor]:
-    """What :func:`autopar.placement.memory_bound.memory` adds up, item by item."""
+    """The tensors whose bytes :func:`autopar.placement.memory_bound.memory` adds up."""
     for node in step.graph.nodes:
         if node.op == "param":
             parts = zip(("weight", "gradient", "optimizer"), held_bytes(step, node), strict=True)
@@ -79,27 +79,27 @@ def holdings(step: PlacedStep) -> Iterator[ResidentTensor]:
         elif node.is_placeholder or node.name in step.graph.kept:
             place = step.assignment.strategies[node.name].outputs[0]
             count = local_bytes(node.type, place, step.prices.mesh)
-            kept = node.op in (SAVED_ACTIVATION, "receive")
-            held = count * step.repeats.in_flight if kept else count
-            yield ResidentTensor("activation" if kept else "input", node.name, node.module, held)
+            is_activation = node.op in (SAVED_ACTIVATION, "receive")
+            resident = count * step.repeats.in_flight if is_activation else count
+            yield ResidentTensor("activation" if is_activation else "input", node.name, node.module, resident)
 
 
-def alternatives(instance: Instance, chosen: Ints, kept: int = KEPT) -> dict[str, Alternatives]:
-    """For each group with more than one choice, by its node, the ``kept`` cheapest others."""
+def alternatives(instance: Instance, chosen: Ints, most: int = KEPT) -> dict[str, Alternatives]:
+    """For each group with more than one choice, by its node, at most ``most`` alternatives, the cheapest first."""
     problem = instance.problem
     touching: defaultdict[int, list[Transfer]] = defaultdict(list)
     for transfer in problem.transfers:
         for group in {transfer.producer, *transfer.consumers}:
             touching[group].append(transfer)
     return {
-        name: _cheapest(instance, group, prices_alone(problem, touching[group], group, chosen), chosen, kept)
+        name: _cheapest(instance, group, prices_alone(problem, touching[group], group, chosen), chosen, most)
         for group, name in enumerate(instance.names)
         if len(instance.choices[group]) > 1
     }
 
 
 def prices_alone(problem: Problem, transfers: list[Transfer], group: int, chosen: Ints) -> Floats:
-    """Seconds, shape [K], of the terms of the objective that ``group`` takes part in, for each of its choices."""
+    """The terms of the objective in which ``group`` takes part, in seconds, shape [K], for each of its choices."""
     total = problem.groups[group].cost.copy()
     moved = {id(transfer): _moves(transfer, group, chosen, len(total)) for transfer in transfers}
     for seconds in moved.values():
@@ -110,8 +110,7 @@ def prices_alone(problem: Problem, transfers: list[Transfer], group: int, chosen
 
 
 def _overlapped(problem: Problem, window: Window, moved: Mapping[int, Floats], group: int, chosen: Ints) -> Floats:
-    """Seconds, shape [K], in which the computing and the messages of a window overlap, for each choice of
-    ``group``."""
+    """Seconds, shape [K], for which computation and messages of a window overlap, for each choice of ``group``."""
     messages, computing = sides_of(problem, window, chosen)
     now, sent = int(chosen[group]), np.zeros(len(problem.groups[group].cost))
     for index, part in window.transfers.items():
@@ -123,25 +122,25 @@ def _overlapped(problem: Problem, window: Window, moved: Mapping[int, Floats], g
 
 
 def _moves(transfer: Transfer, group: int, chosen: Ints, count: int) -> Floats:
-    """Seconds of one transfer for each choice of ``group``: every distinct column once, as
-    :func:`autopar.solver.problem.evaluate` has it.
+    """Seconds of one transfer for each choice of ``group``. Every distinct column counts once, as in
+    :func:`autopar.solver.problem.evaluate`.
     """
     rows = transfer.source if transfer.producer == group else transfer.source[chosen[transfer.producer]]
     pairs = list(zip(transfer.consumers, transfer.targets, strict=True))
-    others = sorted({int(target[chosen[consumer]]) for consumer, target in pairs if consumer != group})
+    paid = sorted({int(target[chosen[consumer]]) for consumer, target in pairs if consumer != group})
     own = [target for consumer, target in pairs if consumer == group]
     seconds = np.zeros(count)
-    if others:
-        seconds += transfer.cost[:, others].sum(axis=1)[rows]
+    if paid:
+        seconds += transfer.cost[:, paid].sum(axis=1)[rows]
     for position, columns in enumerate(own):
-        is_new = ~np.isin(columns, others)
+        is_new = ~np.isin(columns, paid)
         for earlier in own[:position]:
             is_new &= columns != earlier
         seconds += np.where(is_new, transfer.cost[rows, columns], 0.0)
     return seconds
 
 
-def _cheapest(instance: Instance, group: int, seconds: Floats, chosen: Ints, kept: int) -> Alternatives:
+def _cheapest(instance: Instance, group: int, seconds: Floats, chosen: Ints, most: int) -> Alternatives:
     now, memory = int(chosen[group]), instance.problem.groups[group].memory
     possible = np.isfinite(seconds)
     possible[now] = False
@@ -150,13 +149,13 @@ def _cheapest(instance: Instance, group: int, seconds: Floats, chosen: Ints, kep
         Alternative(
             choice_text(instance.choices[group][k]), float(seconds[k] - seconds[now]), int(memory[k] - memory[now])
         )
-        for k in order[:kept]
+        for k in order[:most]
     )
     return Alternatives(cheapest, len(order), len(seconds) - 1 - len(order))
 
 
 def choice_text(choice: Choice) -> str:
-    """A choice as people read it: ``(R,S(0)) (S(0),R) -> (S(0),R)``, or the resting places of a parameter."""
+    """A choice as text for people: ``(R,S(0)) (S(0),R) -> (S(0),R)``, or the resting places of a parameter."""
     if not isinstance(choice, ParameterPlacement):
         return str(choice)
     weight, gradient, optimizer = map(short, (choice.weight, choice.gradient, choice.optimizer))

@@ -1,4 +1,4 @@
-"""Names for the axes of a mesh by what a plan does with them."""
+"""Names for the axes of a mesh, derived from what a plan does with them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from autopar.ir.placements import Placement, is_shard, shard_before, shard_dim
 
 
 def default_names(mesh: tuple[int, ...], assignment: Assignment, graph: Graph) -> tuple[str, ...]:
-    """``tp`` for an axis that most of the weights are computed with in shards; else by how most of the activations
-    lie: ``dp`` on their dim 0, ``sp`` on another or an inner part of one, ``idle`` whole; numbered where several axes
-    do the same.
+    """A name for each axis. ``tp`` if computations read most weights in shards along the axis. Otherwise by how most
+    activations are placed: ``dp`` if sharded on dim 0, ``sp`` if sharded on another dim or an inner part of one,
+    ``idle`` if replicated. Equal names are numbered.
     """
     weights = weight_values(graph)
     kinds = [_kind(assignment, graph, weights, axis) for axis in range(len(mesh))]
@@ -24,29 +24,29 @@ def default_names(mesh: tuple[int, ...], assignment: Assignment, graph: Graph) -
 
 
 def weight_values(graph: Graph) -> frozenset[str]:
-    """Parameters, and the nodes that take nothing else: views and casts of weights."""
-    found: set[str] = set()
+    """The parameters, and the nodes that read only parameters: views and casts of weights."""
+    weights: set[str] = set()
     for node in graph.nodes:
         taken = {value.node for value in node.operands}
-        if node.op == "param" or (taken and taken <= found):
-            found.add(node.name)
-    return frozenset(found)
+        if node.op == "param" or (taken and taken <= weights):
+            weights.add(node.name)
+    return frozenset(weights)
 
 
 def _kind(assignment: Assignment, graph: Graph, weights: frozenset[str], axis: int) -> str:
-    used: Counter[bool] = Counter()
-    lies: Counter[str] = Counter()
+    sharded: Counter[bool] = Counter()
+    roles: Counter[str] = Counter()
     for node in graph.nodes:
         if node.phase == "forward" and not node.is_placeholder and node.name not in weights:
             strategy = assignment.strategies[node.name]
             for value, places in zip(node.operands, strategy.inputs, strict=True):
                 if value.node in weights:
-                    used[is_shard(places[axis])] += int(graph.type_of(value).numel)
+                    sharded[is_shard(places[axis])] += int(graph.type_of(value).numel)
             for count, places in _results(node, strategy.outputs):
-                lies[_role(places[axis])] += count
-    if used[True] > used[False]:
+                roles[_role(places[axis])] += count
+    if sharded[True] > sharded[False]:
         return "tp"
-    return max(("idle", "dp", "sp"), key=lambda role: lies[role])
+    return max(("idle", "dp", "sp"), key=lambda role: roles[role])
 
 
 def _results(node: Node, outputs: tuple[tuple[Placement, ...], ...]) -> Iterator[tuple[int, tuple[Placement, ...]]]:

@@ -1,19 +1,19 @@
-"""What people run without autopar, priced for comparison with a plan: DDP, FSDP2, and Megatron's tensor parallelism.
+"""Common layouts, priced for comparison with a plan: DDP, FSDP2, and Megatron's tensor parallelism.
 
 Each is a restriction of the placement program, so it computes the same numbers and has the same prices:
 
-- *data parallel* (DDP): weights whole on every device, every operation that takes one on the device's own samples,
-  gradients all-reduced in buckets.
-- *FSDP* (FSDP2): the same with weights, gradients and optimizer state sharded over all devices.
-- *tensor parallel t* (Megatron, Shoeybi et al. 2019, section 3): matrices and tables sharded over the innermost axis,
-  samples divided over the other axes.
+- *data parallel* (DDP): every device has all weights, every operation that reads a weight runs on the device's own
+  samples, and gradients are all-reduced in buckets.
+- *FSDP* (FSDP2): the same, with weights, gradients and optimizer state sharded over all devices. - *tensor parallel t*
+(Megatron, Shoeybi et al. 2019, section 3): matrices and tables are sharded over the innermost axis,
+  samples over the other axes.
 
-A rank may read any slice of the batch, so an input may also be whole where that saves an exchange: the number of labels
-that count is then known to every rank, as it is to none under DDP, which averages the ranks' means instead. Statistics
-of batch norm are those of the whole batch, as under SyncBatchNorm.
+A rank may read any slice of the batch, so an input may also be replicated if that saves an exchange. Then every rank
+knows the number of labels that count. Under DDP no rank does, and DDP averages the ranks' means instead. Statistics of
+batch norm are those of the whole batch, as under SyncBatchNorm.
 
-FSDP2 gathers the weights of a block (an element of a list of modules) in one all-gather, and those outside of blocks
-once a step; a plan gathers tensor by tensor. The figures of that baseline are those of FSDP2.
+FSDP2 gathers the weights of a block (an element of a list of modules) in one all-gather, and weights outside of blocks
+once a step. A plan gathers tensor by tensor. The figures of the FSDP baseline are those of FSDP2.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ from .placed_step import PlacedStep
 
 @dataclass(frozen=True)
 class Baseline:
-    """A layout people choose by hand, as a restriction of the search: it is priced at the best that is possible within
-    it. ``gathers_blocks``: weights are gathered block by block, see the module docstring."""
+    """A layout that people choose by hand, as a restriction of the search. Its price is the best that is possible
+    within the restriction. ``gathers_blocks``: weights are gathered block by block; see the module docstring."""
 
     name: str
     instance: Instance
     gathers_blocks: bool = False
 
     def as_run(self, step: PlacedStep, breakdown: CostBreakdown) -> CostBreakdown:
-        """The cost breakdown of what people run of the cost breakdown of a plan that does the same."""
+        """The cost breakdown of the layout as it is run in practice, from that of a plan with the same placements."""
         return with_lines(step, breakdown, _by_blocks(breakdown, self.instance)) if self.gathers_blocks else breakdown
 
 
 def baselines(instance: Instance) -> Iterator[Baseline]:
-    """The baselines on a mesh: none on one device."""
+    """The baselines on the mesh of ``instance``; none on one device."""
     live = live_axes(instance.prices.mesh)
     if not live:
         return
     samples = Samples(instance.graph)
     outer, inner = live[:-1], live[-1]
-    whole = _narrowed(instance, samples, live)
-    yield Baseline("data parallel", with_choices(whole, _replicated, gathers=False))
-    yield Baseline("FSDP", with_choices(whole, _of_parameters(zero_allows(instance, 3))), gathers_blocks=True)
+    replicated = _narrowed(instance, samples, live)
+    yield Baseline("data parallel", with_choices(replicated, _replicated, gathers=False))
+    yield Baseline("FSDP", with_choices(replicated, _of_parameters(zero_allows(instance, 3))), gathers_blocks=True)
     tensor = with_choices(instance, samples.divided_over(outer)) if outer else instance
     for allowed in (_whole_outside(inner), _sharded_on(inner)):
         tensor = with_choices(tensor, allowed)
@@ -73,7 +73,7 @@ def baselines(instance: Instance) -> Iterator[Baseline]:
 
 
 def _narrowed(instance: Instance, samples: Samples, axes: tuple[int, ...]) -> Instance:
-    """With operations that take whole weights and, where they can, only the device's own samples."""
+    """The instance whose operations read unsharded weights and, where possible, only the device's own samples."""
     return with_choices(with_choices(instance, samples.takes_whole_weights), samples.divided_over(axes))
 
 
@@ -86,7 +86,7 @@ def _replicated(node: Node, choice: Choice) -> bool:
 
 
 def _whole_outside(inner: int) -> Allowed:
-    """Parameters rest as they are used, and are sharded on no axis but ``inner``."""
+    """Allows parameters that rest as they are used, and that are sharded only on the axis ``inner``."""
 
     def allowed(node: Node, choice: Choice) -> bool:
         if not isinstance(choice, ParameterPlacement):
@@ -98,7 +98,7 @@ def _whole_outside(inner: int) -> Allowed:
 
 
 def _sharded_on(axis: int) -> Allowed:
-    """Matrices and tables are sharded on ``axis``."""
+    """Allows matrices and tables that are sharded on ``axis``."""
 
     def allowed(node: Node, choice: Choice) -> bool:
         return not isinstance(choice, ParameterPlacement) or node.type.rank < 2 or is_shard(choice.weight[axis])
@@ -108,7 +108,7 @@ def _sharded_on(axis: int) -> Allowed:
 
 @dataclass(frozen=True)
 class Samples:
-    """Which operations of a graph take weights, and which of their operands depend on the samples of the batch."""
+    """Which operations of a graph read weights, and which of their operands depend on the samples of the batch."""
 
     graph: Graph
 
@@ -118,26 +118,26 @@ class Samples:
 
     @cached_property
     def dependent(self) -> frozenset[str]:
-        """The nodes that some input with the batch's dim 0 leads to."""
+        """The nodes that depend on an input whose dim 0 is that of the batch."""
         inputs = self.graph.placeholders("input")
         sizes = Counter(int(node.type.shape[0]) for node in inputs if node.type.rank and int(node.type.shape[0]) > 1)
         batch = max(sizes, key=sizes.__getitem__, default=0)
-        found = {node.name for node in inputs if node.type.rank and int(node.type.shape[0]) == batch}
+        dependent = {node.name for node in inputs if node.type.rank and int(node.type.shape[0]) == batch}
         for node in self.graph.nodes:
-            if any(value.node in found for value in node.operands):
-                found.add(node.name)
-        return frozenset(found)
+            if any(value.node in dependent for value in node.operands):
+                dependent.add(node.name)
+        return frozenset(dependent)
 
     def takes_whole_weights(self, node: Node, choice: Choice) -> bool:
-        """Whether an operation takes weights only as they are stored under data parallelism."""
+        """Whether an operation reads only unsharded weights, as they are stored under data parallelism."""
         if isinstance(choice, ParameterPlacement):
             return True
         places = zip(node.operands, choice.inputs, strict=True)
         return all(set(place) <= {REPLICATE} for value, place in places if value.node in self.weights)
 
     def divided_over(self, axes: tuple[int, ...]) -> Allowed:
-        """Operations that take a weight run on a part of the samples on each of ``axes``, where inputs are whole or
-        sharded by samples."""
+        """Allows operations that read a weight if their other operands are sharded on each of ``axes``, and inputs that
+        are replicated or sharded by samples."""
 
         def allowed(node: Node, choice: Choice) -> bool:
             if isinstance(choice, ParameterPlacement):
@@ -154,20 +154,20 @@ class Samples:
 
 
 def _by_blocks(breakdown: CostBreakdown, instance: Instance) -> dict[int, CostLine]:
-    """The lines of ``breakdown``, by position, that cost less where weights are gathered block by block."""
+    """The lines of ``breakdown``, by position, that cost less if weights are gathered block by block."""
     gathers = {i: line for i, line in enumerate(breakdown.lines) if line.kind == "weight"}
     sums = Counter[object]()
     for line in gathers.values():
         for wire in line.collectives:
             sums[_group(line, wire)] += wire.bytes
-    found = {}
+    changed = {}
     for i, line in gathers.items():
         if not block_of(line.module) and line.phase == "backward":
-            found[i] = replace(line, seconds=0.0)
+            changed[i] = replace(line, seconds=0.0)
             continue
         saved = sum(_saved(instance, wire, sums[_group(line, wire)]) for wire in line.collectives)
-        found[i] = replace(line, seconds=max(0.0, line.seconds - line.times * saved))
-    return found
+        changed[i] = replace(line, seconds=max(0.0, line.seconds - line.times * saved))
+    return changed
 
 
 def _group(line: CostLine, wire: Collective) -> object:
@@ -175,6 +175,6 @@ def _group(line: CostLine, wire: Collective) -> object:
 
 
 def _saved(instance: Instance, wire: Collective, together: int) -> float:
-    """Seconds that a collective costs less as its share of one of ``together`` bytes."""
+    """Seconds that a collective saves as a part of one collective of ``together`` bytes."""
     where = instance.prices.cluster, instance.prices.mesh, wire.kind, wire.axes
     return collective_seconds(*where, wire.bytes) - bucketed_seconds(*where, wire.bytes, together)

@@ -1,8 +1,7 @@
-"""The cost breakdown of a placed step: what it costs, line by line. The solver's objective is the sum of the same
-lines.
+"""The cost breakdown of a placed step, line by line. The solver's objective is the sum of the same lines.
 
-Lines come from walking the whole graph, not from the solver's arrays, so that objective == sum of lines is a check and
-not a tautology.
+Lines are computed from the whole graph, not from the solver's arrays, so comparing the objective with the sum of lines
+is a real check.
 """
 
 from __future__ import annotations
@@ -24,8 +23,9 @@ from .placed_step import PlacedStep, trained
 
 @dataclass(frozen=True, slots=True)
 class CostLine:
-    """One priced item: ``name`` is the node computed, or the value moved by ``hops``; ``times`` in a step, which takes
-    ``seconds`` in all. A ``hidden`` one takes back (below zero) what is sent while the step computes."""
+    """One priced item: the node ``name`` that is computed, or the value ``name`` that is moved by ``hops``. It occurs
+    ``times`` times in a step, and takes ``seconds`` in all. A ``hidden`` line is negative: it subtracts messages that
+    overlap computation."""
 
     kind: LineKind
     name: str
@@ -64,9 +64,8 @@ def cost_breakdown(
     """The cost breakdown of a placed step.
 
     Args:
-        agreement: seconds of agreeing on overflow that this cost breakdown has; None for those of a step of this graph
-            alone.
-        windows: of the sections that ``section_of`` gives; None for those of a step of this graph alone.
+        agreement: seconds of the agreement on overflow to include; None: those of a step of this graph alone.
+        windows: overlap windows of the sections that ``section_of`` returns; None: those of a step of this graph alone.
     """
     agreeing = agreement_seconds(step.prices, (step.graph,)) if agreement is None else agreement
     lines = (
@@ -83,7 +82,7 @@ def cost_breakdown(
 
 
 def with_lines(step: PlacedStep, breakdown: CostBreakdown, changed: Mapping[int, CostLine]) -> CostBreakdown:
-    """``breakdown`` with other lines in some positions; what is hidden is found anew."""
+    """``breakdown`` with the lines in some positions replaced. Its hidden lines are computed again."""
     lines = [changed.get(i, line) for i, line in enumerate(breakdown.lines) if line.kind != "hidden"]
     windows = windows_of(step.graph, step.prices.cluster, step.repeats)
     return CostBreakdown((*lines, *_hidden_lines(lines, windows, lambda line: line.phase)), breakdown.memory)
@@ -91,11 +90,11 @@ def with_lines(step: PlacedStep, breakdown: CostBreakdown, changed: Mapping[int,
 
 def _compute_lines(step: PlacedStep) -> Iterator[CostLine]:
     prices, times = step.prices, step.repeats.microbatches
-    made = {output.value for output in step.graph.outputs if output.kind == "gradient"}
+    gradients = {output.value for output in step.graph.outputs if output.kind == "gradient"}
     for node in step.graph.nodes:
         if not node.is_placeholder and node.op != SAVED_ACTIVATION:
             inputs, strategy = tuple(map(step.graph.type_of, node.operands)), step.assignment.strategies[node.name]
-            adding = adding_seconds(prices, node, strategy, made, step.repeats)
+            adding = adding_seconds(prices, node, strategy, gradients, step.repeats)
             seconds = prices.node(node, inputs, strategy) * times + adding
             yield CostLine("compute", node.name, node.module, node.phase, seconds, (), times)
 
@@ -107,8 +106,8 @@ def _use_lines(step: PlacedStep) -> Iterator[CostLine]:
             continue
         bucketed = use.role in ("gradient", "refresh")
         table = prices.table(use.kind, bucketed=bucketed)
-        unseen = use.role == "output" and overlaps_backward(graph, use.value)
-        direct = make_hop(use.kind, use.source, use.target, prices.mesh) if unseen else None
+        is_hidden = use.role == "output" and overlaps_backward(graph, use.value)
+        direct = make_hop(use.kind, use.source, use.target, prices.mesh) if is_hidden else None
         hops = (direct,) if direct is not None else table.path(use.source, use.target)
         kind: LineKind = "reshard"
         if bucketed:
@@ -116,9 +115,9 @@ def _use_lines(step: PlacedStep) -> Iterator[CostLine]:
         elif use.value.node in assignment.parameters:
             kind = "weight"
         module = graph[use.value.node].module or graph[use.consumer].module if use.consumer in graph else ""
-        seconds = 0.0 if unseen else table.cost(use.source, use.target)
-        often = 1 if bucketed else step.repeats.microbatches
-        yield CostLine(kind, use.value.node, module, use.phase, seconds * often, hops, often)
+        seconds = 0.0 if is_hidden else table.cost(use.source, use.target)
+        times = 1 if bucketed else step.repeats.microbatches
+        yield CostLine(kind, use.value.node, module, use.phase, seconds * times, hops, times)
 
 
 def _optimizer_lines(step: PlacedStep) -> Iterator[CostLine]:

@@ -1,4 +1,4 @@
-"""What an annotated graph on a mesh offers to choose from: the classes of its nodes, and the choices of each."""
+"""The choices of an annotated graph on a mesh: the classes of its nodes, and the choices of each class."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .placed_step import trained
 from .prices import Prices
 
 Choice = Strategy | ParameterPlacement
-# What takes the results of the model, whole; a class with one choice.
+# The consumer of the model's results, which needs them replicated: a class with one choice.
 OUTPUTS = "(outputs)"
 
 
 @dataclass(frozen=True, eq=False)
 class ChoiceSets:
-    """The arguments are those of :func:`autopar.placement.formulation.build_instance`; without ``graph.classes``
-    every node is its own class."""
+    """The classes of an annotated graph, and their choices. The fields are arguments of
+    :func:`autopar.placement.formulation.build_instance`. Without ``graph.classes`` every node is its own class."""
 
     graph: Graph
     prices: Prices
@@ -40,17 +40,17 @@ class ChoiceSets:
     def class_of(self, node: str) -> str:
         return self.graph.classes.get(node, node)
 
-    def often(self, node: str) -> int:
-        """For how many nodes of the whole model a node stands."""
+    def count_of(self, node: str) -> int:
+        """How many nodes of the whole model a node represents."""
         return self.multiplicity.get(node, 1)
 
     @cached_property
     def counts(self) -> Counter[str]:
-        """How many nodes a class has."""
-        found = Counter[str]()
+        """The number of nodes of each class."""
+        counts = Counter[str]()
         for node in self.graph.nodes:
-            found[self.class_of(node.name)] += self.often(node.name)
-        return found
+            counts[self.class_of(node.name)] += self.count_of(node.name)
+        return counts
 
     @cached_property
     def choices(self) -> Mapping[str, tuple[Choice, ...]]:
@@ -69,7 +69,7 @@ class ChoiceSets:
 
     @cached_property
     def results(self) -> frozenset[Value | None]:
-        """What the model returns or writes to its buffers."""
+        """The values that the model returns or writes to its buffers."""
         return frozenset(o.value for o in self.graph.outputs if o.kind in ("output", "mutation"))
 
     def may_run_again(self, name: str) -> bool:
@@ -93,7 +93,7 @@ class ChoiceSets:
 
 
 def recomputed_strategy(strategy: Strategy) -> Recomputed:
-    """The choice of ``strategy`` in forward and once more in backward."""
+    """The choice to run ``strategy`` in forward and again in backward."""
     return Recomputed(strategy.inputs, strategy.outputs, strategy.local)
 
 

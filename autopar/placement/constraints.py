@@ -1,4 +1,4 @@
-"""Choices taken away from the planner: pins and ZeRO stages."""
+"""Constraints that remove choices from the planner: pins and ZeRO stages."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def live_axes(mesh: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def degree(placements: Placements, mesh: tuple[int, ...]) -> int:
-    """Into how many shards a tensor is cut."""
+    """The number of shards of a tensor."""
     return math.prod(mesh[axis] for axis, placement in enumerate(placements) if is_shard(placement))
 
 
 def with_choices(instance: Instance, allowed: Allowed, *, gathers: bool = True, strict: str = "") -> Instance:
-    """The instance with every choice forbidden that is not ``allowed`` and, unless ``gathers``, every collective on a
-    weight forbidden. A group that would be left with none keeps all, or, given ``strict``, raises :class:`OptionsError`
-    starting with it."""
+    """The instance with all choices forbidden that are not ``allowed`` and, unless ``gathers``, all collectives on
+    weights. A group that would have no choice left keeps all of them or, if ``strict`` is given, raises
+    :class:`OptionsError`, whose message starts with ``strict``."""
     groups = []
     for name, choices, group in zip(instance.names, instance.choices, instance.problem.groups, strict=True):
         node = None if name == OUTPUTS else instance.graph[name]
@@ -52,9 +52,9 @@ def with_choices(instance: Instance, allowed: Allowed, *, gathers: bool = True, 
     transfers = instance.problem.transfers
     if not gathers:
         weights = weight_values(instance.graph)
-        known = {i for i, edge in enumerate(instance.edges) if edge.producer in weights}
+        weight_edges = {i for i, edge in enumerate(instance.edges) if edge.producer in weights}
         transfers = tuple(
-            _without_gathers(instance, instance.edges[i], transfer) if i in known else transfer
+            _without_gathers(instance, instance.edges[i], transfer) if i in weight_edges else transfer
             for i, transfer in enumerate(transfers)
         )
     return replace(instance, problem=replace(instance.problem, groups=tuple(groups), transfers=transfers))
@@ -64,7 +64,7 @@ def _nothing_left(reason: str, node: Node, choices: tuple[Choice, ...]) -> str:
     places = dict.fromkeys(short(_place(choice)) for choice in choices)
     offered = ", ".join(list(places)[:12])
     where = node.target if node.is_placeholder else f"{node.module} ({node.op})"
-    return f"{reason}: no strategy of {where}, {node.type}, meets it; possible are {offered}"
+    return f"{reason}: no strategy of {where}, {node.type}, satisfies it; possible are {offered}"
 
 
 def _place(choice: Choice) -> Placements:
@@ -72,7 +72,7 @@ def _place(choice: Choice) -> Placements:
 
 
 def _without_gathers(instance: Instance, edge: TensorEdge, transfer: Transfer) -> Transfer:
-    """Forbids communication on the way from a parameter, or a view or cast of one, to its uses."""
+    """Forbids communication between a parameter, or a view or cast of one, and its uses."""
     choices = instance.choices[transfer.producer]
     sources = {row: result_place(choice, edge.result) for row, choice in zip(transfer.source, choices, strict=True)}
     targets: dict[int, Placements] = {}
@@ -89,8 +89,9 @@ def _without_gathers(instance: Instance, edge: TensorEdge, transfer: Transfer) -
 
 
 def zero_allows(instance: Instance, stage: int) -> Allowed:
-    """The choices of ZeRO ``stage`` for parameters: 1 and up shard the optimizer state over as many devices as the
-    tensor allows, 2 and up the gradient likewise, 3 the weight; below 3 the weight rests as it is used."""
+    """Allows the choices of ZeRO ``stage`` for parameters. Stages 1 to 3 shard the optimizer state over as many devices
+    as the tensor allows, stages 2 and 3 also the gradient, stage 3 also the weight. Below 3 the weight rests as it is
+    used."""
     mesh = instance.prices.mesh
     most = {
         name: max(degree(c.optimizer, mesh) for c in choices if isinstance(c, ParameterPlacement))
@@ -114,37 +115,37 @@ def zero_allows(instance: Instance, stage: int) -> Allowed:
 def pin_instance(
     instance: Instance, pins: Mapping[str, str], free: Instance | None = None, option: str = ""
 ) -> Instance:
-    """The instance with ``pins`` honoured. ``free`` is the instance before an ``option`` took choices away.
+    """The instance restricted by ``pins``. ``free`` is the instance before an ``option`` removed choices.
 
     Raises:
-        OptionsError: for a pin that matches nothing or that no strategy meets; names the other pins or the option that
-            it contradicts.
+        OptionsError: a pin matches nothing, or no strategy satisfies it; names the other pins or the option that it
+            contradicts.
     """
     start = instance
     for position, (pattern, text) in enumerate(pins.items()):
         try:
             instance = _pinned(instance, pattern, text)
         except OptionsError as error:
-            others = list(pins.items())[:position]
-            against = _contradicted(start, free or start, (pattern, text), others, option)
-            if not against:
+            earlier = list(pins.items())[:position]
+            contradicted = _contradicted(start, free or start, (pattern, text), earlier, option)
+            if not contradicted:
                 raise
             raise OptionsError(
-                f"the pin {pattern!r}: {text!r} contradicts {' and '.join(against)}: no placement meets both; leave "
-                "one of them out"
+                f"the pin {pattern!r}: {text!r} contradicts {' and '.join(contradicted)}: no placement satisfies both; "
+                "leave one of them out"
             ) from error
     return instance
 
 
 def _contradicted(
-    restricted: Instance, free: Instance, pin: tuple[str, str], others: list[tuple[str, str]], option: str
+    restricted: Instance, free: Instance, pin: tuple[str, str], earlier: list[tuple[str, str]], option: str
 ) -> list[str]:
-    """What keeps ``pin``, which alone can be had, from being had: the option, or some of the pins before it."""
+    """What contradicts ``pin``: the option, or some of the pins before it. Empty if ``pin`` is impossible by itself."""
     if not _is_possible(free, [pin]):
         return []
     if option and not _is_possible(restricted, [pin]):
         return [option]
-    return [f"the pin {name!r}: {text!r}" for name, text in others if not _is_possible(free, [(name, text), pin])]
+    return [f"the pin {name!r}: {text!r}" for name, text in earlier if not _is_possible(free, [(name, text), pin])]
 
 
 def _is_possible(instance: Instance, pins: list[tuple[str, str]]) -> bool:
@@ -157,12 +158,12 @@ def _is_possible(instance: Instance, pins: list[tuple[str, str]]) -> bool:
 
 
 def _pinned(instance: Instance, pattern: str, text: str) -> Instance:
-    """With one pin."""
-    wanted = _wanted(pattern, text)
+    """The instance restricted by one pin."""
+    pinned = _parsed(pattern, text)
     mesh = instance.prices.mesh
-    if len(wanted) != len(mesh):
+    if len(pinned) != len(mesh):
         raise OptionsError(
-            f"the pin {pattern!r}: {text!r} has {len(wanted)} placements, but the mesh {mesh} has "
+            f"the pin {pattern!r}: {text!r} has {len(pinned)} placements, but the mesh {mesh} has "
             f"{len(mesh)} axes; "
             f"write one for each, for example {','.join(['S(0)', *['R'] * (len(mesh) - 1)])!r}"
         )
@@ -172,12 +173,12 @@ def _pinned(instance: Instance, pattern: str, text: str) -> Instance:
     groups = {instance.graph.classes.get(name, name) for name in names}
     return with_choices(
         instance,
-        lambda node, choice: node.name not in groups or _place(choice) == wanted,
+        lambda node, choice: node.name not in groups or _place(choice) == pinned,
         strict=f"the pin {pattern!r}: {text!r} cannot be met",
     )
 
 
-def _wanted(pattern: str, text: str) -> Placements:
+def _parsed(pattern: str, text: str) -> Placements:
     try:
         return parse_placements(text)
     except OptionsError as error:
@@ -188,23 +189,23 @@ def _wanted(pattern: str, text: str) -> Placements:
 
 def unmatched(graph: Graph, pattern: str) -> OptionsError:
     """The error for a pin that matches nothing."""
-    known = [*(node.target for node in graph.placeholders("param")), *module_outputs(graph)]
+    names = [*(node.target for node in graph.placeholders("param")), *module_outputs(graph)]
     return OptionsError(
-        f"the pin {pattern!r} matches no parameter and no module of the model{did_you_mean(pattern, known)}"
+        f"the pin {pattern!r} matches no parameter and no module of the model{did_you_mean(pattern, names)}"
     )
 
 
 def pinned_apart(graph: Graph, pins: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """For each pinned node the pins it has: one layer may be pinned while its equals are free."""
-    found: dict[str, tuple[str, ...]] = {}
+    """For each pinned node, the pins that match it. One layer may be pinned while equal layers are not."""
+    pins_of: dict[str, tuple[str, ...]] = {}
     for pattern in pins:
         for name in _pinned_nodes(graph, pattern):
-            found[name] = (*found.get(name, ()), pattern)
-    return found
+            pins_of[name] = (*pins_of.get(name, ()), pattern)
+    return pins_of
 
 
 def _pinned_nodes(graph: Graph, pattern: str) -> Iterator[str]:
-    """The parameters a pattern names, or else the nodes that make the outputs of the modules it names."""
+    """The parameters that a pattern matches; if none, the nodes that compute the outputs of the modules it matches."""
     parameters = [n.name for n in graph.placeholders("param") if fnmatch.fnmatchcase(n.target, pattern)]
     if parameters:
         yield from parameters
@@ -215,11 +216,11 @@ def _pinned_nodes(graph: Graph, pattern: str) -> Iterator[str]:
 
 
 def module_outputs(graph: Graph) -> dict[str, str]:
-    """For each module path the last forward node that ran in it or below it: the one that makes its output."""
-    found: dict[str, str] = {}
+    """For each module path, the last forward node that ran in it or below it: the node that computes its output."""
+    outputs: dict[str, str] = {}
     for node in graph.nodes:
         if node.phase == "forward" and not node.is_placeholder and node.op != SAVED_ACTIVATION and node.module:
             parts = node.module.split(".")
             for length in range(1, len(parts) + 1):
-                found[".".join(parts[:length])] = node.name
-    return found
+                outputs[".".join(parts[:length])] = node.name
+    return outputs

@@ -1,4 +1,4 @@
-"""What it takes to bring values from how classes leave them to how others need them."""
+"""Prices of moving values from the placements that classes produce to the placements that other classes need."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from .edges import TensorEdge
 from .full_precision_reduction import forbid_reductions, full_precision_gradients
 from .prices import ReshardTable
 
-# None: at its source, a value is not there; at its end, it is not needed.
+# None among sources: the value is not available. None among targets: it is not needed.
 _Places = Sequence[Placements | None]
 
 
 @dataclass(frozen=True, eq=False)
 class Transfers:
-    """The prices of the routes of ``choice_sets``."""
+    """The prices of the tensor edges of ``choice_sets``."""
 
     choice_sets: ChoiceSets
 
     @cached_property
-    def late(self) -> frozenset[Value]:
-        """What may not be added up across devices before it is widened."""
+    def full_precision(self) -> frozenset[Value]:
+        """The values that may not be summed across devices before they are widened."""
         return full_precision_gradients(self.choice_sets.graph)
 
     @cached_property
     def only_backward(self) -> frozenset[str]:
-        """The rests that nothing in forward reads."""
+        """The saved activations that nothing in forward reads."""
         choice_sets = self.choice_sets
         read = {v.node for n in choice_sets.graph.nodes if n.phase == "forward" for v in n.operands}
         read |= {value.node for value in choice_sets.results if value is not None}
@@ -45,7 +45,7 @@ class Transfers:
         )
 
     def of(self, edge: TensorEdge, count: int) -> Transfer:
-        """The transfer of a route that there is ``count`` times."""
+        """The transfer of an edge that occurs ``count`` times."""
         choice_sets, name = self.choice_sets, f"{edge.producer}.{edge.result} {edge.role}"
         rows = [self._row(edge, choice) for choice in choice_sets.choices[edge.producer]]
         needs = [
@@ -59,34 +59,37 @@ class Transfers:
         return Transfer(name, choice_sets.index[edge.producer], _positions(rows, sources), consumers, columns, cost)
 
     def _cost(self, edge: TensorEdge, count: int, sources: _Places, targets: _Places) -> Floats:
-        """Seconds from sources to targets in a step. What a microbatch hands on is sent with each, gradients once."""
+        """Seconds from sources to targets in a step. Values are sent in every microbatch, gradients once a step."""
         choice_sets, value = self.choice_sets, Value(edge.producer, edge.result)
         is_gradient = edge.role == "gradient"
         table = choice_sets.prices.table(choice_sets.graph.type_of(value), bucketed=is_gradient)
-        often = 1 if is_gradient else choice_sets.repeats.microbatches
-        cost = count * often * _submatrix(table, sources, targets)
+        times = 1 if is_gradient else choice_sets.repeats.microbatches
+        cost = count * times * _submatrix(table, sources, targets)
         if not is_gradient and overlaps_backward(choice_sets.graph, value):
             cost = np.where(np.isfinite(cost), 0.0, cost)
-        return forbid_reductions(cost, sources, targets) if value in self.late else cost
+        return forbid_reductions(cost, sources, targets) if value in self.full_precision else cost
 
     def _row(self, edge: TensorEdge, choice: Choice) -> Placements | None:
-        """How a value lies at its source; None if backward asks for it and it is not there."""
+        """The placement in which a value is produced; None if backward needs it and it is not available then."""
         node = self.choice_sets.graph[edge.producer]
-        gone = (
+        is_missing = (
             edge.role == "backward"
             and node.phase == "forward"
             and not node.is_placeholder
             and node.op != SAVED_ACTIVATION
         )
-        return None if gone and not isinstance(choice, Recomputed) else result_place(choice, edge.result)
+        return None if is_missing and not isinstance(choice, Recomputed) else result_place(choice, edge.result)
 
     def _column(self, consumer: str, operand: int, role: str, choice: Choice) -> Placements | None:
-        """How a consumer needs a value; None if it does not: in backward, because it ran in forward only, or in
-        forward, because it is a rest for backward alone that is not kept."""
+        """The placement in which a consumer needs a value. None if it does not need it: in backward, because it runs
+        only in forward; in forward, because it is a saved activation that only backward reads and that is
+        recomputed."""
         forward = consumer != OUTPUTS and self.choice_sets.graph[consumer].phase == "forward"
-        unneeded = role == "forward" and forward and isinstance(choice, Recomputed) and consumer in self.only_backward
-        repeated = role == "backward" and forward and not isinstance(choice, Recomputed)
-        return None if unneeded or repeated else operand_place(choice, operand)
+        recomputed_later = (
+            role == "forward" and forward and isinstance(choice, Recomputed) and consumer in self.only_backward
+        )
+        only_forward = role == "backward" and forward and not isinstance(choice, Recomputed)
+        return None if recomputed_later or only_forward else operand_place(choice, operand)
 
 
 def _positions(places: _Places, among: _Places) -> Ints:
@@ -95,10 +98,10 @@ def _positions(places: _Places, among: _Places) -> Ints:
 
 
 def _submatrix(table: ReshardTable, rows: _Places, columns: _Places) -> Floats:
-    """Seconds from rows to columns; to need nothing is free, what is not there cannot be had."""
-    found = np.full((len(rows), len(columns)), np.inf)
-    found[:, [column is None for column in columns]] = 0.0
-    there, needed = ([i for i, place in enumerate(places) if place is not None] for places in (rows, columns))
+    """Seconds from rows to columns: 0 for a column that needs nothing, otherwise infinite for an unavailable row."""
+    seconds = np.full((len(rows), len(columns)), np.inf)
+    seconds[:, [column is None for column in columns]] = 0.0
+    available, needed = ([i for i, place in enumerate(places) if place is not None] for places in (rows, columns))
     starts, ends = ([table.index[place] for place in places if place is not None] for places in (rows, columns))
-    found[np.ix_(there, needed)] = table.seconds[np.ix_(starts, ends)]
-    return found
+    seconds[np.ix_(available, needed)] = table.seconds[np.ix_(starts, ends)]
+    return seconds

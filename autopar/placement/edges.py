@@ -1,4 +1,4 @@
-"""Which classes hand values to which: what becomes the transfers of a placement program."""
+"""The tensor edges between classes, which become the transfers of a placement program."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .choices import OUTPUTS, ChoiceSets
 
 
 class TensorEdge(NamedTuple):
-    """What transfers of folded layers have in common: result ``result`` of class ``producer`` goes, in one phase or for
-    one purpose (``role``), to operands of ``consumers``."""
+    """An edge that equal transfers of folded layers share: result ``result`` of class ``producer`` is read, in one
+    phase or for one purpose (``role``), by operands of ``consumers``."""
 
     producer: str
     result: int
@@ -22,37 +22,41 @@ class TensorEdge(NamedTuple):
 
 
 def find_edges(choice_sets: ChoiceSets) -> Counter[TensorEdge]:
-    """The routes of a graph in order, and how often there is each."""
-    found = Counter[TensorEdge]()
+    """The edges of a graph in order, and how often each occurs."""
+    edges = Counter[TensorEdge]()
     for node in choice_sets.graph.nodes:
         for index, kind in enumerate(node.types):
             if kind is not None:
-                found.update(_edges(choice_sets, Value(node.name, index)))
+                edges.update(_edges(choice_sets, Value(node.name, index)))
     for output in choice_sets.graph.outputs:
         if output.value is not None and output.kind in ("gradient", "input_gradient"):
-            found[_gradient_edge(choice_sets, output, output.value)] += choice_sets.often(output.value.node)
-    return found
+            edges[_gradient_edge(choice_sets, output, output.value)] += choice_sets.count_of(output.value.node)
+    return edges
 
 
 def _edges(choice_sets: ChoiceSets, value: Value) -> Mapping[TensorEdge, int]:
-    """How often there is a route, one for each phase the value is used in. To be a result of the model is a use; what
-    may run again may use it in backward."""
+    """The edges of a value, one for each phase in which it is used, and how often each occurs. Being a result of the
+    model is a use; a node that may be recomputed may use the value in backward."""
     by_phase: dict[str, dict[tuple[str, int], None]] = {}
-    often = Counter[str]()
+    counts = Counter[str]()
     for user, operand in choice_sets.graph.users.get(value, ()):
         name = choice_sets.class_of(user.name)
-        often[user.phase] = max(often[user.phase], choice_sets.often(user.name))
+        counts[user.phase] = max(counts[user.phase], choice_sets.count_of(user.name))
         by_phase.setdefault(user.phase, {})[name, operand] = None
         if user.phase == "forward" and choice_sets.may_run_again(name):
             by_phase.setdefault("backward", {})[name, operand] = None
     if value in choice_sets.results:
         by_phase.setdefault(choice_sets.graph[value.node].phase, {})[OUTPUTS, 0] = None
     producer = choice_sets.class_of(value.node)
-    return {TensorEdge(producer, value.index, p, tuple(found)): max(1, often[p]) for p, found in by_phase.items()}
+    return {
+        TensorEdge(producer, value.index, phase, tuple(consumers)): max(1, counts[phase])
+        for phase, consumers in by_phase.items()
+    }
 
 
 def _gradient_edge(choice_sets: ChoiceSets, output: Output, value: Value) -> TensorEdge:
-    """To the parameter whose gradient ``value`` is, or out of the model for that of an input."""
+    """The edge from ``value`` to the parameter whose gradient it is, or to the outputs if it is the gradient of an
+    input."""
     producer, consumer = choice_sets.class_of(value.node), (OUTPUTS, 0)
     if output.kind == "gradient":
         consumer = choice_sets.class_of(choice_sets.graph.parameters[output.name].name), -1

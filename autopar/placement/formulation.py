@@ -1,15 +1,16 @@
 """The placement problem of one graph on one mesh: from an annotated, folded graph to arrays, and from choices back.
 
-Each class of nodes is a group of the :class:`~autopar.solver.problem.Problem`; its choices are the strategies of its
-nodes, or, for parameters, :class:`~autopar.ir.assignment.ParameterPlacement` s. Each value is a transfer from its
-producer to the nodes that use it, one per phase. Equal groups and transfers of folded layers are one, their cost
-times their number.
+Each class of nodes is a group of the :class:`~autopar.solver.problem.Problem`. Its choices are the strategies of its
+nodes or, for parameters, :class:`~autopar.ir.assignment.ParameterPlacement` s. Each value is a transfer from its
+producer to the nodes that use it, one per phase. Equal groups and transfers of folded layers are merged into one, whose
+cost is multiplied by their number.
 
 *Recomputation.* Where it is offered, a forward operation may also choose :class:`~autopar.ir.assignment.Recomputed`: to
-run once more in backward, at its price; a rest that does so is not kept and holds memory only while its layer is
-recomputed. An operation that runs again needs its operands in backward like any backward operation: it is one more
-consumer of their backward transfers, in a column of its own if it does not run again. A value that is neither kept,
-nor made again, nor there anyway leaves a row from which nothing but that column can be reached.
+run again in backward, at its price. A saved activation that chooses it is not kept, and holds memory only while its
+layer is recomputed. A recomputed operation needs its operands in backward like any backward operation, so it is another
+consumer of their backward transfers; an operation that is not recomputed uses a column of its own there, which needs
+nothing. A value that is neither kept, nor recomputed, nor available anyway has a row of its own, from which only that
+column can be reached.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ from .prices import Prices
 
 @dataclass(frozen=True, eq=False)
 class Instance:
-    """``choices[i]`` of group i of ``problem``, whose node is ``names[i]``; ``recomputable``: what may be recomputed,
-    if anything; see the module docstring; ``offload``: whether optimizer state may rest in host memory; ``edges``: of
-    the first transfers of ``problem`` what they are."""
+    """A placement program, and what its groups and choices mean. Group i of ``problem`` is that of the node
+    ``names[i]`` and has ``choices[i]``. ``recomputable``: the nodes that may be recomputed, if any; see the module
+    docstring. ``offload``: whether optimizer state may rest in host memory. ``edges``: the tensor edges of the first
+    transfers of ``problem``."""
 
     graph: Graph
     prices: Prices
@@ -59,14 +61,14 @@ class Instance:
 
     @property
     def is_wide(self) -> bool:
-        """Whether there are choices that only save memory: recomputing, and optimizer state in host memory."""
+        """Whether there are choices that only save memory: recomputation, and optimizer state in host memory."""
         return self.recomputable is not None or self.offload
 
     def group_of(self, node: str) -> int:
         return self.index[self.graph.classes.get(node, node)]
 
     def assignment(self, chosen: Ints) -> Assignment:
-        """The choices unfolded: every node takes that of its class."""
+        """The assignment of the unfolded graph: every node takes the choice of its class."""
         strategies: dict[str, Strategy] = {}
         parameters: dict[str, ParameterPlacement] = {}
         recomputed: set[str] = set()
@@ -86,10 +88,10 @@ class Instance:
         """The inverse of :meth:`assignment`."""
         picked = []
         for name, choices in zip(self.names, self.choices, strict=True):
-            found = assignment.parameters.get(name) or assignment.strategies.get(name)
-            if name in assignment.recomputed and isinstance(found, Strategy):
-                found = recomputed_strategy(found)
-            picked.append(choices.index(found) if found is not None else 0)
+            choice = assignment.parameters.get(name) or assignment.strategies.get(name)
+            if name in assignment.recomputed and isinstance(choice, Strategy):
+                choice = recomputed_strategy(choice)
+            picked.append(choices.index(choice) if choice is not None else 0)
         return np.array(picked, dtype=np.int64)
 
 
@@ -105,10 +107,10 @@ def build_instance(
     offload: bool = False,
     multiplicity: Mapping[str, int] | None = None,
 ) -> Instance:
-    """The instance of an annotated graph; without ``graph.classes`` every node is its own class. ``recomputable`` (of
-    the same graph): what may be recomputed. ``offload``: whether optimizer state may rest in host memory. Choices that
-    recompute or offload stand behind those that do not, so that choices of an instance without are those of one with.
-    ``multiplicity``: nodes that represent several, and for how many."""
+    """The instance of an annotated graph. Without ``graph.classes`` every node is its own class. ``recomputable`` (of
+    the same graph): the nodes that may be recomputed. ``offload``: whether optimizer state may rest in host memory. In
+    the list of a group, choices that recompute or offload follow those that do not, so choices of an instance without
+    them are valid in one with them. ``multiplicity``: for nodes that represent several nodes, how many."""
     choice_sets = ChoiceSets(graph, prices, optimizer, repeats, recomputable, offload, multiplicity or {})
     costs, transfers, counted = ChoiceCosts(choice_sets), Transfers(choice_sets), find_edges(choice_sets)
     edges = tuple(counted)

@@ -13,13 +13,14 @@ from .overlap_windows import OverlapWindow, windows_of
 
 
 def instance_windows(choice_sets: ChoiceSets, edges: Sequence[TensorEdge]) -> tuple[Window, ...]:
-    """The windows of a step; transfer i is that of ``edges[i]``."""
-    found = windows_of(choice_sets.graph, choice_sets.prices.cluster, choice_sets.repeats)
-    return tuple(_window(choice_sets, window, edges) for window in found)
+    """The windows of a step. Transfer i of the program is that of ``edges[i]``."""
+    windows = windows_of(choice_sets.graph, choice_sets.prices.cluster, choice_sets.repeats)
+    return tuple(_window(choice_sets, window, edges) for window in windows)
 
 
 def _window(choice_sets: ChoiceSets, window: OverlapWindow, edges: Sequence[TensorEdge]) -> Window:
-    """Groups and gathers cost what they do in all microbatches, reductions once."""
+    """The window of the program. Costs of groups and gathers are those of all microbatches, so a window takes a part of
+    them; reductions occur once."""
     part = window.times / choice_sets.repeats.microbatches
     computes = (i for i, name in enumerate(choice_sets.choices) if _computes(choice_sets, name, window.phase))
     gathers = (i for i, edge in enumerate(edges) if _gathers(choice_sets, edge, window.phase))

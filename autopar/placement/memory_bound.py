@@ -1,6 +1,6 @@
 """The memory of a placed step, as the placement program counts it: an upper bound of what the step needs.
 
-What it needs to the byte, by rehearsing its program: :mod:`autopar.planner.rehearsed_memory`.
+:mod:`autopar.planner.rehearsed_memory` measures the need to the byte, by rehearsing the program.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .prices import local_bytes
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Peak bytes on the device that holds most, by part; ``host``: bytes of optimizer state in host memory, which are
-    not among them."""
+    """Peak bytes on the device that holds most, by part. ``host``: bytes of optimizer state in host memory, which are
+    not part of the peak."""
 
     weights: int
     gradients: int
@@ -37,15 +37,16 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Optimizer state in host memory: ``bytes`` in all, and of the ``largest``, which visits the device alone."""
+    """Bytes of optimizer state in host memory: ``bytes`` in all, and ``largest``, those of the largest parameter. The
+    states of parameters are moved to the device one at a time."""
 
     bytes: int = 0
     largest: int = 0
 
 
 def memory(step: PlacedStep) -> Memory:
-    """Peak bytes by part: everything that rests on the device through the step, and the largest operation's operands
-    and results beside what backward has recomputed and needs still."""
+    """Peak bytes by part: everything that rests on the device throughout the step, the operands and results of the
+    largest operation, and the recomputed values that backward holds."""
     graph, assignment, prices = step.graph, step.assignment, step.prices
     host = host_memory(step)
     weights, gradients, states = map(sum, zip((0, 0, 0), *_held_parameters(step), strict=True))
@@ -73,7 +74,7 @@ def _held_parameters(step: PlacedStep) -> Iterator[tuple[int, int, int]]:
 
 
 def host_memory(step: PlacedStep) -> HostMemory:
-    """What the step leaves in the host memory of each device."""
+    """The optimizer state that the step keeps in the host memory of each device."""
     counts = [
         offloaded_bytes(step.prices, node, step.assignment.parameters[node.name], step.optimizer)
         for path, node in ((path, step.graph.parameters[path]) for path in trained(step.graph))
@@ -83,23 +84,23 @@ def host_memory(step: PlacedStep) -> HostMemory:
 
 
 def held_bytes(step: PlacedStep, node: Node) -> tuple[int, int, int]:
-    """Bytes on a device of (weights, gradients, optimizer state) of the parameter ``node``, sums over microbatches
-    included. What whoever lends it counts is left out: the optimizer state, and on the same devices the stored tensor.
-    One that is not trained has only weights."""
+    """Bytes on a device of (weights, gradients, optimizer state) of the parameter ``node``, including gradient
+    accumulators. For a borrowed parameter, bytes that count for its owner are left out: the optimizer state and, if the
+    owner is on the same devices, the stored tensor. A parameter that is not trained has only weights."""
     place, mesh = step.assignment.parameters[node.name], step.prices.mesh
     weight, gradient, state = parameter_bytes(step.prices, node, place, step.optimizer)
-    shared, made = step.shared_parameters.get(node.target), step.graph.gradients.get(node.target)
+    shared, gradient_value = step.shared_parameters.get(node.target), step.graph.gradients.get(node.target)
     if shared is not None:
-        weight -= 0 if shared.apart else local_bytes(node.stored, place.optimizer, mesh)
+        weight -= 0 if shared.is_remote else local_bytes(node.stored, place.optimizer, mesh)
         state = 0
-    if made is None:
+    if gradient_value is None:
         return weight, 0, 0
-    raw = step.assignment.placements_of(made)
+    raw = step.assignment.placements_of(gradient_value)
     return weight, gradient + accumulator_bytes(step.prices, node.stored, raw, step.repeats), state
 
 
 def recomputed_bytes(graph: Graph, assignment: Assignment) -> int:
-    """The most bytes of recomputed values that backward holds at once, each from when its rest is made to its last
+    """The most bytes of recomputed values that backward holds at once. Each is held from its recomputation to its last
     use."""
     last = {v.node: i for i, n in enumerate(graph.nodes) for v in n.operands}
     held = most = 0

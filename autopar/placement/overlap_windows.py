@@ -1,29 +1,27 @@
-"""Which messages of a step may be sent while it computes, and how much of them.
+"""Which messages of a step may overlap computation, and how much of them.
 
 A *window* is computation that overlaps communication. Each pass through a graph, or through a chunk of it, has a
-forward and a backward, which overlap the gathers of the weights they need; a gather starts one weight ahead of its use
-(:mod:`autopar.passes.lower.overlap`). The last backward, that of the last microbatch, overlaps reductions of gradients
-as
-well: a bucket sets out as soon as it is full (:mod:`autopar.passes.lower.reduce_last_microbatch`). All other messages
-block
-where they are issued: the next computation needs them.
+forward and a backward, which overlap the gathers of the weights they need. A gather starts one weight ahead of its use
+(:mod:`autopar.passes.lower.overlap`). The backward of the last microbatch also overlaps reductions of gradients: a
+bucket is sent as soon as it is full (:mod:`autopar.passes.lower.reduce_last_microbatch`). All other messages block
+where they are issued, because the next computation needs them.
 
-The first gather of a window has nothing to hide behind, nor has the reduction of the last bucket, and while that bucket
-is computed there is nothing to reduce yet. So of the messages and of the computing of a window the share of one piece
-(the largest parameter, or a bucket) is not counted: what is left is a queue that is never empty and is served while the
+The first gather of a window overlaps nothing, and neither does the reduction of the last bucket. While the first bucket
+fills, there is nothing to reduce yet. So the share of one piece (the largest parameter, or a bucket) of the messages
+and of the computation of a window is not counted. The rest is a queue that is never empty and is served while the
 window lasts.
 
-Of one backward let G be the seconds of gathers and C of computing, R those of all reductions, g and r the shares of
-gathers and reductions that can be hidden. All m backwards of a step together hide
+For one backward, let G be the seconds of gathers and C those of computation, R those of all reductions, and g and r the
+shares of gathers and reductions that can be hidden. All m backwards of a step together hide
 
     m g min(G, C) + r (min(G + R, C) - min(G, C))  =  (m g - r) min(G, C) + r min(G + R, C)
 
-that is two windows: gathers beside every backward, at a share of g - r/m, and gathers and reductions beside the last,
-at r (which is taken as no more than g). Each is a concave function, so that what is exposed is linear rows of the
-program (:mod:`autopar.solver.problem`).
+These are two windows: gathers during every backward, with share g - r/m, and gathers and reductions during the last
+backward, with share r (which is limited to g). Each is a concave function, so the exposed seconds are linear rows of
+the program (:mod:`autopar.solver.problem`).
 
-Where messages take the processors that compute (:attr:`autopar.cluster.description.Cluster.overlaps` is false) there
-are none.
+If messages occupy the processors that compute (:attr:`autopar.cluster.description.Cluster.overlaps` is false), there
+are no windows.
 """
 
 from __future__ import annotations
@@ -61,8 +59,8 @@ class Priced(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HiddenShares:
-    """Which share of messages and computing can be at once: of ``gathers`` of weights with the pass that needs them, of
-    ``reductions`` of gradients with the last backward."""
+    """The shares of messages and computation that can overlap: of ``gathers`` of weights, with the pass that needs
+    them; of ``reductions`` of gradients, with the last backward."""
 
     gathers: float = 0.0
     reductions: float = 0.0
@@ -70,7 +68,7 @@ class HiddenShares:
 
 @dataclass(frozen=True, slots=True)
 class SectionSeconds:
-    """Seconds of a section in one pass: what it computes, and its gathers of weights."""
+    """Seconds of a section in one pass: its computation, and its gathers of weights."""
 
     computing: float = 0.0
     gathers: float = 0.0
@@ -83,14 +81,14 @@ class SectionSeconds:
         return min(self.gathers, self.computing)
 
     def hidden_reductions(self, reductions: float) -> float:
-        """How many seconds of reductions go beside the computing when gathers have taken their part of it."""
+        """Seconds of reductions that overlap the part of the computation that gathers do not overlap."""
         return min(self.gathers + reductions, self.computing) - self.overlapped
 
 
 @dataclass(frozen=True, slots=True)
 class OverlapWindow:
-    """A window: gathers of ``sections``, and where it ``reduces`` all reductions, beside what these compute, ``times``
-    in a step; the share ``hidden`` of both is at once."""
+    """A window: gathers of ``sections``, and all reductions if it ``reduces``, overlap the computation of the sections,
+    ``times`` times in a step. ``hidden``: the share of both that overlaps."""
 
     name: str
     sections: tuple[str, ...]
@@ -103,14 +101,14 @@ class OverlapWindow:
         return "forward" if self.sections == ("forward",) else "backward"
 
     def seconds(self, sides: Mapping[str, SectionSeconds], reductions: float) -> float:
-        """What a step hides in this window, all its times together."""
+        """Seconds that a step hides in this window, summed over all its ``times``."""
         both = sum((sides.get(section, SectionSeconds()) for section in self.sections), SectionSeconds())
         messages = both.gathers + (reductions if self.reduces else 0.0)
         return self.hidden * self.times * min(messages, both.computing)
 
 
 def hidden_shares(graph: Graph, cluster: Cluster, stages: int = 1) -> HiddenShares:
-    """The shares of a graph that so many ``stages`` divide among them: each has a piece with nothing to hide behind."""
+    """The shares of a graph that is divided among ``stages``. Each stage has a piece that overlaps nothing."""
     sizes = sorted((int(node.type.bytes) for node in graph.placeholders("param")), reverse=True)
     if not cluster.overlaps or not sizes:
         return HiddenShares()
@@ -121,31 +119,31 @@ def hidden_shares(graph: Graph, cluster: Cluster, stages: int = 1) -> HiddenShar
 
 
 def windows_of(graph: Graph, cluster: Cluster, repeats: Repeats) -> tuple[OverlapWindow, ...]:
-    """The windows of a step that runs ``graph`` as ``repeats`` says; its sections are its phases."""
+    """The windows of a step that runs ``graph`` as ``repeats`` says. Its sections are the phases."""
     shares, count = hidden_shares(graph, cluster, repeats.stages), repeats.microbatches
-    found = (
+    windows = (
         OverlapWindow("forward", ("forward",), shares.gathers, count),
         OverlapWindow("backward", ("backward",), shares.gathers - shares.reductions / count, count),
         OverlapWindow(REDUCTIONS, ("backward",), shares.reductions, 1, reduces=True),
     )
-    return tuple(window for window in found if window.hidden > 0)
+    return tuple(window for window in windows if window.hidden > 0)
 
 
 def gather_windows(shares: HiddenShares, microbatches: int, backwards: Sequence[str]) -> tuple[OverlapWindow, ...]:
-    """Those of gathers of a chunk's weights; ``backwards`` as of :meth:`.Schedule.weight_gradients`. A backward in
-    halves has a window for each."""
+    """The windows for gathers of a chunk's weights. ``backwards``: the result of :meth:`.Schedule.weight_gradients`. A
+    split backward has a window for each half."""
     halves = backwards.count("weight_gradient")
-    found = (
+    windows = (
         OverlapWindow("forward", ("forward",), shares.gathers, microbatches),
         OverlapWindow("backward", HALVES, shares.gathers, len(backwards) - halves),
         *(OverlapWindow(half, (half,), shares.gathers, halves) for half in HALVES),
     )
-    return tuple(window for window in found if window.hidden * window.times > 0)
+    return tuple(window for window in windows if window.hidden * window.times > 0)
 
 
 def seconds_of_sections(lines: Iterable[Priced], section_of: Callable[[Priced], str]) -> dict[str, SectionSeconds]:
-    """The sides of every section in one pass, from the lines of a cost breakdown. Messages are not taken to be sent
-    beside what is recomputed."""
+    """The seconds of every section in one pass, from the lines of a cost breakdown. Messages are assumed not to overlap
+    recomputation."""
     computing, gathers = Counter[str](), Counter[str]()
     for line in lines:
         if line.kind == "weight":
@@ -156,7 +154,7 @@ def seconds_of_sections(lines: Iterable[Priced], section_of: Callable[[Priced], 
 
 
 def hidden_gathers(lines: Sequence[Priced]) -> dict[str, float]:
-    """By phase, which share of the gathers of weights the lines that take back hidden seconds take back."""
+    """By phase, the share of the seconds of weight gathers that the hidden lines subtract."""
     sums = Counter[tuple[str, str]]()
     for line in lines:
         if line.name != REDUCTIONS or line.kind != "hidden":

@@ -10,18 +10,18 @@ from autopar.ir.placements import REPLICATE, Placements, Strategy, is_shard
 
 
 def parameter_choices(strategies: tuple[Strategy, ...], trainable: bool) -> tuple[ParameterPlacement, ...]:
-    """Every sensible triple of resting places. The optimizer state either lies as the weight does or shards further
-    what the weight replicates, all of it along one dim; the gradient lies as one of the two."""
-    found: dict[ParameterPlacement, None] = {}
+    """Every sensible triple of resting places. The optimizer state is placed like the weight, or it shards axes on
+    which the weight is replicated, all along one dim. The gradient is placed like one of the two."""
+    choices: dict[ParameterPlacement, None] = {}
     places = [strategy.outputs[0] for strategy in strategies]
     for weight in places:
-        found[ParameterPlacement(weight, weight, weight)] = None
+        choices[ParameterPlacement(weight, weight, weight)] = None
     for weight, state in product(places, places) if trainable else ():
         if state != weight and _refines(weight, state):
-            found[ParameterPlacement(weight, state, state)] = None
+            choices[ParameterPlacement(weight, state, state)] = None
             if _is_cut_from(weight, state):
-                found[ParameterPlacement(weight, weight, state)] = None
-    return tuple(found)
+                choices[ParameterPlacement(weight, weight, state)] = None
+    return tuple(choices)
 
 
 def in_host_memory(places: tuple[ParameterPlacement, ...]) -> tuple[ParameterPlacement, ...]:
@@ -31,11 +31,11 @@ def in_host_memory(places: tuple[ParameterPlacement, ...]) -> tuple[ParameterPla
 
 def _refines(weight: Placements, state: Placements) -> bool:
     added = {s for w, s in zip(weight, state, strict=True) if w != s}
-    kept = all(w in (s, REPLICATE) for w, s in zip(weight, state, strict=True))
-    return kept and len(added) == 1 and all(map(is_shard, added))
+    keeps_shards = all(w in (s, REPLICATE) for w, s in zip(weight, state, strict=True))
+    return keeps_shards and len(added) == 1 and all(map(is_shard, added))
 
 
 def _is_cut_from(weight: Placements, state: Placements) -> bool:
-    """Whether what a device holds of ``state`` is part of what it holds of ``weight``: no axis inside an added one
-    chunks the same dim."""
+    """Whether a device's shard of ``state`` is part of its shard of ``weight``: no axis inside an added one shards the
+    same dim."""
     return not any(w != s and s in weight[axis + 1 :] for axis, (w, s) in enumerate(zip(weight, state, strict=True)))

@@ -1,4 +1,4 @@
-"""A step as it is placed: everything that its cost breakdown and its memory depend on."""
+"""A placed step: everything that its cost breakdown and its memory depend on."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from .prices import Prices
 
 @dataclass(frozen=True, slots=True)
 class SharedParameter:
-    """A parameter that another chunk stores and updates. ``apart``: on other devices, which send it here once a step
-    and are sent its gradient, in ``seconds``."""
+    """A parameter that another chunk stores and updates. ``is_remote``: that chunk is on other devices, which send the
+    parameter once a step and receive its gradient, in ``seconds``."""
 
-    apart: bool
+    is_remote: bool
     seconds: float = 0.0
 
 
-# By path, the parameters of a chunk that it does not store.
+# The parameters that a chunk uses but does not store, by path.
 SharedParameters = Mapping[str, SharedParameter]
 
 
 @dataclass(frozen=True)
 class PlacedStep:
-    """``graph``, with what is recomputed, placed by ``assignment`` on the devices of ``prices`` and run as ``repeats``
-    says; ``shared_parameters``: the parameters that it does not store."""
+    """A step that runs ``graph``, recomputed nodes included, placed by ``assignment`` on the devices of ``prices``, as
+    often as ``repeats`` says. ``shared_parameters``: the parameters that it does not store."""
 
     graph: Graph
     assignment: Assignment

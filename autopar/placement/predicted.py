@@ -1,4 +1,4 @@
-"""Figures and lines of a plan, from the cost breakdown."""
+"""The figures and lines of a plan, from its cost breakdown."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .memory_bound import Memory
 def predicted(
     breakdown: CostBreakdown, instance: Instance, cluster: Cluster, memory: Memory | None = None
 ) -> Predicted:
-    """The figures of a cost breakdown; its memory as ``memory``, where that is known better."""
+    """The figures of a cost breakdown. ``memory`` replaces its memory if a better figure is known."""
     compute, seconds, memory = (
         breakdown.seconds_of("compute", "optimizer"),
         breakdown.seconds,
@@ -40,7 +40,7 @@ def predicted(
 
 
 def working_dtype(graph: Graph) -> torch.dtype:
-    """What most of the parameters' elements are read in."""
+    """The dtype in which most elements of parameters are read."""
     elements = Counter[torch.dtype]()
     for node in graph.placeholders("param"):
         elements[node.type.dtype] += int(node.type.numel)
@@ -48,7 +48,7 @@ def working_dtype(graph: Graph) -> torch.dtype:
 
 
 def memory_figures(memory: Memory) -> dict[str, Any]:
-    """The figures of a prediction that are about memory, by field."""
+    """The memory figures of a prediction, by field."""
     return {
         "peak_bytes": memory.peak,
         "weight_bytes": memory.weights,

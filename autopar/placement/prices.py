@@ -1,5 +1,4 @@
-"""What each choice costs on a mesh of a cluster: seconds of a strategy, seconds and path of a reshard, bytes on one
-device."""
+"""Prices on a mesh of a cluster: seconds of a strategy, seconds and path of a reshard, bytes on one device."""
 
 from __future__ import annotations
 
@@ -36,29 +35,29 @@ Options = tuple[tuple[Placement, ...], ...]
 
 
 def placement_options(graph: Graph, mesh: tuple[int, ...]) -> dict[TensorType, Options]:
-    """For each tensor type of an annotated graph and each axis, the placements some strategy has for it. A reshard may
-    go by any of them, so that its price depends on the type alone and not on who asks."""
-    seen: dict[TensorType, list[set[Placement]]] = {}
+    """For each tensor type of an annotated graph and each axis, the placements that some strategy has for it. A reshard
+    may pass through any of them, so its price depends on the type alone, not on the node."""
+    options: dict[TensorType, list[set[Placement]]] = {}
 
     def add(kind: TensorType | None, place: Placements) -> None:
         if kind is not None:
             base: set[Placement] = {REPLICATE, PARTIAL_SUM}
-            found = seen.setdefault(kind, [set(base) if devices > 1 else {REPLICATE} for devices in mesh])
+            per_axis = options.setdefault(kind, [set(base) if devices > 1 else {REPLICATE} for devices in mesh])
             for axis, placement in enumerate(place):
-                found[axis].add(placement)
+                per_axis[axis].add(placement)
 
     for node in graph.nodes:
         kinds = tuple(graph.type_of(value) for value in node.operands)
         for strategy in dict.fromkeys(graph.strategies[node.name]):
-            if node.op == "param" and node.stored != node.type:  # Its gradient lies where it does.
+            if node.op == "param" and node.stored != node.type:  # Its gradient has the same placements.
                 add(node.stored, strategy.outputs[0])
             for kind, place in zip((*kinds, *node.types), strategy.places, strict=True):
                 add(kind, place)
-    return {kind: tuple(tuple(sorted(p, key=str)) for p in per_axis) for kind, per_axis in seen.items()}
+    return {kind: tuple(tuple(sorted(p, key=str)) for p in per_axis) for kind, per_axis in options.items()}
 
 
 def exchanged_bytes(graph: Graph) -> int:
-    """Bytes of the gradients of a step, whole tensors: those of the parameters that learn (without gradients, of all
+    """Bytes of the unsharded gradients of a step: those of trained parameters (if the graph has no gradients, of all
     parameters)."""
     nodes = graph.placeholders("param")
     return sum(int(node.stored.bytes) for node in nodes if not graph.gradients or node.target in graph.gradients)
@@ -76,8 +75,8 @@ def local_bytes(kind: TensorType, placements: Placements, mesh: tuple[int, ...])
 
 @dataclass(frozen=True, eq=False)
 class ReshardTable:
-    """Cheapest ways between placements of one tensor: ``seconds[i, j]`` from ``states[i]`` to ``states[j]``, infinite
-    if there is none, and the hops (:class:`autopar.ir.reshard.Hop`) that do it."""
+    """The cheapest paths between placements of one tensor: ``seconds[i, j]`` from ``states[i]`` to ``states[j]``,
+    infinite if there is none, and the hops (:class:`autopar.ir.reshard.Hop`) of the paths."""
 
     states: tuple[Placements, ...]
     seconds: NDArray[np.float64]
@@ -92,40 +91,40 @@ class ReshardTable:
         return float(self.seconds[self.index[source], self.index[target]])
 
     def path(self, source: Placements, target: Placements) -> tuple[Hop, ...]:
-        """The hops from ``source`` to ``target``, none if they are equal. Raises :class:`PlanMismatchError` if there is
-        no way."""
+        """The hops from ``source`` to ``target``; none if they are equal. Raises :class:`PlanMismatchError` if there is
+        no path."""
         if not {source, target} <= self.index.keys() or not np.isfinite(self.cost(source, target)):
             raise PlanMismatchError(
                 f"no reshard leads from {short(source)} to {short(target)}; the plan is for other shapes"
             )
-        here, there, found = self.index[source], self.index[target], []
-        while here != there:
-            onward = int(self.next_state[here, there])
-            found.append(self.hops[here, onward])
-            here = onward
-        return tuple(found)
+        state, end, hops = self.index[source], self.index[target], []
+        while state != end:
+            following = int(self.next_state[state, end])
+            hops.append(self.hops[state, following])
+            state = following
+        return tuple(hops)
 
 
 def _shortest_paths(seconds: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Floyd-Warshall: least cost between all pairs, and the first step of the way."""
+    """Floyd-Warshall: the least cost between all pairs, and the first step of each path."""
     best = seconds.copy()
     count = len(best)
-    onward = np.tile(np.arange(count), (count, 1))
+    next_state = np.tile(np.arange(count), (count, 1))
     for middle in range(count):
         through = best[:, middle, None] + best[None, middle, :]
         better = through < best - 1e-18
         best = np.where(better, through, best)
-        onward = np.where(better, onward[:, middle, None], onward)
-    return best, onward
+        next_state = np.where(better, next_state[:, middle, None], next_state)
+    return best, next_state
 
 
 @dataclass(frozen=True, eq=False)
 class Prices:
-    """Prices on ``mesh`` (a shape) of ``cluster``; remembers what it has computed.
+    """Prices on ``mesh`` (a shape) of ``cluster``. Computed prices are cached.
 
-    ``options[type][axis]`` are the placements that tensors of a type may have on the way (see
-    :func:`placement_options`). ``exchanged`` is how many bytes of gradients (or weights) a step has to exchange, whole
-    tensors: a bucket never holds more than all of them.
+    ``options[type][axis]`` are the placements through which tensors of a type may be resharded (see
+    :func:`placement_options`). ``exchanged``: bytes of all unsharded gradients (or weights) that a step exchanges; a
+    bucket never holds more than these.
     """
 
     cluster: Cluster
@@ -159,38 +158,39 @@ class Prices:
         if hop.collective is None:
             return self.cluster.device.launch_seconds
         wire, copies = hop.collective, self._copies(kind, hop)
-        if not bucketed or wire.kind == "all_to_all":  # These go one by one.
+        if not bucketed or wire.kind == "all_to_all":  # All-to-alls are not bucketed.
             return copies + collective_seconds(self.cluster, self.mesh, wire.kind, wire.axes, wire.bytes)
         bucket = self._bucket_bytes(kind, wire.bytes)
-        packing = 2.0 * self._whole(kind, hop) / self.cluster.device.memory_bandwidth
+        packing = 2.0 * self._larger_bytes(kind, hop) / self.cluster.device.memory_bandwidth
         return packing + copies + bucketed_seconds(self.cluster, self.mesh, wire.kind, wire.axes, wire.bytes, bucket)
 
     def _bucket_bytes(self, kind: TensorType, nbytes: int) -> float:
-        """What a bucket holds at the most in which a tensor of that type, ``nbytes`` of it on the wire, is sent: as
-        much again of all others, until it is full."""
+        """The most bytes of a bucket in which a tensor of this type is sent, with ``nbytes`` of it on the wire. All
+        other tensors are assumed to send the same share of their bytes, until the bucket is full."""
         return min(float(BUCKET_BYTES), nbytes * max(1.0, self.exchanged / max(1, int(kind.bytes))))
 
     def _copies(self, kind: TensorType, hop: Hop) -> float:
-        """Collectives work on dim 0 of contiguous buffers: any other dim is read and written once more."""
+        """Seconds of copies. Collectives work on dim 0 of contiguous buffers; for any other dim, the tensor is read and
+        written once more."""
         axis = hop.axes[0]
         dims = {shard_dim(hop.source[axis]), shard_dim(hop.target[axis])} - {None}
         if dims <= {0}:
             return 0.0
-        return 2.0 * self._whole(kind, hop) / self.cluster.device.memory_bandwidth
+        return 2.0 * self._larger_bytes(kind, hop) / self.cluster.device.memory_bandwidth
 
-    def _whole(self, kind: TensorType, hop: Hop) -> int:
-        """Bytes on the side of a hop that has more: what goes into a bucket, or comes out of it, is copied once."""
+    def _larger_bytes(self, kind: TensorType, hop: Hop) -> int:
+        """Bytes on the larger side of a hop. They are copied once, into a bucket or out of it."""
         return max(local_bytes(kind, hop.source, self.mesh), local_bytes(kind, hop.target, self.mesh))
 
     def table(self, kind: TensorType, *, bucketed: bool = False) -> ReshardTable:
-        """The reshard table of tensors of that type, between all placements that occur in the graph."""
+        """The reshard table of tensors of this type, between all placements that occur in the graph."""
         key = (kind, bucketed)
         if key not in self._tables:
             self._tables[key] = self._make_table(kind, self.options[kind], bucketed)
         return self._tables[key]
 
     def path(self, kind: TensorType, source: Placements, target: Placements, bucketed: bool = False) -> tuple[Hop, ...]:
-        """The hops a reshard is priced with."""
+        """The hops with which a reshard is priced."""
         return self.table(kind, bucketed=bucketed).path(source, target)
 
     def _make_table(self, kind: TensorType, options: tuple[tuple[Placement, ...], ...], bucketed: bool) -> ReshardTable:
@@ -206,5 +206,5 @@ class Prices:
                 if j is not None:
                     seconds[i, j] = self.hop(kind, hop, bucketed=bucketed)
                     hops[i, j] = hop
-        best, onward = _shortest_paths(seconds)
-        return ReshardTable(states, best, hops, onward)
+        best, next_state = _shortest_paths(seconds)
+        return ReshardTable(states, best, hops, next_state)

@@ -8,7 +8,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan_record import Predicted
 from autopar.passes.annotate.annotate import rule_sources
 from autopar.passes.recompute.recompute import recomputed
-from autopar.placement.alternatives import answers
+from autopar.placement.alternatives import explanation_fields
 from autopar.placement.axis_names import default_names
 from autopar.placement.constraints import module_outputs
 from autopar.placement.predicted import plan_line, predicted
@@ -30,9 +30,9 @@ def make_plan(
     paths = {node.name: node.target for node in graph.placeholders("param")}
     rules = rule_sources(graph, request.mesh)
     fallbacks = tuple(op for op, sources in rules.items() if sources[0].startswith("fallback"))
-    alternatives = answers(instance, step_graph, assignment, solution.choices)
-    exact = exact_memory(step_graph, assignment, instance, alternatives["holdings"])
-    alternatives["holdings"] = exact.holdings
+    fields = explanation_fields(instance, step_graph, assignment, solution.choices)
+    exact = exact_memory(step_graph, assignment, instance, fields["holdings"])
+    fields["holdings"] = exact.holdings
     return Plan(
         model=request.model,
         batch=request.batch,
@@ -53,7 +53,7 @@ def make_plan(
         parameters={paths[name]: place for name, place in assignment.parameters.items()},
         outputs={path: assignment.strategies[name].outputs[0] for path, name in module_outputs(graph).items()},
         baselines=priced,
-        **alternatives,
+        **fields,
         recomputed=tuple(sorted(best.assignment.recomputed)),
         pinned=dict(request.options.pins),
         fallbacks=fallbacks,

@@ -27,12 +27,12 @@ def shared_parameters(
             path = node.target
             owner = owners.setdefault(path, rank)
             if (path, rank) in present:
-                borrowed[path] = SharedParameter(apart=False)
+                borrowed[path] = SharedParameter(is_remote=False)
             elif owner != rank:
                 latency, bandwidth = message_rate(prices.cluster, owner, rank, prices.devices)
                 stored = chunk.assignment.parameters[node.name].optimizer
                 seconds = latency + local_bytes(node.stored, stored, prices.mesh) / bandwidth
-                borrowed[path] = SharedParameter(apart=True, seconds=seconds * (2 if path in learns else 1))
+                borrowed[path] = SharedParameter(is_remote=True, seconds=seconds * (2 if path in learns else 1))
             present.add((path, rank))
         shared.append(borrowed)
     return tuple(shared)

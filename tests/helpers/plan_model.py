@@ -11,7 +11,7 @@ from torch import nn
 
 import autopar
 from autopar.ir.graph import Graph
-from autopar.placement.alternatives import answers
+from autopar.placement.alternatives import explanation_fields
 from autopar.placement.formulation import Instance
 from autopar.planner import to_plan as write_plan
 from autopar.plans.plan import Plan
@@ -64,10 +64,10 @@ def solved() -> tuple[Plan, Instance, Ints]:
 
     def spy(instance: Instance, graph: Graph, assignment: Any, chosen: Ints) -> dict[str, Any]:
         seen.append((instance, chosen))
-        return answers(instance, graph, assignment, chosen)
+        return explanation_fields(instance, graph, assignment, chosen)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(write_plan, "answers", spy)
+        patch.setattr(write_plan, "explanation_fields", spy)
         plan = make_plan()
     return plan, *seen[-1]
 

@@ -44,7 +44,7 @@ def test_what_is_kept_agrees_with_what_is_predicted(plan: Plan) -> None:
 def test_alternatives_are_the_objective_with_one_choice_changed() -> None:
     plan, instance, chosen = solved()
     problem, now = instance.problem, evaluate(instance.problem, chosen)
-    every = alternatives(instance, chosen, kept=10_000)
+    every = alternatives(instance, chosen, most=10_000)
     checked = 0
     for group, name in enumerate(instance.names):
         if len(instance.choices[group]) < 2:
