@@ -76,9 +76,9 @@ class Cluster:
             value = getattr(self, name)
             require(is_amount(value), f"cluster {self.name!r}: {name} {value!r} is not a number of seconds")
         require(self.backend in BACKENDS, f"cluster {self.name!r}: backend {self.backend!r} is not of {BACKENDS}")
-        known = ", ".join(ALGORITHMS)
+        algorithms = ", ".join(ALGORITHMS)
         for name in self.algorithms:
-            require(name in ALGORITHMS, f"cluster {self.name!r}: {name!r} is not an algorithm; one of {known}")
+            require(name in ALGORITHMS, f"cluster {self.name!r}: {name!r} is not an algorithm; one of {algorithms}")
         require(
             0 < self.cores <= self.sharing,
             f"cluster {self.name!r}: cores {self.cores!r} is not above 0 and at most sharing {self.sharing!r}, the "
@@ -150,11 +150,11 @@ class Cluster:
         :class:`OptionsError` if they do not fill whole blocks of a level, or are more than there are."""
         if self.size is not None and devices > self.size:
             raise OptionsError(f"cluster {self.name!r} has {self.size} devices, not {devices}")
-        kept: list[Link] = []
+        inner: list[Link] = []
         for link in self.links:
             if link.size is None or link.size >= devices:
-                return replace(self, links=(*kept, replace(link, size=devices, torus=_part(link, kept, devices))))
-            kept.append(link)
+                return replace(self, links=(*inner, replace(link, size=devices, torus=_part(link, inner, devices))))
+            inner.append(link)
         raise AssertionError("the outermost link joins all devices")
 
     def to_toml(self) -> str:
@@ -183,21 +183,21 @@ class Cluster:
         name = os.fspath(cluster)
         measured = local_file(name)
         if name.startswith("local") and Path(name).name == name and measured.is_file():
-            found = Cluster.from_toml(_text(measured), str(measured))
+            description = Cluster.from_toml(_text(measured), str(measured))
             # Files from before backends were told are of gloo.
-            found = replace(found, backend="gloo") if name == "local" else found
-            return replace(found, source=f"{found.source}; read from {measured}")
+            description = replace(description, backend="gloo") if name == "local" else description
+            return replace(description, source=f"{description.source}; read from {measured}")
         if name in PRESETS:
-            found = Cluster.from_toml(PRESETS[name], f"preset {name!r}")
-            return _with_memory_of_this_machine(found) if name == "local" else found
+            description = Cluster.from_toml(PRESETS[name], f"preset {name!r}")
+            return _with_memory_of_this_machine(description) if name == "local" else description
         path = Path(name).expanduser()
         if path.is_file():
-            found = Cluster.from_toml(_text(path), str(path))
-            check_units(found, str(path))
-            return found
-        known = ", ".join(sorted(PRESETS))
+            description = Cluster.from_toml(_text(path), str(path))
+            check_units(description, str(path))
+            return description
+        names = ", ".join(sorted(PRESETS))
         raise OptionsError(
-            f"no cluster called {name!r} and no such file; known are {known}. To describe your own, run "
+            f"no cluster called {name!r} and no such file; known are {names}. To describe your own, run "
             "`autopar calibrate`, or save Cluster.get('dgx-a100-80gb').to_toml() as a .toml file, edit it, "
             "and give its path"
         )

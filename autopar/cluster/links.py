@@ -55,8 +55,8 @@ class Rate:
             require(value >= 0 and math.isfinite(value), f"{name} {value!r} is not a time in seconds")
         require(self.bandwidth > 0, f"bandwidth {self.bandwidth!r} is not a positive number of bytes per second")
         require(is_rate(self.growth), f"growth {self.growth!r} of a latency is not a positive number")
-        known = ", ".join(ALGORITHMS)
-        require(self.algorithm in ("", *ALGORITHMS), f"{self.algorithm!r} is not an algorithm; one of {known}")
+        algorithms = ", ".join(ALGORITHMS)
+        require(self.algorithm in ("", *ALGORITHMS), f"{self.algorithm!r} is not an algorithm; one of {algorithms}")
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,9 @@ class Link:
             f"{where}: oversubscription {self.oversubscription!r} is not a number of at least 1",
         )
         require(all(dim > 0 for dim in self.torus), f"{where}: torus {self.torus} has a dim without devices")
-        known = (*COLLECTIVES, MESSAGE)
+        kinds = (*COLLECTIVES, MESSAGE)
         for kind, lines in self.rates.items():
-            require(kind in known, f"{where}: {kind!r} is not a collective; one of {', '.join(known)}")
+            require(kind in kinds, f"{where}: {kind!r} is not a collective; one of {', '.join(kinds)}")
             require(len(lines) > 0, f"{where}: {kind} has no rate; leave it out to use the link's own")
 
     @cached_property
@@ -114,9 +114,9 @@ class Link:
     def lines(self, kind: str, algorithm: str = "") -> tuple[Rate, ...]:
         """The rates of ``kind`` by ``algorithm``: those said of it, else those said of all, else the link's own latency
         and bandwidth."""
-        found = self.rates.get(kind, ())
-        exact = tuple(rate for rate in found if rate.algorithm == algorithm)
-        return exact or tuple(rate for rate in found if not rate.algorithm) or (self.own,)
+        rates = self.rates.get(kind, ())
+        exact = tuple(rate for rate in rates if rate.algorithm == algorithm)
+        return exact or tuple(rate for rate in rates if not rate.algorithm) or (self.own,)
 
     def share(self, inside: int) -> float:
         """Which part of a rate's bandwidth each device has, where all send at once and the level inside joins

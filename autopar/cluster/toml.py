@@ -19,10 +19,10 @@ _T = TypeVar("_T")
 def table_of(value: Any) -> Any:
     """Dataclasses, mappings and tuples as TOML tables and arrays; what is None or empty is left out."""
     if is_dataclass(value) and not isinstance(value, type):
-        found = {item.name: getattr(value, item.name) for item in fields(value)}
+        values = {item.name: getattr(value, item.name) for item in fields(value)}
         in_short = isinstance(value, Rate)
         usual = {item.name: item.default for item in fields(value) if in_short or item.default == math.inf}
-        return {k: table_of(v) for k, v in found.items() if v is not None and v not in ({}, ()) and v != usual.get(k)}
+        return {k: table_of(v) for k, v in values.items() if v is not None and v not in ({}, ()) and v != usual.get(k)}
     if isinstance(value, Mapping):
         return {str(k): table_of(v) for k, v in value.items()}
     return [table_of(item) for item in value] if isinstance(value, tuple) else value
@@ -98,7 +98,7 @@ def _words(value: Any, where: str) -> tuple[str, ...]:
 def _read_rates(value: Any, where: str) -> dict[str, tuple[Rate, ...]]:
     require(isinstance(value, dict), f"{where} is {value!r}, not a table of collectives")
     lines = {k: v if isinstance(v, list) else [v] for k, v in value.items()}
-    return {k: tuple(read(Rate, rate, f"{where}.{k}") for rate in found) for k, found in lines.items()}
+    return {k: tuple(read(Rate, rate, f"{where}.{k}") for rate in rates) for k, rates in lines.items()}
 
 
 def _read_links(value: Any, where: str) -> tuple[Link, ...]:
@@ -126,10 +126,10 @@ _READERS: Mapping[str, Callable[[Any, str], Any]] = {
 def read(cls: type[_T], table: Any, where: str) -> _T:
     """An instance of the dataclass ``cls`` from a TOML table; errors name the key."""
     require(isinstance(table, dict), f"{where} is {table!r}, not a table")
-    known = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
-    strange = sorted(set(table) - set(known))
-    require(not strange, f"{where} has unknown keys {', '.join(strange)}; known are {', '.join(known)}")
-    optional = {name for name, item in known.items() if (item.default, item.default_factory) != (MISSING, MISSING)}
-    missing = [name for name in known if name not in table and name not in optional]
+    by_name = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
+    unknown = sorted(set(table) - set(by_name))
+    require(not unknown, f"{where} has unknown keys {', '.join(unknown)}; known are {', '.join(by_name)}")
+    optional = {name for name, item in by_name.items() if (item.default, item.default_factory) != (MISSING, MISSING)}
+    missing = [name for name in by_name if name not in table and name not in optional]
     require(not missing, f"{where} lacks {', '.join(missing)}")
     return cls(**{name: _READERS.get(name, _number)(value, f"{where}: {name}") for name, value in table.items()})

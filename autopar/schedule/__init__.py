@@ -1,1 +1,1 @@
-"""Pipeline schedules as data: actions, named schedules, their text, and the proof that they run."""
+"""Pipeline schedules as data: actions, named schedules, their text form, and the proof that they run."""

@@ -1,4 +1,4 @@
-"""What a pipeline schedule consists of: actions, the messages they send, and edges between chunks.
+"""The elements of a pipeline schedule: actions, the messages they send, and edges between chunks.
 
 =========================  ==========================================================================================
 ``forward``                forward of ``chunk`` for ``microbatch``
@@ -10,14 +10,14 @@
 ``send_backward``          starts sending the gradient of what ``chunk`` received from ``peer`` back to it
 ``receive_backward``       posts the receive of the gradient of what ``chunk`` sent to ``peer``
 ``reduce``                 starts reducing the gradients of the chunk's parameters over the devices of its rank
-``step``                   awaits every reduction and sums the gradients of weights that several ranks hold; last
+``step``                   waits for every reduction and sums the gradients of weights that several ranks hold; last
 =========================  ==========================================================================================
 
-**What messages mean.** Sends are asynchronous (``isend``), and receives are posted where they stand in the list
-(``irecv``); the action that uses the value waits for it. Messages from one rank to another carry no tag: the k-th
-send matches the k-th receive, whichever edge, direction or microbatch each names. A list that keeps to that and cannot
-stall even if every send waits for its receive (:mod:`autopar.schedule.check` proves both) runs on buffered and on
-unbuffered transports alike.
+**What messages mean.** Sends are asynchronous (``isend``). Receives are posted at their position in the list
+(``irecv``); the action that uses the value waits for it. Messages from one rank to another carry no tag: the k-th send
+matches the k-th receive, whichever edge, direction or microbatch each names. A list that follows this rule, and that
+cannot stall even if every send waits for its receive (:mod:`autopar.schedule.check` proves both), runs on buffered and
+on unbuffered transports alike.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ _SHORT: dict[Kind, str] = {
 
 
 class Edge(NamedTuple):
-    """The chunk ``target`` uses a value that ``source`` computes; ``gradient``: and sends its gradient back."""
+    """An edge: the chunk ``target`` uses a value that ``source`` computes. ``gradient``: it also sends its gradient
+    back."""
 
     source: int
     target: int
@@ -63,7 +64,8 @@ class Edge(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What is sent from the chunk ``source`` to the chunk ``target``: a value (``"forward"``), or a gradient."""
+    """A message from the chunk ``source`` to the chunk ``target``: a value (``"forward"``), or a gradient
+    (``"backward"``)."""
 
     direction: Literal["forward", "backward"]
     source: int
@@ -97,7 +99,7 @@ class Action:
 
     @property
     def message(self) -> Message:
-        """What a send or receive moves; equal at both ends."""
+        """The message of a send or receive. It is equal at both ends."""
         source, target = (self.chunk, self.peer) if self.sends else (self.peer, self.chunk)
         return Message("forward" if self.kind.endswith("forward") else "backward", source, target, self.microbatch)
 

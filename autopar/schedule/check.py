@@ -1,6 +1,6 @@
-"""Proves of any schedule that it runs to its end and computes the step it should.
+"""Proves for any schedule that it runs to its end and computes the intended step.
 
-What is proven, in this order (the first that fails is the one reported):
+The following is proven, in this order; the first property that fails is reported:
 
 1. every action names a chunk of its rank, a microbatch of the step and an edge between ranks;
 2. every forward, every backward (whole, or both halves), every send and receive of every edge, every reduction and
@@ -9,11 +9,11 @@ What is proven, in this order (the first that fails is the one reported):
    before what it uses was received, or computed on the same rank; nothing is sent before it is computed; a chunk is
    reduced after its last weight gradient, and the step comes last;
 4. from any rank to any other, messages are received in the order in which they are sent;
-5. no deadlock: the lists are played under the rules of ``communication``;
+5. no deadlock: the lists are replayed under the rules of ``communication``;
 6. no rank holds more in flight than it promised.
 
-Given 1 to 3 each rank would compute the right thing if all messages arrived, by 4 the right ones arrive, and by 5 they
-all do. How long anything takes does not enter, so the proof holds for any durations.
+Given 1 to 3, each rank would compute the right values if all messages arrived. By 4 the right messages arrive, and by 5
+all of them do. The proof does not depend on durations.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from .schedule import Schedule
 
 Communication = Literal["asynchronous", "batched", "blocking"]
 Where = dict[Action, tuple[int, int]]
-# Findings that a message names. Chosen: what a reader takes in.
+# How many faults a message names. Chosen: as many as a reader takes in.
 _SHOWN = 5
 
 
 def check(schedule: Schedule, communication: Communication = "batched") -> None:
-    """Raises :class:`ScheduleError`, naming rank, position and action, unless ``schedule`` is proven right.
+    """Raises :class:`ScheduleError`, naming rank, position and action, unless ``schedule`` is proven correct.
 
-    ``communication`` says when an action lets its rank go on. ``"asynchronous"``: sends and receives at once, and
-    a computation when its values have been sent (buffered ``isend``). ``"batched"``: sends and receives that follow
-    each other are posted together and pass when the other end of each is posted (``batch_isend_irecv`` without
-    buffers). ``"blocking"``: each alone. A list that passes a stricter rule passes the ones before it.
+    ``communication`` says when an action lets its rank continue. ``"asynchronous"``: sends and receives at once, and
+    a computation when its values have been sent (buffered ``isend``). ``"batched"``: adjacent sends and receives are
+    posted together and complete when the other end of each is posted (``batch_isend_irecv`` without buffers).
+    ``"blocking"``: each send and receive by itself. A list that passes a stricter rule passes the rules before it.
     """
     wiring = Wiring.of(schedule)
-    _report(schedule, _strangers(schedule, wiring))
+    _report(schedule, _invalid_actions(schedule, wiring))
     _report(schedule, _miscounts(schedule, wiring))
     where = {action: (rank, at) for rank, at, action in schedule.actions()}
     _report(schedule, _disorder(schedule, wiring, where))
     _report(schedule, _mismatches(schedule, wiring))
-    _report(schedule, _Playing(schedule, wiring, communication).deadlock())
+    _report(schedule, _Replay(schedule, wiring, communication).deadlock())
     _report(schedule, _overflow(schedule))
 
 
 def _report(schedule: Schedule, findings: Iterator[str]) -> None:
-    found = list(findings)
-    if found:
-        shown = found[:_SHOWN] + ([f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])
+    faults = list(findings)
+    if faults:
+        shown = faults[:_SHOWN] + ([f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else [])
         raise ScheduleError(f"schedule {schedule.name!r} cannot run:\n  " + "\n  ".join(shown))
 
 
@@ -63,14 +63,14 @@ def _at(rank: int, position: int, action: Action) -> str:
     return f"rank {rank}, position {position}, {action}"
 
 
-def _strangers(schedule: Schedule, wiring: Wiring) -> Iterator[str]:
+def _invalid_actions(schedule: Schedule, wiring: Wiring) -> Iterator[str]:
     for rank, at, action in schedule.actions():
-        if fault := _stranger(schedule, wiring, rank, action):
+        if fault := _fault_of(schedule, wiring, rank, action):
             yield f"{_at(rank, at, action)}: {fault}"
 
 
-def _stranger(schedule: Schedule, wiring: Wiring, rank: int, action: Action) -> str | None:
-    """Why ``action`` has no meaning on ``rank`` of the schedule; None if it has."""
+def _fault_of(schedule: Schedule, wiring: Wiring, rank: int, action: Action) -> str | None:
+    """Why ``action`` is invalid on ``rank`` of the schedule; None if it is valid."""
     if action.kind == "step":
         return None if action == Action("step") else "a step names no chunk, microbatch or peer"
     if action.chunk not in schedule.held[rank]:
@@ -81,10 +81,10 @@ def _stranger(schedule: Schedule, wiring: Wiring, rank: int, action: Action) -> 
         return f"there are microbatches 0 to {schedule.microbatches - 1}"
     if action.computes:
         return None if action.peer == -1 else "a computation has no peer"
-    return _stray(schedule, wiring, action.message)
+    return _fault_of_message(schedule, wiring, action.message)
 
 
-def _stray(schedule: Schedule, wiring: Wiring, message: Message) -> str | None:
+def _fault_of_message(schedule: Schedule, wiring: Wiring, message: Message) -> str | None:
     edges = {edge[:2]: edge.gradient for edge in schedule.edges}
     ends = (message.source, message.target)
     if ends not in edges if message.direction == "forward" else not edges.get(ends[::-1], False):
@@ -92,12 +92,12 @@ def _stray(schedule: Schedule, wiring: Wiring, message: Message) -> str | None:
             f"no edge carries a {'value' if message.direction == 'forward' else 'gradient'} from {ends[0]} to {ends[1]}"
         )
     if not wiring.crosses(message):
-        return f"chunks {ends[0]} and {ends[1]} lie on one rank, where values are handed over without a message"
+        return f"chunks {ends[0]} and {ends[1]} are on one rank, where values are passed without a message"
     return None
 
 
 def _expected(schedule: Schedule, wiring: Wiring) -> Iterator[Action]:
-    """All that must be listed once, but for backward, which has two forms."""
+    """All actions that must be listed once. A backward may also be listed as its two halves."""
     for chunk in range(schedule.chunks):
         for microbatch in range(schedule.microbatches):
             yield from _expected_of(Action("forward", chunk, microbatch), wiring)
@@ -119,7 +119,7 @@ def _halves(action: Action) -> tuple[Action, Action]:
 
 
 def _miscounts(schedule: Schedule, wiring: Wiring) -> Iterator[str]:
-    """What is listed twice, is listed and should not be, or is missing."""
+    """Actions that are listed twice, that should not be listed, or that are missing."""
     seen: set[tuple[int, Action]] = set()
     for rank, at, action in schedule.actions():
         if (rank, action) in seen:
@@ -135,8 +135,8 @@ def _miscounts(schedule: Schedule, wiring: Wiring) -> Iterator[str]:
             if halves and not missing:
                 yield f"rank {rank}: {action} is listed whole, and {halves[0]} a second time"
             missing = [half for half in _halves(action) if half not in halves] if halves else missing
-        for lost in missing:
-            yield f"rank {rank}: {lost} is missing"
+        for absent in missing:
+            yield f"rank {rank}: {absent} is missing"
     for rank in range(schedule.stages if schedule.training else 0):
         if (rank, Action("step")) not in seen:
             yield f"rank {rank}: step is missing"
@@ -146,7 +146,7 @@ _BACKWARD = ("input_gradient", "weight_gradient", "reduce", "step")
 
 
 def _disorder(schedule: Schedule, wiring: Wiring, where: Where) -> Iterator[str]:
-    """Actions that stand before something of their own rank that they need."""
+    """Actions that are listed before an action of their own rank that they need."""
     for rank, at, action in schedule.actions():
         for needed in _needed(schedule, wiring, action):
             if needed in where and where[needed][1] > at:
@@ -157,7 +157,8 @@ def _disorder(schedule: Schedule, wiring: Wiring, where: Where) -> Iterator[str]
 
 
 def _needed(schedule: Schedule, wiring: Wiring, action: Action) -> Iterator[Action]:
-    """What the same rank must have done before ``action``; of the two forms of backward, whichever is listed."""
+    """The actions of the same rank that must come before ``action``. Both forms of a backward are included; only one of
+    them is listed."""
     if action.sends:
         yield from producers(action.message)
     elif action.kind == "reduce":
@@ -171,14 +172,14 @@ def _needed(schedule: Schedule, wiring: Wiring, action: Action) -> Iterator[Acti
 
 
 def _mismatches(schedule: Schedule, wiring: Wiring) -> Iterator[str]:
-    """Where two ranks disagree about the order of the messages from one to the other."""
+    """The first messages in whose order two ranks disagree, for each pair of sender and receiver."""
     sent: dict[tuple[int, int], list[tuple[int, int, Action]]] = defaultdict(list)
     received: dict[tuple[int, int], list[tuple[int, int, Action]]] = defaultdict(list)
-    for found in schedule.actions():
-        if found[2].sends or found[2].receives:
-            message = found[2].message
+    for entry in schedule.actions():
+        if entry[2].sends or entry[2].receives:
+            message = entry[2].message
             ends = schedule.placement[message.source], schedule.placement[message.target]
-            (sent if found[2].sends else received)[ends].append(found)
+            (sent if entry[2].sends else received)[ends].append(entry)
     for ends in sent:
         for send, receive in zip(sent[ends], received[ends], strict=True):
             if send[2].message != receive[2].message:
@@ -186,8 +187,8 @@ def _mismatches(schedule: Schedule, wiring: Wiring) -> Iterator[str]:
                 break
 
 
-class _Playing:
-    """The lists, played until nothing moves."""
+class _Replay:
+    """Replays the lists until no rank can continue."""
 
     def __init__(self, schedule: Schedule, wiring: Wiring, communication: Communication) -> None:
         self.schedule, self.wiring, self.communication = schedule, wiring, communication
@@ -195,7 +196,7 @@ class _Playing:
         self.posted: set[Action] = set()
 
     def deadlock(self) -> Iterator[str]:
-        """What each rank that does not come to its end waits for."""
+        """For each rank that does not reach the end of its list, what it waits for."""
         moved = True
         while moved:
             moved = any([self._advance(rank) for rank in range(self.schedule.stages)])  # noqa: C419 (each must move)
@@ -204,7 +205,7 @@ class _Playing:
                 yield self._stuck(rank)
 
     def _advance(self, rank: int) -> bool:
-        """Goes on as far as it can; whether it did or posted anything."""
+        """Advances ``rank`` as far as possible. Returns whether it advanced or posted anything."""
         listed, before = self.schedule.ranks[rank], (self.position[rank], len(self.posted))
         while self.position[rank] < len(listed):
             batch = self._batch(rank)
@@ -215,7 +216,7 @@ class _Playing:
         return (self.position[rank], len(self.posted)) != before
 
     def _batch(self, rank: int) -> tuple[Action, ...]:
-        """The actions at the position of ``rank`` that pass together."""
+        """The actions at the position of ``rank`` that complete together."""
         listed, start = self.schedule.ranks[rank], self.position[rank]
         end = start + 1
         if self.communication == "batched" and (listed[start].sends or listed[start].receives):
@@ -224,7 +225,7 @@ class _Playing:
         return listed[start:end]
 
     def _awaited(self, batch: tuple[Action, ...]) -> Iterator[Action]:
-        """The actions of other ranks without which ``batch`` does not pass."""
+        """The actions of other ranks for which ``batch`` waits."""
         for action in batch:
             if self.communication == "asynchronous":
                 arrivals = self.wiring.arrivals(action) if action.computes else ()
@@ -235,23 +236,23 @@ class _Playing:
 
     def _stuck(self, rank: int) -> str:
         batch = self._batch(rank)
-        other = next(other for other in self._awaited(batch) if other not in self.posted)
-        its = self.schedule.placement[other.chunk]
-        stands = self.position[its]
-        there = _at(its, stands, self.schedule.ranks[its][stands])
-        return f"{_at(rank, self.position[rank], batch[0])}: waits for {other}, while the other end stands at {there}"
+        awaited = next(action for action in self._awaited(batch) if action not in self.posted)
+        other = self.schedule.placement[awaited.chunk]
+        position = self.position[other]
+        there = _at(other, position, self.schedule.ranks[other][position])
+        return f"{_at(rank, self.position[rank], batch[0])}: waits for {awaited}, while the other end is at {there}"
 
 
 def _overflow(schedule: Schedule) -> Iterator[str]:
-    """Where a rank first holds more than it promised."""
+    """For each rank that holds more than it promised, the first action after which it does."""
     if not schedule.training:
         return
-    held = [0] * schedule.stages
-    told: set[int] = set()
+    in_flight = [0] * schedule.stages
+    reported: set[int] = set()
     for rank, at, action in schedule.actions():
-        held[rank] += action.kind == "forward"
-        if held[rank] > schedule.in_flight[rank] and rank not in told:
-            told.add(rank)
-            promised = f"{held[rank]} in flight, {schedule.in_flight[rank]} promised"
+        in_flight[rank] += action.kind == "forward"
+        if in_flight[rank] > schedule.in_flight[rank] and rank not in reported:
+            reported.add(rank)
+            promised = f"{in_flight[rank]} in flight, {schedule.in_flight[rank]} promised"
             yield f"{_at(rank, at, action)}: {promised}; finish a backward first, or promise more"
-        held[rank] -= action.kind in ("weight_gradient", "backward")
+        in_flight[rank] -= action.kind in ("weight_gradient", "backward")

@@ -1,4 +1,4 @@
-"""What the computations of a pipeline need from each other, and on which edge it is sent."""
+"""The dependencies between the computations of a pipeline, and the edges on which values are sent."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _AFTER: dict[Kind, Kind] = {
 
 @dataclass(frozen=True)
 class Wiring:
-    """The edges between chunks and where the chunks lie. A message between chunks of one rank is a hand-over: it
-    arrives when its sender has computed it, and no action names it."""
+    """The edges between chunks, and the ranks of the chunks. A message between chunks of one rank needs no action: it
+    arrives when its sender has computed it."""
 
     placement: tuple[int, ...]
     edges: tuple[Edge, ...]
@@ -30,32 +30,32 @@ class Wiring:
 
     @cached_property
     def values_from(self) -> tuple[tuple[int, ...], ...]:
-        """Per chunk, the chunks whose values it uses."""
+        """For each chunk, the chunks whose values it uses."""
         return self._per_chunk((e.target, e.source) for e in self.edges)
 
     @cached_property
     def values_to(self) -> tuple[tuple[int, ...], ...]:
-        """Per chunk, the chunks that use its values."""
+        """For each chunk, the chunks that use its values."""
         return self._per_chunk((e.source, e.target) for e in self.edges)
 
     @cached_property
     def gradients_from(self) -> tuple[tuple[int, ...], ...]:
-        """Per chunk, the chunks that send it a gradient."""
+        """For each chunk, the chunks that send it a gradient."""
         return self._per_chunk((e.source, e.target) for e in self.edges if e.gradient)
 
     @cached_property
     def gradients_to(self) -> tuple[tuple[int, ...], ...]:
-        """Per chunk, the chunks it sends a gradient to."""
+        """For each chunk, the chunks to which it sends a gradient."""
         return self._per_chunk((e.target, e.source) for e in self.edges if e.gradient)
 
     def _per_chunk(self, pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
-        found: list[list[int]] = [[] for _ in self.placement]
+        neighbours: list[list[int]] = [[] for _ in self.placement]
         for chunk, other in pairs:
-            found[chunk].append(other)
-        return tuple(tuple(sorted(others)) for others in found)
+            neighbours[chunk].append(other)
+        return tuple(tuple(sorted(others)) for others in neighbours)
 
     def arrivals(self, action: Action) -> tuple[Message, ...]:
-        """What must have arrived before ``action`` can compute."""
+        """The messages that must have arrived before ``action`` can compute."""
         chunk, microbatch = action.chunk, action.microbatch
         if action.kind == "forward":
             return tuple(Message("forward", source, chunk, microbatch) for source in self.values_from[chunk])
@@ -64,7 +64,7 @@ class Wiring:
         return ()
 
     def departures(self, action: Action) -> tuple[Message, ...]:
-        """What can leave once ``action`` has computed."""
+        """The messages that can be sent once ``action`` has computed."""
         chunk, microbatch = action.chunk, action.microbatch
         if action.kind == "forward":
             return tuple(Message("forward", chunk, target, microbatch) for target in self.values_to[chunk])
@@ -78,14 +78,13 @@ class Wiring:
 
 
 def prerequisites(action: Action) -> tuple[Action, ...]:
-    """What the same chunk must have computed for the same microbatch before."""
+    """The computations of the same chunk and microbatch that must come before ``action``."""
     before = _AFTER.get(action.kind)
     return () if before is None else (Action(before, action.chunk, action.microbatch),)
 
 
 def producers(message: Message) -> tuple[Action, Action]:
-    """The actions either of which computes what ``message`` carries: forward twice, or the two forms of
-    backward."""
+    """The two actions that may compute the value of ``message``: forward twice, or the two forms of backward."""
     kinds: tuple[Kind, Kind] = ("forward", "forward")
     if message.direction == "backward":
         kinds = ("input_gradient", "backward")

@@ -1,13 +1,13 @@
 """Completes lists of computations with sends, receives, reductions and the step.
 
-The lists are played once with nominal durations, and every computation and message is written down when it happens: a
-message right after the computation that makes its value begins, on both its ranks, so that a receive is posted before
-the computation that it can overlap with. Each rank's list is thus its part of *one* sequence in which everything
-could happen one at a time. Of the actions not yet done, the first of that sequence can always
-go on, for both ends of it stand there: nothing deadlocks, even if every send waits for its receive (rendezvous) and
-nothing is batched; and two ranks see the messages between them in the same order, so tags are not needed. Buffered or
-batched transports only wait less. An executor that waits in every receive, rather than where its value is used, would
-idle while the value is being computed: for it, ``prefetch=False`` puts messages where that computation ends.
+The lists are replayed once with nominal durations, and every computation and message is recorded when it happens. A
+message is recorded on both its ranks, right after the start of the computation that produces its value, so that a
+receive is posted before the computation that it can overlap. Each rank's list is thus its part of *one* sequence in
+which everything could happen one at a time. Of the actions not yet done, the first of that sequence can always proceed,
+because both its ends have reached it. So nothing deadlocks, even if every send waits for its receive (rendezvous) and
+nothing is batched. Two ranks see the messages between them in the same order, so tags are not needed. Buffered or
+batched transports only wait less. An executor that waits in every receive, rather than where the value is used, would
+idle while the value is computed; for such executors, ``prefetch=False`` puts messages where that computation ends.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Duration = Callable[[Action], float]
 
 
 def nominal_duration(action: Action) -> float:
-    """Forward, input gradient and weight gradient take as long as each other."""
+    """The duration of a computation if forward, input gradient and weight gradient take equally long."""
     return 2.0 if action.kind == "backward" else 1.0
 
 
-class _Play:
-    """The event loop: a computation starts as soon as its rank is free and what it needs is there."""
+class _Replay:
+    """The event loop. A computation starts as soon as its rank is free and its inputs have arrived."""
 
     def __init__(self, orders: Orders, wiring: Wiring, duration: Duration, prefetch: bool) -> None:
         self.orders, self.wiring, self.duration, self.prefetch = orders, wiring, duration, prefetch
@@ -49,7 +49,7 @@ class _Play:
         action = self.orders[rank][self.position[rank]]
         return (*prerequisites(action), *self.wiring.arrivals(action))
 
-    def look(self, rank: int) -> None:
+    def queue_next(self, rank: int) -> None:
         """Queues the next computation of ``rank``, or notes what it waits for."""
         if self.position[rank] == len(self.orders[rank]):
             return
@@ -61,10 +61,10 @@ class _Play:
         else:
             self.waiting[missing] = rank
 
-    def arrive(self, what: Message | Action, time: float) -> None:
-        self.arrived[what] = time
-        if what in self.waiting:
-            self.look(self.waiting.pop(what))
+    def arrive(self, arrival: Message | Action, time: float) -> None:
+        self.arrived[arrival] = time
+        if arrival in self.waiting:
+            self.queue_next(self.waiting.pop(arrival))
 
     def compute(self, rank: int, start: float) -> None:
         action = self.orders[rank][self.position[rank]]
@@ -78,7 +78,7 @@ class _Play:
                 heapq.heappush(self.events, (start if self.prefetch else end, False, next(self.serial), (message, end)))
             else:
                 self.arrived[message] = end
-        self.look(rank)
+        self.queue_next(rank)
 
     def move(self, message: Message, ready: float) -> None:
         self.lists[self.wiring.placement[message.source]].append(send_of(message))
@@ -87,16 +87,16 @@ class _Play:
 
     def run(self) -> None:
         for rank in range(len(self.orders)):
-            self.look(rank)
+            self.queue_next(rank)
         while self.events:
-            time, _, _, what = heapq.heappop(self.events)
-            if isinstance(what, int):
-                self.compute(what, time)
+            time, _, _, event = heapq.heappop(self.events)
+            if isinstance(event, int):
+                self.compute(event, time)
             else:
-                self.move(*what)
+                self.move(*event)
 
     def stuck(self) -> list[str]:
-        """What each rank that did not come to its end waits for."""
+        """For each rank that did not reach the end of its list, what it waits for."""
         return [
             f"rank {rank} cannot compute {self.orders[rank][at]} (position {at}): "
             + ", ".join(
@@ -114,17 +114,17 @@ def insert_messages(
 ) -> Orders:
     """Computations per rank, with the sends and receives of every edge between ranks.
 
-    ``duration``: seconds (or any unit, not negative) of a computation; it only decides where messages stand.
-    ``prefetch``: whether receives stand where the values begin to be computed, or where they are ready. Raises
-    :class:`ScheduleError` if the computations wait for each other in a ring, or for one that is on no list.
+    ``duration``: seconds (or any unit, not negative) of a computation; it only decides the positions of messages.
+    ``prefetch``: whether receives are posted when the computation of their values starts, or when it ends. Raises
+    :class:`ScheduleError` if computations wait for each other in a cycle, or for one that is on no list.
     """
-    play = _Play(orders, wiring, duration, prefetch)
-    play.run()
-    if stuck := play.stuck():
+    replay = _Replay(orders, wiring, duration, prefetch)
+    replay.run()
+    if stuck := replay.stuck():
         raise ScheduleError(
-            "these computations wait for each other, or for what no rank computes:\n" + "\n".join(stuck)
+            "these computations wait for each other, or for a value that no rank computes:\n" + "\n".join(stuck)
         )
-    return tuple(map(tuple, play.lists))
+    return tuple(map(tuple, replay.lists))
 
 
 def _finish(listed: tuple[Action, ...]) -> tuple[Action, ...]:
@@ -154,7 +154,7 @@ def complete(
 ) -> Schedule:
     """The training schedule of the computations in ``orders``: messages, reductions and the step are added.
 
-    ``in_flight``: what to promise; by default what the lists hold. Raises :class:`ScheduleError`.
+    ``in_flight``: the numbers to promise; by default the most that the lists hold. Raises :class:`ScheduleError`.
     """
     check_chunks(placement, edges, 1)
     microbatches = 1 + max((i.microbatch for listed in orders for i in listed), default=-1)
@@ -164,19 +164,20 @@ def complete(
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The same chunks and microbatches for evaluation: the forwards in their order, with their messages."""
+    """The schedule for evaluation with the same chunks and microbatches: the forwards in their order, with their
+    messages."""
     orders = tuple(tuple(i for i in listed if i.kind == "forward") for listed in schedule.ranks)
     ranks = insert_messages(orders, Wiring.of(schedule))
-    none = (0,) * schedule.stages
+    in_flight = (0,) * schedule.stages
     name = f"{schedule.name}-forward"
-    return Schedule(name, schedule.microbatches, schedule.placement, schedule.edges, ranks, none, training=False)
+    return Schedule(name, schedule.microbatches, schedule.placement, schedule.edges, ranks, in_flight, training=False)
 
 
 def most_in_flight(listed: Iterable[Action]) -> int:
     """The most (chunk, microbatch) pairs at any position that began forward and did not finish backward."""
-    now = most = 0
+    in_flight = most = 0
     for action in listed:
-        now += action.kind == "forward"
-        most = max(most, now)
-        now -= action.kind in ("weight_gradient", "backward")
+        in_flight += action.kind == "forward"
+        most = max(most, in_flight)
+        in_flight -= action.kind in ("weight_gradient", "backward")
     return most

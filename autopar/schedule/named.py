@@ -1,4 +1,4 @@
-"""The named schedules: who computes what, in which order, for p ranks, m microbatches and v chunks per rank.
+"""The named schedules: what each rank computes, in which order, for p ranks, m microbatches and v chunks per rank.
 
 ==============  ======  ====================================================  ======================================
 name            chunks  in flight on rank i, in (chunk, microbatch) pairs     source
@@ -10,13 +10,13 @@ name            chunks  in flight on rank i, in (chunk, microbatch) pairs     so
 ``zb-v``        2       min(2 m, 2 p, m + i + 1)                              Qi et al. 2024
 ==============  ======  ====================================================  ======================================
 
-With equal chunks of which forward, input gradient and weight gradient take F, I and W, a step takes m (F + I + W) and
-idles for (p - 1)(F + I + W); interleaved, of v times as many chunks, for a v-th of that (m >= p); ZB-H1 for
-(p - 1)(F + I - W) if W <= F; ZB-V for (p - 1) F if F = I = W and m >= 2 p: until the first input has come.
+If the forward, input gradient and weight gradient of every chunk take F, I and W, a step computes for m (F + I + W) and
+idles for (p - 1)(F + I + W). Interleaved, with v times as many chunks, idles for a v-th of that (m >= p); ZB-H1 for
+(p - 1)(F + I - W) if W <= F; ZB-V for (p - 1) F if F = I = W and m >= 2 p, until the first input arrives.
 
-Interleaving was published for multiples of p: microbatches go in groups of p through one chunk after the other. Here
-m microbatches are dealt to max(1, m // p) groups as evenly as can be, of at most g; groups of p or more never wait for
-themselves. GPipe with several chunks sends all microbatches through one chunk after the other.
+Interleaving was published for multiples of p: microbatches go through one chunk after the other in groups of p. Here m
+microbatches are divided into max(1, m // p) groups, as evenly as possible, of at most g. Groups of p or more never wait
+for themselves. GPipe with several chunks sends all microbatches through one chunk after the other.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _gpipe(rank: int, stages: int, microbatches: int, chunks: int) -> Order:
 
 
 def _alternate(forwards: Order, backwards: Order, warmup: int) -> Order:
-    """``warmup`` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    """``warmup`` forwards, then one forward and one backward in turn, then the remaining backwards."""
     warmup = min(warmup, len(forwards))
     pairs = zip(forwards[warmup:], backwards, strict=False)
     return [*forwards[:warmup], *concatenate.from_iterable(pairs), *backwards[len(forwards) - warmup :]]
@@ -66,7 +66,7 @@ def _one_f_one_b(rank: int, stages: int, microbatches: int, chunks: int) -> Orde
 
 
 def _groups(stages: int, microbatches: int) -> list[range]:
-    """Microbatches in groups as even as can be, none smaller than ``stages`` if that can be."""
+    """Divides microbatches into groups as even as possible, none smaller than ``stages`` if possible."""
     count = max(1, microbatches // stages)
     starts = [microbatches * k // count for k in range(count + 1)]
     return [range(a, b) for a, b in pairwise(starts)]
@@ -99,7 +99,7 @@ def _zb_h1(rank: int, stages: int, microbatches: int, chunks: int) -> Order:
 
 
 def _zb_v(rank: int, stages: int, microbatches: int, chunks: int) -> Order:
-    """The order for at least 2 p - 1 microbatches; those beyond ``microbatches`` are left out."""
+    """Builds the order for at least 2 p - 1 microbatches, then leaves out those beyond ``microbatches``."""
     enough = max(2 * stages - 1, microbatches)
     down, up = rank, 2 * stages - 1 - rank
     ahead, begun = 2 * (stages - rank) - 1, rank
@@ -117,7 +117,8 @@ def _zb_v(rank: int, stages: int, microbatches: int, chunks: int) -> Order:
 
 
 def _zb_v_end(rank: int, stages: int, microbatches: int) -> Order:
-    """Input gradients first, as the ranks before wait for them; weight gradients fill what time is left."""
+    """The end of the order. Input gradients come first, since earlier ranks wait for them; weight gradients fill the
+    remaining time."""
     down, up = rank, 2 * stages - 1 - rank
     order: Order = []
     for b in range(rank):
@@ -135,9 +136,9 @@ Generator = Callable[[int, int, int, int], Order]
 
 @dataclass(frozen=True)
 class Named:
-    """A named schedule. ``order`` and ``in_flight`` take rank, stages, microbatches and chunks per rank; ``least`` and
-    ``most`` chunks per rank are allowed (``most`` None: any); ``delays``: weights' gradients are computed later than
-    their inputs'."""
+    """A named schedule. ``order`` and ``in_flight`` take rank, stages, microbatches and chunks per rank. A rank may
+    have ``least`` to ``most`` chunks (``most`` None: any number). ``delays``: weight gradients are computed later than
+    input gradients."""
 
     order: Generator
     in_flight: Callable[[int, int, int, int], int]
@@ -180,8 +181,8 @@ def make_schedule(
 ) -> Schedule:
     """The schedule ``name`` for ``stages`` ranks with ``chunks`` chunks each (default: the fewest it can have).
 
-    ``edges``: which chunk feeds which, default a chain. ``duration`` decides where messages stand, not the order of
-    computations; ``prefetch`` whether receives are posted early. Raises :class:`ScheduleError`.
+    ``edges``: which chunk feeds which, by default a chain. ``duration`` decides the positions of messages, not the
+    order of computations; ``prefetch``: whether receives are posted early. Raises :class:`ScheduleError`.
     """
     least, most = chunks_allowed(name)
     chunks = least if chunks is None else chunks

@@ -1,10 +1,10 @@
-"""Pipeline schedules as data: what each pipeline rank does in a step, in order.
+"""Pipeline schedules as data: the actions of each pipeline rank in a step, in order.
 
 The model is cut into *chunks*, numbered so that values are only sent from lower to higher numbers. ``placement`` says
-which pipeline rank (a group of devices) holds each chunk. An :class:`Edge` says that a chunk uses a value another one
-computes; edges may join any two chunks, so a skip connection is sent directly from its producer to its consumer. Along
-an edge between two ranks one message goes forward per microbatch and, unless the edge says otherwise, one goes back
-with the gradient. Along an edge within a rank the value is handed over without an action.
+which pipeline rank (a group of devices) holds each chunk. An :class:`Edge` says that a chunk uses a value that another
+chunk computes. Edges may join any two chunks, so a skip connection is sent directly from its producer to its consumer.
+An edge between two ranks carries one message forward per microbatch and, unless the edge says otherwise, one message
+back with the gradient. An edge within a rank needs no action.
 
 :mod:`.actions` says what each action does and what messages mean.
 """
@@ -24,14 +24,15 @@ from .text import parse_action, parse_edge, parse_schedule, print_edge
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every pipeline rank does in one step.
+    """The actions of every pipeline rank in one step.
 
-    ``placement[chunk]`` is the rank that holds a chunk; ``ranks[rank]`` its actions in order. ``in_flight[rank]``
-    is promised: at no position of the list have more (chunk, microbatch) pairs begun forward without having finished
-    backward, weight gradients included. A schedule that is not ``training`` only goes forward, and promises nothing.
+    ``placement[chunk]`` is the rank that holds a chunk; ``ranks[rank]`` are the actions of a rank in order.
+    ``in_flight[rank]`` is a promise: at no position of the list have more (chunk, microbatch) pairs begun forward
+    without having finished backward, weight gradients included. A schedule that is not ``training`` only runs forward,
+    and promises nothing.
 
-    Raises :class:`ScheduleError` if the parts do not fit each other; whether the lists can run is
-    :func:`autopar.schedule.check.check`'s to say.
+    Raises :class:`ScheduleError` if the parts do not fit together. :func:`autopar.schedule.check.check` proves that the
+    lists can run.
     """
 
     name: str
@@ -46,7 +47,7 @@ class Schedule:
         check_chunks(self.placement, self.edges, self.microbatches)
         if max(self.placement) >= len(self.ranks):
             held = self.placement.index(max(self.placement))
-            message = f"chunk {held} lies on rank {self.placement[held]} of a schedule of {len(self.ranks)} ranks"
+            message = f"chunk {held} is on rank {self.placement[held]} of a schedule of {len(self.ranks)} ranks"
             raise ScheduleError(f"{message}: ranks are counted from 0")
         if len(self.in_flight) != len(self.ranks):
             message = f"in_flight has {len(self.in_flight)} entries for {len(self.ranks)} ranks"
@@ -67,19 +68,24 @@ class Schedule:
         return held_chunks(self.placement, self.stages)
 
     def weight_gradients(self, chunk: int) -> tuple[Kind, ...]:
-        """What makes the weight gradients of a chunk, one for each microbatch in order: "backward", or, where that is
-        in halves, "weight_gradient"."""
+        """The kinds of the actions that compute the weight gradients of a chunk, one for each microbatch in order:
+        "backward" or, if that is split, "weight_gradient"."""
         listed = self.ranks[self.placement[chunk]]
         return tuple(i.kind for i in listed if i.chunk == chunk and i.kind in ("backward", "weight_gradient"))
 
     def ends_with(self, chunk: int) -> bool:
-        """Whether the rank of a chunk has nothing left to compute or to send once the chunk's gradients are made."""
+        """Whether the rank of a chunk has nothing left to compute or to send once the chunk's gradients are
+        computed."""
         listed = self.ranks[self.placement[chunk]]
-        made = [i for i, one in enumerate(listed) if one.chunk == chunk and one.kind in ("backward", "weight_gradient")]
-        return bool(made) and not any(one.computes or one.sends for one in listed[made[-1] + 1 :])
+        positions = [
+            i
+            for i, action in enumerate(listed)
+            if action.chunk == chunk and action.kind in ("backward", "weight_gradient")
+        ]
+        return bool(positions) and not any(action.computes or action.sends for action in listed[positions[-1] + 1 :])
 
     def actions(self) -> Iterator[tuple[int, int, Action]]:
-        """(rank, position, action), rank by rank."""
+        """Yields (rank, position, action), rank by rank."""
         for rank, listed in enumerate(self.ranks):
             for position, action in enumerate(listed):
                 yield rank, position, action
@@ -102,7 +108,7 @@ class Schedule:
         return Schedule(**parse_schedule(text))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; actions and edges in their text form. Inverse of :meth:`from_json`."""
+        """The schedule as plain data, with actions and edges in their text form. Inverse of :meth:`from_json`."""
         return {
             "name": self.name,
             "microbatches": self.microbatches,
@@ -131,7 +137,7 @@ class Schedule:
 
 
 def check_chunks(placement: tuple[int, ...], edges: tuple[Edge, ...], microbatches: int) -> None:
-    """Raises :class:`ScheduleError` unless there is something to do and every edge leads to a later chunk."""
+    """Raises :class:`ScheduleError` unless there are chunks and microbatches, and every edge leads to a later chunk."""
     if microbatches < 1:
         raise ScheduleError(f"{microbatches} microbatches are not a step: at least 1")
     if not placement or min(placement) < 0:
@@ -139,7 +145,9 @@ def check_chunks(placement: tuple[int, ...], edges: tuple[Edge, ...], microbatch
     for edge in edges:
         if not 0 <= edge.source < edge.target < len(placement):
             message = f"edge {edge.source}>{edge.target} of {len(placement)} chunks"
-            raise ScheduleError(f"{message}: values travel from a lower to a higher chunk; number the chunks in order")
+            raise ScheduleError(
+                f"{message}: values are sent from a lower to a higher chunk; number the chunks in order"
+            )
     if len({edge[:2] for edge in edges}) < len(edges):
         raise ScheduleError("an edge is named twice: one edge carries all a chunk needs from another")
 
@@ -155,15 +163,15 @@ def chunks_at(rank: int, placement: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def chain(chunks: int) -> tuple[Edge, ...]:
-    """Each chunk feeds the next."""
+    """The edges of a chain, in which each chunk feeds the next."""
     return tuple(Edge(c, c + 1) for c in range(chunks - 1))
 
 
 def loop_placement(stages: int, chunks: int) -> tuple[int, ...]:
-    """Chunks dealt to the ranks in turn: 0 1 2 0 1 2 (``chunks`` per rank)."""
+    """The placement that assigns chunks to the ranks in turn: 0 1 2 0 1 2 (``chunks`` per rank)."""
     return tuple(c % stages for c in range(stages * chunks))
 
 
 def v_placement(stages: int) -> tuple[int, ...]:
-    """Two chunks per rank, down and back up: 0 1 2 2 1 0, so that the first rank also holds the loss."""
+    """The placement of two chunks per rank, down and back up: 0 1 2 2 1 0. The first rank also holds the loss."""
     return (*range(stages), *reversed(range(stages)))

@@ -38,14 +38,14 @@ _RANK = re.compile(r"rank (\d+):(.*)")
 
 def parse_action(text: str) -> Action:
     """Inverse of ``str(action)``. Raises :class:`ScheduleError`."""
-    if found := _COMPUTES.fullmatch(text):
-        return Action(_COMPUTE[found[1]], int(found[2]), int(found[3]))
-    if found := _MOVES.fullmatch(text):
-        source, target, microbatch = int(found[2]), int(found[3]), int(found[4])
+    if match := _COMPUTES.fullmatch(text):
+        return Action(_COMPUTE[match[1]], int(match[2]), int(match[3]))
+    if match := _MOVES.fullmatch(text):
+        source, target, microbatch = int(match[2]), int(match[3]), int(match[4])
         chunk, peer = (source, target) if text[0] == "S" else (target, source)
-        return Action(_MESSAGE[found[1]], chunk, microbatch, peer)
-    if found := _REDUCES.fullmatch(text):
-        return Action("reduce", int(found[1]))
+        return Action(_MESSAGE[match[1]], chunk, microbatch, peer)
+    if match := _REDUCES.fullmatch(text):
+        return Action("reduce", int(match[1]))
     if text == "step":
         return Action("step")
     raise ScheduleError(f"{text!r} is not an action: F2.5, I2.5, W2.5, B2.5, SF0>1.5, RF, SB, RB, reduce2 or step")
@@ -56,10 +56,10 @@ def print_edge(edge: Edge) -> str:
 
 
 def parse_edge(text: str) -> Edge:
-    found = _EDGE.fullmatch(text)
-    if not found:
-        raise ScheduleError(f"{text!r} is no edge: 0>1, or 0>1! if no gradient comes back")
-    return Edge(int(found[1]), int(found[2]), not found[3])
+    match = _EDGE.fullmatch(text)
+    if not match:
+        raise ScheduleError(f"{text!r} is not an edge: write 0>1, or 0>1! if no gradient comes back")
+    return Edge(int(match[1]), int(match[2]), not match[3])
 
 
 def _words(line: str, head: str) -> list[str]:
@@ -76,7 +76,7 @@ def _integers(words: list[str]) -> tuple[int, ...]:
 
 
 def parse_schedule(text: str) -> dict[str, Any]:
-    """The fields of the schedule that was printed. Raises :class:`ScheduleError`."""
+    """The fields of a schedule from its text form. Raises :class:`ScheduleError`."""
     lines = text.strip().splitlines()
     if len(lines) < 5:
         raise ScheduleError("a schedule has lines for schedule, placement, edges, in_flight and at least one rank")
@@ -85,10 +85,10 @@ def parse_schedule(text: str) -> dict[str, Any]:
         raise ScheduleError(f"expected 'schedule NAME microbatches=M training|forward', found {lines[0]!r}")
     ranks = []
     for rank, line in enumerate(lines[4:]):
-        found = _RANK.fullmatch(line)
-        if not found or int(found[1]) != rank:
+        match = _RANK.fullmatch(line)
+        if not match or int(match[1]) != rank:
             raise ScheduleError(f"expected 'rank {rank}: ...', found {line!r}")
-        ranks.append(tuple(map(parse_action, found[2].split())))
+        ranks.append(tuple(map(parse_action, match[2].split())))
     return {
         "name": head[1],
         "microbatches": int(head[2]),

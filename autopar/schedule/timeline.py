@@ -1,4 +1,4 @@
-"""When each pipeline rank did what: one form for steps that were simulated and steps that were measured."""
+"""Timelines of steps: when each pipeline rank does what. Simulated and measured steps have the same form."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Lane = Literal["compute", "communication"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """``name`` (an action's text form, for instance) ran on ``rank`` from ``start`` to ``end``, in seconds since
-    the step began. Spans of one lane of one rank may overlap only in the lane ``communication``."""
+    """A span of time: ``name`` (the text form of an action, for instance) ran on ``rank`` from ``start`` to ``end``, in
+    seconds since the step began. Spans of one rank and lane may overlap only in the lane ``communication``."""
 
     rank: int
     name: str
@@ -29,8 +29,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step on ``stages`` ranks. ``memory[rank]``: (seconds, bytes held from then on), ascending in time; may be
-    empty where it was not recorded."""
+    """The timeline of a step on ``stages`` ranks. ``memory[rank]``: (seconds, bytes held from then on), ascending in
+    time; empty if memory was not recorded."""
 
     stages: int
     spans: tuple[Span, ...]
@@ -39,7 +39,7 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """When the last span ends."""
+        """Seconds from the start of the step to the end of the last span."""
         return max((span.end for span in self.spans), default=0.0)
 
     def busy(self, rank: int) -> float:
@@ -53,12 +53,12 @@ class Timeline:
         return 1 - sum(self.busy(rank) for rank in range(self.stages)) / total if total else 0.0
 
     def peak_bytes(self, rank: int) -> float:
-        """The most that ``rank`` held; 0 where memory was not recorded."""
+        """The most bytes that ``rank`` held; 0 if memory was not recorded."""
         return max((held for _, held in self.memory[rank]), default=0.0) if self.memory else 0.0
 
     def to_chrome_trace(self) -> dict[str, Any]:
         """The timeline in Chrome's trace event format (``chrome://tracing``, Perfetto): a process per rank, a thread
-        per lane, times in microseconds, memory as a counter. The result is plain data that JSON has."""
+        per lane, times in microseconds, memory as a counter. The result is plain data that JSON can hold."""
         events: list[dict[str, Any]] = []
         for rank in range(self.stages):
             events.append(_named("process_name", rank, 0, f"rank {rank}"))
@@ -73,14 +73,14 @@ class Timeline:
         Path(path).write_text(json.dumps(self.to_chrome_trace(), allow_nan=False) + "\n")
 
 
-# The thread that a lane is shown as.
+# The thread id of each lane.
 _LANES: dict[Lane, int] = {"compute": 0, "communication": 1}
 # Chrome's trace format counts microseconds.
 _MICRO = 1e6
 
 
-def _named(what: str, rank: int, lane: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": rank, "tid": lane, "args": {"name": name}}
+def _named(kind: str, rank: int, lane: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": rank, "tid": lane, "args": {"name": name}}
 
 
 def _complete_event(span: Span) -> dict[str, Any]:
