@@ -18,7 +18,7 @@ With ``to_text(annotated=True)`` the strategies and classes that passes have fil
 Invariants (:meth:`Graph.verify`): names are unique; every operand is defined before its use; every operand index exists
 and is a tensor; forward reads nothing that backward computes; a gradient has the type that its parameter is stored in,
 an input's gradient the type of the input, a buffer's new value the type of the buffer; a saved activation
-(``autopar.rest``) has the type of its operand. Placeholder operations are ``param``, ``buffer``, ``input``,
+(``autopar.saved``) has the type of its operand. Placeholder operations are ``param``, ``buffer``, ``input``,
 ``tangent``, ``constant`` and ``receive`` (a value of another pipeline stage) and ``random`` (the state of
 :mod:`autopar.ops.random`) with one string argument. A ``param`` may also say in which dtype it is ``stored``
 (:attr:`Node.stored`) and that its gradient is that of a ``scaled`` loss.

@@ -23,7 +23,9 @@ STORED = "stored"
 # The keyword of a parameter whose gradient is that of a scaled loss.
 SCALED = "scaled"
 # The identity operation that saves a value for backward (:mod:`autopar.passes.recompute.saved_values`).
-SAVED_ACTIVATION = "autopar.rest"
+SAVED_ACTIVATION = "autopar.saved"
+# Its name in plans of format version 7.
+SAVED_ACTIVATION_BEFORE = "autopar.rest"
 # The suffix of the copy of a forward node that backward recomputes (:mod:`autopar.passes.recompute.recompute`).
 RECOMPUTED = "_recomputed"
 # The views of a normalised graph: they cost nothing to repeat and hold no memory of their own.

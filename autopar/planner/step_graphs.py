@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import replace
 
 from autopar.ir.graph import Graph
+from autopar.ir.node import SAVED_ACTIVATION, SAVED_ACTIVATION_BEFORE
 from autopar.passes.recompute.saved_values import SaveActivations
 
 
@@ -30,5 +31,6 @@ def step_graph(graph: Graph, loss: str | None, batch: int) -> Graph:
 
 
 def graph_hash(graph: Graph) -> str:
-    """Identifies a graph by the hash of its text."""
-    return hashlib.sha256(graph.to_text().encode()).hexdigest()[:16]
+    """Identifies a graph by the hash of its text, which names saved activations as plans of format version 7 did."""
+    text = graph.to_text().replace(f" = {SAVED_ACTIVATION}(", f" = {SAVED_ACTIVATION_BEFORE}(")
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

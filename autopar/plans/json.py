@@ -9,6 +9,7 @@ from typing import Any
 from autopar.errors import AutoparError, OptionsError
 from autopar.ir.assignment import ParameterPlacement
 from autopar.ir.module_paths import did_you_mean
+from autopar.ir.node import SAVED_ACTIVATION, SAVED_ACTIVATION_BEFORE
 from autopar.ir.placements import Placements, Strategy, parse_placements, short
 from autopar.ir.plan_record import (
     Alternative,
@@ -24,7 +25,9 @@ from autopar.ir.plan_record import (
 from .pipeline_json import pipeline_from_data, pipeline_to_data
 
 # Of the file's form: raised by hand when a reader of the old one would misread the new one.
-VERSION = 7
+VERSION = 8
+# Version 7 had another name for the operation that saves an activation.
+READABLE = (7, VERSION)
 _STRINGS = ("model", "cluster", "cluster_source", "graph_hash", "precision")
 _NUMBERS = ("objective", "bound", "gap", "solve_seconds")
 _COUNTS = ("batch", "memory_limit", "stages", "microbatches")
@@ -120,10 +123,10 @@ def fields_from_dict(data: Any) -> dict[str, Any]:
         raise OptionsError(
             "this is not a plan: it has no version; Plan.to_json() (or `autopar plan --output`) writes one"
         )
-    if data["version"] != VERSION:
+    if data["version"] not in READABLE:
         raise OptionsError(
-            f"this plan has format version {data['version']!r}, but this autopar reads version {VERSION}; "
-            "plan the model again"
+            f"this plan has format version {data['version']!r}, but this autopar reads versions "
+            f"{' and '.join(map(str, READABLE))}; plan the model again"
         )
     unknown = [name for name in data if name not in _KNOWN]
     if unknown:
@@ -180,7 +183,7 @@ def _node_fields(data: dict[str, Any], table: list[Strategy]) -> dict[str, Any]:
     return {
         "strategies": {name: table[_count(i)] for name, i in data["strategies"].items()},
         "nodes": {
-            name: PlanNode(op, kind, module, target, tuple(operands), tied)
+            name: PlanNode(_current_op(op), kind, module, target, tuple(operands), tied)
             for name, (op, kind, module, target, operands, tied) in data["nodes"].items()
         },
         "alternatives": {
@@ -190,6 +193,10 @@ def _node_fields(data: dict[str, Any], table: list[Strategy]) -> dict[str, Any]:
             for name, (possible, impossible, cheapest) in data["alternatives"].items()
         },
     }
+
+
+def _current_op(op: str) -> str:
+    return SAVED_ACTIVATION if op == SAVED_ACTIVATION_BEFORE else op
 
 
 def _strategy(data: Any, places: Any) -> Strategy:

@@ -35,7 +35,7 @@ ALIASING = VIEWS | {"aten.slice.Tensor", "aten.select.int", "collective.slice", 
 
 @dataclass(frozen=True)
 class Lowering:
-    """What to lower: ``assignment`` of ``graph`` (rests inserted, concrete sizes) for the rank at ``coordinate``.
+    """What to lower: ``assignment`` of ``graph`` (activations saved, concrete sizes) for the rank at ``coordinate``.
 
     ``path(type, source, target, bucketed)`` gives the hops a reshard was priced with; gradients and refreshed weights
     are sent in buckets of about ``bucket_bytes``. Nodes the assignment does not know (outputs that were not planned

@@ -39,8 +39,8 @@ Wires = Mapping[Edge, Placements]
 
 @dataclass(frozen=True)
 class ChunkLowering:
-    """What to lower: ``job`` for the graph of chunk ``chunk``, rests inserted; ``wires`` of all edges of the pipeline;
-    ``schedule`` that runs it."""
+    """What to lower: ``job`` for the graph of chunk ``chunk``, activations saved; ``wires`` of all edges of the
+    pipeline; ``schedule`` that runs it."""
 
     job: Lowering
     chunk: int

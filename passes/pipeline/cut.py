@@ -32,8 +32,8 @@ def wire_name(value: Value) -> str:
 
 
 def cut(source: Graph | Microbatched, cuts: tuple[str, ...], rests: Mapping[str, int] | None = None) -> Staged:
-    """``source`` (concrete, without rests) in chunks: ``cuts`` names the forward operations that begin chunk 1, 2, ...
-    ``rests`` are the chunks of parameters, by path, for those that no operation uses.
+    """``source`` (concrete, without saved activations) in chunks: ``cuts`` names the forward operations that begin
+    chunk 1, 2, ... ``rests`` are the chunks of parameters, by path, for those that no operation uses.
 
     Raises :class:`OptionsError` for names that are not forward operations in the order of the graph, or if a cut
     separates the operations that read and write one buffer.

@@ -68,8 +68,8 @@ def crossing_bytes(graph: Graph) -> tuple[CutCandidate, ...]:
 
 def cut_candidates(graph: Graph, least: int = 1) -> tuple[CutCandidate, ...]:
     """The places where fewer bytes cross than around them, in the order of the graph; of neighbours with no costly
-    operation between them the best. Places where :data:`SHALLOW` times as much
-    crosses as at the next are left out, and those with nothing costly behind. ``graph`` is concrete, without rests.
+    operation between them the best. Places where :data:`SHALLOW` times as much crosses as at the next are left out, and
+    those with nothing costly behind. ``graph`` is concrete, without saved activations.
 
     If these are fewer than ``least`` (skip connections cross every place between their ends, so that hardly any has
     less than its neighbours), there are also places where more crosses: as many as there are, if need be.

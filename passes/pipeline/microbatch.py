@@ -81,7 +81,8 @@ def check_count(graph: Graph, count: int, inputs: Mapping[str, int | None]) -> N
 
 
 def microbatch(graph: Graph, count: int, inputs: Mapping[str, int | None] | None = None) -> Microbatched:
-    """``graph``, concrete and without rests, for one of ``count`` microbatches; ``count`` 1 leaves it as it is.
+    """``graph``, concrete and without saved activations, for one of ``count`` microbatches; ``count`` 1 leaves it as it
+    is.
 
     ``inputs`` says how inputs are divided, if :func:`split_inputs` of this graph is not to be asked. Raises
     :class:`OptionsError` if the batch does not divide into ``count``, or where an operation couples the samples of a

@@ -25,8 +25,8 @@ _FUSED = "aten._scaled_dot_product_"
 
 @dataclass(frozen=True, eq=False)
 class Recomputable:
-    """``nodes``: forward operations that may run again, and rests that need not be kept; ``layers``: the layer of each
-    forward operation inside one. Of an annotated or plain graph with rests."""
+    """``nodes``: forward operations that may run again, and saved activations that need not be kept; ``layers``: the
+    layer of each forward operation inside one. Of an annotated or plain graph with saved activations."""
 
     graph: Graph
     nodes: frozenset[str]
@@ -34,8 +34,8 @@ class Recomputable:
 
     @cached_property
     def shares(self) -> Mapping[str, float]:
-        """For each rest the part of its bytes that backward holds at once if all that are like it are recomputed:
-        that of one layer."""
+        """For each saved activation the part of its bytes that backward holds at once if all that are like it are
+        recomputed: that of one layer."""
         saved = [node.name for node in self.graph.nodes if node.op == SAVED_ACTIVATION]
         count = Counter(map(_stem, set(self.layers.values())))
         outside = 1.0 if count else 1.0 / max(len(saved), 1)
@@ -43,13 +43,13 @@ class Recomputable:
 
     @cached_property
     def full(self) -> frozenset[str]:
-        """The rests that only their own layer uses: without them, what is kept are the inputs of layers."""
+        """The saved activations that only their own layer uses: without them, what is kept are the inputs of layers."""
         return frozenset(n for n in self.nodes if self.graph[n].op == SAVED_ACTIVATION and n in self.layers)
 
     @cached_property
     def selective(self) -> frozenset[str]:
-        """The rests inside attention: scores and what becomes of them until they meet the values, or the results of
-        one fused operation (Korthikanti et al. 2022, section 5)."""
+        """The saved activations inside attention: scores and what becomes of them until they meet the values, or the
+        results of one fused operation (Korthikanti et al. 2022, section 5)."""
         inside = set(_between_products(self.graph))
         fused = {n.name for n in self.graph.nodes if n.op.startswith(_FUSED) and n.phase == "forward"}
         found = (n for n in self.graph.nodes if n.op == SAVED_ACTIVATION and n.name in self.nodes)
@@ -71,7 +71,7 @@ class Recomputable:
 
 
 def recomputable(graph: Graph) -> Recomputable:
-    """Of a graph with rests; nodes of one class are recomputable together or not at all."""
+    """Of a graph with saved activations; nodes of one class are recomputable together or not at all."""
     layers = _layers(graph)
     banned: set[str] = set()
     while True:

@@ -1,20 +1,20 @@
 """Computes in backward again what forward does not keep for it.
 
-Backward reads a value either from its rest (:mod:`.saved_values`) or, if the rest is among the recomputed nodes, from
-a copy of the chain of operations that made it, which reaches back to values that are there: rests that are kept,
-parameters, inputs. Copies choose as their originals do, and what an original draws at random is a function of its
-place, so that a copy is equal to it bit by bit.
+Backward reads a value either from its saved activation (:mod:`.saved_values`) or, if that is among the recomputed
+nodes, from a copy of the chain of operations that made it, which reaches back to values that are there: saved
+activations that are kept, parameters, inputs. Copies choose as their originals do, and what an original draws at random
+is a function of its place, so that a copy is equal to it bit by bit.
 
     %h: f32[4, 4] = aten.mm.default(%x, %w)
     %y: f32[4, 4] = aten.tanh.default(%h)
-    %y_rest: f32[4, 4] = autopar.rest(%y)
+    %y_rest: f32[4, 4] = autopar.saved(%y)
     backward %g: f32[4, 4] = aten.mul.Tensor(%d, %y_rest)
 
 becomes, with ``y_rest``, ``y`` and ``h`` recomputed::
 
     backward %h_recomputed: f32[4, 4] = aten.mm.default(%x, %w)
     backward %y_recomputed: f32[4, 4] = aten.tanh.default(%h_recomputed)
-    backward %y_rest_recomputed: f32[4, 4] = autopar.rest(%y_recomputed)
+    backward %y_rest_recomputed: f32[4, 4] = autopar.saved(%y_recomputed)
     backward %g: f32[4, 4] = aten.mul.Tensor(%d, %y_rest_recomputed)
 
 Each copy stands right before the first operation of backward that needs it, and is made once.
@@ -36,8 +36,9 @@ from .saved_values import save_activations
 
 @dataclass(frozen=True)
 class Recompute(Pass):
-    """Recomputes ``nodes`` (names of forward operations and rests) for backward; see the module docstring. A value that
-    a copy needs and nothing keeps gets a rest; a rest that only backward read is not made in forward."""
+    """Recomputes ``nodes`` (names of forward operations and saved activations) for backward; see the module docstring.
+    A value that a copy needs and nothing keeps is saved; a saved activation that only backward read is not made in
+    forward."""
 
     name: ClassVar[str] = "recompute"
     nodes: frozenset[str]

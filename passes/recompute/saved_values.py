@@ -1,12 +1,12 @@
-"""Gives every value that forward computes and backward needs a place to rest.
+"""Saves every value that forward computes and backward needs, in a placement of its own.
 
-A value saved for backward has consumers in both phases. Without a rest, a forward result that is a partial sum would be
-reduced once in forward and again in backward. ``autopar.rest`` is an identity between producer and consumers: the
-producer's result is resharded once into its resting placement, which is what occupies memory until backward, and every
+A value saved for backward has consumers in both phases. Without one, a forward result that is a partial sum would be
+reduced once in forward and again in backward. ``autopar.saved`` is an identity between producer and consumers: the
+producer's result is resharded once into its saved placement, which is what occupies memory until backward, and every
 consumer reads from there.
 
     %y: f32[4, 4] = aten.mm.default(%x, %w)                 %y: f32[4, 4] = aten.mm.default(%x, %w)
-    backward %g: f32[4, 4] = aten.mul.Tensor(%d, %y)   ->   %y_rest: f32[4, 4] = autopar.rest(%y)
+    backward %g: f32[4, 4] = aten.mul.Tensor(%d, %y)   ->   %y_rest: f32[4, 4] = autopar.saved(%y)
                                                             backward %g: f32[4, 4] = aten.mul.Tensor(%d, %y_rest)
 
 Values already held for the whole step (parameters, buffers, inputs, constants) get none.
@@ -24,7 +24,7 @@ from autopar.passes.base import Pass
 
 @dataclass(frozen=True)
 class SaveActivations(Pass):
-    """Inserts ``autopar.rest`` behind each saved value; see the module docstring."""
+    """Inserts ``autopar.saved`` behind each saved value; see the module docstring."""
 
     name: ClassVar[str] = "save-activations"
 
@@ -44,7 +44,7 @@ def saved_values(graph: Graph) -> list[Value]:
 
 
 def save_activations(graph: Graph) -> Graph:
-    """The graph with one ``autopar.rest`` per saved value, which takes over all its uses by operations."""
+    """The graph with one ``autopar.saved`` per saved value, which takes over all its uses by operations."""
     saved = {
         value: Value(_rest_name(value)) for value in saved_values(graph) if graph[value.node].op != SAVED_ACTIVATION
     }

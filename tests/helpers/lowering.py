@@ -1,4 +1,4 @@
-"""A graph as one device runs it: without rests."""
+"""A graph as one device runs it: without saved activations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from autopar.passes.base import rewrite
 
 
 def plain(graph: Graph) -> Graph:
-    """The graph with every rest replaced by what rests."""
+    """The graph with every saved activation replaced by what it saves."""
 
     def visit(node: Node) -> Node | Value:
         return node.operands[0] if node.op == SAVED_ACTIVATION else node

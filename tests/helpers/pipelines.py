@@ -92,8 +92,8 @@ def cuts_of(graph: Graph, wanted: Wanted) -> tuple[str, ...]:
 
 
 def make_pipeline(graph: Graph, wanted: Wanted, *, like: Made | None = None) -> Made:
-    """``graph``: a concrete step graph without rests; one that only goes forward gets a forward schedule. ``like``:
-    parameters lie where that one has them."""
+    """``graph``: a concrete step graph without saved activations; one that only goes forward gets a forward schedule.
+    ``like``: parameters lie where that one has them."""
     inside = wanted.mesh[1:]
     pieces = microbatch(graph, wanted.microbatches)
     cuts = (

@@ -121,7 +121,7 @@ ILL_TYPED = """graph(b=8)
         ('return output "0" = %y.1', r"the output '0' is %y.1, which is not a tensor"),
         ('return output "0" = %y.2', r"the output '0' is %y.2, which is not a tensor"),
         ("%z: f32[4, 4] = aten.neg.default(%y.1)", r"%z uses %y.1, but that result of aten.mm.default is not a tensor"),
-        ("%z: f32[4, 2] = autopar.rest(%y)", r"%z saves an activation of type f32\[4, 2\], but %y is f32\[4, 4\]"),
+        ("%z: f32[4, 2] = autopar.saved(%y)", r"%z saves an activation of type f32\[4, 2\], but %y is f32\[4, 4\]"),
         (
             "backward %g: f32[4, 4] = aten.neg.default(%y)\n%z: f32[4, 4] = aten.neg.default(%g)",
             "%z = aten.neg.default is of the forward phase and uses %g of the backward phase",

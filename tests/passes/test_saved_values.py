@@ -7,9 +7,9 @@ from tests.helpers.pass_text import check
 
 AFTER = """
     %y: f32[b, 4] = aten.tanh.default(%x)
-    %y_rest: f32[b, 4] = autopar.rest(%y)
+    %y_rest: f32[b, 4] = autopar.saved(%y)
     %p: f32[b, 2], %p.1: f32[b, 2] = aten.split.Tensor(%y_rest, 2, 1)
-    %p_result1_rest: f32[b, 2] = autopar.rest(%p.1)
+    %p_result1_rest: f32[b, 2] = autopar.saved(%p.1)
     backward %g: f32[b, 4] = aten.tanh_backward.default(%dy, %y_rest)
     backward %h: f32[b, 4] = aten.mul.Tensor(%g, %x)
     backward %i: f32[b, 2] = aten.neg.default(%p_result1_rest)

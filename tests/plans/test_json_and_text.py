@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,9 +15,13 @@ from torch import nn
 
 import autopar
 from autopar.errors import OptionsError
+from autopar.ir.graph import Graph
 from autopar.ir.placements import short
+from autopar.passes.recompute.saved_values import save_activations
+from autopar.planner.step_graphs import graph_hash
 from autopar.plans.plan import Plan
 from tests.helpers.plan_model import PIN, pinned_plan, solved
+from tests.passes.test_lower_text import PERCEPTRON
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +120,23 @@ def test_what_is_no_plan_is_an_options_error(plan: Plan, case: str) -> None:
         Plan.from_json(broken(plan.to_json())[case])
 
 
-def test_a_plan_of_the_version_before_is_to_be_made_again(plan: Plan) -> None:
+@pytest.mark.parametrize("printed", [Plan.to_json, Plan.to_text])
+def test_a_plan_of_version_7_is_read(plan: Plan, printed: Callable[[Plan], str]) -> None:
+    """It called the operation that saves an activation otherwise; the hash of its graph is the same."""
+    text = printed(plan)
+    assert "autopar.saved" in text
+    older = text.replace("autopar.saved", "autopar.rest").replace('"version": 8', '"version": 7')
+    older = older.replace("autopar plan 8\n", "autopar plan 7\n")
+    read = Plan.from_json if printed is Plan.to_json else Plan.from_text
+    assert older.count("7") > text.count("7") and read(older) == plan
+
+
+def test_the_hash_of_a_graph_is_that_of_version_7() -> None:
+    """As plans had it before operations that save activations were called so."""
+    assert graph_hash(save_activations(Graph.from_text(PERCEPTRON))) == "20ef2e1771137a4b"
+
+
+def test_a_plan_of_version_6_is_to_be_made_again(plan: Plan) -> None:
     """Its predictions had another field."""
     data = json.loads(plan.to_json())
     older = data | {"version": 6, "predicted": data["predicted"] | {"hidden_seconds": 0.0}}

@@ -30,8 +30,8 @@ Size = Callable[[Value], int]
 
 @dataclass(frozen=True)
 class Kernel:
-    """Nodes that run as one (views and rests among them free); ``reads`` and ``writes`` are what crosses its edge,
-    views looked through."""
+    """Nodes that run as one (views and saved activations among them free); ``reads`` and ``writes`` are what crosses
+    its edge, views looked through."""
 
     nodes: tuple[Node, ...]
     reads: tuple[Value, ...]
@@ -92,7 +92,7 @@ def origin(graph: Graph, value: Value) -> Value:
 
 
 def readers(graph: Graph, value: Value) -> Iterator[Node]:
-    """The operations that read a value, views and rests of it looked through."""
+    """The operations that read a value, views and saved activations of it looked through."""
     for user, _ in graph.users.get(value, ()):
         if is_alias(user):
             yield from readers(graph, Value(user.name))
@@ -101,9 +101,9 @@ def readers(graph: Graph, value: Value) -> Iterator[Node]:
 
 
 def find_kernels(graph: Graph, moves: Moves, eager: Alone, size: Size) -> Kernels:
-    """The kernels of a concrete graph with rests. ``moves(producer, consumer)`` says whether a value is resharded
-    between two operations, or they should not share a kernel for another reason; ``eager(node)`` whether one runs
-    alone; ``size(value)`` how many bytes a value takes on a device if it is kept."""
+    """The kernels of a concrete graph with saved activations. ``moves(producer, consumer)`` says whether a value is
+    resharded between two operations, or they should not share a kernel for another reason; ``eager(node)`` whether one
+    runs alone; ``size(value)`` how many bytes a value takes on a device if it is kept."""
 
     def fuses(node: Node) -> bool:
         return not eager(node) and (not is_heavy(node) or _is_one_hot(graph, node))

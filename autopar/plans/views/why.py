@@ -13,6 +13,7 @@ from typing import Literal
 
 from autopar.errors import OptionsError
 from autopar.ir.module_paths import did_you_mean
+from autopar.ir.node import SAVED_ACTIVATION
 from autopar.ir.placements import short
 from autopar.ir.plan_record import Alternatives, PlanLine, PlanRecord
 
@@ -256,7 +257,7 @@ def _explain_node(plan: PlanRecord, name: str) -> Explanation:
 
 def _saved(plan: PlanRecord, name: str) -> set[str]:
     """The node, and the nodes that save its results for backward."""
-    return {name, *(rest for rest, n in plan.nodes.items() if n.op == "autopar.rest" and n.operands == (name,))}
+    return {name, *(saved for saved, n in plan.nodes.items() if n.op == SAVED_ACTIVATION and n.operands == (name,))}
 
 
 def _node_lines(plan: PlanRecord, name: str) -> Iterator[PlanLine]:
