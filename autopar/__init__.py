@@ -7,7 +7,7 @@
 with one process. :func:`price` and :func:`plan_layouts` price and search layouts of large models.
 """
 
-# ruff: noqa: E402 - what is imported below may fail on a torch that is not supported: warn first.
+# ruff: noqa: E402 - the imports below may fail on a torch that is not supported: warn first.
 from .supported import warn_of_other_torch
 
 warn_of_other_torch()
@@ -71,5 +71,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """The public names: what tab completion offers. Submodules can be imported all the same."""
+    """The public names, which tab completion offers. Submodules can still be imported."""
     return sorted([*__all__, "__doc__", "__name__"])

@@ -1,4 +1,4 @@
-"""The face of autopar: plan, parallelize, verify."""
+"""The public functions :func:`plan` and :func:`parallelize`, and the arguments they share with ``verify``."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ LossFunction = Callable[..., torch.Tensor]
 
 
 def split_batch(batch: Batch, targets: Any = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword inputs from a batch: a mapping is keywords, a sequence positional, anything else the only
-    input. ``targets``, if any, are the keyword input of that name. Raises :class:`OptionsError` if they are given
-    twice."""
+    """Splits a batch into positional and keyword inputs: a mapping has keyword inputs, a sequence positional ones, and
+    anything else is the only input. ``targets``, if any, are the keyword input of that name. Raises
+    :class:`OptionsError` if they are given twice."""
     kwargs = {} if targets is None else {TARGETS: targets}
     if isinstance(batch, Mapping):
         if kwargs.keys() & batch.keys():
@@ -54,11 +54,11 @@ def mesh_shape(mesh: Mesh) -> tuple[int, ...]:
     """The shape of a mesh, outermost (slowest) axis first. Raises :class:`OptionsError` for what is not a mesh."""
     if isinstance(mesh, DeviceMesh):
         return tuple(mesh.shape)
-    given: object = mesh
-    sizes = (given,) if isinstance(given, int) else tuple(given) if isinstance(given, Sequence) else ()
+    shape: object = mesh
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape) if isinstance(shape, Sequence) else ()
     if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
         raise OptionsError(
-            f"{mesh!r} is no mesh; give a DeviceMesh, or a shape such as (2, 4), the slowest links first"
+            f"{mesh!r} is not a mesh; give a DeviceMesh, or a shape such as (2, 4), the slowest links first"
         )
     return sizes
 
@@ -79,8 +79,8 @@ def plan(
     targets: Any = None,
     device: torch.device | str | None = None,
 ) -> Plan:
-    """The plan for training ``model`` on ``mesh`` with global batches like ``batch``; needs no processes, no devices
-    and, if model and batch are on the meta device or fake, no memory.
+    """Plans training of ``model`` on ``mesh`` with global batches like ``batch``; needs no processes, no devices and,
+    if model and batch are on the meta device or fake, no memory.
 
     Args:
         mesh: a DeviceMesh or a shape, outermost axis (slowest links) first.
@@ -88,12 +88,12 @@ def plan(
         cluster: the hardware to price for: a name, a file or a :class:`Cluster`; default this machine (``"local"``).
         loss_fn: ``loss_fn(output)``, ``loss_fn(output, batch)`` or, with targets, ``loss_fn(output, targets)``, for a
             model that returns no loss; a module such as ``nn.CrossEntropyLoss()`` too.
-        targets: what ``step(..., targets=)`` will be given: tensors that only ``loss_fn`` sees, in any tree.
-        device: the type of device to trace for (operations are chosen by it); default that of the mesh, or cpu.
+        targets: an example of ``step(..., targets=)``: tensors that only ``loss_fn`` receives, in any tree.
+        device: the type of device to trace for (it decides which operations run); default that of the mesh, or cpu.
 
     Raises:
         TraceError: the model cannot be captured; names module and line.
-        InfeasibleError: nothing fits into the memory limit; names what would.
+        InfeasibleError: nothing fits into the memory limit; the message names a limit that suffices.
         OptionsError: an option or pin that cannot be honoured.
     """
     timings = Timings()
@@ -119,16 +119,16 @@ def parallelize(
     plan: Plan | None = None,
     targets: Any = None,
 ) -> ParallelModule:
-    """``model`` trained on all devices of ``mesh``: same inputs, outputs, parameter names and ``state_dict`` keys, its
-    parameters DTensors. Called by every rank (``torchrun``), or by the only process for a mesh of one.
+    """Makes ``model`` train on all devices of ``mesh``: with the same inputs, outputs, parameter names and
+    ``state_dict`` keys; its parameters become DTensors. Called by every rank (``torchrun``), or by the only process for
+    a mesh of one.
 
-    Traced and planned at the first batch it sees, or now if ``example_inputs`` (and ``targets``, where ``loss_fn``
-    takes them) are given. A real model keeps its
-    weights (rank 0's); a meta model is materialised shard by shard. A ``plan`` may be given on every rank, or on rank 0
-    alone: rank 0's is used. What the model draws (dropout, noise) depends on
-    ``options.seed`` (without one, on ``torch.initial_seed()`` of rank 0 now), on the step and on the model, and not on
-    the plan; ``torch.manual_seed`` later changes nothing, ``set_random_state`` does. Without ``cluster``, processors
-    are priced as calibrated (``"local"``), GPUs as calibrated or by their name
+    The model is traced and planned at its first batch, or now if ``example_inputs`` (and ``targets``, where ``loss_fn``
+    takes them) are given. A real model keeps its weights (rank 0's); a meta model is materialised shard by shard. A
+    ``plan`` may be given on every rank, or on rank 0 alone: rank 0's is used. What the model draws (dropout, noise)
+    depends on ``options.seed`` (without one, on ``torch.initial_seed()`` of rank 0 now), on the step and on the model,
+    and not on the plan; ``torch.manual_seed`` later changes nothing, ``set_random_state`` does. Without ``cluster``,
+    CPUs are priced as calibrated (``"local"``), GPUs as calibrated or by their name
     (:mod:`autopar.calibration.default_cluster`). See :class:`~autopar.runtime.ParallelModule` for what it can do.
 
     Raises:
@@ -142,7 +142,7 @@ def parallelize(
     settings = options or Options()
     settings = settings if plan is None else under_policy(settings, plan.precision)
     if dist.is_initialized() and devices.size() < dist.get_world_size():
-        # Laying devices out anew is collective over all ranks, and those outside this mesh do not take part.
+        # Rearranging devices is collective over all ranks, and those outside this mesh do not take part.
         settings = replace(settings, mesh_search=False)
     compiler = Compiler(
         model=model,
@@ -167,14 +167,14 @@ def parallelize(
 def _cluster(named: str | Cluster | None, devices: DeviceMesh, ranks: AxisGroup) -> Cluster:
     """The hardware to price for, the same on all ranks."""
     if named is None and devices.device_type != "cpu":
-        # GPUs may be looked at, and even measured, which ranks need not see alike.
+        # GPUs are queried, or even measured, and ranks may get different results.
         named = on_first_rank(ranks, lambda: default_cluster(devices.device_type, devices.size()))
     return Cluster.get(named or "local")
 
 
 def device_mesh(mesh: Mesh) -> DeviceMesh:
-    """A DeviceMesh for ``mesh``, starting torch.distributed for a mesh of one if need be. Raises :class:`OptionsError`
-    if the number of processes is another."""
+    """A DeviceMesh for ``mesh``; initialises torch.distributed if it is not. Raises :class:`OptionsError` if the mesh
+    has another number of devices than there are processes."""
     if isinstance(mesh, DeviceMesh):
         return mesh
     shape = mesh_shape(mesh)

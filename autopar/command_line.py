@@ -2,8 +2,8 @@
 
 Models are named ``file.py:function`` or ``module:function``: a function without arguments that returns
 ``(model, batch)``, where the batch is a tuple of positional inputs or a dict of keyword inputs, global.
-Exit status: 0 well, 1 a check failed (gradients differ, a script failed, plans differ), 2 bad usage or
-anything autopar raises on purpose, said in one message.
+Exit status: 0 success, 1 a check failed (gradients differ, a script failed, plans differ), 2 bad usage or
+an error of autopar's own, reported in one message.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader (head, less) has what it wanted; nothing may be flushed into the closed pipe at exit.
+        # The reader (head, less) closed the pipe; nothing may be flushed into it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; each sets ``command`` to the function that runs it."""
+    """The parser of all commands; each sets ``command`` to its module."""
     parser = argparse.ArgumentParser(prog="autopar", description="Automatic parallelism for PyTorch models.")
     parser.add_argument("--version", action="version", version=_version())
     subparsers = parser.add_subparsers(metavar="command", required=True)
@@ -55,7 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add(subparsers: Any, command: Command) -> None:
-    """A subcommand named as its module, and described as that is."""
+    """Adds a subcommand with the name and the docstring of its module."""
     summary = (command.__doc__ or "").strip()
     name = command.__name__.rpartition(".")[2]
     parser: argparse.ArgumentParser = subparsers.add_parser(name, help=summary, description=summary)

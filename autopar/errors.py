@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class AutoparError(Exception):
-    """Base of every error autopar raises on purpose."""
+    """The base of every error that autopar raises on purpose."""
 
 
 class GraphError(AutoparError):
@@ -28,7 +28,7 @@ class OptionsError(AutoparError):
 
 
 class ArgumentError(OptionsError, TypeError):
-    """A keyword argument that a function does not have; names the one that may have been meant."""
+    """A keyword argument that a function does not have; the message suggests a similar one."""
 
 
 class InputMismatchError(AutoparError):
@@ -53,4 +53,4 @@ class WorkerError(AutoparError):
 
 class OperatorError(AutoparError):
     """An operation of the model that would compute something else on several devices; the message names it, where it
-    is called, and what its author can do."""
+    is called, and what the author of the operation can do."""

@@ -1,4 +1,4 @@
-"""Keyword arguments that a function does not have: which one was meant."""
+"""Suggests an argument for a keyword argument that a function does not have."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C")
 _BATCH = ("batch", "example_inputs")
-# What others call an argument -> what it is called here, the first that the function has.
+# Other names of an argument -> its names here, of which the first that the function has is suggested.
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("criterion", "loss", "loss_function", "loss_func"), ("loss_fn",)),
     **dict.fromkeys(
@@ -39,40 +39,41 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
 
 
 def suggests(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, which raises :class:`ArgumentError` for a keyword argument that it does not have."""
-    known = tuple(inspect.signature(function).parameters)
+    """Makes ``function`` raise :class:`ArgumentError` for a keyword argument that it does not have."""
+    parameters = tuple(inspect.signature(function).parameters)
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        _check(function.__name__, kwargs, known)
+        _check(function.__name__, kwargs, parameters)
         return function(*args, **kwargs)
 
     return checked
 
 
 def suggests_fields(cls: type[C]) -> type[C]:
-    """The class, whose making raises :class:`ArgumentError` for a keyword argument that it does not have."""
-    made = cls.__init__
-    known = tuple(inspect.signature(made).parameters)[1:]
+    """Makes the constructor of ``cls`` raise :class:`ArgumentError` for a keyword argument that it does not have."""
+    initialise = cls.__init__
+    parameters = tuple(inspect.signature(initialise).parameters)[1:]
 
-    @wraps(made)
+    @wraps(initialise)
     def checked(self: C, *args: object, **kwargs: object) -> None:
-        _check(cls.__name__, kwargs, known)
-        made(self, *args, **kwargs)
+        _check(cls.__name__, kwargs, parameters)
+        initialise(self, *args, **kwargs)
 
     cls.__init__ = checked  # type: ignore[assignment]
     return cls
 
 
-def _check(function: str, given: Collection[str], known: tuple[str, ...]) -> None:
-    for name in given:
-        if name not in known:
+def _check(function: str, keywords: Collection[str], parameters: tuple[str, ...]) -> None:
+    for name in keywords:
+        if name not in parameters:
+            suggestion = _did_you_mean(name, parameters)
             raise ArgumentError(
-                f"{function} has no argument {name!r}{_did_you_mean(name, known)}; its arguments are {', '.join(known)}"
+                f"{function} has no argument {name!r}{suggestion}; its arguments are {', '.join(parameters)}"
             )
 
 
-def _did_you_mean(name: str, known: tuple[str, ...]) -> str:
-    same = [other for other in SYNONYMS.get(name, ()) if other in known]
-    near = same[:1] or get_close_matches(name, known, 1, 0.6)
+def _did_you_mean(name: str, parameters: tuple[str, ...]) -> str:
+    same = [other for other in SYNONYMS.get(name, ()) if other in parameters]
+    near = same[:1] or get_close_matches(name, parameters, 1, 0.6)
     return f": did you mean {near[0]}=?" if near else ""

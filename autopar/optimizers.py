@@ -1,4 +1,4 @@
-"""What optimizers retain for a parameter, as torch allocates it: in the dtype of the parameter, scalars left out."""
+"""The state of optimizers per parameter, as torch allocates it: in the dtype of the parameter, without scalars."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Shape = tuple[Dim, ...]
 
 
 def _factored(shape: Shape) -> Dim:
-    """Adafactor keeps a row and a column of second moments per matrix, and the whole of a vector's."""
+    """Adafactor stores a row and a column of second moments for a matrix, and all moments of a vector."""
     if len(shape) < 2:
         return math.prod(shape)
     return math.prod(shape[:-1]) + math.prod((*shape[:-2], shape[-1]))
@@ -21,7 +21,7 @@ def _copies(count: int) -> Callable[[Shape], Dim]:
     return lambda shape: count * math.prod(shape)
 
 
-# Elements of state for a parameter of a shape; the names that ``Options(optimizer=...)`` takes.
+# The number of elements of state for a parameter of a shape, by the names that ``Options(optimizer=...)`` takes.
 OPTIMIZERS: Mapping[str, Callable[[Shape], Dim]] = {
     "sgd": _copies(0),
     "momentum": _copies(1),
@@ -41,7 +41,7 @@ OPTIMIZERS: Mapping[str, Callable[[Shape], Dim]] = {
     "muon": _copies(1),
 }
 
-# Those that treat every element by itself, of which torch has one: their state may rest in host memory
+# Optimizers of torch that update every element independently: their state may rest in host memory
 # (:mod:`autopar.runtime.state.optimizer`).
 ELEMENTWISE = frozenset(OPTIMIZERS) - {"adafactor", "lion", "muon"}
 

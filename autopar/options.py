@@ -1,4 +1,4 @@
-"""What a user may fix; everything left at None is searched."""
+"""The options of a plan that a user may fix; those left at None are searched."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .keywords import suggests_fields
 from .optimizers import OPTIMIZERS
 from .precision import PRECISIONS, Precision
 
-# A schedule made to measure by a solver.
+# A schedule that a solver builds for the model.
 SOLVED = "solved"
-# What options that name something may be, besides None.
+# The values of options that take one of a few, in addition to None.
 CHOICES: Mapping[str, tuple[object, ...]] = {
     "schedule": (*SCHEDULES, SOLVED),
     "recompute": ("none", "selective", "full"),
@@ -43,32 +43,32 @@ class Options:
             fixes its pipeline stage.
         mesh_search: whether the planner may split and regroup the axes of the mesh; only a mesh given without axis
             names is regrouped.
-        time_limit: seconds of computing that the solvers of one plan may take together: processor time of this
-            process, so that a busy machine finds the same plan, only later. It is kept approximately: a solver that
-            other work kept from the processor may compute for three times its part. Each placement program (one for
-            each mesh shape and pipeline tried, and the baselines) may take half of what is left; an exact solution is
-            not begun if its relaxation alone would take longer, by a speed measured on one machine. Plans are the same
-            on every run unless a solver is cut off. Not counted are the rest of planning (tracing, rules, prices)
-            and what is limited by counted work instead: a schedule made to measure (up to about 5 seconds), the plan
-            of least memory that is sought where a limit is too small, and the search for the limit that an error
-            names where stages fit nowhere (about as many seconds again).
+        time_limit: seconds of computation that the solvers of one plan may take together: processor time of this
+            process, so that a busy machine finds the same plan, only later. The limit is approximate: a solver that
+            other work delays may compute for up to three times its share. Each placement program (one for each mesh
+            shape and pipeline tried, and the baselines) may take half of what is left; an exact solution is not begun
+            if its relaxation alone would take longer, by a speed measured on one machine. Every run makes the same plan
+            unless the limit stops a solver. The limit does not count the other work of planning (tracing, rules,
+            prices), nor what has limits of its own: a solved schedule (up to about 5 seconds), the search for the plan
+            of least memory where a limit is too small, and the search for the limit that an error names where stages
+            fit nowhere (about as many seconds again).
         gap: relative distance from the proven bound at which a solver may stop.
         stages: the number of pipeline stages, which take the outermost devices of the mesh; 1 for none. None searches,
             unless something else that is fixed refers to the axes of the mesh: pins, zero, named axes, or
             mesh_search=False.
         microbatches: pieces of the batch that a step computes one after the other, accumulating gradients.
         schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zb-h1"`` or ``"zb-v"``
-            (:mod:`autopar.schedule.named`), or ``"solved"``: made to measure, by a solver, for the times and memory
-            of the best of these.
+            (:mod:`autopar.schedule.named`), or ``"solved"``: a solver builds it for the times and memory of the best of
+            these.
         precision: ``"bf16"`` or ``"fp16"``: products in 16 bits as under :class:`torch.autocast`, with parameters,
             gradients and optimizer state in float32, and under fp16 a scaled loss (:mod:`autopar.precision`).
-            ``"fp32"`` or None: the model's own dtypes. It is never chosen unasked.
-        recompute: which values saved for backward are computed again instead of kept: ``"none"``; ``"selective"``: the
+            ``"fp32"`` or None: the model's own dtypes. The planner never reduces precision by itself.
+        recompute: which values saved for backward are recomputed instead of retained: ``"none"``; ``"selective"``: the
             inside of attention; ``"full"``: all but the inputs of layers (the elements of the model's lists of
             modules). None: whatever makes the step fit into memory at least cost, nothing if it fits without.
-        offload: whether optimizer state rests in host memory and visits the device for its update. True: that of
-            every parameter; False: of none; None: of those where it makes the step fit into memory at least cost, none
-            if it fits without. ``model.optimizer(...)`` carries it out.
+        offload: whether optimizer state rests in host memory and is on the device only for its update. True: the state
+            of every parameter; False: of none; None: of those where offloading makes the step fit into memory at least
+            cost, none if it fits without. ``model.optimizer(...)`` implements it.
         seed: decides what the model draws (dropout, noise), how a meta model is initialised, and how the solver breaks
             ties; default: torch's initial seed on rank 0, and 0 for the solver. As for :func:`torch.manual_seed`, a
             number from -2**63 to 2**64 - 1, of which negative ones count as 2**64 more.
@@ -77,9 +77,9 @@ class Options:
             every call begins with one small exchange (about a millisecond on one host), so that ranks whose calls
             differ in shape, mode or structure all get an error instead of waiting for each other. ``"never"``: no
             comparison and no exchange.
-        last_batch: what becomes of a training batch whose size the plan's shards or microbatches do not divide, such as
-            the last of an epoch. ``"replicate"``: calls of that size get a program of their own with the parameters
-            where they are; shards may be uneven, work repeated, and microbatches fewer. Loss and gradients are those of
+        last_batch: how to run a training batch whose size the plan's shards or microbatches do not divide, such as the
+            last of an epoch. ``"replicate"``: calls of that size get a program of their own with the same placements of
+            parameters; shards may be uneven, work repeated, and microbatches fewer. Loss and gradients are those of
             that batch on one device. ``"pad"``: ``model(...)`` with fewer rows than planned repeats the last one up to
             the planned size, runs the program of that size, and returns the outputs of the real rows; random numbers
             are those of the smaller batch. :class:`AutoparError` if rows influence each other (batch norm in training,
@@ -107,9 +107,9 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
-            known = ", ".join(sorted(OPTIMIZERS))
+            names = ", ".join(sorted(OPTIMIZERS))
             raise OptionsError(
-                f"unknown optimizer {self.optimizer!r}: its bytes of state are not known; one of {known}"
+                f"unknown optimizer {self.optimizer!r}: its bytes of state are not known; one of {names}"
             )
         if self.zero not in (None, *CHOICES["zero"]) or isinstance(self.zero, bool):
             raise OptionsError(f"zero={self.zero!r} is not a ZeRO stage; one of 0, 1, 2, 3, or None to search")
@@ -128,10 +128,10 @@ class Options:
             raise OptionsError(f"precision={self.precision!r} is not known; one of {', '.join(PRECISIONS)}, or None")
         if self.offload not in (None, True, False):
             raise OptionsError(f"offload={self.offload!r} is not True, False, or None to search")
-        given: object = self.pins
-        if not isinstance(given, Mapping) or not all(isinstance(one, str) for pair in given.items() for one in pair):
+        pins: object = self.pins
+        if not isinstance(pins, Mapping) or not all(isinstance(text, str) for pair in pins.items() for text in pair):
             raise OptionsError(
-                f"pins={given!r} is no dict of texts; write paths and placements, such as "
+                f"pins={pins!r} is not a dict of strings; write paths and placements, such as "
                 "{'lm_head.weight': 'S(0),R', 'layers.3': 'stage 1'}"
             )
 
@@ -163,14 +163,14 @@ def _is_number(value: object, least: float) -> bool:
 
 
 def without_stages(options: Options) -> Options:
-    """``options`` with neither stages nor microbatches, unless they ask for some."""
-    asked = options.stages is not None or options.microbatches is not None or options.schedule is not None
-    return options if asked else replace(options, stages=1, microbatches=1)
+    """``options`` with one stage and one microbatch, unless they fix stages, microbatches or a schedule."""
+    requested = options.stages is not None or options.microbatches is not None or options.schedule is not None
+    return options if requested else replace(options, stages=1, microbatches=1)
 
 
 def under_policy(options: Options, planned: Precision) -> Options:
-    """``options`` under the precision policy that a plan was made for. Raises :class:`PlanMismatchError` if they ask
-    for another."""
+    """``options`` with the precision policy that a plan was made for. Raises :class:`PlanMismatchError` if they fix
+    another."""
     if options.precision not in (None, planned):
         raise PlanMismatchError(
             f"the plan was made for precision={planned!r}, but Options(precision={options.precision!r}) is asked for: "

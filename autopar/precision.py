@@ -1,10 +1,10 @@
-"""Precision policies: in which dtype a step computes, and in which its parameters are kept.
+"""Precision policies: the dtype in which a step computes, and that in which its parameters are stored.
 
 ``"bf16"`` and ``"fp16"`` are what :class:`torch.autocast` does on the device the model is traced for: products and
-attention in 16 bits, losses and what torch holds to be delicate in float32, everything else in what it is given. The
-parameters, which the optimizer updates, stay float32 (the *masters*), and so do their gradients; the copies that
-products read are made once a step (:mod:`autopar.passes.normalise.cast_once`), and collectives move whichever the
-placement program finds cheaper. ``"fp16"`` scales the loss besides, since gradients below 6e-8 would be zero
+attention in 16 bits, losses and operations that torch treats as sensitive in float32, everything else in the dtype of
+its operands. The parameters, which the optimizer updates, stay float32 (the *masters*), and so do their gradients; the
+copies that products read are made once a step (:mod:`autopar.passes.normalise.cast_once`), and collectives move
+whichever the placement program finds cheaper. ``"fp16"`` also scales the loss, since gradients below 6e-8 would be zero
 (:mod:`autopar.runtime.state.loss_scale`). ``"fp32"`` and None leave the model as it is, whatever dtypes it has.
 """
 
@@ -25,17 +25,17 @@ _COMPUTED_IN: Mapping[str, torch.dtype] = MappingProxyType({"bf16": torch.bfloat
 
 
 def autocast_dtype(precision: Precision | None) -> torch.dtype | None:
-    """The dtype products are computed in under a policy; None for that of their operands."""
+    """The dtype in which products are computed under a policy; None for that of their operands."""
     return None if precision is None else _COMPUTED_IN.get(precision)
 
 
 def scales_loss(precision: Precision | None) -> bool:
-    """Whether gradients are computed of a scaled loss."""
+    """Whether gradients are those of a scaled loss."""
     return precision == "fp16"
 
 
 def check_precision(model: nn.Module, precision: Precision | None) -> None:
-    """Raises :class:`OptionsError` unless the policy can keep float32 masters of all of the model's parameters."""
+    """Raises :class:`OptionsError` unless the policy can have float32 masters of all of the model's parameters."""
     if autocast_dtype(precision) is None:
         return
     for path, parameter in model.named_parameters():

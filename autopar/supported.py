@@ -1,4 +1,4 @@
-"""Which versions of Python and torch autopar is tested with; ``pyproject.toml`` says the same."""
+"""The versions of Python and torch that autopar is tested with; ``pyproject.toml`` says the same."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import warnings
 
 import torch
 
-# The oldest, and the first that is too new.
+# The oldest supported version, and the first that is too new.
 TORCH = ((2, 11), (2, 16))
 # The oldest, and the first that is too new: as noxfile.py tests them.
 PYTHON = ((3, 11), (3, 14))
@@ -26,13 +26,13 @@ def requirement(bounds: Bounds) -> str:
 
 
 def is_supported(version: str, bounds: Bounds) -> bool:
-    """Whether a version such as ``2.13.0+cpu`` is among them."""
+    """Whether a version such as ``2.13.0+cpu`` is within ``bounds``."""
     major, minor = version.split(".")[:2]
     return bounds[0] <= (int(major), int(minor)) < bounds[1]
 
 
 def advice(version: str) -> str:
-    """What to say about a version of torch; empty if it is supported."""
+    """The warning about a version of torch; empty if it is supported."""
     if is_supported(version, TORCH):
         return ""
     return (
@@ -42,7 +42,7 @@ def advice(version: str) -> str:
 
 
 def warn_of_other_torch() -> None:
-    """Warns, once in a process, of a torch that is not supported. It is used all the same."""
-    said = advice(str(torch.__version__))
-    if said:
-        warnings.warn(said, RuntimeWarning, stacklevel=3)
+    """Warns, once in a process, of a torch that is not supported; autopar uses it nevertheless."""
+    message = advice(str(torch.__version__))
+    if message:
+        warnings.warn(message, RuntimeWarning, stacklevel=3)

@@ -30,7 +30,7 @@ def test_wrong_number_of_processes() -> None:
 
 @pytest.mark.parametrize("mesh", [(), (0, 2), "22", (2.0,), None], ids=str)
 def test_what_is_no_mesh(mesh: Any) -> None:
-    with pytest.raises(OptionsError, match="is no mesh; give a DeviceMesh, or a shape"):
+    with pytest.raises(OptionsError, match="is not a mesh; give a DeviceMesh, or a shape"):
         autopar.plan(Plain(), mesh, plain()[1], cluster=CLUSTER)
 
 

@@ -1,1 +1,1 @@
-"""What the commands of the command line share: arguments, output, plans."""
+"""The shared parts of the commands of the command line: arguments, output, plans."""

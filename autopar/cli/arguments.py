@@ -1,4 +1,4 @@
-"""What the words of a command line mean: models by ``module:attribute``, meshes, sizes in bytes, pins."""
+"""Parses the arguments of a command line: models by ``module:attribute``, meshes, sizes in bytes, pins."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def parse_bytes(text: str) -> int:
     """``"10GiB"``, ``"80GB"``, ``"1.5e9"`` or ``"1024"`` in bytes.
 
     Raises:
-        OptionsError: if it is no size.
+        OptionsError: if it is not a size.
     """
     match = _SIZE.match(text)
     if match is None or match[2].upper() not in _UNITS:
@@ -97,20 +97,20 @@ def load_target(text: str, meta: bool = False) -> tuple[nn.Module, Batch]:
 
     Raises:
         OptionsError: if there is no such file, module or attribute, or it is not such a pair. What the
-            function itself raises comes through untouched.
+            function itself raises is not caught.
     """
     source, colon, attribute = text.rpartition(":")
     if not (colon and source and attribute):
         raise OptionsError(f"{text!r} names no model; give {_EXAMPLE}")
     module = _load_file(Path(source)) if source.endswith(".py") else _load_module(source)
-    found: Any = module
+    target: Any = module
     for name in attribute.split("."):
-        if not hasattr(found, name):
+        if not hasattr(target, name):
             raise OptionsError(f"{source} has no {attribute!r}{_public_functions(module)}")
-        found = getattr(found, name)
+        target = getattr(target, name)
     device = torch.device("meta") if meta else contextlib.nullcontext()
     with device:
-        result = found() if callable(found) and not isinstance(found, nn.Module) else found
+        result = target() if callable(target) and not isinstance(target, nn.Module) else target
     return _model_and_batch(text, result)
 
 
@@ -126,7 +126,7 @@ def _load_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
-    # Worker processes cannot import the file by name: its classes are sent whole.
+    # Worker processes cannot import the file by name: its classes are pickled by value.
     cloudpickle.register_pickle_by_value(module)
     return module
 
@@ -137,7 +137,7 @@ def _load_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # A missing import inside the user's module is the user's to see; only the given name is ours.
+        # Only a wrong name on the command line is reported here; a missing import inside the user's module is raised.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         raise OptionsError(f"there is no module {name!r}; for a file, write its name with .py") from error
@@ -168,12 +168,12 @@ def _model_and_batch(text: str, result: object) -> tuple[nn.Module, Batch]:
 
 def options_from(arguments: argparse.Namespace) -> Options:
     """The :class:`Options` a command line asks for; what it leaves out keeps its default."""
-    given = {name: getattr(arguments, name) for name in GIVEN if getattr(arguments, name) is not None}
-    return Options(**given, pins=parse_pins(arguments.pin), mesh_search=arguments.mesh_search)
+    fields = {name: getattr(arguments, name) for name in GIVEN if getattr(arguments, name) is not None}
+    return Options(**fields, pins=parse_pins(arguments.pin), mesh_search=arguments.mesh_search)
 
 
 def checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """``parse`` with its errors said the way argparse says them, usage and all."""
+    """``parse``, whose errors argparse then reports with the usage."""
 
     def convert(text: str) -> Any:
         try:
@@ -192,18 +192,18 @@ def positive(text: str) -> int:
 
 
 def add_mesh(parser: Any, required: bool) -> None:
-    """``--mesh``."""
+    """Adds ``--mesh``."""
     text = "shape of the device mesh, outermost (slowest link) first: 2,2"
     parser.add_argument("--mesh", type=checked(parse_mesh), required=required, help=text)
 
 
-def add_planning(parser: argparse.ArgumentParser, *more: Mapping[str, tuple[object, ...]]) -> None:
-    """The options of everything that plans; what is left out is searched, or as :class:`Options` has it. ``more``:
-    choices besides those of :class:`Options`."""
+def add_planning(parser: argparse.ArgumentParser, *wider: Mapping[str, tuple[object, ...]]) -> None:
+    """Adds the options of every command that plans; what the user leaves out is searched, or has the default of
+    :class:`Options`. ``wider``: choices in addition to those of :class:`Options`."""
 
     def add_choice(name: str, text: str) -> None:
-        known = tuple(dict.fromkeys(value for choices in (CHOICES, *more) for value in choices[name]))
-        group.add_argument(f"--{name}", type=type(known[0]), choices=known, help=text)
+        allowed = tuple(dict.fromkeys(value for choices in (CHOICES, *wider) for value in choices[name]))
+        group.add_argument(f"--{name}", type=type(allowed[0]), choices=allowed, help=text)
 
     group = parser.add_argument_group("planning")
     group.add_argument("--cluster", help="hardware to price for: a preset such as dgx-a100-80gb, or local")
@@ -215,10 +215,10 @@ def add_planning(parser: argparse.ArgumentParser, *more: Mapping[str, tuple[obje
         metavar="NAME=PLACEMENTS",
         help="fix the placements of a weight or module: 'lm_head.weight=S(0),R'; globs and repeats allowed",
     )
-    add_choice("precision", "what products are computed in" + ("; fp8 of layouts only (--devices)" if more else ""))
+    add_choice("precision", "what products are computed in" + ("; fp8 of layouts only (--devices)" if wider else ""))
     add_choice("zero", "fix the ZeRO stage instead of searching")
     recompute = "compute saved values again instead of keeping them; by default whatever makes the step fit"
-    recompute += "; elementwise and operations of layouts only" if more else ""
+    recompute += "; elementwise and operations of layouts only" if wider else ""
     offload = "keep optimizer state in host memory; by default where that makes the step fit"
     group.add_argument("--offload", action=argparse.BooleanOptionalAction, default=None, help=offload)
     add_choice("recompute", recompute)

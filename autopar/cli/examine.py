@@ -1,4 +1,4 @@
-"""Whether this machine has what autopar needs: versions, communication backends, devices, calibration, caches."""
+"""Checks that this machine has what autopar needs: versions, communication backends, devices, calibration, caches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NEEDED = ("torch", "numpy", "ortools", "networkx", "sympy", "rich", "cloudpickle
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at. A finding that is not ``ok`` fails the examination; ``advice`` says what to do."""
+    """The result of one check. A finding that is not ``ok`` fails the examination; ``advice`` says what to do."""
 
     name: str
     value: str
@@ -48,7 +48,7 @@ class Examination:
         return all(finding.ok for finding in self.findings)
 
     def data(self) -> dict[str, object]:
-        """As JSON shows it."""
+        """The findings as plain data, for JSON."""
         findings = {f.name: {"value": f.value, "ok": f.ok, "advice": f.advice} for f in self.findings}
         return {"ok": self.ok, "findings": findings}
 
@@ -57,7 +57,7 @@ class Examination:
 
 
 def examine() -> Examination:
-    """Looks at this machine; starts no process and changes nothing."""
+    """Examines this machine; starts no process and changes nothing."""
     return Examination((*_versions(), *_backends(), _devices(), _memory(), _calibration(), *_caches()))
 
 
@@ -124,20 +124,20 @@ def _calibration() -> Finding:
 
 
 def _caches() -> list[Finding]:
-    """What is kept and not made again (docs/cache.md)."""
+    """The caches and their sizes (docs/cache.md)."""
     folder = cache_folder()
-    found = [_held(folder / kind) for kind in KINDS]
+    findings = [_contents_of(folder / kind) for kind in KINDS]
     if not caching_enabled():
-        return [Finding("cache", "off (AUTOPAR_CACHE=off): traces, plans and rules are made each time"), *found]
+        return [Finding("cache", "off (AUTOPAR_CACHE=off): traces, plans and rules are made each time"), *findings]
     paths = " ".join(shlex.quote(str(folder / kind)) for kind in KINDS)
     advice = f"may be deleted at any time (rm -r {paths}); AUTOPAR_CACHE=FOLDER moves it, AUTOPAR_CACHE=off ends it"
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
     if not os.access(nearest, os.W_OK):
-        return [Finding("cache", f"{folder}, which cannot be written to", True, "set AUTOPAR_CACHE=FOLDER"), *found]
-    return [Finding("cache", str(folder), True, advice), *found]
+        return [Finding("cache", f"{folder}, which cannot be written to", True, "set AUTOPAR_CACHE=FOLDER"), *findings]
+    return [Finding("cache", str(folder), True, advice), *findings]
 
 
-def _held(folder: Path) -> Finding:
+def _contents_of(folder: Path) -> Finding:
     sizes = []
     for file in folder.glob("*"):
         with contextlib.suppress(OSError):  # Another process deleted it meanwhile.

@@ -1,4 +1,4 @@
-"""``autopar plan --devices N``: the best layouts of a large model, compared with those somebody names."""
+"""``autopar plan --devices N``: the best layouts of a large model, compared with those that the user names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .arguments import Batch, load_target
 from .model_config import load_config, model_of
 from .output import Output
 
-# What plans by layouts have no use for, by the name of the option.
+# The options that do not apply to plans by layouts.
 _OF_MESHES = (
     "microbatches",
     "stages",
@@ -29,7 +29,7 @@ _OF_MESHES = (
     "pin",
 )
 _FILES = ("output", "html")
-# What plans with --mesh have no use for.
+# The options that do not apply to plans with --mesh.
 OF_LAYOUTS = ("batch", "sequence", "tokens", "compare")
 # Chosen: the length that GPT-3 was trained with (arXiv 2005.14165, section 2.3).
 DEFAULT_SEQUENCE = 2048
@@ -37,10 +37,10 @@ DEFAULT_SEQUENCE = 2048
 
 def plan_by_layouts(arguments: argparse.Namespace, output: Output) -> int:
     """Prints a :class:`autopar.layouts.report.LayoutReport`; returns the exit status."""
-    useless = [name for name in (*_OF_MESHES, *_FILES) if getattr(arguments, name) not in (None, [], "")]
-    useless += ["show"] * (arguments.show != "plan") + ["no-mesh-search"] * (not arguments.mesh_search)
-    if useless:
-        word = useless[0].replace("_", "-")
+    inapplicable = [name for name in (*_OF_MESHES, *_FILES) if getattr(arguments, name) not in (None, [], "")]
+    inapplicable += ["show"] * (arguments.show != "plan") + ["no-mesh-search"] * (not arguments.mesh_search)
+    if inapplicable:
+        word = inapplicable[0].replace("_", "-")
         raise OptionsError(
             f"--{word} is for plans with --mesh; with --devices layouts are searched (--compare names one)"
         )
@@ -54,7 +54,7 @@ def plan_by_layouts(arguments: argparse.Namespace, output: Output) -> int:
             devices=arguments.devices,
             global_batch=arguments.batch,
             tokens=arguments.tokens,
-            compare={f"given {i}" if len(compare) > 1 else "given": one for i, one in enumerate(compare, 1)},
+            compare={f"given {i}" if len(compare) > 1 else "given": layout for i, layout in enumerate(compare, 1)},
             precision=arguments.precision or "bf16",
             memory_limit=arguments.memory_limit,
             zero=arguments.zero,
@@ -78,21 +78,21 @@ def _load(arguments: argparse.Namespace) -> tuple[nn.Module, Batch]:
     return model, {"input_ids": ids, "labels": ids}
 
 
-def _sequence(config: Any, model: nn.Module, said: int | None) -> int:
-    """Tokens of a sample: those asked for, else :data:`DEFAULT_SEQUENCE`, or as many as the model has positions. Raises
-    :class:`OptionsError` for more than a table of positions has; rotary ones go on."""
-    most = getattr(config, "max_position_embeddings", None)
-    if not isinstance(most, int) or most < 1:
-        return said or DEFAULT_SEQUENCE
-    if said is not None and said > most and _has_table(model, most, config.vocab_size):
+def _sequence(config: Any, model: nn.Module, requested: int | None) -> int:
+    """Tokens of a sample: ``requested``, else :data:`DEFAULT_SEQUENCE`, or fewer if the model has fewer positions.
+    Raises :class:`OptionsError` for more than a table of positions has; rotary positions have no limit."""
+    positions = getattr(config, "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions < 1:
+        return requested or DEFAULT_SEQUENCE
+    if requested is not None and requested > positions and _has_table(model, positions, config.vocab_size):
         raise OptionsError(
-            f"--sequence {said}: the model has {most} positions (max_position_embeddings); raise them in the "
+            f"--sequence {requested}: the model has {positions} positions (max_position_embeddings); raise them in the "
             "configuration if it is to learn longer sequences"
         )
-    return said or min(DEFAULT_SEQUENCE, most)
+    return requested or min(DEFAULT_SEQUENCE, positions)
 
 
 def _has_table(model: nn.Module, positions: int, vocab: int) -> bool:
-    """Whether there is an embedding of so many positions, a few more where the first are for padding."""
+    """Whether the model has an embedding of so many positions, or of a few more where the first are for padding."""
     sizes = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
     return any(positions <= size <= positions + 2 for size in sizes - {vocab})

@@ -1,9 +1,9 @@
-"""The model that a ``config.json`` of transformers describes, made without running or fetching anything it names.
+"""Builds the model that a ``config.json`` of transformers describes, without running or fetching anything it names.
 
-The file is data from anywhere. transformers takes more from it than sizes: classes in repositories (``auto_map``),
-kernels to download (``attn_implementation``), weights of backbones. Here such fields are left out where the model is
-the same without them and refused where it is not, the network is closed while the model is made, and how much may be
-made is limited, so that a wrong number ends in a message.
+The file is untrusted. transformers takes more from it than sizes: classes in repositories (``auto_map``), kernels to
+download (``attn_implementation``), weights of backbones. Here such fields are left out if the model is the same without
+them and refused if it is not. The network is blocked while the model is built, and the size of the model is limited, so
+that a wrong number gives an error message.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from autopar.errors import OptionsError
 
 # Chosen: a config.json has some KB; a file of this size is something else.
-MOST_BYTES = 4 << 20
+MAX_BYTES = 4 << 20
 # Chosen: configurations nest a few levels, and Python's own recursion ends far above.
-MOST_NESTING = 20
+MAX_NESTING = 20
 # Chosen: above mixtures of experts in lists (61 layers of 256 experts of 5 modules: 78,000).
-MOST_MODULES = 200_000
-# What says where things come from, how weights are stored, or how text is generated: nothing a plan depends on.
+MAX_MODULES = 200_000
+# Fields about the origin of files, the storage of weights or the generation of text: no plan depends on them.
 LEFT_OUT = re.compile(
     r"auto_map|_?name_or_path|base_model_name_or_path|_commit_hash|custom_\w+|trust_remote_code|code_revision|revision"
     r"|configuration_files|quantization_config|compression_config|use_kernels|kernel_config|allow_all_kernels|gguf_file"
@@ -41,8 +41,9 @@ IMPLEMENTATIONS = {
 }
 # Fields that name a model to fetch.
 FETCHED = ("backbone", "use_timm_backbone", "use_pretrained_backbone", "backbone_checkpoint", "vision_tower_name")
-# The most that a number may be, by what its name says; the first that fits counts. Lists of parts are made one by one.
-MOST = (
+# The largest value of a number, by its name; the first pattern that matches counts. Lists of modules are built one by
+# one.
+LARGEST = (
     (re.compile(r"(^|_)ids?$|_token(_\w+)?$|theta|length|seed|initializer"), 1 << 62),
     (
         re.compile(
@@ -69,8 +70,8 @@ def load_config(path: Path) -> Any:
     kind = data.pop("model_type", None)
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise OptionsError(
-            f"{str(path)!r} is no configuration of a model that transformers has: its model_type is {kind!r}; for a "
-            "model with code of its own give file.py:function, which returns (model, batch)"
+            f"{str(path)!r} is not the configuration of a model that transformers has: its model_type is {kind!r}; for "
+            "a model with code of its own give file.py:function, which returns (model, batch)"
         )
     with _closed(path):
         try:
@@ -78,13 +79,13 @@ def load_config(path: Path) -> Any:
         except OptionsError:
             raise
         except Exception as error:
-            # Whatever a class of transformers makes of a field it does not expect.
-            raise OptionsError(f"{str(path)!r} is no configuration of a model: {first_line(error)}") from error
+            # A class of transformers may raise anything for a field that it does not expect.
+            raise OptionsError(f"{str(path)!r} is not the configuration of a model: {first_line(error)}") from error
 
 
 def model_of(config: Any, path: Path) -> nn.Module:
-    """The language model of a configuration, on the meta device in bf16: one that predicts the next token, or with an
-    encoder and a decoder. Raises :class:`OptionsError`."""
+    """The language model of a configuration, on the meta device in bf16: one that predicts the next token, or one with
+    an encoder and a decoder. Raises :class:`OptionsError`."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     kind: Any = AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False) else AutoModelForCausalLM
@@ -95,8 +96,8 @@ def model_of(config: Any, path: Path) -> nn.Module:
         raise
     except Exception as error:
         raise OptionsError(
-            f"transformers makes no language model of {str(path)!r}: {first_line(error)}; for any other model give "
-            "file.py:function, which returns (model, batch)"
+            f"transformers cannot build a language model from {str(path)!r}: {first_line(error)}; for any other model "
+            "give file.py:function, which returns (model, batch)"
         ) from error
     return model
 
@@ -106,27 +107,27 @@ def _read(path: Path) -> dict[str, Any]:
         raise OptionsError(f"there is no file {str(path)!r}")
     try:
         with path.open("rb") as file:
-            text = file.read(MOST_BYTES + 1)
-        data = json.loads(text) if len(text) <= MOST_BYTES else None
+            text = file.read(MAX_BYTES + 1)
+        data = json.loads(text) if len(text) <= MAX_BYTES else None
     except (OSError, ValueError, RecursionError) as error:
-        raise OptionsError(f"{str(path)!r} is no configuration of a model: {first_line(error)}") from error
+        raise OptionsError(f"{str(path)!r} is not the configuration of a model: {first_line(error)}") from error
     if not isinstance(data, dict):
-        raise OptionsError(f"{str(path)!r} is no configuration of a model: not a JSON object of at most 4 MiB")
+        raise OptionsError(f"{str(path)!r} is not the configuration of a model: not a JSON object of at most 4 MiB")
     return data
 
 
 def cleaned(data: Any, path: Path, key: str = "", depth: int = 0) -> Any:
-    """``data`` without what is left out. Raises :class:`OptionsError`, naming the field, for what would be fetched, and
-    for numbers that no model has."""
-    if depth > MOST_NESTING:
-        raise OptionsError(f"{str(path)!r} is no configuration of a model: {key!r} is nested too deeply")
+    """``data`` without the fields that :data:`LEFT_OUT` matches. Raises :class:`OptionsError`, naming the field, for
+    what would be fetched, and for numbers that no model has."""
+    if depth > MAX_NESTING:
+        raise OptionsError(f"{str(path)!r} is not the configuration of a model: {key!r} is nested too deeply")
     if isinstance(data, dict):
-        found = {}
+        fields = {}
         for name, value in data.items():
             _check_fetched(name, value, path)
             if not LEFT_OUT.fullmatch(name):
-                found[name] = cleaned(value, path, name, depth + 1)
-        return found
+                fields[name] = cleaned(value, path, name, depth + 1)
+        return fields
     if isinstance(data, list):
         return [cleaned(item, path, key, depth + 1) for item in data]
     if isinstance(data, (int, float)) and not isinstance(data, bool):
@@ -140,18 +141,18 @@ def _check_fetched(name: str, value: Any, path: Path) -> None:
     named = list(value.values()) if isinstance(value, dict) else [value]
     if allowed and not all(item is None or (isinstance(item, str) and item in allowed) for item in named):
         raise OptionsError(
-            f"{str(path)!r}: {name!r} is {value!r}, which names code outside of torch; a file may not. Leave it out, "
-            f"or write one of {', '.join(allowed)}"
+            f"{str(path)!r}: {name!r} is {value!r}, which names code outside of torch, as a file may not. Leave it "
+            f"out, or write one of {', '.join(allowed)}"
         )
     if name in FETCHED and value:
         raise OptionsError(
-            f"{str(path)!r}: {name!r} is {value!r}, a model to be fetched; a file may not. Give file.py:function, "
-            "which returns (model, batch)"
+            f"{str(path)!r}: {name!r} is {value!r}, a model to be fetched, which a file may not name. Give "
+            "file.py:function, which returns (model, batch)"
         )
 
 
 def _check_number(name: str, value: float, path: Path) -> None:
-    most = next((most for pattern, most in MOST if pattern.search(name)), 1 << 62)
+    most = next((most for pattern, most in LARGEST if pattern.search(name)), 1 << 62)
     least = 0 if _SIZES.search(name) and name not in _UNDEFINED else -(1 << 62)
     if not least <= value <= most:
         raise OptionsError(
@@ -161,14 +162,14 @@ def _check_number(name: str, value: float, path: Path) -> None:
 
 @contextmanager
 def _few_modules(path: Path) -> Iterator[None]:
-    """Ends the making of a model that has too many parts, whichever numbers say so."""
+    """Stops building a model that has too many modules, whichever numbers cause them."""
     count = 0
 
     def counted(module: nn.Module, name: str, part: nn.Module | None) -> None:
         nonlocal count
         count += 1
-        if count > MOST_MODULES:
-            raise OptionsError(f"{str(path)!r}: the model has more than {MOST_MODULES} modules; check its numbers")
+        if count > MAX_MODULES:
+            raise OptionsError(f"{str(path)!r}: the model has more than {MAX_MODULES} modules; check its numbers")
 
     handle = register_module_module_registration_hook(counted)
     try:
@@ -184,14 +185,14 @@ _HOOKED: list[bool] = []
 
 def _refuse_network(event: str, arguments: tuple[Any, ...]) -> None:
     if event in _NETWORK and _CLOSED.get():
-        raise OptionsError(f"{_CLOSED.get()!r} describes a model of which parts would be fetched; a file may not")
+        raise OptionsError(f"{_CLOSED.get()!r} describes a model with parts to be fetched, which a file may not")
 
 
 @contextmanager
 def _closed(path: Path) -> Iterator[None]:
-    """Refuses connections while it lasts: what the checks of fields do not know of ends here."""
+    """Refuses connections inside the ``with`` block, for what the checks of fields miss."""
     if not _HOOKED:
-        # Hooks cannot be removed again, but outside of this context ours does nothing.
+        # Audit hooks cannot be removed, but outside of this context ours does nothing.
         sys.addaudithook(_refuse_network)
         _HOOKED.append(True)
     token = _CLOSED.set(str(path))
@@ -202,5 +203,5 @@ def _closed(path: Path) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says first; some go on to list every class there is."""
+    """The first line of an error's message; some messages go on to list every class of transformers."""
     return (f"{type(error).__name__}: {error}".splitlines() or [""])[0].rstrip(".")[:300]

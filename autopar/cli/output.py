@@ -1,4 +1,4 @@
-"""What a command says: JSON for programs, text for people, progress on a terminal only."""
+"""The output of a command: JSON for programs, text for people, progress on a terminal only."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 
 def jsonable(value: Any) -> Json:
-    """``value`` as plain JSON: dataclasses by field, objects with ``to_json`` by that, placements as short
-    strings, numbers that JSON lacks (infinity, not-a-number) as null."""
+    """``value`` as plain JSON: dataclasses by field, objects with a ``to_json`` method through it, placements as
+    short strings, numbers that JSON lacks (infinity, not-a-number) as null."""
     match value:
         case None | bool() | int() | str():
             return value
@@ -55,7 +55,7 @@ def _object_jsonable(value: Any) -> Json:
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """Where a command's result goes: with ``json`` one JSON document, else text.
+    """Prints a command's result: with ``json`` one JSON document, else text.
 
     Results go to standard output; progress and errors to standard error, so that output can be piped.
     """
@@ -63,20 +63,20 @@ class Output:
     json: bool = False
 
     def result(self, text: object, data: object) -> None:
-        """Prints ``data`` as JSON, or else ``text`` exactly as it reads: tables keep their columns."""
+        """Prints ``data`` as JSON, or else ``text`` unchanged, so that tables keep their columns."""
         if self.json:
             print(json.dumps(jsonable(data), indent=2))
         else:
             print(str(text).rstrip("\n"))
 
     def error(self, message: str, kind: str) -> None:
-        """One clear message; with ``json`` also as a document, so that a program need not read prose."""
+        """Prints an error message; with ``json`` also as a document, so that a program need not parse text."""
         if self.json:
             print(json.dumps({"error": message, "kind": kind}, indent=2))
         print(f"autopar: {message}", file=sys.stderr)
 
     def note(self, message: str) -> None:
-        """A remark to people, beside the result."""
+        """Prints a remark for people to standard error, in addition to the result."""
         print(message, file=sys.stderr)
 
     @contextlib.contextmanager

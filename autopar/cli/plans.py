@@ -1,4 +1,4 @@
-"""Plans as commands read, make, show and write them."""
+"""Reads, makes, shows and writes plans for commands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TABLES = ("module", "kind", "op", "rule", "phase", "collective", "stage")
 
 
 def read_plan(path: str) -> Plan:
-    """A plan in either of its forms, whatever the file is called."""
+    """Reads a plan in either of its forms, whatever the file's name. Raises :class:`OptionsError`."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         return Plan.from_text(text) if text.startswith("autopar plan") else Plan.from_json(text)
@@ -37,29 +37,29 @@ def make_plan(arguments: argparse.Namespace, output: Output) -> Plan:
 
 
 def describe(model: nn.Module) -> str:
-    """A model by its class and size."""
+    """The class and size of a model, for messages."""
     count = sum(parameter.numel() for parameter in model.parameters())
     return f"{type(model).__name__} ({count / 1e6:,.1f}M parameters)"
 
 
-def write_files(made: Plan, arguments: argparse.Namespace) -> None:
-    """What ``--output`` and ``--html`` ask for."""
+def write_files(plan: Plan, arguments: argparse.Namespace) -> None:
+    """Writes the files that ``--output`` and ``--html`` ask for."""
     if arguments.output:
         path = Path(arguments.output)
-        write(path, made.to_json() if path.suffix == ".json" else made.to_text())
+        write(path, plan.to_json() if path.suffix == ".json" else plan.to_text())
     if arguments.html:
-        made.to_html(arguments.html)
+        plan.to_html(arguments.html)
 
 
-def view(made: Plan, what: str) -> object:
-    """The plan as a whole, as a tree, or a table of it."""
-    if what in TABLES:
-        return made.table(by=what)
-    return made.tree() if what == "tree" else made
+def view(plan: Plan, form: str) -> object:
+    """The whole plan, its tree, or a table of it."""
+    if form in TABLES:
+        return plan.table(by=form)
+    return plan.tree() if form == "tree" else plan
 
 
 def write(path: Path, text: str) -> None:
-    """Raises :class:`OptionsError` if it cannot be written."""
+    """Writes ``text`` to ``path``. Raises :class:`OptionsError` if it cannot be written."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

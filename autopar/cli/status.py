@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-# Well; a check failed (gradients differ, a script failed, plans differ); bad usage, or what autopar raises on purpose.
+# Success; a check failed (gradients differ, a script failed, plans differ); bad usage, or an error of autopar's own.
 OK, FAILED, USAGE = 0, 1, 2

@@ -238,8 +238,8 @@ def test_pins_that_cannot_be_met(pins: dict[str, str], message: str) -> None:
         ({"seed": 0.5}, "seed=0.5 is not a seed: a whole number"),
         ({"seed": True}, "seed=True is not a seed"),
         ({"seed": 2**64}, f"seed={2**64} is not a seed"),
-        ({"pins": ["a"]}, r"pins=\['a'\] is no dict of texts"),
-        ({"pins": {"a": 1}}, "is no dict of texts"),
+        ({"pins": ["a"]}, r"pins=\['a'\] is not a dict of strings"),
+        ({"pins": {"a": 1}}, "is not a dict of strings"),
     ],
 )
 def test_options_that_are_refused(change: dict[str, Any], message: str) -> None:

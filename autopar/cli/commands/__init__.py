@@ -1,6 +1,6 @@
-"""The commands, one a file: its name is the command's, its docstring what ``--help`` says.
+"""The commands, one in each file: the file's name is that of the command, its docstring is the text of ``--help``.
 
-Each is a thin shell over the library call of the same name. A new command is a new file.
+Each is a thin wrapper of the library call of the same name. A new command is a new file.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _FIRST = ("plan", "show", "explain", "diff", "verify", "run", "calibrate", "doct
 
 
 class Command(Protocol):
-    """What the module of a command has."""
+    """The interface of a command's module."""
 
     __name__: str
     __doc__: str | None
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """The command's arguments; ``--json`` is there already."""
+        """Adds the command's arguments; ``--json`` is already added."""
 
     def run(self, arguments: argparse.Namespace, output: Output) -> int:
         """Runs the command; returns its exit status."""

@@ -17,7 +17,7 @@ BENCHMARKS = ("planning", "step_time")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Adds the command's arguments."""
     parser.add_argument("name", nargs="?", choices=(*BENCHMARKS, "all"), default="all")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="handed to the benchmark")
 

@@ -16,7 +16,7 @@ from autopar.errors import OptionsError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Adds the command's arguments."""
     parser.add_argument("--nproc", type=checked(positive), default=4, help="processes to measure with (4)")
     parser.add_argument("--seconds", type=float, default=40.0, help="how long to measure, about (40)")
     parser.add_argument("--output", metavar="FILE", help="where the description goes; default the cache of this user")
@@ -30,18 +30,18 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     target = Path(arguments.output or local_file())
     if arguments.if_missing and target.is_file():
         output.note(f"calibrated already, in {target}; leave out --if-missing to measure again")
-        found = Cluster.get(arguments.output or "local")
+        cluster = Cluster.get(arguments.output or "local")
     else:
         with output.progress(f"measuring compute and collectives on {arguments.nproc} processes"):
-            found = calibrate_machine(arguments.nproc, arguments.seconds, arguments.output)
-    output.result(found, found)
+            cluster = calibrate_machine(arguments.nproc, arguments.seconds, arguments.output)
+    output.result(cluster, cluster)
     return OK
 
 
 def _calibrate_job(arguments: argparse.Namespace, output: Output) -> int:
     if arguments.if_missing:
         raise OptionsError("--if-missing is for one machine: hosts of a job need not have the same files")
-    found = calibrate_job(arguments.output, arguments.seconds)
+    cluster = calibrate_job(arguments.output, arguments.seconds)
     if os.environ["RANK"] == "0":
-        output.result(f"{found}\nwritten to {arguments.output or local_file(found.name)}", found)
+        output.result(f"{cluster}\nwritten to {arguments.output or local_file(cluster.name)}", cluster)
     return OK

@@ -10,7 +10,7 @@ from autopar.cli.status import FAILED, OK
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Adds the command's arguments."""
     parser.add_argument("first", metavar="FIRST", help="a plan written by `autopar plan --output`")
     parser.add_argument("second", metavar="SECOND", help="another")
 
@@ -18,6 +18,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, output: Output) -> int:
     """Runs the command; returns its exit status."""
     first, second = read_plan(arguments.first), read_plan(arguments.second)
-    found = first.diff(second)
-    output.result(found, {"same": found.same, "diff": found, "text": str(found)})
-    return OK if found.same else FAILED
+    difference = first.diff(second)
+    output.result(difference, {"same": difference.same, "diff": difference, "text": str(difference)})
+    return OK if difference.same else FAILED

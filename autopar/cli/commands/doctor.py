@@ -10,7 +10,7 @@ from autopar.cli.status import FAILED, OK
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Adds the command's arguments: none."""
 
 
 def run(arguments: argparse.Namespace, output: Output) -> int:

@@ -15,7 +15,7 @@ from autopar.plans.timeline import step_timeline
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Adds the command's arguments."""
     parser.add_argument("target", help=f"a plan written by `autopar plan --output`, or {TARGET_HELP}")
     parser.add_argument("name", nargs="?", help="parameter or module path, such as model.layers.0.mlp.up_proj.weight")
     parser.add_argument(
@@ -29,18 +29,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, output: Output) -> int:
     """Runs the command; returns its exit status."""
     if ":" not in arguments.target or Path(arguments.target).is_file():
-        found = read_plan(arguments.target)
+        plan = read_plan(arguments.target)
     elif arguments.mesh is None:
         raise OptionsError("to plan the model first, give --mesh (or name a plan written by `autopar plan --output`)")
     else:
-        found = make_plan(arguments, output)
+        plan = make_plan(arguments, output)
     if arguments.timeline:
-        write(Path(arguments.timeline), json.dumps(step_timeline(found).to_chrome_trace(), allow_nan=False) + "\n")
+        write(Path(arguments.timeline), json.dumps(step_timeline(plan).to_chrome_trace(), allow_nan=False) + "\n")
     if arguments.name is None:
         if not arguments.timeline:
             raise OptionsError("name a parameter or module to explain, or a file for --timeline")
         output.result(f"timeline written to {arguments.timeline}", {"timeline": arguments.timeline})
         return OK
-    reason = found.why(arguments.name)
+    reason = plan.why(arguments.name)
     output.result(reason, {"name": arguments.name, "why": reason, "text": str(reason)})
     return OK

@@ -15,7 +15,7 @@ from autopar.options import CHOICES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Adds the command's arguments."""
     parser.add_argument("target", help=f"{TARGET_HELP}; {CONFIG_HELP}")
     parser.add_argument("--meta", action="store_true", help="build the model on the meta device: takes no memory")
     parser.add_argument(
@@ -51,14 +51,14 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
                 f"--{name} {getattr(arguments, name)} is for layouts, with --devices; with --mesh one of "
                 f"{', '.join(map(str, CHOICES[name]))}"
             )
-    made = make_plan(arguments, output)
-    write_files(made, arguments)
-    output.result(view(made, arguments.show), made)
+    plan = make_plan(arguments, output)
+    write_files(plan, arguments)
+    output.result(view(plan, arguments.show), plan)
     return OK
 
 
 def _add_layouts(parser: argparse.ArgumentParser) -> None:
-    """The options of planning by layouts, which ``--devices`` asks for."""
+    """Adds the options of planning by layouts (``--devices``)."""
     text = "with --devices instead of --mesh: the best of all layouts of a large model, equal layers traced once"
     group = parser.add_argument_group("layouts", text)
     group.add_argument(

@@ -18,7 +18,7 @@ from autopar.errors import OptionsError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Adds the command's arguments."""
     parser.add_argument("--nproc", type=checked(positive), default=_processes_here(), help="processes on this host")
     parser.add_argument("--nnodes", default="1", help="number of hosts, or MIN:MAX")
     parser.add_argument("--rendezvous", metavar="HOST:PORT", help="where several hosts meet")
@@ -60,8 +60,8 @@ def _launcher_options(arguments: argparse.Namespace) -> list[str]:
 
 
 def _launch_environment() -> dict[str, str]:
-    """One thread per process unless asked otherwise, and a store of its own for every restart: gloo
-    reconnects badly on the launcher's."""
+    """One thread per process unless the user's environment says otherwise, and a new store for every restart: gloo does
+    not reconnect reliably on the launcher's."""
     defaults = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return {**defaults, **os.environ}
 

@@ -10,7 +10,7 @@ from autopar.cli.status import OK
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Adds the command's arguments."""
     parser.add_argument("plan", metavar="PLAN", help="a plan written by `autopar plan --output`")
     parser.add_argument(
         "--by",
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, output: Output) -> int:
     """Runs the command; returns its exit status."""
-    found = read_plan(arguments.plan)
-    write_files(found, arguments)
-    output.result(view(found, arguments.by), found)
+    plan = read_plan(arguments.plan)
+    write_files(plan, arguments)
+    output.result(view(plan, arguments.by), plan)
     return OK

@@ -12,7 +12,7 @@ from autopar.verification.verify import verify as verify_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Adds the command's arguments."""
     parser.add_argument("target", help=TARGET_HELP)
     parser.add_argument("--plan", metavar="PLAN", help="the plan to check, written by `autopar plan --output`")
     parser.add_argument(
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, output: Output) -> int:
     """Runs the command; returns its exit status."""
     options = options_from(arguments)
-    chosen = read_plan(arguments.plan) if arguments.plan else None
+    plan = read_plan(arguments.plan) if arguments.plan else None
     model, batch = load_target(arguments.target)
     with output.progress(f"verifying {describe(model)} on {arguments.mesh}"):
         report = verify_model(
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
             batch,
             options=options,
             cluster=arguments.cluster,
-            plan=chosen,
+            plan=plan,
             steps=arguments.steps,
             timeout=arguments.timeout,
         )
