@@ -1,4 +1,4 @@
-"""Whether a cluster has what a layout asks for: devices, a dtype, host memory."""
+"""Checks that a cluster has what a layout needs: devices, a dtype, host memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .precision import DTYPES
 
 
 def check_hardware(layout: Layout, cluster: Cluster) -> None:
-    """Raises :class:`OptionsError` for what the cluster does not have."""
+    """Raises :class:`OptionsError` if the cluster lacks devices, host memory or fp8 products."""
     if cluster.size is not None and layout.devices > cluster.size:
         raise OptionsError(f"{layout} takes {layout.devices} devices; {cluster.name} has {cluster.size}")
     device = cluster.device
@@ -26,13 +26,13 @@ def check_hardware(layout: Layout, cluster: Cluster) -> None:
         )
     if layout.precision == "fp8" and not device.has_rate(DTYPES["fp8"]):
         raise OptionsError(
-            f"Layout(precision='fp8'): a {device.name} has no products in fp8: its peak_flops are of "
+            f"Layout(precision='fp8'): a {device.name} has no fp8 products: its peak_flops are of "
             f"{', '.join(device.peak_flops)}"
         )
 
 
 def notes_on(layout: Layout, cluster: Cluster) -> tuple[str, ...]:
-    """What of a price follows from what the cluster's description leaves out: a rate of products."""
+    """Which parts of a price are assumed because the cluster's description omits a rate of products."""
     rates = cluster.device.peak_flops
     if cluster.device.has_rate(DTYPES[layout.precision]):
         return ()
@@ -44,13 +44,13 @@ def notes_on(layout: Layout, cluster: Cluster) -> tuple[str, ...]:
 
 
 def check_offloaded(held: Iterable[Held], layout: Layout, cluster: Cluster) -> None:
-    """Raises :class:`OptionsError` if what is offloaded is more than the host has room for."""
-    most, room = max(one.offloaded for one in held), usable_host_bytes(cluster)
+    """Raises :class:`OptionsError` if the host has no room for the offloaded bytes."""
+    most, room = max(rank.offloaded for rank in held), usable_host_bytes(cluster)
     if most > room:
         states = "optimizer states" if layout.offload else ""
-        kept = f"what {layout.offload_layers} layers keep" if layout.offload_layers else ""
+        activations = f"the saved activations of {layout.offload_layers} layers" if layout.offload_layers else ""
         works = "divide them by zero=1 and more data ranks, or take more stages" if states else "take fewer of them"
         raise OptionsError(
-            f"{layout}: {' and '.join(filter(None, (states, kept)))} of {most} bytes do not fit into a device's share "
-            f"of the host's memory, of which {room} bytes may be used; {works}"
+            f"{layout}: {' and '.join(filter(None, (states, activations)))} of {most} bytes do not fit into a device's "
+            f"share of the host's memory, of which {room} bytes may be used; {works}"
         )

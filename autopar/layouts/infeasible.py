@@ -1,4 +1,5 @@
-"""What to say where no layout can be had, or none fits: what would, found by the same search."""
+"""Error messages where no layout divides the model or none fits: they name layouts that would, found by the same
+search."""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ from .price import Priced, Quick
 from .space import PLANNED, Space, candidates
 from .trials import LayoutSearch, node_size
 
-# How many times as many devices are tried where nothing fits.
+# Multiples of the number of devices that are tried where nothing fits.
 # Chosen: doubling ends soon, and nobody has more than 256 times as many at hand.
 FACTORS = (2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def nothing_divides(search: LayoutSearch, devices: int) -> str:
-    """Why no layout can even be priced: the batch, or what the first one was refused for."""
+    """Why no layout can be priced: the batch, or the error of the first layout."""
     model, cluster, batch = search.model, search.cluster, search.batch
     layers, node = len(model.depth.priced_as), node_size(cluster, devices)
     first = next(candidates(devices, batch, layers, node, model.experts, search.like, search.space), None)
@@ -28,7 +29,7 @@ def nothing_divides(search: LayoutSearch, devices: int) -> str:
         try:
             model.price(first, cluster, batch)
         except OptionsError as error:
-            return f"no layout of {devices} devices can be had: {error}"
+            return f"no layout of {devices} devices is possible: {error}"
     works = math.ceil(batch / devices) * devices
     return (
         f"a batch of {batch} does not divide among the data ranks of any layout of {devices} devices whose stages have "
@@ -37,43 +38,44 @@ def nothing_divides(search: LayoutSearch, devices: int) -> str:
 
 
 def nothing_fits(search: LayoutSearch, devices: int, tried: Sequence[Quick]) -> str:
-    """What would fit. Each piece of advice was tried by the same search, so following it gives what it says."""
+    """What would fit. The same search tried each piece of advice, so it holds."""
     leanest = _leanest(search, tried)
     allowed = search.limit or leanest.limit
-    said = [
+    sentences = [
         f"no layout fits into {size(allowed)} ({allowed} bytes) per device: the leanest, {leanest.layout}, takes "
         f"{size(leanest.peak)} ({leanest.peak} bytes)"
     ]
-    fixed = [one.name for one in fields(Space) if getattr(search.space, one.name) != getattr(PLANNED, one.name)]
+    names = [field.name for field in fields(Space)]
+    fixed = [name for name in names if getattr(search.space, name) != getattr(PLANNED, name)]
     if fixed and (freed := search.tried(devices, PLANNED)):
-        said.append(f"With {' and '.join(fixed)} left out: {_verdict(search, freed)}")
-    return ". ".join([*said, *_more_devices(search, devices)])
+        sentences.append(f"With {' and '.join(fixed)} left out: {_verdict(search, freed)}")
+    return ". ".join([*sentences, *_more_devices(search, devices)])
 
 
 def _more_devices(search: LayoutSearch, devices: int) -> Iterator[str]:
-    """The least number of devices with which something fits, all else as it was asked for; no more are tried once twice
-    as many need no less memory each."""
-    for what, like, factors in _elsewhere(search):
+    """The least number of devices with which a layout fits, everything else unchanged. Stops once more devices need no
+    less memory each."""
+    for offloaded, like, factors in _state_locations(search):
         least: float = math.inf
         for factor in factors:
             tried = search.tried(devices * factor, like=like)
-            if found := search.quickest(tried):
-                yield f"With {devices * factor} devices{what}: {_which_fits(found[0])}"
+            if fitting := search.quickest(tried):
+                yield f"With {devices * factor} devices{offloaded}: {_which_fits(fitting[0])}"
                 break
-            peak = min((one.peak for one in tried), default=math.inf)
+            peak = min((quick.peak for quick in tried), default=math.inf)
             if least <= peak and least < math.inf:
                 break
             least = peak
 
 
 def _leanest(search: LayoutSearch, tried: Sequence[Quick]) -> Quick:
-    return min(tried, key=lambda one: one.peak - (search.limit or one.limit))
+    return min(tried, key=lambda quick: quick.peak - (search.limit or quick.limit))
 
 
 def _verdict(search: LayoutSearch, tried: Sequence[Quick]) -> str:
-    """Of the quickest layout that fits, else of the leanest."""
-    if found := search.quickest(tried):
-        return _which_fits(found[0])
+    """Describes the quickest layout that fits, else the leanest."""
+    if fitting := search.quickest(tried):
+        return _which_fits(fitting[0])
     leanest = _leanest(search, tried)
     return f"{_takes(leanest.peak, leanest.layout)}, which does not fit either"
 
@@ -86,8 +88,9 @@ def _takes(peak: int, layout: Layout) -> str:
     return f"{size(peak)} ({peak} bytes) as {layout}"
 
 
-def _elsewhere(search: LayoutSearch) -> Iterator[tuple[str, Layout, Sequence[int]]]:
-    """Where optimizer states may rest, and how many times as many devices are tried."""
+def _state_locations(search: LayoutSearch) -> Iterator[tuple[str, Layout, Sequence[int]]]:
+    """Where optimizer states may rest: words for it, the layout's fields, and the multiples of devices that are
+    tried."""
     yield "", search.like, FACTORS
     if search.cluster.device.has_host and not search.like.offload:
         offloaded = " and optimizer states offloaded to the host (offload=True)"

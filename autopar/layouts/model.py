@@ -1,4 +1,4 @@
-"""A model ready to be priced under layouts: traced once, short, with what was placed and priced remembered."""
+"""A model traced once, with few layers, to be priced under many layouts; placements and prices are cached."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from .price import Priced, price_sections
 
 @dataclass(frozen=True, eq=False)
 class LayoutModel:
-    """See the module docstring; ``batch`` is the global batch that layouts divide, ``modules`` the paths of all."""
+    """See the module docstring. ``batch``: the global batch that layouts divide; ``modules``: the paths of all
+    modules."""
 
     prepared: Prepared
     depth: Depth
@@ -42,7 +43,8 @@ class LayoutModel:
 
     @staticmethod
     def of(model: nn.Module, batch: Batch, loss_fn: Callable[..., torch.Tensor] | None = None) -> LayoutModel:
-        """``model`` traced with three layers of each kind at work if these tell of all. Raises :class:`TraceError`."""
+        """Traces ``model`` with three layers of each kind if these can represent the others. Raises
+        :class:`TraceError`."""
         args, kwargs = split_batch(batch)
         prepared, depth = traced_short(
             model, lambda: prepare(model, args, kwargs, device="cpu", loss_fn=loss_fn, training=True), _needed_whole
@@ -57,7 +59,8 @@ class LayoutModel:
 
     @property
     def experts(self) -> int:
-        """How many experts the blocks of the model have (of several numbers what divides all); 0: there are none."""
+        """How many experts the model's blocks have (the greatest common divisor of several numbers); 0 without
+        blocks."""
         return math.gcd(*expert_counts(self.prepared.graph))
 
     @property
@@ -65,7 +68,7 @@ class LayoutModel:
         return tuple(self._placed.values())
 
     def sections(self, layout: Layout, cluster: Cluster, batch: int | None = None) -> Sections:
-        """What one microbatch of a global batch costs under ``layout``."""
+        """The priced sections of one microbatch of a global batch under ``layout``."""
         balanced, retained = layout.context_load_balancing, layout.retained_inputs
         priced_by = (layout.eager, layout.precision, layout.cuda_graphs, balanced, retained, layout.recomputed)
         key = (*self._key(layout, cluster), *priced_by)
@@ -73,7 +76,7 @@ class LayoutModel:
             check_represented(self.modules, self.depth, layout)
             check_recomputed(self.prepared.graph, layout)
             self._sections[key] = section_costs(self.placed(layout, cluster), self.depth, layout)
-        # Products add nothing to the gradients of a single microbatch, as where operations of their own do it.
+        # With a single microbatch nothing is accumulated: products write their own gradients, as without fusion.
         is_single = (batch or self.batch) <= layout.data * layout.microbatch
         is_fused = layout.gradient_accumulation_fusion and not is_single
         layout = replace(layout, gradient_accumulation_fusion=is_fused)
@@ -84,7 +87,7 @@ class LayoutModel:
 
     @staticmethod
     def _key(layout: Layout, cluster: Cluster) -> tuple[object, ...]:
-        """What placements depend on."""
+        """Everything that placements depend on."""
         degrees = (layout.tensor, layout.context, layout.microbatch, layout.sequence_parallel, layout.operands)
         return *degrees, layout.separate_dgrad_reductions, layout.replicated, layout.hides_input_gradients, cluster
 
@@ -98,7 +101,7 @@ class LayoutModel:
 
 
 def _needed_whole(prepared: Prepared, depth: Depth) -> list[str]:
-    """The lists of layers of which every layer must be traced."""
+    """The lists of layers that must be traced in full."""
     graph, loss = prepared.traced.graph, prepared.loss
     return [path for path, kinds in depth.kinds.items() if read_by_others(graph, loss, path, kinds)]
 
@@ -112,20 +115,20 @@ def price(
     options: Options | None = None,
     loss_fn: Callable[..., torch.Tensor] | None = None,
 ) -> Priced:
-    """What a step of ``model`` on global batches like ``batch`` takes under a layout chosen by hand, and whether it
-    fits: the prices, placements and schedules are those that planning uses. A model in another dtype than the layout's
-    precision is priced as converted to it.
+    """Prices a step of ``model`` on global batches like ``batch`` under a layout chosen by hand, and says whether it
+    fits. Prices, placements and schedules are those that planning uses. A model in another dtype than the layout's
+    precision is priced as if converted to it.
 
     Args:
         cluster: the hardware: a name, a file or a :class:`Cluster`.
-        options: ``memory_limit``, what tensors may take, and nothing else; default the device's memory less its
-            ``reserve_bytes`` and what fragmentation loses of it.
+        options: ``memory_limit``, the bytes that tensors may take, and nothing else; default the device's memory less
+            its ``reserve_bytes`` and what fragmentation loses of it.
         loss_fn: as for :func:`autopar.plan`.
 
     Raises:
         TraceError: the model cannot be captured.
-        OptionsError: layers, batch, sequence, heads or devices do not divide so, there is no such module, or options
-            ask for what the layout says.
+        OptionsError: layers, batch, sequence, heads or devices cannot be divided so, there is no such module, or
+            options set a field of the layout.
     """
     if not isinstance(layout, Layout):
         raise OptionsError(f"layout={layout!r}: give an autopar.Layout, such as Layout(tensor=2, data=4)")
@@ -137,13 +140,13 @@ def price(
 
 
 def _limit_of(options: Options) -> int | None:
-    """The memory limit. Raises :class:`OptionsError` for options that would be passed over."""
-    defaults, names = Options(), {known.name for known in fields(Layout)}
+    """The memory limit. Raises :class:`OptionsError` for options that would be ignored."""
+    defaults, names = Options(), {option.name for option in fields(Layout)}
     for name in (option.name for option in fields(Options)):
         value = getattr(options, name)
         if name != "memory_limit" and value != getattr(defaults, name):
             works = f"write layout=Layout({name}={value!r})" if name in names else "leave it out"
             raise OptionsError(
-                f"price(options=Options({name}={value!r})): of options only memory_limit counts; {works}"
+                f"price(options=Options({name}={value!r})): of the options only memory_limit is used; {works}"
             )
     return options.memory_limit

@@ -1,4 +1,4 @@
-"""A model and its batch as mixed precision computes them: whatever dtype they are in, in that of the layout."""
+"""Converts a model and its batch to the dtype of a layout's precision, without using memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from autopar.api import Batch, split_batch
 from autopar.errors import OptionsError
 
-# What products with weights are computed in.
+# The dtype of products with weights.
 DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -26,29 +26,29 @@ def dtype_of(precision: str) -> torch.dtype:
 
 
 def computed_in(model: nn.Module, batch: Batch, dtype: torch.dtype) -> tuple[nn.Module, Batch]:
-    """A copy of the model's modules whose parameters are of ``dtype`` and take no memory; buffers and inputs of a dtype
-    that was converted are converted too. The model itself where nothing differs. Raises :class:`OptionsError` for a
-    model that cannot be copied."""
-    converted = {p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype != dtype}
-    if not converted:
+    """A copy of the model's modules whose parameters are of ``dtype`` and take no memory. Buffers and inputs that have
+    a converted dtype are converted too. Returns the model itself if nothing differs. Raises :class:`OptionsError` for
+    a model that cannot be copied."""
+    old_dtypes = {p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype != dtype}
+    if not old_dtypes:
         return model, batch
-    known: dict[int, Any] = {id(buffer): _as(buffer, converted, dtype) for buffer in model.buffers()}
+    converted: dict[int, Any] = {id(buffer): _as(buffer, old_dtypes, dtype) for buffer in model.buffers()}
     for parameter in model.parameters():
         kind = dtype if parameter.is_floating_point() else parameter.dtype
         empty = torch.empty_like(parameter, dtype=kind, device="meta")
-        known[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        converted[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     args, kwargs = split_batch(batch)
-    named = {name: _as(value, converted, dtype) for name, value in kwargs.items()}
-    return _copied(model, known, dtype), named or tuple(_as(value, converted, dtype) for value in args)
+    named = {name: _as(value, old_dtypes, dtype) for name, value in kwargs.items()}
+    return _copied(model, converted, dtype), named or tuple(_as(value, old_dtypes, dtype) for value in args)
 
 
-def _copied(model: nn.Module, known: dict[int, Any], dtype: torch.dtype) -> nn.Module:
-    """A copy of the model with what is ``known`` in its place."""
+def _copied(model: nn.Module, converted: dict[int, Any], dtype: torch.dtype) -> nn.Module:
+    """A copy of the model with its tensors replaced by ``converted``, by the id of the original."""
     try:
-        return copy.deepcopy(model, known)
-    except Exception as error:  # Whatever the parts of a model raise.
+        return copy.deepcopy(model, converted)
+    except Exception as error:  # The parts of a model may raise anything.
         raise OptionsError(
-            f"{type(model).__name__} is to be priced in {dtype}, and cannot be copied to be converted "
+            f"{type(model).__name__} must be priced in {dtype}, but cannot be copied to be converted "
             f"({type(error).__name__}: {error}); convert it before (model.to({dtype}), with inputs to match), or take "
             "the precision that it is in"
         ) from error

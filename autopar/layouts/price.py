@@ -19,10 +19,12 @@ from .precision import DTYPES
 
 @dataclass(frozen=True)
 class Priced:
-    """A layout and what it was priced at: ``predicted`` as of a plan, its bytes those of the fullest pipeline rank;
-    ``held`` the bytes of every rank; ``reserved`` those that libraries take and fragmentation loses; ``flops`` of
-    products of a step, nothing computed again among them; ``parts`` of the step in seconds of the rank that is
-    busiest; ``notes`` what the cluster's description left to be assumed."""
+    """A layout and its price.
+
+    ``predicted``: as of a plan, with the bytes of the fullest pipeline rank. ``held``: the bytes of every rank.
+    ``reserved``: bytes that libraries take and fragmentation loses. ``flops``: those of a step's products,
+    recomputation excluded. ``parts``: the parts of a step in seconds of the busiest rank. ``notes``: what was assumed
+    because the cluster's description omits it."""
 
     layout: Layout
     batch: int
@@ -41,7 +43,7 @@ class Priced:
 
     @property
     def excess_bytes(self) -> int:
-        """By how much the fullest device is over the limit; negative: what is left free."""
+        """Bytes by which the fullest device exceeds the limit; negative: bytes left free."""
         return self.predicted.peak_bytes - self.memory_limit
 
     @property
@@ -53,8 +55,8 @@ class Priced:
 def price_sections(
     sections: Sections, layout: Layout, batch: int, cluster: Cluster, limit: int | None = None
 ) -> Priced:
-    """The price of a layout whose sections are priced. Raises :class:`OptionsError` if layers, batch or devices do not
-    divide so."""
+    """The price of a layout whose sections are priced. Raises :class:`OptionsError` if layers, batch or devices cannot
+    be divided so."""
     microbatches = layout.microbatches(batch)
     check_hardware(layout, cluster)
     chunks = cut_into_chunks(sections, layout)
@@ -65,7 +67,7 @@ def price_sections(
         for rank in range(layout.pipeline)
     )
     check_offloaded(held, layout, cluster)
-    fullest = max(held, key=lambda one: one.total + one.lost)
+    fullest = max(held, key=lambda rank_held: rank_held.total + rank_held.lost)
     reserved = cluster.device.reserve_bytes + fullest.lost
     flops = sum(section.flops for chunk in chunks for section in chunk) * microbatches * layout.data
     compute, communicate = step.busiest()
@@ -91,7 +93,7 @@ def price_sections(
 
 @dataclass(frozen=True)
 class Quick:
-    """A layout's ``seconds`` at the least, and its ``peak`` bytes beside the ``limit`` of the device."""
+    """A lower bound of a layout's ``seconds``, its ``peak`` bytes and the ``limit`` of the device."""
 
     layout: Layout
     seconds: float
@@ -100,7 +102,7 @@ class Quick:
 
 
 def quick_price(sections: Sections, layout: Layout, batch: int, cluster: Cluster) -> Quick:
-    """A bound of the step without simulating it: the busiest rank, and filling and draining the pipeline. Raises
+    """Bounds the step without simulating it: the busiest rank, and filling and draining the pipeline. Raises
     :class:`OptionsError` as :func:`price_sections` does."""
     microbatches = layout.microbatches(batch)
     check_hardware(layout, cluster)
@@ -109,11 +111,11 @@ def quick_price(sections: Sections, layout: Layout, batch: int, cluster: Cluster
     held = [held_by(rank, [chunks[c] for c in chunks_of(rank, layout)], layout, microbatches) for rank in ends]
     check_offloaded(held, layout, cluster)
     step = LayoutStep(chunks, layout, microbatches, cluster)
-    fullest = max(held, key=lambda one: one.total + one.lost)
+    fullest = max(held, key=lambda rank_held: rank_held.total + rank_held.lost)
     allowed = cluster.device.memory_bytes - cluster.device.reserve_bytes - fullest.lost
     return Quick(layout, step.bound(), fullest.total, allowed)
 
 
 def _beyond(busy: float, seconds: float) -> float:
-    """What of a step is neither, rounding left out."""
+    """Seconds of a step in which the busiest rank neither computes nor communicates; 0 within rounding."""
     return seconds - busy if seconds > busy * (1 + 1e-9) else 0.0

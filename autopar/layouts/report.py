@@ -1,8 +1,7 @@
-"""Planning by layouts: the best of all ways to lay a model out, compared with layouts that somebody names and with a
-rule of thumb.
+"""Finds the best layout of a model, and compares it with layouts that the user names and with a rule of thumb.
 
-What :func:`plan_layouts` gives prints as a table and says how long training takes, what a checkpoint holds and where
-the prices come from.
+The report of :func:`plan_layouts` prints as a table. It says how long training takes, what a checkpoint contains and
+where the prices come from.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from .price import Priced
 from .search import LayoutSearchResult, best_layout
 from .space import PLANNED, Space
 
-# Layouts that are shown.
+# How many layouts a report shows.
 # Chosen: what fits on a page next to those compared with.
 SHOWN = 5
 # By definition.
@@ -42,9 +41,11 @@ SECONDS_OF_A_DAY = 86400.0
 
 @dataclass(frozen=True)
 class LayoutReport:
-    """What was found for ``devices`` of ``cluster``, whose ``source`` says where prices come from; ``named`` ones are
-    priced for comparison. Of ``parameters`` so many are ``trained``. ``tokens`` are those of training, and a sample has
-    ``sample_tokens``. ``seconds`` and ``cpu_seconds`` are what planning took, tracing included."""
+    """The best layouts for ``devices`` of ``cluster``.
+
+    ``source``: where prices come from. ``named``: layouts priced for comparison. ``trained``: how many of the
+    ``parameters`` are trained. ``tokens``: those of the whole training; ``sample_tokens``: those of a sample.
+    ``seconds``, ``cpu_seconds``: the time planning took, tracing included."""
 
     model: str
     parameters: int
@@ -65,7 +66,7 @@ class LayoutReport:
         return self.found.best
 
     def days(self, priced: Priced) -> float | None:
-        """Days of training for ``tokens`` under a layout; None where there is no number of tokens."""
+        """Days of training for ``tokens`` under a layout; None if the number of tokens is unknown."""
         if self.tokens is None or self.sample_tokens is None:
             return None
         steps = self.tokens / (self.batch * self.sample_tokens)
@@ -73,13 +74,13 @@ class LayoutReport:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Weights, and the optimizer's state with master weights of those that are trained."""
+        """Bytes of the weights, and of the optimizer's state and master weights of trained ones."""
         each = 4 if self.best.layout.precision == "fp32" else 2
         return self.parameters * each + self.trained * self.best.layout.state_itemsize
 
     @property
     def compared(self) -> dict[str, Priced]:
-        """The layouts to compare with, by what they are."""
+        """The layouts to compare with, by name."""
         rule = {"rule": self.found.rule} if self.found.rule is not None else {}
         return {**self.named, **rule}
 
@@ -99,27 +100,27 @@ class LayoutReport:
             "placement_gap": self.found.gap,
             "tokens": self.tokens,
             "checkpoint_bytes": self.checkpoint_bytes,
-            "layouts": [self._figures(one) for one in self.found.ranked[:SHOWN]],
-            **{name: self._figures(one) for name, one in self.compared.items()},
+            "layouts": [self._figures(priced) for priced in self.found.ranked[:SHOWN]],
+            **{name: self._figures(priced) for name, priced in self.compared.items()},
         }
 
     def _figures(self, priced: Priced) -> dict[str, Any]:
-        found = priced.predicted
+        predicted = priced.predicted
         return {
             "layout": str(priced.layout),
-            "step_seconds": found.step_seconds,
-            "compute_seconds": found.compute_seconds,
-            "comm_seconds": found.comm_seconds,
-            "bubble_seconds": found.bubble_seconds,
+            "step_seconds": predicted.step_seconds,
+            "compute_seconds": predicted.compute_seconds,
+            "comm_seconds": predicted.comm_seconds,
+            "bubble_seconds": predicted.bubble_seconds,
             "tflops_per_device": priced.flops_per_second / 1e12,
-            "mfu": found.mfu,
+            "mfu": predicted.mfu,
             "days": self.days(priced),
-            "peak_bytes": found.peak_bytes,
-            "weight_bytes": found.weight_bytes,
-            "gradient_bytes": found.gradient_bytes,
-            "optimizer_bytes": found.optimizer_bytes,
-            "activation_bytes": found.activation_bytes,
-            "temporary_bytes": found.temporary_bytes,
+            "peak_bytes": predicted.peak_bytes,
+            "weight_bytes": predicted.weight_bytes,
+            "gradient_bytes": predicted.gradient_bytes,
+            "optimizer_bytes": predicted.optimizer_bytes,
+            "activation_bytes": predicted.activation_bytes,
+            "temporary_bytes": predicted.temporary_bytes,
             "memory_limit": priced.memory_limit,
             "fits": priced.fits,
             "notes": list(priced.notes),
@@ -129,26 +130,26 @@ class LayoutReport:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        found = self.found
+        result = self.found
         yield (
             f"{self.model}: {self.parameters / 1e9:,.2f}B parameters on {self.devices} devices of {self.cluster}, "
             f"batches of {self.batch}"
         )
         yield (
-            f"planned in {duration(self.seconds)} ({duration(self.cpu_seconds)} of computing): {found.considered} "
-            f"layouts, {found.fitting} fit; placements proven within {found.gap:.2%} of the best of their program"
+            f"planned in {duration(self.seconds)} ({duration(self.cpu_seconds)} of computing): {result.considered} "
+            f"layouts, {result.fitting} fit; placements proven within {result.gap:.2%} of the best of their program"
         )
         yield ""
-        rows = {**{str(i): one for i, one in enumerate(found.ranked[:SHOWN], 1)}, **self.compared}
-        table = columns(_HEAD, [self._row(name, one) for name, one in rows.items()], right=range(1, len(_HEAD)))
-        # Layouts are the last column, which may be as long as they are.
-        for line, layout in zip(table, ["layout", *(str(one.layout) for one in rows.values())], strict=True):
+        rows = {**{str(i): priced for i, priced in enumerate(result.ranked[:SHOWN], 1)}, **self.compared}
+        table = columns(_HEAD, [self._row(name, priced) for name, priced in rows.items()], right=range(1, len(_HEAD)))
+        # Layouts are the last column, so that they may have any length.
+        for line, layout in zip(table, ["layout", *(str(priced.layout) for priced in rows.values())], strict=True):
             yield f"{line}  {layout}"
-        too_big = [f"{name} by {size(one.excess_bytes)}" for name, one in rows.items() if not one.fits]
+        too_big = [f"{name} by {size(priced.excess_bytes)}" for name, priced in rows.items() if not priced.fits]
         if too_big:
             yield f"! does not fit: {', '.join(too_big)}"
-        yield from (f"! {note}" for note in dict.fromkeys(note for one in rows.values() for note in one.notes))
-        if found.rule is None:
+        yield from (f"! {note}" for note in dict.fromkeys(note for priced in rows.values() for note in priced.notes))
+        if result.rule is None:
             yield "rule: tensor = devices of a node, and no number of stages fits"
         yield ""
         yield f"memory of the fullest device: {_memory(self.best)}"
@@ -157,16 +158,16 @@ class LayoutReport:
         yield f"prices: {self.source}"
 
     def _row(self, name: str, priced: Priced) -> list[str]:
-        found, days = priced.predicted, self.days(priced)
+        predicted, days = priced.predicted, self.days(priced)
         return [
             name,
-            duration(found.step_seconds),
+            duration(predicted.step_seconds),
             _short(priced.flops_per_second / 1e12),
-            f"{found.mfu:.1%}",
+            f"{predicted.mfu:.1%}",
             "-" if days is None else _short(days),
-            duration(found.comm_seconds),
-            duration(found.bubble_seconds),
-            size(found.peak_bytes) + (" " if priced.fits else "!"),
+            duration(predicted.comm_seconds),
+            duration(predicted.bubble_seconds),
+            size(predicted.peak_bytes) + (" " if priced.fits else "!"),
         ]
 
 
@@ -174,25 +175,24 @@ _HEAD = ("", "step", "TFLOP/s", "MFU", "days", "messages", "bubble", "memory ")
 
 
 def _short(number: float) -> str:
-    """Whole from a hundred on, else two or three digits, however small."""
+    """Rounded to an integer from a hundred on, else to two or three digits, however small."""
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}" if number >= 1 else f"{number:.2g}"
 
 
 def _memory(priced: Priced) -> str:
-    found = priced.predicted
+    predicted = priced.predicted
     parts = {
-        "weights": found.weight_bytes,
-        "gradients": found.gradient_bytes,
-        "optimizer": found.optimizer_bytes,
-        "activations": found.activation_bytes,
-        "at work": found.temporary_bytes,
+        "weights": predicted.weight_bytes,
+        "gradients": predicted.gradient_bytes,
+        "optimizer": predicted.optimizer_bytes,
+        "activations": predicted.activation_bytes,
+        "at work": predicted.temporary_bytes,
     }
-    said = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in parts.items())
-    offloaded = max(one.offloaded for one in priced.held)
-    said += f"; {size(offloaded)} on the host" if offloaded else ""
-    return (
-        f"{size(found.peak_bytes)} of {size(priced.memory_limit)} ({said}; {size(priced.reserved)} kept free besides)"
-    )
+    breakdown = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in parts.items())
+    offloaded = max(rank.offloaded for rank in priced.held)
+    breakdown += f"; {size(offloaded)} on the host" if offloaded else ""
+    breakdown += f"; {size(priced.reserved)} kept free besides"
+    return f"{size(predicted.peak_bytes)} of {size(priced.memory_limit)} ({breakdown})"
 
 
 def plan_layouts(
@@ -217,10 +217,10 @@ def plan_layouts(
     Args:
         batch: sample inputs, as for :func:`autopar.plan`.
         global_batch: samples of a step; default: those of ``batch``.
-        tokens: how many tokens training takes in all, for the days it needs; a sample has as many as its first input
-            has elements.
+        tokens: how many tokens the whole training reads, to say how many days it takes; a sample has as many tokens as
+            its first input has elements.
         compare: layouts priced for comparison, by name.
-        precision: what is computed in, with fp32 master weights if it is a reduced one. A model in fp32 is priced as
+        precision: the dtype of computation, with fp32 master weights if it is reduced. A model in fp32 is priced as if
             converted to it.
         memory_limit: bytes per device that tensors may take; default: the device's memory less its ``reserve_bytes``
             and less what is lost to fragmentation.
@@ -229,23 +229,23 @@ def plan_layouts(
 
     Raises:
         TraceError: the model cannot be captured.
-        InfeasibleError: no layout fits; says what would, in bytes.
+        InfeasibleError: no layout fits; says what would fit, in bytes.
         OptionsError: a layout for comparison takes another number of devices, or does not divide the model.
     """
     began, cpu_began = time.perf_counter(), time.process_time()
     hardware = Cluster.get(cluster)
-    like, space = _asked(zero, recompute, precision, offload)
-    samples, first = _measured(batch)
-    whole = samples if global_batch is None else global_batch
-    limit = _checked(devices, whole, memory_limit, tokens, compare or {})
+    like, space = _searched(zero, recompute, precision, offload)
+    samples, sample_tokens = _samples(batch)
+    step_samples = samples if global_batch is None else global_batch
+    limit = _checked(devices, step_samples, memory_limit, tokens, compare or {})
     for layout in (compare or {}).values():
         check_modules(model, layout)
     traced = cache(lambda dtype: LayoutModel.of(*computed_in(model, batch, dtype), loss_fn))
     searched = traced(dtype_of(precision))
-    found = best_layout(searched, hardware, devices, batch=whole, limit=limit, like=like, space=space)
+    result = best_layout(searched, hardware, devices, batch=step_samples, limit=limit, like=like, space=space)
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
     named = {
-        name: traced(dtype_of(layout.precision)).price(layout, hardware, whole, limit)
+        name: traced(dtype_of(layout.precision)).price(layout, hardware, step_samples, limit)
         for name, layout in (compare or {}).items()
     }
     return LayoutReport(
@@ -255,25 +255,25 @@ def plan_layouts(
         devices=devices,
         cluster=hardware.name,
         source=hardware.source,
-        batch=whole,
-        sample_tokens=first,
+        batch=step_samples,
+        sample_tokens=sample_tokens,
         tokens=tokens,
-        found=found,
+        found=result,
         named=named,
         seconds=seconds,
         cpu_seconds=cpu_seconds,
     )
 
 
-def _asked(zero: Any, recompute: Any, precision: Any, offload: bool) -> tuple[Layout, Space]:
-    """What every layout has, and the space that is searched. Raises :class:`OptionsError` for values that no layout
-    has."""
+def _searched(zero: Any, recompute: Any, precision: Any, offload: bool) -> tuple[Layout, Space]:
+    """The fields that every layout shares, and the space that is searched. Raises :class:`OptionsError` for values that
+    no layout has."""
     fixed = {name: (value,) for name, value in (("zero", zero), ("recompute", recompute)) if value is not None}
     Layout(zero=zero or 0, recompute=recompute or "none")
     return Layout(precision=precision, offload=offload), replace(PLANNED, **fixed)
 
 
-def _measured(batch: Batch) -> tuple[int, int | None]:
+def _samples(batch: Batch) -> tuple[int, int | None]:
     """How many samples a batch has, and how many elements the first input has of each; None if there is no tensor."""
     args, kwargs = split_batch(batch)
     samples = batch_size(args, kwargs)
@@ -284,7 +284,7 @@ def _measured(batch: Batch) -> tuple[int, int | None]:
 def _checked(
     devices: int, batch: int, memory_limit: Any, tokens: float | None, compare: Mapping[str, Layout]
 ) -> int | None:
-    """The memory limit in bytes. Raises :class:`OptionsError` for what cannot be asked, before anything takes time."""
+    """The memory limit in bytes. Raises :class:`OptionsError` for invalid arguments before anything takes time."""
     _check_numbers(devices=devices, global_batch=batch)
     limit = Options(memory_limit=memory_limit).memory_limit
     _check_tokens(tokens)
@@ -304,9 +304,9 @@ def _check_tokens(tokens: object) -> None:
 
 
 def _check_compared(compare: Mapping[str, Layout], devices: int, batch: int) -> None:
-    """Raises :class:`OptionsError` for what does not divide so."""
-    given: object = compare
-    if not isinstance(given, Mapping) or not all(isinstance(layout, Layout) for layout in given.values()):
+    """Raises :class:`OptionsError` for layouts on another number of devices, or that do not divide the batch."""
+    unchecked: object = compare
+    if not isinstance(unchecked, Mapping) or not all(isinstance(layout, Layout) for layout in unchecked.values()):
         raise OptionsError(f"compare={compare!r}: give names and an autopar.Layout of each, {{'ours': Layout(data=8)}}")
     for name, layout in compare.items():
         if layout.devices != devices:

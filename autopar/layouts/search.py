@@ -1,9 +1,9 @@
 """The best layout of a space (:mod:`.space`), and the rule of thumb it is compared with.
 
-A candidate is priced from sections that all candidates of the same tensor degree and microbatch share, so that each
-placement program is solved once; it is then ranked by a bound of its step (the busiest rank and the filling of the
-pipeline), and the best few are simulated. Planning time therefore grows neither with layers (equal ones are one) nor
-with devices (only with the ways to divide them).
+Candidates with the same tensor degree and microbatch share priced sections, so that each placement program is solved
+once. They are ranked by a bound of their step (the busiest rank, and filling the pipeline), and the best few are
+simulated. Planning time therefore grows neither with layers (equal layers are priced once) nor with devices (only with
+the ways to divide them).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .trials import SIMULATED, LayoutSearch, node_size, quick_layout
 
 @dataclass(frozen=True)
 class LayoutSearchResult:
-    """The best layouts of ``considered``, of which ``fitting`` fit, best first; ``gap``: the largest that a placement
-    program among them was solved to."""
+    """The best layouts, best first. ``considered``: how many were priced; ``fitting``: how many of these fit; ``gap``:
+    the largest optimality gap of their placement programs."""
 
     ranked: tuple[Priced, ...]
     considered: int
@@ -53,7 +53,7 @@ def best_layout(
     are the quickest, larger ones are tried too, as long as they are quicker still.
 
     Raises:
-        InfeasibleError: none fits; says what would, in bytes.
+        InfeasibleError: none fits; says what would fit, in bytes.
     """
     search = LayoutSearch(model, cluster, batch, limit, like, space)
     tried = search.tried(devices)
@@ -63,18 +63,18 @@ def best_layout(
     if not priced:
         raise InfeasibleError(nothing_fits(search, devices, tried))
     while larger := _larger_microbatches(search, devices, priced[0].layout):
-        found = search.quickest(larger)
+        quicker = search.quickest(larger)
         tried += larger
-        if not found or found[0].predicted.step_seconds >= priced[0].predicted.step_seconds:
+        if not quicker or quicker[0].predicted.step_seconds >= priced[0].predicted.step_seconds:
             break
-        priced = sorted([*priced, *found], key=lambda one: one.predicted.step_seconds)[:SIMULATED]
+        priced = sorted([*priced, *quicker], key=lambda layout: layout.predicted.step_seconds)[:SIMULATED]
     gap = max(placed.gap for placed in model.every_placed)
     rule = rule_of_thumb(model, cluster, devices, batch=batch, limit=limit, like=like)
     return LayoutSearchResult(tuple(priced), len(tried), search.fitting(tried), gap, rule)
 
 
 def _larger_microbatches(search: LayoutSearch, devices: int, best: Layout) -> list[Quick]:
-    """Layouts like the best with microbatches twice as large, if its are the largest that were tried."""
+    """Layouts like the best with microbatches twice as large, if the best has the largest that were tried."""
     if search.space.microbatch or search.space.microbatches or best.microbatch < MICROBATCHES[-1]:
         return []
     space = replace(search.space, tensor=(best.tensor,), pipeline=(best.pipeline,), expert=(best.expert,))
@@ -84,8 +84,8 @@ def _larger_microbatches(search: LayoutSearch, devices: int, best: Layout) -> li
 def rule_of_thumb(
     model: LayoutModel, cluster: Cluster, devices: int, *, batch: int, limit: int | None = None, like: Layout = ONE
 ) -> Priced | None:
-    """As many tensor ranks as a node has devices, the fewest pipeline stages that fit, and data ranks for the rest.
-    Layers are computed again, microbatches have one sample, and experts are divided among as many data ranks as
+    """As many tensor ranks as a node has devices, the fewest pipeline stages that fit, and the remaining devices as
+    data ranks. Layers are recomputed, microbatches have one sample, and experts are divided among as many data ranks as
     possible. None if no number of stages fits."""
     layers, tensor = len(model.depth.priced_as), node_size(cluster, devices)
     for pipeline in (p for p in divisors(devices // tensor) if p <= max(1, layers)):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from autopar.errors import OptionsError
 from autopar.layout import Layout, Recompute
 
-# Microbatches and chunks per stage that are tried.
+# Samples of a microbatch, and chunks per stage, that are tried.
 # Chosen: larger ones take memory; of others a published layout is named by --compare.
 MICROBATCHES = (1, 2, 4)
 # Chosen: small numbers and divisors of usual numbers of layers; not measured.
@@ -43,7 +43,7 @@ class Space:
 
 
 ANY = Space()
-# What planning tries: weights divided too, where gathering them again and again pays.
+# What planning tries: also ZeRO-3, which shards weights and gathers them for every use.
 PLANNED = Space(zero=(1, 3))
 
 
@@ -70,23 +70,23 @@ def candidates(
 
     Args:
         batch: samples of a step.
-        layers: those of the model, which bound the number of stages.
+        layers: the model's layers, which bound the number of stages.
         node: devices of a node, which bound the tensor degree.
-        experts: those of each of the model's blocks, divided in every way; 0 if it has none.
-        like: has every field that is not searched.
+        experts: experts of each of the model's blocks, divided in every way; 0 if it has none.
+        like: supplies every field that is not searched.
 
-    Values that do not go with ``like`` are left out. Raises :class:`OptionsError` if none do.
+    Skips values that cannot be combined with ``like``. Raises :class:`OptionsError` if none can.
     """
-    refused, found = list[OptionsError](), False
+    refused, any_fits = list[OptionsError](), False
     for values in _Fields(devices, batch, layers, node, experts, like, space).every():
         try:
             layout = replace(like, **values)
         except OptionsError as error:
             refused = refused or [error]
             continue
-        found = True
+        any_fits = True
         yield layout
-    if refused and not found:
+    if refused and not any_fits:
         raise refused[0]
 
 
@@ -110,11 +110,11 @@ class _Fields:
                     if sharing % expert == 0:
                         degrees = {"tensor": tensor, "pipeline": pipeline, "data": data, "expert": expert}
                         count = self.batch // (data * microbatch)
-                        for more in self._variants(tensor, pipeline, sharing, count):
-                            yield {**degrees, "microbatch": microbatch, **more}
+                        for variant in self._variants(tensor, pipeline, sharing, count):
+                            yield {**degrees, "microbatch": microbatch, **variant}
 
     def _degrees(self) -> Iterator[tuple[int, int, int]]:
-        """Tensor, pipeline and data ranks that take all devices, those of the context axis left out."""
+        """Tensor, pipeline and data ranks that use all devices, in addition to the context ranks."""
         ranks = self.devices // self.like.context
         for tensor in self.space.tensor or (t for t in divisors(ranks) if self.node % t == 0):
             for pipeline in self.space.pipeline or self._stages(ranks):
@@ -124,16 +124,16 @@ class _Fields:
                     yield tensor, pipeline, data
 
     def _stages(self, ranks: int) -> list[int]:
-        """A stage has a layer at least, where it is not cut within layers."""
+        """Numbers of stages. Unless layers themselves may be cut, each stage has at least one."""
         return [p for p in divisors(ranks) if p <= max(1, self.layers) or self.like.cuts == "operations"]
 
     def _microbatches(self, data: int) -> list[int]:
         """The sizes of microbatches into which each of ``data`` ranks divides its part of the batch."""
         if self.batch % data:
             return []
-        mine, counts = self.batch // data, self.space.microbatches
-        sizes = self.space.microbatch or (divisors(mine) if counts else MICROBATCHES)
-        return [s for s in sizes if mine % s == 0 and (not counts or mine // s in counts)]
+        samples, counts = self.batch // data, self.space.microbatches
+        sizes = self.space.microbatch or (divisors(samples) if counts else MICROBATCHES)
+        return [s for s in sizes if samples % s == 0 and (not counts or samples // s in counts)]
 
     def _variants(self, tensor: int, pipeline: int, sharing: int, count: int) -> Iterator[dict[str, Any]]:
         """The other fields where ``sharing`` ranks have the same weights and compute ``count`` microbatches each."""
@@ -141,7 +141,7 @@ class _Fields:
         divides = (space.sequence_parallel or (True,)) if tensor > 1 else (False,)
         zeros = (space.zero or (1,)) if sharing > 1 else (0,)
         for interleave in space.interleave or CHUNKS:
-            # Embedding and head may be the whole of the first and of the last chunk.
+            # The first chunk may consist of the embedding alone, the last of the head.
             chunked = pipeline > 1 and pipeline * interleave <= self.layers + 2 and count >= pipeline
             if interleave > 1 and not chunked:
                 continue

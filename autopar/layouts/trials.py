@@ -1,4 +1,4 @@
-"""Layouts tried on a cluster: each with a quick bound of its step, the most promising of them simulated."""
+"""Tries layouts on a cluster: bounds the step of each, and simulates the most promising."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ SIMULATED = 8
 def tried_layouts(
     model: LayoutModel, cluster: Cluster, devices: int, *, batch: int, like: Layout = ONE, space: Space = ANY
 ) -> list[Quick]:
-    """All layouts of ``space`` that divide the model, each with a bound of its step and its memory. Layouts sharing a
-    placement program have it solved once; the model remembers it."""
+    """All layouts of ``space`` that divide the model, each with a bound of its step and its memory. A placement program
+    that several layouts share is solved once; the model caches it."""
     layers, node = len(model.depth.priced_as), node_size(cluster, devices)
     return [
         quick
@@ -36,15 +36,16 @@ def tried_layouts(
 def quickest_layouts(
     model: LayoutModel, cluster: Cluster, tried: Sequence[Quick], batch: int, limit: int | None = None
 ) -> list[Priced]:
-    """Those of ``tried`` that fit and have the least bounds, simulated, the quickest first; empty if none fits."""
-    fitting = [one for one in tried if one.peak <= (limit or one.limit)]
-    priced = _simulated(model, cluster, sorted(fitting, key=lambda one: one.seconds), batch, limit)
-    return sorted(priced, key=lambda one: one.predicted.step_seconds)
+    """Simulates the layouts of ``tried`` that fit and have the lowest bounds. Returns them quickest first; empty if
+    none fits."""
+    fitting = [quick for quick in tried if quick.peak <= (limit or quick.limit)]
+    priced = _simulated(model, cluster, sorted(fitting, key=lambda quick: quick.seconds), batch, limit)
+    return sorted(priced, key=lambda layout: layout.predicted.step_seconds)
 
 
 @dataclass(frozen=True)
 class LayoutSearch:
-    """What a search is about; ``limit``: bytes of memory, None: what the device has."""
+    """The inputs of a search; ``limit``: bytes of memory per device, None: what the device has."""
 
     model: LayoutModel
     cluster: Cluster
@@ -62,24 +63,24 @@ class LayoutSearch:
         return quickest_layouts(self.model, self.cluster, tried, self.batch, self.limit)
 
     def fitting(self, tried: Sequence[Quick]) -> int:
-        return sum(one.peak <= (self.limit or one.limit) for one in tried)
+        return sum(quick.peak <= (self.limit or quick.limit) for quick in tried)
 
 
 def _simulated(
     model: LayoutModel, cluster: Cluster, ranked: list[Quick], batch: int, limit: int | None
 ) -> list[Priced]:
-    """The first few that fit on every pipeline rank, not only on those that :func:`quick_price` looks at."""
-    found: list[Priced] = []
-    for one in ranked:
+    """The first few that fit on every pipeline rank, not only on those that :func:`quick_price` checks."""
+    fitting: list[Priced] = []
+    for quick in ranked:
         try:
-            priced = model.price(one.layout, cluster, batch, limit)
+            priced = model.price(quick.layout, cluster, batch, limit)
         except OptionsError:
-            continue  # A rank that was not looked at has more states than the host has room for.
+            continue  # A rank that quick_price does not check has more states than the host has room for.
         if priced.fits:
-            found.append(priced)
-        if len(found) == SIMULATED:
+            fitting.append(priced)
+        if len(fitting) == SIMULATED:
             break
-    return found
+    return fitting
 
 
 def node_size(cluster: Cluster, devices: int) -> int:
@@ -91,19 +92,20 @@ def node_size(cluster: Cluster, devices: int) -> int:
 def quick_layout(
     model: LayoutModel, layout: Layout, cluster: Cluster, batch: int, recomputed: Sequence[Recompute] = ()
 ) -> Iterator[Quick]:
-    """The quick price of a layout: one, or none if the layout cannot be had, or comes to the same as another of
-    ``recomputed``, which is tried too."""
+    """The quick price of a layout: one, or none if the model cannot be divided so, or if the layout is equivalent to
+    one with another recomputation of ``recomputed``, which is tried too."""
     try:
         sections = model.sections(layout, cluster, batch)
-        same = _comes_to(layout.recompute, sections)
-        if same == layout.recompute or same not in recomputed:
+        equivalent = _least_equivalent(layout.recompute, sections)
+        if equivalent == layout.recompute or equivalent not in recomputed:
             yield quick_price(sections, layout, batch, cluster)
     except OptionsError:
         return
 
 
-def _comes_to(recompute: Recompute, sections: Sections) -> Recompute:
-    """The least recomputation that is the same in these sections: a kernel of attention keeps nothing of its inside."""
+def _least_equivalent(recompute: Recompute, sections: Sections) -> Recompute:
+    """The least recomputation equivalent to ``recompute`` in these sections: a fused attention kernel saves nothing of
+    its inside."""
     if recompute == "elementwise" and not any(section.saved_rematerialised for section in sections.every):
         recompute = "selective"
     if recompute == "selective" and not any(section.saved_inside for section in sections.every):

@@ -145,7 +145,7 @@ def test_an_encoder_and_decoder_by_configuration(tmp_path: Path, capsys: pytest.
         ({"memory_limit": 0}, "memory_limit"),
         ({"compare": {"ours": "data=4"}}, "give names and an autopar.Layout of each"),
         ({"compare": {"ours": Layout(data=4, microbatch=3)}}, "a microbatch of [24] does"),
-        ({"precision": "fp8"}, "no products in fp8"),
+        ({"precision": "fp8"}, "no fp8 products"),
         ({"devices": 7}, "a batch of 16 does not divide .* of 7 devices .* a batch of 21 does"),
     ],
 )

@@ -15,7 +15,7 @@ from autopar.errors import OptionsError
 from autopar.layout import Layout, Overlap, Recompute
 from autopar.layouts.model import LayoutModel
 from autopar.layouts.sections.section import Section
-from autopar.layouts.step.chunks import computed_again, cut_into_chunks
+from autopar.layouts.step.chunks import cut_into_chunks, recompute_seconds
 from benchmarks.published_models import build
 from benchmarks.published_shape import Shape
 
@@ -35,7 +35,7 @@ def chunks(layout: Layout) -> list[list[Section]]:
 
 
 def work(chunk: list[Section], layout: Layout) -> float:
-    return sum((one.forward + one.backward + computed_again(one, layout)).total for one in chunk)
+    return sum((one.forward + one.backward + recompute_seconds(one, layout)).total for one in chunk)
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 16])
@@ -67,7 +67,7 @@ def test_what_is_computed_again_waits_for_its_share_of_the_host(recompute: Recom
     device = dataclasses.replace(A100.device, host_seconds=1e-3)
     layout = Layout(recompute=recompute, cuda_graphs=())
     section = model().sections(layout, dataclasses.replace(A100, device=device)).layers[0]
-    again, whole = computed_again(section, layout), section.forward
+    again, whole = recompute_seconds(section, layout), section.forward
     assert whole.host > 0
     assert again.host / whole.host == pytest.approx(again.compute / whole.compute)
     assert (again.host > 0) == (recompute != "none") and (again.host < whole.host) == (recompute != "full")

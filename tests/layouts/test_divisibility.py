@@ -133,7 +133,7 @@ def test_channels_are_no_sequence(context: int) -> None:
     with torch.device("meta"):
         model = LayoutModel.of(Patches().bfloat16(), (images.bfloat16(), labels))
     with pytest.raises(
-        OptionsError, match=r"bf16\[1, 3, 16, 16\] is none: patches \(aten.convolution.default\) sums over it"
+        OptionsError, match=r"bf16\[1, 3, 16, 16\] is not one: patches \(aten.convolution.default\) sums over it"
     ):
         model.price(Layout(context=context), H100)
 
@@ -143,7 +143,7 @@ def test_features_are_no_sequence_but_steps_are() -> None:
         flat = LayoutModel.of(Steps(48).bfloat16(), (torch.empty(8, 48, dtype=torch.bfloat16),))
         steps = LayoutModel.of(Steps(48).bfloat16(), (torch.empty(8, 96, 48, dtype=torch.bfloat16),))
         words = LayoutModel.of(Steps(0).bfloat16(), (torch.empty(8, 96, dtype=torch.long),))
-    with pytest.raises(OptionsError, match=r"context ranks share a sequence, .* is none: first .* sums over it"):
+    with pytest.raises(OptionsError, match=r"context ranks divide a sequence, .* is not one: first .* sums over it"):
         flat.price(Layout(context=2), H100)
     for model in (steps, words):
         assert model.price(Layout(context=2), H100).predicted.step_seconds > 0
@@ -161,7 +161,7 @@ def test_a_masked_mean_sums_over_a_sequence() -> None:
 def test_options_that_a_price_does_not_read_are_refused() -> None:
     model = Steps(32)
     for options, works in ((Options(zero=3), "layout=Layout.zero=3"), (Options(optimizer="sgd"), "leave it out")):
-        with pytest.raises(OptionsError, match=f"of options only memory_limit counts; .*{works}"):
+        with pytest.raises(OptionsError, match=f"of the options only memory_limit is used; .*{works}"):
             price(model, (torch.empty(8, 16, 32),), H100, layout=Layout(), options=options)
 
 
@@ -169,9 +169,7 @@ def test_a_model_that_cannot_be_copied_is_priced_as_it_is_or_refused() -> None:
     model = Steps(32)
     model.lock = threading.Lock()  # type: ignore[assignment]
     inputs = (torch.empty(8, 16, 32),)
-    with pytest.raises(
-        OptionsError, match=r"Steps is to be priced in torch.bfloat16.*lock.*model.to\(torch.bfloat16\)"
-    ):
+    with pytest.raises(OptionsError, match=r"Steps must be priced in torch.bfloat16.*lock.*model.to\(torch.bfloat16\)"):
         price(model, inputs, H100, layout=Layout())
     assert price(model, inputs, H100, layout=Layout(precision="fp32")).fits
 

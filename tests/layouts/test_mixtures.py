@@ -138,7 +138,7 @@ def test_a_further_token_is_predicted_by_a_layer_more() -> None:
 
 
 def test_experts_are_not_computed_again_by_themselves() -> None:
-    with pytest.raises(OptionsError, match=r"names layers.0.mlp, whose experts are billed apart"):
+    with pytest.raises(OptionsError, match=r"names layers.0.mlp, whose experts are priced separately"):
         model().sections(Layout(recomputed=("*.mlp",)), H100)
     shared = model().sections(Layout(recomputed=("*.norm2",)), H100).layers[0]
     assert shared.saved_again > 0

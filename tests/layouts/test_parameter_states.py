@@ -161,7 +161,10 @@ def test_layers_that_cannot_rest_on_the_host_are_refused() -> None:
         OptionsError, match=r"schedule='gpipe'\).*GPipe retains those of several; .*, or another schedule"
     ):
         Layout(offload_layers=1, schedule="gpipe")
-    for memory, said in ((0, "or leave offload_layers out"), (1000, "what 2 layers keep of .* take fewer of them")):
+    for memory, said in (
+        (0, "or leave offload_layers out"),
+        (1000, "saved activations of 2 layers of .* take fewer of them"),
+    ):
         device = replace(H100.device, host_bandwidth=1e9 * bool(memory), host_memory_bytes=memory)
         with pytest.raises(OptionsError, match=said):
             model().price(Layout(offload_layers=2), replace(H100, device=device))

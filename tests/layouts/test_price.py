@@ -324,7 +324,7 @@ def test_what_does_not_divide_is_refused() -> None:
         OptionsError, match=r"sequence of 128 \(dim 1\), .* among 3 context ranks; context=2 and context=4 do"
     ):
         price(context=3)
-    with pytest.raises(OptionsError, match=r"A100.* has no products in fp8: its peak_flops are of bf16"):
+    with pytest.raises(OptionsError, match=r"A100.* has no fp8 products: its peak_flops are of bf16"):
         price(precision="fp8")
     with pytest.raises(OptionsError, match=r"give an autopar.Layout"):
         autopar.price(build(SHAPE), batch(), A100, layout={"tensor": 2})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Which operations are the inside of attention that is written out in products, not called as one kernel."""
+"""Finds the inside of attention where it is written out in products instead of called as one kernel."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from .fusion import is_heavy
 
 
 def inside_attention(graph: Graph) -> frozenset[str]:
-    """Forward nodes from a product of two activations up to the next one that takes its result, elementwise operations
-    and reductions between: the inside of attention written out."""
+    """Forward nodes from a product of two activations to the next such product that takes its result, with the
+    elementwise operations and reductions between them."""
     derived = weight_values(graph)
     products = {
         node.name
@@ -29,23 +29,23 @@ def inside_attention(graph: Graph) -> frozenset[str]:
             after[node.name] = {node.name}
         elif not is_heavy(node):
             after[node.name] = set().union(*(after.get(v.node, set()) for v in node.operands))
-    found: set[str] = set()
+    inside: set[str] = set()
     for node in graph.nodes:
         if node.name in products:
             for value in node.operands:
                 if after.get(value.node):
-                    found |= {node.name, *_way_back(graph, value.node, products)}
-    return frozenset(found)
+                    inside |= {node.name, *_back_to_products(graph, value.node, products)}
+    return frozenset(inside)
 
 
-def _way_back(graph: Graph, name: str, products: set[str]) -> set[str]:
-    """Nodes from ``name`` back to the products it comes from."""
-    found, open_now = set[str](), [name]
-    while open_now:
-        node = graph[open_now.pop()]
-        if node.name in found or node.is_placeholder or (is_heavy(node) and node.name not in products):
+def _back_to_products(graph: Graph, name: str, products: set[str]) -> set[str]:
+    """Nodes from ``name`` back to the products it is computed from."""
+    names, waiting = set[str](), [name]
+    while waiting:
+        node = graph[waiting.pop()]
+        if node.name in names or node.is_placeholder or (is_heavy(node) and node.name not in products):
             continue
-        found.add(node.name)
+        names.add(node.name)
         if node.name not in products:
-            open_now += [value.node for value in node.operands]
-    return found
+            waiting += [value.node for value in node.operands]
+    return names

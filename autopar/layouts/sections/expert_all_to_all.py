@@ -1,8 +1,8 @@
-"""The exchange of rows between the ranks among which experts are divided: how many are sent, and how long they take.
+"""Prices the all-to-all of rows between expert-parallel ranks: how many rows are sent, and how long this takes.
 
-An all-to-all of a library of collectives sends every choice of a token as a row of its own. Libraries made for mixtures
-(DeepEP, HybridEP) send a token's row once to each rank that has experts it chose, and over the network between nodes
-once to each node, where it is passed on; what comes back is added up on the same way.
+An all-to-all of a library of collectives sends every choice of a token as a separate row. Libraries made for mixtures
+of experts (DeepEP, HybridEP) send a token's row once to each rank that has experts it chose, and over the network
+between nodes once to each node, which passes it on; results are added up on the way back.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from autopar.layout import Layout
 
 @dataclass(frozen=True)
 class Block:
-    """A block on one device of the mesh (context, tensor), experts not yet divided among ``expert`` ranks: ``rows``
-    chosen of its ``held`` experts of ``count``, by ``tokens`` of ``width`` that choose ``chosen`` each; ``up`` columns
-    before the activation and ``down`` after it; ``module``: the path of its module."""
+    """A block of experts on one device of the mesh (context, tensor), before experts are divided among ``expert``
+    ranks.
+
+    ``held`` of its ``count`` experts are on the device and get ``rows`` rows. ``tokens`` of ``width`` elements choose
+    ``chosen`` experts each. ``up``: columns before the activation; ``down``: after it; ``module``: the module's
+    path."""
 
     rows: float
     held: int
@@ -34,10 +37,10 @@ class Block:
 
 
 def _spread(block: Block, groups: int) -> float:
-    """To how many of ``groups`` equal groups of the experts held here a token goes, on average: each set of as many
-    experts as it chooses is taken to be chosen equally often.
+    """Mean number of groups that a token is sent to, if the experts of this device form ``groups`` equal groups.
+    Assumes that all sets of ``chosen`` experts are equally likely.
 
-    A group of e of all n experts has none of the k chosen ones with probability C(n - e, k) / C(n, k).
+    A group of e of all n experts contains none of the k chosen ones with probability C(n - e, k) / C(n, k).
     """
     others = block.count - block.held // groups
     missed = math.comb(others, block.chosen) / math.comb(block.count, block.chosen)
@@ -45,7 +48,7 @@ def _spread(block: Block, groups: int) -> float:
 
 
 def sent_rows(block: Block, layout: Layout) -> float:
-    """Rows that one device hands to an exchange."""
+    """Rows that one device sends in an exchange."""
     if layout.dispatch == "rows":
         return block.rows * layout.capacity
     return min(block.tokens * _spread(block, layout.expert), block.rows) * layout.capacity
@@ -60,12 +63,12 @@ def exchange_seconds(cluster: Cluster, layout: Layout, block: Block) -> float:
     rows = sent_rows(block, layout)
     inside = math.floor(fan_out(cluster, mesh, (1,))[0])
     if layout.dispatch == "rows" or inside == layout.expert or layout.expert % inside:
-        # By convention the bytes of an all-to-all are those of all devices together.
+        # By convention the size of an all-to-all is the sum over all devices.
         return collective_seconds(cluster, mesh, "all_to_all", (1,), layout.expert * rows * width)
     nodes = layout.expert // inside
     once = min(block.tokens * _spread(block, nodes), block.rows) * layout.capacity
     split = (mesh[0], nodes, inside, layout.tensor)
-    # Rows are passed on in a node while others come in.
+    # A node passes rows on while others arrive.
     return max(
         collective_seconds(cluster, split, "all_to_all", (1,), nodes * once * width),
         collective_seconds(cluster, split, "all_to_all", (2,), inside * rows * width),

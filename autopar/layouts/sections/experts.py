@@ -1,13 +1,13 @@
-"""Blocks of experts under a layout: what a microbatch's rows cost on one device, and what they exchange.
+"""Prices blocks of experts under a layout: the computation of a microbatch's rows on one device, and their exchange.
 
-Tokens choose experts, and a row is one choice of a token. Among the ``expert`` ranks of a layout each has as many of
-the experts and the tokens of its own microbatch; every row is sent to a rank that has its expert and back, by an
-all-to-all before the experts and one behind them, and so do their gradients. Experts are taken to be chosen equally
-often; with ``capacity`` c every expert has slots for c times its equal share, and all slots are sent and computed,
-filled or not. On tensor ranks experts are divided as well, and each rank takes the rows for its own.
+Tokens choose experts, and a row is one choice of a token. Each of the ``expert`` ranks of a layout has an equal number
+of experts, and the tokens of its own microbatch. An all-to-all before the experts sends every row to a rank that has
+its expert, and one after them sends it back; gradients do the same. Experts are assumed to be chosen equally often.
+With ``capacity`` c every expert has slots for c times its equal share, and all slots are sent and computed, filled or
+not. Experts are also divided among tensor ranks, each of which takes the rows of its own experts.
 
-Products of an expert are those of a training library: forward keeps the rows that came and what the activation takes,
-and backward computes no product again. A block's FLOPs are 2 products forward and 4 backward for each row.
+Products of an expert are those of a training library: forward retains the rows received and the activation's operand,
+and backward recomputes no product. Each row takes 2 products forward and 4 backward.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from .fusion import origin
 
 FORWARD, BACKWARD = "autopar.experts.default", "autopar.experts_backward.default"
 OPERATIONS = frozenset((FORWARD, BACKWARD))
-# Operands of the forward operation: tokens, then choices and their weights, then what has an entry of every expert.
+# Operands of the forward operation: tokens, then choices and their weights, then tensors with an entry for each expert.
 # By the schema of autopar.experts (autopar/ops/experts.py).
 CHOICES, MATRICES = 1, 3
-# What products in fp8 are of, and what their dims are multiples of.
+# The dtype of fp8 products, and the number that their dims must be multiples of.
 FP8, FP8_MULTIPLE = torch.float8_e4m3fn, 16
-# Operations that rows take besides products: counted, gathered, exchanged, activated, put back.
+# Operations on rows in addition to products: count, gather, exchange, activate, scatter back.
 # Counted by hand, not fitted.
 ARRANGING = 8
 
 
 @dataclass(frozen=True)
-class Bill:
-    """Seconds of computing in each phase, the bytes of rows that one device hands to an exchange, bytes kept for
-    backward, the largest result, gradients of matrices among them, and how many operations the host starts in each
-    phase: some for every expert."""
+class BlockCost:
+    """Costs of a block on one device: seconds of computation in each phase, ``exchanged`` bytes of rows sent in an
+    exchange, bytes ``saved`` for backward, ``working`` bytes of transient memory, and ``starts``: how many operations
+    the host launches in each phase, some of them for every expert."""
 
     forward: float
     backward: float
@@ -62,8 +62,8 @@ def find_blocks(graph: Graph, assignment: Assignment, mesh: tuple[int, ...]) -> 
 
 
 def _block(graph: Graph, node: Node, assignment: Assignment, mesh: tuple[int, ...]) -> Block:
-    taken = zip(map(graph.type_of, node.operands), assignment.strategies[node.name].inputs, strict=True)
-    tokens, choices, _, up, down = [local_type(kind, place, mesh) for kind, place in taken][:5]
+    operands = zip(map(graph.type_of, node.operands), assignment.strategies[node.name].inputs, strict=True)
+    tokens, choices, _, up, down = [local_type(kind, place, mesh) for kind, place in operands][:5]
     held, count = int(up.shape[0]), int(graph.type_of(node.operands[MATRICES]).shape[0])
     rows = math.prod(map(int, choices.shape)) * held / count
     width = int(tokens.shape[-1])
@@ -78,33 +78,33 @@ def expert_counts(graph: Graph) -> list[int]:
 
 
 def expert_weights(graph: Graph) -> frozenset[str]:
-    """Parameters that have an entry of every expert, by node name."""
-    found = set()
+    """Parameters that have an entry for each expert, by node name."""
+    names = set()
     for node in graph.nodes:
         if node.op == FORWARD:
-            found |= {_source(graph, value) for value in node.operands[MATRICES:]}
-    return frozenset(found)
+            names |= {_source(graph, value) for value in node.operands[MATRICES:]}
+    return frozenset(names)
 
 
 def routers(graph: Graph) -> frozenset[str]:
-    """Parameters by whose products experts are chosen, by node name: nobody divides these."""
-    found: set[str] = set()
+    """Parameters whose products choose experts, by node name. They are never sharded."""
+    names: set[str] = set()
     seen: set[str] = set()
-    open_now = [value.node for node in graph.nodes if node.op == FORWARD for value in node.operands[CHOICES:MATRICES]]
-    while open_now:
-        node = graph[open_now.pop()]
+    waiting = [value.node for node in graph.nodes if node.op == FORWARD for value in node.operands[CHOICES:MATRICES]]
+    while waiting:
+        node = graph[waiting.pop()]
         if node.name in seen or node.is_placeholder:
             continue
         seen.add(node.name)
         if family_of(node.op).matrix is None:
-            open_now += [value.node for value in node.operands]
+            waiting += [value.node for value in node.operands]
         else:
-            found |= {_source(graph, value) for value in node.operands}
-    return frozenset(name for name in found if graph[name].op == "param")
+            names |= {_source(graph, value) for value in node.operands}
+    return frozenset(name for name in names if graph[name].op == "param")
 
 
 def _source(graph: Graph, value: Value) -> str:
-    """What a view or cast is of."""
+    """The node that a value is computed from by views and casts."""
     node = graph[origin(graph, value).node]
     while not node.is_placeholder and len(node.operands) == 1:
         node = graph[origin(graph, node.operands[0]).node]
@@ -112,7 +112,7 @@ def _source(graph: Graph, value: Value) -> str:
 
 
 def check_degree(blocks: Sequence[Block], layout: Layout) -> None:
-    """Raises :class:`OptionsError` if experts do not come out even."""
+    """Raises :class:`OptionsError` if experts do not divide evenly."""
     if layout.expert > 1 and not blocks:
         raise OptionsError(
             f"Layout(expert={layout.expert}): the model has no block of experts in one operation (mixtures of experts "
@@ -121,7 +121,7 @@ def check_degree(blocks: Sequence[Block], layout: Layout) -> None:
     for block in blocks:
         if block.held % layout.expert:
             shared = f" / {layout.tensor} tensor ranks" if layout.tensor > 1 else ""
-            ranks, common = layout.data * layout.context, math.gcd(*(one.held for one in blocks))
+            ranks, common = layout.data * layout.context, math.gcd(*(other.held for other in blocks))
             works, here = (degrees("expert", n, layout.expert) for n in (common, math.gcd(common, ranks)))
             raise OptionsError(
                 f"Layout(expert={layout.expert}): {block.module or 'a block'} has {block.count} experts{shared}, which "
@@ -135,20 +135,20 @@ def are_cast(*dims: int) -> bool:
     return not any(dim % FP8_MULTIPLE for dim in dims)
 
 
-def price_block(block: Block, layout: Layout, cluster: Cluster) -> Bill:
-    """What a block costs on a device of ``layout``. With ``layout.gradient_accumulation_fusion`` products add the
+def price_block(block: Block, layout: Layout, cluster: Cluster) -> BlockCost:
+    """The costs of a block on a device of ``layout``. With ``layout.gradient_accumulation_fusion`` products add the
     gradients of weights to those of earlier microbatches, which they read and write; otherwise they write their own."""
     held = block.held // layout.expert
     rows = block.rows * layout.capacity
     each = max(1.0, rows / held)
     is_fp8 = layout.precision == "fp8" and are_cast(block.width, block.up, block.down)
     dtype = FP8 if is_fp8 else torch.float16 if layout.precision == "fp16" else _DTYPES[block.itemsize]
-    taken = dtype.itemsize
+    operand_bytes = dtype.itemsize
     is_fused = layout.gradient_accumulation_fusion
     added = 2 * layout.gradient_itemsize(block.itemsize) if is_fused else block.itemsize
 
-    def product(m: float, n: float, k: float, made: int = block.itemsize) -> float:
-        moved = held * (made * m * n + taken * (n * k + m * k))
+    def product(m: float, n: float, k: float, result_bytes: int = block.itemsize) -> float:
+        moved = held * (result_bytes * m * n + operand_bytes * (n * k + m * k))
         return compute_seconds(cluster, 2.0 * held * m * n * k, moved, dtype, (m, n, k))
 
     def passes(width: float) -> float:
@@ -156,11 +156,11 @@ def price_block(block: Block, layout: Layout, cluster: Cluster) -> Bill:
         return compute_seconds(cluster, 0.0, rows * width * block.itemsize, torch.float32)
 
     def casts(width: float) -> float:
-        """Seconds of casting ``width`` elements of every row, for products with rows and with columns of them."""
-        return passes(width * (1 + 2 * taken / block.itemsize)) if is_fp8 else 0.0
+        """Seconds of casting ``width`` elements of every row to fp8, once by rows and once by columns."""
+        return passes(width * (1 + 2 * operand_bytes / block.itemsize)) if is_fp8 else 0.0
 
     wide, up, down = block.width, block.up, block.down
-    # Rows are gathered into the order of their experts, and what comes back is weighed and added up for each token.
+    # Rows are gathered in the order of their experts; results are weighted and added up for each token.
     forward = product(each, up, wide) + product(each, wide, down) + passes(up + down) + 2 * passes(2 * wide)
     backward = (
         *(product(each, wide, up), product(up, wide, each, added)),
@@ -168,13 +168,13 @@ def price_block(block: Block, layout: Layout, cluster: Cluster) -> Bill:
         *(passes(2 * up + down), 2 * passes(2 * wide), casts(wide), casts(up)),
     )
     exchanged = sent_rows(block, layout) * wide * block.itemsize if layout.expert > 1 else 0.0
-    # Only products take the rows again, in fp8 as they were cast.
-    saved = int(rows * (wide * taken + up * block.itemsize))
-    # In backward: what is activated once more and its gradient, that of what the activation takes, rows and theirs.
-    at_work = rows * (2 * down + up + 2 * wide)
+    # Only products read the rows in backward, in fp8 if they were cast.
+    saved = int(rows * (wide * operand_bytes + up * block.itemsize))
+    # In backward: the recomputed activation and its gradient, the gradient of its operand, rows and their gradients.
+    transient = rows * (2 * down + up + 2 * wide)
     starts = (2 + 2 * is_fp8) * held + ARRANGING, (4 + 2 * is_fp8) * held + ARRANGING
-    working = int(at_work * block.itemsize)
-    return Bill(forward + casts(wide) + casts(down), sum(backward), exchanged, saved, working, starts)
+    working = int(transient * block.itemsize)
+    return BlockCost(forward + casts(wide) + casts(down), sum(backward), exchanged, saved, working, starts)
 
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}

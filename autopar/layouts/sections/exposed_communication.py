@@ -1,17 +1,16 @@
-"""What a layout waits for of the collectives of its tensor and context ranks, in its cost breakdown and in its
-placement program.
+"""Exposed communication of a layout's tensor and context ranks, for its cost breakdown and its placement program.
 
-With ``"input_gradient"`` in ``overlap`` a collective of backward overlaps a product (Korthikanti et al. 2022,
-section 4.2.2): while the gradient of an input is summed over tensor ranks that of the weight is computed, a product of
-as many FLOPs; while what forward kept in shards is gathered again the input's gradient is. What is waited for is
-known of each placement by itself, so that the program has it as prices:
+With ``"input_gradient"`` in ``overlap`` a collective of backward overlaps a product of as many FLOPs (Korthikanti et
+al. 2022, section 4.2.2). While the gradient of an input is summed over tensor ranks, the weight's gradient is computed;
+while an operand that forward saved in shards is gathered again, the input's gradient is computed. The exposed seconds
+depend on one placement at a time, so the program has them as prices:
 
-    waited(seconds, computing) = max(computing + TAKEN min(computing, seconds), seconds) - computing
+    waited(computing, seconds) = max(computing + TAKEN min(computing, seconds), seconds) - computing
 
-The cost breakdown knows under which placements products compute, and which of them take what is gathered. The program
-takes the placements quickest for a product that fit the ends of the collective, and all products that may take what is
-gathered; what they took of a first answer, and prices with which the answer is found again if it was much mistaken, are
-exact.
+The cost breakdown knows the placements under which products compute, and which products read the gathered operand. The
+program does not: it assumes the quickest placements of a product that fit the ends of the collective, and all products
+that may read the gathered operand. Once a first solution is known its prices are exact, and the program is solved again
+with them if the first prices were far off.
 """
 
 from __future__ import annotations
@@ -37,35 +36,37 @@ from autopar.solver.problem import Floats, Ints, Transfer
 from .experts import OPERATIONS
 from .fusion import is_heavy, origin
 
-# Share of a device's processors that collectives take while they are sent (HybridEP: 32 of 148).
+# Share of a device's processors that running collectives occupy (HybridEP: 32 of 148).
 TAKEN = 0.2
 
 
-def at_once(computing: float, travelling: float) -> float:
-    """Seconds of both at once: what is sent takes processors from what computes."""
-    return max(computing + TAKEN * min(computing, travelling), travelling)
+def at_once(computing: float, communicating: float) -> float:
+    """Seconds of computation and communication that overlap: communication occupies some of the processors."""
+    return max(computing + TAKEN * min(computing, communicating), communicating)
 
 
-def waited(computing: float, travelling: float) -> float:
-    """Seconds that a collective adds to the computing that it overlaps with."""
-    return at_once(computing, travelling) - computing
+def waited(computing: float, communicating: float) -> float:
+    """Seconds that a collective adds to the computation that it overlaps."""
+    return at_once(computing, communicating) - computing
 
 
-def beside(graph: Graph, value: Value, source: Placements, target: Placements, takers: Iterable[Node]) -> list[Node]:
-    """The products that compute while ``value`` is resharded in backward, if any. ``takers``: all operations that
-    take it as ``target``; where they are products (the weights' gradients of query, key and value) as many of the
-    input's gradient are."""
+def overlapped_products(
+    graph: Graph, value: Value, source: Placements, target: Placements, readers: Iterable[Node]
+) -> list[Node]:
+    """The products that run while ``value`` is resharded in backward, if any. ``readers``: all operations that read it
+    as ``target``. Where these are products (the weights' gradients of query, key and value), as many products compute
+    the input's gradient meanwhile."""
     if source[TENSOR] == target[TENSOR]:
         return []
     if isinstance(source[TENSOR], Partial):
         return list(_products(graph, value))
-    made = graph[origin(graph, value).node]
-    kept = made.phase == "forward" and not made.is_placeholder
-    return list(filter(is_heavy, takers)) if kept else []
+    producer = graph[origin(graph, value).node]
+    is_saved = producer.phase == "forward" and not producer.is_placeholder
+    return list(filter(is_heavy, readers)) if is_saved else []
 
 
 def _products(graph: Graph, value: Value) -> Iterator[Node]:
-    """Products whose sum a value is."""
+    """The products that a value is the sum of."""
     node = graph[value.node]
     if node.op in VIEWS or node.op.startswith("aten.add."):
         for operand in node.operands:
@@ -75,29 +76,30 @@ def _products(graph: Graph, value: Value) -> Iterator[Node]:
 
 
 def with_exposed_prices(instance: Instance, layout: Layout, chosen: Ints | None = None) -> Instance:
-    """The instance with the prices of the cost breakdown of ``layout``: collectives of backward at what is waited for;
-    sums of the gradients of weights free, which are taken once a step with those over data ranks; and none on weights,
-    which a layout divides once and for all. ``chosen``: an assignment that says what takes values how."""
+    """The instance with the prices of the cost breakdown of ``layout``. Collectives of backward cost their exposed
+    seconds. Reductions of weights' gradients are free, since they are part of the step's reductions over data ranks.
+    Weights are never communicated, since a layout divides them once and for all. ``chosen``: a solution, which says how
+    operations read values."""
     weights, transfers = weight_values(instance.graph), list(instance.problem.transfers)
     for index, edge in enumerate(instance.edges):
         transfer = transfers[index]
         if edge.role == "gradient":
             cost = _reweighed(instance, edge, transfer, _summed_once)
         elif edge.producer in weights:
-            cost = _reweighed(instance, edge, transfer, _at_home)
+            cost = _reweighed(instance, edge, transfer, _sliced_only)
         elif edge.role == "backward" and layout.hides_input_gradients:
             cost = _exposed(instance, edge, transfer, chosen)
         else:
             continue
         transfers[index] = replace(transfer, cost=cost)
-    # What windows hide of weights and their gradients is not part of a microbatch.
+    # Overlap windows hide communication of weights and their gradients, which is not part of a microbatch.
     return replace(instance, problem=replace(instance.problem, transfers=tuple(transfers), windows=()))
 
 
 def scattering(instance: Instance) -> Instance:
-    """The instance in which sums of products are scattered and never made whole: with sequence parallelism all that
-    lies between products is in shards, though an all-reduce that hides may be waited for less than the gather after a
-    scatter."""
+    """The instance in which sums of products are reduce-scattered and never all-reduced. With sequence parallelism all
+    values between products are in shards, even where a hidden all-reduce would be exposed for less time than the gather
+    after a scatter."""
     transfers = list(instance.problem.transfers)
     for index, edge in enumerate(instance.edges):
         if edge.role != "gradient" and any(_products(instance.graph, Value(edge.producer, edge.result))):
@@ -129,8 +131,8 @@ def _ends(instance: Instance, edge: TensorEdge, transfer: Transfer) -> tuple[lis
     return rows, columns
 
 
-def _at_home(source: Placements, target: Placements, seconds: float) -> float:
-    """Weights are cut where they are whole, and nothing else."""
+def _sliced_only(source: Placements, target: Placements, seconds: float) -> float:
+    """Forbids all reshards of weights except slices of replicated ones."""
     here = all(start in (end, REPLICATE) for start, end in zip(source, target, strict=True))
     return seconds if here else float("inf")
 
@@ -140,7 +142,8 @@ def _scattered(source: Placements, target: Placements, seconds: float) -> float:
 
 
 def _summed_once(source: Placements, target: Placements, seconds: float) -> float:
-    """Gradients of what is whole on tensor ranks are summed once a step; those of shards are made where they rest."""
+    """Gradients of weights replicated on tensor ranks are summed once a step, at no price here; those of shards are
+    computed in place."""
     start, end = source[TENSOR], target[TENSOR]
     if start == end or (isinstance(start, Partial) and end == REPLICATE):
         return 0.0
@@ -148,7 +151,7 @@ def _summed_once(source: Placements, target: Placements, seconds: float) -> floa
 
 
 def _exposed(instance: Instance, edge: TensorEdge, transfer: Transfer, chosen: Ints | None) -> Floats:
-    """What is waited for of a value's reshards in backward."""
+    """The exposed seconds of a value's reshards in backward."""
     graph, value = instance.graph, Value(edge.producer, edge.result)
     rows, columns = _ends(instance, edge, transfer)
     seconds = instance.prices.table(graph.type_of(value)).cost
@@ -156,17 +159,17 @@ def _exposed(instance: Instance, edge: TensorEdge, transfer: Transfer, chosen: I
     for (p, source), (q, target) in product(enumerate(rows), enumerate(columns)):
         if source is None or target is None or source == target or not np.isfinite(cost[p, q]):
             continue
-        nodes = beside(graph, value, source, target, _takers(instance, edge, target, chosen))
+        nodes = overlapped_products(graph, value, source, target, _readers(instance, edge, target, chosen))
         computing = sum(_quickest(instance, node, _fits(node, value, source, target)) for node in nodes)
         full = seconds(source, target)
         cost[p, q] *= waited(computing, full) / full if full else 1.0
     return cost
 
 
-def _takers(instance: Instance, edge: TensorEdge, target: Placements, chosen: Ints | None) -> list[Node]:
-    """The operations that take the value so, or if none does all that may."""
+def _readers(instance: Instance, edge: TensorEdge, target: Placements, chosen: Ints | None) -> list[Node]:
+    """The operations that read the value as ``target``, or all that may if none does."""
 
-    def taking(choices_of: Callable[[str], Iterable[Choice]]) -> list[Node]:
+    def reading(choices_of: Callable[[str], Iterable[Choice]]) -> list[Node]:
         return [
             instance.graph[name]
             for name, operand in edge.consumers
@@ -177,18 +180,19 @@ def _takers(instance: Instance, edge: TensorEdge, target: Placements, chosen: In
         group = instance.group_of(name)
         return [] if chosen is None else [instance.choices[group][int(chosen[group])]]
 
-    return taking(choice_of) or taking(lambda name: _offered(instance, name))
+    return reading(choice_of) or reading(lambda name: _offered(instance, name))
 
 
 def _offered(instance: Instance, name: str) -> Iterator[Choice]:
-    """The choices of an operation that are not forbidden."""
+    """The choices of an operation that have a finite cost."""
     group = instance.group_of(name)
     cost = instance.problem.groups[group].cost
     return (choice for choice, seconds in zip(instance.choices[group], cost, strict=True) if np.isfinite(seconds))
 
 
 def _fits(node: Node, value: Value, source: Placements, target: Placements) -> Callable[[Strategy], bool]:
-    """Whether a strategy of the product has the ends of the reshard: it takes the value, or made a part of the sum."""
+    """Whether a strategy of the product fits the reshard: it reads the value as the target, or its result is a part of
+    the sum."""
     if value in node.operands:
         return lambda strategy: strategy.inputs[node.operands.index(value)] == target
     return lambda strategy: strategy.outputs[0][TENSOR] == source[TENSOR]

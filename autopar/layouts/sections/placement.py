@@ -1,11 +1,11 @@
-"""Where a layout puts every tensor: the placement program, restricted to what the layout says.
+"""Places every tensor of a layout: the placement program, restricted by the layout.
 
-One data rank's share of a step is placed on the mesh (context, tensor): on the context axis inputs lie in shards of
-their dim 1, the sequence, and weights whole; on the tensor axis inputs lie whole, every matrix of weights is divided
-and no weight is gathered. Which matrix is divided by rows and which by columns follows from solving: it is what
-communicates least. Without sequence parallelism no activation may be divided along the sequence on the tensor axis;
-which dim of each tensor that is is found by placing the sequence alone. With it, what products take is kept in shards
-and gathered again in backward, or kept whole, as the layout says.
+One data rank's share of a step is placed on the mesh (context, tensor). On the context axis inputs are sharded along
+their dim 1, the sequence, and weights are replicated. On the tensor axis inputs are replicated, every matrix of weights
+is sharded, and no weight is gathered. Solving decides which matrix is sharded by rows and which by columns, so that
+communication is least. Without sequence parallelism no activation may be sharded along the sequence on the tensor axis.
+With it, operands of products are saved in shards and gathered again in backward, or saved as gathered, as the layout
+says.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from .experts import routers
 from .exposed_communication import scattering, with_exposed_prices
 from .fusion import readers
 
-# Seconds of counted work, so that what a layout costs does not hang on how busy the machine is.
+# The time limit in seconds of counted work, so that prices do not depend on how busy the machine is.
 # Chosen: as Options.time_limit.
 SECONDS = 60.0
 # Chosen: half of Options.gap, since layouts that are compared may be a percent apart.
 GAP = 0.005
-# How often placements are found, at prices that those found before tell.
+# How often the program is solved; each time the prices follow from the solution before.
 # Chosen: planning takes as many times as long (docs/layouts.md, "The gap").
 ROUNDS = 2
 
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """A step graph at one microbatch, and how it lies on the mesh (context, tensor); ``gap`` is how far from the proven
-    bound of its placement program it was left, at the prices which that knew when it was asked."""
+    """A step graph of one microbatch and its placements on the mesh (context, tensor). ``gap``: the optimality gap of
+    its placement program, at the prices with which it was solved."""
 
     graph: Graph
     assignment: Assignment
@@ -60,43 +60,44 @@ class Placed:
 
 
 def place(graph: Graph, layout: Layout, cluster: Cluster, multiplicity: Mapping[str, int]) -> Placed:
-    """The placements of ``layout``; ``multiplicity``: for how many nodes of the whole model each stands. Raises
+    """The placements of ``layout``; ``multiplicity``: how many nodes of the whole model each node represents. Raises
     :class:`OptionsError` if the model cannot be divided so."""
     annotated = annotate(graph, (layout.context, layout.tensor))
     folded = fold_layers(annotated, 1)
     for prices, scatters in _prices(annotated, layout, cluster):
         instance = build_instance(folded, prices, optimizer="sgd", memory_limit=math.inf, multiplicity=multiplicity)
-        rules = (_weights(instance), _inputs(layout), _whole(layout), _kept(instance, layout), _apart(instance, layout))
+        shape_rules = _weights(instance), _inputs(layout), _replicated(layout)
+        rules = (*shape_rules, _saved_in_shards(instance, layout), _reduced_separately(instance, layout))
         instance = with_choices(instance, _all_of(*rules))
-        found = _solved(scattering(instance) if scatters else instance, layout)
-        if found.status != "infeasible":
-            return Placed(annotated, instance.assignment(found.choices), prices, found.gap)
-    raise OptionsError(f"the model cannot be laid out as {layout}: no placements communicate what it would need")
+        solution = _solved(scattering(instance) if scatters else instance, layout)
+        if solution.status != "infeasible":
+            return Placed(annotated, instance.assignment(solution.choices), prices, solution.gap)
+    raise OptionsError(f"the model cannot be laid out as {layout}: no placements allow the communication it would need")
 
 
 def _solved(instance: Instance, layout: Layout) -> Solution:
-    """The placements at the prices of the cost breakdown. Found again, from there, where the answer costs more than the
-    program knew when it was asked; of both answers the one that costs less by its own cost breakdown."""
+    """The placements at the prices of the cost breakdown. If the solution costs more by its own cost breakdown than the
+    program predicted, it is solved again, from there. Returns the solution that costs less by its own breakdown."""
     priced = with_exposed_prices(instance, layout)
-    answers: list[tuple[float, Solution]] = []
+    candidates: list[tuple[float, Solution]] = []
     for _ in range(ROUNDS):
-        known = [found.choices for _, found in answers]
-        found = solve(priced.problem, time_limit=SECONDS, gap=GAP, incumbents=known, counted=True)
-        if found.status == "infeasible":
+        incumbents = [candidate.choices for _, candidate in candidates]
+        solution = solve(priced.problem, time_limit=SECONDS, gap=GAP, incumbents=incumbents, counted=True)
+        if solution.status == "infeasible":
             break
-        priced = with_exposed_prices(instance, layout, found.choices)
-        answers.append((evaluate(priced.problem, found.choices), found))
-        if answers[-1][0] <= (1 + GAP) * found.objective:
+        priced = with_exposed_prices(instance, layout, solution.choices)
+        candidates.append((evaluate(priced.problem, solution.choices), solution))
+        if candidates[-1][0] <= (1 + GAP) * solution.objective:
             break
-    return min(answers, key=lambda answer: answer[0])[1] if answers else found
+    return min(candidates, key=lambda candidate: candidate[0])[1] if candidates else solution
 
 
 def _prices(annotated: Graph, layout: Layout, cluster: Cluster) -> Iterator[tuple[Prices, bool]]:
     """The prices to place at, and whether sums of products must be scattered (:func:`scattering`).
 
-    Without sequence parallelism, at first those at which all-reduces are enough; where they are not (a normalisation
-    between two matrices that are divided, as in latent attention), values may be gathered. With it, at first those at
-    which values are gathered and sums scattered."""
+    Without sequence parallelism the first prices allow only all-reduces. If these are not enough (a normalisation
+    between two sharded matrices, as in latent attention), values may be gathered. With sequence parallelism the first
+    prices require that values are gathered and sums scattered."""
     mesh = (layout.context, layout.tensor)
     options, exchanged = placement_options(annotated, mesh), exchanged_bytes(annotated)
     if layout.sequence_parallel:
@@ -114,8 +115,8 @@ def _prices(annotated: Graph, layout: Layout, cluster: Cluster) -> Iterator[tupl
     yield ReducedOnly(cluster, mesh, options, exchanged, gathered=frozenset(options)), False
 
 
-def _whole(layout: Layout) -> Allowed:
-    """Operations of whole modules divide nothing on the tensor axis."""
+def _replicated(layout: Layout) -> Allowed:
+    """Operations of replicated modules shard nothing on the tensor axis."""
 
     def allowed(node: Node, choice: Choice) -> bool:
         if isinstance(choice, ParameterPlacement) or node.is_placeholder or not matches(node.module, layout.replicated):
@@ -127,7 +128,7 @@ def _whole(layout: Layout) -> Allowed:
 
 @dataclass(frozen=True, eq=False)
 class ReducedOnly(Prices):
-    """Prices at which only all-reduces can be had on the tensor axis, but for what whole modules take
+    """Prices that forbid everything but all-reduces on the tensor axis, except for the operands of replicated modules
     (``gathered``)."""
 
     gathered: frozenset[TensorType] = frozenset()
@@ -142,8 +143,8 @@ class ReducedOnly(Prices):
 
 @dataclass(frozen=True, eq=False)
 class Scattering(Prices):
-    """Prices at which tensor ranks know no all-to-all: what lies between two products is divided along the sequence
-    or by what the products divide, and no system goes from one to the other but through the whole."""
+    """Prices that forbid all-to-alls on the tensor axis. Values between two products are sharded along the sequence or
+    along the dim that the products shard, and every known system goes from one to the other by gathering."""
 
     def hop(self, kind: TensorType, hop: Hop, *, bucketed: bool = False) -> float:
         if TENSOR in hop.axes and hop.kind == "all_to_all":
@@ -156,8 +157,8 @@ def _all_of(*rules: Allowed) -> Allowed:
 
 
 def _weights(instance: Instance) -> Allowed:
-    """Weights whole on the context axis; matrices divided on the tensor axis where they can be, but for routers; states
-    as weights."""
+    """Weights are replicated on the context axis. Matrices other than routers are sharded on the tensor axis if they
+    can be. Gradients and states are placed as weights."""
     chosen_by = routers(instance.graph)
     divisible = {
         name
@@ -181,8 +182,8 @@ def _weights(instance: Instance) -> Allowed:
     return allowed
 
 
-def _kept(instance: Instance, layout: Layout) -> Allowed:
-    """With sequence parallelism, operands of products are kept in shards where they can be (Korthikanti et al. 2022,
+def _saved_in_shards(instance: Instance, layout: Layout) -> Allowed:
+    """With sequence parallelism, operands of products are saved in shards if they can be (Korthikanti et al. 2022,
     section 4.2.2)."""
     graph = instance.graph
     saved = {node.name for node in graph.nodes if node.op == SAVED_ACTIVATION and _feeds_product(graph, node)}
@@ -196,14 +197,15 @@ def _kept(instance: Instance, layout: Layout) -> Allowed:
     }
 
     def allowed(node: Node, choice: Choice) -> bool:
-        kept = node.op == SAVED_ACTIVATION and graph.classes.get(node.name, node.name) in divisible
-        return not kept or isinstance(choice, ParameterPlacement) or is_shard(choice.outputs[0][TENSOR])
+        must_shard = node.op == SAVED_ACTIVATION and graph.classes.get(node.name, node.name) in divisible
+        return not must_shard or isinstance(choice, ParameterPlacement) or is_shard(choice.outputs[0][TENSOR])
 
     return allowed
 
 
-def _apart(instance: Instance, layout: Layout) -> Allowed:
-    """Gradients that products of modules ``apart`` make of their inputs are summed before anything else takes them."""
+def _reduced_separately(instance: Instance, layout: Layout) -> Allowed:
+    """Input gradients of products in modules of ``separate_dgrad_reductions`` are reduced before anything reads
+    them."""
     graph = instance.graph
 
     def summed(name: str) -> bool:
@@ -224,12 +226,12 @@ def _apart(instance: Instance, layout: Layout) -> Allowed:
 
 
 def _feeds_product(graph: Graph, node: Node) -> bool:
-    """Whether a matrix product takes a node's result, views looked through."""
+    """Whether a matrix product reads a node's result, also through views."""
     return any(family_of(user.op).matrix is not None for user in readers(graph, Value(node.name)))
 
 
 def _inputs(layout: Layout) -> Allowed:
-    """Inputs in shards of the sequence on the context axis, whole on the tensor axis."""
+    """Inputs are sharded along the sequence on the context axis, and replicated on the tensor axis."""
     context: Placement = Shard(1) if layout.context > 1 else REPLICATE
 
     def allowed(node: Node, choice: Choice) -> bool:

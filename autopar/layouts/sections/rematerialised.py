@@ -1,8 +1,8 @@
-"""What forward need not keep for the products of backward: elementwise operations make it again from what it keeps.
+"""Finds values that forward need not save because elementwise operations can recompute them from saved values.
 
-A normalisation's result and an activation's are operands of products, whose weights' gradients want them. Both are made
-from other values that are kept (the normalisation's input, the product before the activation) without a product or a
-collective: backward reads those, and writes the operand again, before it needs it. (Megatron-Core calls this
+The results of normalisations and activations are operands of products, and the weights' gradients need them. Both can
+be recomputed from other saved values (the normalisation's input, the product before the activation) without a product
+or a collective: backward reads those, and writes the operand again before it is needed. (Megatron-Core calls this
 output-discarding recomputation: ``--recompute-modules layernorm moe_act``.)
 """
 
@@ -20,23 +20,24 @@ from .fusion import Kernels, is_alias, is_heavy, origin
 def rematerialisable(
     graph: Graph, saved: tuple[Value, ...], moved: Set[tuple[Value, str]]
 ) -> Mapping[Value, Set[Value]]:
-    """Of the values kept for backward those that elementwise operations make from the others, and from which.
+    """The values saved for backward that elementwise operations can recompute from the others, each with its sources.
 
     Args:
-        saved: in the order in which forward makes them.
-        moved: values and the operations that take them resharded.
+        saved: in the order in which forward computes them.
+        moved: values and the operations that read them resharded.
     """
-    kept, found = set(saved), dict[Value, Set[Value]]()
+    kept, sources_of = set(saved), dict[Value, Set[Value]]()
     for value in saved:
         sources = _sources(graph, value, kept - {value}, moved)
         if sources:
-            found[value] = sources
+            sources_of[value] = sources
             kept.remove(value)
-    return found
+    return sources_of
 
 
 def _sources(graph: Graph, value: Value, kept: Set[Value], moved: Set[tuple[Value, str]]) -> Set[Value] | None:
-    """What a value is made from, of ``kept`` and of what needs no keeping; None if it is made from anything else."""
+    """The values of ``kept`` that a value can be computed from, together with parameters and inputs; None if it needs
+    anything else."""
     if value in kept:
         return {value}
     node = graph[value.node]
@@ -44,45 +45,46 @@ def _sources(graph: Graph, value: Value, kept: Set[Value], moved: Set[tuple[Valu
         return set()
     if node.phase == "backward" or is_heavy(node):
         return None
-    found = set[Value]()
+    kept_sources = set[Value]()
     for operand in node.operands:
         sources = None if (operand, node.name) in moved else _sources(graph, operand, kept, moved)
         if sources is None:
             return None
-        found |= sources
-    return found
+        kept_sources |= sources
+    return kept_sources
 
 
 def rematerialised_nodes(graph: Graph, rematerialised: Mapping[Value, Set[Value]]) -> frozenset[str]:
-    """The operations that make values again from what :func:`rematerialisable` says."""
-    found = set[str]()
+    """The operations that recompute values from the sources that :func:`rematerialisable` returns."""
+    names = set[str]()
     for value, sources in rematerialised.items():
         waiting = [value]
         while waiting:
             node = graph[waiting.pop().node]
-            if not node.is_placeholder and node.name not in found:
-                found.add(node.name)
+            if not node.is_placeholder and node.name not in names:
+                names.add(node.name)
                 waiting += [operand for operand in node.operands if operand not in sources]
-    return frozenset(found)
+    return frozenset(names)
 
 
 @dataclass(frozen=True)
 class Rematerialised:
-    """What backward computes again of named modules: the operations ``nodes`` (by name), whose results ``dropped`` need
-    not be kept for it, from values of which ``taken`` would not be kept otherwise."""
+    """The operations that backward recomputes of modules named by a layout.
+
+    ``nodes``: their names. ``dropped``: their results that need not be saved. ``taken``: values that are saved only for
+    this recomputation."""
 
     nodes: frozenset[str] = frozenset()
     dropped: frozenset[Value] = frozenset()
     taken: frozenset[Value] = frozenset()
 
 
-def computed_again(
+def recomputed_operations(
     kernels: Kernels, named: Callable[[Node], bool], section_of_node: Mapping[str, str]
 ) -> Rematerialised:
-    """What is computed again so that none of the values saved for backward is kept that ``named`` operations make;
-    those are part of it which lead to such a value, back to the first that none of them makes. What a section hands to
-    another one, ``section_of_node`` being that of each operation, is kept: each is computed again by itself, from what
-    comes into it."""
+    """What backward recomputes if no result of ``named`` operations is saved: these operations, back to the first
+    values that other operations compute. Values that a section hands to another one are saved, so that each section is
+    recomputed separately, from its inputs. ``section_of_node``: the section of each operation."""
     graph, kept = kernels.graph, set(kernels.saved)
     handed_on = _handed_on(kernels, section_of_node)
 
@@ -105,14 +107,14 @@ def computed_again(
 
 
 def _handed_on(kernels: Kernels, section_of_node: Mapping[str, str]) -> Set[Value]:
-    """What another section takes in forward; where backward makes that again, what it is made from."""
-    graph, found = kernels.graph, set[Value]()
+    """The values that another section reads in forward; for values that backward recomputes, their sources."""
+    graph, handed_on = kernels.graph, set[Value]()
     forward = (node for node in graph.nodes if node.phase == "forward" and not is_alias(node))
-    takes = ((origin(graph, operand), section_of_node[node.name]) for node in forward for operand in node.operands)
-    waiting = [value for value, home in takes if section_of_node[value.node] != home]
+    reads = ((origin(graph, operand), section_of_node[node.name]) for node in forward for operand in node.operands)
+    waiting = [value for value, section in reads if section_of_node[value.node] != section]
     while waiting:
         value = waiting.pop()
-        if value not in found:
-            found.add(value)
+        if value not in handed_on:
+            handed_on.add(value)
             waiting += kernels.rematerialised.get(value, ())
-    return found
+    return handed_on

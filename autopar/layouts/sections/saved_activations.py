@@ -1,4 +1,5 @@
-"""Bytes that sections keep of a microbatch for backward, by what recomputation would drop, and what comes into them."""
+"""Bytes that sections save of a microbatch for backward, by what recomputation would drop, and bytes of their
+inputs."""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ from .attention import inside_attention
 from .fusion import origin, readers
 from .kernel_seconds import KernelPrices
 from .placement import Placed
-from .rematerialised import computed_again, rematerialisable, rematerialised_nodes
+from .rematerialised import recomputed_operations, rematerialisable, rematerialised_nodes
 from .section import Seconds
 from .section_of_node import AFTER, BEFORE
 
 
 class Saved:
-    """What all sections share: ``section_of_node`` is the section of each node, ``moved`` are values and the operations
-    that take them resharded."""
+    """Saved activations of all sections. ``section_of_node``: the section of each node; ``moved``: values and the
+    operations that read them resharded."""
 
     def __init__(
         self,
@@ -41,21 +42,22 @@ class Saved:
         self.varying, self.inside, self.last = _varying(self.graph), inside_attention(self.graph), self._after_layers()
         saved = priced.kernels.saved
         self.rematerialised = rematerialisable(self.graph, saved, moved)
-        self.again = computed_again(priced.kernels, self._is_recomputed, section_of_node)
-        # The operations that run once more, by what asks for it.
+        self.again = recomputed_operations(priced.kernels, self._is_recomputed, section_of_node)
+        # The operations that run once more, by kind of recomputation.
         inside = self.inside
         ways = {"selective": inside, "elementwise": inside | rematerialised_nodes(self.graph, self.rematerialised)}
         self.repeated = {"recomputed": self.again.nodes, **ways}
-        # What backward reads of what forward makes, and with it what is kept to compute some of that again.
+        # Values of forward that backward reads; in `kept` also the values saved for recomputation.
         self.read = {value: priced.kept(value) for value in saved}
         taken = (value for value in self.again.taken if value.node in self.varying)
         self.kept = {**self.read, **{value: priced.kept(value) for value in taken}}
 
     def of(self, name: str) -> dict[str, Any]:
-        """Of the values that a section keeps for backward the bytes, by what recomputation would drop."""
+        """Bytes of the values that a section saves for backward, by what recomputation would drop; fields of
+        :class:`.Section`."""
         here = [value for value in self.kept if self.section_of_node[value.node] == name]
         saved = [value for value in here if value not in self.again.dropped]
-        held = self._held_by_callers(name)
+        held = self._retained_by_callers(name)
         inside = [value for value in saved if self._stays_inside(value)]
         rematerialised = [value for value in saved if value in self.rematerialised and value not in inside]
         return {
@@ -68,36 +70,36 @@ class Saved:
             "saved_again": sum(self.kept[value] for value in here if value in self.again.dropped),
         }
 
-    def _held_by_callers(self, name: str) -> int:
+    def _retained_by_callers(self, name: str) -> int:
         """Bytes of the inputs that modules of :attr:`Layout.retained_inputs` get from other modules, and of the copies
         that collectives make of them, unless these are retained anyway; recomputed values would not be."""
-        found: dict[tuple[Value, Placements], int] = {}
+        sizes: dict[tuple[Value, Placements], int] = {}
         for use in self._operands(name):
             source = origin(self.graph, use.value)
-            if not self._is_held(use.consumer) or not self._is_made_elsewhere(source):
+            if not self._is_retained(use.consumer) or not self._is_made_elsewhere(source):
                 continue
             if use.target != use.source or source not in self.kept or source in self.again.dropped:
-                found[source, use.target] = self._taken(use)
-        return sum(found.values())
+                sizes[source, use.target] = self._taken(use)
+        return sum(sizes.values())
 
     def _is_made_elsewhere(self, value: Value) -> bool:
-        return value.node in self.varying and not self._is_held(value.node)
+        return value.node in self.varying and not self._is_retained(value.node)
 
-    def _is_held(self, name: str) -> bool:
+    def _is_retained(self, name: str) -> bool:
         return matches(self.graph[name].module, self.layout.retained_inputs)
 
     def _rematerialising(self, value: Value) -> float:
-        """Seconds of making a value again from what is kept."""
+        """Seconds of recomputing a value from saved ones."""
         moved = sum(map(self.priced.local, (value, *self.rematerialised[value])))
         return compute_seconds(self.prices.cluster, 0.0, moved, torch.float32)
 
     def _stays_inside(self, value: Value) -> bool:
-        """Whether forward uses a value inside attention only: it is remade from what goes in."""
+        """Whether forward uses a value only inside attention, so that it is recomputed from attention's inputs."""
         users = (user for user in readers(self.graph, value) if user.phase == "forward")
         return value.node in self.inside and all(user.name in self.inside for user in users)
 
     def entry(self, name: str) -> int:
-        """Bytes of what comes in from the sections before, in forward."""
+        """Bytes of a section's inputs from earlier sections, in forward."""
         taken = {origin(self.graph, use.value): self._taken(use) for use in self._operands(name)}
         return sum(size for value, size in taken.items() if self._comes_in(value, name))
 
@@ -105,31 +107,31 @@ class Saved:
         return value.node in self.varying and self.section_of_node[value.node] != name
 
     def _operands(self, name: str) -> Iterator[Use]:
-        """What the operations of a section take in forward."""
+        """The operands of a section's forward operations."""
         for node in self.graph.nodes:
             if node.phase == "forward" and self.section_of_node[node.name] == name:
                 yield from operand_uses(self.graph, self.assignment, node)
 
     def _taken(self, use: Use) -> int:
-        """Bytes of a value on one device, as it is taken."""
+        """Bytes of an operand on one device, as it is read."""
         return local_bytes(use.kind, use.target, self.prices.mesh)
 
     def _is_recomputed(self, node: Node) -> bool:
         return matches_whole(node.module, self.layout.recomputed)
 
     def _after_layers(self) -> frozenset[str]:
-        """The operations of forward that no layer comes after."""
+        """The forward operations after the last layer."""
         names = [node.name for node in self.graph.nodes if node.phase == "forward" and not node.is_placeholder]
         end = max((i for i, name in enumerate(names) if self.section_of_node[name] not in (BEFORE, AFTER)), default=-1)
         return frozenset(names[end + 1 :])
 
 
 def _varying(graph: Graph) -> frozenset[str]:
-    """Nodes that depend on weights or inputs: all else, such as a mask, is made where it is needed."""
-    found: set[str] = set()
+    """Nodes that depend on weights or inputs. All others, such as a mask, are computed where they are needed."""
+    names: set[str] = set()
     for node in graph.nodes:
         if not node.is_placeholder:
-            taken = (graph[value.node] for value in node.operands)
-            if any(one.op in ("param", "input") or one.name in found for one in taken):
-                found.add(node.name)
-    return frozenset(found)
+            producers = (graph[value.node] for value in node.operands)
+            if any(producer.op in ("param", "input") or producer.name in names for producer in producers):
+                names.add(node.name)
+    return frozenset(names)

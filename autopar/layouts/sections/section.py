@@ -1,4 +1,4 @@
-"""A section of a model as layouts price it: seconds, bytes and weights of one microbatch on one device."""
+"""The costs of a section of a model under a layout: seconds, bytes and weights of one microbatch on one device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .expert_all_to_all import Block
 
 @dataclass(frozen=True)
 class Seconds:
-    """Computing, communicating, and waiting for the host, which starts operations one by one."""
+    """Seconds of computation, of communication, and of waiting for the host, which launches operations one by one."""
 
     compute: float = 0.0
     communicate: float = 0.0
@@ -30,12 +30,19 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter on one device of the mesh (context, tensor): its elements there and its dtype's bytes; ``partial``
-    axes are those over which its gradient is left as a sum to be taken. ``experts``: of a weight that has an entry of
-    every expert, among how many ranks these are divided; 0 for any other. One that is not ``trained`` has neither
-    gradient nor optimizer state; of one that is ``cast`` products take copies in fp8. A ``shared`` one is a weight of
-    several sections. ``again``: what takes it once more in backward: what ``"selective"`` or
-    ``"elementwise"`` recomputation computes again, or the modules that are ``"recomputed"`` by name."""
+    """A parameter on one device of the mesh (context, tensor).
+
+    Attributes:
+        elements: elements on the device.
+        itemsize: bytes of its dtype.
+        partial: mesh axes over which its gradient has yet to be summed.
+        experts: if it has an entry for each expert, among how many ranks these are divided; else 0.
+        trained: whether it has a gradient and optimizer state.
+        cast: whether products read copies in fp8.
+        shared: whether several sections use it.
+        again: recomputations that read it once more in backward: ``"selective"``, ``"elementwise"``, or
+            ``"recomputed"`` for modules named by the layout.
+    """
 
     path: str
     elements: int
@@ -53,20 +60,19 @@ class Section:
     """One section for one microbatch, on one device.
 
     Attributes:
-        inside: what of forward selective recomputation runs again.
-        saved: bytes kept for backward. Of these ``saved_inside`` are not kept by selective recomputation, and
-            ``saved_rematerialised`` are made again by elementwise operations in ``rematerialised`` seconds.
-        entry: bytes of what comes in from the section before.
-        saved_last: of ``saved``, what is made after the last layer and goes before layers run backward.
-        working: the most bytes that are there for a moment beside ``saved`` (:mod:`.transient_memory`).
-        flops: of products, of all devices together.
-        blocks: of experts; they are not part of the other figures until :func:`.section_costs.with_experts` adds them,
-            and puts the bytes that one device hands to each of their exchanges into ``exchanged``.
-        kept: seconds of forward that are not spent again under ``recompute="operations"``, which takes ``saved_kept``
-            bytes.
-        again: what modules that :attr:`.Layout.recomputed` names take once more in backward, which has then
-            ``saved_again`` bytes more than are kept.
-        lent: weights that it takes too, but which rest, and are updated, in another section of its pipeline rank.
+        inside: the part of forward that selective recomputation repeats.
+        saved: bytes saved for backward. Selective recomputation does not save ``saved_inside`` of these; elementwise
+            operations can recompute ``saved_rematerialised`` of them in ``rematerialised`` seconds.
+        entry: bytes of the inputs from the section before.
+        saved_last: bytes of ``saved`` that are computed after the last layer and freed before layers run backward.
+        working: the most transient bytes in addition to ``saved`` (:mod:`.transient_memory`).
+        flops: FLOPs of products, summed over all devices.
+        blocks: blocks of experts. :func:`.section_costs.with_experts` adds their costs to the other fields, and sets
+            ``exchanged`` to the bytes that one device sends in each of their exchanges.
+        kept: the part of forward that ``recompute="operations"`` does not repeat; it saves ``saved_kept`` bytes for it.
+        again: what backward repeats of the modules in :attr:`.Layout.recomputed`; it then has ``saved_again`` bytes in
+            addition to the saved ones.
+        lent: weights that it uses, but that another section of its pipeline rank stores and updates.
     """
 
     forward: Seconds = Seconds()
@@ -92,17 +98,17 @@ class Section:
 
     @property
     def runs_backward(self) -> bool:
-        """Whether anything comes back: of frozen layers that nothing trained comes before, nothing does."""
+        """Whether it has a backward pass: frozen layers after nothing that is trained have none."""
         return bool(self.saved or self.backward.total or self.blocks)
 
     @property
     def trained(self) -> tuple[Weight, ...]:
-        """The weights that learn."""
+        """The weights that are trained."""
         return tuple(weight for weight in self.weights if weight.trained)
 
     @cached_property
     def shared(self) -> tuple[Weight, ...]:
-        """The weights that other sections have too. Found once: one section represents many layers of many layouts."""
+        """The weights that other sections use too. Cached, since one section represents many layers of many layouts."""
         return tuple(weight for weight in self.weights if weight.shared)
 
 
@@ -122,9 +128,9 @@ class Sections:
 
 
 def counted(sections: Iterable[Section]) -> list[tuple[Section, int]]:
-    """Each section once, with how often it is among them: what represents equal layers is one object."""
-    found: dict[int, tuple[Section, int]] = {}
+    """Each distinct section with its number: equal layers share one object."""
+    counts: dict[int, tuple[Section, int]] = {}
     for section in sections:
-        _, before = found.get(id(section), (section, 0))
-        found[id(section)] = section, before + 1
-    return list(found.values())
+        _, count = counts.get(id(section), (section, 0))
+        counts[id(section)] = section, count + 1
+    return list(counts.values())

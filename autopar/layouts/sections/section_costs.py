@@ -1,8 +1,8 @@
-"""What one microbatch costs on one device, section by section of the model.
+"""Prices one microbatch on one device, section by section of the model.
 
-Sections are what comes before the layers, every kept layer (:mod:`.shortened_model`) and what comes after them. Each
-is priced from the placed graph: kernels by the roofline of their local shapes, collectives at their links, the bytes
-that forward keeps, and what it takes to compute again what recomputation did not keep.
+Sections are the part before the layers, every traced layer (:mod:`.shortened_model`) and the part after them. Each is
+priced from the placed graph: kernels by the roofline of their local shapes, collectives by their links, the bytes that
+forward saves, and the cost of recomputing values that were not saved.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from autopar.layout import Layout, matches
 from autopar.placement.prices import local_type
 
 from .experts import BACKWARD, are_cast, check_degree, expert_weights, find_blocks, price_block
-from .exposed_communication import beside, waited
+from .exposed_communication import overlapped_products, waited
 from .fusion import Kernel, Kernels, find_kernels, readers
-from .kernel_seconds import KernelPrices, graphed, local_size
+from .kernel_seconds import KernelPrices, launches_as_graph, local_size
 from .placement import Placed
 from .saved_activations import Saved
 from .section import Seconds, Section, Sections, Weight
@@ -35,8 +35,8 @@ from .transient_memory import Transients
 
 
 def with_experts(sections: Sections, layout: Layout, cluster: Cluster) -> Sections:
-    """The sections with their blocks of experts, divided as ``layout`` says. Raises :class:`OptionsError` if experts do
-    not come out even."""
+    """The sections with the costs of their blocks of experts, divided as ``layout`` says. Raises :class:`OptionsError`
+    if experts do not divide evenly."""
     check_degree([block for section in sections.every for block in section.blocks], layout)
     before, *layers, after = (
         _with_experts(section, layout, cluster) for section in (sections.before, *sections.layers, sections.after)
@@ -50,7 +50,7 @@ def _with_experts(section: Section, layout: Layout, cluster: Cluster) -> Section
     costs = [price_block(block, layout, cluster) for block in section.blocks]
     forward, backward = Seconds(), Seconds()
     for block, cost in zip(section.blocks, costs, strict=True):
-        each = 0.0 if graphed(block.module, layout) else cluster.device.host_seconds
+        each = 0.0 if launches_as_graph(block.module, layout) else cluster.device.host_seconds
         forward += Seconds(cost.forward, 0.0, max(0.0, cost.starts[0] * each - cost.forward))
         backward += Seconds(cost.backward, 0.0, max(0.0, cost.starts[1] * each - cost.backward))
     weights = (
@@ -69,7 +69,7 @@ def _with_experts(section: Section, layout: Layout, cluster: Cluster) -> Section
 
 
 def section_costs(placed: Placed, depth: Depth, layout: Layout) -> Sections:
-    """The sections of a placed graph of one microbatch, blocks of experts set apart."""
+    """The sections of a placed graph of one microbatch, without the costs of blocks of experts."""
     paths, priced_as = depth.paths, depth.priced_as
     pricer = _SectionPricer(placed, sections_by_node(placed.graph, paths), layout)
     layers = tuple(pricer.section(path) for path in paths)
@@ -77,7 +77,7 @@ def section_costs(placed: Placed, depth: Depth, layout: Layout) -> Sections:
 
 
 class _SectionPricer:
-    """Holds what all sections share while they are priced."""
+    """Prices sections; holds the data that they share."""
 
     def __init__(self, placed: Placed, section_of_node: Mapping[str, str], layout: Layout) -> None:
         self.placed, self.section_of_node, self.layout = placed, section_of_node, layout
@@ -109,35 +109,37 @@ class _SectionPricer:
         return find_kernels(self.graph, moves, runs_alone, partial(local_size, self.placed))
 
     def section(self, name: str) -> Section:
-        """The cost breakdown of one section. Of its collectives, half of forward's seconds are taken to be reductions,
-        which recomputation keeps, and half gathers, which it repeats."""
+        """The costs of one section. Half of the seconds of forward's collectives are assumed to be reductions, whose
+        results recomputation saves, and half gathers, which it repeats."""
         kernels = [kernel for kernel in self.kernels.kernels if self.section_of_node[kernel.nodes[0].name] == name]
-        ahead = [kernel for kernel in kernels if kernel.phase == "forward"]
-        back = [kernel for kernel in kernels if kernel.phase == "backward"]
-        forward, kept = self._seconds(name, "forward", ahead), list(self._kept(ahead))
+        forward_kernels = [kernel for kernel in kernels if kernel.phase == "forward"]
+        backward_kernels = [kernel for kernel in kernels if kernel.phase == "backward"]
+        forward, kept = self._seconds(name, "forward", forward_kernels), list(self._kept(forward_kernels))
         saved = [value for value in self.kernels.saved if self.section_of_node[value.node] == name]
         return Section(
             forward,
-            self._seconds(name, "backward", back),
-            Seconds(self._computing(kernel for kernel in ahead if self._is_inside(kernel))),
+            self._seconds(name, "backward", backward_kernels),
+            Seconds(self._computing(kernel for kernel in forward_kernels if self._is_inside(kernel))),
             entry=self.saved.entry(name),
-            working=self.transients.working(ahead, back, saved),
+            working=self.transients.working(forward_kernels, backward_kernels, saved),
             flops=self.flops(name),
             weights=self.weights(name),
             is_layer=name not in (BEFORE, AFTER),
             blocks=tuple(block for node, block in self.blocks.items() if self.section_of_node[node] == name),
             kept=Seconds(self._computing(kept), forward.communicate / 2),
             saved_kept=sum(map(self._written, kept)),
-            again=self._repeating(name, ahead),
+            again=self._repeating(name, forward_kernels),
             **self.saved.of(name),
         )
 
     def _seconds(self, name: str, phase: str, kernels: Sequence[Kernel]) -> Seconds:
-        """Of a phase: its kernels, the collectives it waits for, and the host where starting takes longer than both."""
+        """Seconds of a phase: kernels, exposed collectives, and waiting for the host if launches take longer than
+        both."""
         moves = (use for use in self.moves if use.role == "operand" and self.section_of_node[use.consumer] == name)
-        found = Seconds(self._computing(kernels), sum((self.exposed(use) for use in moves if use.phase == phase), 0.0))
-        started = sum(map(self.priced.host_seconds, kernels), 0.0)
-        return replace(found, host=max(0.0, started - found.total))
+        exposed = sum((self.exposed(use) for use in moves if use.phase == phase), 0.0)
+        seconds = Seconds(self._computing(kernels), exposed)
+        launches = sum(map(self.priced.host_seconds, kernels), 0.0)
+        return replace(seconds, host=max(0.0, launches - seconds.total))
 
     def _computing(self, kernels: Iterable[Kernel]) -> float:
         return sum(map(self.priced.seconds, kernels), 0.0)
@@ -150,14 +152,15 @@ class _SectionPricer:
         return any(node.name in self.saved.inside for node in kernel.nodes)
 
     def _kept(self, forward: Iterable[Kernel]) -> Iterator[Kernel]:
-        """What ``recompute="operations"`` does not run again: attention, and every other product with weights."""
+        """The kernels that ``recompute="operations"`` does not repeat: attention, and every other product with
+        weights."""
         is_kept = cycle((True, False))
         for kernel in forward:
             if self.priced.is_attention(kernel) or (self.priced.is_product(kernel) and next(is_kept)):
                 yield kernel
 
     def _repeating(self, name: str, forward: Sequence[Kernel]) -> Seconds:
-        """What backward takes once more of the modules that the layout has computed again."""
+        """The cost of repeating modules that the layout names as recomputed."""
         kernels = (kernel for kernel in forward if any(node.name in self.saved.again.nodes for node in kernel.nodes))
         moves = (use for use in self.moves if use.role == "operand" and use.phase == "forward")
         repeated = (
@@ -168,32 +171,32 @@ class _SectionPricer:
         return Seconds(self._computing(kernels), sum(map(self.exposed, repeated), 0.0))
 
     def exposed(self, use: Use) -> float:
-        """Seconds of a reshard for which devices wait. Where collectives are sent in pieces (``"tensor"``), all of them
-        do, under the products next to them."""
+        """The exposed seconds of a reshard. With ``"tensor"`` in ``overlap`` collectives are sent in pieces under the
+        products next to them, which is priced elsewhere."""
         seconds = self.prices.table(use.kind).cost(use.source, use.target)
         if use.phase == "forward" or not self.layout.hides_input_gradients:
             return seconds
-        products = beside(self.graph, use.value, use.source, use.target, self._takers(use))
+        products = overlapped_products(self.graph, use.value, use.source, use.target, self._readers_alike(use))
         return waited(sum(self.priced.seconds(self.kernels.of[product.name]) for product in products), seconds)
 
-    def _takers(self, use: Use) -> Iterator[Node]:
-        """The operations that take a value so, in the same phase."""
+    def _readers_alike(self, use: Use) -> Iterator[Node]:
+        """The operations of the same section and phase that read a value with the same placement."""
         for user, operand in self.graph.users.get(use.value, ()):
             same = user.phase == use.phase and self.section_of_node[user.name] == self.section_of_node[use.consumer]
             if same and self.assignment.strategies[user.name].inputs[operand] == use.target:
                 yield user
 
     def flops(self, name: str) -> float:
-        """Of the matrix products of a section, on whole tensors."""
-        found = 0.0
+        """FLOPs of a section's matrix products, summed over all devices."""
+        flops = 0.0
         for node in self.graph.nodes:
             family = family_of(node.op)
             if family.matrix is not None and self.section_of_node[node.name] == name:
                 inputs = tuple(map(self.graph.type_of, node.operands))
-                # The operation computes a third of its backward products again, which training libraries do not.
+                # A third of the operation's backward products are recomputation, which training libraries do not do.
                 share = 2 / 3 if node.op == BACKWARD else 1.0
-                found += share * float(family.flops(node, inputs, node.types))
-        return found
+                flops += share * float(family.flops(node, inputs, node.types))
+        return flops
 
     def weights(self, name: str) -> tuple[Weight, ...]:
         return tuple(
@@ -203,7 +206,7 @@ class _SectionPricer:
         )
 
     def _taken_again(self, node: Node, name: str) -> frozenset[str]:
-        """The ways of recomputation in which what a section computes again takes a parameter."""
+        """The kinds of recomputation in which a section reads a parameter once more."""
         users = {user.name for user in readers(self.graph, Value(node.name)) if user.phase == "forward"}
         here = {user for user in users if self.section_of_node[user] == name}
         return frozenset(way for way, nodes in self.saved.repeated.items() if here & nodes)
@@ -213,13 +216,14 @@ class _SectionPricer:
         kind: TensorType = local_type(node.type, place, self.prices.mesh)
         trained = node.target in self.graph.gradients
         raw: Placements = self.assignment.placements_of(self.graph.gradients[node.target]) if trained else ()
-        partial = tuple(axis for axis, one in enumerate(raw) if isinstance(one, Partial))
+        partial = tuple(axis for axis, place in enumerate(raw) if isinstance(place, Partial))
         is_expert = node.name in self.expert_weights
-        about = partial, int(is_expert), trained, self._is_cast(node, kind), len(self.using[node.name]) > 1
-        return Weight(node.target, int(kind.numel), node.type.dtype.itemsize, *about)
+        is_cast, is_shared = self._is_cast(node, kind), len(self.using[node.name]) > 1
+        itemsize = node.type.dtype.itemsize
+        return Weight(node.target, int(kind.numel), itemsize, partial, int(is_expert), trained, is_cast, is_shared)
 
     def _is_cast(self, node: Node, local: TensorType) -> bool:
-        """Whether products take a parameter in fp8: of what has an entry of every expert the matrices."""
+        """Whether products read a parameter in fp8; of parameters with an entry for each expert, the matrices."""
         if node.name not in self.expert_weights:
             return node.name in self.priced.cast_weights
         return self.layout.precision == "fp8" and local.rank == 3 and are_cast(*map(int, local.shape[1:]))

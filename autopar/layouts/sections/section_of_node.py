@@ -1,5 +1,5 @@
-"""To which section of a model each node of its graph belongs: what comes before the layers, each kept layer, what comes
-after them; and how often the whole model has it."""
+"""Assigns each node of a graph to a section of the model: the part before the layers, each traced layer, and the part
+after them. Also how often the whole model has each node."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ BEFORE, AFTER = "(before)", "(after)"
 
 
 def sections_by_node(graph: Graph, paths: list[str]) -> Mapping[str, str]:
-    """The section of each node: by its module; of those in no layer, by whether layers came before them."""
+    """The section of each node: by its module, or for nodes outside of layers by whether layers came before them."""
     section_of_node: dict[str, str] = {}
     begun = {"forward": False, "backward": False}
     for node in graph.nodes:
         where = node.target if node.op == "param" else node.module
-        found = next((path for path in paths if where == path or where.startswith(f"{path}.")), None)
-        if found is not None and not node.is_placeholder:
+        layer = next((path for path in paths if where == path or where.startswith(f"{path}.")), None)
+        if layer is not None and not node.is_placeholder:
             begun[node.phase] = True
-        late = begun["forward"] if node.phase == "forward" else not begun["backward"]
-        section_of_node[node.name] = found or (AFTER if late else BEFORE)
+        is_after = begun["forward"] if node.phase == "forward" else not begun["backward"]
+        section_of_node[node.name] = layer or (AFTER if is_after else BEFORE)
     for node in graph.placeholders("param"):
         users = graph.users.get(Value(node.name), ())
         if section_of_node[node.name] in (BEFORE, AFTER) and users:
@@ -33,15 +33,16 @@ def sections_by_node(graph: Graph, paths: list[str]) -> Mapping[str, str]:
 
 
 def using(graph: Graph, section_of_node: Mapping[str, str]) -> Mapping[str, frozenset[str]]:
-    """The sections of which each parameter is a weight: its home, and others whose forward reads it."""
-    found = {}
+    """The sections that use each parameter: its own section, and others whose forward reads it."""
+    sections = {}
     for node in graph.placeholders("param"):
         read = (user.name for user in readers(graph, Value(node.name)) if user.phase == "forward")
-        found[node.name] = frozenset({section_of_node[node.name], *map(section_of_node.__getitem__, read)})
-    return found
+        sections[node.name] = frozenset({section_of_node[node.name], *map(section_of_node.__getitem__, read)})
+    return sections
 
 
 def multiplicities(graph: Graph, depth: Depth) -> Mapping[str, int]:
-    """For how many nodes of the whole model each node stands: those of the kept layers for as many as these do."""
+    """How many nodes of the whole model each node represents: for a node in a traced layer, the number of layers that
+    this layer represents."""
     layers = {path: depth.priced_as.count(position) for position, path in enumerate(depth.paths)}
-    return {name: layers.get(home, 1) for name, home in sections_by_node(graph, depth.paths).items()}
+    return {name: layers.get(section, 1) for name, section in sections_by_node(graph, depth.paths).items()}

@@ -1,11 +1,11 @@
-"""Traces three of each run of identical layers; each records which others it represents.
+"""Traces three of each run of identical layers, and records which others each represents.
 
-A model of a hundred equal layers costs what a model of three does, and the third layer ninety-seven times more. Layers
-are the elements of a ``ModuleList``, ``ModuleDict`` or ``Sequential``; two are equal if they have the same types,
-parameters, buffers and plain attributes all the way down, their own number aside. The first three of each kind stay:
-the first may differ by what comes before it, the second lies between equal ones, the third represents the rest. These
-keep their places in the model, where others replace them that do nothing (:mod:`.stand_in`), so that a model finds
-as many layers as it had.
+A model of a hundred equal layers costs as much as a model of three, plus ninety-seven times the third layer. Layers are
+the elements of a ``ModuleList``, ``ModuleDict`` or ``Sequential``. Two are equal if they have the same types,
+parameters, buffers and plain attributes all the way down, except for their own number. The first three of each kind
+are traced: the first may differ because of what comes before it, the second lies between equal layers, the third
+represents the rest. Modules that compute nothing (:mod:`.stand_in`) replace the rest in the model, so that it still has
+as many layers.
 """
 
 from __future__ import annotations
@@ -33,30 +33,31 @@ _Attribute = tuple[str, type, str]
 
 @dataclass(frozen=True)
 class Depth:
-    """Which layers represent which: ``kinds[path]`` says, for the list of layers at ``path``, by name as which layer
-    each is priced: itself, or one before it. ``called``: paths of layers in the order in which forward comes to them,
-    which may go from list to list, or backwards; those that are not among them follow the one before in their list."""
+    """Which layers represent which. ``kinds[path]``: for the list of layers at ``path``, the name of the layer that
+    each is priced as: itself, or an earlier one. ``called``: paths of layers in the order in which forward calls them,
+    which may alternate between lists or go backwards; layers that it does not contain follow the one before them in
+    their list."""
 
     kinds: dict[str, dict[str, str]]
     called: tuple[str, ...] = ()
 
     @property
     def paths(self) -> list[str]:
-        """Paths of the kept layers."""
+        """Paths of the traced layers."""
         return [inside(path, name) for path, kinds in self.kinds.items() for name in dict.fromkeys(kinds.values())]
 
     @property
     def priced_as(self) -> tuple[int, ...]:
-        """For each layer of the whole model, in the order in which they run, the position in :attr:`paths` of the one
-        it is priced as."""
+        """For each layer of the whole model, in the order in which they run, the position in :attr:`paths` of the layer
+        that it is priced as."""
         position = {path: i for i, path in enumerate(self.paths)}
-        turns, found = {path: turn for turn, path in enumerate(self.called)}, list[tuple[int, int]]()
+        turns, positions = {path: turn for turn, path in enumerate(self.called)}, list[tuple[int, int]]()
         for path, kinds in self.kinds.items():
             turn = -1
             for name, kind in kinds.items():
                 turn = turns.get(inside(path, name), turn)
-                found.append((turn, position[inside(path, kind)]))
-        return tuple(at for _, at in sorted(found, key=lambda one: one[0]))
+                positions.append((turn, position[inside(path, kind)]))
+        return tuple(at for _, at in sorted(positions, key=lambda pair: pair[0]))
 
     @property
     def is_whole(self) -> bool:
@@ -99,7 +100,7 @@ def _hashable(value: object) -> Hashable:
 
 
 def _numbers(layers: Sequence[nn.Module]) -> frozenset[_Attribute]:
-    """Attributes that number the layers, from whatever first number: which all parts of a type have at their place."""
+    """Attributes that number the layers, from any first number, and that all parts of one type at one path have."""
     offsets: dict[_Attribute, list[int]] = {}
     parts: Counter[tuple[str, type]] = Counter()
     for number, layer in enumerate(layers):
@@ -109,12 +110,15 @@ def _numbers(layers: Sequence[nn.Module]) -> frozenset[_Attribute]:
             for name, value in vars(module).items():
                 if type(value) is int:
                     offsets.setdefault((*part, name), []).append(value - number)
-    numbering = (a for a, found in offsets.items() if len(set(found)) == 1 and len(found) == parts[a[:2]])
-    return frozenset(numbering)
+    return frozenset(
+        attribute
+        for attribute, differences in offsets.items()
+        if len(set(differences)) == 1 and len(differences) == parts[attribute[:2]]
+    )
 
 
 def _kinds(layers: Mapping[str, nn.Module]) -> dict[str, str]:
-    """For every layer the name of the one it is priced as."""
+    """For every layer the name of the layer that it is priced as."""
     numbers = _numbers(list(layers.values()))
     kinds: dict[Hashable, list[str]] = {}
     for name, layer in layers.items():
@@ -124,8 +128,8 @@ def _kinds(layers: Mapping[str, nn.Module]) -> dict[str, str]:
 
 
 def _is_list_of_layers(module: nn.Module, layers: Mapping[str, nn.Module]) -> bool:
-    """A sequence of unlike modules is one thing made of parts, a list of them several; a dict holds layers if all are
-    of one class. Layers that are one module several times are computed where that is."""
+    """Whether a container holds layers. A ``Sequential`` of different modules does not; a ``ModuleList`` always does; a
+    ``ModuleDict`` does if all are of one class. A container that repeats one module does not."""
     if len(layers) < 2 or len({id(layer) for layer in layers.values()}) < len(layers):
         return False
     if isinstance(module, nn.ModuleDict):
@@ -135,13 +139,13 @@ def _is_list_of_layers(module: nn.Module, layers: Mapping[str, nn.Module]) -> bo
 
 @contextlib.contextmanager
 def shortened(model: nn.Module, whole: frozenset[str] = frozenset()) -> Iterator[Depth]:
-    """``model`` with only three of each kind of layer at work in its lists of layers while the context is open;
-    afterwards it is as before. Yields what the kept ones represent; lists within layers are left alone, and of those at
-    the paths ``whole`` every layer is kept."""
+    """Replaces all but three of each kind of layer in the lists of ``model`` while the context is open, and restores it
+    afterwards. Yields which layers the traced ones represent. Lists within layers are left alone, and every layer of
+    the lists at the paths ``whole`` is traced."""
     kinds: dict[str, dict[str, str]] = {}
     with contextlib.ExitStack() as stack:
         for path, module in list(model.named_modules()):
-            is_part = any(path.startswith(inside(known, "")) for known in kinds)
+            is_part = any(path.startswith(inside(outer, "")) for outer in kinds)
             layers = {name: child for name, child in children_of(module).items() if child is not None}
             if is_part or not isinstance(module, _LISTS) or not _is_list_of_layers(module, layers):
                 continue
@@ -158,7 +162,7 @@ def shortened(model: nn.Module, whole: frozenset[str] = frozenset()) -> Iterator
 
 
 @contextlib.contextmanager
-def _noted(model: nn.Module, depth: Depth) -> Iterator[Mapping[str, None]]:
+def _call_order(model: nn.Module, depth: Depth) -> Iterator[Mapping[str, None]]:
     """The paths of layers in the order in which they, or parts of them, are first called while the context is open."""
     places: dict[int, str] = {}
     for path, kinds in depth.kinds.items():
@@ -181,18 +185,20 @@ def _noted(model: nn.Module, depth: Depth) -> Iterator[Mapping[str, None]]:
 def traced_short(
     model: nn.Module, trace: Callable[[], Traced], needed: Callable[[Traced, Depth], Iterable[str]]
 ) -> tuple[Traced, Depth]:
-    """What ``trace`` makes of ``model`` made short, and what its layers represent. Layers that turn out to be unlike
-    are all kept, as of the lists that are ``needed`` whole by what was traced, and those of every list where a model
-    that is made short cannot be traced. Raises :class:`TraceError` if it cannot be traced as it is."""
+    """Calls ``trace`` with ``model`` shortened. Returns its result, and which layers represent which.
+
+    All layers of a list are traced if they turn out to be unlike, or if ``needed`` says so of what was traced. All
+    layers of all lists are traced if the shortened model cannot be traced. Raises :class:`TraceError` if the whole
+    model cannot be traced either."""
     whole = frozenset[str]()
     while True:
-        with shortened(model, whole) as depth, _noted(model, depth) as called:
+        with shortened(model, whole) as depth, _call_order(model, depth) as called:
             try:
-                found = trace()
-                more = frozenset(needed(found, depth))
-                if not more:
-                    return found, replace(depth, called=tuple(called))
-                whole |= more
+                traced = trace()
+                needed_whole = frozenset(needed(traced, depth))
+                if not needed_whole:
+                    return traced, replace(depth, called=tuple(called))
+                whole |= needed_whole
             except TraceError as error:
                 if depth.is_whole:
                     raise

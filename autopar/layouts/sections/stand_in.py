@@ -1,14 +1,14 @@
-"""Modules that replace equal ones while a model is traced: called, they pass on what they are given.
+"""Modules that replace equal layers while a model is traced: when called, they return their inputs.
 
-A layer of a deep model that another one represents need not run. What replaces it has its class, its plain
-attributes and its place in the list, but neither parameters nor parts; what it gives back has the form of what the
-represented layer gave: results of the kind of something that went in are what goes in now (a hidden state passes
-through), all others are the representative's. So models may count, zip, index or join their layers as they like.
+A layer of a deep model that another one represents need not run. Its replacement has its class, its plain attributes
+and its place in the list, but neither parameters nor parts. Its results have the structure of the representative's: a
+result with the shape and dtype of an input is the replacement's own input (a hidden state passes through); all others
+are the representative's. So models may count, zip, index or join their layers as they like.
 
-That holds if a layer is called after its representative, with tensors of the same shapes and dtypes. Where one is not
-:class:`UnlikeError` says so, and the layers must be traced themselves. So must those whose results other operations
-read one by one (:func:`read_by_others`): with no layer at work between them these would be one kernel, or one
-operation.
+This works if a layer is called after its representative, with tensors of the same shapes and dtypes. If not,
+:class:`UnlikeError` is raised, and the layers must be traced themselves. So must layers whose results other operations
+read one by one (:func:`read_by_others`): with no layer running between them these operations would be one kernel, or
+one operation.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from autopar.ir.node import Node
 from autopar.torch_internals.modules import blank_copy, children_of, set_children
 from autopar.torch_internals.trees import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-# What is called through its elements and not itself.
+# Containers whose elements are called instead of themselves.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
-# What a graph has for each result of a stand-in, until it is dropped as an operation that does nothing.
+# The operation that marks each result of a stand-in in a graph, until it is dropped as a no-op.
 _MARK = "aten.alias.default"
 
 
@@ -41,16 +41,16 @@ class UnlikeError(Exception):
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of a module: its tensors, what it gave, and where among these leaves tensors were."""
+    """One call of a module: its input tensors, and the leaves and structure of its output."""
 
-    taken: tuple[torch.Tensor, ...]
-    given: tuple[Any, ...]
+    inputs: tuple[torch.Tensor, ...]
+    leaves: tuple[Any, ...]
     spec: TreeSpec
 
 
 class Represented:
-    """What replaces equal layers of the list at ``path``, made one by one; until :meth:`close` the layers that
-    represent others are listened to."""
+    """Creates replacements for equal layers of the list at ``path``. Hooks record the calls of representatives until
+    :meth:`close`."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -58,36 +58,37 @@ class Represented:
         self._hooks: dict[int, Any] = {}
 
     def close(self) -> None:
-        """Leaves the representatives as they were."""
+        """Removes the hooks."""
         for hook in self._hooks.values():
             hook.remove()
 
     def stand_in(self, layer: nn.Module, representative: nn.Module) -> nn.Module:
-        """What replaces ``layer``, which is equal to ``representative``; of lists and dicts of modules their
-        elements do."""
-        found = blank_copy(layer)
+        """Replaces ``layer``, which is equal to ``representative``; in lists and dicts of modules the elements are
+        replaced."""
+        replacement = blank_copy(layer)
         if isinstance(layer, _CONTAINERS):
             children = ((name, child) for name, child in children_of(layer).items() if child is not None)
-            set_children(found, {n: self.stand_in(child, representative.get_submodule(n)) for n, child in children})
-            return found
+            parts = {n: self.stand_in(child, representative.get_submodule(n)) for n, child in children}
+            set_children(replacement, parts)
+            return replacement
         self._listen(representative)
-        found.__dict__["forward"] = self._passing(id(representative))
-        return found
+        replacement.__dict__["forward"] = self._passing(id(representative))
+        return replacement
 
     def _listen(self, module: nn.Module) -> None:
         def note(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            given, spec = tree_flatten(output)
-            self._last[id(module)] = _Call(_tensors((args, kwargs)), tuple(given), spec)
+            leaves, spec = tree_flatten(output)
+            self._last[id(module)] = _Call(_tensors((args, kwargs)), tuple(leaves), spec)
 
         if id(module) not in self._hooks:
             self._hooks[id(module)] = module.register_forward_hook(note, with_kwargs=True)
 
     def _passing(self, representative: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            last, now = self._last.get(representative), _tensors((args, kwargs))
-            if last is None or list(map(_kind, last.taken)) != list(map(_kind, now)):
+            last, inputs = self._last.get(representative), _tensors((args, kwargs))
+            if last is None or list(map(_kind, last.inputs)) != list(map(_kind, inputs)):
                 raise UnlikeError(self.path)
-            return tree_unflatten(list(map(_marked, _passed_on(last, now))), last.spec)
+            return tree_unflatten(list(map(_marked, _passed_on(last, inputs))), last.spec)
 
         return forward
 
@@ -101,15 +102,16 @@ def _kind(tensor: torch.Tensor) -> tuple[str, torch.dtype]:
     return ",".join(map(str, tensor.shape)), tensor.dtype
 
 
-def _passed_on(last: _Call, now: Sequence[torch.Tensor]) -> list[Any]:
-    """For each leaf that the representative gave, what went in now at its place; else that leaf."""
-    left = [i for i, tensor in enumerate(last.taken) if tensor.is_floating_point()]
-    found: list[Any] = []
-    for leaf in last.given:
-        same = [i for i in left if last.taken[i] is leaf] or [i for i in left if _is_of_kind(leaf, last.taken[i])]
-        found.append(now[same[0]] if same else leaf)
-        left = [i for i in left if not same or i != same[0]]
-    return found
+def _passed_on(last: _Call, inputs: Sequence[torch.Tensor]) -> list[Any]:
+    """Replaces each leaf of the representative's output that is, or looks like, one of its inputs by the input now
+    given in its place."""
+    unused = [i for i, tensor in enumerate(last.inputs) if tensor.is_floating_point()]
+    leaves: list[Any] = []
+    for leaf in last.leaves:
+        same = [i for i in unused if last.inputs[i] is leaf] or [i for i in unused if _is_of_kind(leaf, last.inputs[i])]
+        leaves.append(inputs[same[0]] if same else leaf)
+        unused = [i for i in unused if not same or i != same[0]]
+    return leaves
 
 
 def _marked(leaf: Any) -> Any:
@@ -122,13 +124,13 @@ def _is_of_kind(leaf: Any, tensor: torch.Tensor) -> bool:
 
 def read_by_others(graph: Graph, loss: str | None, path: str, kinds: Mapping[str, str]) -> bool:
     """Whether operations outside the list of layers at ``path`` read results of several layers that are represented or
-    represent others, ``kinds`` saying for each layer which one it is priced as; in a graph as it was traced, of which
-    gradients and ``loss`` count."""
+    represent others. Only operations that gradients or ``loss`` depend on count. ``graph``: as it was traced;
+    ``kinds``: the layer that each layer is priced as."""
     represented = {name for name, kind in kinds.items() if name != kind}
-    asked = represented | {kinds[name] for name in represented}
+    involved = represented | {kinds[name] for name in represented}
 
     def layer(node: Node) -> str:
-        """The layer of the list that a node is in, or nothing."""
+        """The layer of the list that a node is in, or ""."""
         below = f"{path}." if path else ""
         is_below = not node.is_placeholder and node.module.startswith(below)
         return node.module.removeprefix(below).partition(".")[0] if is_below else ""
@@ -136,8 +138,9 @@ def read_by_others(graph: Graph, loss: str | None, path: str, kinds: Mapping[str
     needed = graph.needed_for([o.value for o in graph.outputs if o.value and (o.kind != "output" or o.name == loss)])
     read: set[str] = set()
     for node in graph.nodes:
-        # A stand-in has no operations but its marks: others are called so for want of a module, being after the model.
+        # A stand-in has no operations but its marks. Other nodes with its path are operations after the model, which
+        # have no module of their own.
         is_inside = layer(node) and (layer(node) not in represented or node.op == _MARK)
         if node.phase == "forward" and node.name in needed and not is_inside:
             read.update(layer(graph[value.node]) for value in node.operands)
-    return len(read & asked) > 1
+    return len(read & involved) > 1

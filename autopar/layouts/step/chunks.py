@@ -1,4 +1,4 @@
-"""Where a layout cuts the sections of a model into chunks."""
+"""Cuts the sections of a model into the chunks of a layout."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from .pipeline_ranks import once_on_each_rank
 
 
 def cut_into_chunks(sections: Sections, layout: Layout) -> list[list[Section]]:
-    """The sections of each chunk. Raises :class:`OptionsError` if a chunk would have none, or there are fewer layers
-    than are offloaded."""
+    """The sections of each chunk. Raises :class:`OptionsError` if a chunk would be empty, or if the model has fewer
+    layers than are offloaded."""
     if layout.offload_layers > len(sections.priced_as):
         count = len(sections.priced_as)
         raise OptionsError(
             f"Layout(offload_layers={layout.offload_layers}): the model has {count} layers; take {count}"
         )
     cut = _between_operations if layout.cuts == "operations" else _between_layers
-    found = cut(sections, layout)
-    each = (sections.before, *sections.layers, sections.after)
-    return once_on_each_rank(found, layout) if any(section.shared for section in each) else found
+    chunks = cut(sections, layout)
+    distinct = (sections.before, *sections.layers, sections.after)
+    return once_on_each_rank(chunks, layout) if any(section.shared for section in distinct) else chunks
 
 
 def _between_layers(sections: Sections, layout: Layout) -> list[list[Section]]:
-    """Layers in as many chunks, equal but for one layer; the short ones are those at the ends, which have embeddings
-    and the loss besides, or only these. What these count as takes the place of layers."""
+    """Chunks whose numbers of layers differ by at most one. The short ones are at the ends, which also have the
+    embedding and the loss, or only these. The embedding and the head take the place of as many layers as they count
+    as."""
     layers = [sections.layers[i] for i in sections.priced_as]
     count, slots = layout.chunks, layout.embedding_as_layers + len(layers) + layout.head_as_layers
     if count > 1 and not layers:
@@ -40,26 +41,26 @@ def _between_layers(sections: Sections, layout: Layout) -> list[list[Section]]:
     most = max(slots, len(layers) + 2) if layers else 1
     if count > most:
         raise OptionsError(
-            f"{layout} cuts {len(layers)} layers into {count} chunks; at most {most} can be had, or more with "
+            f"{layout} cuts {len(layers)} layers into {count} chunks; at most {most} are possible, or more with "
             "cuts='operations'"
         )
     small, extra = divmod(slots, count)
     order = sorted(range(count), key=lambda c: -min(c, count - 1 - c))
     ends = list(accumulate(small + (order.index(c) < extra) for c in range(count)))
-    found = [
+    chunks = [
         layers[max(0, start - layout.embedding_as_layers) : max(0, end - layout.embedding_as_layers)]
         for start, end in zip([0, *ends], ends, strict=False)
     ]
-    found[0] = [sections.before, *found[0]]
-    found[-1] = [*found[-1], sections.after]
-    if not all(found):
+    chunks[0] = [sections.before, *chunks[0]]
+    chunks[-1] = [*chunks[-1], sections.after]
+    if not all(chunks):
         raise OptionsError(f"{layout} cuts {len(layers)} layers so that a chunk has none; take fewer stages")
-    return found
+    return chunks
 
 
-def computed_again(section: Section, layout: Layout) -> Seconds:
-    """What backward computes again of a section. Of forward's waiting for the host it repeats as large a share as of
-    its computing: what is kept is not started again."""
+def recompute_seconds(section: Section, layout: Layout) -> Seconds:
+    """The cost of recomputing a section in backward. It repeats the same share of forward's waiting for the host as of
+    its computation, since saved operations are not launched again."""
     if not section.runs_backward:
         return Seconds()
     if section.is_layer and layout.recompute == "full":
@@ -71,13 +72,13 @@ def computed_again(section: Section, layout: Layout) -> Seconds:
             "elementwise": section.inside + section.rematerialised,
             "operations": section.forward - section.kept,
         }[layout.recompute]
-    whole = section.forward.compute
-    share = min(1.0, again.compute / whole) if whole else 0.0
+    forward = section.forward.compute
+    share = min(1.0, again.compute / forward) if forward else 0.0
     return replace(again, host=share * section.forward.host)
 
 
 def _between_operations(sections: Sections, layout: Layout) -> list[list[Section]]:
-    """Chunks of equal :func:`_work`: a section that reaches over an end is divided there in proportion."""
+    """Chunks of equal :func:`_work`: a section that crosses a cut is divided there in proportion."""
     every = sections.every
     ends = list(accumulate(_work(section, layout) for section in every))
     cuts = [ends[-1] * i / layout.chunks for i in range(layout.chunks + 1)]
@@ -86,14 +87,15 @@ def _between_operations(sections: Sections, layout: Layout) -> list[list[Section
 
 
 def _work(section: Section, layout: Layout) -> float:
-    """Seconds of computing, of tensor and context ranks' collectives and of waiting for the host, in turn. What is sent
-    over data ranks (rows of experts, weights that ZeRO-3 gathers) is left out: with it chunks are unequal where
-    sections have unequally much of it."""
-    return (section.forward + section.backward + computed_again(section, layout)).total
+    """Seconds of computation, of collectives of tensor and context ranks, and of waiting for the host, in turn.
+    Excludes what is sent over data ranks (rows of experts, weights that ZeRO-3 gathers), so chunks take unequally long
+    where sections send unequally much of it."""
+    return (section.forward + section.backward + recompute_seconds(section, layout)).total
 
 
 def _within(spans: list[tuple[Section, float, float]], start: float, end: float) -> Iterator[Section]:
-    """What lies between two times of sections that take from one time to another."""
+    """The sections, or parts of them, between two times; ``spans``: sections with the times at which they begin and
+    end."""
     least = 1e-9 * (end - start)
     for section, begins, ends in spans:
         inside = min(end, ends) - max(start, begins)
@@ -104,7 +106,7 @@ def _within(spans: list[tuple[Section, float, float]], start: float, end: float)
 
 
 def _part(section: Section, share: float) -> Section:
-    """A share of the operations of a section, which takes in as much as the whole."""
+    """A share of a section's operations. Its inputs are as large as those of the whole section."""
 
     def of(seconds: Seconds) -> Seconds:
         return Seconds(seconds.compute * share, seconds.communicate * share, seconds.host * share)

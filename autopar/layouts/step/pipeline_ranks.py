@@ -1,7 +1,8 @@
-"""What each pipeline rank of a layout holds: its chunks, and once every weight that several of their sections use.
+"""The chunks of each pipeline rank of a layout, and weights that several stages share.
 
-A weight that several stages use, such as an embedding that is also the head, rests on each of them with its gradient
-and its optimizer state, and the gradients are summed over these stages once a step (Shoeybi et al. 2019, Megatron-LM).
+A weight that several stages use, such as an embedding that is also the head, is stored on each of them with its
+gradient and optimizer state, and the gradients are summed over these stages once a step (Shoeybi et al. 2019,
+Megatron-LM).
 """
 
 from __future__ import annotations
@@ -25,25 +26,27 @@ def chunks_of(rank: int, layout: Layout) -> tuple[int, ...]:
 
 
 def once_on_each_rank(chunks: Sequence[Sequence[Section]], layout: Layout) -> list[list[Section]]:
-    """The chunks with every shared weight once on each rank that uses it: in the section that has most of it. To the
-    others it is lent: ZeRO-3 gathers it for each."""
-    found, without = [list(chunk) for chunk in chunks], dict[tuple[int, frozenset[str]], Section]()
+    """The chunks with every shared weight stored once on each rank that uses it: in the section that has most of it. It
+    is lent to the others, and ZeRO-3 gathers it for each."""
+    result, without = [list(chunk) for chunk in chunks], dict[tuple[int, frozenset[str]], Section]()
     for rank in range(layout.pipeline):
         places = [(c, i) for c in chunks_of(rank, layout) for i in range(len(chunks[c]))]
-        owner_of = _homes(chunks, places)
+        owner_of = _largest_places(chunks, places)
         for c, i in places:
             section = chunks[c][i]
-            gone = frozenset(weight.path for weight in section.weights if owner_of.get(weight.path, (c, i)) != (c, i))
-            if gone:
+            paths = frozenset(weight.path for weight in section.weights if owner_of.get(weight.path, (c, i)) != (c, i))
+            if paths:
                 # Equal sections stay one object, so that they are priced once.
-                left = tuple(weight for weight in section.weights if weight.path not in gone)
-                lent = tuple(weight for weight in section.weights if weight.path in gone)
-                found[c][i] = without.setdefault((id(section), gone), replace(section, weights=left, lent=lent))
-    return found
+                own = tuple(weight for weight in section.weights if weight.path not in paths)
+                lent = tuple(weight for weight in section.weights if weight.path in paths)
+                result[c][i] = without.setdefault((id(section), paths), replace(section, weights=own, lent=lent))
+    return result
 
 
-def _homes(chunks: Sequence[Sequence[Section]], places: Sequence[tuple[int, int]]) -> dict[str, tuple[int, int]]:
-    """Where of ``places`` (chunk and section) each shared weight is largest: a section may be cut."""
+def _largest_places(
+    chunks: Sequence[Sequence[Section]], places: Sequence[tuple[int, int]]
+) -> dict[str, tuple[int, int]]:
+    """The place (chunk and section) among ``places`` where each shared weight is largest; cut sections have a part."""
     sizes: dict[str, tuple[int, tuple[int, int]]] = {}
     for c, i in places:
         for weight in chunks[c][i].shared:
@@ -54,35 +57,36 @@ def _homes(chunks: Sequence[Sequence[Section]], places: Sequence[tuple[int, int]
 
 @dataclass(frozen=True)
 class Shared:
-    """A weight that several pipeline ranks hold, as that of them does which has most of it."""
+    """A weight that several pipeline ``ranks`` have; ``weight``: the largest part that one of them has."""
 
     weight: Weight
     ranks: tuple[int, ...]
 
 
 def shared_weights(chunks: Sequence[Sequence[Section]], layout: Layout) -> tuple[Shared, ...]:
-    """The weights that several ranks hold, each rank once."""
-    found: dict[str, list[tuple[int, Weight]]] = {}
+    """The weights that several ranks have."""
+    by_path: dict[str, list[tuple[int, Weight]]] = {}
     for rank in range(layout.pipeline):
         for c in chunks_of(rank, layout):
             for section in chunks[c]:
                 for weight in section.shared:
-                    found.setdefault(weight.path, []).append((rank, weight))
+                    by_path.setdefault(weight.path, []).append((rank, weight))
     return tuple(
-        Shared(max((weight for _, weight in held), key=lambda one: one.elements), tuple(rank for rank, _ in held))
-        for held in found.values()
-        if len(held) > 1
+        Shared(max((weight for _, weight in parts), key=lambda part: part.elements), tuple(rank for rank, _ in parts))
+        for parts in by_path.values()
+        if len(parts) > 1
     )
 
 
 def summing_seconds(rank: int, shared: Sequence[Shared], layout: Layout, cluster: Cluster) -> float:
-    """Seconds in which a rank's gradients of shared weights are summed, one after the other; hidden by nothing, since
-    the first stage has its gradient last."""
-    found = 0.0
-    for one in shared:
-        if rank in one.ranks:
-            count, shards = len(one.ranks), data_ranks(one.weight, layout) if layout.zero >= 2 else 1
+    """Seconds of summing a rank's gradients of shared weights, one after the other. Nothing overlaps them, since the
+    first stage has its gradient last."""
+    seconds = 0.0
+    for weight in shared:
+        if rank in weight.ranks:
+            count, shards = len(weight.ranks), data_ranks(weight.weight, layout) if layout.zero >= 2 else 1
             # Neighbours of the group are as far from each other as stages among all devices.
             mesh = (count, layout.devices // count)
-            found += collective_seconds(cluster, mesh, "all_reduce", (0,), gradient_bytes(one.weight, layout) / shards)
-    return found
+            nbytes = gradient_bytes(weight.weight, layout) / shards
+            seconds += collective_seconds(cluster, mesh, "all_reduce", (0,), nbytes)
+    return seconds

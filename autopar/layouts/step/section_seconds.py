@@ -1,4 +1,4 @@
-"""Seconds of one microbatch in a section of a layout, and of the collectives over data ranks that its weights need."""
+"""Seconds of one microbatch in a section of a layout, and of the collectives over data ranks for its weights."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from autopar.layouts.sections.expert_all_to_all import exchange_seconds
 from autopar.layouts.sections.exposed_communication import at_once, waited
 from autopar.layouts.sections.section import Seconds, Section, Weight, counted
 
-from .chunks import computed_again
+from .chunks import recompute_seconds
 from .memory import gathered_bytes, gradient_bytes, offloaded_bytes
 
-# Pieces in which a collective is sent that overlaps with the product next to it: one of them is exposed.
+# The number of pieces of a collective that overlaps the product next to it: one of them is exposed.
 # Chosen: Transformer Engine's default num_splits where it overlaps by pieces; not fitted.
 PIECES = 4
 
 
 def _by_group(sections: Iterable[tuple[Section, int]], nbytes: Callable[[Weight], float]) -> dict[int, float]:
     """Bytes of weights, ``nbytes`` of each, by the number of ranks among which their experts are divided."""
-    found: dict[int, float] = {}
-    for section, often in sections:
+    sizes: dict[int, float] = {}
+    for section, count in sections:
         for weight in section.weights:
-            found[weight.experts] = found.get(weight.experts, 0.0) + often * nbytes(weight)
-    return found
+            sizes[weight.experts] = sizes.get(weight.experts, 0.0) + count * nbytes(weight)
+    return sizes
 
 
 class SectionTimes:
-    """Seconds of sections under a layout; a data rank computes so many ``microbatches`` in a step."""
+    """Seconds of sections under a layout; ``microbatches``: how many a data rank computes in a step."""
 
     def __init__(self, layout: Layout, microbatches: int, cluster: Cluster) -> None:
         self.layout, self.microbatches, self.cluster = layout, microbatches, cluster
-        # One section represents many layers: what it takes is worked out once.
+        # One section represents many layers, so its seconds are cached.
         self._times: dict[int, tuple[float, float]] = {}
 
     def over_data(self, kind: str, sizes: Mapping[int, float]) -> float:
@@ -52,24 +52,24 @@ class SectionTimes:
         return sum(2 * exchange_seconds(self.cluster, self.layout, block) for block in section.blocks)
 
     def again(self, section: Section) -> Seconds:
-        return computed_again(section, self.layout)
+        return recompute_seconds(section, self.layout)
 
     def exchanges(self, section: Section) -> float:
-        """Those of forward, of backward and of what is computed again."""
-        often = 3 if section.is_layer and self.layout.recompute in ("full", "operations") else 2
-        return often * self.exchange(section)
+        """Seconds of the exchanges of forward, of backward and of recomputation."""
+        passes = 3 if section.is_layer and self.layout.recompute in ("full", "operations") else 2
+        return passes * self.exchange(section)
 
     def gradients(self, sections: Iterable[tuple[Section, int]]) -> dict[int, float]:
         return _by_group(sections, lambda weight: gradient_bytes(weight, self.layout))
 
     def reduced(self, sections: Iterable[tuple[Section, int]]) -> dict[int, float]:
-        """Bytes of gradients as they are sent."""
+        """Bytes of gradients in the dtype in which they are sent."""
         if self.layout.reduction != "all-fp32":
             return self.gradients(sections)
         return _by_group(sections, lambda weight: weight.trained * weight.elements * MASTER_BYTES)
 
     def weights(self, sections: Iterable[tuple[Section, int]]) -> dict[int, float]:
-        """Bytes of the weights that are updated, as they are sent."""
+        """Bytes of the updated weights in the dtype in which they are sent."""
         return _by_group(sections, lambda weight: weight.trained * gathered_bytes(weight, self.layout))
 
     def times(self, section: Section) -> tuple[float, float]:
@@ -96,8 +96,8 @@ class SectionTimes:
         return forward + gather, backward + again + scatter
 
     def gather_again(self, section: Section) -> float:
-        """Seconds of gathering weights one by one for what backward computes again: of whole layers all, else those
-        that what is computed again takes."""
+        """Seconds of gathering weights one by one for recomputation: all weights of layers that are recomputed in full,
+        otherwise those that recomputed operations read."""
         if not self.again(section).compute:
             return 0.0
         if section.is_layer and self.layout.recompute in ("full", "operations"):
@@ -107,54 +107,60 @@ class SectionTimes:
         return self.gather(replace(section, weights=taken, lent=()))
 
     def gather(self, section: Section) -> float:
-        """Seconds of gathering the weights that a section takes, together or one by one."""
+        """Seconds of gathering the weights that a section reads, together or one by one."""
         section = replace(section, weights=(*section.weights, *section.lent))
         if self.layout.gathers == "tensor":
             sizes = ((weight.experts, gathered_bytes(weight, self.layout)) for weight in section.weights)
             return sum(self.over_group("all_gather", experts, nbytes) for experts, nbytes in sizes if nbytes)
-        return self.over_data("all_gather", _by_group([(section, 1)], lambda one: gathered_bytes(one, self.layout)))
+        return self.over_data(
+            "all_gather", _by_group([(section, 1)], lambda weight: gathered_bytes(weight, self.layout))
+        )
 
     def adding_up(self, section: Section) -> float:
-        """Seconds of adding the gradients of a microbatch to those before it, by operations of their own."""
+        """Seconds in which separate operations add the gradients of a microbatch to those of earlier ones."""
         if self.microbatches == 1 or self.layout.gradient_accumulation_fusion:
             return 0.0
         moved = sum(w.elements * w.itemsize + 2 * gradient_bytes(w, self.layout) for w in section.trained)
         return moved / self.cluster.device.memory_bandwidth
 
     def exchanging(self, seconds: float, exchange: float) -> float:
-        """Exchanges of rows after the rest, or beside that of another microbatch, from which they take processors."""
+        """Seconds with exchanges of rows, which follow the rest of the section, or overlap that of another microbatch
+        and occupy some of its processors."""
         if "expert" not in self.layout.overlap:
             return seconds + exchange
         return at_once(seconds, exchange)
 
     def total(self, seconds: Seconds) -> float:
-        """Computing and communicating in turn, or piece by piece at once."""
+        """Seconds of computation and communication in turn, or overlapped piece by piece."""
         if "tensor" not in self.layout.overlap:
             return seconds.total
         both = (seconds.compute, seconds.communicate)
         return at_once(*both) + min(both) / PIECES + seconds.host
 
     def chunk_times(self, chunk: Sequence[Section]) -> tuple[float, float]:
-        """Seconds of forward and backward of a chunk that never blocks."""
-        forth, back = self._alone(chunk)
-        forth_waits, back_waits = self.fetching(chunk)
-        return forth + forth_waits, back + back_waits
+        """Seconds of forward and backward of a chunk, without blocking for messages."""
+        forward, backward = self._alone(chunk)
+        forward_waits, backward_waits = self.fetching(chunk)
+        return forward + forward_waits, backward + backward_waits
 
     def _alone(self, chunk: Sequence[Section]) -> tuple[float, float]:
-        times = [(*self.times(section), often) for section, often in counted(chunk)]
-        return sum(often * forth for forth, _, often in times), sum(often * back for _, back, often in times)
+        times = [(*self.times(section), count) for section, count in counted(chunk)]
+        return sum(count * forward for forward, _, count in times), sum(
+            count * backward for _, backward, count in times
+        )
 
     def fetching(self, chunk: Sequence[Section]) -> tuple[float, float]:
-        """Seconds for which forward and backward of a chunk wait for what its layers keep on the host."""
+        """Seconds for which forward and backward of a chunk wait for saved activations in host memory."""
         offloaded, _ = offloaded_bytes(chunk, self.layout)
         if not offloaded:
             return 0.0, 0.0
-        travels = offloaded / self.cluster.device.host_bandwidth
-        forth, back = (max(0.0, travels - alone) for alone in self._alone(chunk))
-        return forth, back
+        transfer = offloaded / self.cluster.device.host_bandwidth
+        forward, backward = (max(0.0, transfer - alone) for alone in self._alone(chunk))
+        return forward, backward
 
     def reduce(self, chunk: Sequence[Section], window: float) -> float:
-        """Seconds of reducing a chunk's gradients, of a step or of one microbatch, that a backward does not hide."""
+        """Exposed seconds of reducing a chunk's gradients, of a step or of one microbatch, under ``window`` seconds of
+        backward."""
         if self.layout.zero >= 3:
             return 0.0
         divided = self.layout.zero and self.layout.reduction == "scatter"

@@ -1,4 +1,5 @@
-"""The step of a layout: its chunks on the pipeline ranks, simulated, with the parts that the busiest rank waits for."""
+"""The price of a step of a layout: simulates its chunks on the pipeline ranks, and splits the seconds of the busiest
+rank into parts."""
 
 from __future__ import annotations
 
@@ -16,16 +17,17 @@ from .optimizer_update import offloading_seconds, updating_seconds
 from .pipeline_ranks import chunks_of, shared_weights, summing_seconds
 from .section_seconds import SectionTimes
 
-# Microbatches beyond this many rounds of the pipeline repeat each other: the time of a round is extrapolated. A round
-# settles later where weights' gradients are delayed, and where ranks with several chunks have microbatches that are no
-# multiple of the stages. Steps simulated in full are within 0.2% of this, of small models that wait for messages 2%.
+# After this many rounds of the pipeline rounds repeat each other, so the time of a round is extrapolated. It takes more
+# rounds if weights' gradients are delayed, or if ranks have several chunks and the number of microbatches is not a
+# multiple of the stages. Steps simulated in full differ by at most 0.2%, those of small models that wait for messages
+# by 2%.
 ROUNDS = 2
 # Found by comparing with full simulations, see above.
 LATE_ROUNDS = 4
 
 
 class LayoutStep:
-    """Prices of one step, kept while they are put together."""
+    """The prices of one step."""
 
     def __init__(
         self, chunks: Sequence[Sequence[Section]], layout: Layout, microbatches: int, cluster: Cluster
@@ -37,19 +39,19 @@ class LayoutStep:
         self.prices = self._chunk_prices()
 
     def _chunk_prices(self) -> list[ChunkPrice]:
-        """Of each chunk; those of the same sections between the same links are one."""
-        found: dict[object, ChunkPrice] = {}
+        """The price of each chunk. Chunks of the same sections between the same links share one."""
+        by_key: dict[object, ChunkPrice] = {}
         prices = []
         for c, chunk in enumerate(self.chunks):
             idle_seconds = self.idle_seconds(c)
             key = tuple(map(id, chunk)), idle_seconds
-            if key not in found:
-                found[key] = self.chunk_price(chunk, *idle_seconds)
-            prices.append(found[key])
+            if key not in by_key:
+                by_key[key] = self.chunk_price(chunk, *idle_seconds)
+            prices.append(by_key[key])
         return prices
 
     def chunk_price(self, chunk: Sequence[Section], before: float, after: float) -> ChunkPrice:
-        """``before``, ``after``: seconds of blocking for what comes in and for what goes out."""
+        """The price of one chunk; ``before``, ``after``: seconds of blocking for the messages at its two ends."""
         forward, backward = self.sections.chunk_times(chunk)
         reduction = self.sections.reduce(chunk, backward + before + after)
         each = reduction if self.layout.reducing == "microbatch" else 0.0
@@ -65,15 +67,15 @@ class LayoutStep:
         )
 
     def update(self, rank: int) -> float:
-        """Seconds of summing gradients of weights that other ranks hold too, of the optimizer, of gathering what it
-        updated, and of bringing states that rest on the host."""
+        """Seconds of summing gradients of weights that ranks share, of the optimizer, of gathering the updated weights,
+        and of transferring states in host memory."""
         sections = self.sections_of(rank)
-        there = updating_seconds(sections, self.layout, self.cluster)
-        there += summing_seconds(rank, self.shared, self.layout, self.cluster)
-        return there + self.gathering(rank) + offloading_seconds(sections, self.layout, self.cluster)
+        seconds = updating_seconds(sections, self.layout, self.cluster)
+        seconds += summing_seconds(rank, self.shared, self.layout, self.cluster)
+        return seconds + self.gathering(rank) + offloading_seconds(sections, self.layout, self.cluster)
 
     def reducing(self, rank: int) -> float:
-        """Seconds of reducing a rank's gradients that nothing hides."""
+        """Exposed seconds of reducing a rank's gradients."""
         held = chunks_of(rank, self.layout)
         if self.layout.reducing == "step":
             return sum(self.prices[c].reduce for c in held)
@@ -81,25 +83,25 @@ class LayoutStep:
         return self.microbatches * (sum(self.prices[c].whole_backward for c in held) - sum(alone))
 
     def sections_of(self, rank: int) -> list[tuple[Section, int]]:
-        """What a rank holds: so many of each section."""
+        """The sections of a rank, with the number of each."""
         return counted(section for c in chunks_of(rank, self.layout) for section in self.chunks[c])
 
     def gathering(self, rank: int) -> float:
-        """Seconds of gathering the weights that were updated in shards."""
+        """Seconds of gathering weights that were updated in shards."""
         if self.layout.zero not in (1, 2):
             return 0.0
         return self.sections.over_data("all_gather", self.sections.weights(self.sections_of(rank)))
 
     def idle_seconds(self, c: int) -> tuple[float, float]:
-        """Seconds for which a rank blocks in forward, and again in backward, while what a chunk shares with the
-        one before it and with the one after it is sent, if nothing is computed meanwhile."""
+        """Seconds for which a rank blocks in forward, and again in backward, for messages between a chunk and the ones
+        before and after it; 0 if messages overlap computation."""
         if "message" in self.layout.overlap:
             return 0.0, 0.0
         before, after = (self.edges.get(ends, EdgePrice()) for ends in ((c - 1, c), (c, c + 1)))
         return before.latency + before.nbytes / before.bandwidth, after.latency + after.nbytes / after.bandwidth
 
     def fetching(self, rank: int) -> float:
-        """Seconds for which each microbatch waits for what layers keep on the host."""
+        """Seconds for which each microbatch waits for saved activations in host memory."""
         return sum(sum(self.sections.fetching(self.chunks[c])) for c in chunks_of(rank, self.layout))
 
     def idle(self, rank: int) -> float:
@@ -107,7 +109,7 @@ class LayoutStep:
         return 2 * sum(sum(self.idle_seconds(c)) for c in chunks_of(rank, self.layout))
 
     def _edges(self) -> dict[tuple[int, int], EdgePrice]:
-        found = {}
+        edges = {}
         ranks = SCHEDULES[self.layout.schedule_name].placement(self.layout.pipeline, self.layout.interleave)
         for c in range(1, len(self.chunks)):
             if ranks[c - 1] == ranks[c]:
@@ -116,23 +118,23 @@ class LayoutStep:
             if self.layout.scatter and not self.layout.sequence_parallel:
                 size //= self.layout.tensor
             latency, bandwidth = message_rate(self.cluster, ranks[c - 1], ranks[c], self.layout.stage_devices)
-            found[c - 1, c] = EdgePrice(float(size), bandwidth, latency)
-        return found
+            edges[c - 1, c] = EdgePrice(float(size), bandwidth, latency)
+        return edges
 
     def seconds(self) -> float:
-        """The simulated step; many microbatches are extrapolated from the last round of few."""
+        """Seconds of the simulated step. Many microbatches are extrapolated from the last round of few."""
         layout, round_size = self.layout, self.layout.pipeline
-        rounds, rest = divmod(self.microbatches, round_size)
-        settles_late = SCHEDULES[layout.schedule_name].delays or (layout.interleave > 1 and rest)
+        rounds, remainder = divmod(self.microbatches, round_size)
+        settles_late = SCHEDULES[layout.schedule_name].delays or (layout.interleave > 1 and remainder)
         enough = LATE_ROUNDS if settles_late else ROUNDS
         if rounds <= enough:
             return self.simulated(self.microbatches)
-        few = round_size * enough + rest
+        few = round_size * enough + remainder
         last, before = self.simulated(few), self.simulated(few - round_size)
         return last + (self.microbatches - few) / round_size * (last - before)
 
     def bound(self) -> float:
-        """Seconds that no simulation is much below."""
+        """Approximate lower bound of the simulated seconds."""
         ranks = sorted({0, self.layout.pipeline // 2, self.layout.pipeline - 1})
         busiest = max(sum(self.of_rank(rank)) for rank in ranks)
         middle = self.prices[len(self.prices) // 2]
@@ -146,27 +148,27 @@ class LayoutStep:
             price = self.prices[0]
             return microbatches * (price.forward + price.whole_backward) + price.reduce + update
         schedule = make_schedule(self.layout.schedule_name, self.layout.pipeline, microbatches, self.layout.interleave)
-        # Messages for which ranks block are in the prices of chunks.
+        # If ranks block for messages, the prices of chunks include them.
         edges = self.edges if "message" in self.layout.overlap else {}
         prices = PipelinePrices(tuple(self.prices), edges, update, hides_reductions="gradient" in self.layout.overlap)
         return simulate(schedule, prices).seconds
 
     def busiest(self) -> tuple[float, float]:
-        """Seconds of computing, waiting for the host included, and of communicating of the rank that is busy
+        """Seconds of computation, including waiting for the host, and of communication of the rank that is busy
         longest."""
         return max(map(self.of_rank, range(self.layout.pipeline)), key=sum)
 
     def of_rank(self, rank: int) -> tuple[float, float]:
         sections = self.sections_of(rank)
         compute = total = 0.0
-        for section, often in sections:
-            alone = section.forward + section.backward + self.sections.again(section)
-            compute += often * (alone.compute + alone.host + self.sections.adding_up(section))
-            total += often * sum(self.sections.times(section))
+        for section, count in sections:
+            seconds = section.forward + section.backward + self.sections.again(section)
+            compute += count * (seconds.compute + seconds.host + self.sections.adding_up(section))
+            total += count * sum(self.sections.times(section))
         updating = updating_seconds(sections, self.layout, self.cluster)
         computed = self.microbatches * compute + updating
         moved = self.update(rank) - updating + self.reducing(rank) + self.microbatches * self.fetching(rank)
-        # What is left by rounding is no communication.
+        # Rounding may leave less than nothing.
         return computed, max(0.0, self.microbatches * (total + self.idle(rank) - compute)) + moved
 
     def parts(self) -> dict[str, float]:
@@ -175,7 +177,7 @@ class LayoutStep:
         offloading = offloading_seconds(sections, self.layout, self.cluster)
 
         def summed(seconds: Callable[[Section], float]) -> float:
-            return self.microbatches * sum(often * seconds(section) for section, often in sections)
+            return self.microbatches * sum(count * seconds(section) for section, count in sections)
 
         return {
             "forward": summed(lambda s: s.forward.compute),
