@@ -1,6 +1,4 @@
-"""What a pass is: a frozen dataclass whose fields are its options, called on a graph, and valid graphs on
-both sides.
-"""
+"""Base class of passes: frozen dataclasses whose fields are their options, from valid graph to valid graph."""
 
 from __future__ import annotations
 
@@ -17,13 +15,13 @@ from autopar.ir.graph import Graph
 from autopar.ir.node import Node, Output, Phase, Value
 from autopar.torch_internals.operators import OpOverload, is_mutable
 
-# Results of these depend on strides, which a graph does not show and dropping a copy may change.
+# Operations whose results depend on strides, which a graph does not show and dropping a copy may change.
 LAYOUT_SENSITIVE = frozenset(("aten.as_strided.default", "aten.view.dtype", "aten.as_strided_scatter.default"))
 
 
 class Pass(ABC):
-    """Graph to graph. Subclasses are frozen dataclasses with a kebab-case ``name`` and an ``apply``;
-    calling one also verifies.
+    """Transforms a graph into a graph. Subclasses are frozen dataclasses with a kebab-case ``name`` and an ``apply``;
+    calling one also verifies both graphs.
 
     >>> from autopar.passes.normalise.eliminate_dead import RemoveDead
     >>> RemoveDead().name
@@ -34,12 +32,11 @@ class Pass(ABC):
 
     @abstractmethod
     def apply(self, graph: Graph) -> Graph:
-        """The new graph; ``graph`` itself cannot change."""
+        """Returns the new graph; ``graph`` is immutable."""
 
     def __call__(self, graph: Graph) -> Graph:
-        """``apply``, with the graph verified before and after. Raises :class:`GraphError` carrying the
-        printed graph.
-        """
+        """Calls ``apply``, and verifies the graph before and after. Raises :class:`GraphError` with the printed
+        graph."""
         self._verified(graph, "before")
         return self._verified(self.apply(graph), "after")
 
@@ -51,14 +48,14 @@ class Pass(ABC):
 
 
 def run(passes: Iterable[Pass], graph: Graph) -> Graph:
-    """The graph after all ``passes``, one after the other."""
+    """Applies all ``passes`` in order."""
     for step in passes:
         graph = step(graph)
     return graph
 
 
 def rewrite(graph: Graph, visit: Callable[[Node], Node | Value]) -> Graph:
-    """Replaces each node by what ``visit`` makes of it: a node of the same name, or an older value that is
+    """Replaces each node by what ``visit`` returns for it: a node of the same name, or an earlier value that replaces
     its (first) result.
 
     ``visit`` sees nodes in order, with operands already replaced; placeholders are left alone.
@@ -68,11 +65,13 @@ def rewrite(graph: Graph, visit: Callable[[Node], Node | Value]) -> Graph:
     for node in graph.nodes:
         if any(value in renamed for value in node.operands):
             node = node.map_values(lambda value: renamed.get(value, value))
-        found = node if node.is_placeholder else visit(node)
-        if isinstance(found, Value):
-            renamed.update((Value(node.name, i), Value(found.node, found.index + i)) for i in range(len(node.types)))
+        replacement = node if node.is_placeholder else visit(node)
+        if isinstance(replacement, Value):
+            renamed.update(
+                (Value(node.name, i), Value(replacement.node, replacement.index + i)) for i in range(len(node.types))
+            )
         else:
-            nodes.append(found)
+            nodes.append(replacement)
     outputs = tuple(_renamed(output, renamed) for output in graph.outputs)
     return replace(graph, nodes=tuple(nodes), outputs=outputs)
 
@@ -85,21 +84,20 @@ def _renamed(output: Output, renamed: dict[Value, Value]) -> Output:
 
 @cache
 def is_pure(op: str) -> bool:
-    """Whether equal operands give equal results and nothing else happens: an operation of ATen or autopar that neither
-    writes nor takes numbers from a generator. Unknown operations are not."""
+    """Whether an operation gives equal results for equal operands and has no side effects: operations of ATen or
+    autopar that neither write nor draw from a generator. Unknown operations count as impure."""
     namespace, _, rest = op.partition(".")
     name, _, overload = rest.rpartition(".")
     packet = getattr(getattr(torch.ops, namespace), name, None) if namespace in ("aten", "autopar") and name else None
-    found = getattr(packet, overload, None)
-    if not isinstance(found, OpOverload):
+    operation = getattr(packet, overload, None)
+    if not isinstance(operation, OpOverload):
         return False
-    return not is_mutable(found) and torch.Tag.nondeterministic_seeded not in found.tags
+    return not is_mutable(operation) and torch.Tag.nondeterministic_seeded not in operation.tags
 
 
 def with_phases(graph: Graph) -> Graph:
-    """Phases by their definition: forward is what an output or a mutation needs, backward what only
-    gradients need.
-    """
+    """Sets phases by their definition: nodes that an output or a mutation needs are forward, nodes that only gradients
+    need are backward."""
     results = (o.value for o in graph.outputs if o.kind in ("output", "mutation"))
     needed = graph.needed_for(value for value in results if value is not None)
 

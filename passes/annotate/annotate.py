@@ -1,8 +1,8 @@
-"""Lists, for every node of a concrete graph, the ways to run it on a mesh (``graph.strategies``).
+"""Lists the strategies of every node of a concrete graph on a mesh (``graph.strategies``).
 
-One-axis strategies come from our rules, else from what is found out by execution
-(:mod:`autopar.passes.probe.found_rules`); where that is nothing, there is replication alone, which the plan reports
-as a fallback with its price.
+One-axis strategies come from written rules, otherwise from rules found by executing the operation
+(:mod:`autopar.passes.probe.found_rules`). If nothing is found the operation is replicated, which the plan reports as a
+fallback with its price.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ REPLICATED_PLACEHOLDERS = ("buffer", "constant", "tangent", "random")
 
 
 def axis_strategies(call: OpCall, factors: Factors) -> tuple[AxisStrategy, ...]:
-    """The strategies of one axis but the replicated one, strided variants for the given ``factors`` included."""
+    """The strategies of one axis except the replicated one, including strided variants for ``factors``."""
     if call.op == SAVED_ACTIVATION:
         return ()
-    found = tuple(RULES[call.op](call)) if call.op in RULES else found_strategies(call)
-    variants = [v for strategy in found for v in strided_variants(call, strategy, factors)]
-    return tuple(dict.fromkeys([*found, *variants]))
+    strategies = tuple(RULES[call.op](call)) if call.op in RULES else found_strategies(call)
+    variants = [v for strategy in strategies for v in strided_variants(call, strategy, factors)]
+    return tuple(dict.fromkeys([*strategies, *variants]))
 
 
 def needs_finding(graph: Graph) -> bool:
@@ -59,14 +59,14 @@ def needs_finding(graph: Graph) -> bool:
 
 
 def rule_sources(graph: Graph, mesh: tuple[int, ...]) -> dict[str, tuple[str, ...]]:
-    """Where the rules of each operation come from: ``written``, what :func:`autopar.passes.probe.found_rules.source`
-    says of its calls (``fallback: ...`` if nothing is known), and ``refuted: ...`` for what was registered and is not
-    true."""
-    found: dict[str, dict[str, None]] = {}
+    """Where the rules of each operation come from: ``written``, the result of
+    :func:`autopar.passes.probe.found_rules.source` for its calls (``fallback: ...`` if there is none), and
+    ``refuted: ...`` for registered rules that are wrong."""
+    sources: dict[str, dict[str, None]] = {}
     for node in graph.nodes:
         if not node.is_placeholder and node.op != SAVED_ACTIVATION:
-            found.setdefault(node.op, {}).update(dict.fromkeys(_sources(graph, node, mesh)))
-    return {op: tuple(said) for op, said in found.items()}
+            sources.setdefault(node.op, {}).update(dict.fromkeys(_sources(graph, node, mesh)))
+    return {op: tuple(names) for op, names in sources.items()}
 
 
 def _sources(graph: Graph, node: Node, mesh: tuple[int, ...]) -> list[str]:
@@ -76,10 +76,10 @@ def _sources(graph: Graph, node: Node, mesh: tuple[int, ...]) -> list[str]:
     if not sizes:
         return ["none needed on one device"]
     calls = [op_call(graph, node, size) for size in sizes]
-    lies = [f"refuted: {lie}" for call in calls for lie in refuted(call)]
-    said = [source(call) for call in calls]
-    # One axis that can be divided is enough.
-    return [*([s for s in said if not s.startswith("fallback")] or said)[:1], *lies]
+    wrong = [f"refuted: {rule}" for call in calls for rule in refuted(call)]
+    sources = [source(call) for call in calls]
+    # It is enough if one axis can be divided.
+    return [*([s for s in sources if not s.startswith("fallback")] or sources)[:1], *wrong]
 
 
 def rule_findings(graph: Graph, size: int) -> list[tuple[str, str, str]]:
@@ -94,20 +94,20 @@ def _has_rule(node: Node) -> bool:
 
 
 def reshape_factors(graph: Graph, mesh: tuple[int, ...]) -> Factors:
-    """For each dim size the factors behind which some reshape of the graph can leave a shard: the strided shards that
-    matter."""
+    """For each dim size, the factors ``before`` of the strided shards that reshapes of the graph can produce: only
+    these matter."""
     factors: defaultdict[int, set[int]] = defaultdict(set)
 
     def offer(call: OpCall) -> tuple[AxisStrategy, ...]:
-        found = tuple(RULES[call.op](call))
-        for strategy in found:
+        strategies = tuple(RULES[call.op](call))
+        for strategy in strategies:
             for tensor, placement in (
                 *zip(call.inputs, strategy.inputs, strict=True),
                 *zip(call.outputs, strategy.outputs, strict=True),
             ):
                 if tensor is not None and isinstance(placement, StridedShard):
                     factors[int(tensor.shape[placement.dim])].add(placement.before)
-        return found
+        return strategies
 
     for call in {op_call(graph, node) for node in graph.nodes if node.op in FACTORING and node.op in RULES}:
         compose(call, mesh, offer)
@@ -118,69 +118,67 @@ FACTORING = (RESHAPE, "aten.split.Tensor", "aten.split_with_sizes.default", "ate
 
 
 def annotate(graph: Graph, mesh: tuple[int, ...]) -> Graph:
-    """The graph with ``strategies`` for a mesh of that shape; those that lead nowhere (:mod:`.prune`) left out."""
+    """The graph with ``strategies`` for a mesh of that shape, pruned to those that lead somewhere (:mod:`.prune`)."""
     factors = reshape_factors(graph, mesh)
     sizes = sorted({size for size in mesh if size > 1})
     single = [_strategies(graph, (size,), partial(axis_strategies, factors=factors)) for size in sizes]
-    joined = {node.name: tuple(dict.fromkeys(s for one in single for s in one[node.name])) for node in graph.nodes}
+    joined = {node.name: tuple(dict.fromkeys(s for axis in single for s in axis[node.name])) for node in graph.nodes}
     live = live_placements(graph, joined)
     wanted = _wanted(graph, live)
-    found = _strategies(graph, mesh, partial(_live_offers, factors=factors, wanted=wanted))
-    return replace(graph, strategies=_kept(graph, found, live))
+    composed = _strategies(graph, mesh, partial(_live_offers, factors=factors, wanted=wanted))
+    return replace(graph, strategies=_pruned(graph, composed, live))
 
 
-def _kept(graph: Graph, found: Mapping[str, tuple[Strategy, ...]], live: Live) -> dict[str, tuple[Strategy, ...]]:
-    """The live strategies of each node; nodes of repeated layers, alike in everything that counts, are looked at
-    once."""
-    known: dict[object, tuple[Strategy, ...]] = {}
-    kept: dict[str, tuple[Strategy, ...]] = {}
+def _pruned(graph: Graph, composed: Mapping[str, tuple[Strategy, ...]], live: Live) -> dict[str, tuple[Strategy, ...]]:
+    """The live strategies of each node. Equal nodes of repeated layers are pruned once."""
+    cache: dict[object, tuple[Strategy, ...]] = {}
+    pruned: dict[str, tuple[Strategy, ...]] = {}
     for node in graph.nodes:
         values = (*node.operands, *(Value(node.name, index) for index in range(len(node.types))))
-        # Equal calls share one list, so that its identity says enough and spares hashing hundreds of strategies.
-        key = (node.op, id(found[node.name]), tuple(live.get(value) for value in values), node.types)
-        if key not in known:
-            known[key] = tuple(s for s in found[node.name] if node.is_placeholder or is_live(node, s, live))
-        kept[node.name] = known[key]
-    return kept
+        # Equal calls share one list, so its identity suffices, and hundreds of strategies need not be hashed.
+        key = (node.op, id(composed[node.name]), tuple(live.get(value) for value in values), node.types)
+        if key not in cache:
+            cache[key] = tuple(s for s in composed[node.name] if node.is_placeholder or is_live(node, s, live))
+        pruned[node.name] = cache[key]
+    return pruned
 
 
 Wanted = Mapping[OpCall, tuple[frozenset[Placement], ...]]
 
 
 def _wanted(graph: Graph, live: Live) -> Wanted:
-    """For each operation the live placements of its operands and results, all nodes that are the same call taken
-    together."""
-    found: dict[OpCall, list[set[Placement]]] = {}
+    """For each operation the live placements of its operands and results, united over all nodes with the same call."""
+    live_sets: dict[OpCall, list[set[Placement]]] = {}
     for node in graph.nodes:
         if not node.is_placeholder and node.op != SAVED_ACTIVATION:
             values = [*node.operands, *(Value(node.name, i) for i in range(len(node.types)))]
-            sets = found.setdefault(_key(op_call(graph, node)), [set() for _ in values])
-            for known, value in zip(sets, values, strict=True):
-                known.update(live.get(value, ()))
-    return {call: tuple(map(frozenset, sets)) for call, sets in found.items()}
+            sets = live_sets.setdefault(_key(op_call(graph, node)), [set() for _ in values])
+            for placements, value in zip(sets, values, strict=True):
+                placements.update(live.get(value, ()))
+    return {call: tuple(map(frozenset, sets)) for call, sets in live_sets.items()}
 
 
-def _anywhere(call: OpCall) -> OpCall:
-    """The call without where it looks."""
+def _without_positions(call: OpCall) -> OpCall:
+    """The call without the positions that it indexes."""
     return replace(call, args=without_positions(call.op, call.args))
 
 
 def _key(call: OpCall) -> OpCall:
-    """The call without where it looks, and without what sharding changes: its sizes."""
+    """The call without the positions that it indexes, and without its sizes, which sharding changes."""
     inputs = tuple(TensorType((0,) * t.rank, t.dtype) for t in call.inputs)
     outputs = tuple(t and TensorType((0,) * t.rank, t.dtype) for t in call.outputs)
-    return replace(_anywhere(call), inputs=inputs, outputs=outputs, size=1)
+    return replace(_without_positions(call), inputs=inputs, outputs=outputs, size=1)
 
 
 def _live_offers(call: OpCall, factors: Factors, wanted: Wanted) -> tuple[AxisStrategy, ...]:
-    """One-axis strategies whose plain shards somebody wants; strided ones count by their dim, for inside another axis
-    they are counted differently."""
+    """One-axis strategies whose plain shards are wanted. Strided shards are compared by their dim, since their factors
+    differ inside another axis."""
     sets = wanted[_key(call)]
-    dims = [{shard_dim(p) for p in found if is_shard(p)} for found in sets]
+    dims = [{shard_dim(p) for p in placements if is_shard(p)} for placements in sets]
 
     def is_wanted(strategy: AxisStrategy) -> bool:
         places = zip((*strategy.inputs, *strategy.outputs), sets, dims, strict=True)
-        return all(p == REPLICATE or p in found or shard_dim(p) in of_dims - {None} for p, found, of_dims in places)
+        return all(p == REPLICATE or p in live or shard_dim(p) in of - {None} for p, live, of in places)
 
     return tuple(strategy for strategy in axis_strategies(call, factors) if is_wanted(strategy))
 
@@ -188,22 +186,22 @@ def _live_offers(call: OpCall, factors: Factors, wanted: Wanted) -> tuple[AxisSt
 def _strategies(
     graph: Graph, mesh: tuple[int, ...], offer: Callable[[OpCall], tuple[AxisStrategy, ...]]
 ) -> dict[str, tuple[Strategy, ...]]:
-    """All strategies of every node; calls that differ at most in where they look are composed once."""
-    known: dict[OpCall, tuple[Strategy, ...]] = {}
+    """All strategies of every node. Calls that differ only in the positions they index are composed once."""
+    cache: dict[OpCall, tuple[Strategy, ...]] = {}
     strategies: dict[str, tuple[Strategy, ...]] = {}
     for node in graph.nodes:
         if node.is_placeholder:
             strategies[node.name] = placeholder_strategies(node, mesh)
         elif node.op != SAVED_ACTIVATION:
             call = op_call(graph, node)
-            anywhere = _anywhere(call)
-            if anywhere not in known:
-                known[anywhere] = _composed(call, mesh, offer, node)
-            strategies[node.name] = known[anywhere]
+            key = _without_positions(call)
+            if key not in cache:
+                cache[key] = _composed(call, mesh, offer, node)
+            strategies[node.name] = cache[key]
     seen: dict[object, tuple[Strategy, ...]] = {}
     for node in graph.nodes:
         if node.op == SAVED_ACTIVATION:
-            strategies[node.name] = _rest_strategies(graph, node, strategies, seen)
+            strategies[node.name] = _saved_strategies(graph, node, strategies, seen)
     return strategies
 
 
@@ -218,7 +216,7 @@ def _composed(
 
 
 def placeholder_strategies(node: Node, mesh: tuple[int, ...]) -> tuple[Strategy, ...]:
-    """Where a placeholder can lie at the start of a step; a parameter wherever it can be stored and gathered from."""
+    """The placements a placeholder may have at the start of a step; for a parameter all in which it can be stored."""
     if node.op in REPLICATED_PLACEHOLDERS:
         return (Strategy((), ((REPLICATE,) * len(mesh),)),)
     empty = node.op == "param"
@@ -226,30 +224,29 @@ def placeholder_strategies(node: Node, mesh: tuple[int, ...]) -> tuple[Strategy,
 
 
 def plain_placements(kind: TensorType, mesh: tuple[int, ...], *, empty_shards: bool = False) -> list[Placements]:
-    """Every placement of Replicate and plain Shard, on axes of more than one device; shards that leave a device nothing
+    """All placements of Replicate and plain Shard on axes of more than one device; shards that are empty on a device
     only if ``empty_shards``."""
     shape = tuple(int(size) for size in kind.shape)
     per_axis = [[REPLICATE, *(Shard(d) for d in range(len(shape)))] if n > 1 else [REPLICATE] for n in mesh]
-    found = [tuple(choice) for choice in product(*per_axis) if is_valid(tuple(choice), shape, mesh)]
+    valid = [tuple(choice) for choice in product(*per_axis) if is_valid(tuple(choice), shape, mesh)]
     everywhere = (REPLICATE,) * len(mesh)
-    return [p for p in found if empty_shards or p == everywhere or shardable(shape, p, mesh)]
+    return [p for p in valid if empty_shards or p == everywhere or shardable(shape, p, mesh)]
 
 
-def _rest_strategies(
-    graph: Graph, node: Node, known: Mapping[str, tuple[Strategy, ...]], seen: dict[object, tuple[Strategy, ...]]
+def _saved_strategies(
+    graph: Graph, node: Node, strategies: Mapping[str, tuple[Strategy, ...]], cache: dict[object, tuple[Strategy, ...]]
 ) -> tuple[Strategy, ...]:
-    """A value may rest in any placement its producer leaves it in or one of its users takes it in; ``seen`` remembers
-    answers."""
+    """The strategies of a saved activation: any placement that its producer gives it or one of its users takes."""
     (value,) = node.operands
-    users = [(known[u.name], i) for u, i in graph.users.get(Value(node.name), ()) if u.op != SAVED_ACTIVATION]
-    key = (id(known[value.node]), value.index, *((id(found), i) for found, i in users))
-    if key not in seen:
-        places = dict.fromkeys(s.outputs[value.index] for s in known[value.node])
-        places.update(dict.fromkeys(s.inputs[operand] for found, operand in users for s in found))
-        seen[key] = tuple(Strategy((p,), (p,)) for p in places if all(map(_can_rest, p)))
-    return seen[key]
+    users = [(strategies[u.name], i) for u, i in graph.users.get(Value(node.name), ()) if u.op != SAVED_ACTIVATION]
+    key = (id(strategies[value.node]), value.index, *((id(offered), i) for offered, i in users))
+    if key not in cache:
+        places = dict.fromkeys(s.outputs[value.index] for s in strategies[value.node])
+        places.update(dict.fromkeys(s.inputs[operand] for offered, operand in users for s in offered))
+        cache[key] = tuple(Strategy((p,), (p,)) for p in places if all(map(_can_be_saved, p)))
+    return cache[key]
 
 
-def _can_rest(placement: Placement) -> bool:
-    """Maxima and minima not yet taken over all devices are never kept."""
+def _can_be_saved(placement: Placement) -> bool:
+    """Partial maxima and minima are never saved."""
     return not isinstance(placement, Partial) or placement == PARTIAL_SUM

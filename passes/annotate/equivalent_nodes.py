@@ -1,7 +1,7 @@
-"""What nodes have in common that do the same: they have the same strategies at the same prices.
+"""Keys of equivalent nodes, which have the same strategies at the same prices.
 
-Where in a tensor an operation looks is not part of it: strategies and prices depend on the dim, and on sizes, which
-types have. The steps of a loop that a trace unrolls differ in just that.
+The position that an operation indexes is not part of the key: strategies and prices depend on the dim and on sizes,
+which types have. The steps of an unrolled loop differ only in positions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.node import Arg, Node, Value, map_arg
 from autopar.ops.random import DRAWS
 
-# (x, dim, index) and (x, dim, start, end, step); backward, and what writes there, have one argument more before these.
+# (x, dim, index) and (x, dim, start, end, step); backward and scatters have one more argument before these.
 _PLACES: Mapping[str, tuple[int, ...]] = MappingProxyType(
     {
         **dict.fromkeys(("aten.select.int", "aten.select_copy.int"), (2,)),
@@ -25,7 +25,7 @@ _PLACES: Mapping[str, tuple[int, ...]] = MappingProxyType(
 
 
 def without_positions(op: str, args: tuple[Arg, ...]) -> tuple[Arg, ...]:
-    """The arguments of a call of ``op``, None in the place of those that say where it looks.
+    """The arguments of a call of ``op``, with None in place of positions.
 
     >>> without_positions("aten.select.int", ("x", 1, 7))
     ('x', 1, None)
@@ -35,13 +35,13 @@ def without_positions(op: str, args: tuple[Arg, ...]) -> tuple[Arg, ...]:
 
 
 def equivalence_key(graph: Graph, node: Node, pattern: str) -> Hashable:
-    """What must be equal for two nodes to have the same strategies at the same prices; ``pattern`` is where the node
-    stands in the model."""
+    """A key that is equal for two nodes with the same strategies at the same prices; ``pattern``: the node's place in
+    the model."""
 
     def leaf(arg: Arg) -> Arg:
         return None if isinstance(arg, Value) else repr(arg)
 
-    # Draws differ in their number, which is no concern of how they are run.
+    # The number of a random draw does not affect how it runs.
     kwargs = tuple((key, arg) for key, arg in node.kwargs if not (node.op in DRAWS and key == "place"))
     args = () if node.is_placeholder else map_arg(without_positions(node.op, node.args), leaf)
     operands = tuple(graph.type_of(value) for value in node.operands)

@@ -1,10 +1,10 @@
-"""Ties repeated layers: nodes that play the same part in equal layers are put into one class and choose alike.
+"""Ties repeated layers: equivalent nodes of equal layers form one class, and all nodes of a class choose alike.
 
-A layer is an element of a numbered container (``h.0``, ``layers.11``) that holds modules itself; the part a node plays
-is its module path with layer numbers left out, its phase, operation, arguments, types and its position among the nodes
-of its layer that share all these. ``groups`` > 1 ties only layers of the same stretch of depth (of ``groups`` equal
-stretches): under a memory limit equal layers may do better by choosing differently. Steps of loops inside a layer are
-tied as well, in as many stretches (:mod:`.fold_loops`).
+A layer is an element of a numbered container (``h.0``, ``layers.11``) that contains modules itself. Two nodes are
+equivalent if they have the same module path without layer numbers, phase, operation, arguments and types, and the same
+position among the nodes of their layer that share all these. ``groups`` > 1 divides the depth into so many equal
+stretches and ties only layers of the same stretch: under a memory limit equal layers may do better by choosing
+differently. Steps of loops inside a layer are tied as well, in as many stretches (:mod:`.fold_loops`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ NOBODY: Mapping[str, Hashable] = MappingProxyType({})
 
 
 def _path(node: Node) -> str:
-    """Where a node stands in the model: its module, or for parameters and the like their own path."""
+    """A node's path in the model: its module's, or for placeholders such as parameters their own."""
     return node.target if node.is_placeholder else node.module
 
 
 def fold_layers(graph: Graph, groups: int = 1, apart: Mapping[str, Hashable] = NOBODY) -> Graph:
-    """The graph with ``classes`` mapping each node's name to that of the first node of its class. Nodes named in
-    ``apart`` are tied only to nodes with the same entry there: those that a user has pinned alike."""
+    """The graph with ``classes``, which maps each node's name to that of the first node of its class. Nodes named in
+    ``apart`` are tied only to nodes with the same entry there: those that the user pinned alike."""
     layers = layers_among(map(_path, graph.nodes))
     folded = {node.name: fold_path(_path(node), layers) for node in graph.nodes}
     depths: dict[str, int] = {}

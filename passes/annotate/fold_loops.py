@@ -1,11 +1,11 @@
-"""Ties the steps of loops that a trace unrolled: a recurrence over a sequence, a scan spelled out.
+"""Ties the steps of loops that a trace unrolled: a recurrence over a sequence, or a scan written out.
 
-Nothing names the steps of a loop in Python, as module paths name layers: they are found by what they have in common. In
-one module, one operation on tensors of the same types with the same strategies, amid equal surroundings, as often as
-no model spells out by hand, belongs to a loop. Surroundings tell which part of a step a node plays: they are equal if
-operands and users are, and the operands and users of those, up to ``NEARBY`` away. Steps as near as that to an end of
-the loop differ and stay apart. That all others choose alike is a restriction like that of equal layers, and loosened
-with it: only steps of the same stretch of the loop are tied then.
+Unlike layers, which module paths name, the steps of a Python loop have no names, so they are recognised by what they
+have in common. Nodes belong to a loop if one module has at least ``LEAST_STEPS`` of them with the same operation,
+types, strategies and neighbourhood, which is more than any model writes out by hand. The neighbourhood tells which part
+of a step a node is: it is equal if operands and users are equal, and theirs, up to ``NEARBY`` away. Steps that near to
+an end of the loop differ and are not tied. That all others choose alike is a restriction like that of equal layers, and
+it is relaxed with it: then only steps of the same stretch of the loop are tied.
 """
 
 from __future__ import annotations
@@ -18,59 +18,58 @@ from autopar.ir.node import Node, Value
 
 from .equivalent_nodes import equivalence_key
 
-# So often one module does the same amid the same in a loop, its ends left out.
+# The least number of equal nodes in a module that are taken for a loop, its ends excluded.
 # Chosen: no model spells out as many.
 LEAST_STEPS = 16
-# How far nodes must be alike in what is around them.
+# The distance up to which the neighbourhoods of nodes must be equal.
 # Chosen: tells the operations of a step apart, and leaves out only the two steps at each end.
 NEARBY = 2
 
 
 def fold_loops(graph: Graph, classes: Mapping[str, str], apart: Container[str], groups: int = 1) -> dict[str, str]:
-    """``classes`` with those united that play one part in the steps of a loop, or of the same of ``groups`` equal
-    stretches of it; nodes named in ``apart`` stay where they are."""
-    fixed = {found for name, found in classes.items() if name in apart}
+    """``classes`` with equivalent nodes of a loop's steps united, or of steps in the same of ``groups`` equal
+    stretches; nodes named in ``apart`` keep their classes."""
+    fixed = {first for name, first in classes.items() if name in apart}
     nodes = [node for node in graph.nodes if classes[node.name] == node.name and node.name not in fixed]
     steps = _steps(graph, nodes)
     colours: Mapping[str, Hashable] = steps
     for _ in range(NEARBY):
         numbers: dict[Hashable, int] = {}
         around = {name: _around(graph, graph[name], classes, colours) for name in steps}
-        colours = {name: numbers.setdefault(found, len(numbers)) for name, found in around.items()}
-    often, seen, first = Counter(colours.values()), Counter[Hashable](), dict[Hashable, str]()
+        colours = {name: numbers.setdefault(surroundings, len(numbers)) for name, surroundings in around.items()}
+    counts, seen, first_of = Counter(colours.values()), Counter[Hashable](), dict[Hashable, str]()
     united: dict[str, str] = {}
     for name, colour in colours.items():
-        if often[colour] >= LEAST_STEPS:
-            stretch = seen[colour] * groups // often[colour]
-            united[name] = first.setdefault((colour, stretch), name)
+        if counts[colour] >= LEAST_STEPS:
+            stretch = seen[colour] * groups // counts[colour]
+            united[name] = first_of.setdefault((colour, stretch), name)
             seen[colour] += 1
-    return {name: united.get(found, found) for name, found in classes.items()}
+    return {name: united.get(first, first) for name, first in classes.items()}
 
 
 def _steps(graph: Graph, nodes: Iterable[Node]) -> dict[str, Hashable]:
-    """The nodes that may belong to loops, with what each has in common with those that may play its part in other
-    steps."""
-    parts = {node.name: equivalence_key(graph, node, node.module) for node in nodes if not node.is_placeholder}
-    often = Counter(parts.values())
+    """The nodes that may belong to loops, each with a key that equivalent nodes of other steps share."""
+    keys = {node.name: equivalence_key(graph, node, node.module) for node in nodes if not node.is_placeholder}
+    counts = Counter(keys.values())
     numbers: dict[Hashable, int] = {}
-    known: dict[int, int] = {}
-    found: dict[str, Hashable] = {}
-    for name, part in parts.items():
-        if often[part] >= LEAST_STEPS:
-            ways = graph.strategies.get(name, ())
-            if id(ways) not in known:
-                known[id(ways)] = numbers.setdefault(ways, len(numbers))
-            found[name] = part, known[id(ways)]
-    return found
+    number_by_id: dict[int, int] = {}
+    steps: dict[str, Hashable] = {}
+    for name, key in keys.items():
+        if counts[key] >= LEAST_STEPS:
+            strategies = graph.strategies.get(name, ())
+            if id(strategies) not in number_by_id:
+                number_by_id[id(strategies)] = numbers.setdefault(strategies, len(numbers))
+            steps[name] = key, number_by_id[id(strategies)]
+    return steps
 
 
 def _around(graph: Graph, node: Node, classes: Mapping[str, str], colours: Mapping[str, Hashable]) -> Hashable:
-    """What there is to see from a node of a loop. Of what is outside of the loop it does not count which result it
-    gives, nor which operand it takes: often the number of the step."""
+    """The neighbourhood of a node of a loop. For nodes outside of the loop the positions of results and operands do not
+    count, since they are often the number of the step."""
 
     def colour(name: str, index: int) -> Hashable:
-        found = classes[name]
-        return (colours[found], index) if found in colours else found
+        first = classes[name]
+        return (colours[first], index) if first in colours else first
 
     operands = tuple(colour(value.node, value.index) for value in node.operands)
     values = (Value(node.name, index) for index in range(len(node.types)))

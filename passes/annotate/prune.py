@@ -1,13 +1,13 @@
-"""Drops placements that no costly operation has any use for, before they multiply.
+"""Drops placements that no costly operation can use, before they multiply.
 
-A pointwise operation can be sharded on every dim of its tensors, so can a reshape on every factor; most of it leads
-nowhere. A placement of a value is *live* if a strategy of some anchor has it: an operation that does real work (matrix
-products, convolutions, attention, lookups, normalisation, reductions to Partial), or an input of the model; or if a
-strategy of another operation links it to a live placement. Strided shards of an anchor do not count as its own wish:
-they only pass on what others want. Partial operands of products are dropped too: to put off a reduction past a product
-saves nothing.
+A pointwise operation can be sharded on every dim of its tensors, and a reshape on every factor; most of these shards
+lead nowhere. A placement of a value is *live* if a strategy of an anchor has it, or if a strategy of another operation
+links it to a live placement. Anchors are operations that do real work (matrix products, convolutions, attention,
+lookups, normalisation, reductions to Partial) and inputs of the model. Strided shards of an anchor are not live by
+themselves; they only link live placements. Partial operands of products are dropped too: delaying a reduction past a
+product saves nothing.
 
-Only choices are lost, never correctness; replication always stays.
+This removes choices, never correctness; replication always remains.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ Live = Mapping[Value, frozenset[Placement]]
 def is_anchor(node: Node) -> bool:
     """Whether the operation does work worth dividing."""
     name = node.op.split(".")[1] if node.op.count(".") == 2 else node.op
-    known = name in ANCHORS or "scaled_dot_product" in name
-    return known or (not node.is_placeholder and not node.op.startswith(("aten.", "autopar.")))
+    is_listed = name in ANCHORS or "scaled_dot_product" in name
+    return is_listed or (not node.is_placeholder and not node.op.startswith(("aten.", "autopar.")))
 
 
 def _places(node: Node, strategy: Strategy) -> list[Placed]:
@@ -70,7 +70,7 @@ def _places(node: Node, strategy: Strategy) -> list[Placed]:
 
 
 def _anchors(node: Node, strategy: Strategy) -> bool:
-    """Whether a strategy makes its placements live by itself."""
+    """Whether a strategy's placements are live by themselves."""
     places = [p for _, p in _places(node, strategy)]
     if any(isinstance(p, StridedShard) for p in places):
         return False
@@ -80,7 +80,7 @@ def _anchors(node: Node, strategy: Strategy) -> bool:
 
 
 def _is_large(node: Node) -> bool:
-    """Reductions over everything to a scalar want nothing by themselves."""
+    """Whether a result is not a scalar: full reductions do not make placements live."""
     return any(kind is not None and kind.rank > 0 for kind in node.types)
 
 
@@ -99,7 +99,7 @@ def live_placements(graph: Graph, strategies: Mapping[str, Iterable[Strategy]]) 
                 if is_shard(place[1]):
                     waiting[place].append(places)
                 elif place[0] in node.operands:
-                    # A reduction that is wanted says nothing of how its operand should lie: Partial only flows on.
+                    # A wanted Partial does not make the operand's placement live; it only flows forward.
                     waiting[place].append([p for p in places if p[0].node == node.name])
     while queue:
         value, placement = queue.pop()
@@ -107,11 +107,11 @@ def live_placements(graph: Graph, strategies: Mapping[str, Iterable[Strategy]]) 
             live[value].add(placement)
             for linked in waiting[value, placement]:
                 queue += linked
-    return {value: frozenset(found) for value, found in live.items()}
+    return {value: frozenset(placements) for value, placements in live.items()}
 
 
 def is_live(node: Node, strategy: Strategy, live: Live) -> bool:
-    """Whether a strategy (of any mesh) has only live placements, and no product of a Partial."""
+    """Whether a strategy (of any mesh) has only live placements, and no Partial operand of a product."""
     results = (Value(node.name, index) for index in range(len(node.types)))
     values = (*node.operands, *results)
     everything = zip(values, strategy.places, strict=True)

@@ -1,7 +1,7 @@
-"""Sections that add the gradients they make to those of earlier microbatches.
+"""Makes sections add their gradients to those of earlier microbatches.
 
-A gradient that is a product is added by the product itself, which then makes no tensor of its own; any other is added
-as soon as it is made. So beside the sums there is never more than one gradient.
+If a gradient is a product, the product itself accumulates it and writes no tensor of its own. Any other gradient is
+added as soon as it is computed. So there is never more than one gradient in addition to the sums.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ PRODUCT, ADDED_PRODUCT, ADD = "aten.mm.default", "aten.addmm_.default", "aten.ad
 
 
 def adding(section: Section, count: int) -> Section:
-    """``section`` with the sums so far of its last ``count`` outputs as further inputs, in their order: it adds to
-    them in place, and returns them in the place of those outputs. It is called ``more_``, then the section's name."""
+    """``section`` that takes the sums so far of its last ``count`` outputs as further inputs, in their order, adds to
+    them in place, and returns them instead of those outputs. Its name is ``more_`` and the section's name."""
     first = len(section.outputs) - count
     wanted = section.outputs[first:]
     sums = _names(section, count)
@@ -27,14 +27,14 @@ def adding(section: Section, count: int) -> Section:
         assert value is not None
         owed.setdefault(value, []).append(total)
     uses = _uses(section)
-    given = [add for name in section.inputs for add in _adds(Value(name), owed.get(Value(name), []))]
-    made = [new for old in section.instructions for new in _with_adds(old, owed, uses)]
+    adds_of_inputs = [add for name in section.inputs for add in _adds(Value(name), owed.get(Value(name), []))]
+    computed = [new for old in section.instructions for new in _with_adds(old, owed, uses)]
     outputs = (*section.outputs[:first], *(Value(f"{total}_more") for total in sums))
-    return Section(f"more_{section.name}", (*section.inputs, *sums), (*given, *made), outputs)
+    return Section(f"more_{section.name}", (*section.inputs, *sums), (*adds_of_inputs, *computed), outputs)
 
 
 def _names(section: Section, count: int) -> list[str]:
-    """Names for the sums that nothing in the section has."""
+    """Fresh names for the sums."""
     taken = {*section.inputs, *(i.name for i in section.instructions)}
     prefix = "sum"
     while any(name.startswith(f"{prefix}_so_far_") for name in taken):
@@ -43,10 +43,10 @@ def _names(section: Section, count: int) -> list[str]:
 
 
 def _uses(section: Section) -> Counter[Value]:
-    found = Counter(value for value in section.outputs if value is not None)
+    counts = Counter(value for value in section.outputs if value is not None)
     for instruction in section.instructions:
-        found.update(values_in((instruction.args, tuple(arg for _, arg in instruction.kwargs))))
-    return found
+        counts.update(values_in((instruction.args, tuple(arg for _, arg in instruction.kwargs))))
+    return counts
 
 
 def _adds(value: Value, totals: list[str]) -> Iterator[Instruction]:
@@ -55,7 +55,7 @@ def _adds(value: Value, totals: list[str]) -> Iterator[Instruction]:
 
 
 def _with_adds(old: Instruction, owed: dict[Value, list[str]], uses: Counter[Value]) -> Iterator[Instruction]:
-    """``old``, and what adds those of its results that are gradients."""
+    """``old``, followed by instructions that accumulate those of its results that are gradients."""
     value = Value(old.name)
     totals = owed.get(value, [])
     if old.op == PRODUCT and len(totals) == 1 and uses[value] == 1:

@@ -1,8 +1,7 @@
-"""Reads off a lowered program what it communicates, to compare with what was priced.
+"""Counts the collectives of a lowered program, to compare them with those that were priced.
 
-The program is run on fake tensors, one rank alone, knowing nothing of plans, hops or prices: the bytes of a collective
-are those of the tensor it is really given. A bucketed collective counts once for each of its members, since that is how
-it is priced.
+Runs the program of one rank on fake tensors, without knowledge of plans, hops or prices: the bytes of a collective are
+those of its actual operand. A bucketed collective counts once for each of its members, since it is priced so.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ WAIT = "collective.wait"
 
 
 def collectives_of(program: Program) -> Counter[Collective]:
-    """How often ``program`` does each collective in a step: refresh, forward and backward.
+    """How often ``program`` runs each collective in a step: refresh, forward and backward.
 
     Bytes are those of the full tensor of a group, padding included, as in :mod:`autopar.ir.reshard`; the program must
     be that of the mesh's first rank, which holds the largest shards.
@@ -50,13 +49,13 @@ def collectives_of(program: Program) -> Counter[Collective]:
 
 
 def collectives_of_stage(program: PipelineProgram) -> Counter[Collective]:
-    """The same for one stage of a pipeline, whose chunks run once for each microbatch but for their refresh, the last
-    weight gradient, and reduce. What is sent between stages is not a collective."""
-    found: Counter[Collective] = Counter()
+    """The same for one stage of a pipeline. Its chunks run once for each microbatch; refresh, the last weight gradient
+    and reduce run once. Messages between stages are not collectives."""
+    total: Counter[Collective] = Counter()
     for chunk in program.chunks.values():
         halves = program.schedule.weight_gradients(chunk.chunk)[-1:] == ("weight_gradient",)
-        found += _collectives_of_chunk(chunk, program.microbatches, halves)
-    return found
+        total += _collectives_of_chunk(chunk, program.microbatches, halves)
+    return total
 
 
 def _collectives_of_chunk(chunk: ChunkProgram, microbatches: int, halves: bool) -> Counter[Collective]:
@@ -65,35 +64,36 @@ def _collectives_of_chunk(chunk: ChunkProgram, microbatches: int, halves: bool) 
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         once, each, more = _Reader(chunk), _Reader(chunk), _Reader(chunk)
         once.run(chunk.refresh, _tensors(chunk, chunk.parameters))
-        given = [*chunk.placeholders, *(port.slot for port in chunk.receives)]
-        saved = each.run(chunk.forward, _tensors(chunk, given))[count:]
+        slots = [*chunk.placeholders, *(port.slot for port in chunk.receives)]
+        saved = each.run(chunk.forward, _tensors(chunk, slots))[count:]
         if chunk.gradients or chunk.gradient_sends:
             sent = len(chunk.gradient_sends)
-            given = [*chunk.tangents, *(port.slot for port in chunk.gradient_receives)]
-            taken = [*saved, *_tensors(chunk, given)]
-            sums = more.run(chunk.weight_gradient, more.run(chunk.input_gradient, taken)[sent:])
+            slots = [*chunk.tangents, *(port.slot for port in chunk.gradient_receives)]
+            inputs = [*saved, *_tensors(chunk, slots)]
+            sums = more.run(chunk.weight_gradient, more.run(chunk.input_gradient, inputs)[sent:])
             sums = sums if microbatches > 1 else []
-            carried = once.run(chunk.input_gradient, taken)[sent:] if halves else taken
+            carried = once.run(chunk.input_gradient, inputs)[sent:] if halves else inputs
             once.run(chunk.reduce, once.run(chunk.last, [*carried, *sums])[0 if halves else sent :])
     return once.found + _times(each.found, microbatches) + _times(more.found, microbatches - 1)
 
 
-def _times(found: Counter[Collective], often: int) -> Counter[Collective]:
-    return Counter({wire: count * often for wire, count in found.items()})
+def _times(counts: Counter[Collective], factor: int) -> Counter[Collective]:
+    return Counter({wire: count * factor for wire, count in counts.items()})
 
 
-def difference(found: Counter[Collective], priced: Counter[Collective]) -> tuple[str, ...]:
-    """What a program does beyond its price and what was priced in vain, a line each; nothing if they agree."""
+def difference(run: Counter[Collective], priced: Counter[Collective]) -> tuple[str, ...]:
+    """The collectives that a program runs but were not priced, and those that were priced but it does not run, one per
+    line; empty if they agree."""
 
     def lines(extra: Counter[Collective], verdict: str) -> Iterator[str]:
         for wire, count in sorted(extra.items(), key=str):
             yield f"{verdict}: {count} x {wire.kind} over axes {wire.axes}, {wire.bytes} bytes"
 
-    return (*lines(found - priced, "done but not priced"), *lines(priced - found, "priced but not done"))
+    return (*lines(run - priced, "done but not priced"), *lines(priced - run, "priced but not done"))
 
 
 def _tensors(program: Program | ChunkProgram, slots: Iterable[TensorSlot]) -> list[torch.Tensor]:
-    """What the rank holds of each placeholder."""
+    """The rank's local tensor of each placeholder."""
     return [
         torch.empty(local_shape(slot.shape, slot.placements, program.mesh, program.coordinate), dtype=slot.dtype)
         for slot in slots
@@ -108,16 +108,16 @@ class _Reader:
     found: Counter[Collective] = field(default_factory=Counter)
 
     def run(self, section: Section, inputs: Iterable[Any]) -> list[Any]:
-        known: dict[Value, Any] = {Value(n): given for n, given in zip(section.inputs, inputs, strict=True)}
+        values: dict[Value, Any] = {Value(n): tensor for n, tensor in zip(section.inputs, inputs, strict=True)}
         for instruction in section.instructions:
-            result = self._execute(instruction, known)
-            several = result if instruction.results > 1 else [result]
-            known.update((Value(instruction.name, index), value) for index, value in enumerate(several))
-        return [None if value is None else known[value] for value in section.outputs]
+            result = self._execute(instruction, values)
+            results = result if instruction.results > 1 else [result]
+            values.update((Value(instruction.name, index), value) for index, value in enumerate(results))
+        return [None if value is None else values[value] for value in section.outputs]
 
-    def _execute(self, instruction: Instruction, known: Mapping[Value, Any]) -> Any:
-        args = _filled(instruction.args, known)
-        kwargs = {key: _filled(arg, known) for key, arg in instruction.kwargs}
+    def _execute(self, instruction: Instruction, values: Mapping[Value, Any]) -> Any:
+        args = _filled(instruction.args, values)
+        kwargs = {key: _filled(arg, values) for key, arg in instruction.kwargs}
         if instruction.op == WAIT:
             return args[0]
         if instruction.op.startswith("collective."):
@@ -126,14 +126,14 @@ class _Reader:
 
     def _communicate(self, kind: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
         if not kind.endswith("_bucket"):
-            return self._one(kind, args[0], kwargs)
+            return self._single(kind, args[0], kwargs)
         listed = {key: value for key, value in kwargs.items() if key not in ("axes", "op")}
         shared = {key: value for key, value in kwargs.items() if key in ("axes", "op")}
         each = ({key[:-1]: values[i] for key, values in listed.items()} for i in range(len(args[0])))
         single = kind.removesuffix("_bucket")
-        return [self._one(single, tensor, shared | own) for tensor, own in zip(args[0], each, strict=True)]
+        return [self._single(single, tensor, shared | own) for tensor, own in zip(args[0], each, strict=True)]
 
-    def _one(self, kind: str, tensor: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
+    def _single(self, kind: str, tensor: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
         axes = tuple(given["axes"])
         parts = math.prod(self.program.mesh[axis] for axis in axes)
         if kind in COLLECTIVES:
@@ -172,11 +172,11 @@ def _function(op: str) -> Callable[..., Any]:
     if op in LOCAL_OPS:
         return LOCAL_OPS[op]
     namespace, name, overload = op.split(".")
-    found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-    return found
+    function: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    return function
 
 
-def _filled(arg: Arg, known: Mapping[Value, Any]) -> Any:
+def _filled(arg: Arg, values: Mapping[Value, Any]) -> Any:
     if isinstance(arg, Value):
-        return known[arg]
-    return [_filled(item, known) for item in arg] if isinstance(arg, tuple) else arg
+        return values[arg]
+    return [_filled(item, values) for item in arg] if isinstance(arg, tuple) else arg

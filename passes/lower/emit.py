@@ -12,7 +12,7 @@ from autopar.ir.placements import local_before, local_shape, shard_dim
 from autopar.ir.program import Instruction, Section
 from autopar.ir.reshard import Hop
 
-# Buckets on their way at once: one to be filled with gradients just made while the one before is sent.
+# Buckets in flight at once: one is filled with new gradients while the one before is sent.
 # By that reasoning; more would only hold memory.
 IN_FLIGHT = 2
 KeywordArgs = tuple[tuple[str, Arg], ...]
@@ -29,24 +29,24 @@ def hop_arguments(hop: Hop, kind: TensorType, mesh: tuple[int, ...], coordinate:
     source, target = hop.source[axis], hop.target[axis]
     gathered = shard_dim(source)
     after = local_shape(_ints(kind), hop.target, mesh, coordinate)
-    found: dict[str, Arg] = {"axes": axes}
+    arguments: dict[str, Arg] = {"axes": axes}
     if isinstance(source, Partial):
-        found["op"] = source.reduce_op
+        arguments["op"] = source.reduce_op
     if hop.kind in ("slice", "reduce_scatter"):
-        found |= {"dim": shard_dim(target), "before": local_before(hop.target, axis, mesh)}
+        arguments |= {"dim": shard_dim(target), "before": local_before(hop.target, axis, mesh)}
     elif hop.kind == "all_gather" and gathered is not None:
         before = local_before(hop.source, axis, mesh)
-        found |= {"dim": gathered, "size": after[gathered], "before": before}
+        arguments |= {"dim": gathered, "size": after[gathered], "before": before}
     elif hop.kind == "all_to_all" and gathered is not None:
-        found |= {"gather_dim": gathered, "gather_size": after[gathered]}
-        found |= {"gather_before": local_before(hop.source, axis, mesh)}
-        found |= {"scatter_dim": shard_dim(target), "scatter_before": local_before(hop.target, axis, mesh)}
-    return tuple(found.items())
+        arguments |= {"gather_dim": gathered, "gather_size": after[gathered]}
+        arguments |= {"gather_before": local_before(hop.source, axis, mesh)}
+        arguments |= {"scatter_dim": shard_dim(target), "scatter_before": local_before(hop.target, axis, mesh)}
+    return tuple(arguments.items())
 
 
 @dataclass
 class Emitter:
-    """Appends instructions with fresh names; ``taken`` holds all names of the section, inputs included."""
+    """Appends instructions with fresh names; ``taken``: all names of the section, including inputs."""
 
     mesh: tuple[int, ...]
     coordinate: tuple[int, ...]
@@ -55,20 +55,20 @@ class Emitter:
 
     def fresh(self, name: str) -> str:
         """``name``, or ``name_1``, ``name_2``, ... if taken."""
-        found, count = name, 0
-        while found in self.taken:
+        candidate, count = name, 0
+        while candidate in self.taken:
             count += 1
-            found = f"{name}_{count}"
-        self.taken.add(found)
-        return found
+            candidate = f"{name}_{count}"
+        self.taken.add(candidate)
+        return candidate
 
     def emit(
         self, name: str, op: str, args: tuple[Arg, ...], kwargs: KeywordArgs = (), results: int = 1, module: str = ""
     ) -> Value:
         """Appends ``name = op(*args, **kwargs)`` and returns its first result."""
-        found = self.fresh(name)
-        self.instructions.append(Instruction(found, op, args, kwargs, results, module))
-        return Value(found)
+        fresh = self.fresh(name)
+        self.instructions.append(Instruction(fresh, op, args, kwargs, results, module))
+        return Value(fresh)
 
     def hop(self, value: Value, hop: Hop, kind: TensorType, module: str = "") -> Value:
         """Appends one hop of ``value``: a local step, or the start of a collective and the wait for it."""
@@ -91,7 +91,7 @@ class Emitter:
 
 @dataclass
 class _Member:
-    """One tensor waiting in a bucket: what to do with the result is ``rest`` of its path."""
+    """One tensor waiting in a bucket, with the hops it has yet to take."""
 
     key: object
     value: Value
@@ -103,10 +103,11 @@ class _Member:
 class Buckets:
     """Coalesces the collectives of equal kind, axes, operation and dtype into bucketed ones of about ``limit`` bytes.
 
-    ``add`` starts a bucket as soon as it is full, so that it communicates while the section computes on, and waits for
-    an older one if more than :data:`IN_FLIGHT` are on their way, since each holds its buffers; ``finish`` starts the
-    rest and waits for all. A path of several collectives goes through buckets once for each. Results come by the key
-    given to ``add``. With ``waits`` false ``add`` waits for none: buckets beyond those set out in ``finish`` only.
+    ``add`` starts a bucket as soon as it is full, so that it overlaps the rest of the section. If more than
+    :data:`IN_FLIGHT` are in flight it waits for the oldest, since each keeps its buffers. ``finish`` starts the
+    remaining buckets and waits for all. A path of several collectives goes through one bucket for each. Results are
+    returned by the key given to ``add``. With ``waits`` false ``add`` waits for none, and ``finish`` starts the buckets
+    beyond :data:`IN_FLIGHT`.
     """
 
     emitter: Emitter
@@ -119,15 +120,14 @@ class Buckets:
     results: dict[object, Value] = field(default_factory=dict)
 
     def add(self, key: object, value: Value, kind: TensorType, path: tuple[Hop, ...]) -> None:
-        """Sends ``value`` along ``path``; its leading local hops and what follows its first collective are done
-        singly."""
+        """Sends ``value`` along ``path``. Its leading local hops, and those after a collective, run unbucketed."""
         while path and path[0].collective is None:
             value, path = self.emitter.hop(value, path[0], kind), path[1:]
         if not path:
             self.results[key] = value
             return
         arguments = dict(hop_arguments(path[0], kind, self.emitter.mesh, self.emitter.coordinate))
-        # Pieces of several all-to-alls have no common layout: each goes alone.
+        # Pieces of several all-to-alls have no common layout, so they are not bucketed.
         alone = key if path[0].kind == "all_to_all" else None
         group = (path[0].kind, path[0].axes, arguments.get("op"), kind.dtype, alone)
         members = self.open.setdefault(group, [])
@@ -136,7 +136,7 @@ class Buckets:
             self._start(self.open.pop(group))
 
     def finish(self) -> Mapping[object, Value]:
-        """Starts what is still open, waits for everything in order, and returns the values by key."""
+        """Starts open buckets, waits for all in order, and returns the values by key."""
         self.waits = True
         for members in self.later:
             self._start(members)
@@ -147,12 +147,12 @@ class Buckets:
         return self.results
 
     def _start_all(self) -> None:
-        # Starting one may wait for another and thereby send its members on, into buckets of their own.
+        # Starting a bucket may wait for another one, whose members may then enter new buckets.
         while self.open:
             self._start(self.open.pop(next(iter(self.open))))
 
     def _finish_oldest(self) -> None:
-        """Waits for the bucket that started first and sends its members on."""
+        """Waits for the bucket that started first, and sends its members along the rest of their paths."""
         handle, members = self.started.pop(0)
         done = self.emitter.emit(f"{handle.node}_wait", "collective.wait", (handle,), (), len(members))
         for index, member in enumerate(members):

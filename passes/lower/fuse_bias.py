@@ -1,8 +1,8 @@
-"""Which sums of a product and a bias run as one operation.
+"""Fuses products with the bias that is added to them.
 
-Decompositions take ``addmm`` apart, because a product and a sum have simpler rules; where both are placed alike they
-are one operation again when lowered. It saves a tensor of the size of the result, which on processors whose caches it
-leaves takes longer than the sum itself.
+Decompositions split ``addmm``, because a product and a sum have simpler rules. Where both have the same placements,
+lowering joins them again. This saves a tensor of the size of the result; once it exceeds the processor's cache, writing
+and reading it takes longer than the sum itself.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ PRODUCT, SUM, FUSED = "aten.mm.default", "aten.add.Tensor", "aten.addmm.default"
 
 
 def biased_products(graph: Graph, strategy: Callable[[Node], Strategy]) -> Mapping[str, str]:
-    """By the name of each such sum that of its product: nothing else uses that, both are of one phase, the bias is a
-    vector as long as a row, and nothing is resharded between them."""
-    kept = set(graph.output_values)
+    """The name of the product for the name of each sum that can be fused with it: nothing else uses the product, both
+    are in the same phase, the bias is a vector as long as a row, and nothing is resharded between them."""
+    outputs = set(graph.output_values)
     return {
         node.name: product.name
         for node in graph.nodes
         if node.op == SUM and not node.kwargs and len(node.args) == len(node.operands) == 2
         for product, at in _products(graph, node)
-        if Value(product.name) not in kept
+        if Value(product.name) not in outputs
         and len(graph.users[Value(product.name)]) == 1
         and _is_bias(graph, node, product, node.operands[1 - at])
         and strategy(product).outputs[0] == strategy(node).inputs[at]

@@ -1,9 +1,9 @@
-"""Carries out an assignment: the graph becomes the program of one rank.
+"""Lowers a graph with an assignment to the program of one rank.
 
-Every operation becomes its local form on the rank's shards; every reshard the assignment implies becomes the hops it
-was priced with, once per (value, phase, target placements). Nothing else communicates, so the collectives of the
-program are those of the cost breakdown. Gradient reductions and weight refreshes are coalesced into buckets: many small
-collectives cost their latency many times over.
+Every operation becomes its local form on the rank's shards. Every reshard that the assignment implies becomes the hops
+it was priced with, once per (value, phase, target placements). Nothing else communicates, so the collectives of the
+program are those of the cost breakdown. Gradient reductions and weight refreshes are coalesced into buckets, since many
+small collectives pay their latency many times.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ ALIASING = VIEWS | {"aten.slice.Tensor", "aten.select.int", "collective.slice", 
 
 @dataclass(frozen=True)
 class Lowering:
-    """What to lower: ``assignment`` of ``graph`` (activations saved, concrete sizes) for the rank at ``coordinate``.
+    """The input of lowering: ``assignment`` of ``graph`` (with saved activations and concrete sizes) for the rank at
+    ``coordinate``.
 
-    ``path(type, source, target, bucketed)`` gives the hops a reshard was priced with; gradients and refreshed weights
-    are sent in buckets of about ``bucket_bytes``. Nodes the assignment does not know (outputs that were not planned
-    for) run replicated.
+    ``path(type, source, target, bucketed)`` returns the hops a reshard was priced with. Gradients and refreshed weights
+    are sent in buckets of about ``bucket_bytes``. Nodes without an entry in the assignment (outputs that were not
+    planned for) run replicated.
     """
 
     graph: Graph
@@ -53,24 +54,24 @@ class Lowering:
         return self.assignment.mesh
 
     def strategy(self, node: Node) -> Strategy:
-        found = self.assignment.strategies.get(node.name)
+        strategy = self.assignment.strategies.get(node.name)
         everywhere = self.assignment.replicated
-        return found or Strategy((everywhere,) * len(node.operands), (everywhere,) * len(node.types))
+        return strategy or Strategy((everywhere,) * len(node.operands), (everywhere,) * len(node.types))
 
     def home(self, value: Value) -> Placements:
-        """How a value lies where it is produced."""
+        """The placements of a value where it is produced."""
         if value.node in self.assignment.parameters:
             return self.assignment.parameters[value.node].weight
         return self.strategy(self.graph[value.node]).outputs[value.index]
 
     @cached_property
     def biased(self) -> Mapping[str, str]:
-        """The sums that run with the product they add a bias to."""
+        """The sums that are fused with a product, with the names of the products."""
         return biased_products(self.graph, self.strategy)
 
     @cached_property
     def factored(self) -> frozenset[str]:
-        """Their products."""
+        """The products that are fused with a sum."""
         return frozenset(self.biased.values())
 
     def slot(self, node: Node, placements: Placements | None = None) -> TensorSlot:
@@ -87,8 +88,8 @@ class Lowering:
 
 @dataclass
 class NodeLowerer:
-    """Lowers the nodes of one phase into one section: ``local`` has the local value of each value so far, ``moved`` of
-    each value resharded; ``factors`` of each product that runs with the sum after it."""
+    """Lowers the nodes of one phase to one section. ``local``: the local value of each value so far; ``moved``: of each
+    resharded value; ``factors``: the operands of products that are fused with a later sum."""
 
     job: Lowering
     phase: Phase
@@ -98,7 +99,7 @@ class NodeLowerer:
     factors: dict[str, tuple[Arg, ...]] = field(default_factory=dict)
 
     def take(self, value: Value, target: Placements, module: str = "") -> Value:
-        """The local value of ``value`` placed as ``target``; resharded at its first use in this phase."""
+        """The local value of ``value`` with placements ``target``; reshards it at its first use in this phase."""
         home = self.job.home(value)
         if home == target:
             return self.local[value]
@@ -109,7 +110,8 @@ class NodeLowerer:
         return self.moved[value, target]
 
     def give(self, value: Value, target: Placements) -> Value:
-        """:meth:`take` for a result of the model, which may go straight there (``overlaps_backward``)."""
+        """:meth:`take` for a result of the model, which may be resharded by a single collective
+        (``overlaps_backward``)."""
         home, kind = self.job.home(value), self.job.graph.type_of(value)
         direct = make_hop(kind, home, target, self.job.mesh) if home != target else None
         if direct is None or not overlaps_backward(self.job.graph, value):
@@ -134,14 +136,14 @@ class NodeLowerer:
             self.factors[node.name], self.local[Value(node.name)] = args, Value(node.name)
             return
         if product := self.job.biased.get(node.name):
-            bias = next(own for value, own in zip(node.operands, operands, strict=True) if value.node != product)
+            bias = next(local for value, local in zip(node.operands, operands, strict=True) if value.node != product)
             op, args = FUSED, (bias, *self.factors.pop(product))
         first = self.emitter.emit(node.name, op, args, kwargs, len(node.types), node.module)
         for index in range(len(node.types)):
             self.local[Value(node.name, index)] = Value(first.node, index)
 
     def _call(self, node: Node, strategy: Strategy, operands: list[Value]) -> LocalCall:
-        """What this device runs for ``node``, of local operands."""
+        """The call that this device runs for ``node`` on local operands."""
         call = op_call(self.job.graph, node)
         context = LocalContext(call, strategy.inputs, strategy.outputs, self.job.mesh, self.job.coordinate)
         op, args, kwargs = local_call(context, strategy.local)
@@ -153,7 +155,7 @@ class NodeLowerer:
 
 
 def lower(job: Lowering, outputs: Iterable[Output]) -> Program:
-    """The program that computes ``outputs`` (those without a value are left out), as one rank runs it."""
+    """The program of one rank that computes ``outputs`` (those without a value are skipped)."""
     wanted = [output for output in outputs if output.value is not None]
     graph = job.graph
     needed = graph.needed_for(output.value for output in wanted if output.value is not None)
@@ -198,7 +200,7 @@ def _forward(job: Lowering, needed: set[str], results: list[Output]) -> tuple[Se
 
 
 def saved_values(graph: Graph, needed: set[str]) -> list[Value]:
-    """Values of forward (rests and placeholders) that needed nodes of backward use, each once."""
+    """Values of forward (saved activations and placeholders) that needed nodes of backward use, each once."""
     uses = (v for n in graph.nodes if n.name in needed and n.phase == "backward" for v in n.operands)
     return [
         value
@@ -208,7 +210,7 @@ def saved_values(graph: Graph, needed: set[str]) -> list[Value]:
 
 
 def gradient_place(job: Lowering, output: Output) -> tuple[Placements, Placements]:
-    """Where a gradient is reduced to, and where it finally lies."""
+    """The placements to which a gradient is reduced, and those in which it is stored."""
     if output.kind == "input_gradient":
         return job.assignment.replicated, job.assignment.replicated
     place = job.assignment.parameters[job.graph.parameters[output.name].name]
@@ -223,13 +225,13 @@ def _backward(job: Lowering, needed: set[str], saved: list[Value], gradients: li
         lowerer.local[value] = Value(emitter.fresh(value.node if value.index == 0 else f"{value.node}_{value.index}"))
     inputs = tuple(lowerer.local[value].node for value in (*saved, *tangents))
     buckets = Buckets(emitter, job.bucket_bytes, "gradients")
-    made_by: dict[str, list[int]] = {}
+    produced_by: dict[str, list[int]] = {}
     for position, output in enumerate(gradients):
         assert output.value is not None
-        made_by.setdefault(output.value.node, []).append(position)
+        produced_by.setdefault(output.value.node, []).append(position)
 
     def send(name: str) -> None:
-        for position in made_by.get(name, ()):
+        for position in produced_by.get(name, ()):
             value = gradients[position].value
             assert value is not None
             send_gradient(job, buckets, position, gradients[position], lowerer.local[value])
@@ -246,8 +248,8 @@ def _backward(job: Lowering, needed: set[str], saved: list[Value], gradients: li
 
 
 def send_gradient(job: Lowering, buckets: Buckets, position: int, output: Output, value: Value) -> None:
-    """Puts a gradient, whose local ``value`` lies as backward makes it, on its way to where it rests, in two legs:
-    reduced, then cut down to where the optimizer wants it."""
+    """Sends a gradient, whose local ``value`` has the placements that backward gives it, to the placements in which it
+    is stored: first it is reduced, then sliced to the optimizer's placements."""
     assert output.value is not None
     kind = job.graph.type_of(output.value)
     reduced, final = gradient_place(job, output)
@@ -259,8 +261,8 @@ def send_gradient(job: Lowering, buckets: Buckets, position: int, output: Output
 def without_aliases(
     emitter: Emitter, values: list[Value], inputs: set[str], others: Iterable[Value] = ()
 ) -> tuple[Value, ...]:
-    """``values`` with a copy of each that shares memory with an earlier one, with an input, with one of ``others`` or
-    (expanded) with itself: gradients are updated in place."""
+    """``values`` with copies of those that share memory with an earlier one, with an input, with one of ``others`` or
+    (if expanded) with themselves, since gradients are updated in place."""
     root: dict[Value, Value] = {}
     expanded: set[Value] = set()
     for instruction in emitter.instructions:
@@ -270,19 +272,19 @@ def without_aliases(
             if instruction.op == "aten.expand.default" or operand in expanded:
                 expanded.add(Value(instruction.name))
     seen = {root.get(value, value) for value in others}
-    found: list[Value] = []
+    distinct: list[Value] = []
     for value in values:
         base = root.get(value, value)
         if base in seen or base.node in inputs or value in expanded:
             value = emitter.emit(f"{value.node}_copy", "aten.clone.default", (value,), CONTIGUOUS)
         seen.add(base)
-        found.append(value)
-    return tuple(found)
+        distinct.append(value)
+    return tuple(distinct)
 
 
 def refresh_section(job: Lowering) -> Section:
-    """Takes every stored parameter and returns what works in a step; casts those that work in another dtype, then
-    gathers those whose updated value is sharded further."""
+    """The section that prepares stored parameters for a step: casts those that are used in another dtype, then gathers
+    those whose updated value is sharded further."""
     emitter = Emitter(job.mesh, job.coordinate)
     nodes = job.graph.placeholders("param")
     inputs = tuple(emitter.fresh(node.name) for node in nodes)

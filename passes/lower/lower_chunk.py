@@ -1,8 +1,8 @@
 """Lowers one chunk of a pipeline to the program of one rank (:mod:`autopar.ir.chunk_program`).
 
-As :mod:`.lower` does it, but gradients leave backward as it made them, to be added up over microbatches, until the last
-microbatch, in which they are reduced (:mod:`.reduce_last_microbatch`); values for other stages leave by the
-placements of the wire; and backward comes in two sections: what other stages wait for, and the rest.
+As :mod:`.lower`, with three differences. Backward returns unreduced gradients, which are accumulated over microbatches
+and reduced in the last one (:mod:`.reduce_last_microbatch`). Values for other stages are resharded to the placements of
+the wire. Backward is two sections: the part that other stages wait for, and the rest.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from .overlap import overlap_section
 from .reduce_last_microbatch import reducing
 from .split_section import split_section
 
-# How each edge's value lies while it is sent, on the mesh inside a stage.
+# The placements, on the mesh inside a stage, in which each edge's value is sent.
 Wires = Mapping[Edge, Placements]
 
 
 @dataclass(frozen=True)
 class ChunkLowering:
-    """What to lower: ``job`` for the graph of chunk ``chunk``, activations saved; ``wires`` of all edges of the
-    pipeline; ``schedule`` that runs it."""
+    """The input of lowering a chunk: ``job`` for the graph of chunk ``chunk``, with saved activations; ``wires`` of all
+    edges of the pipeline; the ``schedule`` that runs it."""
 
     job: Lowering
     chunk: int
@@ -58,7 +58,7 @@ class ChunkLowering:
         kind = self.job.graph.type_of(value)
         if edge.target == self.chunk and self.job.home(value) != self.wires[edge]:
             raise GraphError(
-                f"chunk {self.chunk} takes %{edge.name} as {short(self.job.home(value))}, but it travels as "
+                f"chunk {self.chunk} takes %{edge.name} as {short(self.job.home(value))}, but it is sent as "
                 f"{short(self.wires[edge])}"
             )
         shape = tuple(int(size) for size in kind.shape)
@@ -74,7 +74,7 @@ class ChunkLowering:
 
 @dataclass(frozen=True)
 class _Crossings:
-    """What enters and leaves a chunk: outputs of its graph, and the ends of edges by direction and phase."""
+    """The values that enter and leave a chunk: outputs of its graph, and the ends of edges by direction and phase."""
 
     results: tuple[Output, ...]
     gradients: tuple[Output, ...]
@@ -101,7 +101,7 @@ class _Crossings:
 
 
 def lower_chunk(work: ChunkLowering) -> ChunkProgram:
-    """The program of one rank for one chunk, overlapped."""
+    """The program of one rank for one chunk, with communication overlapped."""
     job, graph, crossings = work.job, work.job.graph, _Crossings.of(work)
     everywhere = job.assignment.replicated
     return ChunkProgram(
@@ -124,14 +124,14 @@ def lower_chunk(work: ChunkLowering) -> ChunkProgram:
 
 
 def _sections(work: ChunkLowering, crossings: _Crossings) -> dict[str, Section]:
-    """Forward, and backward in every form in which a schedule runs it: whole and in halves, for the first microbatch,
-    for further ones, which add to the sums, and for the last, whose gradients are reduced."""
+    """Forward, and backward in every form that a schedule runs: whole and in halves; for the first microbatch, for
+    further ones, which add to the sums, and for the last, whose gradients are reduced."""
     graph, count = work.job.graph, len(crossings.gradients)
     needed = graph.needed_for(output.value for output in graph.outputs if output.value is not None)
     saved = saved_values(graph, needed)
-    forward, whole = _forward(work, crossings, needed, saved), _backward(work, crossings, needed, saved)
-    halves = split_section(whole, len(crossings.gradient_sends), "input_gradient", "weight_gradient")
-    backward, first, second = map(overlap_section, (whole, *halves))
+    forward, undivided = _forward(work, crossings, needed, saved), _backward(work, crossings, needed, saved)
+    halves = split_section(undivided, len(crossings.gradient_sends), "input_gradient", "weight_gradient")
+    backward, first, second = map(overlap_section, (undivided, *halves))
     more_backward, more_second = (adding(section, count) for section in (backward, second))
     in_halves = work.schedule.weight_gradients(work.chunk)[-1:] == ("weight_gradient",)
     once, more = (second, more_second) if in_halves else (backward, more_backward)
@@ -154,7 +154,7 @@ def _is_given(op: str) -> bool:
 
 
 def _forward(work: ChunkLowering, crossings: _Crossings, needed: set[str], saved: list[Value]) -> Section:
-    """From placeholders and received values to results, sent values and those saved for backward."""
+    """The section from placeholders and received values to results, sent values and values saved for backward."""
     job = work.job
     lowerer = NodeLowerer(job, "forward", Emitter(job.mesh, job.coordinate))
     inputs = [node.name for node in job.graph.nodes if _is_given(node.op)]
@@ -171,20 +171,20 @@ def _forward(work: ChunkLowering, crossings: _Crossings, needed: set[str], saved
 
 
 def _backward(work: ChunkLowering, crossings: _Crossings, needed: set[str], saved: list[Value]) -> Section:
-    """All of backward: from saved values, tangents and received gradients to sent gradients and raw ones."""
+    """The section from saved values, tangents and received gradients to sent gradients and unreduced ones."""
     job = work.job
     lowerer = NodeLowerer(job, "backward", Emitter(job.mesh, job.coordinate))
     tangents = [Value(node.name) for node in job.graph.placeholders("tangent")] if crossings.needs_tangents else []
-    given = [*saved, *tangents, *(Value(port.slot.name) for port in crossings.gradient_receives)]
-    for value in given:
+    arguments = [*saved, *tangents, *(Value(port.slot.name) for port in crossings.gradient_receives)]
+    for value in arguments:
         fresh = lowerer.emitter.fresh(value.node if value.index == 0 else f"{value.node}_{value.index}")
         lowerer.local[value] = Value(fresh)
-    inputs = tuple(lowerer.local[value].node for value in given)
+    inputs = tuple(lowerer.local[value].node for value in arguments)
     for node in job.graph.nodes:
         if node.name in needed and node.phase == "backward" and not node.is_placeholder:
             lowerer.lower(node)
     sent = [lowerer.take(work.value(port.edge), port.slot.placements) for port in crossings.gradient_sends]
     raw = [lowerer.local[o.value] for o in crossings.gradients if o.value is not None]
-    # What is sent may be on its way still when raw gradients are added to it in place.
+    # A value may still be in flight when raw gradients that share its memory are accumulated in place.
     outputs = (*sent, *without_aliases(lowerer.emitter, raw, set(inputs), sent))
     return lowerer.emitter.section("backward", inputs, outputs)

@@ -1,17 +1,14 @@
-"""Lets communication run beside computation: starts early, waits late.
+"""Overlaps communication with computation: starts collectives early and waits for them late.
 
-- A collective that depends on nothing but the batch (the number of labels that count) starts before everything else.
-- A wait moves down to just before the first use of its tensor. Where a model output is all that waits, as the reduced
-  loss of a step, the
-  wait is left to whoever wants the output: ranks need not meet in the middle of a step for it.
-- The start of a gather of a weight, whose shard is there from the beginning, moves up to just before the previous such
-  gather is awaited: one weight is on its way while the one before is in use, so that at most one gathered weight more
-      is in
-  memory.
+- A collective that depends only on the batch (such as the number of valid labels) starts before everything else. - A
+wait moves down to just before the first use of its tensor. If only a model output waits, such as the reduced loss of
+  a step, the caller waits instead, so that ranks need not synchronise in the middle of a step.
+- The gather of a weight, whose shard exists from the beginning, starts just before the wait for the previous such
+  gather: one weight is in flight while the one before is used, so at most one more gathered weight is in memory.
 
-Other collectives start where their operand is made, which is where lowering puts them.
+Other collectives start where their operand is computed, where lowering puts them.
 
-Invariant: the instructions are the same but for waits left out, each after what it uses.
+Invariant: the instructions are the same except for dropped waits, and each comes after its operands.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from autopar.ir.program import COLLECTIVES, Instruction, Program, Section, is_ra
 WAIT = "collective.wait"
 GATHER = "collective.all_gather"
 STARTS = tuple(f"collective.{kind}" for kind in COLLECTIVES)
-# What is done early must be little: it delays the first layer.
+# Instructions that run early delay the first layer, so they must be few.
 # Chosen: the count of labels of a shifted loss takes fewer operations.
 LONGEST_EARLY_CHAIN = 12
 
@@ -41,18 +38,18 @@ def overlap(program: Program) -> Program:
 
 
 def overlap_section(section: Section) -> Section:
-    """The section with waits sunk and weight gathers prefetched by one."""
+    """The section with late waits, and with weight gathers prefetched by one."""
     return replace(section, instructions=tuple(_prefetched(section, _with_late_waits(section))))
 
 
 def _with_early_starts(section: Section, data: set[str]) -> Section:
-    """Collectives that need only ``data`` first, with the instructions they need."""
+    """The section with collectives that need only ``data`` first, together with the instructions they need."""
     chains: dict[str, set[str] | None] = {name: set() for name in data}
     first: set[str] = set()
     for instruction in section.instructions:
         needs = [chains.get(name) for name in _uses(instruction)]
-        known = [chain for chain in needs if chain is not None]
-        chain = {instruction.name}.union(*known) if len(known) == len(needs) else None
+        from_data = [chain for chain in needs if chain is not None]
+        chain = {instruction.name}.union(*from_data) if len(from_data) == len(needs) else None
         if is_random(instruction.op):
             chain = None
         chains[instruction.name] = chain
@@ -63,7 +60,7 @@ def _with_early_starts(section: Section, data: set[str]) -> Section:
 
 
 def _without_last_waits(section: Section, count: int) -> Section:
-    """Hands out handles for those of the first ``count`` outputs that nothing else waits for."""
+    """Returns handles instead of those of the first ``count`` outputs that nothing else waits for."""
     waits = {i.name: _operand(i) for i in section.instructions if i.op == WAIT and i.results == 1}
     used = Counter(name for instruction in section.instructions for name in _uses(instruction))
     used.update(value.node for value in section.outputs if value is not None)
@@ -79,18 +76,18 @@ def _uses(instruction: Instruction) -> set[str]:
 
 
 def _with_late_waits(section: Section) -> list[Instruction]:
-    """Waits held back until something uses what they return; those only returned come last, in order. A wait that does
-    not follow its start was put where it is on purpose: it bounds how much is on its way at once."""
-    held: dict[str, Instruction] = {}
-    found: list[Instruction] = []
+    """Delays waits until something uses their results; waits for values that are only returned come last, in order. A
+    wait that does not directly follow its start stays where it is: it bounds how much is in flight."""
+    delayed: dict[str, Instruction] = {}
+    reordered: list[Instruction] = []
     for before, instruction in zip((None, *section.instructions), section.instructions, strict=False):
-        for name in sorted(_uses(instruction) & held.keys(), key=list(held).index):
-            found.append(held.pop(name))
+        for name in sorted(_uses(instruction) & delayed.keys(), key=list(delayed).index):
+            reordered.append(delayed.pop(name))
         if instruction.op == WAIT and before is not None and _operand(instruction).node == before.name:
-            held[instruction.name] = instruction
+            delayed[instruction.name] = instruction
         else:
-            found.append(instruction)
-    return [*found, *held.values()]
+            reordered.append(instruction)
+    return [*reordered, *delayed.values()]
 
 
 def _prefetched(section: Section, instructions: Sequence[Instruction]) -> list[Instruction]:
@@ -98,14 +95,14 @@ def _prefetched(section: Section, instructions: Sequence[Instruction]) -> list[I
     gathers = _input_gathers(section, instructions)
     waits = [i for i in instructions if i.op == WAIT and _operand(i).node in gathers]
     following = dict(zip((w.name for w in waits), waits[1:], strict=False))
-    found = [gathers[_operand(waits[0]).node]] if waits else []
+    reordered = [gathers[_operand(waits[0]).node]] if waits else []
     for instruction in instructions:
         if instruction.name in gathers:
             continue
         if instruction.name in following:
-            found.append(gathers[_operand(following[instruction.name]).node])
-        found.append(instruction)
-    return found
+            reordered.append(gathers[_operand(following[instruction.name]).node])
+        reordered.append(instruction)
+    return reordered
 
 
 def _operand(wait: Instruction) -> Value:

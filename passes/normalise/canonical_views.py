@@ -1,6 +1,4 @@
-"""One way to write each change of shape: ``reshape``, ``permute``, ``expand``, ``slice``, with nothing left
-implicit.
-"""
+"""Writes each change of shape in one way: ``reshape``, ``permute``, ``expand``, ``slice``, with nothing implicit."""
 
 from __future__ import annotations
 
@@ -48,9 +46,9 @@ def canonical_views(graph: Graph) -> Graph:
     silent = _SILENT - {"memory_format"} if any(n.op in LAYOUT_SENSITIVE for n in graph.nodes) else _SILENT
 
     def visit(node: Node) -> Node:
-        found = _composed(_canonical(_without(node, silent), graph), latest)
-        latest[node.name] = found
-        return found
+        canonical = _composed(_canonical(_without(node, silent), graph), latest)
+        latest[node.name] = canonical
+        return canonical
 
     return rewrite(graph, visit)
 
@@ -86,10 +84,10 @@ def _order(node: Node, graph: Graph) -> tuple[int, ...]:
 
 def _slice_args(node: Node, graph: Graph) -> tuple[Arg, ...]:
     """``(x, dim, start, end, step)`` with bounds inside the dim where they can be compared."""
-    given = dict(zip(("dim", "start", "end", "step"), node.args[1:], strict=False))
+    positional = dict(zip(("dim", "start", "end", "step"), node.args[1:], strict=False))
     value, options = (
         node.args[0],
-        {"dim": 0, "start": None, "end": None, "step": 1, **given, **dict(node.kwargs)},
+        {"dim": 0, "start": None, "end": None, "step": 1, **positional, **dict(node.kwargs)},
     )
     shape = graph.type_of(value).shape
     dim = options["dim"] % len(shape)
@@ -108,7 +106,7 @@ def _bound(position: Dim, size: Dim) -> Dim:
 
 
 def _composed(node: Node, latest: dict[str, Node]) -> Node:
-    """``node`` reading past a producer of its own kind."""
+    """``node`` composed with its producer if that is of the same kind."""
     producer = latest.get(node.args[0].node) if node.args and isinstance(node.args[0], Value) else None
     if producer is None or producer.op != node.op or node.op not in _COMPOSE:
         return node

@@ -1,9 +1,9 @@
-"""Makes the casts of parameters to fewer bits part of the parameters: done once a step, before anything is sent.
+"""Makes casts of parameters to fewer bits part of the parameters: they run once a step, before communication.
 
 Under mixed precision a product reads ``bf16`` copies of ``f32`` parameters. As an operation of the graph, such a cast
-would run for every microbatch, and the copy would be one of many values. As part of the parameter it is made when a
-step begins, from the shard that the optimizer updates; gathers of the weight then move half the bytes, and where the
-copy rests is the parameter's own choice: whole for a step (the placements of ZeRO-1 and 2), or sharded (ZeRO-3).
+would run for every microbatch, and the copy would be one of many values. As part of the parameter it runs when a step
+begins, on the shard that the optimizer updates. Gathers of the weight then move half the bytes, and the placement of
+the copy is a choice of the parameter: replicated for a step (ZeRO-1 and 2), or sharded (ZeRO-3).
 
 ::
 
@@ -26,9 +26,9 @@ _CAST = "aten._to_copy.default"
 
 @dataclass(frozen=True)
 class CastOnce(Pass):
-    """Gives a parameter of which only copies of fewer bits are read the type of these copies, and the dtype it is
-    stored in. A parameter that is also read as it is (a table looked up in and multiplied with) keeps its casts where
-    they stand."""
+    """Gives a parameter of which only copies of fewer bits are read the type of these copies, and records the dtype it
+    is stored in. A parameter that is also read uncast (a table that is looked up and also multiplied) keeps its casts
+    as operations."""
 
     name: ClassVar[str] = "cast-once"
 
@@ -44,13 +44,15 @@ def cast_once(graph: Graph) -> Graph:
     def visit(node: Node) -> Node | Value:
         return node.operands[0] if node.op == _CAST and node.operands[0].node in working else node
 
-    made = rewrite(graph, visit)
-    nodes = tuple(_stored_apart(node, working[node.name]) if node.name in working else node for node in made.nodes)
-    return replace(made, nodes=nodes)
+    uncast = rewrite(graph, visit)
+    nodes = tuple(
+        _with_stored_dtype(node, working[node.name]) if node.name in working else node for node in uncast.nodes
+    )
+    return replace(uncast, nodes=nodes)
 
 
 def _only_cast(graph: Graph, parameter: Node) -> Node | None:
-    """A cast of ``parameter`` if all that is made of it are casts to that same smaller dtype."""
+    """A cast of ``parameter`` if all its uses are casts to the same smaller dtype."""
     value = Value(parameter.name)
     users = [user for user, _ in graph.users.get(value, ())]
     if not users or value in graph.output_values or dict(parameter.kwargs).get(STORED) is not None:
@@ -61,5 +63,5 @@ def _only_cast(graph: Graph, parameter: Node) -> Node | None:
     return first if narrow and parameter.type.dtype.is_floating_point and first.type.dtype.is_floating_point else None
 
 
-def _stored_apart(parameter: Node, cast: Node) -> Node:
+def _with_stored_dtype(parameter: Node, cast: Node) -> Node:
     return replace(parameter, types=cast.types, kwargs=(*parameter.kwargs, (STORED, parameter.type.dtype)))

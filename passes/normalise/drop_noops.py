@@ -48,9 +48,8 @@ _NEUTRAL = {
 
 @dataclass(frozen=True)
 class DropNoops(Pass):
-    """Drops copies, views and casts that change nothing, sums with the number 0, products with 1,
-    conjunctions with True, and empty or single operands of ``cat``. Nothing that draws random numbers is
-    touched."""
+    """Drops copies, views and casts that change nothing, sums with the number 0, products with 1, conjunctions with
+    True, and empty or single operands of ``cat``. Leaves operations that draw random numbers alone."""
 
     name: ClassVar[str] = "drop-noops"
 
@@ -68,7 +67,7 @@ def drop_noops(graph: Graph) -> Graph:
         if node.op == "aten.cat.default":
             return _without_empty(node, graph)
         if len(node.types) == 1 and node.operands and _SHAPES.get(node.op, _never)(node, graph):
-            return _kept(node, graph)
+            return _surviving_operand(node, graph)
         return node
 
     return rewrite(graph, visit)
@@ -78,8 +77,8 @@ def _first(node: Node) -> Value:
     return node.operands[0]
 
 
-def _kept(node: Node, graph: Graph) -> Value:
-    """The operand that is the result: the first, or, for a conjunction, the one that is not the constant."""
+def _surviving_operand(node: Node, graph: Graph) -> Value:
+    """The operand that equals the result: the first, or for a conjunction the one that is not the constant."""
     if node.op in _CONJUNCTIONS and _is_true(node.args[0], graph):
         value: Value = node.args[1]
         return value
@@ -102,7 +101,8 @@ def _adds_nothing(node: Node, graph: Graph) -> bool:
 
 
 def _pads_nothing(node: Node, graph: Graph) -> bool:
-    """Equal types do not say so: a dim padded at one end and cropped at the other is shifted."""
+    """Whether all padding is 0. Equal types are not enough: a dim padded at one end and cropped at the other is
+    shifted."""
     return all(amount == 0 for amount in node.args[1]) and _same_type(node, graph)
 
 
@@ -116,7 +116,7 @@ def _is_true(arg: Arg, graph: Graph) -> bool:
 
 
 def _conjoins_true(node: Node, graph: Graph) -> bool:
-    """One side is a constant True, and the other has the type of the result."""
+    """Whether one side is a constant True, and the other has the type of the result."""
     sides = node.args[:2]
     if not all(isinstance(side, Value) for side in sides) or node.type.dtype != torch.bool:
         return False
@@ -134,7 +134,7 @@ _SHAPES: dict[str, Callable[[Node, Graph], bool]] = {
 
 
 def _without_empty(node: Node, graph: Graph) -> Node | Value:
-    """``cat`` of what has elements; torch lets empty tensors of shape [0] join any."""
+    """``cat`` without empty operands; torch allows empty tensors of shape [0] next to any."""
     tensors = tuple(value for value in node.args[0] if graph.type_of(value).numel != 0)
     if len(tensors) == 1 and graph.type_of(tensors[0]) == node.type:
         value: Value = tensors[0]

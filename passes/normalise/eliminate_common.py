@@ -1,4 +1,4 @@
-"""Computes equal things once."""
+"""Computes common subexpressions once."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from autopar.passes.base import Pass, is_pure, rewrite, with_phases
 
 @dataclass(frozen=True)
 class MergeCommon(Pass):
-    """Merges pure operations with equal arguments (common subexpressions). A node that forward and backward
-    share is forward.
-    """
+    """Merges pure operations with equal arguments. A node that forward and backward share is forward."""
 
     name: ClassVar[str] = "merge-common"
 
@@ -36,5 +34,5 @@ def merge_common(graph: Graph) -> Graph:
 
 
 def _exact(arg: Arg) -> Arg:
-    """``arg`` such that only equal text compares equal: 1, 1.0 and True differ, as do 0.0 and -0.0."""
+    """``arg`` in a form that compares equal only for equal text: 1, 1.0 and True differ, as do 0.0 and -0.0."""
     return map_arg(arg, lambda leaf: (type(leaf).__name__, repr(leaf)) if isinstance(leaf, (bool, float)) else leaf)

@@ -1,4 +1,4 @@
-"""Removes what no result needs."""
+"""Removes operations and constants that no output needs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from autopar.passes.base import Pass
 
 @dataclass(frozen=True)
 class RemoveDead(Pass):
-    """Removes operations and lifted constants that no output needs; other placeholders stay, being the
-    calling convention.
-    """
+    """Removes operations and lifted constants that no output needs. Other placeholders stay, since they are the calling
+    convention."""
 
     name: ClassVar[str] = "remove-dead"
 

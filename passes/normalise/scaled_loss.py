@@ -1,4 +1,4 @@
-"""Marks the parameters whose gradients are computed of a scaled loss, which costs looking at each and dividing it."""
+"""Marks parameters whose gradients are those of a scaled loss, since checking and dividing each gradient has a cost."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from autopar.passes.base import Pass
 
 @dataclass(frozen=True)
 class ScaledLoss(Pass):
-    """Marks every parameter that has a gradient ``scaled`` (:attr:`autopar.ir.node.Node.is_scaled`). The numbers of the
-    graph are those of the scaled loss all through; the runtime divides what comes out."""
+    """Marks every parameter that has a gradient as ``scaled`` (:attr:`autopar.ir.node.Node.is_scaled`). The graph
+    computes with the scaled loss throughout; the runtime divides the gradients at the end."""
 
     name: ClassVar[str] = "scaled-loss"
 

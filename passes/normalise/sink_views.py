@@ -23,9 +23,9 @@ class SinkViews(Pass):
         backward %y_again: f32[4, b] = aten.permute.default(%x, [1, 0])
         backward %g: f32[4, 8] = aten.mm.default(%y_again, %dz)
 
-    A ``reshape``, ``permute`` or ``expand`` of forward that backward reads is repeated in backward, and its
-    operand likewise, so that no saved value is a view of another. So is whatever is computed from no
-    tensors or from lifted constants alone.
+    A ``reshape``, ``permute`` or ``expand`` of forward that backward reads is repeated in backward, and so is its
+    operand, so that no saved value is a view of another. The same holds for values computed from no tensors or only
+    from lifted constants.
     """
 
     name: ClassVar[str] = "sink-views"
@@ -44,22 +44,22 @@ def sink_views(graph: Graph) -> Graph:
 
 
 def _sinkable(graph: Graph) -> frozenset[str]:
-    """Forward nodes that cost (next to) nothing to repeat."""
+    """Forward nodes that cost almost nothing to repeat."""
     fixed = {node.name for node in graph.nodes if node.op == "constant"}
-    found: set[str] = set()
+    sinkable: set[str] = set()
     for node in graph.nodes:
         if node.is_placeholder or not is_pure(node.op):
             continue
         if all(value.node in fixed for value in node.operands):
             fixed.add(node.name)
-            found.add(node.name)
+            sinkable.add(node.name)
         elif node.op in VIEWS:
-            found.add(node.name)
-    return frozenset(name for name in found if graph[name].phase == "forward")
+            sinkable.add(node.name)
+    return frozenset(name for name in sinkable if graph[name].phase == "forward")
 
 
 class _Sinker:
-    """Copies nodes in order; before the first backward user of a sinkable node comes its repetition."""
+    """Copies nodes in order, and repeats each sinkable node before its first user in backward."""
 
     def __init__(self, graph: Graph, sinkable: frozenset[str]) -> None:
         self.graph, self.sinkable = graph, sinkable

@@ -1,4 +1,4 @@
-"""The standard pipeline from a traced graph to the one that rules, prices and solver see."""
+"""The standard pipeline from a traced graph to the graph that rules, prices and the solver use."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ STANDARD: tuple[Pass, ...] = (
 
 
 def normalise(graph: Graph) -> Graph:
-    """The graph with one spelling per operation, nothing superfluous, and no view saved for backward."""
+    """The graph in normal form: one spelling per operation, no redundant operations, no view saved for backward."""
     return run(STANDARD, graph)

@@ -1,13 +1,14 @@
-"""Decides which chunk every operation of a cut graph belongs to.
+"""Assigns every operation of a cut graph to a chunk.
 
-Forward operations belong where the cuts put them. Two kinds have no chunk of their own and are *repeated* in every
-chunk that has a use for them, for what they are made of costs less to send, or nothing: those that depend on data
-alone (positions, masks), and views. So are the operations of backward that no gradient goes into.
+The cuts determine the chunks of forward operations. Two kinds belong to no chunk and are *repeated* in every chunk that
+uses them, because sending their operands costs less, or nothing: operations that depend on data alone (positions,
+masks), and views. Backward operations that read no gradient are repeated too.
 
-The rest of backward follows from what it reads. A gradient is sent down only, so an operation may stand no higher
-than the gradients it takes; and it stands where the forward values it takes are at hand, made there or sent there
-anyway. That settles most, since the operands of an operation are at hand where it ran. Of several chunks possible the
-one is taken from which fewer bytes are sent; an operation that only a weight's gradient needs stands with the weight.
+The chunks of other backward operations follow from their operands. Gradients are only sent to earlier chunks, so an
+operation cannot be in a later chunk than the gradients it reads. It must be in a chunk where the forward values it
+reads exist, computed or received there anyway. This decides most cases, since the operands of a forward operation exist
+in its chunk. Of several possible chunks the one that sends fewer bytes is taken; an operation that only a weight's
+gradient needs is in the chunk of the weight.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _ADD = "aten.add.Tensor"
 
 
 def forward_chunks(graph: Graph, cuts: tuple[str, ...]) -> dict[str, int]:
-    """The chunk of each forward operation by its place among the ``cuts``, the names of those that begin chunks.
+    """The chunk of each forward operation; ``cuts``: the names of the operations that begin chunks.
 
     Raises :class:`OptionsError` if they are not forward operations in the order of the graph.
     """
@@ -44,15 +45,15 @@ def forward_chunks(graph: Graph, cuts: tuple[str, ...]) -> dict[str, int]:
         raise OptionsError(
             f"cuts must follow the order of the graph, and leave something before each: {', '.join(cuts)}"
         )
-    begins, found, chunk = set(cuts), {}, 0
+    begins, chunks, chunk = set(cuts), {}, 0
     for name in order:
         chunk += name in begins
-        found[name] = chunk
-    return found
+        chunks[name] = chunk
+    return chunks
 
 
 def gradient_parts(graph: Graph) -> dict[str, tuple[Value, ...]]:
-    """For each parameter the values whose sum is its gradient: sums that nothing else uses are taken apart."""
+    """For each parameter the values whose sum is its gradient: sums that nothing else uses are split."""
 
     def parts(value: Value, top: bool) -> tuple[Value, ...]:
         node = graph[value.node]
@@ -69,15 +70,16 @@ def gradient_parts(graph: Graph) -> dict[str, tuple[Value, ...]]:
 
 @dataclass
 class ChunkLayout:
-    """``home`` gives the chunk of every operation that has one, ``owners`` the chunks where forward uses a parameter
-    (by node name), ``parts`` the values each gradient is the sum of; ``rests``: see :func:`.cut.cut`."""
+    """Which chunk each operation belongs to. ``home``: the chunk of every operation that has one; ``owners``: the
+    chunks where forward uses a parameter (by node name); ``parts``: the values that each gradient is the sum of;
+    ``unused``: see :func:`.cut.cut`."""
 
     graph: Graph
     cuts: tuple[str, ...]
     home: dict[str, int] = field(default_factory=dict)
     owners: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     parts: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
-    rests: Mapping[str, int] = field(default_factory=dict)
+    unused: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._received: defaultdict[Value, set[int]] = defaultdict(set)
@@ -89,12 +91,12 @@ class ChunkLayout:
         self.home = forward_chunks(self.graph, self.cuts)
         self.repeated = self._repeated()
         self._follow_uses()
-        for path, chunk in self.rests.items():
+        for path, chunk in self.unused.items():
             if path in self.parameters and not self.owners[self.parameters[path].name]:
                 self.owners[self.parameters[path].name].add(chunk)
         self._tangents()
         self.parts = gradient_parts(self.graph)
-        self._lay_backward()
+        self._assign_backward()
 
     @property
     def count(self) -> int:
@@ -102,26 +104,26 @@ class ChunkLayout:
 
     @cached_property
     def parameters(self) -> Mapping[str, Node]:
-        """By path."""
+        """Parameters by path."""
         return {node.target: node for node in self.graph.placeholders("param")}
 
     @cached_property
     def order(self) -> Mapping[str, int]:
-        """The place of each node in the graph."""
+        """The position of each node in the graph."""
         return {node.name: index for index, node in enumerate(self.graph)}
 
     @cached_property
     def members(self) -> Mapping[int, tuple[Node, ...]]:
         """The operations of each chunk, in the order of the graph."""
-        found: defaultdict[int, list[Node]] = defaultdict(list)
+        members: defaultdict[int, list[Node]] = defaultdict(list)
         for node in self.graph:
             if not node.is_placeholder and node.name in self.home:
-                found[self.home[node.name]].append(node)
-        return {chunk: tuple(nodes) for chunk, nodes in found.items()}
+                members[self.home[node.name]].append(node)
+        return {chunk: tuple(nodes) for chunk, nodes in members.items()}
 
     def _repeated(self) -> frozenset[str]:
-        """Operations repeated wherever they are used."""
-        found, driven = set(), set()
+        """Operations that are repeated wherever they are used."""
+        repeated, driven = set(), set()
         for node in self.graph:
             if node.is_placeholder:
                 driven.update([node.name] if node.op == "tangent" else [])
@@ -131,8 +133,8 @@ class ChunkLayout:
             elif is_random(node.op):
                 continue
             elif node.phase == "backward" or node.name in self._data or self._is_view(node):
-                found.add(node.name)
-        return frozenset(found)
+                repeated.add(node.name)
+        return frozenset(repeated)
 
     def _is_view(self, node: Node) -> bool:
         if node.op == "aten._to_copy.default":
@@ -140,7 +142,7 @@ class ChunkLayout:
         return node.op in VIEWS
 
     def _follow_uses(self) -> None:
-        """What forward sends where, and where it uses each parameter."""
+        """Records which values forward sends to which chunks, and where it uses each parameter."""
         for node in self.graph:
             if node.name in self.home and node.name not in self.repeated:
                 self._use(node.operands, self.home[node.name])
@@ -172,9 +174,9 @@ class ChunkLayout:
     # Backward
 
     def at_hand(self, value: Value) -> Chunks | None:
-        """The chunks where a value of forward (or what it can be repeated from) is; None: everywhere. A draw, though it
-        can be repeated, is rather used where it has been made."""
-        known: dict[str, Chunks | None] = {}
+        """The chunks where a forward value exists or can be repeated; None: all chunks. A random draw, though it can be
+        repeated, counts only where it has been drawn."""
+        repeated: dict[str, Chunks | None] = {}
 
         def of(value: Value) -> Chunks | None:
             node = self.graph[value.node]
@@ -186,9 +188,9 @@ class ChunkLayout:
                 return frozenset(self._drawn[node.name])
             if node.name not in self.repeated:
                 return frozenset(self._received[value] | {self.home[node.name]})
-            if node.name not in known:
-                known[node.name] = _common(of(operand) for operand in node.operands)
-            return known[node.name]
+            if node.name not in repeated:
+                repeated[node.name] = _common(of(operand) for operand in node.operands)
+            return repeated[node.name]
 
         return of(value)
 
@@ -196,7 +198,7 @@ class ChunkLayout:
         """The operands that are gradients."""
         return [value for value in node.operands if value.node in self._tops]
 
-    def _lay_backward(self) -> None:
+    def _assign_backward(self) -> None:
         dissolved = self._dissolved()
         nodes = [
             node
@@ -211,19 +213,19 @@ class ChunkLayout:
         self._settle(nodes)
 
     def _dissolved(self) -> set[str]:
-        """The additions that :func:`gradient_parts` took apart."""
-        found: set[str] = set()
+        """The additions that :func:`gradient_parts` split."""
+        names: set[str] = set()
         for path, gradient in self.graph.gradients.items():
             waiting, parts = [gradient], set(self.parts[path])
             while waiting:
                 value = waiting.pop()
                 if value not in parts:
-                    found.add(value.node)
+                    names.add(value.node)
                     waiting += self.graph[value.node].operands
-        return found
+        return names
 
     def _bound(self, node: Node) -> None:
-        """The chunks a backward operation can stand in, and the highest of them."""
+        """Determines the chunks that a backward operation can be in, and the last of them."""
         top = min((self._tops[value.node] for value in self._driven(node)), default=self.count - 1)
         saved = [value for value in node.operands if value.node not in self._tops]
         common = _common(self.at_hand(value) for value in saved)
@@ -234,8 +236,8 @@ class ChunkLayout:
         self._options[node.name], self._tops[node.name] = options, options[-1]
 
     def _missing(self, values: Iterable[Value], chunk: int) -> float:
-        """Bytes to send to have ``values`` in a chunk; what is made above of it would have to be computed again. What
-        depends on data alone is never sent."""
+        """Bytes to send so that ``values`` exist in a chunk; those of later chunks would have to be recomputed, which
+        counts a million times as much. Values that depend on data alone are never sent."""
         total = 0.0
         for value in values:
             places = self.at_hand(value)
@@ -246,8 +248,8 @@ class ChunkLayout:
         return total
 
     def _settle(self, nodes: list[Node]) -> None:
-        """From the last operation to the first: as low as users allow, unless more bytes would be sent so. Users not
-        yet settled are expected to do the same."""
+        """Chooses chunks from the last operation to the first: each as early as its users allow, unless that sends more
+        bytes. Users that have no chunk yet are expected to do the same."""
         lowest = self._lowest(nodes)
         wanted = self._wanted_results()
         users: defaultdict[Value, set[str]] = defaultdict(set)
@@ -271,7 +273,7 @@ class ChunkLayout:
                 wanted[value].add(chunk)
 
     def _wanted_results(self) -> defaultdict[Value, set[int]]:
-        """In which chunk each part of a parameter's gradient is wanted: where the parameter is."""
+        """The chunk where each part of a parameter's gradient is needed: that of the parameter."""
         wanted: defaultdict[Value, set[int]] = defaultdict(set)
         names = {node.target: node.name for node in self.graph.placeholders("param")}
         for path, values in self.parts.items():
@@ -281,21 +283,22 @@ class ChunkLayout:
         return wanted
 
     def _lowest(self, nodes: list[Node]) -> dict[str, int]:
-        """The lowest chunk each backward operation could stand in if all its users stood as low as they can."""
-        wanted, found = self._wanted_results(), {}
+        """The first chunk that each backward operation could be in if all its users were as early as they can be."""
+        wanted, lowest = self._wanted_results(), {}
         for node in reversed(nodes):
             low = max((chunk for value in _results(node) for chunk in wanted[value]), default=0)
-            found[node.name] = next(chunk for chunk in self._options[node.name] if chunk >= low)
+            lowest[node.name] = next(chunk for chunk in self._options[node.name] if chunk >= low)
             for value in self._driven(node):
-                wanted[value].add(found[node.name])
-        return found
+                wanted[value].add(lowest[node.name])
+        return lowest
 
     def _cheaper(self, node: Node, low: int, high: int, alone: set[Value], wanted: Mapping[Value, set[int]]) -> int:
-        """``low``, unless the gradients that would be sent for this operation alone are more than its results."""
+        """``low``, unless the gradients that would be sent for this operation alone have more bytes than its
+        results."""
         arriving = [v for v in alone if self._tops[v.node] > low and not self.graph[v.node].is_placeholder]
         leaving = [value for value in _results(node) if any(chunk < high for chunk in wanted[value])]
-        taken, given = (sum(int(self.graph.type_of(v).bytes) for v in values) for values in (arriving, leaving))
-        return low if taken <= given else high
+        received, sent = (sum(int(self.graph.type_of(v).bytes) for v in values) for values in (arriving, leaving))
+        return low if received <= sent else high
 
 
 def _results(node: Node) -> list[Value]:
@@ -304,8 +307,8 @@ def _results(node: Node) -> list[Value]:
 
 def _common(places: Iterable[Chunks | None]) -> Chunks | None:
     """The chunks in all of ``places``, None representing all."""
-    found: Chunks | None = None
-    for each in places:
-        if each is not None:
-            found = each if found is None else found & each
-    return found
+    common: Chunks | None = None
+    for chunks in places:
+        if chunks is not None:
+            common = chunks if common is None else common & chunks
+    return common

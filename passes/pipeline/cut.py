@@ -1,9 +1,9 @@
 """Cuts the graph of one microbatch into chunks for the stages of a pipeline.
 
-Which operation belongs where is decided by :mod:`.chunk_assignment`; here the graphs are written. Each chunk makes what
-it can of what it has: placeholders it reads are its own, views and what depends on data alone are repeated
-(``<name>_at<chunk>``), and everything else is received from the chunk that makes it, directly. A parameter that
-several chunks use is a placeholder in each, and each returns its own part of the gradient.
+:mod:`.chunk_assignment` decides which operation belongs to which chunk; this module writes the graphs. Each chunk has
+the placeholders it reads, and repeats views and operations that depend on data alone (``<name>_at<chunk>``). It
+receives all other values directly from the chunk that computes them. A parameter that several chunks use is a
+placeholder in each, and each returns its own part of the gradient.
 
     %x: f32[2, 4] = input("x")                       chunk 0: ... return send "y" = %y
     %y: f32[2, 4] = aten.mm.default(%x, %a)     ->
@@ -27,13 +27,13 @@ from .microbatch import Microbatched
 
 
 def wire_name(value: Value) -> str:
-    """What a value is called on its way: the name of its node, with the index of a result that is not the first."""
+    """The name under which a value is sent: that of its node, with the index of a result that is not the first."""
     return value.node if value.index == 0 else f"{value.node}_result{value.index}"
 
 
-def cut(source: Graph | Microbatched, cuts: tuple[str, ...], rests: Mapping[str, int] | None = None) -> Staged:
-    """``source`` (concrete, without saved activations) in chunks: ``cuts`` names the forward operations that begin
-    chunk 1, 2, ... ``rests`` are the chunks of parameters, by path, for those that no operation uses.
+def cut(source: Graph | Microbatched, cuts: tuple[str, ...], unused: Mapping[str, int] | None = None) -> Staged:
+    """Cuts ``source`` (concrete, without saved activations) into chunks. ``cuts``: the names of the forward operations
+    that begin chunk 1, 2, ... ``unused``: the chunks, by path, of parameters that no operation uses.
 
     Raises :class:`OptionsError` for names that are not forward operations in the order of the graph, or if a cut
     separates the operations that read and write one buffer.
@@ -43,7 +43,7 @@ def cut(source: Graph | Microbatched, cuts: tuple[str, ...], rests: Mapping[str,
     if not cuts:
         owners = {node.target: (0,) for node in graph.placeholders("param")}
         return Staged((graph,), (), owners, prelude)
-    layout = ChunkLayout(graph, tuple(cuts), rests=rests or {})
+    layout = ChunkLayout(graph, tuple(cuts), unused=unused or {})
     writers = [_Writer(layout, chunk) for chunk in range(layout.count)]
     for writer in writers:
         writer.write()
@@ -55,8 +55,8 @@ def cut(source: Graph | Microbatched, cuts: tuple[str, ...], rests: Mapping[str,
 
 
 def split_backward(chunk: Graph) -> tuple[frozenset[str], frozenset[str]]:
-    """Names of the backward operations that gradients sent to other chunks (or returned for inputs) need, and of those
-    that only gradients of parameters need."""
+    """Names of the backward operations that gradients sent to other chunks (or returned for inputs) depend on, and of
+    those that only gradients of parameters depend on."""
     urgent = [
         output.value
         for output in chunk.outputs
@@ -76,7 +76,7 @@ def _parameters(graph: Graph) -> tuple[Node, ...]:
 
 @dataclass
 class _Writer:
-    """Writes one chunk; ``received`` are the values it needs of others, ``local`` what values are called here."""
+    """Writes one chunk. ``received``: the values it needs from others; ``local``: the names of values in this chunk."""
 
     layout: ChunkLayout
     chunk: int
@@ -91,7 +91,7 @@ class _Writer:
         return self.layout.graph
 
     def write(self) -> None:
-        """All operations of the chunk, forward first, and what it returns."""
+        """Writes all operations of the chunk, forward first, and its outputs."""
         for phase in ("forward", "backward"):
             for node in self.layout.members.get(self.chunk, ()):
                 if node.phase == phase and not (phase == "backward" and node.name in self.layout.repeated):
@@ -107,7 +107,7 @@ class _Writer:
         return self.chunk == (0 if output.value is None else self.layout.home.get(output.value.node, 0))
 
     def _gradient(self, path: str) -> None:
-        """The part of a gradient that is made here."""
+        """Writes the part of a gradient that is computed here."""
         node = self.layout.parameters[path]
         owners = self.layout.owners[node.name]
         parts = self.layout.parts[path]
@@ -117,10 +117,10 @@ class _Writer:
                 self.outputs.append(Output("gradient", path, None))
             return
         at = [self.layout.home.get(part.node, min(owners, default=0)) for part in parts]
-        mine = [self.take(part, "backward") for part, chunk in zip(parts, at, strict=True) if chunk == self.chunk]
-        if mine:
+        own = [self.take(part, "backward") for part, chunk in zip(parts, at, strict=True) if chunk == self.chunk]
+        if own:
             self.take(Value(node.name), "forward")
-            self.outputs.append(Output("gradient", path, self._sum(mine, node)))
+            self.outputs.append(Output("gradient", path, self._sum(own, node)))
 
     def _sum(self, values: list[Value], parameter: Node) -> Value:
         total = values[0]
@@ -142,13 +142,13 @@ class _Writer:
         return total
 
     def take(self, value: Value, phase: Phase) -> Value:
-        """What ``value`` is called in this chunk; repeated or received if it is not made here."""
+        """The name of ``value`` in this chunk; repeats or receives it if it is not computed here."""
         if value not in self.local:
             node = self.graph[value.node]
             if node.is_placeholder:
                 self.placeholders[node.name] = node
                 self.local[value] = value
-            elif node.name in self.layout.repeated or self._made_above(node):
+            elif node.name in self.layout.repeated or self._is_later(node):
                 self._emit(node, self._fresh(f"{node.name}_at{self.chunk}"), phase)
             else:
                 kind, name = self.graph.type_of(value), wire_name(value)
@@ -165,12 +165,13 @@ class _Writer:
                 self.local[value] = Value(name)
         return self.local[value]
 
-    def _made_above(self, node: Node) -> bool:
-        """A forward operation of a later chunk, whose result backward needs here: it can only be computed again."""
-        above = node.phase == "forward" and self.layout.home[node.name] > self.chunk
-        if above and is_random(node.op):
+    def _is_later(self, node: Node) -> bool:
+        """Whether it is a forward operation of a later chunk, whose result backward needs here: it can only be
+        recomputed. Raises :class:`OptionsError` for random operations."""
+        is_later = node.phase == "forward" and self.layout.home[node.name] > self.chunk
+        if is_later and is_random(node.op):
             raise OptionsError(f"cannot cut so: backward of an earlier stage needs the random %{node.name} = {node.op}")
-        return above
+        return is_later
 
     def _emit(self, node: Node, name: str, phase: Phase) -> None:
         named = node.map_values(lambda value: self.take(value, phase))
@@ -184,11 +185,11 @@ class _Writer:
         return name
 
     def finished(self, sends: Iterable[Value]) -> Graph:
-        """The chunk without what nothing needs; ``sends`` are the values other chunks need."""
-        given = tuple(Output("send", wire_name(value), self.local[value]) for value in sends)
+        """The chunk's graph, without dead nodes; ``sends``: the values that other chunks need."""
+        sent = tuple(Output("send", wire_name(value), self.local[value]) for value in sends)
         own = sorted(self.placeholders.values(), key=lambda node: self.layout.order[node.name])
         nodes = (*own, *self.received.values(), *self.nodes)
-        graph = Graph(nodes, (*self.outputs, *given))
+        graph = Graph(nodes, (*self.outputs, *sent))
         kept = {o.name for o in graph.outputs if o.kind == "gradient"}
         needed = graph.needed_for(graph.output_values)
         alive = tuple(n for n in nodes if n.name in needed or (n.op == "param" and n.target in kept))
@@ -197,7 +198,7 @@ class _Writer:
 
 
 def _connected(layout: ChunkLayout, writers: list[_Writer]) -> tuple[tuple[Graph, ...], tuple[Edge, ...]]:
-    """The chunks and what is sent, once nothing is sent that nobody needs."""
+    """The chunks and the edges between them, after removing edges that no chunk needs."""
     wants = [set(writer.received) for writer in writers]
     while True:
         sends = [
@@ -218,15 +219,15 @@ def _connected(layout: ChunkLayout, writers: list[_Writer]) -> tuple[tuple[Graph
 
 
 def _with_idle_parameters(graph: Graph, chunks: list[Graph]) -> tuple[Graph, ...]:
-    """Parameters that nothing uses lie with the first chunk."""
-    held = {node.target for chunk in chunks for node in chunk.placeholders("param")}
-    idle = tuple(node for node in _parameters(graph) if node.target not in held)
+    """Adds parameters that nothing uses to the first chunk."""
+    used = {node.target for chunk in chunks for node in chunk.placeholders("param")}
+    idle = tuple(node for node in _parameters(graph) if node.target not in used)
     first = replace(chunks[0], nodes=(*idle, *chunks[0].nodes))
     return tuple(chunk.verify() for chunk in (first, *chunks[1:]))
 
 
 def _mutations(layout: ChunkLayout, writers: list[_Writer]) -> None:
-    """New values of buffers: made where the buffer is read, in each such chunk if it depends on data alone."""
+    """Writes new values of buffers where the buffer is read: in every such chunk if they depend on data alone."""
     data = data_only_nodes(layout.graph)
     buffers = {node.target: node.name for node in layout.graph.placeholders("buffer")}
     for output in layout.graph.outputs:
@@ -238,7 +239,7 @@ def _mutations(layout: ChunkLayout, writers: list[_Writer]) -> None:
         if output.value.node not in data and readers - {home}:
             raise OptionsError(
                 f"cannot cut so: stage {min(readers - {home})} reads the buffer {output.name!r} that stage {home} "
-                f"changes; put the cut before or behind both"
+                f"changes; put the cut before or after both"
             )
         chunks = readers | {home} if output.value.node in data else {home}
         for chunk in sorted(chunks):

@@ -1,8 +1,8 @@
-"""Where a graph is best cut into pipeline stages, and what is sent over each cut.
+"""Finds the best places to cut a graph into pipeline stages, and the bytes that cross them.
 
-Between two neighbours of the forward the values cross that are made before and used behind. Their bytes rise inside a
-layer and fall to the residual stream between layers: the candidates are the places where fewer bytes cross than on
-either side.
+A cut between two forward operations is crossed by the values that are computed before it and used after it. Their bytes
+rise inside a layer and fall to the residual stream between layers. The candidates are the places where fewer bytes
+cross than on either side.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class CutCandidate:
 
 
 def crossing_bytes(graph: Graph) -> tuple[CutCandidate, ...]:
-    """Every place where the forward can be cut: before each operation but the first that computes anything."""
+    """Every place where forward can be cut: before each operation except the first that computes anything."""
     layout = ChunkLayout(graph, ())
     order = [node for node in graph if node.phase == "forward" and node.name in layout.home]
     last = _last_uses(layout, order)
@@ -53,7 +53,7 @@ def crossing_bytes(graph: Graph) -> tuple[CutCandidate, ...]:
         learns = value.node in differentiable and graph.type_of(value).dtype in _FLOATING
         changes.setdefault(places[value.node] + 1, []).append((size, learns))
         changes.setdefault(end + 1, []).append((-size, learns))
-    found, forward, backward, worked = [], 0, 0, False
+    candidates, forward, backward, worked = [], 0, 0, False
     forbidden = _between_reads_and_writes(layout, order)
     for index, node in enumerate(order):
         for size, learns in changes.get(index, ()):
@@ -61,18 +61,18 @@ def crossing_bytes(graph: Graph) -> tuple[CutCandidate, ...]:
             backward += size if learns else 0
         if node.name not in layout.repeated:
             if worked and index not in forbidden:
-                found.append(CutCandidate(node.name, forward, backward))
+                candidates.append(CutCandidate(node.name, forward, backward))
             worked = True
-    return tuple(found)
+    return tuple(candidates)
 
 
 def cut_candidates(graph: Graph, least: int = 1) -> tuple[CutCandidate, ...]:
-    """The places where fewer bytes cross than around them, in the order of the graph; of neighbours with no costly
-    operation between them the best. Places where :data:`SHALLOW` times as much crosses as at the next are left out, and
-    those with nothing costly behind. ``graph`` is concrete, without saved activations.
+    """The places where fewer bytes cross than around them, in the order of the graph. Of neighbours with no costly
+    operation between them only the best is a candidate. Excluded are places where :data:`SHALLOW` times as many bytes
+    cross as at the next, and those with nothing costly after them. ``graph`` is concrete, without saved activations.
 
-    If these are fewer than ``least`` (skip connections cross every place between their ends, so that hardly any has
-    less than its neighbours), there are also places where more crosses: as many as there are, if need be.
+    If there are fewer than ``least`` (skip connections cross every place between their ends, so that hardly any is
+    lower than its neighbours), places where more bytes cross are added, if necessary all.
     """
     forward = [node for node in graph if node.phase == "forward"]
     costly = list(itertools.accumulate((node.op in COSTLY or "dot_product" in node.op) for node in forward))
@@ -85,11 +85,11 @@ def cut_candidates(graph: Graph, least: int = 1) -> tuple[CutCandidate, ...]:
     around = zip([math.inf, *sizes], [*sizes[1:], math.inf], strict=False)
     deep = [c for c, size, pair in zip(minima, sizes, around, strict=True) if size < SHALLOW * min(pair)]
     choices = (deep, minima, _best_by_segment(useful, segment), useful)
-    return tuple(next((found for found in choices if len(found) >= least), everywhere))
+    return tuple(next((candidates for candidates in choices if len(candidates) >= least), everywhere))
 
 
 def _best_by_segment(candidates: Iterable[CutCandidate], segment: Mapping[str, int]) -> list[CutCandidate]:
-    """Of neighbours with no costly operation between them the one over which least crosses."""
+    """Of neighbours with no costly operation between them, the one that the fewest bytes cross."""
     grouped = itertools.groupby(candidates, lambda candidate: segment[candidate.name])
     return [min(group, key=_total) for _, group in grouped]
 
@@ -107,9 +107,9 @@ def _total(candidate: CutCandidate) -> int:
 
 
 def _last_uses(layout: ChunkLayout, order: list[Node]) -> dict[Value, int]:
-    """For each value that would be sent the place of its last use in forward, uses through repeated operations
-    included."""
-    found: dict[Value, int] = {}
+    """For each value that would be sent, the position of its last use in forward, including uses through repeated
+    operations."""
+    last_uses: dict[Value, int] = {}
     for index, node in enumerate(order):
         waiting = [] if node.name in layout.repeated else list(node.operands)
         while waiting:
@@ -117,30 +117,30 @@ def _last_uses(layout: ChunkLayout, order: list[Node]) -> dict[Value, int]:
             if value.node in layout.repeated:
                 waiting += layout.graph[value.node].operands
             elif value.node in layout.home:
-                found[value] = index
-    return found
+                last_uses[value] = index
+    return last_uses
 
 
 def _between_reads_and_writes(layout: ChunkLayout, order: list[Node]) -> set[int]:
     """Places where a cut would separate the operations that read and write a buffer."""
     graph, data = layout.graph, data_only_nodes(layout.graph)
     buffers = {node.target: node.name for node in graph.placeholders("buffer")}
-    found: set[int] = set()
+    forbidden: set[int] = set()
     for output in graph.outputs:
         if output.kind == "mutation" and output.value is not None and output.value.node not in data:
             touching = {output.value.node} | _reading(layout, order, buffers.get(output.name, ""))
             places = [index for index, node in enumerate(order) if node.name in touching]
-            found.update(range(min(places) + 1, max(places) + 1) if places else ())
-    return found
+            forbidden.update(range(min(places) + 1, max(places) + 1) if places else ())
+    return forbidden
 
 
 def _reading(layout: ChunkLayout, order: list[Node], name: str) -> set[str]:
     """Operations that read a placeholder, directly or through repeated ones."""
-    carries, found = {name}, set[str]()
+    carries, readers = {name}, set[str]()
     for node in order:
         if any(value.node in carries for value in node.operands):
-            (carries if node.name in layout.repeated else found).add(node.name)
-    return found
+            (carries if node.name in layout.repeated else readers).add(node.name)
+    return readers
 
 
 def _differentiable(graph: Graph) -> frozenset[str]:
@@ -152,11 +152,11 @@ def _differentiable(graph: Graph) -> frozenset[str]:
 
 
 def cuts_for_owners(graph: Graph, owners: Mapping[str, tuple[int, ...]], count: int) -> tuple[str, ...]:
-    """Cuts that put every use of a parameter into one of its ``owners`` (chunks, by path), as in another graph of the
-    same model: each operation as early as possible.
+    """Cuts that put every use of a parameter into one of its ``owners`` (chunks, by path), with each operation as early
+    as possible. The owners come from another graph of the same model.
 
-    ``graph`` may be another trace (without dropout, forward only). Raises :class:`OptionsError` if its order of
-    operations is another, so that no cut does.
+    ``graph`` may be a different trace (without dropout, forward only). Raises :class:`OptionsError` if its operations
+    are ordered differently, so that no cut fits.
     """
     layout = ChunkLayout(graph, ())
     paths = {node.name: node.target for node in graph.placeholders("param")}
@@ -168,7 +168,7 @@ def cuts_for_owners(graph: Graph, owners: Mapping[str, tuple[int, ...]], count: 
             later = [owner for owner in owners.get(path, ()) if owner >= chunk]
             if owners.get(path) and not later:
                 raise OptionsError(
-                    f"%{node.name} of this graph uses {path!r} in stage {chunk}, but stages {owners[path]} hold it"
+                    f"%{node.name} of this graph uses {path!r} in stage {chunk}, but stages {owners[path]} have it"
                 )
             if later and min(later) > chunk:
                 chunk = min(later)
@@ -177,25 +177,26 @@ def cuts_for_owners(graph: Graph, owners: Mapping[str, tuple[int, ...]], count: 
 
 
 def _parameters_of(layout: ChunkLayout, node: Node, paths: Mapping[str, str]) -> set[str]:
-    """The parameters an operation reads, directly or through operations repeated for it."""
+    """The parameters that an operation reads, directly or through repeated operations."""
     waiting = [] if node.name in layout.repeated else list(node.operands)
-    found: set[str] = set()
+    paths_read: set[str] = set()
     while waiting:
         value = waiting.pop()
         if value.node in paths:
-            found.add(paths[value.node])
+            paths_read.add(paths[value.node])
         elif value.node in layout.repeated:
             waiting += layout.graph[value.node].operands
-    return found
+    return paths_read
 
 
 def _cuts(order: list[Node], starts: Mapping[int, int], count: int) -> tuple[str, ...]:
-    """The names that begin chunks 1, 2, ...; a chunk without parameters gets the operation before the next."""
-    found: list[int] = []
+    """The names of the operations that begin chunks 1, 2, ...; a chunk without parameters gets the operation before the
+    next chunk."""
+    positions: list[int] = []
     following = len(order)
     for chunk in range(count - 1, 0, -1):
         following = min(starts.get(chunk, following - 1), following - 1)
-        found.append(following)
+        positions.append(following)
     if following < 1:
         raise OptionsError(f"this graph has too few operations for {count} stages")
-    return tuple(order[index].name for index in reversed(found))
+    return tuple(order[index].name for index in reversed(positions))

@@ -1,4 +1,4 @@
-"""What the values of a graph depend on."""
+"""Finds the values of a graph that depend on data alone."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from autopar.ir.graph import Graph
 
 
 def data_only_nodes(graph: Graph) -> frozenset[str]:
-    """Names of the nodes whose values depend on inputs, buffers, constants and random draws alone: no parameter, no
-    tangent, and nothing another part of the model would have to send. Those placeholders are among them."""
-    found: set[str] = set()
+    """Names of the nodes whose values depend only on inputs, buffers, constants and random draws, including these
+    placeholders: not on parameters, tangents, or values that another part of the model would have to send."""
+    names: set[str] = set()
     for node in graph:
         if node.is_placeholder:
             if node.op in ("input", "buffer", "constant", "random"):
-                found.add(node.name)
-        elif all(value.node in found for value in node.operands):
-            found.add(node.name)
-    return frozenset(found)
+                names.add(node.name)
+        elif all(value.node in names for value in node.operands):
+            names.add(node.name)
+    return frozenset(names)

@@ -1,14 +1,14 @@
-"""The graph of one microbatch, from the graph of a whole batch.
+"""Derives the graph of one microbatch from the graph of a whole batch.
 
-Microbatches are a mesh axis in time rather than in space: piece ``k`` of the batch takes the place of device ``k``,
-and the rules of operations (:mod:`autopar.passes.rule_language.registry`) say what the whole is made of. A value that
-lies in pieces is ``Shard``, one to which each microbatch adds its part is ``Partial(sum)``, one that is the same for
-all is ``Replicate``. The local form of every operation on piece 0 is the graph of each microbatch, for a form that
-depends on the piece is never taken.
+Microbatches are a mesh axis in time instead of space: microbatch ``k`` corresponds to device ``k``, and the rules of
+operations (:mod:`autopar.passes.rule_language.registry`) say how results combine. A value that is divided among
+microbatches is ``Shard``, one to which each microbatch adds a part is ``Partial(sum)``, and one that is the same for
+all is ``Replicate``. The local forms of all operations for microbatch 0 are the graph of every microbatch, since forms
+that depend on the microbatch are never chosen.
 
-Between microbatches nothing is exchanged. A value that must be known whole before the step goes on is therefore only
-possible if it depends on inputs, buffers and constants alone, such as the number of tokens that count: it is computed
-once a step, by the ``prelude``, for the whole batch. Anything else (the statistics of batch norm) is an error.
+Microbatches exchange nothing. So a value that needs the whole batch must depend on inputs, buffers and constants alone,
+such as the number of valid tokens: the ``prelude`` computes it once a step for the whole batch. Anything else (the
+statistics of batch norm) is an error.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ Combine = str
 
 @dataclass(frozen=True)
 class Microbatched:
-    """The graph of one microbatch, and what makes a step of several.
+    """The graph of one microbatch, and how several make up a step.
 
     Attributes:
-        graph: computes one of ``count`` microbatches. What it draws is that part of the whole batch's numbers if its
-            ``random`` placeholder has the microbatch's number k in place 3 (see :mod:`autopar.ops.random`). Every
+        graph: computes one of ``count`` microbatches. It draws its part of the whole batch's random numbers if element
+            3 of its ``random`` placeholder is the microbatch's number k (see :mod:`autopar.ops.random`). Every
             microbatch reads buffers as they were before the step.
-        inputs: for each input, those from the prelude included, the dim along which microbatch k takes piece k of
-            ``count`` equal ones, or None if it takes all.
+        inputs: for each input, including those from the prelude, the dim along which microbatch k takes piece k of
+            ``count`` equal pieces, or None if it takes the whole input.
         combine: how the results of all microbatches, by ``(kind, name)`` of the output, become that of the step:
-            ``concatenate:<dim>``, ``sum``, or ``same`` (each has all of it). Gradients of parameters always add up.
+            ``concatenate:<dim>``, ``sum``, or ``same`` (each has the whole result). Gradients of parameters are always
+            summed.
         prelude: computes, on the whole batch, the outputs whose names are the targets of further inputs of ``graph``;
-            its random state has 0 in place 3.
+            element 3 of its random state is 0.
     """
 
     graph: Graph
@@ -49,17 +50,17 @@ class Microbatched:
 
 
 def split_inputs(graph: Graph) -> dict[str, int | None]:
-    """Along which dim each input is divided: the dim 0 that is the batch. A symbolic graph knows; of a concrete one, it
-    is the size that most inputs share."""
+    """The dim along which each input is divided: dim 0 if it is the batch. A symbolic graph says which it is; in a
+    concrete one the batch is the size of dim 0 that most inputs share."""
     inputs = [node for node in graph.placeholders("input") if node.type.rank]
-    found: dict[str, int | None] = {node.target: None for node in graph.placeholders("input")}
+    dims: dict[str, int | None] = {node.target: None for node in graph.placeholders("input")}
     sizes = [node.type.shape[0] for node in inputs]
     if graph.symbols:
-        return found | {n.target: 0 for n in inputs if not isinstance(n.type.shape[0], int)}
+        return dims | {n.target: 0 for n in inputs if not isinstance(n.type.shape[0], int)}
     if not sizes:
-        return found
+        return dims
     batch = max(sizes, key=sizes.count)
-    return found | {n.target: 0 for n in inputs if n.type.shape[0] == batch}
+    return dims | {n.target: 0 for n in inputs if n.type.shape[0] == batch}
 
 
 def check_count(graph: Graph, count: int, inputs: Mapping[str, int | None]) -> None:
@@ -81,12 +82,11 @@ def check_count(graph: Graph, count: int, inputs: Mapping[str, int | None]) -> N
 
 
 def microbatch(graph: Graph, count: int, inputs: Mapping[str, int | None] | None = None) -> Microbatched:
-    """``graph``, concrete and without saved activations, for one of ``count`` microbatches; ``count`` 1 leaves it as it
-    is.
+    """Converts ``graph``, concrete and without saved activations, to one of ``count`` microbatches; with ``count`` 1 it
+    stays unchanged.
 
-    ``inputs`` says how inputs are divided, if :func:`split_inputs` of this graph is not to be asked. Raises
-    :class:`OptionsError` if the batch does not divide into ``count``, or where an operation couples the samples of a
-    batch, naming it.
+    ``inputs``: how inputs are divided; default :func:`split_inputs`. Raises :class:`OptionsError` if the batch does not
+    divide into ``count``, or if an operation couples the samples of a batch, naming it.
     """
     inputs = split_inputs(graph) if inputs is None else inputs
     if count == 1:
@@ -97,19 +97,19 @@ def microbatch(graph: Graph, count: int, inputs: Mapping[str, int | None] | None
     outputs: list[Output] = []
     combine: dict[tuple[str, str], Combine] = {}
     for output in graph.outputs:
-        made, how = (None, "same") if output.value is None else walk.result(output)
-        outputs.append(Output(output.kind, output.name, made))
+        value, how = (None, "same") if output.value is None else walk.result(output)
+        outputs.append(Output(output.kind, output.name, value))
         combine[output.kind, output.name] = how
     piece = _tidy(Graph((*walk.placeholders, *walk.nodes), tuple(outputs), (), graph.constants), walk.from_prelude)
     arriving = [node.target for node in piece.placeholders("input")]
-    whole = {target: walk.from_prelude[target] for target in arriving if target in walk.from_prelude}
-    divided = dict(inputs) | {target: dim for target, (_, dim) in whole.items()}
-    values = {target: value for target, (value, _) in whole.items()}
+    from_prelude = {target: walk.from_prelude[target] for target in arriving if target in walk.from_prelude}
+    divided = dict(inputs) | {target: dim for target, (_, dim) in from_prelude.items()}
+    values = {target: value for target, (value, _) in from_prelude.items()}
     return Microbatched(piece, count, divided, combine, _prelude(graph, values))
 
 
 def _tidy(graph: Graph, from_prelude: Collection[str]) -> Graph:
-    """Without dead operations, and without constants and inputs from the prelude that nobody reads."""
+    """The graph without dead operations, and without unused constants and inputs from the prelude."""
     alive = graph.without_dead()
     used = alive.needed_for(alive.output_values)
     nodes = tuple(n for n in alive if n.name in used or (n.is_placeholder and not _optional(n, from_prelude)))

@@ -1,10 +1,10 @@
-"""Chooses, operation by operation, how each value is spread over the microbatches, and writes their graph.
+"""Chooses, operation by operation, how each value is divided among microbatches, and writes their graph.
 
-The walk is greedy: of the strategies of an operation it takes the one that needs its operands as they are, or else as
-they can cheaply become without any exchange:
+The walk is greedy. Of the strategies of an operation it takes one that needs its operands as they are, or as they can
+cheaply become without any exchange:
 
-* a value that is the same for all is made anew in pieces, by the operations that made it (constants, expansions);
-* a value that is the same for all becomes a part of a sum by division by the number of microbatches;
+* a replicated value is computed again in pieces by the operations that produced it (constants, expansions);
+* a replicated value becomes a part of a sum through division by the number of microbatches;
 * a value that depends on data alone comes from the prelude, whole or in pieces.
 """
 
@@ -46,7 +46,7 @@ Factors = tuple[tuple[int, int], ...]
 
 
 def split_error(node: Node, count: int, value: Value) -> OptionsError:
-    """What to say of an operation that needs all microbatches at once."""
+    """The error for an operation that needs all microbatches at once."""
     where = "".join(f", {part}" for part in (node.module and f"in {node.module}", node.source) if part)
     return OptionsError(
         f"microbatches={count}: {node.op} (%{node.name}{where}) couples the samples of a batch: "
@@ -59,8 +59,9 @@ def split_error(node: Node, count: int, value: Value) -> OptionsError:
 class Walk:
     """The state of the walk over ``graph`` for ``count`` microbatches.
 
-    ``homes`` is the placement each value is first made in, ``forms`` what the graph of a microbatch has of it in any
-    placement; ``from_prelude`` the values (and the dim they are divided along) by the target of the input they come as.
+    ``homes``: the placement in which each value is first computed; ``forms``: its values in the graph of a microbatch,
+    by placement; ``from_prelude``: values from the prelude (and the dim they are divided along), by the target of their
+    input.
     """
 
     graph: Graph
@@ -82,7 +83,7 @@ class Walk:
         self._offered: dict[tuple[str, Factors], list[AxisStrategy]] = {}
 
     def run(self) -> None:
-        """Walks forward, then backward: what the tangents are like depends on the outputs."""
+        """Walks forward, then backward, since the placements of tangents depend on the outputs."""
         for node in self.graph:
             if node.is_placeholder and node.op != "tangent":
                 dim = self.inputs.get(node.target) if node.op == "input" else None
@@ -95,7 +96,7 @@ class Walk:
                     self._choose(node)
 
     def result(self, output: Output) -> tuple[Value, str]:
-        """The value a microbatch returns for ``output``, and how those of all are combined."""
+        """The value that a microbatch returns for ``output``, and how those of all are combined."""
         value = output.value
         assert value is not None
         node, home = self.graph[value.node], self.homes[value]
@@ -112,7 +113,7 @@ class Walk:
         raise split_error(node, self.count, value)
 
     def local_type(self, kind: TensorType, place: Placement) -> TensorType:
-        """``kind`` as one microbatch has it."""
+        """The type of a value in one microbatch."""
         shape = local_shape(tuple(map(int, kind.shape)), (place,), (self.count,), (0,))
         return TensorType(shape, kind.dtype)
 
@@ -123,14 +124,14 @@ class Walk:
         self.forms[value, place] = value
 
     def _place_tangents(self) -> None:
-        """A tangent is in pieces where its output is."""
+        """Divides each tangent like its output."""
         values = {output.name: output.value for output in self.graph.outputs if output.kind == "output"}
         for node in self.graph.placeholders("tangent"):
             value = values.get(node.target)
             home = REPLICATE if value is None else self.homes[value]
             self._place(node, home if is_shard(home) else REPLICATE)
 
-    # Which strategy
+    # Choosing strategies
 
     def _choose(self, node: Node) -> None:
         best, price = None, IMPOSSIBLE
@@ -145,12 +146,12 @@ class Walk:
             return
         for index, place in enumerate(best.outputs):
             self.homes[Value(node.name, index)] = place
-        made = self._emit(node, node.name, best, node.phase)
+        emitted = self._emit(node, node.name, best, node.phase)
         for index, place in enumerate(best.outputs):
-            self.forms[Value(node.name, index), place] = Value(made.name, index)
+            self.forms[Value(node.name, index), place] = Value(emitted.name, index)
 
     def _only_from_prelude(self, node: Node) -> None:
-        """No microbatch can make it: the prelude does, if it can."""
+        """Takes the results of a node that no microbatch can compute from the prelude, if that can compute them."""
         if node.name not in self.data_only:
             raise split_error(node, self.count, self._culprit(node))
         for index, kind in enumerate(node.types):
@@ -160,14 +161,14 @@ class Walk:
                 self._take_from_prelude(value, REPLICATE)
 
     def _culprit(self, node: Node) -> Value:
-        """An operand that is not whole and cannot be."""
+        """An operand that is not replicated and cannot be."""
         values = [v for v in node.operands if self.cost(v, REPLICATE) == IMPOSSIBLE]
         values.sort(key=lambda v: is_shard(self.homes[v]))
         return (values or list(node.operands) or [Value(node.name)])[0]
 
     def _offers(self, node: Node, wanted: Factors = ()) -> list[AxisStrategy]:
-        """Replication first, then what rules say, strided shards among them where an operand is one, and by the
-        ``wanted`` factors (a size of a dim, what stands before its shard)."""
+        """The strategies of a node, replication first. They include strided shards with the factors of operands, and
+        with the ``wanted`` factors (size of a dim, ``before``)."""
         if (node.name, wanted) not in self._offered:
             call = self._call(node)
             factors = {
@@ -180,11 +181,11 @@ class Walk:
             }
             key = (call, tuple(sorted(factors)))
             if key not in self._strategies:
-                self._strategies[key] = self._found(call, factors)
+                self._strategies[key] = self._list_strategies(call, factors)
             self._offered[node.name, wanted] = self._strategies[key]
         return self._offered[node.name, wanted]
 
-    def _found(self, call: OpCall, factors: Collection[tuple[int, int]]) -> list[AxisStrategy]:
+    def _list_strategies(self, call: OpCall, factors: Collection[tuple[int, int]]) -> list[AxisStrategy]:
         if is_random(call.op) and call.op not in RULES:
             # Microbatches would draw other numbers than the whole batch does.
             return []
@@ -192,7 +193,7 @@ class Walk:
         return [s for s in (replicated(call), *axis_strategies(call, sizes)) if self._divides(call, s)]
 
     def _divides(self, call: OpCall, strategy: AxisStrategy) -> bool:
-        """Whether all pieces are equal."""
+        """Whether all pieces are of equal size."""
         places = zip(call.tensors, strategy.places, strict=True)
         dims = ((kind, shard_dim(place)) for kind, place in places)
         return all(k is None or d is None or int(k.shape[d]) % self.count == 0 for k, d in dims)
@@ -206,7 +207,7 @@ class Walk:
         return sum(self.cost(v, place) for v, place in zip(node.operands, strategy.inputs, strict=True))
 
     def cost(self, value: Value, place: Placement) -> float:
-        """What it takes to have ``value`` in ``place``; infinite if that needs the other microbatches."""
+        """The cost of ``value`` in ``place``; infinite if that needs other microbatches."""
         if (value, place) in self.forms:
             return 0.0
         home = self.homes[value]
@@ -219,8 +220,8 @@ class Walk:
         return PRELUDE if fits and value.node in self.data_only else IMPOSSIBLE
 
     def _remake(self, value: Value, place: Placement) -> tuple[float, AxisStrategy | None]:
-        """What it costs, and the strategy by which the node of ``value``, the same for all, is made again in
-        ``place``."""
+        """The cost of computing the node of ``value``, which is replicated, again in ``place``, and the strategy for
+        it."""
         key = value, place
         if key not in self._remakes:
             node = self.graph[value.node]
@@ -235,30 +236,30 @@ class Walk:
         return self._remakes[key]
 
     def _factors(self, value: Value, place: Placement) -> Factors:
-        """What strategies must be asked for that leave ``value`` in ``place``."""
+        """The factors of strategies that can give ``value`` the placement ``place``."""
         if not isinstance(place, StridedShard):
             return ()
         return ((int(self.graph.type_of(value).shape[place.dim]), place.before),)
 
-    # What is written
+    # Writing the graph
 
     def take(self, value: Value, place: Placement, phase: Phase) -> Value:
-        """``value`` in ``place``, which is possible by :meth:`cost`; made at its first use."""
+        """``value`` in ``place``, computed at its first use; :meth:`cost` must be finite."""
         if (value, place) not in self.forms:
             price, remake = self._remake(value, place)
             if place == PARTIAL_SUM:
                 self._take_part(value, phase)
             elif remake is not None and price <= self._prelude_cost(value, place):
                 node = self.graph[value.node]
-                made = self._emit(node, self.fresh(f"{node.name}_piece"), remake, phase)
-                for index, each in enumerate(remake.outputs):
-                    self.forms.setdefault((Value(node.name, index), each), Value(made.name, index))
+                copy = self._emit(node, self.fresh(f"{node.name}_piece"), remake, phase)
+                for index, output_place in enumerate(remake.outputs):
+                    self.forms.setdefault((Value(node.name, index), output_place), Value(copy.name, index))
             else:
                 self._take_from_prelude(value, place)
         return self.forms[value, place]
 
     def _take_part(self, value: Value, phase: Phase) -> None:
-        """An equal part of a value that is the same for all."""
+        """Writes an equal part of a replicated value."""
         node = self.graph[value.node]
         args = (self.forms[value, REPLICATE], 1.0 / self.count)
         name = self.fresh(f"{node.name}_part")
@@ -289,7 +290,7 @@ class Walk:
         self.forms[value, place] = Value(name)
 
     def fresh(self, name: str) -> str:
-        """A name the graph does not have."""
+        """A name that is not in the graph."""
         while name in self.taken:
             name += "_"
         self.taken.add(name)
@@ -307,7 +308,7 @@ class Walk:
         kwargs = tuple((key, map_arg(arg, leaf)) for key, arg in kwargs)
         places = zip(node.types, strategy.outputs, strict=True)
         types = tuple(kind and self.local_type(kind, place) for kind, place in places)
-        made = Node(
+        emitted = Node(
             name=name,
             op=op,
             args=map_arg(args, leaf),
@@ -317,12 +318,12 @@ class Walk:
             source=node.source,
             phase=phase,
         )
-        self.nodes.append(made)
-        return made
+        self.nodes.append(emitted)
+        return emitted
 
     def local_form(self, node: Node, strategy: AxisStrategy) -> LocalCall | None:
-        """The call every microbatch makes, or None if they would make different ones. A draw may: it is told which it
-        is by its state."""
+        """The call that every microbatch runs, or None if it would differ between them. A random draw may differ: its
+        state says which microbatch it is."""
         call = self._call(node)
         if (call, strategy) not in self._local:
             self._local[call, strategy] = self._same_form(call, strategy)

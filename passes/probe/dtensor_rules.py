@@ -1,9 +1,9 @@
-"""What torch's own DTensor, and whoever registered rules with it, says about operations we have no rule for: claims, to
+"""Reads the rules of torch's DTensor, and those registered with it, for operations without a written rule: claims, to
 be proven by execution (:mod:`.found_rules`).
 
-DTensor has three registries of rules (:mod:`autopar.torch_internals.sharding_rules`), all asked here on a mesh of one
-axis that needs no process group and leaves an initialised one alone. The latter two drop strategies no operand is
-sharded for, so they are asked once for each way to shard an operand.
+DTensor has three registries of rules (:mod:`autopar.torch_internals.sharding_rules`). All are queried on a mesh of one
+axis that needs no process group and leaves an initialised one alone. The latter two drop strategies whose operands are
+not sharded as queried, so they are queried once for each way to shard an operand.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _schema(call: OpCall, operation: Any, placements: Sequence[Placement]) -> Op
 
 
 def _queries(call: OpCall) -> Iterator[tuple[Placement, ...]]:
-    """Operand placements to ask about: one operand sharded, all sharded on the same dim, or nothing."""
+    """Operand placements to query: one operand sharded, all sharded on the same dim, or none sharded."""
     count = len(call.inputs)
     for index, tensor in enumerate(call.inputs):
         for dim in range(tensor.rank):
@@ -82,7 +82,7 @@ def _queries(call: OpCall) -> Iterator[tuple[Placement, ...]]:
 
 
 def _strategy(call: OpCall, inputs: Sequence[Any], outputs: Sequence[Any]) -> AxisStrategy | None:
-    """A strategy in our terms; None where counts or kinds of placements do not fit."""
+    """The proposal as an :class:`AxisStrategy`; None if counts or kinds of placements do not fit."""
     outputs = [*outputs, *[None] * (len(call.outputs) - len(outputs))]
     placed = [REPLICATE if p is None or t is None else p for p, t in zip(outputs, call.outputs, strict=False)]
     if len(inputs) != len(call.inputs) or len(outputs) != len(call.outputs):
@@ -124,9 +124,9 @@ def _from_strategies(call: OpCall, function: Callable[..., Any], operation: Any)
 
 def _from_rule(call: OpCall, function: Callable[..., Any], operation: Any) -> Iterator[AxisStrategy | None]:
     for query in _queries(call):
-        answer: OutputSharding = function(_schema(call, operation, query))
-        if answer.output_spec is not None and answer.redistribute_schema is None:
-            yield _strategy(call, query, _placements(answer.output_spec))
+        sharding: OutputSharding = function(_schema(call, operation, query))
+        if sharding.output_spec is not None and sharding.redistribute_schema is None:
+            yield _strategy(call, query, _placements(sharding.output_spec))
 
 
 def _proposals(call: OpCall, operation: Any) -> Iterator[AxisStrategy | None]:
@@ -139,25 +139,25 @@ def _proposals(call: OpCall, operation: Any) -> Iterator[AxisStrategy | None]:
 
 
 def _collected(proposals: Iterable[AxisStrategy | None]) -> list[AxisStrategy]:
-    found: list[AxisStrategy] = []
+    strategies: list[AxisStrategy] = []
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found.extend(strategy for strategy in proposals if strategy is not None)
-    except Exception:  # A rule of DTensor may not know a call like this one; what it said before stands.
+            strategies.extend(strategy for strategy in proposals if strategy is not None)
+    except Exception:  # A rule of DTensor may fail for a call like this one; its earlier proposals count.
         pass
-    return found
+    return strategies
 
 
 def dtensor_strategies(call: OpCall) -> tuple[AxisStrategy, ...]:
-    """What DTensor's registries propose for one axis of ``call.size`` devices, unproven; without the
-    replicated strategy."""
+    """The unproven proposals of DTensor's registries for one axis of ``call.size`` devices, without the replicated
+    strategy."""
     operation = find_operation(call.op)
     if operation is None or not call.inputs:
         return ()
-    found = dict.fromkeys(_collected(_proposals(call, operation)))
+    proposals = dict.fromkeys(_collected(_proposals(call, operation)))
     replicated = (REPLICATE,) * len(call.inputs)
-    return tuple(s for s in found if s.inputs != replicated and leaves_none_empty(call, s))
+    return tuple(s for s in proposals if s.inputs != replicated and leaves_none_empty(call, s))
 
 
 def is_registered(op: str) -> bool:

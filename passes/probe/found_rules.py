@@ -1,9 +1,9 @@
-"""Strategies of operations nobody wrote a rule for: what users registered with DTensor, what DTensor proposes, and else
-what probing finds; all of it executed before it is believed.
+"""Strategies of operations without a written rule: those that users registered with DTensor, those that DTensor
+proposes, and those found by probing. All are executed before they are used.
 
-An unknown operation runs in a process of its own (:mod:`.sandbox`), as it may do anything. Each finding is made once
-per kind of call and confirmed once per magnitude of its sizes; :data:`KNOWN` holds both for this process, and can be
-handed to others, so that all ranks go by what one of them found.
+An unknown operation runs in a separate process (:mod:`.sandbox`), since it may do anything. Each kind of call is
+studied once, and its strategies are confirmed once per magnitude of its sizes. :data:`KNOWN` caches both for this
+process, and can be sent to others, so that all ranks use what one of them found.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ _PLAIN = (type(None), bool, int, float, str, Operand, torch.dtype, torch.device,
 
 @dataclass
 class Known:
-    """Findings by kind of call, and which of their strategies were confirmed for which sizes."""
+    """Cache of findings by kind of call, and of which strategies were confirmed for which sizes."""
 
     findings: dict[str, Finding] = field(default_factory=dict)
     confirmed: dict[tuple[Any, ...], tuple[bool, ...]] = field(default_factory=dict)
 
     def adopt(self, other: Known) -> None:
-        """Takes over what another process knows."""
+        """Adds the findings of another process."""
         self.findings.update(other.findings)
         self.confirmed.update(other.confirmed)
 
     def clear(self) -> None:
-        """Forgets everything, so that it is found again, or read from disk."""
+        """Drops all findings, so that they are found again, or read from disk."""
         self.findings.clear()
         self.confirmed.clear()
 
@@ -66,12 +66,12 @@ KNOWN = Known()
 
 def found_strategies(call: OpCall) -> tuple[AxisStrategy, ...]:
     """The strategies of one axis of ``call.size`` devices for an operation without a written rule. Raises
-    :class:`OperatorError` for one that would do something else on several devices."""
+    :class:`OperatorError` for an operation that would behave differently on several devices."""
     return _found(call)[0]
 
 
 def source(call: OpCall) -> str:
-    """Where they come from, for people; starts with ``fallback`` where there are none."""
+    """Where the strategies come from, in words; starts with ``fallback`` if there are none."""
     return _found(call)[1]
 
 
@@ -90,14 +90,14 @@ def _found(call: OpCall) -> tuple[tuple[AxisStrategy, ...], str]:
     if finding.harmful:
         raise OperatorError(_harm(call.op, finding.reason))
     offered = tuple(p for p in finding.strategies if fits(call, p) and leaves_none_empty(call, p.strategy))
-    held = offered if finding.source == "trusted" else _confirmed(call, operation, finding, offered)
-    return tuple(p.strategy for p in held), _source(finding, bool(offered), bool(held))
+    confirmed = offered if finding.source == "trusted" else _confirmed(call, operation, finding, offered)
+    return tuple(p.strategy for p in confirmed), _source(finding, bool(offered), bool(confirmed))
 
 
-def _source(finding: Finding, offered: bool, held: bool) -> str:
+def _source(finding: Finding, offered: bool, confirmed: bool) -> str:
     if not finding.strategies:
         return f"fallback: {finding.reason or f'no way to divide it held in {finding.cases} cases'}"
-    if not held:
+    if not confirmed:
         why = "what held for small sizes does not for these" if offered else "these sizes do not divide"
         return f"fallback: {why}"
     if finding.source == "trusted":
@@ -115,7 +115,7 @@ def _harm(op: str, reason: str) -> str:
 
 
 def _unfit(call: OpCall, operation: Any) -> str:
-    """Why there is no point in trying; empty if there is one."""
+    """Why the operation cannot be tried; empty if it can."""
     if not isinstance(operation, OpOverload):
         return "it is no operation of torch"
     for tag, reason in _UNJUDGEABLE.items():
@@ -132,93 +132,94 @@ def _unfit(call: OpCall, operation: Any) -> str:
 
 
 def _strange(call: OpCall) -> str:
-    """An argument that cannot be made up or compared: a generator, an object of the operation's own."""
-    found: list[str] = []
+    """An argument that cannot be generated or compared, such as a generator or an object of a type of its own; empty if
+    there is none."""
+    strange: list[str] = []
 
     def look(arg: Arg) -> Arg:
         if not isinstance(arg, _PLAIN):
-            found.append(f"a {type(arg).__name__}")
+            strange.append(f"a {type(arg).__name__}")
         return arg
 
     map_arg((call.args, tuple(arg for _, arg in call.kwargs)), look)
-    return found[0] if found else ""
+    return strange[0] if strange else ""
 
 
 def _finding(call: OpCall, operation: Any) -> Finding:
     description = describe(call, str(schema_of(operation)))
     claims: tuple[AxisStrategy, ...] = ()
     if is_registered(call.op):
-        # What a user registered may change from one run to the next, and depend on sizes: it is not kept on disk.
+        # Registered rules may change from one run to the next, and depend on sizes, so they are not kept on disk.
         claims = dtensor_strategies(call)
         description |= {"registered": list(map(str, claims)), "devices": call.size}
     key = key_of(description)
     if key not in KNOWN.findings:
-        kept = None if claims else load(description, call)
-        found = kept or (_judge(call, claims) if claims else _search(call))
-        if kept is None and found.strategies and not claims:
-            store(description, found)
-        KNOWN.findings[key] = found
+        stored = None if claims else load(description, call)
+        finding = stored or (_judge(call, claims) if claims else _search(call))
+        if stored is None and finding.strategies and not claims:
+            store(description, finding)
+        KNOWN.findings[key] = finding
     return KNOWN.findings[key]
 
 
 def _judge(call: OpCall, claims: tuple[AxisStrategy, ...]) -> Finding:
-    """What is true of the claims a user registered; where the operation cannot be tried, they are believed."""
-    found = _study(call, claims, probing=False)
-    if found.reason and not found.harmful:
-        return Finding("trusted", tuple(Proven(c, False) for c in claims), reason=found.reason)
-    true = {p.strategy for p in found.strategies}
-    return replace(found, source="registered", refuted=tuple(str(c) for c in claims if c not in true))
+    """Tries the claims that a user registered; if the operation cannot be tried, they are trusted."""
+    finding = _study(call, claims, probing=False)
+    if finding.reason and not finding.harmful:
+        return Finding("trusted", tuple(Proven(c, False) for c in claims), reason=finding.reason)
+    true = {p.strategy for p in finding.strategies}
+    return replace(finding, source="registered", refuted=tuple(str(c) for c in claims if c not in true))
 
 
 def _search(call: OpCall) -> Finding:
-    """What probing finds, and what DTensor claims and is true."""
+    """The strategies that probing finds, and true claims of DTensor."""
     claims = dtensor_strategies(call)
-    found = _study(call, claims, probing=True)
-    confirms = any(p.strategy in claims for p in found.strategies)
-    return replace(found, source="DTensor" if confirms else "probed")
+    finding = _study(call, claims, probing=True)
+    confirms = any(p.strategy in claims for p in finding.strategies)
+    return replace(finding, source="DTensor" if confirms else "probed")
 
 
 def _study(call: OpCall, claims: tuple[AxisStrategy, ...], probing: bool) -> Finding:
-    """Tries, apart. If that process crashes, does not end, or finds nothing, once more, now with dims tied as in the
-    call and small integers: an operation that does not compare the sizes of its operands reads beyond their ends where
-    one alone is resized. If that fails too, nothing is known."""
+    """Studies a call in a separate process. If that crashes, does not end, or finds nothing, it runs once more, with
+    dims tied as in the call and small integers: an operation that does not compare the sizes of its operands reads
+    beyond their ends if only one of them is resized. If that fails too, there is no finding."""
     outcome = run_apart(partial(_report, call, claims, probing, cautious=False))
     if outcome.crash or outcome.late or (probing and _is_empty(outcome.value)):
         again = run_apart(partial(_report, call, claims, probing, cautious=True), CPU_SECONDS // 2)
         outcome = again if again.value or outcome.value is None else outcome
-    found = outcome.value or {"reason": outcome.failure, "harmful": False}
-    if "reason" in found:
-        return Finding("none", reason=found["reason"], harmful=found["harmful"])
-    strategies = tuple(Proven(parse_strategy(text), even) for text, even in found["strategies"])
-    ranges = {int(i): Range(low, high, of and tuple(of)) for i, (low, high, of) in found["ranges"].items()}
-    return Finding("probed", strategies, found["cases"], ranges)
+    report = outcome.value or {"reason": outcome.failure, "harmful": False}
+    if "reason" in report:
+        return Finding("none", reason=report["reason"], harmful=report["harmful"])
+    strategies = tuple(Proven(parse_strategy(text), even) for text, even in report["strategies"])
+    ranges = {int(i): Range(low, high, of and tuple(of)) for i, (low, high, of) in report["ranges"].items()}
+    return Finding("probed", strategies, report["cases"], ranges)
 
 
 def _is_empty(report: dict[str, Any] | None) -> bool:
-    """Whether an operation that could be tried was tried in vain."""
+    """Whether an operation could be tried, but no strategy was found."""
     return report is not None and "reason" not in report and not report["strategies"]
 
 
 def _report(call: OpCall, claims: tuple[AxisStrategy, ...], probing: bool, cautious: bool) -> dict[str, Any]:
-    """What :func:`_study` reads, in the other process."""
+    """Runs in the separate process: the report that :func:`_study` reads."""
     operation = _registered(call.op)
     with _plain_surroundings():
         try:
             operator = learn(call, operation, cautious)
         except Unfit as error:
             return {"reason": str(error), "harmful": error.harmful}
-        found, cases = probe(operator) if probing else ([], 0)
-        known = {p.strategy for p in found}
-        more, tried = check(operator, [c for c in claims if c not in known])
+        probed, cases = probe(operator) if probing else ([], 0)
+        strategies = {p.strategy for p in probed}
+        claimed, tried = check(operator, [c for c in claims if c not in strategies])
     return {
-        "strategies": [[str(p.strategy), p.even] for p in (*found, *more)],
+        "strategies": [[str(p.strategy), p.even] for p in (*probed, *claimed)],
         "ranges": {i: [r.low, r.high, r.of] for i, r in operator.ranges.items()},
         "cases": cases + tried,
     }
 
 
 def _confirmed(call: OpCall, operation: Any, finding: Finding, offered: Sequence[Proven]) -> tuple[Proven, ...]:
-    """Those of the strategies ``offered`` that also hold at the sizes of the call, or at others of their magnitude."""
+    """The strategies of ``offered`` that also hold at the sizes of the call, or at others of their magnitude."""
     if not offered:
         return ()
     claims = [p.strategy for p in offered]
@@ -231,7 +232,7 @@ def _confirmed(call: OpCall, operation: Any, finding: Finding, offered: Sequence
 
 
 def _registered(op: str) -> Any:
-    """The operation, which the other process may not have."""
+    """The operation. Raises :class:`OperatorError` if the separate process does not have it."""
     operation = find_operation(op)
     if not isinstance(operation, OpOverload):
         raise OperatorError(
@@ -248,14 +249,14 @@ def _confirm_plainly(call: OpCall, claims: Sequence[AxisStrategy], finding: Find
 
 
 def _magnitude(call: OpCall) -> tuple[Any, ...]:
-    """The sizes, to a factor of two where no argument can refer to them."""
+    """The sizes, rounded to a factor of two unless an argument may refer to them."""
     exact = max(numbers_in(call), default=0) > _LARGE_NUMBER
     return tuple(tuple(int(n) if exact else int(n).bit_length() for n in t.shape) for t in call.inputs)
 
 
 @contextmanager
 def _plain_surroundings() -> Iterator[None]:
-    """Whatever device, precision or warnings filter the caller has set is not to change what is found."""
+    """Resets device, precision and warning filters, so that the caller's do not affect the findings."""
     with warnings.catch_warnings(), torch.device("cpu"), torch.autocast("cpu", enabled=False), torch.no_grad():
         warnings.simplefilter("ignore")
         yield

@@ -1,8 +1,8 @@
-"""Which placements of its operands an unknown operation may allow: few, whatever the number of operands.
+"""Lists placements of operands that an unknown operation may allow: few, whatever the number of operands.
 
-The operands alone make a hypothesis; how the results then lie, execution tells. Sharded is, at a time, what must change
-its size together; or the same dim of all operands; or all dims that are of one size in the call. Partial are sets of
-float operands; beside sharded ones, some of the others, as a bias is beside a contraction.
+A hypothesis covers the operands only; execution tells the placements of results. Each hypothesis shards the dims that
+must change their size together, or the same dim of all operands, or all dims of one size in the call. Others make sets
+of float operands Partial, alone or in addition to sharded ones, like a bias that is added to a contraction.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ FEW_OPERANDS = 3
 
 
 def sharded(operator: OperatorProbe) -> list[Inputs]:
-    """Hypotheses that shard something and sum nothing."""
+    """Hypotheses that shard operands, with none Partial."""
     free = frozenset().union(*operator.families)
-    # Of a long list one tensor alone is no use to shard.
+    # In a long list of operands, sharding one tensor alone is useless.
     groups = [g for g in operator.groups if len(g) > 1 or len(operator.call.inputs) <= 2 * FEW_OPERANDS]
     sets = [*groups, *_aligned(operator, free), *_of_one_size(operator, free)]
-    found = (inputs for slots in sets for inputs in _one_dim_each(operator, slots))
-    return list(dict.fromkeys(inputs for inputs in found if any(p != REPLICATE for p in inputs)))
+    hypotheses = (inputs for slots in sets for inputs in _one_dim_each(operator, slots))
+    return list(dict.fromkeys(inputs for inputs in hypotheses if any(p != REPLICATE for p in inputs)))
 
 
 def _aligned(operator: OperatorProbe, free: frozenset[Slot]) -> Iterator[frozenset[Slot]]:
@@ -50,7 +50,7 @@ def _of_one_size(operator: OperatorProbe, free: frozenset[Slot]) -> Iterator[fro
 
 
 def _one_dim_each(operator: OperatorProbe, slots: Iterable[Slot]) -> Iterator[Inputs]:
-    """An operand with several of the dims is sharded on one of them: every choice, up to a number."""
+    """Shards each operand on one of its dims among ``slots``: every combination, up to :data:`MOST_CHOICES`."""
     dims: dict[int, list[Placement]] = {}
     for operand, dim in sorted(slots):
         dims.setdefault(operand, []).append(Shard(dim))
@@ -63,8 +63,8 @@ def _floats(operator: OperatorProbe) -> list[int]:
     return [i for i, t in enumerate(operator.call.inputs) if t.dtype.is_floating_point]
 
 
-def beside(operator: OperatorProbe, inputs: Inputs) -> list[Inputs]:
-    """The hypothesis with one, or all, of its replicated floats summed."""
+def with_partial_floats(operator: OperatorProbe, inputs: Inputs) -> list[Inputs]:
+    """The hypothesis with one, or all, of its replicated float operands Partial."""
     others = [i for i in _floats(operator) if inputs[i] == REPLICATE]
     sets: list[tuple[int, ...]] = [(i,) for i in others] if len(others) <= FEW_OPERANDS else []
     if len(others) > 1:
@@ -73,14 +73,14 @@ def beside(operator: OperatorProbe, inputs: Inputs) -> list[Inputs]:
 
 
 def partial(operator: OperatorProbe) -> list[Inputs]:
-    """Hypotheses that shard nothing: every set of few float operands summed, or all of them; all a maximum or
-    minimum."""
+    """Hypotheses that shard nothing: Partial sums of every set of float operands if these are few, otherwise of all;
+    and Partial maxima and minima of all."""
     floats = _floats(operator)
     few = len(floats) <= FEW_OPERANDS
     lengths = range(1, len(floats) + 1) if few else [len(floats)]
-    found: list[Inputs] = []
+    hypotheses: list[Inputs] = []
     for chosen in [set(c) for n in lengths for c in combinations(floats, n)]:
         for op in ("sum", "max", "min") if len(chosen) == len(floats) else ("sum",):
             placed = [Partial(op) if i in chosen else REPLICATE for i in range(len(operator.call.inputs))]
-            found.append(tuple(placed))
-    return list(dict.fromkeys(found))
+            hypotheses.append(tuple(placed))
+    return list(dict.fromkeys(hypotheses))

@@ -1,6 +1,5 @@
-"""What can be learnt of an unknown operation by running it: small sizes that it takes, which dims must change together,
-which integers it accepts, and whether it is a function of its operands at all.
-"""
+"""Learns about an unknown operation by running it: small sizes that it accepts, which dims must change together, which
+integers it accepts, and whether it is a function of its operands at all."""
 
 from __future__ import annotations
 
@@ -23,14 +22,14 @@ Family = frozenset[Slot]
 MOST_ELEMENTS = 1 << 21
 # Sets of dims of one size that are tried. Chosen: each costs a run of the operation.
 MOST_SETS = 200
-# Odd multiples of four: neither their halves nor their doubles are any of them.
+# Odd multiples of four: none of them is half or double of another.
 _BASE = tuple(range(4, 400, 8))
 # Chosen: small sizes, odd and even, none twice.
 _SMALL = (3, 5, 2, 7, 4, 11, 6, 13, 9, 17, 10, 19)
 
 
 class Unfit(Exception):
-    """Nothing can be found out about an operation; says why. ``harmful``: nor may it run on several devices."""
+    """The operation cannot be studied, for the given reason. ``harmful``: it must not run on several devices either."""
 
     def __init__(self, reason: str, harmful: bool = False) -> None:
         super().__init__(reason)
@@ -39,8 +38,8 @@ class Unfit(Exception):
 
 @dataclass(frozen=True)
 class OperatorProbe:
-    """An operation under test. ``base`` are shapes it runs on; ``groups`` the smallest sets of dims that can change
-    their size together, ``families`` those sets merged where they overlap; no other dim may change."""
+    """An operation under test. ``base``: shapes it runs on; ``groups``: the smallest sets of dims that can change their
+    size together; ``families``: these sets merged where they overlap. No other dim may change."""
 
     call: OpCall
     operation: Callable[..., Any]
@@ -58,7 +57,7 @@ class OperatorProbe:
         return execute(self.call, self.operation, operands)
 
     def runs(self, shapes: Sequence[Shape], values: Values | None = None) -> bool:
-        """Whether it takes operands of these shapes: by its shape function, where it has one, then by its kernel."""
+        """Whether it accepts operands of these shapes: by its shape function, if it has one, then by its kernel."""
         if sum(map(prod, shapes)) > MOST_ELEMENTS or not self._has_shape(shapes):
             return False
         try:
@@ -78,23 +77,23 @@ class OperatorProbe:
         return sum(r.numel() for r in results if r is not None) <= MOST_ELEMENTS
 
     def resized(self, sizes: Mapping[Slot, int]) -> tuple[Shape, ...]:
-        """The base shapes with some dims of another size."""
+        """The base shapes with other sizes of some dims."""
         return tuple(
             tuple(sizes.get((i, d), size) for d, size in enumerate(shape)) for i, shape in enumerate(self.base)
         )
 
     def sized(self, sharded: Iterable[Slot], size: int, turn: int) -> tuple[Shape, ...]:
-        """Shapes with every family that has one of the ``sharded`` dims at ``size``, and the others small and all
-        different; another ``turn``, other sizes."""
+        """Shapes in which families with one of the ``sharded`` dims have ``size``, and all others small, different
+        sizes, which vary with ``turn``."""
         slots = set(sharded)
         pool = [n for n in (*_SMALL[turn % 4 :], *_SMALL[: turn % 4]) if n != size]
-        found: dict[Slot, int] = {}
+        sizes: dict[Slot, int] = {}
         for family in self.families:
             if family & slots:
-                found.update(dict.fromkeys(family, size))
+                sizes.update(dict.fromkeys(family, size))
             elif self.shrinks:
-                found.update(dict.fromkeys(family, pool.pop(0) if pool else 3))
-        return self.resized(found)
+                sizes.update(dict.fromkeys(family, pool.pop(0) if pool else 3))
+        return self.resized(sizes)
 
 
 def meta_operands(call: OpCall, shapes: Sequence[Shape]) -> list[torch.Tensor]:
@@ -105,16 +104,16 @@ def meta_operands(call: OpCall, shapes: Sequence[Shape]) -> list[torch.Tensor]:
 
 
 def numbers_in(call: OpCall) -> set[int]:
-    """The sizes of every integer argument."""
-    found: set[int] = set()
+    """The absolute values of all integer arguments."""
+    numbers: set[int] = set()
 
     def look(arg: Arg) -> Arg:
         if isinstance(arg, int) and not isinstance(arg, bool):
-            found.add(abs(arg))
+            numbers.add(abs(arg))
         return arg
 
     map_arg((call.args, tuple(arg for _, arg in call.kwargs)), look)
-    return found
+    return numbers
 
 
 def slots_of(call: OpCall) -> list[Slot]:
@@ -123,7 +122,7 @@ def slots_of(call: OpCall) -> list[Slot]:
 
 
 def learn(call: OpCall, operation: Callable[..., Any], cautious: bool) -> OperatorProbe:
-    """What there is to know. Raises :class:`Unfit`. ``cautious``: dims of equal size stay so, integers stay small."""
+    """Studies an operation. ``cautious``: dims of equal size stay equal, and integers small. Raises :class:`Unfit`."""
     operator = _with_base(OperatorProbe(call, operation))
     check_function(operator)
     classes = _classes(call)
@@ -142,31 +141,31 @@ def learn(call: OpCall, operation: Callable[..., Any], cautious: bool) -> Operat
 
 
 def _classes(call: OpCall) -> list[Family]:
-    found: dict[int, set[Slot]] = {}
+    by_size: dict[int, set[Slot]] = {}
     for slot in slots_of(call):
-        found.setdefault(int(call.inputs[slot[0]].shape[slot[1]]), set()).add(slot)
-    return [frozenset(slots) for slots in found.values()]
+        by_size.setdefault(int(call.inputs[slot[0]].shape[slot[1]]), set()).add(slot)
+    return [frozenset(slots) for slots in by_size.values()]
 
 
 def _with_base(operator: OperatorProbe) -> OperatorProbe:
-    """Shapes and first integers it runs with: sizes that stand among the arguments as they are and the others small;
-    else all small; else all real, and then what can be small."""
+    """Finds shapes and integers that the operation runs with. Tries, in order: all sizes small except those that occur
+    among the arguments; all small; all real, and then as many as possible small."""
     call = operator.call
     real = {int(size) for t in call.inputs for size in t.shape if int(size) > 1}
-    for kept in (real & numbers_in(call), set()):
-        found = _first_run(replace(operator, base=_shapes(call, _shrunk(real - kept))))
-        if found is not None:
-            return found
-    found = _first_run(replace(operator, base=_shapes(call, {})))
-    if found is None:
+    for unchanged in (real & numbers_in(call), set()):
+        runnable = _first_run(replace(operator, base=_shapes(call, _shrunk(real - unchanged))))
+        if runnable is not None:
+            return runnable
+    runnable = _first_run(replace(operator, base=_shapes(call, {})))
+    if runnable is None:
         raise Unfit(f"it runs on no operands we made up: {_complaint(operator)}")
     small = _shrunk(real)
     sizes: dict[int, int] = {}
     for size in sorted(real, reverse=True):
         tried = _first_run(replace(operator, base=_shapes(call, {**sizes, size: small[size]})))
         if tried is not None:
-            found, sizes = tried, {**sizes, size: small[size]}
-    return found
+            runnable, sizes = tried, {**sizes, size: small[size]}
+    return runnable
 
 
 def _shrunk(sizes: set[int]) -> dict[int, int]:
@@ -178,18 +177,18 @@ def _shapes(call: OpCall, sizes: Mapping[int, int]) -> tuple[Shape, ...]:
 
 
 def _first_run(operator: OperatorProbe) -> OperatorProbe | None:
-    whole = [i for i, t in enumerate(operator.call.inputs) if not is_float(t.dtype) and t.dtype != torch.bool]
+    integers = [i for i, t in enumerate(operator.call.inputs) if not is_float(t.dtype) and t.dtype != torch.bool]
     for low, high in ((0, 2), (0, 1), (1, 2)):
-        found = replace(operator, ranges=dict.fromkeys(whole, Range(low, high)))
-        if found.runs(found.base):
-            return found
-        if not whole:
+        ranged = replace(operator, ranges=dict.fromkeys(integers, Range(low, high)))
+        if ranged.runs(ranged.base):
+            return ranged
+        if not integers:
             break
     return None
 
 
 def _complaint(operator: OperatorProbe) -> str:
-    """Why it does not run on its own shapes, or on small ones if those are too large."""
+    """The error of running on the call's own shapes, or on small ones if those are too large."""
     call = operator.call
     shapes = _shapes(call, {})
     if sum(map(prod, shapes)) > MOST_ELEMENTS:
@@ -205,7 +204,7 @@ def _complaint(operator: OperatorProbe) -> str:
 
 
 def check_function(operator: OperatorProbe) -> None:
-    """Raises :class:`Unfit` for what is not a function of its operands that leaves them alone."""
+    """Raises :class:`Unfit` unless the operation is a function of its operands and does not change them."""
     operands = operator.operands(operator.base, Values(3))
     before, state = [x.clone() for x in operands], torch.get_rng_state()
     first = operator.run(operands)
@@ -220,8 +219,8 @@ def check_function(operator: OperatorProbe) -> None:
         raise Unfit("its results are of another rank or dtype than its shape function says")
 
 
-def _same(one: Sequence[torch.Tensor | None], other: Sequence[torch.Tensor | None]) -> bool:
-    pairs = list(zip(one, other, strict=True))
+def _same(left: Sequence[torch.Tensor | None], right: Sequence[torch.Tensor | None]) -> bool:
+    pairs = list(zip(left, right, strict=True))
     return all(
         a is b or (a is not None and b is not None and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)))
         for a, b in pairs
@@ -239,8 +238,8 @@ def _changed(operator: OperatorProbe, slots: Iterable[Slot], factor: int) -> tup
 
 
 def _together(operator: OperatorProbe, slot: Slot, tied: Family) -> Family | None:
-    """The smallest set of dims, ``slot`` among them, that can become longer and shorter together; None if it must stay
-    as it is. ``tied`` are those of its size."""
+    """The smallest set of dims, including ``slot``, that can become longer and shorter together; None if ``slot``
+    cannot change. ``tied``: the dims of its size."""
 
     def may_change(slots: Family) -> bool:
         return operator.runs(_changed(operator, slots, 2)) and operator.runs(_changed(operator, slots, 0))
@@ -271,27 +270,27 @@ def _merged(groups: Sequence[Family]) -> Iterator[Family]:
 
 
 def _ranges(operator: OperatorProbe, cautious: bool) -> dict[int, Range]:
-    """The widest range each operand of integers takes: up to the size of a dim (index), or any (data)."""
-    found = dict(operator.ranges)
+    """The widest range that each operand of integers accepts: up to the size of a dim (indices), or any (data)."""
+    ranges = dict(operator.ranges)
     slots = {operator.base[i][d]: (i, d) for i, d in reversed(slots_of(operator.call))}
     for index, first in operator.ranges.items():
         options = [Range(first.low, size, slot) for size, slot in sorted(slots.items()) if size > first.high]
         if not cautious and not any(r.dtype.itemsize < 4 for r in [operator.call.inputs[index]]):
             options += [Range(first.low, 1 << bits) for bits in (10, 20)]
         for option in options:
-            tried = replace(operator, ranges={**found, index: option})
+            tried = replace(operator, ranges={**ranges, index: option})
             if not all(tried.runs(operator.base, Values(seed)) for seed in range(3)):
                 break
-            found[index] = option
-        lower = replace(found[index], low=-1)
-        tried = replace(operator, ranges={**found, index: lower})
+            ranges[index] = option
+        lower = replace(ranges[index], low=-1)
+        tried = replace(operator, ranges={**ranges, index: lower})
         if first.low == 0 and operator.call.inputs[index].dtype != torch.uint8 and tried.runs(operator.base):
-            found[index] = lower
-    return found
+            ranges[index] = lower
+    return ranges
 
 
 def _runs_wide(operator: OperatorProbe) -> bool:
-    """Whether it computes in float64 too, where less is lost to rounding."""
+    """Whether the operation also runs in float64, which rounds less."""
     if not any(t.dtype in (torch.float32, torch.float16, torch.bfloat16) for t in operator.call.inputs):
         return False
     return operator.runs(operator.base, Values(0, wide=True))

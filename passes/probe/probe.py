@@ -1,13 +1,13 @@
-"""Rules found by trying: which placements of its operands leave the results of an operation recognisable.
+"""Finds rules by experiment: placements of operands from whose results the whole result can be reassembled.
 
-A hypothesis (:mod:`.hypotheses`) is screened on a few trials and, if it survives, put through a hundred: two, three and
-four devices, even and uneven shards, other dims of changing sizes, values of every profile over thirteen decades,
-float64 where the operation computes in it. For each result every placement that has put it together so far is
-remembered; what is left in the end is the rule. So results need no enumeration, and one trial that fails kills a
-hypothesis.
+A hypothesis (:mod:`.hypotheses`) is screened in a few trials and, if it survives, tested in a hundred: on two, three
+and four devices, with even and uneven shards, changing sizes of other dims, values of every profile over thirteen
+decades, and in float64 if the operation supports it. For each result, the placements that have reassembled it in all
+trials so far are kept; those left at the end are the rule. So placements of results need no enumeration, and one failed
+trial rejects a hypothesis.
 
-Last, a strategy must hold at the sizes of the call itself (:func:`confirm`): what an argument means may change with
-them.
+Finally, a strategy must hold at the sizes of the call itself (:func:`confirm`), since the meaning of arguments may
+depend on them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from autopar.ir.placements import REPLICATE, AxisStrategy, Placement, shard_dim
 from autopar.passes.rule_language.registry import OpCall
 
-from .hypotheses import Inputs, beside, partial, sharded
+from .hypotheses import Inputs, partial, sharded, with_partial_floats
 from .operator_study import MOST_ELEMENTS, OperatorProbe, Slot, numbers_in
 from .trials import (
     Range,
@@ -46,7 +46,7 @@ _SMALL_NUMBER = 4
 
 @dataclass(frozen=True, slots=True)
 class Proven:
-    """A strategy that no trial contradicts; with ``even`` only where every shard is of one size."""
+    """A strategy that no trial contradicts; with ``even`` only if all shards are of one size."""
 
     strategy: AxisStrategy
     even: bool
@@ -54,7 +54,7 @@ class Proven:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One run: over how many devices, dims to shard of which size, and what the operands hold."""
+    """One run: the number of devices, the size of sharded dims, and the operands' values."""
 
     devices: int
     size: int
@@ -79,7 +79,7 @@ def _battery(operator: OperatorProbe, even: bool) -> Iterator[Trial]:
 
 
 def _sweep(operator: OperatorProbe, even: bool) -> Iterator[Trial]:
-    """Every scale, so that a threshold on a sum lies between that of a part and that of the whole once."""
+    """Trials at every scale, so that any threshold on a sum lies between a part and the whole in one of them."""
     floats = any(is_float(t.dtype) for t in operator.call.inputs)
     for power in range(-20, 25 if floats else 1):
         size = 6 if even or power % 2 else 7
@@ -91,15 +91,15 @@ def _sweep(operator: OperatorProbe, even: bool) -> Iterator[Trial]:
 
 @dataclass
 class Examiner:
-    """Puts hypotheses about one operation to trial, and counts the ``cases`` it ran."""
+    """Tries hypotheses about one operation, and counts the ``cases`` it ran."""
 
     operator: OperatorProbe
     cases: int = 0
 
     def examine(self, inputs: Inputs, outputs: Open | None = None) -> Proven | None:
-        """What a hypothesis comes to, if anything: of several ways for a result to lie the one that says most."""
-        found = outputs or tuple(tuple(candidates(t)) for t in self.operator.call.outputs)
-        left = self._through(inputs, found, _screening(even=True))
+        """The strategy that a hypothesis leads to, if any; of several placements of a result the most specific."""
+        possible = outputs or tuple(tuple(candidates(t)) for t in self.operator.call.outputs)
+        left = self._through(inputs, possible, _screening(even=True))
         if left is None:
             return None
         uneven = self._through(inputs, left, _screening(even=False))
@@ -112,9 +112,9 @@ class Examiner:
         return Proven(AxisStrategy(inputs, tuple(places[0] for places in left)), even)
 
     def _through(self, inputs: Inputs, outputs: Open, trials: Iterable[Trial]) -> Open | None:
-        """The placements of each result that all ``trials`` allow; None if some result has none, or too few trials
-        said anything."""
-        told = total = 0
+        """The placements of each result that all ``trials`` allow; None if a result has none, or if too few trials were
+        informative."""
+        informative = total = 0
         for trial in trials:
             slots = [(i, d) for i, p in enumerate(inputs) if (d := shard_dim(p)) is not None]
             shapes = self.operator.sized(slots, trial.size, trial.values.seed)
@@ -127,11 +127,11 @@ class Examiner:
             except Exception:
                 continue
             self.cases += 1
-            told += is_informative(whole)
+            informative += is_informative(whole)
             outputs = narrowed(self.operator, operands, whole, inputs, trial, outputs)
             if not all(outputs):
                 return None
-        return outputs if told * 2 >= total else None
+        return outputs if informative * 2 >= total else None
 
 
 def narrowed(
@@ -142,8 +142,8 @@ def narrowed(
     trial: Trial,
     outputs: Open,
 ) -> Open:
-    """Those of the placements ``outputs`` in which results from shards of ``operands`` put together ``whole``; none if
-    the operation refuses the shards."""
+    """The placements of ``outputs`` with which results from shards of ``operands`` reassemble ``whole``; none if the
+    operation rejects the shards."""
     generator = torch.Generator().manual_seed(trial.values.seed)
     nothing: Open = ((),) * len(outputs)
     try:
@@ -161,22 +161,22 @@ def narrowed(
 
 
 def probe(operator: OperatorProbe) -> tuple[list[Proven], int]:
-    """Every strategy found, and the number of cases tried."""
+    """All strategies found, and the number of cases tried."""
     examiner = Examiner(operator)
-    found: list[Proven] = []
+    strategies: list[Proven] = []
     for inputs in sharded(operator):
         proven = examiner.examine(inputs)
-        for more in beside(operator, inputs) if proven is None else ():
-            if (other := examiner.examine(more)) is not None:
-                found.append(other)
+        for extended in with_partial_floats(operator, inputs) if proven is None else ():
+            if (extended_proven := examiner.examine(extended)) is not None:
+                strategies.append(extended_proven)
         if proven is not None:
-            found.append(proven)
-    found += [p for inputs in partial(operator) if (p := examiner.examine(inputs)) is not None]
-    return [p for p in found if any(x != REPLICATE for x in p.strategy.inputs)], examiner.cases
+            strategies.append(proven)
+    strategies += [p for inputs in partial(operator) if (p := examiner.examine(inputs)) is not None]
+    return [p for p in strategies if any(x != REPLICATE for x in p.strategy.inputs)], examiner.cases
 
 
 def check(operator: OperatorProbe, claims: Iterable[AxisStrategy]) -> tuple[list[Proven], int]:
-    """Those of the ``claims`` of others that are true."""
+    """The ``claims`` that are true, and the number of cases tried."""
     examiner = Examiner(operator)
     tried = [examiner.examine(c.inputs, tuple((p,) for p in c.outputs)) for c in claims]
     return [proven for proven in tried if proven is not None], examiner.cases
@@ -191,8 +191,8 @@ _MORE = tuple(Values(10 + k, PROFILES[k % 2], 8.0**k) for k in range(-5, 8))
 def confirm(
     call: OpCall, operation: Callable[..., object], claims: Sequence[AxisStrategy], ranges: dict[int, Range]
 ) -> list[bool]:
-    """Which of the ``claims`` hold at the sizes of ``call`` and on as many devices; where these are too large for a
-    trial, with only the sharded dims as long."""
+    """Which of the ``claims`` hold at the sizes of ``call`` and on its number of devices; if these are too large for a
+    trial, only the sharded dims keep their size."""
     operator = OperatorProbe(call, operation, tuple(tuple(map(int, t.shape)) for t in call.inputs), ranges=ranges)
     return [_holds_here(operator, claim) for claim in claims]
 
@@ -210,19 +210,19 @@ def _holds_here(operator: OperatorProbe, claim: AxisStrategy) -> bool:
             if not all(narrowed(operator, operands, whole, claim.inputs, trial, outputs)):
                 return False
         return True
-    # Too large to try: small sizes speak for large ones only if no argument may mean something else there.
+    # Too large to try: small sizes are evidence for large ones only if no argument may have another meaning there.
     return max(numbers_in(call), default=0) <= _SMALL_NUMBER
 
 
 def _reduced(operator: OperatorProbe, claim: AxisStrategy) -> tuple[Shape, ...]:
     slots: set[Slot] = {(i, d) for i, p in enumerate(claim.inputs) if (d := shard_dim(p)) is not None}
-    kept = {operator.base[i][d] for i, d in slots} | numbers_in(operator.call)
-    return tuple(tuple(n if n in kept else min(n, 3 + n % 5) for n in shape) for shape in operator.base)
+    unchanged = {operator.base[i][d] for i, d in slots} | numbers_in(operator.call)
+    return tuple(tuple(n if n in unchanged else min(n, 3 + n % 5) for n in shape) for shape in operator.base)
 
 
 def fits(call: OpCall, proven: Proven) -> bool:
-    """Whether the strategy can be offered for ``call``: trials were of sharded dims of one length, and for some only
-    even ones would do."""
+    """Whether the strategy can be offered for ``call``: in trials all sharded dims had one length, and some strategies
+    hold for even shards only."""
     inputs = [tuple(map(int, t.shape)) for t in call.inputs]
     outputs = [None if t is None else tuple(map(int, t.shape)) for t in call.outputs]
     places = (*proven.strategy.inputs, *proven.strategy.outputs)

@@ -1,9 +1,8 @@
-"""What has been found out about operations, kept on disk as one readable JSON file per kind of call.
+"""Findings about operations, kept on disk as one readable JSON file per kind of call.
 
-A file only says what to try: before a rule from it is used, execution confirms it
-(:func:`autopar.passes.probe.probe.confirm`), since an operation may have changed behind an unchanged schema. Files
-that do not read, or were written for another version of torch, are as good as none. Writers replace a file as a
-whole, so that readers never see half of one.
+A file only says what to try: execution confirms a rule before it is used
+(:func:`autopar.passes.probe.probe.confirm`), since an operation may have changed behind an unchanged schema. Files that
+cannot be read, or were written for another version of torch, are ignored. Writers replace files atomically.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Finding:
-    """What is known of a kind of call: its strategies, where they come from (``source``: registered, DTensor, probed,
-    trusted), on how many ``cases`` they were tried; or the ``reason`` why there are none. ``refuted`` are claims that
+    """The finding about a kind of call: its strategies, where they come from (``source``: registered, DTensor, probed,
+    trusted), and in how many ``cases`` they were tried; or the ``reason`` why there are none. ``refuted``: claims that
     failed."""
 
     source: str
@@ -49,7 +48,7 @@ class Finding:
 
 
 def describe(call: OpCall, schema: str) -> dict[str, Any]:
-    """The kind of a call: everything about it but the sizes of its tensors (a dim of length 1 is one of its own)."""
+    """The kind of a call: everything about it except the sizes of its tensors (length 1 counts as a kind of dim)."""
 
     def kind(tensor: TensorType | None) -> str:
         if tensor is None:
@@ -74,13 +73,13 @@ def key_of(description: Mapping[str, Any]) -> str:
 
 
 def file_of(description: Mapping[str, Any]) -> Path:
-    """Where the finding about a kind of call is kept."""
+    """The file of the finding about a kind of call."""
     name = "".join(c if c.isalnum() else "_" for c in str(description["op"]))
     return cache_folder() / "rules" / f"{name}-{key_of(description)}.json"
 
 
 def store(description: Mapping[str, Any], finding: Finding) -> None:
-    """Keeps a finding; a folder that cannot be written to is not an error."""
+    """Stores a finding; a folder that cannot be written to is not an error."""
     data = {
         **description,
         "source": finding.source,
@@ -103,7 +102,7 @@ def store(description: Mapping[str, Any], finding: Finding) -> None:
 
 
 def load(description: Mapping[str, Any], call: OpCall) -> Finding | None:
-    """The finding about this kind of call, if there is one that makes sense."""
+    """The stored finding about this kind of call; None if there is none, or none that is valid."""
     if not caching_enabled():
         return None
     try:
@@ -125,11 +124,11 @@ def load(description: Mapping[str, Any], call: OpCall) -> Finding | None:
 def _proven(text: str, how: str, call: OpCall) -> Proven:
     strategy = parse_strategy(text)
     if len(strategy.inputs) != len(call.inputs) or how not in ("even shards", "any shards"):
-        raise ValueError(f"{text!r} is no strategy of {call.op}")
+        raise ValueError(f"{text!r} is not a strategy of {call.op}")
     for tensor, place in zip(call.tensors, strategy.places, strict=True):
         dim = shard_dim(place)
         if dim is not None and (tensor is None or dim >= tensor.rank):
-            raise ValueError(f"{text!r} shards a dim that is not there")
+            raise ValueError(f"{text!r} shards a dim that does not exist")
     return Proven(strategy, how == "even shards")
 
 

@@ -1,6 +1,5 @@
-"""Runs a function in another process, under limits: an operation nobody knows, given made-up values, may crash, hang,
-or change the state of its own library, and none of that is to reach the process that plans.
-"""
+"""Runs a function in another process under limits: an unknown operation with generated values may crash, hang, or
+change the state of its library, which must not affect the process that plans."""
 
 from __future__ import annotations
 
@@ -32,8 +31,8 @@ _ENTRY = "autopar.passes.probe.sandbox:answer"
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """``value`` as the function returned it, or ``failure`` in words: ``crash`` says it took the process with it,
-    ``late`` that it was ended."""
+    """The ``value`` that the function returned, or its ``failure`` in words; ``crash``: it ended the process, ``late``:
+    it exceeded a limit and was ended."""
 
     value: Any = None
     failure: str = ""
@@ -42,8 +41,8 @@ class Outcome:
 
 
 def run_apart(function: Callable[[], Any], cpu_seconds: int = CPU_SECONDS, wall: float = WALL_SECONDS) -> Outcome:
-    """What ``function`` returns, as JSON has it, computed in another process, which computes for ``cpu_seconds`` at
-    most. An exception is its failure; so is a function that cannot be sent there."""
+    """Runs ``function`` in another process for at most ``cpu_seconds`` of computing. Returns its value as JSON
+    represents it. An exception counts as failure, and so does a function that cannot be sent there."""
     reader, writer = os.pipe()
     try:
         with payload((function, cpu_seconds)) as sent:
@@ -64,7 +63,7 @@ def run_apart(function: Callable[[], Any], cpu_seconds: int = CPU_SECONDS, wall:
 
 
 def answer(descriptor: int, writer: int) -> None:
-    """In the other process: writes what the function returns, or why it does not. It then ends the process."""
+    """Runs in the other process: writes the function's value or failure, and ends the process."""
     try:
         quiet = os.open(os.devnull, os.O_WRONLY)
         os.dup2(quiet, 1)
@@ -74,10 +73,10 @@ def answer(descriptor: int, writer: int) -> None:
         try:
             function, cpu_seconds = open_payload(descriptor)
             _limit(cpu_seconds)
-            said = {"value": function()}
+            reply = {"value": function()}
         except Exception as error:
-            said = {"failure": f"{type(error).__name__}: {error}".strip()[:500]}
-        left = json.dumps(said).encode()
+            reply = {"failure": f"{type(error).__name__}: {error}".strip()[:500]}
+        left = json.dumps(reply).encode()
         while left:
             left = left[os.write(writer, left) :]
     finally:
@@ -85,7 +84,7 @@ def answer(descriptor: int, writer: int) -> None:
 
 
 def _limit(cpu_seconds: int) -> None:
-    """From now on."""
+    """Limits the process's computing from now on."""
     used = math.ceil(time.process_time())
     resource.setrlimit(resource.RLIMIT_CPU, (used + cpu_seconds, used + cpu_seconds + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -115,5 +114,5 @@ def _outcome(data: bytes, status: int, late: bool, cpu_seconds: int, wall: float
     ended = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
     if ended in (signal.SIGXCPU, signal.SIGKILL):
         return Outcome(failure=f"not done after {cpu_seconds} s of computing", late=True)
-    what = signal.Signals(ended).name if ended else f"exit code {os.waitstatus_to_exitcode(status)}"
-    return Outcome(failure=f"it ended the process ({what})", crash=True)
+    cause = signal.Signals(ended).name if ended else f"exit code {os.waitstatus_to_exitcode(status)}"
+    return Outcome(failure=f"it ended the process ({cause})", crash=True)

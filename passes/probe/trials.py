@@ -1,7 +1,7 @@
-"""Trials: a call on random tensors of chosen sizes, run whole and in shards, and what put together what.
+"""Trials: run a call on random tensors of chosen sizes, whole and in shards, and compare the results.
 
-Values come in *profiles* and *scales*, so that what holds for tame numbers only (a function that is linear near zero, a
-threshold on a sum) shows itself; integers stay within the range the operation takes, bools are sometimes all alike.
+Values have *profiles* and *scales*, to detect rules that hold for small numbers only (a function that is linear near
+zero, a threshold on a sum). Integers stay within the range that the operation accepts; bools are sometimes all equal.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ REDUCTIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """How made-up values look: ``profile`` is ``signed`` (normal), ``positive``, ``spread`` (over eight decades) or
-    ``zeros`` (half of them), all times ``scale``; ``wide`` computes in float64."""
+    """How values are generated: ``profile`` is ``signed`` (normal), ``positive``, ``spread`` (over eight decades) or
+    ``zeros`` (half of them are 0), all times ``scale``; ``wide``: in float64."""
 
     seed: int
     profile: str = "signed"
@@ -42,8 +42,8 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The integers ``low <= i < high`` that an operand takes; ``of`` names the dim ``(operand, dim)`` whose size is
-    ``high``, if it is one."""
+    """The integers ``low <= i < high`` that an operand accepts; ``of``: the dim ``(operand, dim)`` whose size ``high``
+    is, if any."""
 
     low: int = 0
     high: int = 2
@@ -55,26 +55,26 @@ class Range:
 
 
 def is_float(dtype: torch.dtype) -> bool:
-    """Whether numbers of that type round."""
+    """Whether arithmetic in that dtype rounds."""
     return dtype.is_floating_point or dtype.is_complex
 
 
 def make_operands(
     types: Sequence[TensorType], shapes: Sequence[Shape], ranges: Mapping[int, Range], values: Values
 ) -> list[torch.Tensor]:
-    """One tensor for each operand."""
+    """One random tensor for each operand."""
     generator = torch.Generator().manual_seed(values.seed)
-    made = []
+    operands = []
     for index, (kind, shape) in enumerate(zip(types, shapes, strict=True)):
         if is_float(kind.dtype):
-            made.append(_floats(shape, kind.dtype, values, generator))
+            operands.append(_floats(shape, kind.dtype, values, generator))
         elif kind.dtype == torch.bool:
             share = (0.5, 0.5, 0.5, 1.0, 0.0)[values.seed % 5]
-            made.append(torch.rand(shape, generator=generator) < share)
+            operands.append(torch.rand(shape, generator=generator) < share)
         else:
-            found = ranges.get(index, Range())
-            made.append(_integers(shape, found.low, found.above(shapes), generator).to(kind.dtype))
-    return made
+            accepted = ranges.get(index, Range())
+            operands.append(_integers(shape, accepted.low, accepted.above(shapes), generator).to(kind.dtype))
+    return operands
 
 
 def _floats(shape: Shape, dtype: torch.dtype, values: Values, generator: torch.Generator) -> torch.Tensor:
@@ -83,26 +83,26 @@ def _floats(shape: Shape, dtype: torch.dtype, values: Values, generator: torch.G
         return torch.complex(*parts).to(torch.complex128 if values.wide else dtype)
     normal = torch.randn(shape, generator=generator, dtype=torch.float64)
     uniform = torch.rand(shape, generator=generator, dtype=torch.float64)
-    made = {
+    unscaled = {
         "signed": lambda: normal,
         "positive": lambda: uniform + 0.1,
         "spread": lambda: normal.sign() * 10 ** (8 * uniform - 4),
         "zeros": lambda: normal * (uniform < 0.5),
     }[values.profile]()
-    return (made * values.scale).to(torch.float64 if values.wide else dtype)
+    return (unscaled * values.scale).to(torch.float64 if values.wide else dtype)
 
 
 def _integers(shape: Shape, low: int, high: int, generator: torch.Generator) -> torch.Tensor:
-    """Integers over the whole range, both of its ends among them."""
-    found = torch.randint(low, max(high, low + 1), shape, generator=generator)
-    if found.numel() > 1:
-        places = torch.randperm(found.numel(), generator=generator)[:2]
-        found.view(-1)[places] = torch.tensor([low, max(high - 1, low)])
-    return found
+    """Random integers over the whole range, including both of its ends."""
+    integers = torch.randint(low, max(high, low + 1), shape, generator=generator)
+    if integers.numel() > 1:
+        places = torch.randperm(integers.numel(), generator=generator)[:2]
+        integers.view(-1)[places] = torch.tensor([low, max(high - 1, low)])
+    return integers
 
 
 def find_operation(op: str) -> Callable[..., Any] | None:
-    """The torch operation called ``op`` (``aten.mm.default``), or None if there is none such."""
+    """The torch operation called ``op`` (``aten.mm.default``), or None if there is none."""
     namespace, *path = op.split(".")
     if len(path) != 2 or not hasattr(torch.ops, namespace):
         return None
@@ -126,10 +126,10 @@ def execute(call: OpCall, operation: Callable[..., Any], operands: Sequence[torc
 
 
 def split(x: torch.Tensor, placement: Placement, devices: int, generator: torch.Generator) -> list[torch.Tensor]:
-    """What each device holds of ``x``; a Partial is split at random, into parts of its own magnitude. Raises ValueError
-    where that cannot be."""
+    """The local parts of ``x`` on each device; a Partial is split at random, into parts of its own magnitude. Raises
+    ValueError if ``x`` cannot be split so."""
     if isinstance(placement, Replicate):
-        # Cloned: an operation that writes into what it is given writes into its own.
+        # Cloned, since the operation may write into its operands.
         return [x.clone() for _ in range(devices)]
     dim = shard_dim(placement)
     if dim is not None:
@@ -148,26 +148,26 @@ def split(x: torch.Tensor, placement: Placement, devices: int, generator: torch.
 def joins(
     pieces: Sequence[torch.Tensor | None], whole: torch.Tensor | None, placement: Placement, rounding: float
 ) -> bool:
-    """Whether the results of all devices, placed as ``placement`` says, are ``whole`` but for ``rounding``."""
+    """Whether the results of all devices with ``placement`` reassemble ``whole`` up to ``rounding``."""
     if whole is None or any(piece is None for piece in pieces):
         return whole is None and all(piece is None for piece in pieces) and placement == REPLICATE
-    found: list[torch.Tensor] = [piece for piece in pieces if piece is not None]
+    tensors: list[torch.Tensor] = [piece for piece in pieces if piece is not None]
     dim = shard_dim(placement)
     if dim is not None:
-        if whole.dim() <= dim or any(piece.dim() != whole.dim() for piece in found):
+        if whole.dim() <= dim or any(piece.dim() != whole.dim() for piece in tensors):
             return False
-        lengths = [chunk_bounds(whole.shape[dim], len(found), i)[1] for i in range(len(found))]
-        sizes = [piece.shape[dim] for piece in found]
-        others = {(*p.shape[:dim], *p.shape[dim + 1 :]) for p in found}
-        return sizes == lengths and len(others) == 1 and agree(torch.cat(found, dim), whole, rounding)
-    if any(piece.shape != whole.shape for piece in found):
+        lengths = [chunk_bounds(whole.shape[dim], len(tensors), i)[1] for i in range(len(tensors))]
+        sizes = [piece.shape[dim] for piece in tensors]
+        others = {(*p.shape[:dim], *p.shape[dim + 1 :]) for p in tensors}
+        return sizes == lengths and len(others) == 1 and agree(torch.cat(tensors, dim), whole, rounding)
+    if any(piece.shape != whole.shape for piece in tensors):
         return False
     if isinstance(placement, Replicate):
-        return all(agree(piece, whole, rounding) for piece in found)
+        return all(agree(piece, whole, rounding) for piece in tensors)
     assert isinstance(placement, Partial)
     if whole.dtype == torch.bool or (whole.dtype.is_complex and placement.reduce_op != "sum"):
         return False
-    stacked = torch.stack(found)
+    stacked = torch.stack(tensors)
     return agree(REDUCTIONS[placement.reduce_op](stacked), whole, rounding, _largest(stacked))
 
 
@@ -176,32 +176,32 @@ def _largest(x: torch.Tensor) -> float:
     return float(finite.max()) if finite.numel() else 0.0
 
 
-def agree(found: torch.Tensor, expected: torch.Tensor, rounding: float, size: float = 0.0) -> bool:
-    """Equal, or for floats within ``rounding`` of the largest number there is (at least ``size``). Where the whole
-    overflows, so must its parts."""
-    if found.shape != expected.shape or found.dtype != expected.dtype:
+def agree(actual: torch.Tensor, expected: torch.Tensor, rounding: float, size: float = 0.0) -> bool:
+    """Whether two tensors are equal, or for floats within ``rounding`` times the largest finite number in ``expected``
+    (at least ``size``). Where ``expected`` overflows, ``actual`` must too."""
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return False
     if not is_float(expected.dtype):
-        return torch.equal(found, expected)
+        return torch.equal(actual, expected)
     finite = torch.isfinite(expected)
-    if bool(torch.isfinite(found[~finite]).any()):
+    if bool(torch.isfinite(actual[~finite]).any()):
         return False
-    off = (found[finite] - expected[finite]).abs()
+    off = (actual[finite] - expected[finite]).abs()
     return not off.numel() or float(off.max()) <= rounding * max(_largest(expected), size)
 
 
 def rounding_of(tensors: Sequence[torch.Tensor | None]) -> float:
-    """What the coarsest float among the tensors rounds by, some operations long."""
+    """The relative rounding of a few operations in the coarsest float dtype among the tensors."""
     return max((ROUNDING * torch.finfo(t.dtype).eps for t in tensors if t is not None and is_float(t.dtype)), default=0)
 
 
 def is_informative(results: Tensors) -> bool:
-    """Whether there is anything to compare: some number that is finite."""
+    """Whether the results contain a finite number to compare."""
     return any(r is not None and r.numel() and bool(torch.isfinite(r).any()) for r in results)
 
 
 def candidates(result: TensorType | None) -> list[Placement]:
-    """How a result may lie, what says most first."""
+    """The placements that a result may have, the most specific first."""
     if result is None:
         return [REPLICATE]
     partial: list[Placement] = [Partial(op) for op in REDUCTIONS]
@@ -209,18 +209,18 @@ def candidates(result: TensorType | None) -> list[Placement]:
 
 
 def leaves_none_out(shapes: Sequence[Shape], placements: Sequence[Placement], devices: int) -> bool:
-    """Whether every device gets something of each operand."""
+    """Whether every device gets elements of each operand."""
     pairs = [(shape, shard_dim(p)) for shape, p in zip(shapes, placements, strict=True)]
     return all(dim is None or chunk_bounds(shape[dim], devices, devices - 1)[1] > 0 for shape, dim in pairs)
 
 
 def are_even(shapes: Sequence[Shape | None], placements: Sequence[Placement], devices: int) -> bool:
-    """Whether every sharded dim divides."""
+    """Whether every sharded dim divides evenly."""
     pairs = [(shape, shard_dim(p)) for shape, p in zip(shapes, placements, strict=True)]
     return all(shape is None or dim is None or shape[dim] % devices == 0 for shape, dim in pairs)
 
 
 def cuts_differ(shapes: Sequence[Shape], placements: Sequence[Placement]) -> bool:
-    """Whether the sharded dims of the operands are of different lengths."""
+    """Whether the sharded dims of the operands have different lengths."""
     lengths = [shape[d] for shape, p in zip(shapes, placements, strict=True) if (d := shard_dim(p)) is not None]
     return any(a != b for a, b in pairwise(lengths))

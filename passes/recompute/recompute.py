@@ -1,9 +1,9 @@
-"""Computes in backward again what forward does not keep for it.
+"""Recomputes in backward the values that forward does not save.
 
-Backward reads a value either from its saved activation (:mod:`.saved_values`) or, if that is among the recomputed
-nodes, from a copy of the chain of operations that made it, which reaches back to values that are there: saved
-activations that are kept, parameters, inputs. Copies choose as their originals do, and what an original draws at random
-is a function of its place, so that a copy is equal to it bit by bit.
+Backward reads a value either as a saved activation (:mod:`.saved_values`) or, if that is among the recomputed nodes,
+from a copy of the chain of operations that produced it. The chain goes back to values that still exist: saved
+activations, parameters, inputs. Copies have the same strategies as their originals, and random draws are a function of
+their place, so that a copy equals its original bit by bit.
 
     %h: f32[4, 4] = aten.mm.default(%x, %w)
     %y: f32[4, 4] = aten.tanh.default(%h)
@@ -17,7 +17,7 @@ becomes, with ``y_rest``, ``y`` and ``h`` recomputed::
     backward %y_rest_recomputed: f32[4, 4] = autopar.saved(%y_recomputed)
     backward %g: f32[4, 4] = aten.mul.Tensor(%d, %y_rest_recomputed)
 
-Each copy stands right before the first operation of backward that needs it, and is made once.
+Each copy comes right before the first operation of backward that needs it, and there is one of each.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .saved_values import save_activations
 @dataclass(frozen=True)
 class Recompute(Pass):
     """Recomputes ``nodes`` (names of forward operations and saved activations) for backward; see the module docstring.
-    A value that a copy needs and nothing keeps is saved; a saved activation that only backward read is not made in
+    A value that a copy needs is saved if it was not; a saved activation that only backward read is not saved in
     forward."""
 
     name: ClassVar[str] = "recompute"
@@ -48,25 +48,25 @@ class Recompute(Pass):
 
 
 def recomputed(graph: Graph, assignment: Assignment) -> tuple[Graph, Assignment]:
-    """``graph`` with what ``assignment`` recomputes copied into backward, and the assignment of all its nodes."""
+    """``graph`` with the nodes that ``assignment`` recomputes copied into backward, and the assignment of all nodes."""
     if not assignment.recomputed:
         return graph, assignment
-    made = Recompute(assignment.recomputed)(graph)
+    with_copies = Recompute(assignment.recomputed)(graph)
     strategies = dict(assignment.strategies)
-    for node in made.nodes:
+    for node in with_copies.nodes:
         if node.name in graph or node.is_placeholder:
             continue
-        known = strategies.get(node.name) or strategies.get(node.name.removesuffix(RECOMPUTED))
-        if known is None:
+        strategy = strategies.get(node.name) or strategies.get(node.name.removesuffix(RECOMPUTED))
+        if strategy is None:
             source = node.operands[0]
-            home = strategies[source.node].outputs[source.index]
-            known = Strategy((home,), (home,))
-        strategies[node.name] = known
-    return made, replace(assignment, strategies=strategies, recomputed=frozenset())
+            place = strategies[source.node].outputs[source.index]
+            strategy = Strategy((place,), (place,))
+        strategies[node.name] = strategy
+    return with_copies, replace(assignment, strategies=strategies, recomputed=frozenset())
 
 
 class _Copier:
-    """Copies nodes in order; before the first backward user of a recomputed value comes the chain that makes it."""
+    """Copies nodes in order, and inserts the chain that computes a recomputed value before its first backward user."""
 
     def __init__(self, graph: Graph, names: frozenset[str]) -> None:
         self.graph = graph
@@ -87,7 +87,7 @@ class _Copier:
         return Value(value.node + RECOMPUTED, value.index) if value.node in self.names else value
 
     def _copy(self, name: str) -> None:
-        """Appends the copy of ``name`` behind those it needs; without recursion, for chains may be long."""
+        """Appends the copy of ``name`` after those it needs; without recursion, since chains may be long."""
         waiting = [name]
         while waiting:
             here = waiting[-1]

@@ -1,15 +1,15 @@
-"""Saves every value that forward computes and backward needs, in a placement of its own.
+"""Inserts a saved activation (``autopar.rest``) for every value that forward computes and backward reads.
 
-A value saved for backward has consumers in both phases. Without one, a forward result that is a partial sum would be
-reduced once in forward and again in backward. ``autopar.saved`` is an identity between producer and consumers: the
-producer's result is resharded once into its saved placement, which is what occupies memory until backward, and every
-consumer reads from there.
+A value saved for backward has consumers in both phases. Without the insertion, a forward result that is a partial sum
+would be reduced once in forward and again in backward. ``autopar.rest`` is an identity between producer and consumers:
+the producer's result is resharded once to the placement in which it is saved until backward, and every consumer reads
+it from there.
 
     %y: f32[4, 4] = aten.mm.default(%x, %w)                 %y: f32[4, 4] = aten.mm.default(%x, %w)
     backward %g: f32[4, 4] = aten.mul.Tensor(%d, %y)   ->   %y_rest: f32[4, 4] = autopar.saved(%y)
                                                             backward %g: f32[4, 4] = aten.mul.Tensor(%d, %y_rest)
 
-Values already held for the whole step (parameters, buffers, inputs, constants) get none.
+Values that exist for the whole step (parameters, buffers, inputs, constants) are not saved.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autopar.passes.base import Pass
 
 @dataclass(frozen=True)
 class SaveActivations(Pass):
-    """Inserts ``autopar.saved`` behind each saved value; see the module docstring."""
+    """Inserts ``autopar.rest`` after each saved value; see the module docstring."""
 
     name: ClassVar[str] = "save-activations"
 
@@ -33,7 +33,7 @@ class SaveActivations(Pass):
 
 
 def saved_values(graph: Graph) -> list[Value]:
-    """Forward results with a use in backward, in order of definition; placeholders are not among them."""
+    """Forward results with a use in backward, in order of definition, without placeholders."""
     return [
         Value(node.name, index)
         for node in graph.nodes

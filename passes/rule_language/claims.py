@@ -1,4 +1,4 @@
-"""How rules that do not fit a dimension string state their claims.
+"""Claims: how rules state strategies that do not fit a dimension string.
 
 @claim_rule("aten.mv.default")
 def mv(call):
@@ -25,9 +25,9 @@ S = Shard
 
 
 def operand(call: OpCall, position: int, name: str) -> int | None:
-    """The index of the tensor operand passed at ``position`` or as ``name``; None where that is not a tensor."""
-    found = call.arg(position, name)
-    return found.index if isinstance(found, Operand) else None
+    """The index of the tensor operand passed at ``position`` or as ``name``; None if that argument is not a tensor."""
+    argument = call.arg(position, name)
+    return argument.index if isinstance(argument, Operand) else None
 
 
 def shape_of(call: OpCall, index: int) -> tuple[int, ...]:
@@ -38,8 +38,8 @@ def shape_of(call: OpCall, index: int) -> tuple[int, ...]:
 def claim(
     call: OpCall, inputs: Mapping[int | None, Placement], outputs: Sequence[Placement], local: str = ""
 ) -> AxisStrategy:
-    """A strategy with ``inputs`` by operand index, replicated where not given; the key None (an absent
-    operand) is ignored. Results that are not tensors are replicated."""
+    """A strategy with ``inputs`` by operand index; operands that are not listed are replicated, and the key None (an
+    absent operand) is ignored. Results that are not tensors are replicated."""
     placed = tuple(inputs.get(index, R) for index in range(len(call.inputs)))
     results = tuple(R if t is None else p for t, p in zip(call.outputs, outputs, strict=True))
     return AxisStrategy(placed, results, local)
@@ -51,17 +51,16 @@ def _is_whole(tensor: TensorType | None, placement: Placement, devices: int) -> 
 
 
 def leaves_none_empty(call: OpCall, strategy: AxisStrategy) -> bool:
-    """Whether every device of the axis holds something of every operand and result."""
+    """Whether every device of the axis has elements of every operand and result."""
     pairs = zip(call.tensors, strategy.places, strict=True)
     return all(_is_whole(tensor, placement, call.size) for tensor, placement in pairs)
 
 
 def claim_rule(*ops: str, agnostic: bool = True) -> Callable[[Rule], Rule]:
-    """Registers a rule without those of its strategies that leave a device without anything, and without
-    repeats.
+    """Registers a rule. Drops repeated strategies, and those that leave a device without elements.
 
-    ``agnostic``: see :mod:`autopar.passes.rule_language.dimension_strings`; strategies with a local operation are
-    none of these in any case.
+    ``agnostic``: see :mod:`autopar.passes.rule_language.dimension_strings`; strategies with a local operation are never
+    agnostic.
     """
 
     def register(function: Callable[[OpCall], Iterable[AxisStrategy]]) -> Rule:

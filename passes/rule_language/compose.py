@@ -1,10 +1,10 @@
-"""One-axis strategies composed over the axes of a mesh.
+"""Composes one-axis strategies over the axes of a mesh.
 
-The strategies of the outermost axis are asked on global types, those of the next axis on what one device of the first
-is left with, and so on: each axis divides what the axes outside of it left. Where a shard is uneven, devices are left
-with different shapes; a strategy of an inner axis counts only if it is offered for each of them. Invariants: every
-composed strategy is valid for the global types (:func:`autopar.ir.placements.is_valid`); no operand or result is left
-empty on a device.
+Rules list the strategies of the outermost axis for global types, those of the next axis for the local types of one
+device of the first, and so on: each axis divides what the axes outside of it leave. If a shard is uneven, devices have
+different shapes; a strategy of an inner axis counts only if it is offered for each of them. Invariants: every composed
+strategy is valid for the global types (:func:`autopar.ir.placements.is_valid`); no operand or result is empty on a
+device.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .registry import OpCall, Operand
 
 
 def op_call(graph: Graph, node: Node, size: int = 1) -> OpCall:
-    """``node`` as rules see it: operands replaced by their position, with their types."""
+    """``node`` in the form that rules take: operands replaced by their positions, with their types."""
     position = iter(range(len(node.operands)))
 
     def leaf(arg: Arg) -> Arg:
@@ -56,7 +56,7 @@ def _local_sizes(size: int, placement: Placement, devices: int) -> set[int]:
 
 
 def _local_types(tensor: TensorType | None, placement: Placement, devices: int) -> list[TensorType | None]:
-    """The distinct types devices of an axis are left with, largest first."""
+    """The distinct local types on the devices of an axis, largest first."""
     dim = shard_dim(placement)
     if tensor is None or dim is None:
         return [tensor]
@@ -65,7 +65,7 @@ def _local_types(tensor: TensorType | None, placement: Placement, devices: int) 
 
 
 def local_calls(call: OpCall, strategy: AxisStrategy, devices: int) -> list[OpCall]:
-    """``call`` as the devices of an axis see it under ``strategy``: one per distinct combination of shapes."""
+    """The local calls of the devices of an axis under ``strategy``: one per distinct combination of shapes."""
     inputs = [_local_types(t, p, devices) for t, p in zip(call.inputs, strategy.inputs, strict=True)]
     outputs = [_local_types(t, p, devices) for t, p in zip(call.outputs, strategy.outputs, strict=True)]
     kinds = max((len(types) for types in (*inputs, *outputs)), default=1)
@@ -80,7 +80,7 @@ def local_calls(call: OpCall, strategy: AxisStrategy, devices: int) -> list[OpCa
 
 
 def _global_before(outer: Placements, dim: int, before: int, mesh: tuple[int, ...]) -> int:
-    """``before`` as counted on the whole tensor, given what it is on a device of the ``outer`` axes."""
+    """The global ``before`` of a shard, from the ``before`` on a device of the ``outer`` axes."""
     counted, divided = before, 1
     for group_before, axes in factor_groups(outer, dim):
         degree = math.prod(mesh[axis] for axis in axes)
@@ -110,7 +110,7 @@ def _fits(call: OpCall, strategy: AxisStrategy, devices: int) -> bool:
 
 
 def replicated(call: OpCall) -> AxisStrategy:
-    """The strategy every operation has: do it all on every device."""
+    """The strategy that every operation has: run in full on every device."""
     return AxisStrategy((REPLICATE,) * len(call.inputs), (REPLICATE,) * len(call.outputs))
 
 
@@ -118,18 +118,18 @@ Offer = Callable[[OpCall], tuple[AxisStrategy, ...]]
 
 
 def _merge_local(outer: str, inner: str) -> str | None:
-    """The local operation that serves both axes, or None if they need different ones."""
+    """The local operation for both axes, or None if they need different ones."""
     return outer or inner if not (outer and inner) or outer == inner else None
 
 
 def _inner(call: OpCall, mesh: tuple[int, ...], axis: int, offer: Offer) -> tuple[AxisStrategy, ...]:
-    """The strategies of one axis that hold for ``call``, the replicated one first; ``offer`` is not asked on an axis of
-    one device."""
+    """The strategies of one axis for ``call``, the replicated one first; does not call ``offer`` on an axis of one
+    device."""
     if mesh[axis] == 1:
         return (replicated(call),)
     here = replace(call, size=mesh[axis])
-    found = dict.fromkeys([replicated(call), *offer(here)])
-    return tuple(strategy for strategy in found if _fits(call, strategy, mesh[axis]))
+    offered = dict.fromkeys([replicated(call), *offer(here)])
+    return tuple(strategy for strategy in offered if _fits(call, strategy, mesh[axis]))
 
 
 def _walk(calls: list[OpCall], outer: Strategy, mesh: tuple[int, ...], axis: int, offer: Offer) -> Iterator[Strategy]:
@@ -160,11 +160,11 @@ def compose(call: OpCall, mesh: tuple[int, ...], offer: Offer) -> tuple[Strategy
     """All strategies of ``call`` on ``mesh``, the fully replicated one first; ``offer(call)`` lists those of one axis
     of ``call.size`` devices."""
     start = Strategy(((),) * len(call.inputs), ((),) * len(call.outputs))
-    found = dict.fromkeys(_walk([call], start, mesh, 0, offer))
-    return tuple(strategy for strategy in found if _is_valid(call, strategy, mesh))
+    strategies = dict.fromkeys(_walk([call], start, mesh, 0, offer))
+    return tuple(strategy for strategy in strategies if _is_valid(call, strategy, mesh))
 
 
 def shardable(shape: tuple[int, ...], placements: Placements, mesh: tuple[int, ...]) -> bool:
-    """Whether plain shards leave every device something of a tensor of that shape."""
+    """Whether plain shards of a tensor of that shape are non-empty on every device."""
     last = tuple(devices - 1 for devices in mesh)
     return all(local_shape(shape, placements, mesh, last))

@@ -1,9 +1,9 @@
-"""Rules written as dimension strings: ``"mk,kn->mn"`` says all there is to know about ``mm``.
+"""Rules written as dimension strings: ``"mk,kn->mn"`` is the whole rule of ``mm``.
 
 A formula names the dims of every tensor operand and of every result, one character per dim:
 
 - a **letter** is an index: the operation treats all its values alike, so it may be sharded. Tensors that have
-  it are ``Shard`` there, all others ``Replicate``. A letter that no result has is summed over: the results
+  it are ``Shard`` there, all others ``Replicate``. A letter that is in no result is summed over: the results
   are ``Partial(sum)``;
 - ``_`` is a dim that stays whole;
 - ``,`` multiplies operands and ``+`` adds them, which tells where a Partial passes through: one operand of
@@ -14,7 +14,7 @@ A formula names the dims of every tensor operand and of every result, one charac
 Operands broadcast as in torch: one of lower rank than written lacks the first dims, and a dim of length 1
 against n is replicated.
 
-Invariants: a strategy leaves no device without anything (:func:`shardable`); no Partial of booleans.
+Invariants: no strategy leaves a device without elements (:func:`shardable`); booleans are never Partial.
 
 An operation is *agnostic* if it commutes with any permutation of the indices along a sharded dim. For those
 :func:`strided_variants` turns a strategy with ``Shard(d)`` into ones with ``StridedShard(d, before)``; the
@@ -45,16 +45,16 @@ AGNOSTIC: set[str] = set()
 """Operations whose plain shards may all be strided ones; see the module docstring."""
 
 VARIANTS: dict[str, Variants] = {}
-"""How the strided variants of other operations are found."""
+"""Functions that list the strided variants of other operations."""
 
 
 def shardable(size: int, devices: int) -> bool:
-    """Whether ``torch.chunk`` of a dim of that size leaves every one of the devices something."""
+    """Whether ``torch.chunk`` of a dim of that size leaves every device some elements."""
     return chunk_bounds(size, devices, devices - 1)[1] > 0
 
 
 def agnostic(*ops: str) -> Callable[[Rule], Rule]:
-    """Marks operations as agnostic; stands beside ``@rule`` on the same function."""
+    """Marks operations as agnostic; goes with ``@rule`` on the same function."""
 
     def register(function: Rule) -> Rule:
         AGNOSTIC.update(ops)
@@ -64,7 +64,7 @@ def agnostic(*ops: str) -> Callable[[Rule], Rule]:
 
 
 def variants(*ops: str) -> Callable[[Variants], Variants]:
-    """Registers how the strided variants of operations that are not agnostic are found."""
+    """Registers a function that lists the strided variants of operations that are not agnostic."""
 
     def register(function: Variants) -> Variants:
         VARIANTS.update(dict.fromkeys(ops, function))
@@ -79,18 +79,18 @@ def letters(rank: int, whole: Iterable[int] = ()) -> str:
     >>> letters(4, [-3])
     'a_cd'
     """
-    kept = {dim % rank for dim in whole} if rank else set()
-    return "".join(WHOLE if dim in kept else string.ascii_letters[dim] for dim in range(rank))
+    unsharded = {dim % rank for dim in whole} if rank else set()
+    return "".join(WHOLE if dim in unsharded else string.ascii_letters[dim] for dim in range(rank))
 
 
 def without(spelled: str, dims: Iterable[int]) -> str:
     """``spelled`` without the characters of ``dims``."""
-    gone = {dim % len(spelled) for dim in dims} if spelled else set()
-    return "".join(letter for dim, letter in enumerate(spelled) if dim not in gone)
+    dropped = {dim % len(spelled) for dim in dims} if spelled else set()
+    return "".join(letter for dim, letter in enumerate(spelled) if dim not in dropped)
 
 
 def dimension_rule(ops: str | Sequence[str], formula: str) -> None:
-    """Registers ``formula`` as the whole rule of the operation(s), which are agnostic by that."""
+    """Registers ``formula`` as the whole rule of the operation(s), and marks them as agnostic."""
     names = (ops,) if isinstance(ops, str) else tuple(ops)
     AGNOSTIC.update(names)
     rule(*names)(lambda call: strategies(call, formula))
@@ -101,17 +101,17 @@ def strategies(
 ) -> Iterator[AxisStrategy]:
     """The strategies a formula represents; see the module docstring.
 
-    ``linear`` lists sets of operands (by index) that may be Partial(sum) together, where that does not follow
-    from the formula's ``,`` and ``+``; a set with None, an absent operand, does not count. ``contracted`` is
-    where a sharded letter that no result has leaves the results; None: such letters stay whole.
+    ``linear``: sets of operands (by index) that may be Partial(sum) together, if that does not follow from the
+    formula's ``,`` and ``+``; a set with None, an absent operand, is ignored. ``contracted``: the placement of results
+    if a letter that no result has is sharded; None: such letters stay whole.
 
     Raises :class:`AutoparError` for a formula that does not fit the call.
     """
     spelled = _Spelled.of(call, formula)
-    found = [s for letter in spelled.letters for s in _shard_letter(call, spelled, letter, contracted)]
+    sharded = [s for letter in spelled.letters for s in _shard_letter(call, spelled, letter, contracted)]
     sets = spelled.products() if linear is None else linear
-    found += [s for operands in sets for s in _pass_partial(call, tuple(operands))]
-    yield from dict.fromkeys(found)
+    partial = [s for operands in sets for s in _pass_partial(call, tuple(operands))]
+    yield from dict.fromkeys([*sharded, *partial])
 
 
 class _Spelled:
@@ -155,7 +155,7 @@ class _Spelled:
 
 
 def _fit(written: str, tensor: TensorType | None, formula: str) -> str:
-    """``written`` without the leading dims that the tensor lacks."""
+    """``written`` without leading dims that the tensor lacks."""
     if tensor is None:
         return ""
     if tensor.rank > len(written):
@@ -171,8 +171,8 @@ def _place(tensor: TensorType | None, spelled: str, letter: str) -> Placement:
 def _sharded_sizes(call: OpCall, placements: Sequence[Placement]) -> set[int]:
     """The lengths of the sharded dims of operands and results."""
     pairs = zip(call.tensors, placements, strict=True)
-    found = ((tensor, shard_dim(placement)) for tensor, placement in pairs)
-    return {int(tensor.shape[dim]) for tensor, dim in found if tensor is not None and dim is not None}
+    dims = ((tensor, shard_dim(placement)) for tensor, placement in pairs)
+    return {int(tensor.shape[dim]) for tensor, dim in dims if tensor is not None and dim is not None}
 
 
 def _shard_letter(call: OpCall, spelled: _Spelled, letter: str, contracted: Placement | None) -> Iterator[AxisStrategy]:
@@ -191,11 +191,11 @@ def _contract(
     call: OpCall, spelled: _Spelled, letter: str, inputs: list[Placement], contracted: Placement
 ) -> Iterator[AxisStrategy]:
     """Sums over ``letter``: summands that do not have it must be Partial already."""
-    rest = [term for term in spelled.terms if not spelled.has(letter, term)]
-    if rest and contracted != PARTIAL_SUM:
+    other_terms = [term for term in spelled.terms if not spelled.has(letter, term)]
+    if other_terms and contracted != PARTIAL_SUM:
         return
     outputs = tuple(REPLICATE if t is None else contracted for t in call.outputs)
-    for operands in product(*rest):
+    for operands in product(*other_terms):
         placed = [PARTIAL_SUM if index in operands else p for index, p in enumerate(inputs)]
         strategy = AxisStrategy(tuple(placed), outputs)
         if _partials_make_sense(call, strategy):
@@ -220,9 +220,9 @@ def _partials_make_sense(call: OpCall, strategy: AxisStrategy) -> bool:
 def strided_variants(call: OpCall, strategy: AxisStrategy, factors: Factors) -> Iterator[AxisStrategy]:
     """``strategy`` with its plain shards replaced by strided ones, the same on all tensors.
 
-    ``factors`` maps a dim size to the ``before`` values worth offering for dims of that size. Only for
-    operations in :data:`AGNOSTIC` or :data:`VARIANTS`, and strategies whose sharded dims all have one size;
-    factors that do not divide evenly are left out.
+    ``factors``: for each dim size the ``before`` values to offer for dims of that size. Only for operations in
+    :data:`AGNOSTIC` or :data:`VARIANTS`, and strategies whose sharded dims all have one size; skips factors that do not
+    divide evenly.
     """
     if call.op in VARIANTS:
         yield from VARIANTS[call.op](call, strategy, factors)
@@ -232,7 +232,7 @@ def strided_variants(call: OpCall, strategy: AxisStrategy, factors: Factors) -> 
 
 def agnostic_variants(call: OpCall, strategy: AxisStrategy, factors: Factors) -> Iterator[AxisStrategy]:
     """:func:`strided_variants` of an operation that is known to be agnostic."""
-    # A local operation that counts positions, and a shard that is strided already, are no business of ours.
+    # Excludes local operations, which count positions, and shards that are strided already.
     if strategy.local or any(isinstance(p, StridedShard) for p in strategy.places):
         return
     sizes = _sharded_sizes(call, strategy.places)

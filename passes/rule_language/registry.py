@@ -1,11 +1,11 @@
-"""The register of sharding rules: which placements an operation accepts and produces on one mesh axis.
+"""The registry of sharding rules: which placements an operation accepts and produces on one mesh axis.
 
-A rule sees one :class:`OpCall` and yields :class:`AxisStrategy` s, each a claim that running the operation's local form
-on every device of the axis gives the operation's result, placed as claimed. ``R ... -> R`` needs no rule: it is
-added for every operation. The rule oracle (``tests/oracle``) executes every claim.
+A rule takes one :class:`OpCall` and yields :class:`AxisStrategy` s. Each is a claim that running the operation's local
+form on every device of the axis gives the operation's result with the claimed placements. ``R ... -> R`` needs no rule:
+it is added for every operation. The rule oracle (``tests/oracle``) executes every claim.
 
-A rule may be asked about shapes that an outer axis has divided already: it must look only at the types in the call,
-never at size arguments (a view's target size is read from the result type).
+A rule may be called with shapes that an outer axis has divided already. It must use only the types in the call, never
+size arguments (a view's target size is read from the result type).
 
 The local form is the same operation with the same arguments, unless a *localiser* is registered for the operation (size
 arguments: ``view``, ``expand``, ``full``, ...) or for ``strategy.local``; it returns the call to run on one device.
@@ -23,17 +23,17 @@ from autopar.ir.placements import AxisStrategy, Placements, local_offset, local_
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """Stands in the arguments of an :class:`OpCall` for tensor operand ``index``."""
+    """Represents tensor operand ``index`` in the arguments of an :class:`OpCall`."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class OpCall:
-    """An operation with types but without tensors, as seen on one axis of ``size`` devices; all sizes are integers.
+    """An operation with types but without tensors, on one axis of ``size`` devices; all sizes are integers.
 
-    ``args`` and ``kwargs`` are as in :class:`autopar.ir.node.Node` with :class:`Operand` for tensors. ``inputs[i]`` is
-    the type of operand i (the same tensor passed twice is two operands); ``outputs`` has None for results that are no
+    ``args`` and ``kwargs`` are as in :class:`autopar.ir.node.Node`, with :class:`Operand` for tensors. ``inputs[i]`` is
+    the type of operand i (the same tensor passed twice is two operands); ``outputs`` has None for results that are not
     tensors.
     """
 
@@ -58,7 +58,7 @@ class OpCall:
 
 @dataclass(frozen=True)
 class LocalContext:
-    """What a localiser knows: the global call, how its tensors lie on the mesh, and which device asks."""
+    """The input of a localiser: the global call, the placements of its tensors, and the device's coordinate."""
 
     call: OpCall
     inputs: tuple[Placements, ...]
@@ -106,15 +106,16 @@ def rule(*ops: str) -> Callable[[Rule], Rule]:
 
 
 def localiser(*names: str) -> Callable[[Localiser], Localiser]:
-    """Registers how the operations, or the local operations a strategy names, are called on one device."""
+    """Registers a function that gives the call on one device, for operations or for the local operations of
+    strategies."""
     return _registers(LOCALISERS, "localiser", names)
 
 
-def _registers(table: dict[str, Function], what: str, names: tuple[str, ...]) -> Callable[[Function], Function]:
+def _registers(table: dict[str, Function], kind: str, names: tuple[str, ...]) -> Callable[[Function], Function]:
     def register(function: Function) -> Function:
         for name in names:
             if name in table:
-                raise ValueError(f"{name} has a {what} already: {table[name]}")
+                raise ValueError(f"{name} has a {kind} already: {table[name]}")
             table[name] = function
         return function
 
@@ -122,7 +123,8 @@ def _registers(table: dict[str, Function], what: str, names: tuple[str, ...]) ->
 
 
 def local_call(context: LocalContext, local: str = "") -> LocalCall:
-    """The call one device runs for a strategy whose ``local`` is given: by its localiser, or the operation as it is."""
+    """The call that one device runs for a strategy with the given ``local``: by its localiser, or the operation
+    unchanged."""
     name = local or context.call.op
     if name in LOCALISERS:
         return LOCALISERS[name](context)

@@ -1,7 +1,6 @@
 """Scaled dot-product attention in every ATen form: batch and head dims can be sharded, and in many the sequence.
 
-Each row of the table names the operands, in order of the schema, and the results by how they follow the
-heads:
+Each row of the table lists the kinds of operands, in the order of the schema, and of results:
 
 =========  ============================================================================
 ``q``      [B, H, L, ...]: query, output, log-sum-exp and their gradients
@@ -10,13 +9,13 @@ heads:
 ``.``      anything that is the same on every device: seeds, sequence offsets
 =========  ============================================================================
 
-With fewer key heads than query heads (grouped queries) heads can be sharded only if both divide. Dropout
-draws numbers by position in the tensor, so with it nothing is offered.
+With fewer key heads than query heads (grouped queries) heads can be sharded only if both divide. Dropout draws numbers
+by position in the tensor, so with it there are no strategies.
 
-*Context parallelism* shards the queries along the sequence; every device has all keys and values, and makes a
+*Context parallelism* shards the queries along the sequence; every device has all keys and values, and computes a
 Partial(sum) of their gradients. A causal mask counts from the first query, so there the local operations of
-:mod:`autopar.ops.attention` stand in, which know where the queries of the device begin. Not every kernel returns
-log-sum-exps that lie like its queries (the memory-efficient one pads them), so not every form has this.
+:mod:`autopar.ops.attention` are used, which know where the queries of the device begin. Not every kernel returns
+log-sum-exps with the layout of its queries (the memory-efficient one pads them), so not every form supports this.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from autopar.passes.rule_language.registry import LocalCall, LocalContext, OpCal
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """``arguments[i]`` is the kind of schema argument i (``-``: no tensor), ``results[i]`` that of result
-    i; ``dropout`` and ``causal`` are the positions of these options. ``sequence``: whether queries can be sharded along
-    the sequence."""
+    """A form of attention. ``arguments[i]``: the kind of schema argument i (``-``: not a tensor); ``results[i]``: the
+    kind of result i; ``dropout``, ``causal``: the positions of these options; ``sequence``: whether queries can be
+    sharded along the sequence."""
 
     arguments: str
     results: str
@@ -62,14 +61,14 @@ _FORMS = {
 
 def _kinds(call: OpCall, form: Attention) -> list[str]:
     """The kind of each operand."""
-    found = {arg.index: kind for arg, kind in zip(call.args, form.arguments, strict=False) if isinstance(arg, Operand)}
-    found |= {arg.index: form.named.get(name, ".") for name, arg in call.kwargs if isinstance(arg, Operand)}
-    return [found[index] for index in range(len(call.inputs))]
+    kinds = {arg.index: kind for arg, kind in zip(call.args, form.arguments, strict=False) if isinstance(arg, Operand)}
+    kinds |= {arg.index: form.named.get(name, ".") for name, arg in call.kwargs if isinstance(arg, Operand)}
+    return [kinds[index] for index in range(len(call.inputs))]
 
 
 def _place(tensor: TensorType | None, kind: str, dim: int, rank: int, broadcast: Placement) -> Placement:
-    """``tensor`` sharded along batch or head dim ``dim`` of the ``rank`` dims of the query; ``broadcast`` if
-    it has length 1 there."""
+    """The placement of ``tensor`` if dim ``dim`` (batch or heads) of the ``rank`` dims of the query is sharded;
+    ``broadcast`` if it has length 1 there."""
     if tensor is None or kind == ".":
         return R
     own = dim if kind in "qk" else dim - rank + tensor.rank
@@ -84,7 +83,8 @@ def _is_shardable(call: OpCall, kinds: list[str], dim: int) -> bool:
 
 
 def _on_sequence(tensor: TensorType | None, kind: str, rank: int, of_keys: Placement) -> Placement:
-    """``tensor`` where the queries are sharded along the sequence; ``of_keys`` if it does not follow them."""
+    """The placement of ``tensor`` if queries are sharded along the sequence; ``of_keys`` if it is not sharded with
+    them."""
     if tensor is None or kind == ".":
         return R
     own = rank - 2 if kind == "q" else rank - 2 - rank + tensor.rank
@@ -124,8 +124,8 @@ def attention(call: OpCall) -> Iterator[AxisStrategy]:
 
 @localiser("autopar.causal_attention", "autopar.causal_attention_backward")
 def local_causal(context: LocalContext) -> LocalCall:
-    """The kernel's own arguments behind its name, where the queries begin, and where ``is_causal`` stands behind the
-    tensors that the local operation names."""
+    """The local operation, with the kernel's name, the offset of the local queries, the position of ``is_causal`` after
+    the tensors that the local operation names, and the kernel's own arguments."""
     call, form = context.call, _FORMS[context.call.op.split(".")[1]]
     query = form.arguments.index("k") - 1
     start = context.input_offset(query, context.call.inputs[query].rank - 2)

@@ -73,7 +73,7 @@ def _replace_at(args: tuple[Arg, ...], changes: dict[int, Arg]) -> tuple[Arg, ..
 
 @localiser("aten.convolution.default")
 def local_convolution(context: LocalContext) -> LocalCall:
-    """``groups`` as counted on the device."""
+    """The convolution with the local ``groups``."""
     call = context.call
     transposed = bool(call.arg(6, "transposed"))
     channels = context.input_shape(0)[1], context.output_shape()[1]
@@ -83,7 +83,7 @@ def local_convolution(context: LocalContext) -> LocalCall:
 
 @localiser("aten.convolution_backward.default")
 def local_convolution_backward(context: LocalContext) -> LocalCall:
-    """``groups`` and ``bias_sizes`` as counted on the device."""
+    """The gradients with the local ``groups`` and ``bias_sizes``."""
     call = context.call
     transposed = bool(call.arg(7, "transposed"))
     channels = context.input_shape(1)[1], context.input_shape(0)[1]
@@ -95,5 +95,5 @@ def local_convolution_backward(context: LocalContext) -> LocalCall:
 
 @variants("aten.convolution.default", "aten.convolution_backward.default")
 def strided_convolution(call: OpCall, strategy: AxisStrategy, factors: Factors) -> Iterable[AxisStrategy]:
-    """Of the batch only: channels of a group belong together."""
+    """Strided variants of the batch dim only, since channels of a group belong together."""
     return agnostic_variants(call, strategy, factors) if strategy.inputs[0] == S(0) else ()

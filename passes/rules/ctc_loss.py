@@ -1,5 +1,5 @@
-"""The loss of connectionist temporal classification (:mod:`autopar.ops.ctc_loss`): sequences can be divided; time is
-gone through step by step, and classes belong together."""
+"""The loss of connectionist temporal classification (:mod:`autopar.ops.ctc_loss`): sequences can be sharded; time steps
+and classes cannot."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Mixture-of-experts blocks (:mod:`autopar.ops.experts`): tokens can be sharded, and experts.
+"""Mixture-of-experts blocks (:mod:`autopar.ops.experts`): tokens can be sharded, and so can experts.
 
-*Expert parallelism* is the second: each device holds some of the experts, sees all tokens, and computes what its
-experts contribute to them, a Partial(sum). Tokens sharded outside of the block are thus gathered before it and
-reduce-scattered behind it. With shapes that are known beforehand and no token dropped that moves no more than an
-all-to-all would: in the worst case every token of a device goes to the same other device, so each pair of devices needs
-room for all of them, which is what a gather moves.
+Sharding experts is *expert parallelism*: each device has some of the experts, reads all tokens, and computes its
+experts' contribution to them, a Partial(sum). So tokens that are sharded outside of the block are gathered before it
+and reduce-scattered after it. With static shapes and no dropped tokens this moves no more than an all-to-all would: in
+the worst case every token of a device goes to the same other device, so each pair of devices needs room for all of
+them, which is what a gather moves.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _SOME = {EXPERTS: "autopar.some_experts", BACKWARD: "autopar.some_experts_backwa
 
 
 def _biases(call: OpCall, tokens: int) -> list[bool]:
-    """Whether there is a bias of each matrix; ``tokens`` is the position of the tokens among the arguments."""
+    """Whether each matrix has a bias; ``tokens``: the position of the tokens among the arguments."""
     return [call.args[tokens + 5] is not None, call.args[tokens + 6] is not None]
 
 
 def _by_experts(call: OpCall, tokens: int) -> dict[int | None, Placement]:
-    """The operands that hold one entry per expert, sharded by it."""
+    """The operands that have one entry per expert, sharded by it."""
     return dict.fromkeys(range(tokens + 3, tokens + 5 + sum(_biases(call, tokens))), S(0))
 
 
@@ -40,7 +40,7 @@ def experts(call: OpCall) -> Iterator[AxisStrategy]:
 @claim_rule(BACKWARD)
 def experts_backward(call: OpCall) -> Iterator[AxisStrategy]:
     """``(grad, x, ids, weights, up, down, up_bias?, down_bias?, ...)`` -> gradients of x, weights and the parameters"""
-    biases = [[S(0), P, P] if there else [R, R, R] for there in _biases(call, 1)]
+    biases = [[S(0), P, P] if has_bias else [R, R, R] for has_bias in _biases(call, 1)]
     by_experts, by_tokens, linear = ([bias[kind] for bias in biases] for kind in range(3))
     yield claim(call, {0: S(0), 1: S(0), 2: S(0), 3: S(0)}, [S(0), S(0), P, P, *by_tokens])
     yield claim(call, {0: P}, [P, P, P, P, *linear])
@@ -49,7 +49,7 @@ def experts_backward(call: OpCall) -> Iterator[AxisStrategy]:
 
 @localiser(*_SOME.values())
 def local_experts(context: LocalContext) -> LocalCall:
-    """The operation itself, told which experts are here."""
+    """The operation itself, with the index of the first local expert."""
     call = context.call
     tokens = 1 if call.op == BACKWARD else 0
     first = context.input_offset(tokens + 3, 0)

@@ -1,8 +1,8 @@
-"""Tensors made from nothing: those that are constant throughout can be made in shards.
+"""Factory operations: constant tensors can be created in shards.
 
-``full_like`` and its kin look at the shape of their operand only, and ``new_full`` and its kin not even at
-that, so any placement of it serves. Of whole numbers that count up (``arange``) a device makes its own stretch;
-fractions are made whole on every device.
+``full_like`` and similar operations read only the shape of their operand, and ``new_full`` and similar ones not even
+that, so any placement of it works. For ``arange`` over integers each device creates its own part; over fractions every
+device creates the whole tensor.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def _shards(tensor: TensorType | None, devices: int) -> list[Placement]:
 
 
 def _partial(call: OpCall) -> list[Placement]:
-    """The ways an operand can be Partial: booleans do not add up."""
+    """The Partial placements of an operand; booleans cannot be summed."""
     return [] if call.inputs[0].dtype == torch.bool else [PARTIAL_SUM]
 
 
 @rule(*_SIZED)
 @agnostic(*_SIZED)
 def sized(call: OpCall) -> Iterator[AxisStrategy]:
-    """``(size, ...)`` or ``(x, size, ...)``: the result as one likes, whatever ``x`` is."""
+    """``(size, ...)`` or ``(x, size, ...)``: any placement of the result with any of ``x``"""
     results = _shards(call.outputs[0], call.size)
     if not call.inputs:
         yield from (AxisStrategy((), (placement,)) for placement in results)
@@ -58,7 +58,7 @@ def sized(call: OpCall) -> Iterator[AxisStrategy]:
 
 @localiser(*_SIZED)
 def local_size(context: LocalContext) -> LocalCall:
-    """The same with the local size."""
+    """The same operation with the local size."""
     call = context.call
     at = _SIZED[call.op]
     kwargs = tuple((key, context.output_shape() if key == "size" else arg) for key, arg in call.kwargs)
@@ -91,22 +91,21 @@ def _counts_integers(call: OpCall) -> bool:
 
 @rule(*_COUNTS)
 def count(call: OpCall) -> Iterator[AxisStrategy]:
-    """``(end)``, ``(start, end)`` or ``(start, end, step)``; fractions are left whole, for they round by position."""
+    """``(end)``, ``(start, end)`` or ``(start, end, step)``; fractions stay whole, since they round by position"""
     if _counts_integers(call):
         yield from (AxisStrategy((), (placement,)) for placement in _shards(call.outputs[0], call.size))
 
 
 @localiser(*_COUNTS)
 def local_count(context: LocalContext) -> LocalCall:
-    """From where the device's stretch begins, as many as it has, in the dtype of the whole: a fractional end makes
-    floats of integers."""
+    """The numbers of the device's part, in the dtype of the whole: a fractional end makes integers floats."""
     call = context.call
     if not _counts_integers(call):
         return call.op, call.args, call.kwargs
     start, step = map(int, _count_args(call))
     first = start + context.output_offset(0, 0) * step
     args: tuple[Arg, ...] = (first, first + context.output_shape()[0] * step, step)
-    given = {key: arg for key, arg in call.kwargs if key not in ("start", "end", "step")}
+    options = {key: arg for key, arg in call.kwargs if key not in ("start", "end", "step")}
     result = call.outputs[0]
     assert result is not None
-    return "aten.arange.start_step", args, tuple({**given, "dtype": result.dtype}.items())
+    return "aten.arange.start_step", args, tuple({**options, "dtype": result.dtype}.items())

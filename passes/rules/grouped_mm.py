@@ -1,8 +1,8 @@
-"""Grouped products: rows [S, K] in E consecutive groups, each with its own matrix [E, K, N]; ``ends`` [E] says where
-the groups end. Rows, groups, and both dims of the matrices can be sharded.
+"""Grouped products: rows [S, K] in E consecutive groups, each with its own matrix of [E, K, N]; ``ends`` [E]: the ends
+of the groups. Rows, groups, and both dims of the matrices can be sharded.
 
-Where the groups end depends on values, so a shard of the rows or of the groups is computed by local operations that
-know which rows and groups they have; every device knows all of ``ends``.
+The ends of groups are values, so a shard of the rows or of the groups is computed by local operations that get the
+offsets of their rows and groups; every device has all of ``ends``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autopar.passes.rule_language.dimension_strings import strategies
 from autopar.passes.rule_language.registry import LocalCall, LocalContext, OpCall, localiser
 
 _OF_TRANSFORMERS = "transformers.grouped_mm_fallback"
-_ALIGNMENT = 16  # bytes: torch's kernel wants rows of whole multiples
+_ALIGNMENT = 16  # bytes of which torch's kernel needs rows to be multiples
 _ROWS, _INNER, _BACKWARD = "autopar.grouped_rows", "autopar.grouped_inner", "autopar.grouped_backward"
 
 
@@ -41,22 +41,22 @@ def _inner(call: OpCall) -> Iterator[AxisStrategy]:
 
 @claim_rule("aten._grouped_mm.default")
 def grouped_mm(call: OpCall) -> Iterator[AxisStrategy]:
-    """``(a, b, ends?, bias?, dtype?)``, of which the ranks say what is grouped."""
+    """``(a, b, ends?, bias?, dtype?)``; the ranks determine what is grouped."""
     ranks = [tensor.rank for tensor in call.inputs]
     if call.arg(3, "bias") is not None:
         return
-    found: Iterator[AxisStrategy] = iter(())
+    claims: Iterator[AxisStrategy] = iter(())
     if ranks == [2, 3, 1]:
-        found = _rows(call)
+        claims = _rows(call)
     elif ranks == [2, 2, 1]:
-        found = _inner(call)
+        claims = _inner(call)
     elif ranks == [3, 3]:
-        found = strategies(call, "bmk,bkn->bmn")
-    yield from (strategy for strategy in found if strategy.local or _is_aligned(call, strategy))
+        claims = strategies(call, "bmk,bkn->bmn")
+    yield from (strategy for strategy in claims if strategy.local or _is_aligned(call, strategy))
 
 
 def _is_aligned(call: OpCall, strategy: AxisStrategy) -> bool:
-    """Whether torch's kernel takes the shards."""
+    """Whether torch's kernel accepts the shards."""
     for tensor, placement in zip(call.inputs, strategy.inputs, strict=True):
         dim = shard_dim(placement)
         if dim is not None and int(tensor.shape[dim]) * tensor.dtype.itemsize % (_ALIGNMENT * call.size):
@@ -66,7 +66,7 @@ def _is_aligned(call: OpCall, strategy: AxisStrategy) -> bool:
 
 @claim_rule(f"{_OF_TRANSFORMERS}.default")
 def grouped_of_transformers(call: OpCall) -> Iterator[AxisStrategy]:
-    """The same for dtypes that torch's operation does not take everywhere."""
+    """The same operation, for dtypes that torch's own does not support everywhere."""
     yield from _rows(call)
 
 

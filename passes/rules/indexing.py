@@ -1,8 +1,8 @@
 """Advanced indexing, ``x[i, :, j]`` and ``x[i, :, j] = values``.
 
-The index tensors broadcast to one *block* of dims, which stands in place of the indexed dims if these are
-adjacent, else in front. A dim that is not indexed, a dim of the block, and (by local operations) an indexed
-dim can each be sharded.
+The index tensors broadcast to one *block* of dims, which replaces the indexed dims if these are adjacent, and otherwise
+comes first. A dim that is not indexed, a dim of the block, and (by local operations) an indexed dim can each be
+sharded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _INTEGERS = (torch.int64, torch.int32)
 
 @dataclass(frozen=True)
 class Indexing:
-    """Which dims of ``x`` are indexed by which operand, and where dims of ``x`` and of the block lie in
+    """The operand that indexes each indexed dim of ``x``, and the positions of dims of ``x`` and of the block in
     ``x[indices]``."""
 
     call: OpCall
@@ -31,12 +31,12 @@ class Indexing:
 
     @property
     def start(self) -> int:
-        """Where the block begins in the result."""
+        """The dim of the result at which the block begins."""
         dims = sorted(self.operands)
         return dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
 
     def result_dim(self, dim: int) -> int:
-        """Where the dim ``dim`` of ``x``, not an indexed one, lies in the result."""
+        """The dim of the result that dim ``dim`` of ``x``, which must not be indexed, becomes."""
         kept = sum(other not in self.operands for other in range(dim))
         return kept if kept < self.start else kept + len(self.block)
 
@@ -46,7 +46,7 @@ class Indexing:
         return (*kept[: self.start], *self.block, *kept[self.start :])
 
     def shard_block(self, dim: int) -> dict[int | None, Placement]:
-        """The index operands sharded so that ``dim`` of the block is."""
+        """Shards the index operands so that ``dim`` of the block is sharded."""
         placed: dict[int | None, Placement] = {}
         for index in self.operands.values():
             own = dim - len(self.block) + self.call.inputs[index].rank
@@ -55,13 +55,13 @@ class Indexing:
         return placed
 
     def shard_values(self, values: int, dim: int) -> dict[int | None, Placement]:
-        """``values``, which broadcast to the result, sharded to match ``dim`` of it."""
+        """Shards ``values``, which broadcast to the result, to match ``dim`` of it."""
         own = dim - len(self.result_shape()) + self.call.inputs[values].rank
         return {values: S(own)} if own >= 0 and self.call.inputs[values].shape[own] != 1 else {}
 
 
 def _indexing(call: OpCall) -> Indexing | None:
-    """None where an index is a mask: the shape of the result then depends on data."""
+    """The indexing of a call; None if an index is a mask, since the shape of the result then depends on data."""
     indices = call.arg(1, "indices")
     operands = {dim: index.index for dim, index in enumerate(indices) if isinstance(index, Operand)}
     if not operands or any(call.inputs[index].dtype not in _INTEGERS for index in operands.values()):
@@ -124,12 +124,12 @@ def index_put(call: OpCall) -> Iterator[AxisStrategy]:
 
 
 def _offsets(context: LocalContext) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where the local ``x`` begins in its indexed dims (0 in the others, which nobody reads), and its global
+    """The offsets of the local ``x`` in its indexed dims (0 in the others, where it is not used), and its global
     shape."""
-    whole, indexing = shape_of(context.call, 0), _indexing(context.call)
+    shape, indexing = shape_of(context.call, 0), _indexing(context.call)
     assert indexing is not None
-    offsets = (context.input_offset(0, dim) if dim in indexing.operands else 0 for dim in range(len(whole)))
-    return tuple(offsets), whole
+    offsets = (context.input_offset(0, dim) if dim in indexing.operands else 0 for dim in range(len(shape)))
+    return tuple(offsets), shape
 
 
 @localiser("autopar.masked_index")

@@ -1,8 +1,8 @@
 """Lookups: reading and writing at positions given by an integer tensor.
 
-A dim that is indexed *by values* can be sharded too: each device serves the positions it holds
-(:mod:`autopar.ops.masked`), which gives a Partial(sum) for reads and a shard for writes. This is what
-vocabulary-parallel embedding and cross-entropy are made of.
+A dim that is indexed *by values* can be sharded too: each device handles the positions it has
+(:mod:`autopar.ops.masked`), which gives a Partial(sum) for reads and a shard for writes. Vocabulary-parallel embedding
+and cross-entropy are built from these.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def embedding_backward(call: OpCall) -> Iterator[AxisStrategy]:
     yield claim(call, {0: S(rank)}, [S(1)])
     yield claim(call, {0: P}, [P])
     if call.arg(4, "scale_grad_by_freq", False):
-        return  # A row's gradient then depends on how often the whole batch has it.
+        return  # A row's gradient then depends on how often it occurs in the whole batch.
     for dim in range(rank):
         yield claim(call, {0: S(dim), 1: S(dim)}, [P])
     yield claim(call, {}, [S(0)], "autopar.masked_embedding_backward")

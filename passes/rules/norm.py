@@ -18,7 +18,7 @@ def _rows(call: OpCall, x: int) -> range:
 
 
 def _like(tensor: TensorType | None, dim: int, length: int) -> Placement:
-    """Sharded on ``dim`` where the tensor has that dim in full: statistics may come back empty or flat."""
+    """Sharded on ``dim`` if the tensor has that dim in full; statistics may be empty or flat."""
     return S(dim) if tensor is not None and tensor.rank > dim and tensor.shape[dim] == length else R
 
 
@@ -85,5 +85,5 @@ def local_group_norm_backward(context: LocalContext) -> LocalCall:
 
 @variants("aten.native_group_norm.default", "aten.native_group_norm_backward.default")
 def strided_group_norm(call: OpCall, strategy: AxisStrategy, factors: Factors) -> Iterable[AxisStrategy]:
-    """Of the batch only: channels of a group belong together."""
+    """Strided variants of the batch dim only, since channels of a group belong together."""
     return agnostic_variants(call, strategy, factors) if strategy.inputs[0] == S(0) else ()

@@ -1,8 +1,8 @@
-"""Elementwise operations: every dim of the result can be sharded, with operands that broadcast left whole.
+"""Elementwise operations: every dim of the result can be sharded; operands that broadcast along it stay whole.
 
-Which operations are elementwise is torch's own word (the tag ``pointwise``) and a table of those it forgot.
-Random ones are left out: each device would draw its own numbers. ``_LINEAR`` says, by argument name, in which
-operands together an operation is linear, so that a Partial(sum) passes through.
+Elementwise are the operations with torch's tag ``pointwise``, and a table of those that lack it. Random ones are
+excluded, since each device would draw its own numbers. ``_LINEAR`` lists, by argument name, the operands in which an
+operation is jointly linear, so that a Partial(sum) passes through.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ _GRADIENTS = ("grad_output", "grad")
 
 
 def _overload(name: str) -> Any:
-    """The torch operation called ``add.Tensor``; None if this torch has none such."""
+    """The ATen operation of that name, such as ``add.Tensor``; None if this version of torch lacks it."""
     base, _, overload = name.partition(".")
     try:
         return getattr(getattr(torch.ops.aten, base), overload or "default")
@@ -111,7 +111,7 @@ def _overload(name: str) -> Any:
 
 
 def _is_functional(operation: Any) -> bool:
-    """Whether it is a function of single tensors that returns new ones, the same at each call."""
+    """Whether an operation is a deterministic function of single tensors that returns new ones."""
     kinds = {str(a.type).removeprefix("Optional[").removesuffix("]") for a in schema_of(operation).arguments}
     plain = "List[Tensor" not in "".join(kinds)
     return plain and not is_mutable(operation) and torch.Tag.nondeterministic_seeded not in operation.tags
@@ -151,13 +151,13 @@ def _linear_sets(call: OpCall) -> list[list[int]]:
         table = next((name for name in _GRADIENTS if name in names), None)
     if call.op == "aten.masked_fill.Scalar" and call.arg(2, "value") != 0:
         return []
-    found = _operands_by_name(call)
+    by_name = _operands_by_name(call)
     sets = [alternative.split() for alternative in (table or "").split("|") if alternative]
-    return [[found[n] for n in s] for s in sets if all(n in found for n in s) and _sums_survive(call, s, found)]
+    return [[by_name[n] for n in s] for s in sets if all(n in by_name for n in s) and _sums_survive(call, s, by_name)]
 
 
 def _sums_survive(call: OpCall, names: list[str], operands: Mapping[str, int]) -> bool:
-    """Whether adding up commutes with converting to the dtype of the result: narrow integers may wrap."""
+    """Whether summing commutes with converting to the dtype of the result: narrow integers may wrap."""
     result = call.outputs[0]
     assert result is not None
     exact = result.dtype.is_floating_point or result.dtype.is_complex
@@ -165,7 +165,7 @@ def _sums_survive(call: OpCall, names: list[str], operands: Mapping[str, int]) -
 
 
 def _spell(tensor: TensorType | None, shape: tuple[int, ...]) -> str:
-    """The letters of a tensor that broadcasts to ``shape``; one that does not (a scratch tensor) is whole."""
+    """The letters of a tensor that broadcasts to ``shape``; a tensor that does not (scratch memory) stays whole."""
     if tensor is None:
         return ""
     own = tuple(int(size) for size in tensor.shape)

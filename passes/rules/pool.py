@@ -1,7 +1,7 @@
 """Pooling and resampling: batch and channel dims can be sharded, spatial dims stay whole.
 
-The table gives the number of spatial dims; every operand and result has the batch and channel dims in front
-of them. Operations that are linear in their first operand also take a Partial one.
+The table gives the number of spatial dims; in every operand and result the batch and channel dims come before
+them. Operations that are linear in their first operand also accept a Partial one.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ for _name, _spatial in _RESAMPLINGS.items():
 
 @localiser(*(f"aten.{name}_backward.default" for name in _RESAMPLINGS))
 def local_resampling_backward(context: LocalContext) -> LocalCall:
-    """``(grad, output_size, input_size, ...)`` with the whole ``input_size`` as on the device."""
+    """``(grad, output_size, input_size, ...)`` with the local ``input_size``."""
     args = context.call.args
     return context.call.op, (*args[:2], context.output_shape(), *args[3:]), context.call.kwargs
 

@@ -1,7 +1,7 @@
-"""Reductions over some dims (none given: all), which leave the other dims as they are.
+"""Reductions over some dims (by default all); the other dims can be sharded.
 
-The tables group operations by what becomes of a sharded dim that is reduced: added up (``Partial(sum)``), the
-largest or smallest of all (``Partial(max)``, ``Partial(min)``), or nothing simple, so that it must be whole.
+The tables group operations by the result of reducing a sharded dim: ``Partial(sum)``, ``Partial(max)``,
+``Partial(min)``, or no placement, so that the dim must be whole.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ _WHOLE = {
     "kthvalue.default": 2,
 }
 _LINEAR = ("aten.sum.default", "aten.sum.dim_IntList", "aten.mean.default", "aten.mean.dim")
-# kthvalue and mode reduce the last dim if they are not told; the others all dims.
+# By default kthvalue and mode reduce the last dim; the others reduce all dims.
 _LAST_BY_DEFAULT = ("aten.kthvalue.default", "aten.mode.default")
 _POSITIONS = {f"aten.{name}": at for table in (_SUMS, _LARGEST, _SMALLEST, _WHOLE) for name, at in table.items()}
 
 
 def _leaves(op: str) -> Placement | None:
-    """The placement of the result where a sharded dim was reduced; None: it must not be sharded."""
+    """The placement of the result if a sharded dim is reduced; None: reduced dims must not be sharded."""
     name = op.removeprefix("aten.")
     if name in _SUMS:
         return PARTIAL_SUM
@@ -70,12 +70,12 @@ def _leaves(op: str) -> Placement | None:
 def _reduced(call: OpCall) -> set[int]:
     position, rank = _POSITIONS[call.op], call.inputs[0].rank
     # count_nonzero, var and the like call it "dim" even where it may be a list.
-    given = call.arg(position, "dim") if position >= 0 else dict(call.kwargs).get("dim")
-    if given is None and call.op in _LAST_BY_DEFAULT:
-        given = -1
-    if given is None or given == ():
+    dims = call.arg(position, "dim") if position >= 0 else dict(call.kwargs).get("dim")
+    if dims is None and call.op in _LAST_BY_DEFAULT:
+        dims = -1
+    if dims is None or dims == ():
         return set(range(rank))
-    return {dim % rank for dim in ((given,) if isinstance(given, int) else given)} if rank else set()
+    return {dim % rank for dim in ((dims,) if isinstance(dims, int) else dims)} if rank else set()
 
 
 def _keeps_dims(call: OpCall) -> bool:
@@ -83,7 +83,8 @@ def _keeps_dims(call: OpCall) -> bool:
 
 
 def _takes_partial(call: OpCall) -> bool:
-    """Linear, and no integer sum that wrapped in a narrow dtype before the reduction widened it."""
+    """Whether the operation is linear, and not a sum of integers that may wrap in a narrow dtype before the reduction
+    widens it."""
     result, operand = call.outputs[0], call.inputs[0].dtype
     assert result is not None
     return call.op in _LINEAR and (result.dtype.is_floating_point or result.dtype.is_complex or result.dtype == operand)

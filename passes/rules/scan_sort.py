@@ -1,4 +1,4 @@
-"""Scans, sorts and shifts, which run along some dims in order: every other dim can be sharded."""
+"""Scans, sorts and shifts, which process some dims in order: every other dim can be sharded."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _OPS = tuple(f"aten.{name}" for name in _ALONG)
 
 
 def _dims(call: OpCall) -> tuple[int, ...]:
-    """The dims it runs along; ``roll`` without dims runs along all, flattened."""
+    """The dims that the operation processes in order; ``roll`` without dims processes all, flattened."""
     position, default = _ALONG[call.op.removeprefix("aten.")]
-    given = call.arg(position, "dims" if call.op in ("aten.flip.default", "aten.roll.default") else "dim", default)
-    if given == () and call.op == "aten.roll.default":
+    dims = call.arg(position, "dims" if call.op in ("aten.flip.default", "aten.roll.default") else "dim", default)
+    if dims == () and call.op == "aten.roll.default":
         return tuple(range(call.inputs[0].rank))
-    return (given,) if isinstance(given, int) else tuple(given)
+    return (dims,) if isinstance(dims, int) else tuple(dims)
 
 
 def _keeps_sums(call: OpCall) -> bool:

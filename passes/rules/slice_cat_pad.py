@@ -1,7 +1,7 @@
-"""Cutting, joining and padding: the dims that are not touched can be sharded.
+"""Slices, concatenations and padding: the dims that they leave unchanged can be sharded.
 
-``split`` into equal pieces and ``cat`` of equal pieces can be sharded along their own dim too, in another way
-inside and outside: the whole is read as ``pieces x length``, and the second factor is sharded::
+``split`` into equal pieces and ``cat`` of equal pieces can also be sharded along their own dim. The placements of the
+pieces and of the whole then differ: the whole is read as ``pieces x length``, and the second factor is sharded::
 
     split [b, 3 h] -> 3 x [b, h]      S(1/3) -> S(1) S(1) S(1)
     cat   2 x [b, h] -> [b, 2 h]      S(1) S(1) -> S(1/2)
@@ -58,8 +58,8 @@ def _result(call: OpCall) -> TensorType:
 
 
 def _pieces(call: OpCall) -> list[TensorType]:
-    found = call.inputs if call.op == CAT else call.outputs
-    return [tensor for tensor in found if tensor is not None]
+    tensors = call.inputs if call.op == CAT else call.outputs
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def _cut_dim(call: OpCall) -> int:
@@ -68,7 +68,7 @@ def _cut_dim(call: OpCall) -> int:
 
 
 def _through_pieces(call: OpCall, before: int = 1) -> Iterator[AxisStrategy]:
-    """Each of the equal pieces sharded behind ``before``, the whole behind that in each piece."""
+    """The strategy that shards each of the equal pieces with factor ``before``, and the whole in the same places."""
     pieces, dim = _pieces(call), _cut_dim(call)
     lengths = {int(p.shape[dim]) if p.rank > dim else 0 for p in pieces}
     length = lengths.pop()
@@ -81,7 +81,7 @@ def _through_pieces(call: OpCall, before: int = 1) -> Iterator[AxisStrategy]:
 
 @variants(*SPLITS, CAT)
 def piece_variants(call: OpCall, strategy: AxisStrategy, factors: Factors) -> Iterator[AxisStrategy]:
-    """Other dims as they are; along the cut, pieces that are strided themselves."""
+    """Along other dims as usual; along the cut dim also pieces that are strided themselves."""
     yield from agnostic_variants(call, strategy, factors)
     if strategy not in _through_pieces(call):
         return
@@ -110,7 +110,7 @@ def local_split(context: LocalContext) -> LocalCall:
 
 @rule(CAT)
 def cat(call: OpCall) -> Iterator[AxisStrategy]:
-    """``([a, b, ...], dim)``; a tensor of shape [0] among them, which torch skips, stays as it is"""
+    """``([a, b, ...], dim)``; a tensor of shape [0] among them, which torch skips, stays whole"""
     whole = _result(call)
     spelled = letters(whole.rank, [_cut_dim(call)])
     operands = (spelled if tensor.rank == whole.rank else WHOLE for tensor in call.inputs)
@@ -158,8 +158,8 @@ def select_scatter(call: OpCall) -> Iterator[AxisStrategy]:
     yield from strategies(call, f"{spelled}+{without(spelled, [dim])}->{spelled}")
 
 
-def _outside(call: OpCall, dim: int, part: tuple[int, ...], whole: tuple[int, ...]) -> str:
-    """The letters of all dims but the sliced one; of that too if the slice is all of it."""
+def _letters_outside(call: OpCall, dim: int, part: tuple[int, ...], whole: tuple[int, ...]) -> str:
+    """The letters of all dims except the sliced one; of that one too if the slice is the whole dim."""
     return letters(len(whole), [] if part == whole else [dim])
 
 
@@ -167,9 +167,9 @@ def _outside(call: OpCall, dim: int, part: tuple[int, ...], whole: tuple[int, ..
 @agnostic("aten.slice.Tensor", "aten.slice_copy.Tensor", "aten.slice_backward.default")
 def slice_(call: OpCall) -> Iterator[AxisStrategy]:
     """``(x, dim, start, end, step)`` or ``(grad, input_sizes, dim, start, end, step)``"""
-    one, other = shape_of(call, 0), tuple(int(size) for size in _result(call).shape)
-    dim = _dim(call, 2 if call.op == "aten.slice_backward.default" else 1, len(one))
-    spelled = _outside(call, dim, one, other)
+    source, target = shape_of(call, 0), tuple(int(size) for size in _result(call).shape)
+    dim = _dim(call, 2 if call.op == "aten.slice_backward.default" else 1, len(source))
+    spelled = _letters_outside(call, dim, source, target)
     yield from strategies(call, f"{spelled}->{spelled}")
 
 
@@ -178,7 +178,7 @@ def slice_(call: OpCall) -> Iterator[AxisStrategy]:
 def slice_scatter(call: OpCall) -> Iterator[AxisStrategy]:
     """``(x, source, dim, start, end, step)``"""
     dim = _dim(call, 2, call.inputs[0].rank)
-    spelled = _outside(call, dim, shape_of(call, 1), shape_of(call, 0))
+    spelled = _letters_outside(call, dim, shape_of(call, 1), shape_of(call, 0))
     yield from strategies(call, f"{spelled}+{spelled}->{spelled}")
 
 
@@ -201,7 +201,7 @@ def pad(call: OpCall) -> Iterator[AxisStrategy]:
         padded = [-1 - i // 2 for i, amount in enumerate(amounts) if amount]
         linear = [(0,)] if call.arg(2, "value", 0) == 0 else ()
     else:
-        # The spatial dims, unpadded ones too: these kernels know their dims by position.
+        # All spatial dims, unpadded ones too: these kernels identify dims by position.
         padded, linear = [-1 - i for i in range(_PADS[call.op])], [(0,)]
     spelled = letters(rank, padded)
     yield from strategies(call, f"{spelled}->{spelled}", linear=linear)

@@ -1,4 +1,4 @@
-"""Softmax and its kin: every dim but the reduced one can be sharded."""
+"""Softmax and similar operations: every dim except the reduced one can be sharded."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def softmax_backward(call: OpCall) -> Iterator[AxisStrategy]:
 @claim_rule("aten.logsumexp.default")
 def logsumexp(call: OpCall) -> Iterator[AxisStrategy]:
     """``(input, dims, keepdim)``; no dims means all"""
-    rank, given = call.inputs[0].rank, call.arg(1, "dim")
-    dims = (given,) if isinstance(given, int) else tuple(given) or range(rank)
+    rank, dim = call.inputs[0].rank, call.arg(1, "dim")
+    dims = (dim,) if isinstance(dim, int) else tuple(dim) or range(rank)
     x = letters(rank, dims)
     result = x if call.arg(2, "keepdim", False) else without(x, dims)
     yield from strategies(call, f"{x}->{result}", linear=())

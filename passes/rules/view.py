@@ -1,9 +1,9 @@
-"""Changes of shape: reshape and its kin, permutations, expansion.
+"""Changes of shape: reshapes, permutations, expansion.
 
 A reshape keeps the row-major order of elements. A dim of stride ``s`` and size ``D`` covers the positions
-between ``s`` and ``s D`` of that order, as a digit does in a number. An input and an output dim share the
-digits between ``lcm`` of their strides and ``gcd`` of their upper ends; what shards these in the one shards
-the same elements in the other. Digits below the top of a dim are a strided shard of it::
+between ``s`` and ``s D`` of that order, like a digit of a number. An input and an output dim share the digits
+between the ``lcm`` of their strides and the ``gcd`` of their upper ends; sharding these digits in one shards the
+same elements in the other. Sharding digits below the top of a dim is a strided shard of it::
 
     [b, s, h] -> [b s, h]        S(0) -> S(0), S(1) -> S(0/b), S(2) -> S(1)
     [b, 3 n d] -> [b, 3, n, d]   S(0) -> S(0), S(1) -> S(1), S(1/3) -> S(2), S(1/3n) -> S(3)
@@ -47,7 +47,7 @@ EXPANSIONS = ("aten.expand.default", "aten.expand_copy.default")
 
 @dataclass(frozen=True, slots=True)
 class _Dim:
-    """A dim and where it lies in row-major order."""
+    """A dim and its position in row-major order."""
 
     index: int
     size: int
@@ -91,14 +91,14 @@ def reshape(call: OpCall) -> Iterator[AxisStrategy]:
                 if shardable(source.size, call.size):
                     yield AxisStrategy((shard(source.index),), (shard(target.index),))
                 continue
-            found = _sharded_at(source, target, math.gcd(source.top, target.top), call.size)
-            if found is not None:
-                yield found
+            strategy = _sharded_at(source, target, math.gcd(source.top, target.top), call.size)
+            if strategy is not None:
+                yield strategy
 
 
 @variants(*RESHAPES)
 def reshape_variants(call: OpCall, strategy: AxisStrategy, factors: Factors) -> Iterator[AxisStrategy]:
-    """Shards of digits further down that the two dims of ``strategy`` share, for the factors of either."""
+    """Shards of lower digits that the two dims of ``strategy`` share, for the factors of either."""
     dims = shard_dim(strategy.inputs[0]), shard_dim(strategy.outputs[0])
     if dims[0] is None or dims[1] is None:
         return
@@ -107,15 +107,15 @@ def reshape_variants(call: OpCall, strategy: AxisStrategy, factors: Factors) -> 
         d.top // before for d in (source, target) for before in sorted(factors.get(d.size, ())) if d.top % before == 0
     ]
     for top in dict.fromkeys(tops):
-        found = _sharded_at(source, target, top, call.size)
-        if found is not None and found != strategy:
-            yield found
+        variant = _sharded_at(source, target, top, call.size)
+        if variant is not None and variant != strategy:
+            yield variant
 
 
 @localiser(*RESHAPES)
 def local_reshape(context: LocalContext) -> LocalCall:
-    """A reshape to the local target, whatever it was: ``view`` cannot take the strides that sharding leaves,
-    and ``squeeze`` would go by local sizes."""
+    """A reshape to the local target shape, whatever the operation was: ``view`` does not accept the strides that
+    sharding leaves, and ``squeeze`` would depend on local sizes."""
     return "aten.reshape.default", (context.call.args[0], context.output_shape()), ()
 
 
@@ -141,7 +141,7 @@ def permute(call: OpCall) -> Iterator[AxisStrategy]:
 @rule(*EXPANSIONS)
 @agnostic(*EXPANSIONS)
 def expand(call: OpCall) -> Iterator[AxisStrategy]:
-    """``(x, sizes)``; a dim that is new or of length 1 before can be sharded afterwards."""
+    """``(x, sizes)``; a dim that is new or had length 1 can be sharded in the result."""
     result = call.outputs[0]
     assert result is not None
     spelled = letters(result.rank)

@@ -1,4 +1,4 @@
-"""Diagonals, sliding windows, complex pairs, Fourier transforms: dims they do not touch can be sharded."""
+"""Diagonals, sliding windows, complex pairs, Fourier transforms: dims that they leave unchanged can be sharded."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def fourier(call: OpCall) -> Iterator[AxisStrategy]:
 @rule("aten.bucketize.Tensor", "aten.isin.Tensor_Tensor")
 @agnostic("aten.bucketize.Tensor", "aten.isin.Tensor_Tensor")
 def membership(call: OpCall) -> Iterator[AxisStrategy]:
-    """``(x, table, ...)``: each element of ``x`` is looked for in all of the table"""
+    """``(x, table, ...)``: each element of ``x`` is looked up in the whole table"""
     spelled = letters(call.inputs[0].rank)
     yield from strategies(call, f"{spelled},{WHOLE * call.inputs[1].rank}->{spelled}", linear=())
 

@@ -342,5 +342,5 @@ def test_evaluation_is_cut_as_training_is() -> None:
 
 def test_no_cut_fits_parameters_that_lie_in_another_order() -> None:
     forward = Graph.from_text(SKIP.split("backward %ge")[0].replace('backward %g: f32[] = tangent("0")\n', ""))
-    with pytest.raises(OptionsError, match="uses 'v' in stage 1, but stages \\(0,\\) hold it"):
+    with pytest.raises(OptionsError, match="uses 'v' in stage 1, but stages \\(0,\\) have it"):
         cuts_for_owners(forward, {"w": (1,), "v": (0,)}, 2)
