@@ -1,7 +1,7 @@
-"""Inserts a saved activation (``autopar.rest``) for every value that forward computes and backward reads.
+"""Inserts a saved activation (``autopar.saved``) for every value that forward computes and backward reads.
 
 A value saved for backward has consumers in both phases. Without the insertion, a forward result that is a partial sum
-would be reduced once in forward and again in backward. ``autopar.rest`` is an identity between producer and consumers:
+would be reduced once in forward and again in backward. ``autopar.saved`` is an identity between producer and consumers:
 the producer's result is resharded once to the placement in which it is saved until backward, and every consumer reads
 it from there.
 
@@ -24,7 +24,7 @@ from autopar.passes.base import Pass
 
 @dataclass(frozen=True)
 class SaveActivations(Pass):
-    """Inserts ``autopar.rest`` after each saved value; see the module docstring."""
+    """Inserts ``autopar.saved`` after each saved value; see the module docstring."""
 
     name: ClassVar[str] = "save-activations"
 
