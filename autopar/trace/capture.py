@@ -117,7 +117,7 @@ class Step(nn.Module):
         self.__dict__["selected"].restart()
         with self._given(inputs) as (request, args, kwargs):
             before, held = counters(request.model), containers(request.model)
-            with request.reads.following(), request.reads.chance.watching():
+            with request.reads.following(), request.reads.generators.watching():
                 output, loss = run_with_loss(request.model, request.loss_fn, args, kwargs)
             self.counted = changed(before, counters(request.model))
             self.refilled = refilled(held, request.model)
@@ -131,7 +131,7 @@ class Step(nn.Module):
             tracker.restart()
             return self._ran(inputs, (), other_mode=False).operations
 
-        return notes_on_draws(request.reads.chance, run, lambda: tracker.path, type(request.model).__name__)
+        return notes_on_draws(request.reads.generators, run, lambda: tracker.path, type(request.model).__name__)
 
     def counts_on(self, *inputs: torch.Tensor) -> tuple[str, ...]:
         """Which of the numbers that changed a graph must not keep, see :func:`counted`."""
@@ -277,7 +277,7 @@ def _counted(mode: FakeTensorMode, step: Step, inputs: Sequence[torch.Tensor], b
 def _drawn(mode: FakeTensorMode, step: Step, inputs: Sequence[torch.Tensor], batch: Any) -> tuple[str, ...]:
     """What is to say about draws that are not operations."""
     request: Request = step.__dict__["request"]
-    if not request.reads.chance.drawn:
+    if not request.reads.generators.drawn:
         return ()
     tracker: ModuleTracker = step.__dict__["tracker"]
     with tracker.listening(), _symbolic(batch), mode:

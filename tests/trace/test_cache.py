@@ -23,7 +23,7 @@ from autopar.ir.graph import Graph, GraphError
 from autopar.trace.cache import cache as trace_cache
 from autopar.trace.cache import entry as trace_entry
 from autopar.trace.cache.cache import traced_once
-from autopar.trace.cache.entry import KEPT, differences
+from autopar.trace.cache.entry import FIELDS, differences
 from autopar.trace.cache.key import trace_key
 from autopar.trace.capture import Request
 from autopar.trace.tracer import Traced, request_for, traced_request
@@ -313,14 +313,14 @@ def test_what_cannot_be_told_is_not_kept(model: Callable[[], nn.Module], folder:
 
 
 def test_every_field_of_a_trace_has_its_place() -> None:
-    for kind, names in KEPT.items():
+    for kind, names in FIELDS.items():
         assert {field.name for field in dataclasses.fields(kind)} == names, f"say how {kind.__name__} is kept"
 
 
 def test_a_trace_with_an_unknown_field_is_not_kept(
     monkeypatch: pytest.MonkeyPatch, folder: Path, traces: list[Request]
 ) -> None:
-    monkeypatch.setitem(trace_entry.KEPT, Traced, KEPT[Traced] - {"notes"})
+    monkeypatch.setitem(trace_entry.FIELDS, Traced, FIELDS[Traced] - {"notes"})
     traced_once(_request())
     traced_once(_request())
     assert len(traces) == 2 and not folder.exists()

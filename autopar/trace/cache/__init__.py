@@ -1,1 +1,1 @@
-"""Traces kept on disk: their keys and their text."""
+"""Caches traces on disk: their keys and their text."""

@@ -1,7 +1,7 @@
-"""Traces made once: of an equal model and call there is one, in this process, in the next run and on other ranks.
+"""Caches traces: an equal model and call are traced once, in this process, in the next run and on other ranks.
 
-One rank traces and tells the others, which would find the same at the same time, on the same processors. A rank whose
-model or call differs traces for itself.
+One rank traces and sends the result to the others, which would otherwise compute the same at the same time, on the same
+processors. A rank whose model or call differs traces for itself.
 """
 
 from __future__ import annotations
@@ -22,90 +22,89 @@ from autopar.trace.capture import Request
 from autopar.trace.counters import warn_of_counters
 from autopar.trace.tracer import Traced, traced_request
 
-from .entry import Entry, Unkeepable, differences
+from .entry import Entry, Uncacheable, differences
 from .key import trace_key
 
 KIND = "traces"
-_known: OrderedDict[str, Entry] = OrderedDict()
+_entries: OrderedDict[str, Entry] = OrderedDict()
 # Traces kept in this process. Chosen: that of a plan, and TRACES others (compiler/calls.py).
-_KNOWN_LIMIT = 16
+_ENTRIES_LIMIT = 16
 _log = logging.getLogger(__name__)
 
 
 def forget() -> None:
     """Forgets the traces of this process; those on disk stay."""
-    _known.clear()
+    _entries.clear()
 
 
 def traced_once(request: Request, ranks: AxisGroup | None = None) -> Traced:
-    """What :func:`autopar.trace.tracer.traced_request` gives, made now or kept from before. Collective over
-    ``ranks``, if given.
-    Raises :class:`TraceError`."""
+    """What :func:`autopar.trace.tracer.traced_request` returns, from the cache if it is there. Collective over
+    ``ranks``, if given. Raises :class:`TraceError`."""
     if not caching_enabled():
         return traced_request(request)
     key = _key(request)
     if ranks is None or ranks.size == 1:
-        return _kept(key, request) or _made(key, request)
+        return _cached(key, request) or _make(key, request)
     return _shared(key, request, ranks)
 
 
 def _key(request: Request) -> str | None:
     try:
         return trace_key(request)
-    except Exception as reason:  # Unkeyable, or what an object raises when it is looked at.
-        _log.debug("this trace is not kept: %s: %s", type(reason).__name__, reason)
+    except Exception as reason:  # Unkeyable, or whatever an object raises when its attributes are read.
+        _log.debug("this trace is not cached: %s: %s", type(reason).__name__, reason)
         return None
 
 
-def _kept(key: str | None, request: Request) -> Traced | None:
+def _cached(key: str | None, request: Request) -> Traced | None:
     if key is None:
         return None
-    if key not in _known:
+    if key not in _entries:
         text = read(KIND, key)
-        if text is None or not _learn(key, text):
+        if text is None or not _load(key, text):
             return None
-    _known.move_to_end(key)
+    _entries.move_to_end(key)
     try:
-        found = _known[key].bind(request)
+        traced = _entries[key].bind(request)
     except (ValueError, AttributeError, KeyError) as error:
         _log.debug("trace %s does not fit: %s", key, error)
         return None
-    if found.counted:  # As making it would.
-        warn_of_counters(request.model, found.counted)
-    return found
+    if traced.counted:  # Tracing would warn too.
+        warn_of_counters(request.model, traced.counted)
+    return traced
 
 
-def _learn(key: str, text: str) -> bool:
-    """Reads an entry, whoever wrote it."""
+def _load(key: str, text: str) -> bool:
+    """Reads an entry, which any process may have written; False if it cannot be read."""
     try:
         _remember(key, Entry.from_text(text))
-    except Exception as error:  # Of json, sympy, safetensors, torch: whatever is wrong, the trace is made anew.
+    except Exception as error:  # From json, sympy, safetensors or torch: in any case, the model is traced again.
         _log.debug("trace %s is not used: %s: %s", key, type(error).__name__, error)
         return False
     return True
 
 
 def _remember(key: str, entry: Entry) -> None:
-    _known[key] = entry
-    while len(_known) > _KNOWN_LIMIT:
-        _known.popitem(last=False)
+    _entries[key] = entry
+    while len(_entries) > _ENTRIES_LIMIT:
+        _entries.popitem(last=False)
 
 
-def _made(key: str | None, request: Request) -> Traced:
+def _make(key: str | None, request: Request) -> Traced:
     with files_read() as read_files:
         traced = traced_request(request)
     if key is None:
         return traced
     try:
         if read_files:
-            raise Unkeepable(f"while it was made there was {read_files[0]}")
+            raise Uncacheable(f"tracing it did this: {read_files[0]}")
         text = Entry.of(traced, request).to_text()
         entry = Entry.from_text(text)
-        found = differences(traced, entry.bind(request))
-        if found:
-            raise Unkeepable(f"read again, it has other {', '.join(found)}")
-    except Exception as reason:  # As in reading: what cannot be told in full is not kept.
-        _log.debug("this trace is not kept: %s: %s", type(reason).__name__, reason)
+        changed = differences(traced, entry.bind(request))
+        if changed:
+            raise Uncacheable(f"read back, it differs in {', '.join(changed)}")
+    except Exception as reason:  # As in reading: what has no complete text is not cached.
+        _log.debug("this trace is not cached: %s: %s", type(reason).__name__, reason)
         return traced
     _remember(key, entry)
     write(KIND, key, text)
@@ -113,50 +112,50 @@ def _made(key: str | None, request: Request) -> Traced:
 
 
 @dataclass(frozen=True)
-class _Said:
-    """What the first rank tells the others: its entry as text, or the error that its model makes."""
+class _Message:
+    """What the first rank sends the others: its entry as text, or the error of tracing."""
 
     text: str | None = None
     error: AutoparError | None = None
 
 
 def _shared(key: str | None, request: Request, ranks: AxisGroup) -> Traced:
-    """The first rank's trace on all ranks that ask for the same."""
+    """The first rank's trace on all ranks with the same request."""
     everyone: list[tuple[str | None, bool]] = [(None, False)] * ranks.size
-    dist.all_gather_object(everyone, (key, key in _known), group=ranks.group)
+    dist.all_gather_object(everyone, (key, key in _entries), group=ranks.group)
     first = everyone[0][0]
     waiting = [rank for rank, (own, knows) in enumerate(everyone) if rank and own == first and not knows]
     if first is None or not waiting:
-        return _kept(key, request) or _made(key, request)
+        return _cached(key, request) or _make(key, request)
     if ranks.index == 0:
-        return _told(first, request, ranks)
-    box: list[_Said] = [_Said()]
+        return _trace_and_send(first, request, ranks)
+    box: list[_Message] = [_Message()]
     dist.broadcast_object_list(box, group=ranks.group, group_src=0)
     if key == first and box[0].error is not None:
         raise box[0].error
-    if key == first and box[0].text is not None and key not in _known:
-        _learn(first, box[0].text)
-    return _kept(key, request) or _made(key, request)
+    if key == first and box[0].text is not None and key not in _entries:
+        _load(first, box[0].text)
+    return _cached(key, request) or _make(key, request)
 
 
-def _told(key: str, request: Request, ranks: AxisGroup) -> Traced:
-    """The trace, told to the other ranks, which wait for it whatever happens."""
-    said = _Said()
+def _trace_and_send(key: str, request: Request, ranks: AxisGroup) -> Traced:
+    """The trace, which is also sent to the other ranks; an error is sent as well, since they wait."""
+    message = _Message()
     try:
-        traced = _kept(key, request) or _made(key, request)
-        said = _Said(_known[key].to_text() if key in _known else None)
+        traced = _cached(key, request) or _make(key, request)
+        message = _Message(_entries[key].to_text() if key in _entries else None)
         return traced
     except AutoparError as error:
-        said = _Said(error=_sendable(error))
+        message = _Message(error=_sendable(error))
         raise
     finally:
-        dist.broadcast_object_list([said], group=ranks.group, group_src=0)
+        dist.broadcast_object_list([message], group=ranks.group, group_src=0)
 
 
 def _sendable(error: AutoparError) -> AutoparError:
-    """The error without what cannot be sent."""
+    """``error`` if it can be pickled, else one with its message."""
     try:
-        found: AutoparError = pickle.loads(pickle.dumps(error))
-        return found
+        copy: AutoparError = pickle.loads(pickle.dumps(error))
+        return copy
     except Exception:
         return TraceError(str(error))

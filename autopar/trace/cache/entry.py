@@ -1,8 +1,8 @@
 """A trace as text, and the text as a trace of another model of the same kind.
 
-Only what a trace found out is in the text. What the call and the model say themselves (names of inputs and parameters,
-the values of their constants) is taken from the call and the model at hand, which are alike: the key says so
-(:mod:`.key`). Nothing of the text is run.
+The text has only the results of tracing. What the call and the model determine (names of inputs and parameters, the
+values of their constants) is taken from the call and the model at hand, which are equal, since the key is
+(:mod:`.key`). Nothing in the text is run.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from autopar.trace.tracer import Traced, traced_call
 
 from .expression_json import expression_from_data, expression_to_data
 
-# Every field of what a trace consists of. One that is not named here makes every entry refused: decide how it is kept.
-KEPT: Mapping[type, frozenset[str]] = {
+# Every field of the parts of a trace. A new field that is missing here makes every entry uncacheable: decide how its
+# value is stored.
+FIELDS: Mapping[type, frozenset[str]] = {
     Traced: frozenset(
         ("graph", "signature", "parameters", "buffers", "guards", "notes", "reads", "read_names", "counted")
     ),
@@ -45,14 +46,14 @@ KEPT: Mapping[type, frozenset[str]] = {
 _PLAIN = (type(None), bool, int, float, str)
 
 
-class Unkeepable(Exception):
+class Uncacheable(Exception):
     """A trace that has no text; the message says why."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a trace found out. ``graph`` has the constants that it made; ``held`` says which others are tensors of the
-    model, by name."""
+    """The results of a trace. ``graph`` has the constants that tracing created; ``held`` maps each other constant to the
+    name of the model's tensor that it is."""
 
     graph: Graph
     held: Mapping[str, str]
@@ -64,14 +65,14 @@ class Entry:
 
     @staticmethod
     def of(traced: Traced, request: Request) -> Entry:
-        """Raises :class:`Unkeepable`."""
-        for kind, names in KEPT.items():
+        """The entry of a trace. Raises :class:`Uncacheable`."""
+        for kind, names in FIELDS.items():
             unknown = {field.name for field in fields(kind)} ^ names
             if unknown:
-                raise Unkeepable(f"{kind.__name__} has other fields than are kept: {sorted(unknown)}")
+                raise Uncacheable(f"{kind.__name__} has other fields than are stored: {sorted(unknown)}")
         own = {id(s.tensor): s.name for s in request.state if s.role == "constant"}
         held = {name: own[id(t)] for name, t in traced.graph.constants.items() if id(t) in own}
-        made = {name: t for name, t in traced.graph.constants.items() if name not in held}
+        created = {name: t for name, t in traced.graph.constants.items() if name not in held}
         signature = traced.signature
         returned = Returned(
             spec=signature.output_spec,
@@ -81,25 +82,27 @@ class Entry:
             loss=signature.loss,
             differentiable=signature.differentiable,
         )
-        graph = replace(traced.graph, constants=made)
+        graph = replace(traced.graph, constants=created)
         return Entry(graph, held, returned, traced.guards, traced.notes, traced.read_names, traced.counted)
 
     def bind(self, request: Request) -> Traced:
-        """The trace of ``request``. Raises ValueError if its model is another."""
+        """The trace of ``request``. Raises ValueError if its model has other constants."""
         own = {s.name: s.tensor for s in request.state if s.role == "constant"}
         if not set(self.held.values()) <= own.keys():
             raise ValueError("the model has other constants")
         held = {name: own[place] for name, place in self.held.items()}
-        made = {name: tensor.to(request.device) for name, tensor in self.graph.constants.items()}
+        created = {name: tensor.to(request.device) for name, tensor in self.graph.constants.items()}
         order = {n.target: None for n in self.graph.nodes if n.op == "constant"}
-        constants = {name: tensor for name in order for tensor in ({**held, **made}.get(name),) if tensor is not None}
-        graph = replace(self.graph, constants={**constants, **held, **made})
+        constants = {
+            name: tensor for name in order for tensor in ({**held, **created}.get(name),) if tensor is not None
+        }
+        graph = replace(self.graph, constants={**constants, **held, **created})
         reads = guards_by_name(request.model, request.loss_fn, self.read_names)
-        found = traced_call(request, self.returned, graph, self.guards, self.notes)
-        return replace(found, reads=reads, read_names=self.read_names, counted=self.counted)
+        traced = traced_call(request, self.returned, graph, self.guards, self.notes)
+        return replace(traced, reads=reads, read_names=self.read_names, counted=self.counted)
 
     def to_text(self) -> str:
-        """Raises :class:`Unkeepable`."""
+        """The text form, which :meth:`from_text` reads. Raises :class:`Uncacheable`."""
         returned = self.returned
         assert returned.spec is not None
         try:
@@ -121,11 +124,11 @@ class Entry:
             }
             return json.dumps(data)
         except (ValueError, TypeError, KeyError, NotImplementedError, RuntimeError) as error:
-            raise Unkeepable(f"{type(error).__name__}: {error}") from error
+            raise Uncacheable(f"{type(error).__name__}: {error}") from error
 
     @staticmethod
     def from_text(text: str) -> Entry:
-        """The inverse of :meth:`to_text`. Raises various errors if it is none."""
+        """The inverse of :meth:`to_text`. Raises various errors if ``text`` is not an entry."""
         data = json.loads(text)
         graph = Graph.from_text(data["graph"])
         nodes = tuple(replace(n, source=str(s)) for n, s in zip(graph.nodes, data["sources"], strict=True))
@@ -149,10 +152,10 @@ class Entry:
 
 
 def _whole(constants: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Constants as safetensors takes them: on the CPU, in order in memory, none the same as another."""
+    """Constants as safetensors takes them: on the CPU, contiguous, no two sharing memory."""
     for name, tensor in constants.items():
         if type(tensor) is not torch.Tensor or tensor.is_meta or tensor.requires_grad:
-            raise ValueError(f"the constant {name} is no plain tensor with values")
+            raise ValueError(f"the constant {name} is not a plain tensor with values")
     return {name: tensor.cpu().contiguous().clone() for name, tensor in constants.items()}
 
 
@@ -162,19 +165,19 @@ def _constant(value: Any) -> Any:
     return value
 
 
-def differences(one: Traced, other: Traced) -> list[str]:
-    """In which fields two traces differ, nodes' places in the source and the values of constants included."""
+def differences(first: Traced, second: Traced) -> list[str]:
+    """The fields in which two traces differ, including the source lines of nodes and the values of constants."""
     fields_of = [f.name for f in fields(Traced) if f.name not in ("graph", "reads")]
-    found = [name for name in fields_of if getattr(one, name) != getattr(other, name)]
-    sources = [[node.source for node in traced.graph.nodes] for traced in (one, other)]
-    pairs = {"graph": one.graph == other.graph, "sources": sources[0] == sources[1]}
-    pairs |= {"constants": _equal(one.graph.constants, other.graph.constants)}
-    pairs |= {"reads": same_guards(one.reads, other.reads)}
-    return [*found, *(name for name, is_same in pairs.items() if not is_same)]
+    changed = [name for name in fields_of if getattr(first, name) != getattr(second, name)]
+    sources = [[node.source for node in traced.graph.nodes] for traced in (first, second)]
+    pairs = {"graph": first.graph == second.graph, "sources": sources[0] == sources[1]}
+    pairs |= {"constants": _equal(first.graph.constants, second.graph.constants)}
+    pairs |= {"reads": same_guards(first.reads, second.reads)}
+    return [*changed, *(name for name, is_same in pairs.items() if not is_same)]
 
 
-def _equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+def _equal(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:
     def same(left: torch.Tensor, right: torch.Tensor) -> bool:
         return left is right or (left.dtype == right.dtype and torch.equal(left.cpu(), right.cpu()))
 
-    return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
+    return first.keys() == second.keys() and all(same(first[name], second[name]) for name in first)

@@ -1,5 +1,5 @@
-"""Expressions and conditions of sympy, torch's own functions included, as plain data and back; only known functions are
-read, and nothing is evaluated as code."""
+"""Converts expressions and conditions of sympy, with torch's own functions, to plain data and back. Only known
+functions are read, and nothing is evaluated as code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _KINDS = {_name(kind): kind for kind in (*_OURS, *_THEIRS)}
 
 
 def expression_to_data(expression: Any) -> Any:
-    """Lists, texts and numbers. Raises ValueError for a function that is not known."""
+    """``expression`` as lists, strings and numbers. Raises ValueError for an unknown function."""
     if isinstance(expression, sympy.Symbol):
         return ["symbol", expression.name]
     if isinstance(expression, (sympy.Integer, sympy.Rational)):

@@ -1,7 +1,7 @@
-"""A hash of everything that a trace follows from: the model, the call, the code, and how torch is set up.
+"""A hash of everything that a trace depends on: the model, the call, the code, and the settings of torch.
 
-See :mod:`autopar.content.objects` for how the model is told from others. Besides, the text of every module of the
-user's that is loaded counts, whether or not the model seems to use it.
+:mod:`autopar.content.objects` hashes the model. In addition, the text of every loaded module of the user is hashed,
+whether or not the model seems to use it.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from autopar.trace.capture import Request
 
 
 def trace_key(request: Request) -> str:
-    """The key of a trace. Raises :class:`Unkeyable` if something that it may follow from cannot be told."""
+    """The key of a trace. Raises :class:`Unkeyable` if something that it may depend on cannot be hashed."""
     if is_any_mode_active():
         raise Unkeyable("a mode of torch is active, which may do anything")
     for hook in hooks_everywhere():
         raise Unkeyable(f"{hook.text} may do anything")
     contents = Contents()
-    contents.add(code_version(), *_surroundings(request.device))
+    contents.add(code_version(), *_settings(request.device))
     for name, text in _user_modules():
         contents.add(name, text)
     contents.add(request.device.type, request.training, request.grad, request.differentiate, request.autocast)
-    _say_call(contents, request)
+    _add_call(contents, request)
     contents.feed(request.model, "model")
     contents.feed(request.loss_fn, "loss_fn")
     return contents.hexdigest()
 
 
-def _say_call(contents: Contents, request: Request) -> None:
+def _add_call(contents: Contents, request: Request) -> None:
     contents.add(str(request.call.spec), *request.call.names)
     for index, leaf in enumerate(request.call.leaves):
         if isinstance(leaf, torch.Tensor):
@@ -49,7 +49,7 @@ def _say_call(contents: Contents, request: Request) -> None:
             contents.feed(leaf, f"input {index}")
 
 
-def _surroundings(device: torch.device) -> Iterator[object]:
+def _settings(device: torch.device) -> Iterator[object]:
     """Settings of torch that decide which operations run."""
     yield torch.get_default_dtype()
     yield torch.are_deterministic_algorithms_enabled()

@@ -1,1 +1,1 @@
-"""What a trace takes for granted of Python objects, and what changed."""
+"""What a trace assumes about Python objects, and which of them have changed."""

@@ -1,7 +1,7 @@
-"""What a graph takes for granted of the Python objects that its model read, see :mod:`autopar.trace.guards.reads`.
+"""What a graph assumes about the Python objects that its model read, see :mod:`autopar.trace.guards.reads`.
 
-A graph has in it what an attribute was when the model was traced. Eager execution reads it anew at each call; so a
-program is used only as long as its guards hold.
+A graph contains the values that attributes had when the model was traced. Eager execution reads them again at each
+call, so a program is used only as long as its guards hold.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from .values import MISSING, Expected, Tensor, freeze, sentence, shown, within
 from .variables import is_own_code
 
 
-class Space(Protocol):
-    """Something with names in it."""
+class Namespace(Protocol):
+    """Anything that maps names to values."""
 
     def get(self, name: Any, default: Any, /) -> Any:
-        """What has the name, or ``default``."""
+        """The value of ``name``, or ``default``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """``label`` (``model.drop.p``) represents ``key`` in a namespace, where ``value`` was."""
+    """``key`` in the namespace ``space`` had ``value``; messages call it ``label`` (``model.drop.p``)."""
 
     label: str
-    space: Space
+    space: Namespace
     key: str
     value: object
     expected: Expected
 
     def changed(self) -> str | None:
-        """What is there now, if it is another value."""
+        """Says what the value is now, if it is another one."""
         now = self.space.get(self.key, MISSING)
         if now is self.value and self.expected.immutable:
             return None
@@ -68,7 +68,7 @@ class Members:
         return cls(label, *kinds, *(tuple(kind.items()) for kind in kinds))
 
     def changed(self) -> str | None:
-        """What is another one now."""
+        """Says what has been replaced; None if nothing has."""
         for now, before, is_same in (
             (self.modules, self.had_modules, is_),
             (self.parameters, self.had_parameters, is_),
@@ -76,9 +76,9 @@ class Members:
         ):
             if len(now) == len(before) and all(map(is_, now.values(), (value for _, value in before))):
                 continue
-            found = self._difference(now, dict(before), is_same)
-            if found is not None:
-                return found
+            change = self._difference(now, dict(before), is_same)
+            if change is not None:
+                return change
         return None
 
     def _difference(
@@ -94,7 +94,8 @@ class Members:
 
 
 def _is_alike(old: object, new: object) -> bool:
-    """Buffers are inputs of a program: it reads whichever there is, if that has the same type."""
+    """Whether two buffers have the same type. They are inputs of a program, so another of the same type may replace
+    one."""
     if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
         return (old.shape, old.dtype) == (new.shape, new.dtype)
     return old is new
@@ -102,35 +103,35 @@ def _is_alike(old: object, new: object) -> bool:
 
 @dataclass(frozen=True)
 class Guards:
-    """What was read, and the modules a model was made of."""
+    """Guards of the attributes that were read, and of the modules that the model consists of."""
 
     read: tuple[Guard, ...] = ()
     members: tuple[Members, ...] = ()
-    _fast: Unmoved = field(init=False, repr=False, compare=False)
-    _rest: tuple[Guard, ...] = field(init=False, repr=False, compare=False)
+    _fast: SameObjects = field(init=False, repr=False, compare=False)
+    _slow: tuple[Guard, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         fast = [guard for guard in self.read if isinstance(guard.space, dict) and guard.expected.immutable]
-        object.__setattr__(self, "_fast", Unmoved.of(fast, self.members))
-        known = set(map(id, fast))
-        object.__setattr__(self, "_rest", tuple(guard for guard in self.read if id(guard) not in known))
+        object.__setattr__(self, "_fast", SameObjects.of(fast, self.members))
+        fast_ids = set(map(id, fast))
+        object.__setattr__(self, "_slow", tuple(guard for guard in self.read if id(guard) not in fast_ids))
 
     def changed(self, module: nn.Module | None = None) -> str | None:
-        """What is no longer as it was when the model was traced (``model.drop.p was 0.1 when traced and is 0.9``);
-        None if all is. ``module`` is the traced model, whose objects this knows already."""
-        is_unmoved = self._fast.holds()
-        for guard in self._rest if is_unmoved else self.read:
-            found = guard.changed()
-            if found is not None:
-                return found
-        if is_unmoved:
+        """Says what has changed since the model was traced (``model.drop.p was 0.1 when traced and is 0.9``); None if
+        nothing has. ``module`` is the traced model, whose objects these guards already refer to."""
+        is_unchanged = self._fast.holds()
+        for guard in self._slow if is_unchanged else self.read:
+            change = guard.changed()
+            if change is not None:
+                return change
+        if is_unchanged:
             return None
         return next(filter(None, (members.changed() for members in self.members)), None)
 
 
 @dataclass(frozen=True)
-class Unmoved:
-    """Says quickly, without a step of Python for each, whether dicts have the very objects that they had."""
+class SameObjects:
+    """Checks quickly, without a Python loop, whether dicts still have the identical objects."""
 
     spaces: tuple[dict[str, Any], ...]
     keys: tuple[str, ...]
@@ -140,17 +141,17 @@ class Unmoved:
     members: tuple[object, ...]
 
     @classmethod
-    def of(cls, read: Sequence[Guard], members: Sequence[Members]) -> Unmoved:
-        """Of attributes, and of whatever modules are made of."""
+    def of(cls, read: Sequence[Guard], members: Sequence[Members]) -> SameObjects:
+        """Checks of the attributes that were read, and of the members of modules."""
         spaces = tuple(guard.space for guard in read if isinstance(guard.space, dict))
-        kinds = [kind for one in members for kind in (one.modules, one.parameters, one.buffers)]
+        kinds = [kind for part in members for kind in (part.modules, part.parameters, part.buffers)]
         full = tuple(kind for kind in kinds if kind)
         empty = tuple(kind for kind in kinds if not kind)
-        held = tuple(chain.from_iterable(kind.values() for kind in full))
-        return cls(spaces, tuple(g.key for g in read), tuple(g.value for g in read), full, empty, held)
+        values = tuple(chain.from_iterable(kind.values() for kind in full))
+        return cls(spaces, tuple(g.key for g in read), tuple(g.value for g in read), full, empty, values)
 
     def holds(self) -> bool:
-        """Whether nothing moved."""
+        """Whether every object is the same."""
         if any(self.empty) or sum(map(len, self.full)) != len(self.members):
             return False
         read = map(dict.get, self.spaces, self.keys, repeat(MISSING))
@@ -159,26 +160,26 @@ class Unmoved:
 
 
 def guards_of(model: nn.Module, reads: Reads) -> Guards:
-    """The guards of what was read, with values as they are now: as they were before the trace."""
+    """The guards of what was read. Their values are the current ones, which are those from before the trace."""
     modules = [*model.named_modules()]
-    known = frozenset(id(tensor) for _, module in modules for tensor in _tensors(module))
-    places: list[tuple[str, Space, str]] = [(v.label, v, v.name) for v in reads.variables.values()]
+    inputs = frozenset(id(tensor) for _, module in modules for tensor in _tensors(module))
+    places: list[tuple[str, Namespace, str]] = [(v.label, v, v.name) for v in reads.variables.values()]
     for identity, name in reads.read:
         owner = reads.owners[identity]
-        if reads.is_left(owner):
+        if reads.is_reachable(owner):
             places += _places(owner, name, identity in reads.tree)
-    found: dict[tuple[int, str], Guard] = {}
+    guards: dict[tuple[int, str], Guard] = {}
     for label, space, name in places:
         value = space.get(name, MISSING)
-        found.setdefault((id(space), name), Guard(label, space, name, value, freeze(value, known)))
-    _check_parameters(found.values())
+        guards.setdefault((id(space), name), Guard(label, space, name, value, freeze(value, inputs)))
+    _check_parameters(guards.values())
     members = tuple(Members.of(module, f"model.{path}" if path else "model") for path, module in modules)
-    return Guards(tuple(found.values()), members)
+    return Guards(tuple(guards.values()), members)
 
 
 def _check_parameters(guards: Iterable[Guard]) -> None:
-    """Raises :class:`TraceError` for parameters in lists and the like, of which a graph would make constants, and warns
-    of those that the model does not register."""
+    """Raises :class:`TraceError` for parameters in lists and the like, which a graph would turn into constants, and
+    warns of those that the model does not register."""
     for guard in guards:
         if _is_learnt(guard.value) and isinstance(guard.expected, Tensor):
             warnings.warn(
@@ -205,8 +206,8 @@ def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
         yield from (tensor for tensor in kind.values() if tensor is not None)
 
 
-def _places(owner: Owner, name: str, is_of_model: bool) -> Iterator[tuple[str, Space, str]]:
-    """Where an attribute of that name is, or would be: how it is called, the namespace, the name there."""
+def _places(owner: Owner, name: str, is_of_model: bool) -> Iterator[tuple[str, Namespace, str]]:
+    """Yields where an attribute of that name is, or would be: its label, the namespace, and its name there."""
     label, own = f"{owner.label}.{name}", owner.members
     if isinstance(owner.value, nn.Module):
         for part in (PARAMETERS, BUFFERS, CHILDREN):
@@ -217,28 +218,28 @@ def _places(owner: Owner, name: str, is_of_model: bool) -> Iterator[tuple[str, S
     kind = None if name in own else next((kind for kind in type(owner.value).__mro__ if name in vars(kind)), None)
     if kind is nn.Module:
         return
-    held = MISSING if kind is None else vars(kind)[name]
-    is_made_up = kind is None and _is_made_up(owner, name)
-    if isinstance(held, types.MemberDescriptorType) or is_made_up or not owner.has_members:
+    attribute = MISSING if kind is None else vars(kind)[name]
+    is_computed = kind is None and _is_computed(owner, name)
+    if isinstance(attribute, types.MemberDescriptorType) or is_computed or not owner.has_members:
         yield label, _Attribute(owner.value), name
         return
-    if not isinstance(held, property):
+    if not isinstance(attribute, property):
         yield label, own, name
-    if kind is not None and not _is_installed(held):
+    if kind is not None and not _is_installed(attribute):
         yield f"{kind.__qualname__}.{name}", vars(kind), name
 
 
-def _is_made_up(owner: Owner, name: str) -> bool:
-    """Whether an object has the attribute though neither it nor its class holds it under that name. A module has
-    what it is made of, or what it reads elsewhere."""
+def _is_computed(owner: Owner, name: str) -> bool:
+    """Whether an object computes the attribute: neither it nor its class stores it under that name. Never for a module,
+    whose attributes are its members, or are read elsewhere."""
     if name in owner.members or isinstance(owner.value, nn.Module):
         return False
     return _Attribute(owner.value).get(name, MISSING) is not MISSING
 
 
-def _is_installed(held: object) -> bool:
+def _is_installed(attribute: object) -> bool:
     """Whether a class attribute is code that no user changes."""
-    function = getattr(held, "__func__", held.fget if isinstance(held, property) else held)
+    function = getattr(attribute, "__func__", attribute.fget if isinstance(attribute, property) else attribute)
     if isinstance(function, types.FunctionType):
         return not is_own_code(function.__code__)
     return isinstance(function, (types.BuiltinFunctionType, types.WrapperDescriptorType, types.GetSetDescriptorType))
@@ -246,12 +247,12 @@ def _is_installed(held: object) -> bool:
 
 @dataclass(frozen=True)
 class _Attribute:
-    """Reads what only the object itself can say: slots, and names that its class looks up in a way of its own."""
+    """Reads attributes through the object itself: slots, and names that its class computes."""
 
     owner: Any
 
     def get(self, name: str, default: Any) -> Any:
         try:
             return getattr(self.owner, name, default)
-        except Exception:  # As good as not there; the model meets the same error where it reads it.
+        except Exception:  # Treated as missing; the model meets the same error where it reads the attribute.
             return default

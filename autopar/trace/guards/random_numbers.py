@@ -1,7 +1,7 @@
 """Numbers that a model draws from Python's or numpy's generators when it is called.
 
-Eager execution draws them anew at each call; a graph has in it what was drawn while it was traced. (Torch's own draws
-are operations of the graph.)
+Eager execution draws new numbers at each call; a graph contains those drawn while it was traced. (Torch's own draws are
+operations of the graph.)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SEEDS = range(8)
 
 
 class DrawError(TraceError):
-    """A graph of the model would keep what it drew."""
+    """A graph of the model would contain the numbers that it drew as constants."""
 
 
 @dataclass(frozen=True)
@@ -70,45 +70,47 @@ def _reseed(generator: Generator, seed: int) -> None:
         generator.seed(seed)
 
 
-class Chance:
-    """The generators that a model may draw from, by what they are called, and the states that they had."""
+class WatchedGenerators:
+    """The generators that a model may draw from, with their names and the states that they had."""
 
     def __init__(self) -> None:
         self._generators: dict[int, tuple[Generator, str]] = {}
         self._states: dict[int, Any] = {}
         self.drawn: tuple[str, ...] = ()
-        self.know(random._inst, "Python's random")
-        self.know(np.random.mtrand._rand, "numpy.random")
+        self.watch(random._inst, "Python's random")
+        self.watch(np.random.mtrand._rand, "numpy.random")
 
-    def know(self, generator: Generator, name: str) -> None:
+    def watch(self, generator: Generator, name: str) -> None:
         """Watches ``generator`` too."""
         if not isinstance(generator, random.SystemRandom) and id(generator) not in self._generators:
             self._generators[id(generator)] = generator, name
             self._states[id(generator)] = _state(generator)
 
-    def _moved(self) -> tuple[str, ...]:
-        return tuple(name for key, (one, name) in self._generators.items() if _state(one) != self._states[key])
+    def _advanced(self) -> tuple[str, ...]:
+        return tuple(
+            name for key, (generator, name) in self._generators.items() if _state(generator) != self._states[key]
+        )
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """``drawn`` are the generators drawn from within; afterwards all are as before."""
+        """Adds the generators that are drawn from inside the ``with`` block to ``drawn``, and restores their states."""
         try:
             yield
         finally:
-            self.drawn = (*self.drawn, *(name for name in self._moved() if name not in self.drawn))
+            self.drawn = (*self.drawn, *(name for name in self._advanced() if name not in self.drawn))
             for key, (generator, _) in self._generators.items():
                 _set_state(generator, self._states[key])
 
-    def matters(self, run: Callable[[], object]) -> bool:
-        """Whether ``run``, which says what it computes, says something else where other numbers are drawn: from other
-        seeds, and the least and largest of those that decide by a probability."""
+    def affect(self, run: Callable[[], object]) -> bool:
+        """Whether ``run``, which returns what it computes, returns something else when other numbers are drawn: with
+        other seeds, and with the least and the largest uniform number, which decide probabilities."""
         with self.watching():
             usual = run()
-        return any(self._said(run, seed) != usual for seed in _SEEDS) or any(
-            self._said(run, None, value) != usual for value in (_LEAST, _MOST)
+        return any(self._outcome(run, seed) != usual for seed in _SEEDS) or any(
+            self._outcome(run, None, value) != usual for value in (_LEAST, _MOST)
         )
 
-    def _said(self, run: Callable[[], object], seed: int | None, value: float | None = None) -> object:
+    def _outcome(self, run: Callable[[], object], seed: int | None, value: float | None = None) -> object:
         with self.watching(), _drawing(value):
             for generator, _ in self._generators.values():
                 if seed is not None:
@@ -116,13 +118,13 @@ class Chance:
             return run()
 
     def place(self, run: Callable[[], object], path: Callable[[], str]) -> Place | None:
-        """The line that draws first; ``path`` says which module runs."""
-        found: list[Place] = []
+        """The line that draws first; ``path`` returns the path of the running module."""
+        first_draw: list[Place] = []
         running: list[Place] = []  # The lines of the functions that run, outermost first.
 
         def line(frame: Any, event: str, _argument: Any) -> Any:
-            if not found and running and self._moved():
-                found.append(running[-1])
+            if not first_draw and running and self._advanced():
+                first_draw.append(running[-1])
             if event == "return":
                 running.pop()
             else:
@@ -143,19 +145,19 @@ class Chance:
                 run()
             finally:
                 sys.settrace(before)
-        return found[0] if found else None
+        return first_draw[0] if first_draw else None
 
 
 @contextmanager
 def _drawing(value: float | None) -> Iterator[None]:
-    """Within, uniform numbers are all ``value`` of the way from the least to the largest, unless that is None."""
+    """Makes every uniform number lie at the fraction ``value`` between its bounds, unless ``value`` is None."""
     if value is None:
         yield
         return
 
     def between(low: Any = 0.0, high: Any = 1.0, size: Any = None) -> Any:
-        found = low + (high - low) * value
-        return found if size is None else np.broadcast_to(found, size).copy()
+        number = low + (high - low) * value
+        return number if size is None else np.broadcast_to(number, size).copy()
 
     drawers: Mapping[str, Callable[..., Any]] = {
         "rand": lambda *shape: between(size=shape or None),
@@ -171,20 +173,22 @@ def _drawing(value: float | None) -> Iterator[None]:
         yield
 
 
-def notes_on_draws(chance: Chance, run: Callable[[], object], path: Callable[[], str], model: str) -> tuple[str, ...]:
-    """What is to say to people about what a model drew. ``run`` runs it, and gives what that computes; ``path`` says
-    which module runs.
+def notes_on_draws(
+    generators: WatchedGenerators, run: Callable[[], object], path: Callable[[], str], model: str
+) -> tuple[str, ...]:
+    """Notes for people about the numbers that a model drew. ``run`` runs the model and returns what it computes;
+    ``path`` returns the path of the running module.
 
     Raises:
         DrawError: other numbers make a difference, or may.
     """
-    drawn, place = chance.drawn, None
+    drawn, place = generators.drawn, None
     try:
-        matters = chance.matters(run)
-    except Exception:  # It runs only with what was drawn at first.
+        matters = generators.affect(run)
+    except Exception:  # The model runs only with the numbers drawn at first.
         matters = True
     with suppress(Exception):
-        place = chance.place(run, path)
+        place = generators.place(run, path)
     if matters:
         raise DrawError(_error(model, drawn, place))
     return (_note(drawn, place),)

@@ -1,7 +1,7 @@
-"""Which Python state a model reads while it is traced: attributes of its modules, of whatever objects these lead to
+"""Records which Python state a model reads while it is traced: attributes of its modules, of the objects these lead to
 (configurations, dataclasses, modules in lists, loss functions), and variables of the functions that it runs.
 
-The classes concerned get another ``__getattribute__`` for as long as the model runs.
+The ``__getattribute__`` of these classes is replaced while the model runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import nn
 from autopar.content.code_origin import is_written_by_user
 from autopar.torch_internals.modules import BUFFERS, CHILDREN, PARAMETERS, is_flat_weights
 
-from .random_numbers import GENERATORS, Chance
+from .random_numbers import GENERATORS, WatchedGenerators
 from .values import CONTAINERS, MISSING, PLAIN, within
 from .variables import (
     Variable,
@@ -33,20 +33,21 @@ from .variables import (
     variables_of_partial,
 )
 
-# The mode, members and hooks of any module. The mode belongs to the kind of call, members are looked at as a whole.
+# The mode, members and hooks of any module. The mode belongs to the kind of call; members are guarded as a whole.
 MACHINERY = frozenset(vars(nn.Module()))
 _TORCH_MODULE = sys.modules[nn.Module.__module__].__file__
 # Py_TPFLAGS_HEAPTYPE of CPython's object.h.
 _HEAP_TYPE = 1 << 9
-# Of objects whose classes are from there, only identities are looked at.
+# Only the identity of objects is guarded whose classes are from these packages.
 _FOREIGN = {"torch", "numpy", "autopar", *sys.stdlib_module_names} - {"__main__"}
 _NO_OWNERS = (torch.Tensor, np.ndarray, types.ModuleType, type, types.BuiltinFunctionType)
 
 
 @dataclass(frozen=True)
 class Owner:
-    """An object whose attributes are read, called by the way it was first reached (``model.layers.0.config``), and
-    where that was: an attribute of another object, if it is not a module of the model."""
+    """An object whose attributes are read. ``label`` is the path by which it was first reached
+    (``model.layers.0.config``); ``of`` is the attribute of another object that led to it, None for a module of the
+    model."""
 
     value: Any
     label: str
@@ -54,16 +55,16 @@ class Owner:
 
     @property
     def members(self) -> dict[str, Any]:
-        """Its attributes; none if it has slots alone."""
+        """Its attributes; empty if it has only slots."""
         return _members(self.value) or {}
 
     @property
     def has_members(self) -> bool:
-        """Whether it can be given attributes that its class does not know."""
+        """Whether it has a ``__dict__``, and so can be given any attribute."""
         return _members(self.value) is not None
 
-    def held(self, name: str) -> object:
-        """What it holds under that name itself, in a slot too."""
+    def get(self, name: str) -> object:
+        """The attribute that the object itself stores under that name, also in a slot."""
         own = _members(self.value)
         if own is not None:
             return own.get(name, MISSING)
@@ -72,8 +73,8 @@ class Owner:
         except AttributeError:
             return MISSING
 
-    def hold(self, name: str, value: object) -> None:
-        """Gives it an attribute, or takes it away."""
+    def set(self, name: str, value: object) -> None:
+        """Sets an attribute, or deletes it if ``value`` is MISSING."""
         own = _members(self.value)
         if own is None:
             object.__delattr__(self.value, name) if value is MISSING else object.__setattr__(self.value, name, value)
@@ -85,23 +86,23 @@ class Owner:
 
 def _members(value: object) -> dict[str, Any] | None:
     try:
-        found = object.__getattribute__(value, "__dict__")
+        members = object.__getattribute__(value, "__dict__")
     except AttributeError:
         return None
-    return found if isinstance(found, dict) else None
+    return members if isinstance(members, dict) else None
 
 
 class Reads:
-    """Reads of what ``model`` and ``loss_fn`` lead to. ``read`` are attributes, by identity of their object;
-    ``variables`` those of functions, globals, closures and classes, by where they are. Of attributes that a
-    call reads and then changes, so that the next reads something else, ``rewritten`` are those of objects, ``written``
-    plain tensors of modules, by path."""
+    """Reads of the objects that ``model`` and ``loss_fn`` lead to. ``read`` are attributes, by the id of their object;
+    ``variables`` are those of functions, globals, closures and classes, by namespace and name. A call may change an
+    attribute after it reads it, so that the next call reads something else: ``rewritten`` are such attributes of
+    objects, ``written`` such plain tensors of modules, by path."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         self.owners: dict[int, Owner] = {}
         self.read: dict[tuple[int, str], None] = {}
         self.variables: dict[tuple[int, str], Variable] = {}
-        self.chance = Chance()
+        self.generators = WatchedGenerators()
         self.tree = frozenset(id(module) for module in model.modules())
         self._functions: dict[int, Callable[..., Any]] = {}
         self._kinds: dict[type, None] = {}
@@ -125,7 +126,7 @@ class Reads:
             self._watch(type(value))
 
     def follow(self, value: Any, label: str, of: tuple[int, str] | None) -> None:
-        """Counts reads of ``value`` too, and of what is in it."""
+        """Records reads of ``value`` too, and of what it contains."""
         self._follow_one(value, label, of)
         if isinstance(value, (*CONTAINERS, types.SimpleNamespace)):
             for place, item in within(value):
@@ -135,7 +136,7 @@ class Reads:
         if isinstance(value, PLAIN) or id(value) in self.owners:
             return
         if isinstance(value, GENERATORS):
-            self.chance.know(value, label)
+            self.generators.watch(value, label)
         elif isinstance(value, nn.Module):
             for path, module in value.named_modules():
                 self._own(module, f"{label}.{path}" if path else label, of)
@@ -173,7 +174,7 @@ class Reads:
             self._follow_one(partial.func, label, of)
 
     def _pair_class(self, kind: type) -> None:
-        """Counts as read what code that was met names of a class: it may read it through the class itself."""
+        """Records as read what known code names of a class: it may read it through the class itself."""
         if kind not in self._kinds and any(map(is_written_by_user, kind.__mro__)):
             self._kinds[kind] = None
             self._note_variables(variables_of_class(kind, self._names))
@@ -187,8 +188,8 @@ class Reads:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Within, reads are noted. What the model itself writes into attributes that it reads of objects that are no
-        modules of it is as before afterwards."""
+        """Records reads inside the ``with`` block. Restores afterwards what the model wrote to attributes that it had
+        read from objects other than its modules."""
         try:
             self._is_on = True
             self._watch(nn.Module)
@@ -207,20 +208,20 @@ class Reads:
             self._restore()
 
     def carry(self) -> None:
-        """Gives objects the attributes that a first call left them."""
+        """Gives objects the attributes that a first call left in them."""
         for (identity, name), value in self._after.items():
-            self.owners[identity].hold(name, value)
+            self.owners[identity].set(name, value)
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
-        """What the model writes within into attributes that it was seen to read of objects is as before afterwards."""
+        """Restores what the model writes inside the ``with`` block to attributes that it has read from objects."""
         try:
             yield
         finally:
             self._restore()
 
     def _watch(self, kind: type) -> None:
-        """Notes what is read of instances of ``kind``."""
+        """Records what is read from instances of ``kind``."""
         if kind in self._watched:
             return
         inner: Callable[[Any, str], Any] = kind.__getattribute__  # type: ignore[assignment]
@@ -237,7 +238,7 @@ class Reads:
             return inner(owner, name)
         if name in MACHINERY or key in self.read or (name.startswith("__") and name != "__dict__"):
             return inner(owner, name)
-        known = self.owners[id(owner)]
+        record = self.owners[id(owner)]
         if name == "__dict__":
             members: dict[str, Any] = inner(owner, name)
             if sys._getframe(2).f_code.co_filename != _TORCH_MODULE:
@@ -246,40 +247,40 @@ class Reads:
             return members
         self.read[key] = None
         if key[0] not in self.tree:
-            self._first[key] = known.held(name)
+            self._first[key] = record.get(name)
         value = inner(owner, name)
         if isinstance(value, torch.Tensor):
             self._tensors[key] = value
-        self.follow(value, f"{known.label}.{name}", key)
+        self.follow(value, f"{record.label}.{name}", key)
         return value
 
     def _restore(self) -> None:
         for (identity, name), old in self._first.items():
             owner = self.owners[identity]
-            if owner.held(name) is not old:
+            if owner.get(name) is not old:
                 self.rewritten[f"{owner.label}.{name}".removeprefix("model.")] = None
-                self._after.setdefault((identity, name), owner.held(name))
-                owner.hold(name, old)
+                self._after.setdefault((identity, name), owner.get(name))
+                owner.set(name, old)
         for (identity, name), tensor in self._tensors.items():
             owner = self.owners[identity]
-            now = owner.held(name)
+            now = owner.get(name)
             if isinstance(now, torch.Tensor) and now is not tensor:
                 self.written[f"{owner.label}.{name}".removeprefix("model.")] = None
         self._tensors.clear()
 
-    def is_left(self, owner: Owner) -> bool:
-        """Whether an object is where it was reached, and was not made by the call alone."""
+    def is_reachable(self, owner: Owner) -> bool:
+        """Whether an object can still be reached where it was, and was not created by the call alone."""
         if owner.of is None or id(owner.value) in self.tree:
             return True
         identity, name = owner.of
-        around = self.owners[identity]
-        now = members_of(around).get(name, MISSING)
-        found = now is owner.value or any(item is owner.value for _, item in within(now))
-        return (found or now is MISSING or isinstance(now, nn.Module)) and self.is_left(around)
+        holder = self.owners[identity]
+        now = members_of(holder).get(name, MISSING)
+        is_there = now is owner.value or any(item is owner.value for _, item in within(now))
+        return (is_there or now is MISSING or isinstance(now, nn.Module)) and self.is_reachable(holder)
 
 
 def members_of(owner: Owner) -> Mapping[str, Any]:
-    """The attributes of an object, for a module with what it is made of."""
+    """The attributes of an object, for a module with its children, buffers and parameters."""
     if isinstance(owner.value, nn.Module):
         own = owner.members
         return {**own[CHILDREN], **own[BUFFERS], **own[PARAMETERS], **own}
@@ -287,6 +288,6 @@ def members_of(owner: Owner) -> Mapping[str, Any]:
 
 
 def _is_watchable(kind: type) -> bool:
-    """Whether reads of instances can be noted, and are the user's concern."""
+    """Whether reads of instances can be recorded, and the class is the user's."""
     is_own = kind.__module__.partition(".")[0] not in _FOREIGN or kind is argparse.Namespace
     return bool(kind.__flags__ & _HEAP_TYPE) and is_own

@@ -1,4 +1,4 @@
-"""What a Python value was when a model was traced, and how what is there now differs from it."""
+"""Records a Python value when a model is traced, and compares the current value with it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ import torch
 from autopar.content.tensor_digest import tensor_digest
 from autopar.torch_internals.tensors import counted_writes
 
-# What a call may be given or return besides tensors, as a constant of its trace.
+# What a call may take or return in addition to tensors, as a constant of its trace.
 CONSTANT_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum, slice)
-# What is compared by equality alone.
+# Types that are compared by equality alone.
 PLAIN = (*CONSTANT_TYPES, torch.memory_format, torch.layout, range, np.generic)
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-# Tensors and arrays of so few bytes are compared by what they hold at each call: no counter sees writes through
+# Tensors and arrays of at most so many bytes are compared by value at each call: no counter registers writes through
 # ``.data`` or an array that shares the memory.
 # Chosen: comparing a page takes microseconds.
 _COMPARED_BYTES = 4096
-# Arrays have no counter of writes at all; larger ones are only known by identity.
+# Arrays have no counter of writes at all; larger ones are compared by identity only.
 # Chosen: of so many bytes a copy is kept, and compared at each call.
 _ARRAY_BYTES = 1 << 20
-# Containers are looked into so far.
+# At most so many items of a container are compared.
 # Chosen, not measured.
-_MOST_ITEMS = 100_000
+_MAX_ITEMS = 100_000
 # Characters of a value in a message. Chosen: half a line.
 _SHOWN = 60
 
@@ -40,21 +40,21 @@ class _Missing:
 
 
 MISSING = _Missing()
-"""What an attribute is that an object has not."""
+"""The value of an attribute that does not exist."""
 
 
 class Expected(ABC):
-    """A value as it was. ``immutable``: the same object cannot have become another value."""
+    """A recorded value. ``immutable``: the same object cannot have changed its value."""
 
     immutable = True
 
     @abstractmethod
     def difference(self, now: object, label: str) -> str | None:
-        """A sentence about ``label``, where the value stands now, or None if it is as it was."""
+        """A sentence that says how ``label``, whose value is ``now``, has changed; None if it has not."""
 
 
 def shown(value: object) -> str:
-    """``value`` for people, on one short line."""
+    """``value`` as a short line of text, for messages."""
     if isinstance(value, torch.Tensor):
         return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, np.ndarray):
@@ -70,14 +70,14 @@ def shown(value: object) -> str:
 
 
 def sentence(label: str, old: str, new: str) -> str:
-    """How a difference is said."""
+    """The sentence about a difference."""
     if old == new:
         return f"{label} was {old} when traced and is another one"
     return f"{label} was {old} when traced and is {new}"
 
 
 class Plain(Expected):
-    """A number, a text and the like: equal and of the same type."""
+    """A number, a string and the like: must be equal and of the same type."""
 
     def __init__(self, value: object) -> None:
         self._value = value
@@ -89,7 +89,7 @@ class Plain(Expected):
 
 
 class Same(Expected):
-    """Anything else, known by identity (methods: by their object and function)."""
+    """Anything else, compared by identity (methods: by their object and function)."""
 
     def __init__(self, value: object) -> None:
         self._value = value
@@ -100,7 +100,7 @@ class Same(Expected):
 
 
 class Tensor(Expected):
-    """A tensor that a graph has in it as a constant: the same values, in whichever tensor."""
+    """A tensor that a graph contains as a constant: must have the same values, in any tensor object."""
 
     immutable = False
 
@@ -129,15 +129,15 @@ class Tensor(Expected):
 
 
 class Array(Expected):
-    """A numpy array, which a model may make a constant of."""
+    """A numpy array, which a model may turn into a constant."""
 
     immutable = False
 
     def __init__(self, value: np.ndarray) -> None:
         self._text, self._value = shown(value), value
         self._kind = value.shape, value.dtype
-        is_known = value.nbytes <= _ARRAY_BYTES and not value.dtype.hasobject
-        self._bytes = value.tobytes() if is_known else None
+        is_compared = value.nbytes <= _ARRAY_BYTES and not value.dtype.hasobject
+        self._bytes = value.tobytes() if is_compared else None
 
     def difference(self, now: object, label: str) -> str | None:
         if not isinstance(now, np.ndarray) or (now.shape, now.dtype) != self._kind:
@@ -147,13 +147,13 @@ class Array(Expected):
 
 
 class Contents(Expected):
-    """A container with what was in it, in order; a namespace with its attributes."""
+    """A container with its items, in order; a namespace with its attributes."""
 
     immutable = False
 
-    def __init__(self, value: object, known: frozenset[int], around: frozenset[int]) -> None:
+    def __init__(self, value: object, inputs: frozenset[int], enclosing: frozenset[int]) -> None:
         self._text, self._type = shown(value), type(value)
-        self._items = {key: (item, freeze(item, known, around)) for key, item in items_of(value)}
+        self._items = {key: (item, freeze(item, inputs, enclosing)) for key, item in items_of(value)}
 
     def difference(self, now: object, label: str) -> str | None:
         if type(now) is not self._type:
@@ -166,14 +166,14 @@ class Contents(Expected):
             old, expected = self._items[key]
             if item is old and expected.immutable:
                 continue
-            found = expected.difference(item, f"{label}[{key!r}]")
-            if found is not None:
-                return found
+            change = expected.difference(item, f"{label}[{key!r}]")
+            if change is not None:
+                return change
         return None if count == len(self._items) else sentence(label, self._text, shown(now))
 
 
 def items_of(container: Any) -> Iterable[tuple[Any, Any]]:
-    """Keys or places, with what is there; the elements of a set are their own keys."""
+    """Pairs of a key or index and its item; the elements of a set are their own keys."""
     if isinstance(container, Mapping):
         return container.items()
     if isinstance(container, (set, frozenset)):
@@ -183,36 +183,39 @@ def items_of(container: Any) -> Iterable[tuple[Any, Any]]:
     return enumerate(container)
 
 
-def freeze(value: object, known: frozenset[int] = frozenset(), around: frozenset[int] = frozenset()) -> Expected:
-    """What ``value`` is now, to be compared later. Containers are copied, with what is in them. ``known`` are the
-    identities of tensors whose values are inputs of the graph, ``around`` those of the containers that ``value`` is
-    in."""
+def freeze(value: object, inputs: frozenset[int] = frozenset(), enclosing: frozenset[int] = frozenset()) -> Expected:
+    """Records ``value``, to compare with it later. Containers are copied, with their items. ``inputs`` are the ids of
+    tensors whose values are inputs of the graph, ``enclosing`` those of the containers that ``value`` is in."""
     if value is MISSING or isinstance(value, PLAIN):
         return Plain(value)
-    if isinstance(value, torch.Tensor) and id(value) not in known:
+    if isinstance(value, torch.Tensor) and id(value) not in inputs:
         return Tensor(value)
     if isinstance(value, np.ndarray):
         return Array(value)
-    if isinstance(value, (*CONTAINERS, types.SimpleNamespace)) and id(value) not in around and _is_small(value):
-        return Contents(value, known, around | {id(value)})
+    if isinstance(value, (*CONTAINERS, types.SimpleNamespace)) and id(value) not in enclosing and _is_small(value):
+        return Contents(value, inputs, enclosing | {id(value)})
     return Same(value)
 
 
 def _is_small(value: object) -> bool:
-    return isinstance(value, types.SimpleNamespace) or len(value) <= _MOST_ITEMS  # type: ignore[arg-type]
+    return isinstance(value, types.SimpleNamespace) or len(value) <= _MAX_ITEMS  # type: ignore[arg-type]
 
 
 def within(value: object) -> Iterator[tuple[str, object]]:
-    """What is in a container, and in containers in it, with where it is (``[0]['beta']``)."""
+    """Yields the items of a container, and of containers inside it, each with its position (``[0]['beta']``)."""
     waiting: list[tuple[str, object]] = [("", value)]
     seen: set[int] = set()
-    while waiting and len(seen) < _MOST_ITEMS:
-        label, found = waiting.pop()
-        if id(found) in seen or not isinstance(found, (*CONTAINERS, types.SimpleNamespace)) or not _is_small(found):
+    while waiting and len(seen) < _MAX_ITEMS:
+        label, container = waiting.pop()
+        if (
+            id(container) in seen
+            or not isinstance(container, (*CONTAINERS, types.SimpleNamespace))
+            or not _is_small(container)
+        ):
             continue
-        seen.add(id(found))
-        for key, item in items_of(found):
-            place = f"{label}.{key}" if isinstance(found, types.SimpleNamespace) else f"{label}[{key!r}]"
+        seen.add(id(container))
+        for key, item in items_of(container):
+            place = f"{label}.{key}" if isinstance(container, types.SimpleNamespace) else f"{label}[{key!r}]"
             yield place, item
             waiting.append((place, item))
 
@@ -222,7 +225,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _digest(tensor: torch.Tensor) -> str | None:
-    """What a tensor holds, or None where that cannot be read."""
+    """A hash of a tensor's values, or None if they cannot be read."""
     try:
         return tensor_digest(tensor)
     except RuntimeError:

@@ -1,5 +1,5 @@
 """Variables outside of a function that its code names: globals, attributes of imported modules and of classes, and
-closures; and what it takes for arguments that are not given."""
+closures; and the defaults of its arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Variable:
     name: str
 
     def value(self) -> Any:
-        """What it is now, MISSING if it is not."""
+        """Its current value, MISSING if it does not exist."""
         return self.get(self.name, MISSING)
 
     def get(self, name: str, default: Any) -> Any:
@@ -49,7 +49,8 @@ def is_own_code(code: types.CodeType) -> bool:
 
 
 def variables_of(function: types.FunctionType) -> Iterator[Variable]:
-    """The variables that the code of ``function`` names, and that of functions written within it; and its defaults."""
+    """Yields the variables that the code of ``function``, and of functions defined inside it, names; and its
+    defaults."""
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
     yield from _named(function.__code__, function, cells)
     for name in ("__defaults__", "__kwdefaults__"):
@@ -58,23 +59,23 @@ def variables_of(function: types.FunctionType) -> Iterator[Variable]:
 
 
 def variables_of_partial(partial: functools.partial[Any], label: str) -> Iterator[Variable]:
-    """The arguments that a partial function has already."""
+    """Yields the arguments that a partial function already has."""
     for name in ("args", "keywords"):
         if getattr(partial, name):
             yield Variable(f"{label}.{name}", partial, name)
 
 
 def variables_of_class(kind: type, names: set[str]) -> Iterator[Variable]:
-    """What the user's classes among ``kind`` and its bases hold under any of these names."""
+    """Yields the attributes with any of these names of the user's classes among ``kind`` and its bases."""
     for name in dict.fromkeys(name for base in kind.__mro__ if is_written_by_user(base) for name in vars(base)):
         if name in names and not (name.startswith("__") and name.endswith("__")):
             yield Variable(f"{kind.__qualname__}.{name}", kind, name)
 
 
 def attributes_named(code: types.CodeType) -> set[str]:
-    """The names of all attributes that ``code`` reads, and functions written within it."""
-    found = {str(each.argval) for each in dis.get_instructions(code) if each.opname in _ATTRIBUTES}
-    return found.union(*(attributes_named(each) for each in code.co_consts if isinstance(each, types.CodeType)))
+    """The names of all attributes that ``code``, and functions defined inside it, read."""
+    names = {str(each.argval) for each in dis.get_instructions(code) if each.opname in _ATTRIBUTES}
+    return names.union(*(attributes_named(each) for each in code.co_consts if isinstance(each, types.CodeType)))
 
 
 def _named(code: types.CodeType, function: types.FunctionType, cells: dict[str, types.CellType]) -> Iterator[Variable]:
@@ -82,17 +83,17 @@ def _named(code: types.CodeType, function: types.FunctionType, cells: dict[str, 
     for instruction in dis.get_instructions(code):
         if instruction.opname == "EXTENDED_ARG":
             continue
-        found: Variable | None = None
+        variable: Variable | None = None
         name = instruction.argval
         if instruction.opname == "LOAD_GLOBAL" and name in function.__globals__:
-            found = Variable(f"{function.__module__}.{name}", function.__globals__, name)
+            variable = Variable(f"{function.__module__}.{name}", function.__globals__, name)
         elif instruction.opname in ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_CLOSURE") and name in cells:
-            found = Variable(f"{function.__qualname__}.{name}", cells[name], name)
+            variable = Variable(f"{function.__qualname__}.{name}", cells[name], name)
         elif instruction.opname in _ATTRIBUTES:
-            found = _attribute(before, name)
-        before = MISSING if found is None else found.value()
-        if found is not None and _may_change(before):
-            yield found
+            variable = _attribute(before, name)
+        before = MISSING if variable is None else variable.value()
+        if variable is not None and _may_change(before):
+            yield variable
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _named(constant, function, cells)
@@ -101,16 +102,16 @@ def _named(code: types.CodeType, function: types.FunctionType, cells: dict[str, 
 def _attribute(owner: Any, name: str) -> Variable | None:
     """``name`` of one of the user's modules or classes, if that has it."""
     if _is_own_module(owner):
-        found = Variable(f"{owner.__name__}.{name}", vars(owner), name)
+        variable = Variable(f"{owner.__name__}.{name}", vars(owner), name)
     elif isinstance(owner, type) and is_written_by_user(owner):
-        found = Variable(f"{owner.__qualname__}.{name}", owner, name)
+        variable = Variable(f"{owner.__qualname__}.{name}", owner, name)
     else:
         return None
-    return None if found.value() is MISSING else found
+    return None if variable.value() is MISSING else variable
 
 
 def _may_change(value: object) -> bool:
-    """Whether a variable with that value is one that users change, rather than something imported."""
+    """Whether users may change a variable with that value; not if it is something imported."""
     if isinstance(value, type):
         return is_written_by_user(value)
     return not isinstance(value, (types.ModuleType, types.BuiltinFunctionType))
