@@ -52,8 +52,8 @@ class Uncacheable(Exception):
 
 @dataclass(frozen=True)
 class Entry:
-    """The results of a trace. ``graph`` has the constants that tracing created; ``held`` maps each other constant to the
-    name of the model's tensor that it is."""
+    """The results of a trace. ``graph`` has the constants that tracing created; ``held`` maps the other constants to
+    the names of the model's tensors."""
 
     graph: Graph
     held: Mapping[str, str]
